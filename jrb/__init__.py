@@ -1,0 +1,29 @@
+"""jrb: the replay buffer for JAX."""
+
+from jrb import ring, sum_tree, types
+from jrb.buffer import BufferState, ReplayBuffer, Sample
+from jrb.keys import TED, Keys
+from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
+from jrb.storages import DeviceStorage
+from jrb.units import Transition
+from jrb.writers import RoundRobin
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TED",
+    "BufferState",
+    "DeviceStorage",
+    "Keys",
+    "Prioritized",
+    "Queue",
+    "ReplayBuffer",
+    "RoundRobin",
+    "Sample",
+    "Transition",
+    "Uniform",
+    "WithoutReplacement",
+    "ring",
+    "sum_tree",
+    "types",
+]

@@ -1,0 +1,478 @@
+"""The replay buffer: five parts, one composition."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrb import checks, display, order, pytree
+from jrb.keys import TED, Keys
+from jrb.ring import Ring
+from jrb.samplers import Uniform
+from jrb.storages import DeviceStorage
+from jrb.types import Item, Sampler, Storage, Unit, Writer
+from jrb.units import Transition
+from jrb.writers import RoundRobin
+
+@pytree.state
+class BufferState:
+    """All arrays of a buffer. N capacity, E environments.
+
+    Attributes:
+        storage: the items, for `DeviceStorage` their pytree with leaves `[N, ...]`.
+        writer: where the next row goes; for `RoundRobin` a `jrb.ring.Clock`.
+        sampler: what the sampler remembers.
+        unit: what the unit remembers.
+    """
+
+    storage: Any
+    writer: Any
+    sampler: Any
+    unit: Any
+
+    def __repr__(self) -> str:
+        return display.text(self)
+
+    def _repr_html_(self) -> str:
+        return display.html(self)
+
+
+@pytree.state
+class Sample:
+    """One batch. B batch, L window.
+
+    Attributes:
+        data: the items, leaves `[B, ...]` or `[B, L, ...]`.
+        indices: int32 `[B]`, the slots of the anchors.
+        probabilities: float32 `[B]`, with which each anchor was drawn; 0 where nothing was.
+        weights: float32 `[B]`, importance weights; 1 where they mean nothing, 0 where nothing was
+            drawn.
+        mask: bool `[B]` or `[B, L]`, which entries are real.
+        info: what the unit has to say, a dict of arrays.
+        stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
+    """
+
+    data: Any
+    indices: jax.Array
+    probabilities: jax.Array
+    weights: jax.Array
+    mask: jax.Array
+    info: dict[str, jax.Array]
+    stamp: jax.Array
+
+
+@pytree.component
+class ReplayBuffer:
+    """What a buffer holds, how it writes, and how it draws.
+
+    The description is frozen, hashable and free of arrays; the arrays are in a `BufferState`, which
+    every verb takes and those that change it return. All verbs are pure and work under `jit`,
+    `scan` and `vmap`. Donate the state to the jitted function that contains them, and nothing of
+    the buffer's size is copied: in any order that begins with `add` or `extend`, and in orders that
+    read first if they read with `draw`, or pass the `Sample` to `update_priority`, and write to the
+    state that these return. A bare `sample` before a write in one function may cost a copy.
+
+    N capacity, E environments, B batch, L window, T time.
+
+    Attributes:
+        capacity: N, the transitions held over all environments; a multiple of E.
+        num_envs: E, or None for one stream without an environment axis.
+        batch_size: B, unless a draw names its own.
+        sampler: which anchors are drawn.
+        unit: what one drawn anchor stands for.
+        writer: which slots are written.
+        storage: where the items lie.
+        transforms: what happens to data on its way out, from first to last; each a function from
+            data to data. One with a method `inverse` is undone on the way in, item by item.
+        keys: where the parts of a transition lie in an item.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(capacity=1000, batch_size=32)
+        >>> state = buffer.init({"x": jnp.zeros(3)})
+        >>> state = buffer.add(state, {"x": jnp.ones(3)})
+        >>> buffer.sample(state, jax.random.key(0)).data["x"].shape
+        (32, 3)
+    """
+
+    capacity: int
+    num_envs: int | None = None
+    batch_size: int | None = None
+    sampler: Sampler = Uniform()
+    unit: Unit = Transition()
+    writer: Writer = RoundRobin()
+    storage: Storage = DeviceStorage()
+    transforms: tuple[Callable[[Any], Any], ...] = ()
+    keys: Keys = TED
+
+    def __post_init__(self) -> None:
+        checks.count("capacity", self.capacity, 2**31 - 1)
+        if self.num_envs is not None:
+            checks.count("num_envs", self.num_envs)
+            checks.multiple(self.capacity, self.num_envs)
+        if self.batch_size is not None:
+            checks.count("batch_size", self.batch_size)
+        if not isinstance(self.transforms, tuple) or not all(map(callable, self.transforms)):
+            raise TypeError(
+                f"transforms: expected a tuple of functions, got {self.transforms!r}. "
+                "Write (f,) for a single one."
+            )
+
+    @property
+    def ring(self) -> Ring:
+        """The shape of the ring: N / E rows of E slots."""
+        envs = self.num_envs or 1
+        return Ring(rows=self.capacity // envs, envs=envs)
+
+    def init(self, example: Item) -> BufferState:
+        """An empty state.
+
+        Args:
+            example: one transition, arrays or `jax.ShapeDtypeStruct`s without leading axes; only
+                shapes and dtypes matter.
+
+        Raises:
+            TypeError: a leaf is no array, or of a dtype that JAX would change.
+        """
+        return self._empty_state(self._stored_spec(example))
+
+    def nbytes(self, example: Item) -> int:
+        """The bytes that `init(example)` allocates, without allocating them."""
+        spec = self._stored_spec(example)
+        return pytree.nbytes(jax.eval_shape(lambda: self._empty_state(spec)))
+
+    def add(self, state: BufferState, item: Item, mask: jax.Array | None = None) -> BufferState:
+        """Writes one timestep.
+
+        Args:
+            state: may be donated.
+            item: leaves `[E, ...]`, or `[...]` without `num_envs`.
+            mask: bool `[]`; nothing is written if it is False. None writes.
+
+        Raises:
+            ValueError: another structure or shape than the example's.
+            TypeError: another dtype than the example's, or a mask that is not bool.
+        """
+        stored = self._to_stored(state, item, self._lead(), "add")
+        rows = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), stored)
+        if mask is not None:
+            mask = checks.mask("add", mask, ())[None]
+        return _write(self, state, rows, mask)
+
+    def extend(
+        self, state: BufferState, items: Item, mask: jax.Array | None = None
+    ) -> BufferState:
+        """Writes T timesteps, time first; of more than the ring holds, the last ones.
+
+        Args:
+            state: may be donated.
+            items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
+            mask: bool `[T]`; rows where it is False are not written, as if they were not there.
+
+        Returns:
+            The state after T times `add`, however the rows are cut into calls.
+
+        Raises:
+            ValueError: another structure or shape than the example's, or leaves of unequal T.
+            TypeError: another dtype than the example's, or a mask that is not bool.
+        """
+        length = checks.length(items)
+        rows = self._to_stored(state, items, (length, *self._lead()), "extend")
+        if mask is not None:
+            mask = checks.mask("extend", mask, (length,))
+        return _write(self, state, rows, mask) if length else state
+
+    def sample(
+        self,
+        state: BufferState,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+    ) -> Sample:
+        """Draws a batch and leaves the state as it is.
+
+        Args:
+            state: is only read.
+            key: a PRNG key. It is consumed.
+            batch_size: B; None for the buffer's.
+            beta: of the importance weights, float `[]`, may be traced; None for the sampler's.
+
+        Returns:
+            The batch. Samplers that consume (`Queue`, `WithoutReplacement`) show what `draw` with
+            this key would give.
+
+        Raises:
+            ValueError: there is nothing to draw (only outside `jit`; inside, `mask` is False and
+                `weights` is 0), or no batch size.
+        """
+        return self.draw(state, key, batch_size, beta)[1]
+
+    def draw(
+        self,
+        state: BufferState,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[BufferState, Sample]:
+        """Draws a batch, and moves on those samplers that consume.
+
+        The state that it returns may be written to in the same jitted function without a copy: its
+        cursor depends on everything that was read.
+
+        Args:
+            state: may be donated.
+            key: a PRNG key. It is consumed.
+            batch_size: B; None for the buffer's.
+            beta: of the importance weights, float `[]`, may be traced; None for the sampler's.
+
+        Returns:
+            The state, and the batch.
+
+        Raises:
+            ValueError: as for `sample`.
+        """
+        batch_size = self.batch_size if batch_size is None else batch_size
+        if batch_size is None:
+            raise ValueError(
+                "batch_size: expected a number, got None. "
+                "Give it to ReplayBuffer(batch_size=...), or to this call."
+            )
+        checks.count("batch_size", batch_size)
+        checks.key(key)
+        if beta is not None:
+            beta = jnp.asarray(beta, jnp.float32)
+        self._check_ready(state, batch_size)
+        return _draw(self, state, key, batch_size, beta)
+
+    def update_priority(
+        self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
+    ) -> BufferState:
+        """New priorities for what was drawn.
+
+        Args:
+            state: may be donated.
+            sample_or_indices: the `Sample`. What was overwritten since, or masked, is left alone.
+                Or int32 `[B]` slots, for tools: then nothing tells a new item from the one that was
+                meant, and a write in the same jitted function may cost a copy.
+            priorities: real numbers `[B]`, used as float32. Those that are NaN, infinite or
+                negative are refused: the old priority stays, and the sampler's state counts them.
+
+        Returns:
+            The state. Where a slot stands twice, the last one wins.
+
+        Raises:
+            TypeError: the sampler has no priorities, or those given are no real numbers.
+            ValueError: another shape than `[B]`.
+        """
+        self._require("update", "update_priority")
+        if isinstance(sample_or_indices, Sample):
+            shape = sample_or_indices.indices.shape
+        else:
+            sample_or_indices = checks.indices("update_priority", sample_or_indices)
+            shape = sample_or_indices.shape
+        priorities = checks.priorities(priorities, shape)
+        return _update(self, state, sample_or_indices, priorities)
+
+    def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
+        """Another exponent for a prioritized sampler; costs O(N).
+
+        Raises:
+            TypeError: the sampler has no priorities.
+            ValueError: alpha is a negative number.
+        """
+        self._require("set_alpha", "set_alpha")
+        sampler = self.sampler.set_alpha(state.sampler, alpha)  # pyright: ignore
+        return state.replace(sampler=sampler)  # pyright: ignore
+
+    def take(self, state: BufferState, indices: jax.Array) -> Item:
+        """The items at these slots, as they are stored: without unit and transforms.
+
+        Args:
+            state: is only read.
+            indices: integers `[...]`, in [0, N).
+
+        Returns:
+            Leaves `[..., *item]`.
+
+        Raises:
+            ValueError: an index is out of range (only outside `jit`).
+        """
+        indices = checks.indices("take", indices)
+        if not isinstance(indices, jax.core.Tracer):
+            outside = (indices < 0) | (indices >= self.capacity)
+            if bool(outside.any()):
+                raise ValueError(
+                    f"take: expected indices in [0, {self.capacity}), got {indices[outside][0]}."
+                )
+        return _take(self, state, indices)
+
+    def size(self, state: BufferState) -> jax.Array:
+        """The transitions held, int32 `[]`."""
+        return self.writer.held(self.ring, state.writer).count
+
+    def can_sample(self, state: BufferState) -> jax.Array:
+        """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises."""
+        return self._ready(state, self.batch_size)
+
+    def empty(self, state: BufferState) -> BufferState:
+        """The state without its items. Samples drawn before stay harmless."""
+        return _empty(self, state)
+
+    def _lead(self) -> tuple[int, ...]:
+        return () if self.num_envs is None else (self.num_envs,)
+
+    def _stored_spec(self, example: Item) -> Item:
+        return jax.eval_shape(self._inverse, pytree.spec_of(example, "init"))
+
+    def _empty_state(self, spec: Item) -> BufferState:
+        ring = self.ring
+        return BufferState(
+            storage=self.storage.init(ring, spec),
+            writer=self.writer.init(ring),
+            sampler=self.sampler.init(ring),
+            unit=self.unit.init(ring, spec, self.keys),
+        )
+
+    def _inverse(self, item: Item) -> Item:
+        for transform in reversed(self.transforms):
+            item = getattr(transform, "inverse", lambda item: item)(item)
+        return item
+
+    def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
+        """Items as the storage takes them, leaves `[*lead, ...]`, or an error."""
+        if any(hasattr(transform, "inverse") for transform in self.transforms):
+            checks.lead(items, lead, verb)
+            inverse = self._inverse
+            for _ in lead:
+                inverse = jax.vmap(inverse)
+            items = inverse(items)
+        spec = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype),
+            self.storage.spec(self.ring, state.storage),
+        )
+        pytree.check_like(spec, items, verb, f"Give {_LAYOUT[verb, self.num_envs is None]}.")
+        return items
+
+    def _ready(self, state: BufferState, batch_size: int | None) -> jax.Array:
+        held = self.writer.held(self.ring, state.writer)
+        anchors = self.unit.anchors(self.ring, state.unit, held)
+        return self.sampler.ready(state.sampler, anchors, batch_size)
+
+    def _check_ready(self, state: BufferState, batch_size: int) -> None:
+        ready = self._ready(state, batch_size)
+        if not isinstance(ready, jax.core.Tracer) and not bool(ready):
+            raise ValueError(
+                f"sample: expected something to draw, got a buffer of size {self.size(state)} in "
+                f"which {type(self.sampler).__name__} finds nothing. Add items first; can_sample "
+                "tells when there are enough."
+            )
+
+    def _require(self, method: str, verb: str) -> None:
+        if not hasattr(self.sampler, method):
+            raise TypeError(
+                f"{verb}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
+                "Build the buffer with sampler=jrb.Prioritized()."
+            )
+
+
+_LAYOUT = {
+    ("add", True): "one timestep with the leaves of the example",
+    ("add", False): "one timestep with leaves [E, ...], E = num_envs",
+    ("extend", True): "timesteps with leaves [T, ...], time first",
+    ("extend", False): "timesteps with leaves [T, E, ...], time first, E = num_envs",
+}
+
+
+@jax.jit
+def _write(
+    buffer: ReplayBuffer, state: BufferState, items: Item, mask: jax.Array | None
+) -> BufferState:
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`."""
+    ring = buffer.ring
+    if buffer.num_envs is None:
+        items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
+    held = buffer.writer.held(ring, state.writer)
+    writer, write = buffer.writer.plan(ring, state.writer, items, mask)
+    storage = buffer.storage.write(ring, state.storage, write, items)
+    unit, change = buffer.unit.on_write(ring, state.unit, held, write, items, buffer.keys)
+    anchors = buffer.unit.anchors(ring, unit, buffer.writer.held(ring, writer))
+    sampler = buffer.sampler.on_write(ring, state.sampler, change, anchors)
+    return BufferState(storage=storage, writer=writer, sampler=sampler, unit=unit)
+
+
+@functools.partial(jax.jit, static_argnames="batch_size")
+def _draw(
+    buffer: ReplayBuffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | None,
+) -> tuple[BufferState, Sample]:
+    """Sampler, unit, storage, unit, transforms."""
+    ring, unit = buffer.ring, buffer.unit
+    held = buffer.writer.held(ring, state.writer)
+    anchors = unit.anchors(ring, state.unit, held)
+    sampler, draw = buffer.sampler.draw(ring, state.sampler, anchors, key, batch_size, beta)
+    look = unit.look(ring, state.unit, held, draw.slots, draw.mask, buffer.keys)
+    raw = buffer.storage.read(ring, state.storage, look.where)
+    data, info = unit.reduce(raw, look, buffer.keys)
+    for transform in buffer.transforms:
+        data = transform(data)
+    sample = Sample(
+        data=data,
+        indices=draw.slots,
+        probabilities=draw.probabilities,
+        weights=draw.weights,
+        mask=look.mask,
+        info=info,
+        stamp=buffer.writer.stamp(ring, state.writer, draw.slots),
+    )
+    writer = buffer.writer.hold(state.writer, _token(sample))
+    return state.replace(sampler=sampler, writer=writer), sample  # pyright: ignore
+
+
+@jax.jit
+def _update(
+    buffer: ReplayBuffer,
+    state: BufferState,
+    sample: Sample | jax.Array,
+    priorities: jax.Array,
+) -> BufferState:
+    ring, writer = buffer.ring, state.writer
+    if isinstance(sample, Sample):
+        current = buffer.writer.stamp(ring, writer, sample.indices) == sample.stamp
+        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+        token = _token(sample)
+        slots, ok = sample.indices + token, current & drawn
+        writer = buffer.writer.hold(writer, token)
+    else:
+        slots, ok = sample, jnp.ones(sample.shape, jnp.bool_)
+    sampler = buffer.sampler.update(ring, state.sampler, slots, priorities, ok)  # pyright: ignore
+    return state.replace(sampler=sampler, writer=writer)  # pyright: ignore
+
+
+def _token(sample: Sample) -> jax.Array:
+    """Zero, not known before the reads that the batch was made of.
+
+    Probabilities and weights are left out, so that nothing computes them if nobody wants them: the
+    indices wait for what a sampler reads.
+    """
+    return order.token((sample.data, sample.indices, sample.mask, sample.info))
+
+
+@jax.jit
+def _take(buffer: ReplayBuffer, state: BufferState, indices: jax.Array) -> Item:
+    return buffer.storage.read(buffer.ring, state.storage, lambda name: indices)
+
+
+@jax.jit
+def _empty(buffer: ReplayBuffer, state: BufferState) -> BufferState:
+    ring = buffer.ring
+    return BufferState(
+        storage=state.storage,
+        writer=buffer.writer.reset(ring, state.writer),
+        sampler=buffer.sampler.reset(ring, state.sampler),
+        unit=buffer.unit.reset(ring, state.unit),
+    )

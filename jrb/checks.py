@@ -1,0 +1,109 @@
+"""Checks of what users pass to the verbs, made before anything is written."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import pytree
+
+
+def count(name: str, value: Any, most: int | None = None) -> None:
+    """A positive Python integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}: expected an integer, got {value!r}.")
+    if value < 1 or (most is not None and value > most):
+        bound = "at least 1" if most is None else f"from 1 to {most}"
+        raise ValueError(f"{name}: expected {bound}, got {value}.")
+
+
+def multiple(capacity: int, envs: int) -> None:
+    """A capacity that is a whole number of rows."""
+    if capacity % envs:
+        fewer, more = capacity // envs * envs, -(-capacity // envs) * envs
+        legal = f"{fewer} or {more}" if fewer else str(more)
+        raise ValueError(
+            f"capacity: expected a multiple of num_envs = {envs}, got {capacity}. "
+            f"The nearest are {legal}."
+        )
+
+
+def key(value: Any) -> None:
+    """One PRNG key, typed or old-style."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        wanted = ()
+    elif dtype == jnp.uint32:
+        wanted = (2,)
+    else:
+        raise TypeError(f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0).")
+    if value.shape != wanted:
+        raise ValueError(
+            f"key: expected a single key, of shape {wanted}, got shape {value.shape}. "
+            "Take one of them, or vmap over them."
+        )
+
+
+def mask(verb: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A bool array of this shape."""
+    array = jnp.asarray(value)
+    if array.dtype != jnp.bool_:
+        raise TypeError(f"{verb}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast.")
+    if array.shape != shape:
+        raise ValueError(
+            f"{verb}: mask: expected shape {shape}, got {array.shape}. "
+            "It says which rows of time are written, for all environments alike."
+        )
+    return array
+
+
+def indices(verb: str, value: Any) -> jax.Array:
+    """An integer array, as int32."""
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"{verb}: indices: expected integers or a Sample, got dtype {array.dtype}. "
+            "Pass the sample, or its indices."
+        )
+    return array.astype(jnp.int32)
+
+
+def priorities(value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Real numbers of this shape, as float32."""
+    array = jnp.asarray(value)
+    real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
+    if not real:
+        raise TypeError(
+            f"update_priority: priorities: expected real numbers, got dtype {array.dtype}."
+        )
+    if array.shape != shape:
+        raise ValueError(
+            f"update_priority: priorities: expected shape {shape}, one for each that was drawn, "
+            f"got {array.shape}. Reduce the errors to one number for each, such as jnp.abs(td_error)."
+        )
+    return array.astype(jnp.float32)
+
+
+def length(items: Any) -> int:
+    """T, the first axis of the first leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, "extend"))
+    if not leaves:
+        raise ValueError("extend: expected at least one leaf, got an empty pytree.")
+    path, leaf = leaves[0]
+    if not leaf.shape:
+        raise ValueError(
+            f"extend: leaf '{pytree.leaf_name(path)}': expected a first axis of time, got shape (). "
+            "For a single timestep there is add."
+        )
+    return leaf.shape[0]
+
+
+def lead(items: Any, axes: tuple[int, ...], verb: str) -> None:
+    """Leaves that all begin with these axes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, verb)):
+        if leaf.shape[: len(axes)] != axes:
+            raise ValueError(
+                f"{verb}: leaf '{pytree.leaf_name(path)}': expected a shape that begins with {axes}, "
+                f"got {leaf.shape}. Time comes first, then the environments."
+            )

@@ -1,0 +1,61 @@
+"""How the items of a buffer are keyed."""
+
+from typing import Any
+
+from jrb import pytree
+
+Path = str | tuple[str, ...]
+"""A name, or a tuple of names from the outside in; names reach into dicts and attributes alike."""
+
+
+@pytree.component
+class Keys:
+    """Where the parts of a transition lie in an item; by default where TED puts them.
+
+    Example:
+        >>> keys = Keys(reward="r", next_observation="next_obs")
+        >>> keys.get({"obs": 1, "r": 0.5, "next_obs": 2}, "reward")
+        0.5
+    """
+
+    observation: Path = "observation"
+    action: Path = "action"
+    reward: Path = ("next", "reward")
+    done: Path = ("next", "done")
+    terminated: Path = ("next", "terminated")
+    truncated: Path = ("next", "truncated")
+    next_observation: Path = ("next", "observation")
+
+    def get(self, item: Any, name: str) -> Any:
+        """The entry of `item` that plays the role `name` ("reward", "done", ...).
+
+        Raises:
+            ValueError: the item has nothing there; the message lists the paths that exist.
+        """
+        path = getattr(self, name)
+        found = lookup(item, path)
+        if found is None:
+            raise ValueError(
+                f"{name}: expected a leaf at '{path_name(path)}', got an item with the leaves "
+                f"{pytree.leaf_names(item)}. Name the right one with keys=jrb.Keys({name}=...)."
+            )
+        return found
+
+
+TED = Keys()
+"""The keys of TED, the layout with `observation`, `action` and `next: {observation, reward, ...}`."""
+
+
+def path_name(path: Path) -> str:
+    """`next/reward` for `("next", "reward")`."""
+    return path if isinstance(path, str) else "/".join(path)
+
+
+def lookup(item: Any, path: Path) -> Any:
+    """The entry of `item` at `path`, or None where there is none."""
+    for name in (path,) if isinstance(path, str) else path:
+        if pytree.is_mapping(item):
+            item = item.get(name)
+        else:
+            item = getattr(item, name, None)
+    return item

@@ -1,0 +1,76 @@
+"""What keeps a buffer in place: reads that happen, and writes that wait for them.
+
+XLA may schedule a read of an array after a write to it, and then copies the whole array first. Two
+tools prevent that. `once` computes a read for real, where XLA would rather repeat a cheap gather in
+each of its consumers. `token` makes an integer zero that depends on values that were read; a write at an
+index to which it was added waits for them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+T = TypeVar("T")
+
+
+def once(compute: Callable[[], T]) -> T:
+    """`compute()`, evaluated exactly once and never fused into its consumers.
+
+    Args:
+        compute: a function without arguments that reads arrays it closes over.
+
+    Returns:
+        What `compute` returns, a pytree of arrays.
+
+    On the CPU it is the branch of a conditional that is always taken, which the compiler cannot
+    know. The condition is a constant, so that `vmap` leaves it a conditional. Elsewhere the
+    compiler knows, and the conditional, which would wait for the host, goes.
+    """
+    hidden = lax.platform_dependent(
+        cpu=lambda: lax.optimization_barrier(jnp.bool_(True)), default=lambda: jnp.bool_(True)
+    )
+    out = jax.eval_shape(compute)
+    blank = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out)
+    return lax.cond(hidden, compute, blank)
+
+
+def opaque(value: int) -> jax.Array:
+    """An int32 constant that XLA's CPU compiler does not fold."""
+    return lax.optimization_barrier(jnp.int32(value))
+
+
+def token(reads: Any) -> jax.Array:
+    """int32 zero, `[]`, that is not known before every leaf of `reads` is.
+
+    Add it to an index, and what is written there is written after the reads.
+
+    Args:
+        reads: a pytree of arrays of any dtype.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(reads) if leaf.size]
+    return once(lambda: _zero(leaves))
+
+
+def _zero(leaves: list[jax.Array]) -> jax.Array:
+    """int32 zero: a bit of every leaf, shifted out, which XLA does not see through."""
+    together = functools.reduce(jnp.bitwise_or, map(_some_bits, leaves), jnp.int32(0))
+    return lax.shift_right_logical(together & 1, jnp.int32(1))
+
+
+def _some_bits(leaf: jax.Array) -> jax.Array:
+    """int32 `[]`, from the first element of `leaf`."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    first = leaf[(0,) * leaf.ndim]
+    if jnp.issubdtype(first.dtype, jnp.complexfloating):
+        first = first.real
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        first = lax.bitcast_convert_type(first, _UNSIGNED[first.dtype.itemsize]).ravel()[0]
+    return first.astype(jnp.int32)
+
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}

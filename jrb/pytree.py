@@ -1,0 +1,150 @@
+"""Descriptions, states, leaf paths, and the checks whose errors name a leaf."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar, dataclass_transform
+
+import chex
+import jax
+import numpy as np
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def component(cls: type[T]) -> type[T]:
+    """Makes `cls` a description: a frozen, hashable dataclass without arrays, static under JAX.
+
+    Raises:
+        TypeError: when an instance is built with an array, or anything else that does not hash.
+    """
+    check = cls.__dict__.get("__post_init__", lambda self: None)
+
+    def post_init(self: Any) -> None:
+        for field in dataclasses.fields(self):
+            _check_static(type(self).__name__, field.name, getattr(self, field.name))
+        check(self)
+
+    cls.__post_init__ = post_init  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def state(cls: type[T]) -> type[T]:
+    """Makes `cls` a state: an immutable pytree of arrays."""
+    return chex.dataclass(frozen=True)(cls)  # pyright: ignore[reportReturnType]
+
+
+def _check_static(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{owner}.{name}: expected a plain Python value, got an array of shape {value.shape}. "
+            "A description is static: pass a number, or keep the array in a state or an argument."
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{owner}.{name}: expected a hashable value, got {type(value).__name__} ({error}). "
+            "Use a tuple for a list, and a frozen dataclass or a function for a part."
+        ) from None
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """`next/reward` for a key path of `jax.tree_util`; the whole item has the name `.`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "."
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The names of all leaves, in order."""
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def spec_of(tree: Any, what: str) -> Any:
+    """The shapes and dtypes of `tree`, as `jax.ShapeDtypeStruct`s.
+
+    Args:
+        tree: a pytree of arrays, `ShapeDtypeStruct`s or Python numbers.
+        what: who asks, for the error's first words.
+
+    Raises:
+        TypeError: a leaf is no array, or has a dtype that JAX would change (float64 without x64).
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _leaf_spec(f"{what}: leaf '{leaf_name(path)}'", leaf), tree
+    )
+
+
+def _leaf_spec(where: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
+        return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(type(leaf)))
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise TypeError(
+            f"{where}: expected an array, got {type(leaf).__name__}. "
+            "Convert it with jnp.asarray, or leave it out of the item."
+        )
+    dtype = leaf.dtype
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = np.dtype(dtype)
+        if dtype.kind in "OSUMm":
+            raise TypeError(
+                f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."
+            )
+        kept = jax.dtypes.canonicalize_dtype(dtype)
+        if kept != dtype:
+            raise TypeError(
+                f"{where}: expected a dtype that JAX keeps, got {dtype}, which would become {kept}. "
+                f"Cast it with .astype({kept}), or set jax_enable_x64."
+            )
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
+
+
+def check_like(expected: Any, got: Any, what: str, mend: str) -> None:
+    """Raises unless `got` has the structure, shapes and dtypes of the specs `expected`.
+
+    Args:
+        expected: a pytree of `ShapeDtypeStruct`s.
+        got: a pytree of arrays.
+        what: who asks, for the error's first words.
+        mend: what to do, for the error's last words.
+
+    Raises:
+        ValueError: another structure or shape.
+        TypeError: another dtype, or a leaf that is no array.
+    """
+    check_structure(expected, got, what, mend)
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, want), leaf in zip(leaves, jax.tree.leaves(spec_of(got, what)), strict=True):
+        where = f"{what}: leaf '{leaf_name(path)}'"
+        if leaf.shape != want.shape:
+            raise ValueError(f"{where}: expected shape {want.shape}, got {leaf.shape}. {mend}")
+        if leaf.dtype != want.dtype:
+            raise TypeError(
+                f"{where}: expected dtype {want.dtype}, got {leaf.dtype}. "
+                "Cast it yourself: the buffer never does."
+            )
+
+
+def check_structure(expected: Any, got: Any, what: str, mend: str) -> None:
+    """Raises `ValueError` unless both trees have the same structure, naming where they part."""
+    if jax.tree.structure(expected) == jax.tree.structure(got):
+        return
+    want, have = leaf_names(expected), leaf_names(got)
+    missing = sorted(set(want) - set(have))
+    surplus = sorted(set(have) - set(want))
+    if missing or surplus:
+        text = f"expected the leaves {want}, got {have}: missing {missing}, not expected {surplus}"
+    else:
+        text = f"expected {jax.tree.structure(expected)}, got {jax.tree.structure(got)}"
+    first = (missing or surplus or want or ["."])[0]
+    raise ValueError(f"{what}: leaf '{first}': {text}. {mend}")
+
+
+def nbytes(spec: Any) -> int:
+    """The bytes that arrays of these shapes and dtypes take."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
+
+
+def is_mapping(tree: Any) -> bool:
+    """Whether entries are reached by `tree[name]` rather than by attribute."""
+    return isinstance(tree, Mapping)

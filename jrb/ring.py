@@ -1,0 +1,90 @@
+"""Integer arithmetic of the ring: rows of time, slots, ages, generations.
+
+N is the capacity, E the number of environments, R = N / E the number of rows. All environments
+advance together: row r, environment e is slot r * E + e, so the successor of a slot is E further on.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jrb import pytree
+
+
+@pytree.state
+class Clock:
+    """Where a ring stands, in rows of time.
+
+    Attributes:
+        cursor: int32 `[]`, the row to be written next.
+        count: int32 `[]`, the rows held.
+        lap: uint32 `[]`, how often the cursor came round, modulo 2^32.
+    """
+
+    cursor: jax.Array
+    count: jax.Array
+    lap: jax.Array
+
+
+@pytree.component
+class Ring:
+    """The shape of a ring: R rows of time, E environments."""
+
+    rows: int
+    envs: int
+
+    @property
+    def capacity(self) -> int:
+        """N, the number of slots."""
+        return self.rows * self.envs
+
+    def start(self) -> Clock:
+        """The clock of a ring that was never written."""
+        return Clock(cursor=jnp.int32(0), count=jnp.int32(0), lap=jnp.uint32(0))
+
+    def advance(self, clock: Clock, rows: jax.Array) -> Clock:
+        """The clock after `rows` more rows were written, int32 `[]`, at least 0."""
+        reached = clock.cursor.astype(jnp.uint32) + rows.astype(jnp.uint32)
+        kept = jnp.minimum(rows, self.rows)
+        return Clock(
+            cursor=(reached % jnp.uint32(self.rows)).astype(jnp.int32),
+            count=jnp.minimum(clock.count, self.rows - kept) + kept,
+            lap=clock.lap + reached // jnp.uint32(self.rows),
+        )
+
+    def emptied(self, clock: Clock) -> Clock:
+        """The clock of the emptied ring; no older generation is ever current again."""
+        return Clock(
+            cursor=jnp.zeros_like(clock.cursor),
+            count=jnp.zeros_like(clock.count),
+            lap=clock.lap + jnp.uint32(2),
+        )
+
+    def row_after(self, row: jax.Array, steps: jax.Array) -> jax.Array:
+        """The row (int32) that lies `steps` rows, at least 0, further around the ring."""
+        reached = row.astype(jnp.uint32) + steps.astype(jnp.uint32)
+        return (reached % jnp.uint32(self.rows)).astype(jnp.int32)
+
+    def row_slots(self, starts: jax.Array) -> jax.Array:
+        """The slots (int32 `[T, E]`) of the rows that begin at `starts`; N for a start of N or more."""
+        slots = starts[:, None] + jnp.arange(self.envs, dtype=jnp.int32)
+        return jnp.minimum(slots, self.capacity)
+
+    def slot_after(self, slot: jax.Array, steps: jax.Array) -> jax.Array:
+        """The slot (int32) that lies `steps` slots, 0 to N, further around the ring."""
+        reached = slot.astype(jnp.uint32) + steps.astype(jnp.uint32)
+        capacity = jnp.uint32(self.capacity)
+        return jnp.where(reached >= capacity, reached - capacity, reached).astype(jnp.int32)
+
+    def oldest_slot(self, clock: Clock) -> jax.Array:
+        """The first slot (int32) of the oldest row held."""
+        row = clock.cursor - clock.count
+        return jnp.where(row < 0, row + self.rows, row) * self.envs
+
+    def generation(self, clock: Clock, slots: jax.Array) -> jax.Array:
+        """The lap (uint32) in which each slot was last written.
+
+        It changes with every overwrite, without an array to keep it: rows before the cursor were
+        written in this lap, the others in the one before.
+        """
+        ahead = slots >= clock.cursor * self.envs
+        return clock.lap - ahead.astype(jnp.uint32)

@@ -1,0 +1,243 @@
+"""Anchors in proportion to their priority."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jrb import bits, order, pytree, sum_tree
+from jrb import tree as trees
+from jrb.ring import Ring
+from jrb.samplers.uniform import draw_of
+from jrb.tree import Tree
+from jrb.types import Anchors, Change, Draw
+
+_NO_ANCHOR = -1.0
+
+
+@pytree.state
+class Priorities:
+    """What a prioritized sampler knows of every slot.
+
+    Attributes:
+        raw: float32 `[N]`, the priority p of each anchor; -1 where there is no anchor.
+        masses: a sum-tree over (p + eps)^alpha, 0 where there is no anchor.
+        smallest: a tree of the least positive mass, or None: for `normalize="buffer"`.
+        largest: a tree of the greatest p, or None: for `new_priority="max_in_buffer"`.
+        highest: float32 `[]`, the greatest p seen so far, 1 at first.
+        alpha: float32 `[]`.
+        refused: uint32 `[]`, how many priorities were NaN, infinite or negative.
+    """
+
+    raw: jax.Array
+    masses: Tree
+    smallest: Tree | None
+    largest: Tree | None
+    highest: jax.Array
+    alpha: jax.Array
+    refused: jax.Array
+
+
+@pytree.component
+class Prioritized:
+    """Draws anchor i with probability P(i) = (p_i + eps)^alpha / sum_k (p_k + eps)^alpha.
+
+    The importance weights (N P(i))^-beta, over N anchors, undo the bias of that in a loss; they are
+    divided by the largest one, so that they only scale down.
+
+    Attributes:
+        alpha: how much priorities matter, at least 0; 0 is uniform. `set_alpha` changes it later.
+        beta: how much of the bias is undone, from 0 to 1; `sample(..., beta=)` takes a schedule.
+        eps: what is added to every priority, at least 0.
+        stratified: one draw from each of B equal parts of the mass, for less variance.
+        normalize: what the weights are divided by: the largest in the "batch", the largest that any
+            anchor in the "buffer" would get, or None for nothing.
+        new_priority: the priority p of new items: "max", the largest seen so far (1 at first);
+            "max_in_buffer", the largest held when they are written (1 if nothing is held); or a
+            number.
+        branching: of the sum-tree; None for the fastest on this backend.
+
+    Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
+    """
+
+    alpha: float = 0.6
+    beta: float = 0.4
+    eps: float = 1e-6
+    stratified: bool = True
+    normalize: Literal["batch", "buffer"] | None = "batch"
+    new_priority: Literal["max", "max_in_buffer"] | float = "max"
+    branching: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "eps"):
+            _check_number(name, getattr(self, name))
+        if self.normalize not in ("batch", "buffer", None):
+            raise ValueError(
+                f"normalize: expected 'batch', 'buffer' or None, got {self.normalize!r}."
+            )
+        if self.new_priority not in ("max", "max_in_buffer"):
+            _check_number("new_priority", self.new_priority, "'max', 'max_in_buffer' or ")
+
+    def init(self, ring: Ring) -> Priorities:
+        """No anchors."""
+        tree = functools.partial(trees.init, ring.capacity, self.branching)
+        return Priorities(
+            raw=jnp.full(ring.capacity, _NO_ANCHOR, jnp.float32),
+            masses=tree("sum"),
+            smallest=tree("min") if self.normalize == "buffer" else None,
+            largest=tree("max") if self.new_priority == "max_in_buffer" else None,
+            highest=jnp.ones((), jnp.float32),
+            alpha=jnp.full((), self.alpha, jnp.float32),
+            refused=jnp.zeros((), jnp.uint32),
+        )
+
+    def on_write(
+        self, ring: Ring, state: Priorities, change: Change, anchors: Anchors
+    ) -> Priorities:
+        """New anchors enter with the priority of new items, those that left lose theirs."""
+        del anchors
+        priority = self._new_priority(state)
+        if change.left.size:
+            gone = jnp.full(change.left.shape, _NO_ANCHOR, jnp.float32)
+            state = self._set(state, *_in_range(ring, change.left), gone)
+        new = jnp.broadcast_to(priority, change.entered.shape)
+        if change.consecutive:
+            return self._set_run(state, change.entered[0], new)
+        return self._set(state, *_in_range(ring, change.entered), new)
+
+    def _new_priority(self, state: Priorities) -> jax.Array:
+        if self.new_priority == "max":
+            return state.highest
+        if state.largest is None:
+            return jnp.float32(self.new_priority)
+        held = trees.root(state.largest)
+        return jnp.where(held < 0, jnp.float32(1.0), held)
+
+    def draw(
+        self,
+        ring: Ring,
+        state: Priorities,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[Priorities, Draw]:
+        """Walks down the sum-tree; where no anchor has mass, all are equally likely."""
+        del ring
+        words, slots, mass, total = sum_tree.draw(
+            state.masses, key, batch_size, self.stratified
+        )
+        mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
+        alike = draw_of(anchors, bits.below(anchors.count, *words), mask)
+        some = total > 0
+        beta = jnp.asarray(self.beta if beta is None else beta, jnp.float32)
+        divisor = self._divisor(state, anchors, mass, total)
+        ratio = jnp.where(some, mass / divisor, 1.0)
+        slots = jnp.where(some, slots, alike.slots)
+        if self.normalize == "buffer":
+            slots = slots + order.token(divisor)
+        return state, Draw(
+            slots=slots,
+            probabilities=jnp.where(some, mass / jnp.where(some, total, 1.0), alike.probabilities),
+            weights=jnp.where(mask, ratio**-beta, 0.0),
+            mask=mask,
+        )
+
+    def _divisor(
+        self, state: Priorities, anchors: Anchors, mass: jax.Array, total: jax.Array
+    ) -> jax.Array:
+        """The mass m for which (mass / m)^-beta is the weight; 1 where there is no mass.
+
+        In the quotient of two (N P)^-beta, N and the total cancel.
+        """
+        if self.normalize == "batch":
+            divisor = jnp.min(mass)
+        elif state.smallest is not None:
+            divisor = trees.root(state.smallest)
+        else:
+            divisor = total / jnp.maximum(anchors.count, 1).astype(jnp.float32)
+        return jnp.where(total > 0, divisor, 1.0)
+
+    def update(
+        self, ring: Ring, state: Priorities, slots: jax.Array, priorities: jax.Array, ok: jax.Array
+    ) -> Priorities:
+        """New priorities for anchors; the last one wins where a slot stands twice.
+
+        Args:
+            ring: the ring's shape.
+            state: the sampler's state.
+            slots: int32 `[B]`.
+            priorities: float32 `[B]`. One that is NaN, infinite or negative is refused and counted:
+                the old one stays.
+            ok: bool `[B]`, False where nothing is to be done.
+        """
+        index = slots.astype(jnp.uint32)
+        member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
+        good = jnp.isfinite(priorities) & (priorities >= 0)
+        index = jnp.where(member & good, index, jnp.uint32(ring.capacity))
+        raw, keep = trees.last_of_equals(state.raw, index)
+        state = state.replace(  # pyright: ignore
+            raw=raw,
+            highest=jnp.maximum(state.highest, jnp.max(jnp.where(keep, priorities, 0.0))),
+            refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
+        )
+        return self._set(state, index, keep, priorities)
+
+    def set_alpha(self, state: Priorities, alpha: jax.Array | float) -> Priorities:
+        """Another alpha, and all masses computed anew from the priorities; costs O(N)."""
+        if not isinstance(alpha, jax.Array):
+            _check_number("alpha", alpha)
+        state = state.replace(alpha=jnp.asarray(alpha, jnp.float32))  # pyright: ignore
+        return self._put(state, state.raw, trees.set_all)
+
+    def _set(
+        self, state: Priorities, index: jax.Array, keep: jax.Array, raw: jax.Array
+    ) -> Priorities:
+        """Priorities at slots, uint32 `[K]`, distinct where `keep`."""
+        kept = jnp.where(keep, index, jnp.uint32(state.raw.size))
+        state = state.replace(raw=trees.put(state.raw, kept, raw))  # pyright: ignore
+        return self._put(state, raw, lambda tree, leaf: trees.set_leaves(tree, index, leaf, keep))
+
+    def _set_run(self, state: Priorities, first: jax.Array, raw: jax.Array) -> Priorities:
+        """Priorities, float32 `[K]`, at the slots from `first` on."""
+        state = state.replace(  # pyright: ignore
+            raw=lax.dynamic_update_slice_in_dim(state.raw, raw, first, axis=0)
+        )
+        return self._put(state, raw, lambda tree, leaf: trees.set_run(tree, first, leaf))
+
+    def _put(
+        self, state: Priorities, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
+    ) -> Priorities:
+        """What each tree keeps of the priorities `raw`, put into it."""
+        mass = sum_tree.bounded(state.masses, (raw + self.eps) ** state.alpha)
+        mass = jnp.where(raw < 0, 0.0, mass)
+        least = jnp.where(mass > 0, mass, jnp.inf)
+        return state.replace(  # pyright: ignore
+            masses=put(state.masses, mass),
+            smallest=None if state.smallest is None else put(state.smallest, least),
+            largest=None if state.largest is None else put(state.largest, raw),
+        )
+
+    def ready(self, state: Priorities, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Whether there is an anchor."""
+        del state, batch_size
+        return anchors.count > 0
+
+    def reset(self, ring: Ring, state: Priorities) -> Priorities:
+        """No anchors; alpha stays."""
+        return self.init(ring).replace(alpha=state.alpha)  # pyright: ignore
+
+
+def _in_range(ring: Ring, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Slots as uint32, and which of them there are."""
+    return slots.astype(jnp.uint32), slots < ring.capacity
+
+
+def _check_number(name: str, value: object, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected {also}a number, got {value!r}.")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}: expected {also}a finite number of at least 0, got {value}.")

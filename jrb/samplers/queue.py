@@ -1,0 +1,67 @@
+"""First in, first out."""
+
+import jax
+import jax.numpy as jnp
+
+from jrb import pytree
+from jrb.ring import Ring
+from jrb.samplers.uniform import draw_of
+from jrb.types import Anchors, Change, Draw
+
+
+@pytree.state
+class Unread:
+    """What a queue still has to give.
+
+    Attributes:
+        count: int32 `[]`, the anchors not drawn yet, always the newest ones.
+    """
+
+    count: jax.Array
+
+
+@pytree.component
+class Queue:
+    """Draws each anchor once, oldest first: for data that is used once, as on policy.
+
+    `draw` takes from the queue, `sample` looks at its head. Where too little is there, the batch is
+    masked at its end. What is overwritten before it was drawn is lost. The key is not used.
+    """
+
+    def init(self, ring: Ring) -> Unread:
+        """An empty queue."""
+        del ring
+        return Unread(count=jnp.zeros((), jnp.int32))
+
+    def on_write(self, ring: Ring, state: Unread, change: Change, anchors: Anchors) -> Unread:
+        """What entered joins the end of the queue."""
+        del ring
+        room = anchors.count - jnp.minimum(change.entered_count, anchors.count)
+        return Unread(count=jnp.minimum(state.count, room) + anchors.count - room)
+
+    def draw(
+        self,
+        ring: Ring,
+        state: Unread,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[Unread, Draw]:
+        """The B at the head of the queue."""
+        del ring, key, beta
+        place = jnp.arange(batch_size, dtype=jnp.int32)
+        mask = place < state.count
+        chosen = jnp.where(mask, anchors.count - state.count + place, 0)
+        taken = jnp.minimum(state.count, batch_size)
+        return Unread(count=state.count - taken), draw_of(anchors, chosen, mask)
+
+    def ready(self, state: Unread, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Whether something is in the queue."""
+        del anchors, batch_size
+        return state.count > 0
+
+    def reset(self, ring: Ring, state: Unread) -> Unread:
+        """An empty queue."""
+        del state
+        return self.init(ring)

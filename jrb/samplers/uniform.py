@@ -1,0 +1,81 @@
+"""All anchors alike."""
+
+import jax
+import jax.numpy as jnp
+
+from jrb import bits, permutation, pytree
+from jrb.ring import Ring
+from jrb.types import Anchors, Change, Draw
+
+
+@pytree.component
+class Uniform:
+    """Every anchor has the same probability; a draw changes nothing.
+
+    Attributes:
+        replacement: whether an anchor may stand twice in a batch. If not, a batch that is larger
+            than the number of anchors is masked at its end.
+    """
+
+    replacement: bool = True
+
+    def init(self, ring: Ring) -> dict[str, jax.Array]:
+        """Nothing to remember."""
+        del ring
+        return {}
+
+    def on_write(
+        self, ring: Ring, state: dict[str, jax.Array], change: Change, anchors: Anchors
+    ) -> dict[str, jax.Array]:
+        """Nothing to learn."""
+        del ring, change, anchors
+        return state
+
+    def draw(
+        self,
+        ring: Ring,
+        state: dict[str, jax.Array],
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[dict[str, jax.Array], Draw]:
+        """A random integer below the number of anchors, for each of the batch."""
+        del ring, beta
+        place = jnp.arange(batch_size, dtype=jnp.int32)
+        if self.replacement:
+            mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
+            chosen = bits.below(anchors.count, *bits.words(key, batch_size))
+        else:
+            mask = place < anchors.count
+            chosen = permutation.permute(bits.seed(key), anchors.count, jnp.where(mask, place, 0))
+        return state, draw_of(anchors, chosen, mask)
+
+    def ready(
+        self, state: dict[str, jax.Array], anchors: Anchors, batch_size: int | None
+    ) -> jax.Array:
+        """Whether there is an anchor."""
+        del state, batch_size
+        return anchors.count > 0
+
+    def reset(self, ring: Ring, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Nothing to forget."""
+        del ring
+        return state
+
+
+def draw_of(anchors: Anchors, chosen: jax.Array, mask: jax.Array) -> Draw:
+    """The draw of anchors that were equally likely.
+
+    Args:
+        anchors: the anchors there are.
+        chosen: int32 `[B]`, their positions among the anchors, oldest first.
+        mask: bool `[B]`, which of them count.
+    """
+    share = 1.0 / jnp.maximum(anchors.count, 1).astype(jnp.float32)
+    return Draw(
+        slots=anchors.nth(chosen),
+        probabilities=jnp.where(mask, share, 0.0),
+        weights=mask.astype(jnp.float32),
+        mask=mask,
+    )

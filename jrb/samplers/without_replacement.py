@@ -1,0 +1,98 @@
+"""Epochs: everything once, then everything again in another order."""
+
+import jax
+import jax.numpy as jnp
+
+from jrb import bits, permutation, pytree
+from jrb.ring import Ring
+from jrb.samplers.uniform import draw_of
+from jrb.types import Anchors, Change, Draw
+
+
+@pytree.state
+class Epoch:
+    """How far an epoch is.
+
+    Attributes:
+        seed: uint32 `[2]`, which permutation it follows.
+        length: int32 `[]`, the anchors there were at its start.
+        position: int32 `[]`, how many of them were drawn.
+        left: int32 `[]`, how many anchors have gone since, around the ring.
+    """
+
+    seed: jax.Array
+    length: jax.Array
+    position: jax.Array
+    left: jax.Array
+
+
+@pytree.component
+class WithoutReplacement:
+    """Draws each anchor once an epoch, in random order, in O(1) memory.
+
+    `draw` moves on; `sample` shows what the next `draw` with the same key gives. An epoch is over
+    the slots that were held at its start: rows written meanwhile join the next one, and a slot that
+    was overwritten meanwhile gives its new item. The key chooses the order when an epoch begins;
+    within one it changes nothing. The last batch of an epoch is short: the rest of it is masked.
+
+    Attributes:
+        drop_last: whether a short last batch is left out, and the next epoch begun instead.
+    """
+
+    drop_last: bool = False
+
+    def init(self, ring: Ring) -> Epoch:
+        """The end of an epoch without anchors."""
+        del ring
+        zero = jnp.zeros((), jnp.int32)
+        return Epoch(
+            seed=jnp.zeros(2, jnp.uint32),
+            length=zero,
+            position=jnp.zeros_like(zero),
+            left=jnp.zeros_like(zero),
+        )
+
+    def on_write(self, ring: Ring, state: Epoch, change: Change, anchors: Anchors) -> Epoch:
+        """Anchors leave from the front: positions move."""
+        del ring
+        left = (state.left + change.left_count) % jnp.maximum(anchors.count, 1)
+        return state.replace(left=left)  # pyright: ignore
+
+    def draw(
+        self,
+        ring: Ring,
+        state: Epoch,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[Epoch, Draw]:
+        """The next B of the epoch, or the first B of the next one."""
+        del ring, beta
+        epoch = self._continued(state, anchors, key, batch_size)
+        place = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
+        mask = place < epoch.length
+        if self.drop_last:
+            mask = mask & (epoch.position + batch_size <= epoch.length)
+        at = permutation.permute(epoch.seed, epoch.length, jnp.where(mask, place, 0))
+        chosen = (at - epoch.left) % jnp.maximum(anchors.count, 1)
+        position = epoch.position + jnp.sum(mask, dtype=jnp.int32)
+        return epoch.replace(position=position), draw_of(anchors, chosen, mask)  # pyright: ignore
+
+    def _continued(self, state: Epoch, anchors: Anchors, key: jax.Array, batch_size: int) -> Epoch:
+        """The same epoch, or a new one if too little of it remains."""
+        needed = batch_size if self.drop_last else 1
+        over = state.position + needed > state.length
+        zero = jnp.zeros_like(state.position)
+        new = Epoch(seed=bits.seed(key), length=anchors.count, position=zero, left=zero)
+        return jax.tree.map(lambda a, b: jnp.where(over, a, b), new, state)
+
+    def ready(self, state: Epoch, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Whether there is an anchor; with `drop_last`, whether there is a whole batch."""
+        del state
+        return anchors.count >= (batch_size if self.drop_last and batch_size else 1)
+
+    def reset(self, ring: Ring, state: Epoch) -> Epoch:
+        """As at the start."""
+        del state
+        return self.init(ring)

@@ -1,0 +1,251 @@
+"""What the parts of a buffer say to each other.
+
+N capacity, E environments, B batch, L window, T time. A *slot* (int32) is the place of an item, an
+*anchor* a slot that a sampler may draw; slots are all that parts exchange. A part is a description
+(see `jrb.pytree.component`): pure methods, no arrays; what it must remember is a state that the
+buffer hands to it and takes back. A part of your own is a class with the same few methods.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from jrb import pytree
+from jrb.keys import Keys
+from jrb.ring import Ring
+
+State = Any
+Item = Any
+Where = Callable[[str], jax.Array]
+"""From the name of a leaf ("next/reward") to the slots it is read at, int32 `[B, ...]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """Where the rows of one call go.
+
+    Attributes:
+        starts: int32 `[T]`, the slot of each row's environment 0; N or more where the row is dropped.
+        slots: int32 `[T, E]`, the slot of each item; N or more where it is dropped.
+        rows: int32 `[]`, the rows of time that passed, those included that a longer call overwrote.
+        consecutive: True if nothing is dropped and all slots follow one another (a slice will do).
+    """
+
+    starts: jax.Array
+    slots: jax.Array
+    rows: jax.Array
+    consecutive: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The slots that hold items: `count` of them from `first` on, around the ring, oldest first.
+
+    Attributes:
+        first: int32 `[]`.
+        count: int32 `[]`.
+    """
+
+    first: jax.Array
+    count: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchors:
+    """The anchors there are, oldest first.
+
+    Attributes:
+        count: int32 `[]`.
+        nth: the slots of the anchors at these positions, int32 `[B]` in [0, count) -> int32 `[B]`.
+    """
+
+    count: jax.Array
+    nth: Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What a write did to the anchors.
+
+    Attributes:
+        entered: int32 `[K]`, slots that became anchors, or are anchors of a new item; N or more
+            where there is none.
+        left: int32 `[M]`, slots that are no anchors any more; N or more where there is none. A
+            slot that left and entered again stands in `entered` alone.
+        entered_count: int32 `[]`, how many anchors are new.
+        left_count: int32 `[]`, how many anchors went, those included whose slot entered again.
+        consecutive: True if `entered` is a run of slots without a gap.
+    """
+
+    entered: jax.Array
+    left: jax.Array
+    entered_count: jax.Array
+    left_count: jax.Array
+    consecutive: bool
+
+
+@pytree.state
+class Draw:
+    """What a sampler drew.
+
+    Attributes:
+        slots: int32 `[B]`, anchors; any slot where `mask` is False.
+        probabilities: float32 `[B]`, with which each was drawn; 0 where `mask` is False.
+        weights: float32 `[B]`, importance weights; 0 where `mask` is False.
+        mask: bool `[B]`, False where there was nothing to draw.
+    """
+
+    slots: jax.Array
+    probabilities: jax.Array
+    weights: jax.Array
+    mask: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a unit wants to read for a batch of anchors.
+
+    Attributes:
+        where: which slots to read, leaf by leaf.
+        mask: bool `[B]` or `[B, L]`, which entries are real.
+        info: a dict of arrays for the user, `Sample.info`.
+    """
+
+    where: Where
+    mask: jax.Array
+    info: dict[str, jax.Array]
+
+
+class Writer(Protocol):
+    """Which slots do these rows go to?"""
+
+    def init(self, ring: Ring) -> State:
+        """The state of a writer that wrote nothing."""
+        ...
+
+    def plan(
+        self, ring: Ring, state: State, items: Item, mask: jax.Array | None
+    ) -> tuple[State, Write]:
+        """Slots for rows of time.
+
+        Args:
+            ring: the ring's shape.
+            state: the writer's state.
+            items: what will be written, leaves `[T, E, ...]`.
+            mask: bool `[T]`, the rows to write; None for all.
+        """
+        ...
+
+    def held(self, ring: Ring, state: State) -> Held:
+        """The slots that hold items."""
+        ...
+
+    def stamp(self, ring: Ring, state: State, slots: jax.Array) -> jax.Array:
+        """uint32 like `slots`: another number as soon as a slot holds another item."""
+        ...
+
+    def reset(self, ring: Ring, state: State) -> State:
+        """Forgets all slots; no stamp from before is ever current again."""
+        ...
+
+    def hold(self, state: State, token: jax.Array) -> State:
+        """The same state, from which no slot to write is known before `token`, an int32 zero."""
+        ...
+
+
+class Storage(Protocol):
+    """Puts rows at slots, gets rows at slots."""
+
+    def init(self, ring: Ring, spec: Item) -> State:
+        """Room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
+        ...
+
+    def spec(self, ring: Ring, state: State) -> Item:
+        """The spec of one item."""
+        ...
+
+    def write(self, ring: Ring, state: State, write: Write, items: Item) -> State:
+        """Puts items, leaves `[T, E, ...]`, at the slots of `write`."""
+        ...
+
+    def read(self, ring: Ring, state: State, where: Where) -> Item:
+        """One gather per leaf; must not be scheduled after a later write (see `jrb.order.once`)."""
+        ...
+
+
+class Unit(Protocol):
+    """What does one anchor stand for?"""
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> State:
+        """The state when nothing is held."""
+        ...
+
+    def on_write(
+        self, ring: Ring, state: State, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[State, Change]:
+        """What a write does to the anchors; `held` is from before the write."""
+        ...
+
+    def anchors(self, ring: Ring, state: State, held: Held) -> Anchors:
+        """The anchors there are."""
+        ...
+
+    def look(
+        self, ring: Ring, state: State, held: Held, slots: jax.Array, mask: jax.Array, keys: Keys
+    ) -> Look:
+        """What to read for these anchors, `[B]`; `mask` is False where nothing was drawn."""
+        ...
+
+    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+        """From what was read to `Sample.data` and `Sample.info`."""
+        ...
+
+    def reset(self, ring: Ring, state: State) -> State:
+        """The state when nothing is held any more."""
+        ...
+
+
+class Sampler(Protocol):
+    """Which anchors next, and with what probability?"""
+
+    def init(self, ring: Ring) -> State:
+        """The state when there are no anchors."""
+        ...
+
+    def on_write(self, ring: Ring, state: State, change: Change, anchors: Anchors) -> State:
+        """Learns which anchors came and went; `anchors` is from after the write."""
+        ...
+
+    def draw(
+        self,
+        ring: Ring,
+        state: State,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[State, Draw]:
+        """Draws a batch. `beta` is for samplers with importance weights, None for their own.
+
+        Large arrays of the state are read by `jrb.order.once` or in a loop, and the slots are not
+        known before these reads: then a write that waits for the slots is done in place.
+        """
+        ...
+
+    def ready(self, state: State, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """bool `[]`: whether a draw would give at least one item."""
+        ...
+
+    def reset(self, ring: Ring, state: State) -> State:
+        """The state when there are no anchors any more."""
+        ...
+
+
+class Transform(Protocol):
+    """What happens to data on the way out. An `inverse(item)`, if there is one, undoes it on the way in."""
+
+    def __call__(self, data: Any) -> Any:
+        """From data, leaves `[B, ...]`, to data."""
+        ...
