@@ -167,7 +167,7 @@ def read_rows(array: jax.Array, first: jax.Array, room: jax.Array) -> jax.Array:
     at = order.opaque(0)
     rows = lax.gather(
         array,
-        first[:, None],
+        first.reshape(-1, 1),
         lax.GatherDimensionNumbers(
             offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,)
         ),
@@ -205,7 +205,7 @@ def put(
         update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
     )
     return scatter(
-        array, index[:, None], values, dims, mode=lax.GatherScatterMode.FILL_OR_DROP
+        array, index.reshape(-1, 1), values, dims, mode=lax.GatherScatterMode.FILL_OR_DROP
     )
 
 
@@ -254,7 +254,8 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
         return put(nodes, above, reduce_rows(tree, rows_in(room))), above, room
 
     room = room_for(node.size, tree.branching)
-    nodes, _, _ = lax.fori_loop(0, levels, climb, (tree.nodes, node, room))
+    column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
+    nodes, _, _ = lax.fori_loop(0, levels, climb, (tree.nodes, column, room))
     return tree.replace(nodes)
 
 
