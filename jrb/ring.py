@@ -66,8 +66,9 @@ class Ring:
 
     def row_slots(self, starts: jax.Array) -> jax.Array:
         """The slots (int32 `[T, E]`) of the rows that begin at `starts`; N for a start of N or more."""
-        slots = starts[:, None] + jnp.arange(self.envs, dtype=jnp.int32)
-        return jnp.minimum(slots, self.capacity)
+        starts = starts[:, None]
+        slots = starts + jnp.arange(self.envs, dtype=jnp.int32)
+        return jnp.where(starts < self.capacity, slots, self.capacity)
 
     def slot_after(self, slot: jax.Array, steps: jax.Array) -> jax.Array:
         """The slot (int32) that lies `steps` slots, 0 to N, further around the ring."""

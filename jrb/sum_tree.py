@@ -90,7 +90,8 @@ def find(tree: Tree, mass: jax.Array) -> jax.Array:
         int32 `[B]`: the first i with `mass` below the sum of the leaves 0 to i. A leaf of mass 0 is
         never found, unless all are: then it is leaf 0.
     """
-    return _descend(tree, mass, None)[0]
+    found, _ = _descend(tree, jnp.where(mass > 0, mass, 0.0), None)
+    return jnp.where(total(tree) > 0, found, 0)
 
 
 def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True) -> jax.Array:
@@ -101,7 +102,9 @@ def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True)
         key: a PRNG key. It is consumed.
         batch_size: B.
         stratified: one draw from each of B equal parts of the total, which lowers the variance;
-            else B independent draws.
+            else B independent draws. Among 2^14 leaves and more, a part ends somewhere in a node of
+            1 / 2048 of the leaves or less: there a draw may fall into its neighbour, which keeps
+            the probability of every leaf exact.
 
     Returns:
         int32 `[B]`. If no leaf has mass, all are equally likely.

@@ -280,7 +280,7 @@ def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
         count = min((count + tree.branching - 2) // tree.branching + 1, tree.width(level))
         first = jnp.minimum(first >> tree.bits, tree.width(level) - count)
         tree = _reduce_run(tree, level, first, count)
-    node = (first + jnp.arange(count) + tree.start(level)).astype(jnp.uint32)
+    node = (first + jnp.arange(count, dtype=jnp.int32) + tree.start(level)).astype(jnp.uint32)
     return _reduce_paths(tree, node, level)
 
 

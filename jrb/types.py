@@ -74,8 +74,8 @@ class Change:
             where there is none.
         left: int32 `[M]`, slots that are no anchors any more; N or more where there is none. A
             slot that left and entered again stands in `entered` alone.
-        entered_count: int32 `[]`, how many anchors are new.
-        left_count: int32 `[]`, how many anchors went, those included whose slot entered again.
+        entered_count: int32 `[]`, how many anchors came, those included that went in the same call.
+        left_count: int32 `[]`, how many anchors went, those included that came in the same call.
         consecutive: True if `entered` is a run of slots without a gap.
     """
 

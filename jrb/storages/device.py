@@ -1,7 +1,10 @@
 """Arrays on the device, one per leaf, `[N, ...]`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb import order, pytree
@@ -23,8 +26,17 @@ class DeviceStorage:
 
     def write(self, ring: Ring, state: Item, write: Write, items: Item) -> Item:
         """A slice for consecutive slots, else a scatter of rows."""
-        put = _put_slice if write.consecutive else _put_rows
-        return jax.tree.map(lambda leaf, rows: put(leaf, write, rows), state, items)
+
+        def put(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+            if _is_widened(leaf.dtype):
+                return lax.platform_dependent(
+                    leaf, write.starts, rows, cpu=_put_one_by_one, default=_put_rows
+                )
+            if write.consecutive:
+                return lax.dynamic_update_slice_in_dim(leaf, rows[0], write.starts[0], axis=0)
+            return _put_rows(leaf, write.starts, rows)
+
+        return jax.tree.map(put, state, items)
 
     def read(self, ring: Ring, state: Item, where: Where) -> Item:
         """One gather of whole items per leaf."""
@@ -35,10 +47,46 @@ class DeviceStorage:
         return order.once(lambda: jax.tree_util.tree_map_with_path(gather, state))
 
 
-def _put_slice(leaf: jax.Array, write: Write, rows: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(leaf, rows[0], write.starts[0], axis=0)
+def _put_rows(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on; none for a start of N or more."""
+    slots = starts[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)
+    items = rows.reshape(slots.size, *rows.shape[2:])
+    return leaf.at[slots.reshape(-1)].set(items, mode="drop")
 
 
-def _put_rows(leaf: jax.Array, write: Write, rows: jax.Array) -> jax.Array:
-    items = rows.reshape(-1, *rows.shape[2:])
-    return leaf.at[write.slots.reshape(-1)].set(items, mode="drop")
+def _is_widened(dtype: np.dtype) -> bool:
+    """Whether XLA's CPU compiler scatters such a dtype in a wider one, a copy of the whole array."""
+    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return not extended and np.dtype(dtype).isbuiltin != 1  # bfloat16, float8, int4, ...
+
+
+@jax.custom_batching.custom_vmap
+def _put_one_by_one(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
+    """The same as `_put_rows`, by slices."""
+    kept = (starts < leaf.shape[0]).astype(jnp.int32)
+
+    def put(t: jax.Array, leaf: jax.Array) -> jax.Array:
+        write = lambda _, leaf: lax.dynamic_update_slice_in_dim(leaf, rows[t], starts[t], axis=0)
+        return lax.fori_loop(0, kept[t], write, leaf)  # once, or not at all
+
+    return lax.fori_loop(0, rows.shape[0], put, leaf)
+
+
+@_put_one_by_one.def_vmap
+def _put_many(size: int, batched: list, leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> Any:
+    """Many buffers are one long one: a slice at an index of a batch would become a scatter."""
+    leaf, starts, rows = (
+        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_batched in zip((leaf, starts, rows), batched, strict=True)
+    )
+    capacity = leaf.shape[1]
+    if size * capacity >= 2**31:
+        raise ValueError(
+            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots in all, got {size} buffers "
+            f"of {capacity}. Use fewer buffers, or a dtype that NumPy has."
+        )
+    first = jnp.arange(size, dtype=jnp.int32)[:, None] * capacity
+    starts = jnp.where(starts < capacity, starts + first, size * capacity).reshape(-1)
+    flat = leaf.reshape(size * capacity, *leaf.shape[2:])
+    flat = _put_one_by_one(flat, starts, rows.reshape(starts.size, *rows.shape[2:]))
+    return flat.reshape(leaf.shape), True

@@ -31,12 +31,12 @@ class Transition:
     ) -> tuple[dict[str, Any], Change]:
         """What is written enters; what it overwrites left."""
         del items, keys
-        new = jnp.minimum(write.rows, ring.rows) * ring.envs
+        new, free = write.rows * ring.envs, ring.capacity - held.count
         change = Change(
             entered=write.slots.reshape(-1),
             left=jnp.zeros(0, jnp.int32),
             entered_count=new,
-            left_count=new - jnp.minimum(new, ring.capacity - held.count),
+            left_count=new - jnp.minimum(new, free),
             consecutive=write.consecutive,
         )
         return state, change

@@ -1,0 +1,230 @@
+"""The contracts as a check that any buffer can be put through, with parts of your own or ours.
+
+Example:
+    >>> import jax.numpy as jnp, jrb
+    >>> from jrb import testing
+    >>> make = lambda capacity: jrb.ReplayBuffer(capacity, num_envs=2, batch_size=8)
+    >>> testing.conform(make, {"x": jnp.zeros(16)})
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import pytree
+from jrb.buffer import BufferState, ReplayBuffer, Sample
+
+Make = Callable[[int], ReplayBuffer]
+Step = Callable[[BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]
+
+
+def conform(make: Make, example: Any) -> None:
+    """Checks that a buffer keeps the contracts that do not depend on what it draws.
+
+    Args:
+        make: from a capacity, a multiple of 64, to the buffer; it has a batch size.
+        example: one transition. A few hundred bytes make the check for copies sharp.
+
+    Raises:
+        AssertionError: a contract is broken; the message says which.
+    """
+    buffer = make(64)
+    check_description(make)
+    check_memory(buffer, example)
+    check_compiled(buffer, example)
+    check_batched(buffer, example)
+    check_empty(buffer, example)
+    check_in_place(make, example)
+
+
+def rows(example: Any, total: jax.Array, *lead: int) -> Any:
+    """Rows of the example's shapes and dtypes that depend on `total`, float `[]`.
+
+    Args:
+        example: one transition.
+        total: a number that the compiler does not know.
+        lead: the leading axes.
+    """
+
+    def fill(spec: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = (*lead, *spec.shape)
+        if jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key):
+            seed = (total * 1000).astype(jnp.uint32)
+            return jnp.broadcast_to(jax.random.key(seed), shape)
+        count = jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape)
+        wave = jnp.abs(jnp.sin(total + count)) * 100
+        return wave > 50 if spec.dtype == jnp.bool_ else wave.astype(spec.dtype)
+
+    return jax.tree.map(fill, pytree.spec_of(example, "rows"))
+
+
+def consumed(tree: Any) -> jax.Array:
+    """A float `[]` that needs every leaf."""
+
+    def add_up(leaf: jax.Array) -> jax.Array:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return jnp.sum(jnp.real(leaf).astype(jnp.float32))
+
+    return sum(map(add_up, jax.tree.leaves(tree)), jnp.float32(0))
+
+
+def temporaries(step: Step, state: BufferState, total: jax.Array, key: jax.Array) -> int:
+    """Bytes that a scan of `step` over a donated state allocates beside it."""
+
+    def loop(state: BufferState, total: jax.Array, key: jax.Array) -> Any:
+        body = lambda carry, _: (step(*carry, key), None)
+        return jax.lax.scan(body, (state, total), None, length=3)[0]
+
+    compiled = jax.jit(loop, donate_argnums=0).lower(state, total, key).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def growth(make: Make, example: Any, step: Callable[..., Any], agents: int | None = None) -> float:
+    """What the temporaries of `step(buffer, state, total, key)` grow by from N = 8192 to 32768.
+
+    Args:
+        make: from a capacity to the buffer.
+        example: one transition.
+        step: some verbs; returns the state and a float `[]`.
+        agents: how many buffers side by side, under `vmap`.
+
+    Returns:
+        A part of what the state grows by: 0 where nothing is copied, 1 where everything is.
+    """
+    temps, sizes = [], []
+    for capacity in (2**13, 2**15):
+        buffer = make(capacity)
+        run = lambda state, total, key, buffer=buffer: step(buffer, state, total, key)
+        arguments = (buffer.init(example), jnp.float32(1), jax.random.key(0))
+        sizes.append(buffer.nbytes(example) * (agents or 1))
+        if agents:
+            arguments = jax.tree.map(
+                lambda leaf: jnp.broadcast_to(leaf, (agents, *leaf.shape)), arguments
+            )
+            run = jax.vmap(run)
+        temps.append(temporaries(run, *arguments))
+    return (temps[1] - temps[0]) / (sizes[1] - sizes[0])
+
+
+def check_description(make: Make) -> None:
+    """Equal descriptions hash equal, pickle, and are jit arguments that do not retrace."""
+    one, other = make(64), make(64)
+    _expect(one == other and hash(one) == hash(other), "equal descriptions hash equal")
+    _expect(pickle.loads(pickle.dumps(one)) == one, "a description pickles")  # noqa: S301
+    capacity = jax.jit(lambda buffer: buffer.capacity)
+    _expect(capacity(one) == capacity(other), "a description is a jit argument")
+    _expect(capacity._cache_size() == 1, "an equal description does not retrace")
+
+
+def check_memory(buffer: ReplayBuffer, example: Any) -> None:
+    """`nbytes` is what `init` allocates."""
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.init(example)))
+    _expect(buffer.nbytes(example) == allocated, "nbytes is what init allocates")
+
+
+def check_compiled(buffer: ReplayBuffer, example: Any) -> None:
+    """Eager, jit and scan agree, and a second call does not retrace."""
+    step, states = _stepper(buffer, example), [buffer.init(example)]
+    samples, keys = [], jax.random.split(jax.random.key(1), 6)
+    for number, key in enumerate(keys):
+        state, sample = step(states[-1], jnp.float32(number), key)
+        states.append(state)
+        samples.append(sample)
+    compiled, state = jax.jit(step), states[0]
+    for number, key in enumerate(keys):
+        state, sample = compiled(state, jnp.float32(number), key)
+        _agree(sample, samples[number], "jit draws what eager draws")
+    _expect(compiled._cache_size() == 1, "a second call does not retrace")
+    numbers = jnp.arange(6, dtype=jnp.float32)
+    scan = jax.jit(lambda *xs: jax.lax.scan(lambda state, x: step(state, *x), states[0], xs))
+    _agree(scan(numbers, keys)[0], states[-1], "scan leaves the state that a loop leaves")
+
+
+def check_batched(buffer: ReplayBuffer, example: Any) -> None:
+    """`vmap` is a loop over buffers."""
+    step = jax.jit(_stepper(buffer, example))
+    state, keys = buffer.init(example), jax.random.split(jax.random.key(2), 3)
+    states = [step(state, jnp.float32(number), keys[number])[0] for number in range(3)]
+    stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    numbers = jnp.arange(3, dtype=jnp.float32)
+    together = jax.jit(jax.vmap(step))(stack(*states), numbers, keys)
+    alone = [step(states[number], numbers[number], keys[number]) for number in range(3)]
+    _agree(together, stack(*alone), "vmap does what a loop over buffers does")
+
+
+def check_empty(buffer: ReplayBuffer, example: Any) -> None:
+    """An empty buffer raises outside jit, and masks inside; a late update revives nothing."""
+    state, key = buffer.init(example), jax.random.key(3)
+    for empty in (state, buffer.empty(_stepper(buffer, example)(state, jnp.float32(1), key)[0])):
+        try:
+            buffer.sample(empty, key)
+        except ValueError:
+            pass
+        else:
+            raise AssertionError("sampling an empty buffer outside jit raises")
+        sample = jax.jit(buffer.sample)(empty, key)
+        nothing = not sample.mask.any() and not sample.weights.any()
+        _expect(nothing, "an empty buffer gives a batch whose mask and weights are zero")
+        _expect(not buffer.can_sample(empty), "can_sample is False when empty")
+        _expect(int(buffer.size(empty)) == 0, "size is 0 when empty")
+
+
+def check_in_place(make: Make, example: Any) -> None:
+    """Nothing of the buffer's size is copied, alone and under vmap."""
+
+    def add_sample(buffer: ReplayBuffer, state: Any, total: jax.Array, key: jax.Array) -> Any:
+        state = buffer.add(state, rows(example, total, *_lead(buffer)))
+        return state, consumed(buffer.sample(state, key))
+
+    def draw_add(buffer: ReplayBuffer, state: Any, total: jax.Array, key: jax.Array) -> Any:
+        state, sample = buffer.draw(state, key)
+        state = buffer.add(state, rows(example, total, *_lead(buffer)))
+        return state, consumed(sample)
+
+    for step in (add_sample, draw_add):
+        for agents in (None, 4):
+            copied = growth(make, example, step, agents)
+            what = f"{step.__name__}, {agents or 'no'} agents: {copied:.0%} of the state is copied"
+            _expect(copied < 0.01, what)
+
+
+def _lead(buffer: ReplayBuffer) -> tuple[int, ...]:
+    return () if buffer.num_envs is None else (buffer.num_envs,)
+
+
+def _stepper(
+    buffer: ReplayBuffer, example: Any
+) -> Callable[[BufferState, jax.Array, jax.Array], tuple[BufferState, Sample]]:
+    """Add, draw, and update priorities where there are any."""
+
+    def step(state: BufferState, total: jax.Array, key: jax.Array) -> tuple[BufferState, Sample]:
+        state = buffer.extend(state, rows(example, total, 9, *_lead(buffer)))
+        state, sample = buffer.draw(state, key)
+        if hasattr(buffer.sampler, "update"):
+            state = buffer.update_priority(state, sample, total + sample.probabilities)
+        return state, sample
+
+    return step
+
+
+def _agree(got: Any, want: Any, contract: str) -> None:
+    """Integers and data exactly, computed floats to rounding."""
+    _expect(jax.tree.structure(got) == jax.tree.structure(want), contract)
+    leaves = jax.tree_util.tree_leaves_with_path(got)
+    for (path, one), other in zip(leaves, jax.tree.leaves(want), strict=True):
+        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        same = np.array_equal(one, other)
+        if not same and jnp.issubdtype(one.dtype, jnp.floating):
+            same = np.allclose(one, other, rtol=1e-6, atol=1e-7)
+        _expect(one.dtype == other.dtype and same, f"{contract}: {pytree.leaf_name(path)}")
+
+
+def _expect(kept: object, contract: str) -> None:
+    if not kept:
+        raise AssertionError(f"broken contract: {contract}")

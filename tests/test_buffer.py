@@ -1,0 +1,313 @@
+"""The verbs, against a plain Python model and one by one."""
+
+import collections
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from tests import reference
+
+KEY = jax.random.key(0)
+
+
+def number(values):
+    """Items that carry a number of their own in two dtypes."""
+    values = np.asarray(values, np.int32)
+    return {"id": values, "next": {"reward": values.astype(np.float32) / 8}}
+
+
+@functools.lru_cache
+def jitted(rows, envs, length):
+    """Verbs of one ring, compiled; calls of `extend` have `length` rows."""
+    buffer = jrb.ReplayBuffer(rows * (envs or 1), num_envs=envs, batch_size=64)
+    return buffer, jax.jit(buffer.extend), jax.jit(buffer.add), jax.jit(buffer.sample)
+
+
+commands = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.just(None)),
+        st.tuples(st.just("masked add"), st.booleans()),
+        st.tuples(st.just("extend"), st.just(None)),
+        st.tuples(st.just("masked extend"), st.lists(st.booleans(), min_size=5, max_size=5)),
+        st.tuples(st.just("empty"), st.just(None)),
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize(("rows", "envs"), [(1, None), (3, None), (7, 2), (1, 3), (4, 1)])
+@hypothesis.given(commands=commands)
+@hypothesis.settings(max_examples=25)
+def test_random_streams_agree_with_the_model(rows, envs, commands):
+    buffer, extend, add, sample = jitted(rows, envs, 5)
+    lead = () if envs is None else (envs,)
+    state, model = buffer.init(number(0)), reference.Ring(rows, envs or 1)
+    fresh = 0
+    for verb, mask in commands:
+        count = (5 if "extend" in verb else 1) * (envs or 1)
+        ids = np.arange(fresh, fresh + count, dtype=np.int32)
+        fresh += count
+        if verb == "empty":
+            state = buffer.empty(state)
+            model.empty()
+        elif "extend" in verb:
+            flags = None if mask is None else np.array(mask)
+            state = extend(state, number(ids.reshape(5, *lead)), flags)
+            model.extend(ids.reshape(5, -1).tolist(), mask)
+        else:
+            state = add(state, number(ids.reshape(lead)), mask)
+            model.add(ids.tolist(), mask is None or mask)
+        held = model.held()
+        assert int(buffer.size(state)) == len(held)
+        stored = np.asarray(buffer.take(state, np.arange(buffer.capacity))["id"])
+        assert {slot: int(stored[slot]) for slot in held} == held
+        batch = sample(state, KEY)
+        assert bool(buffer.can_sample(state)) == bool(held) == bool(batch.mask.all())
+        if held:
+            drawn = dict(zip(batch.indices.tolist(), batch.data["id"].tolist(), strict=True))
+            assert drawn.items() <= held.items()
+            np.testing.assert_array_equal(
+                batch.data["next"]["reward"], batch.data["id"].astype(np.float32) / 8
+            )
+
+
+@pytest.mark.parametrize("sampler", [jrb.Prioritized(), jrb.Queue(), jrb.WithoutReplacement()])
+@pytest.mark.parametrize("cuts", [(20,), (1,) * 20, (7, 13), (3, 1, 9, 7)])
+def test_how_rows_are_cut_into_calls_does_not_matter(sampler, cuts):
+    buffer = jrb.ReplayBuffer(capacity=12, num_envs=2, batch_size=4, sampler=sampler)
+    items = number(np.arange(40).reshape(20, 2))
+    whole = buffer.extend(buffer.init(number(0)), items)
+    state, first = buffer.init(number(0)), 0
+    for count in cuts:
+        part = jax.tree.map(lambda leaf, a=first, b=count: leaf[a : a + b], items)
+        state = buffer.extend(state, part)
+        first += count
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_masked_rows_are_as_if_they_were_not_there():
+    buffer = jrb.ReplayBuffer(capacity=6, batch_size=4, sampler=jrb.Prioritized())
+    items, mask = number(np.arange(15)), np.arange(15) % 3 != 1
+    got = jax.jit(buffer.extend)(buffer.init(number(0)), items, mask)
+    want = buffer.extend(buffer.init(number(0)), jax.tree.map(lambda leaf: leaf[mask], items))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_masked_add_under_vmap_writes_only_where_the_mask_holds():
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)
+    state = jax.vmap(lambda _: buffer.init(number(0)))(jnp.arange(3))
+    write = jax.jit(jax.vmap(buffer.add))
+    state = write(state, number([7, 8, 9]), jnp.array([True, False, True]))
+    assert jax.vmap(buffer.size)(state).tolist() == [1, 0, 1]
+    assert state.storage["id"][:, 0].tolist() == [7, 0, 9]
+
+
+def test_extending_by_no_rows_changes_nothing():
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)
+    state = buffer.add(buffer.init(number(0)), number(1))
+    assert int(buffer.size(buffer.extend(state, number(np.zeros(0))))) == 1
+
+
+EXACT = {
+    "bool": np.array([True, False]),
+    "uint8": np.array([0, 255], np.uint8),
+    "int8": np.array([-128, 127], np.int8),
+    "int32": np.array([-(2**31), 2**31 - 1], np.int32),
+    "float16": np.array([65504, 6e-8], np.float16),
+    "bfloat16": jnp.array([3.0e38, 1e-40], jnp.bfloat16),
+    "float8_e4m3fn": jnp.array([448.0, 0.0019], jnp.float8_e4m3fn),
+    "float8_e5m2": jnp.array([57344.0, 1.5e-5], jnp.float8_e5m2),
+    "int4": jnp.array([-8, 7], jnp.int4),
+    "float32": np.array([np.nan, -0.0], np.float32),
+    "complex64": np.array([1j, np.inf], np.complex64),
+    "empty": np.zeros((0, 3), np.float32),
+}
+
+
+def bits_of(array):
+    return np.asarray(array).view(np.uint8) if np.asarray(array).size else np.asarray(array)
+
+
+def test_every_dtype_comes_back_bit_for_bit():
+    buffer = jrb.ReplayBuffer(capacity=6, num_envs=2, batch_size=8)
+    stack = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * 2), EXACT)
+    state = jax.jit(buffer.add)(buffer.init(EXACT), stack)
+    state = jax.jit(buffer.extend)(state, jax.tree.map(lambda leaf: leaf[None], stack))
+    masked = jax.jit(buffer.add)(state, stack, jnp.bool_(True))
+    for drawn in (buffer.sample(state, KEY).data, buffer.sample(masked, KEY).data):
+        for name, leaf in EXACT.items():
+            assert drawn[name].dtype == leaf.dtype, name
+            for row in drawn[name]:
+                np.testing.assert_array_equal(bits_of(row), bits_of(leaf), err_msg=name)
+
+
+def test_int64_comes_back_under_x64():
+    with jax.enable_x64(True):
+        item = {"x": np.array([2**63 - 1, -(2**63)]), "y": np.float64(1 / 3)}
+        buffer = jrb.ReplayBuffer(capacity=3, batch_size=2, sampler=jrb.Prioritized())
+        state = jax.jit(buffer.add)(buffer.init(item), item)
+        sample = jax.jit(buffer.sample)(state, jax.random.key(0))
+        state = jax.jit(buffer.update_priority)(state, sample, jnp.ones(2))
+        assert sample.data["x"].dtype == np.int64
+        assert sample.indices.dtype == np.int32
+        assert sample.weights.dtype == np.float32
+        np.testing.assert_array_equal(sample.data["x"][0], item["x"])
+        assert sample.data["y"][0] == item["y"]
+
+
+def test_typed_keys_come_back():
+    for impl in ("threefry2x32", "rbg"):
+        keys = jax.random.split(jax.random.key(5, impl=impl), 4)
+        buffer = jrb.ReplayBuffer(capacity=4, batch_size=8)
+        state = jax.jit(buffer.extend)(buffer.init({"key": keys[0]}), {"key": keys})
+        sample = buffer.sample(state, KEY)
+        assert sample.data["key"].dtype == keys.dtype
+        want = jax.random.key_data(keys)[sample.indices]
+        np.testing.assert_array_equal(jax.random.key_data(sample.data["key"]), want)
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [np.float32(3), (np.int32(1), np.float32(2)), Pair(np.int32(1), {"z": np.ones(2, bool)})],
+    ids=["array", "tuple", "namedtuple"],
+)
+def test_items_of_any_structure(item):
+    buffer = jrb.ReplayBuffer(capacity=3, batch_size=2)
+    data = buffer.sample(buffer.add(buffer.init(item), item), KEY).data
+    assert jax.tree.structure(data) == jax.tree.structure(item)
+
+
+def test_the_batch_size_of_a_call_wins():
+    buffer = jrb.ReplayBuffer(capacity=3, batch_size=2)
+    state = buffer.add(buffer.init(number(0)), number(1))
+    assert buffer.sample(state, KEY, batch_size=5).data["id"].shape == (5,)
+    assert buffer.sample(state, KEY).data["id"].shape == (2,)
+
+
+def test_sample_leaves_the_state_alone_and_draw_consumes():
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=2, sampler=jrb.Queue())
+    state = buffer.extend(buffer.init(number(0)), number([1, 2, 3]))
+    assert buffer.sample(state, KEY).data["id"].tolist() == [1, 2]
+    assert buffer.sample(state, KEY).data["id"].tolist() == [1, 2]
+    state, sample = buffer.draw(state, KEY)
+    assert sample.data["id"].tolist() == [1, 2]
+    assert buffer.sample(state, KEY).mask.tolist() == [True, False]
+
+
+def test_transforms_run_in_order_on_the_way_out():
+    transforms = (lambda data: {"x": data["x"] * 2.0}, lambda data: {"x": data["x"] + 1.0})
+    buffer = jrb.ReplayBuffer(capacity=3, batch_size=2, transforms=transforms)
+    state = buffer.add(buffer.init({"x": jnp.float32(0)}), {"x": jnp.float32(5)})
+    assert buffer.sample(state, KEY).data["x"].tolist() == [11.0, 11.0]
+    assert buffer.take(state, jnp.array([0]))["x"].tolist() == [5.0]
+
+
+class Bytes:
+    """Stores numbers in [0, 1] as bytes."""
+
+    def __call__(self, data):
+        return {"x": data["x"].astype(jnp.float32) / 255}
+
+    def inverse(self, item):
+        return {"x": jnp.round(item["x"] * 255).astype(jnp.uint8)}
+
+
+@pytest.mark.parametrize("envs", [None, 2])
+def test_a_transform_with_an_inverse_decides_what_is_stored(envs):
+    buffer = jrb.ReplayBuffer(capacity=4, num_envs=envs, batch_size=2, transforms=(Bytes(),))
+    lead = () if envs is None else (envs,)
+    state = buffer.init({"x": jnp.zeros(3)})
+    state = buffer.add(state, {"x": jnp.ones((*lead, 3))})
+    state = buffer.extend(state, {"x": jnp.ones((1, *lead, 3))})
+    assert state.storage["x"].dtype == jnp.uint8
+    assert buffer.sample(state, KEY).data["x"].tolist() == [[1.0] * 3] * 2
+    with pytest.raises(ValueError, match="leaf 'x'"):
+        buffer.add(state, {"x": jnp.ones((*lead, 4))})
+
+
+def test_nbytes_needs_no_memory():
+    example = {"obs": jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8)}
+    buffer = jrb.ReplayBuffer(capacity=10**9, batch_size=2)
+    assert buffer.nbytes(example) == 10**9 * 84 * 84 * 4 + 12
+
+
+def test_counters_survive_their_limits():
+    buffer = jrb.ReplayBuffer(capacity=3, batch_size=64, sampler=jrb.Prioritized())
+    state = buffer.extend(buffer.init(number(0)), number([1, 2, 3]))
+    clock = state.writer.replace(lap=jnp.uint32(2**32 - 1))
+    state = state.replace(writer=clock)
+    late = buffer.sample(state, KEY)
+    for value in range(4, 12):
+        state = buffer.add(state, number(value))
+        drawn = set(buffer.sample(state, KEY).data["id"].tolist())
+        assert drawn == {value - 2, value - 1, value}
+    after = buffer.update_priority(state, late, jnp.full(64, 9.0))
+    assert after.sampler.raw.tolist() == state.sampler.raw.tolist()
+
+
+def test_a_late_update_leaves_overwritten_slots_alone():
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=64, sampler=jrb.Prioritized())
+    state = buffer.extend(buffer.init(number(0)), number([1, 2, 3, 4]))
+    sample = buffer.sample(state, KEY)
+    assert set(sample.indices.tolist()) == {0, 1, 2, 3}
+    state = buffer.add(state, number(5))
+    state = buffer.update_priority(state, sample, jnp.full(64, 9.0))
+    assert state.sampler.raw.tolist() == [1.0, 9.0, 9.0, 9.0]
+
+
+def test_a_late_update_revives_nothing_after_empty():
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=64, sampler=jrb.Prioritized())
+    state = buffer.extend(buffer.init(number(0)), number([1, 2, 3, 4]))
+    sample = buffer.sample(state, KEY)
+    state = buffer.empty(state)
+    state = buffer.update_priority(state, sample, jnp.full(64, 9.0))
+    assert float(jrb.sum_tree.total(state.sampler.masses)) == 0.0
+    state = buffer.extend(state, number([5, 6]))
+    state = buffer.update_priority(state, sample, jnp.full(64, 9.0))
+    assert state.sampler.raw.tolist() == [1.0, 1.0, -1.0, -1.0]
+
+
+def test_a_state_can_be_donated_again_and_again():
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=2, sampler=jrb.Prioritized())
+    add = jax.jit(buffer.add, donate_argnums=0)
+    draw = jax.jit(buffer.draw, donate_argnums=0)
+    state = buffer.init(number(0))
+    for value in range(6):
+        state = add(state, number(value))
+        state, sample = draw(state, KEY)
+        state = jax.jit(buffer.update_priority, donate_argnums=0)(state, sample, jnp.ones(2))
+        state = jax.jit(buffer.empty, donate_argnums=0)(state) if value == 3 else state
+    assert int(buffer.size(state)) == 2
+
+
+def test_a_buffer_lives_on_the_device_that_is_current():
+    with jax.default_device(jax.devices()[1]):
+        buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)
+        state = buffer.add(buffer.init(number(0)), number(1))
+        assert buffer.sample(state, KEY).data["id"].devices() == {jax.devices()[1]}
+
+
+def test_a_closed_over_empty_state_does_not_raise_inside_jit():
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)
+    state = buffer.init(number(0))
+    assert not jax.jit(lambda key: buffer.sample(state, key))(KEY).mask.any()
+
+
+def test_the_state_shows_itself():
+    buffer = jrb.ReplayBuffer(capacity=1000, batch_size=2, sampler=jrb.Prioritized())
+    state = buffer.add(buffer.init(number(0)), number(1))
+    assert "storage/next/reward" in repr(state)
+    assert "float32[1000]" in repr(state)
+    assert "<table>" in state._repr_html_()
+    assert "writer/count" in str(jax.eval_shape(lambda: buffer.init(number(0))))

@@ -1,0 +1,89 @@
+"""Every sampler keeps the contracts, and so does one that a user writes in twenty lines."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jrb
+from jrb import bits, pytree, testing
+from jrb.samplers.uniform import draw_of
+
+SAMPLERS = [
+    jrb.Uniform(),
+    jrb.Uniform(replacement=False),
+    jrb.WithoutReplacement(),
+    jrb.WithoutReplacement(drop_last=True),
+    jrb.Queue(),
+    jrb.Prioritized(),
+    jrb.Prioritized(normalize=None, new_priority=2.0, stratified=False),
+    jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer"),
+]
+EXAMPLE = {"x": jnp.zeros(16), "flag": jnp.bool_(False), "next": {"reward": jnp.float32(0)}}
+
+
+@pytree.component
+class Newest:
+    """Draws among the newest `count` anchors only."""
+
+    count: int = 8
+
+    def init(self, ring):
+        return {}
+
+    def on_write(self, ring, state, change, anchors):
+        return state
+
+    def draw(self, ring, state, anchors, key, batch_size, beta=None):
+        some = jnp.minimum(anchors.count, self.count)
+        back = bits.below(some, *bits.words(key, batch_size))
+        mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
+        return state, draw_of(anchors, jnp.maximum(anchors.count - 1 - back, 0), mask)
+
+    def ready(self, state, anchors, batch_size):
+        return anchors.count > 0
+
+    def reset(self, ring, state):
+        return state
+
+
+@pytest.mark.parametrize("num_envs", [None, 4])
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def test_samplers_keep_the_contracts(sampler, num_envs):
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=num_envs, batch_size=8, sampler=sampler)
+    testing.conform(make, EXAMPLE)
+
+
+def test_a_sampler_of_ones_own_keeps_the_contracts():
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4, sampler=Newest())
+    testing.conform(make, EXAMPLE)
+
+
+def test_a_broken_part_is_noticed():
+    @pytree.component
+    class Forgetful(Newest):
+        def ready(self, state, anchors, batch_size):
+            return jnp.bool_(True)
+
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4, sampler=Forgetful())
+    with pytest.raises(AssertionError, match="empty buffer outside jit raises"):
+        testing.check_empty(make(64), EXAMPLE)
+
+
+def test_a_copy_is_noticed():
+    def sample_add(buffer, state, total, key):
+        sample = buffer.sample(state, key)
+        return buffer.add(state, testing.rows(EXAMPLE, total, 4)), testing.consumed(sample)
+
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=4, batch_size=8)
+    assert testing.growth(make, EXAMPLE, sample_add) > 0.5
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int32", "bfloat16", "float8_e4m3fn"])
+def test_any_dtype_keeps_the_contracts(dtype):
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4)
+    testing.conform(make, {"x": jnp.zeros(64, dtype)})
+
+
+def test_typed_keys_keep_the_contracts():
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4)
+    testing.conform(make, {"x": jnp.zeros(64), "key": jax.random.key(0)})

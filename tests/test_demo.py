@@ -1,0 +1,85 @@
+"""The demo trains, alone and side by side, and tells what it did."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrb import cli, demo, demo_report
+
+SMALL = demo.Config(
+    env="CartPole-v1", steps=4000, num_envs=16, updates=2, batch_size=16, capacity=1000,
+    hidden=(16,), chunks=8,
+)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """gymnax and optax rely on JAX's ordinary dtype promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_training_reports_every_chunk(seeds):
+    reported = []
+    config = demo.dataclasses.replace(SMALL, seeds=seeds)
+    result = demo.train(config, lambda chunk, mean: reported.append((chunk, mean)))
+    assert [chunk for chunk, _ in reported] == list(range(1, 9))
+    assert result.returns.shape == result.episodes.shape == (8, seeds)
+    assert result.episodes.sum() > 50
+    assert result.mean_return(2).shape == (2, seeds)
+    assert len(result.priorities) == 992
+    assert (result.priorities >= 0).all()
+
+
+def test_the_same_seed_gives_the_same_training():
+    one, other = demo.train(SMALL), demo.train(SMALL)
+    np.testing.assert_array_equal(one.returns, other.returns)
+    np.testing.assert_array_equal(one.priorities, other.priorities)
+
+
+def test_the_last_observation_is_stored_and_a_time_limit_is_no_termination():
+    agent = demo.Agent(SMALL)
+    agent.env.params = agent.env.params.replace(max_steps_in_episode=3)
+    carry, _ = jax.jit(agent.chunk)(agent.init(jax.random.key(0)))
+    items = agent.buffer.take(carry.replay, jnp.arange(int(agent.buffer.size(carry.replay))))
+    after = items["next"]
+    assert after["truncated"].any()
+    assert not after["terminated"].any()
+    np.testing.assert_array_equal(after["done"], after["truncated"])
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, 16, *leaf.shape[1:]), items)
+    first, then = rows["next"]["observation"][:-1], rows["observation"][1:]
+    ended = np.asarray(rows["next"]["done"][:-1])
+    np.testing.assert_array_equal(first[~ended], then[~ended])
+    assert (np.abs(first[ended] - then[ended]).max(axis=1) > 1e-4).all()
+
+
+def test_only_termination_ends_the_sum_of_rewards():
+    network = [(jnp.zeros((2, 3)), jnp.array([1.0, 2.0, 3.0]))]
+    flags = jnp.array([False, True])
+    after = {"observation": jnp.zeros((2, 2)), "reward": jnp.array([0.5, 0.5])}
+    after |= {"terminated": flags, "truncated": ~flags}
+    batch = {"observation": jnp.zeros((2, 2)), "action": jnp.array([0, 0]), "next": after}
+    _, errors = demo.loss(network, network, 0.9, batch, jnp.ones(2))
+    np.testing.assert_allclose(errors, [0.5 + 0.9 * 3 - 1, 0.5], rtol=1e-6)
+
+
+def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "curve.png"
+    command = ["jrb", "demo", "--env", "CartPole-v1", "--steps", "2560", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert "CartPole-v1: 2,560 steps" in capsys.readouterr().out
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_many_seeds_shows_their_mean():
+    result = demo.Result(np.ones((8, 3)), np.ones((8, 3)), np.ones(5), 1.0)
+    sheet = demo_report.picture(SMALL, result)
+    assert len(sheet.axes[0].lines) == 4
+    assert demo_report.table(SMALL, result).row_count == 3

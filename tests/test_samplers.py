@@ -1,0 +1,303 @@
+"""What each sampler draws, and how often."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+
+KEY = jax.random.key(0)
+
+
+def filled(sampler, count, capacity=None, batch_size=4, **options):
+    """A buffer of the items 0 .. count - 1."""
+    buffer = jrb.ReplayBuffer(
+        capacity or count, batch_size=batch_size, sampler=sampler, **options
+    )
+    return buffer, buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(count, dtype=jnp.int32))
+
+
+def counts(buffer, state, draws=2000):
+    """How often each slot was drawn."""
+    keys = jax.random.split(KEY, draws)
+    indices = jax.jit(jax.vmap(lambda key: buffer.sample(state, key).indices))(keys)
+    return np.bincount(np.asarray(indices).ravel(), minlength=buffer.capacity)
+
+
+def fits(counted, expected):
+    """Whether counts fit a distribution, by a chi-square test at five standard deviations."""
+    expected = np.asarray(expected, float) / np.sum(expected) * counted.sum()
+    live = expected > 0
+    statistic = np.sum((counted[live] - expected[live]) ** 2 / expected[live])
+    freedom = live.sum() - 1
+    return not counted[~live].any() and statistic <= freedom + 5 * np.sqrt(2 * freedom)
+
+
+def priorities(buffer, state, values):
+    return buffer.update_priority(state, np.arange(len(values)), np.asarray(values, np.float32))
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 37, 100])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_uniform_is_uniform_over_what_is_held(capacity, replacement):
+    buffer, state = filled(jrb.Uniform(replacement), capacity * 2 // 3 or 1, capacity)
+    assert fits(counts(buffer, state), np.arange(capacity) < (capacity * 2 // 3 or 1))
+
+
+def test_the_check_of_uniformity_can_fail():
+    assert not fits(np.array([1000, 1000, 1200]), np.ones(3))
+    assert not fits(np.array([1000, 1000, 1]), np.array([1, 1, 0]))
+
+
+def test_uniform_without_replacement_repeats_nothing_in_a_batch():
+    buffer, state = filled(jrb.Uniform(replacement=False), 5, 9, batch_size=8)
+    for seed in range(20):
+        sample = buffer.sample(state, jax.random.key(seed))
+        assert sample.mask.tolist() == [True] * 5 + [False] * 3
+        assert sorted(sample.data[:5].tolist()) == [0, 1, 2, 3, 4]
+        assert sample.weights.tolist() == [1.0] * 5 + [0.0] * 3
+
+
+def test_uniform_tells_its_probabilities():
+    buffer, state = filled(jrb.Uniform(), 5, 9)
+    sample = buffer.sample(state, KEY)
+    np.testing.assert_allclose(sample.probabilities, 0.2)
+    assert sample.weights.tolist() == [1.0] * 4
+
+
+def epoch(buffer, state, batches):
+    """The items of so many draws, batch by batch."""
+    out, draw = [], jax.jit(buffer.draw)
+    for number in range(batches):
+        state, sample = draw(state, jax.random.key(number))
+        out.append(sample.data[sample.mask].tolist())
+    return state, out
+
+
+def test_an_epoch_gives_each_item_once_and_a_short_last_batch():
+    buffer, state = filled(jrb.WithoutReplacement(), 10)
+    state, batches = epoch(buffer, state, 6)
+    assert [len(batch) for batch in batches] == [4, 4, 2, 4, 4, 2]
+    first, second = sum(batches[:3], []), sum(batches[3:], [])
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+def test_drop_last_leaves_the_short_batch_out():
+    buffer, state = filled(jrb.WithoutReplacement(drop_last=True), 10)
+    _, batches = epoch(buffer, state, 4)
+    assert [len(batch) for batch in batches] == [4, 4, 4, 4]
+    assert len(set(batches[0] + batches[1])) == len(set(batches[2] + batches[3])) == 8
+
+
+def test_drop_last_with_less_than_a_batch_gives_nothing():
+    buffer, state = filled(jrb.WithoutReplacement(drop_last=True), 3, 10)
+    assert not buffer.can_sample(state)
+    assert not jax.jit(buffer.draw)(state, KEY)[1].mask.any()
+
+
+def test_rows_written_in_an_epoch_join_the_next():
+    buffer, state = filled(jrb.WithoutReplacement(), 6, 20)
+    state, first = epoch(buffer, state, 1)
+    state = buffer.extend(state, jnp.arange(6, 9, dtype=jnp.int32))
+    state, rest = epoch(buffer, state, 1)
+    assert sorted(sum(first + rest, [])) == [0, 1, 2, 3, 4, 5]
+    _, then = epoch(buffer, state, 3)
+    assert sorted(sum(then, [])) == list(range(9))
+
+
+@pytest.mark.parametrize("written", [3, 5, 6, 14, 23])
+def test_a_slot_overwritten_in_an_epoch_gives_its_new_item_once(written):
+    buffer, state = filled(jrb.WithoutReplacement(), 6, batch_size=2)
+    draw = jax.jit(buffer.draw)
+    state, first = draw(state, KEY)
+    new = jnp.arange(100, 100 + written, dtype=jnp.int32)
+    state = buffer.extend(state, new)
+    state, second = draw(state, KEY)
+    state, third = draw(state, KEY)
+    drawn = [sample.indices.tolist() for sample in (first, second, third)]
+    assert sorted(sum(drawn, [])) == [0, 1, 2, 3, 4, 5]
+
+
+def test_every_order_of_an_epoch_is_alike():
+    buffer, state = filled(jrb.WithoutReplacement(), 7, batch_size=1)
+    assert fits(counts(buffer, state, 4000), np.ones(7))
+
+
+def test_a_queue_is_first_in_first_out():
+    buffer, state = filled(jrb.Queue(), 3, 8)
+    state, batches = epoch(buffer, state, 2)
+    assert batches == [[0, 1, 2], []]
+    state = buffer.extend(state, jnp.arange(3, 9, dtype=jnp.int32))
+    assert epoch(buffer, state, 2)[1] == [[3, 4, 5, 6], [7, 8]]
+
+
+def test_a_queue_loses_what_is_overwritten():
+    buffer, state = filled(jrb.Queue(), 5)
+    state, _ = buffer.draw(state, KEY, batch_size=2)
+    state = buffer.extend(state, jnp.arange(5, 9, dtype=jnp.int32))
+    assert epoch(buffer, state, 2)[1] == [[4, 5, 6, 7], [8]]
+    state = buffer.extend(state, jnp.arange(9, 30, dtype=jnp.int32))
+    assert epoch(buffer, state, 2)[1] == [[25, 26, 27, 28], [29]]
+
+
+@pytest.mark.parametrize("capacity", [3, 37, 101])
+@pytest.mark.parametrize("stratified", [True, False])
+def test_prioritized_draws_follow_the_priorities(capacity, stratified):
+    sampler = jrb.Prioritized(alpha=0.7, eps=0.0, stratified=stratified)
+    buffer, state = filled(sampler, capacity)
+    values = np.random.default_rng(capacity).exponential(size=capacity)
+    values[0] = 0
+    state = priorities(buffer, state, values)
+    assert fits(counts(buffer, state), values**0.7)
+    sample = buffer.sample(state, KEY)
+    share = values**0.7 / np.sum(values**0.7)
+    np.testing.assert_allclose(sample.probabilities, share[sample.indices], rtol=1e-5)
+
+
+def test_zero_priorities_are_drawn_uniformly_among_what_is_held():
+    buffer, state = filled(jrb.Prioritized(eps=0.0), 20, 30)
+    state = priorities(buffer, state, np.zeros(20))
+    assert fits(counts(buffer, state), np.arange(30) < 20)
+    sample = buffer.sample(state, KEY)
+    np.testing.assert_allclose(sample.probabilities, 1 / 20)
+    np.testing.assert_allclose(sample.weights, 1)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "expected"),
+    [("batch", [1, 0.5743, 0.4152]), ("buffer", [1, 0.5743, 0.4152]), (None, None)],
+)
+def test_weights_are_those_of_the_paper(normalize, expected):
+    sampler = jrb.Prioritized(alpha=0.5, beta=0.8, eps=0.0, normalize=normalize)
+    buffer, state = filled(sampler, 3, batch_size=64)
+    state = priorities(buffer, state, [1, 4, 9])
+    sample = buffer.sample(state, KEY)
+    assert set(sample.indices.tolist()) == {0, 1, 2}
+    expected = (3 * np.array([1, 2, 3]) / 6) ** -0.8 if expected is None else np.array(expected)
+    np.testing.assert_allclose(sample.weights, expected[sample.indices], rtol=2e-4)
+
+
+def test_normalizing_by_the_buffer_does_not_depend_on_the_batch():
+    sampler = jrb.Prioritized(alpha=0.5, beta=0.8, eps=0.0, normalize="buffer")
+    buffer, state = filled(sampler, 4, 6, batch_size=1)
+    state = priorities(buffer, state, [0, 1, 4, 9])
+    for seed in range(8):
+        sample = buffer.sample(state, jax.random.key(seed))
+        weight = {1: 1, 2: 0.5743, 3: 0.4152}[int(sample.indices[0])]
+        np.testing.assert_allclose(sample.weights, weight, rtol=2e-4)
+
+
+def test_beta_may_follow_a_schedule():
+    buffer, state = filled(jrb.Prioritized(alpha=1.0, eps=0.0), 2, batch_size=64)
+    state = priorities(buffer, state, [1, 4])
+    draw = jax.jit(buffer.sample)
+    for beta in (0.0, 0.4, 1.0):
+        sample = draw(state, KEY, beta=beta)
+        np.testing.assert_allclose(sample.weights.min(), 0.25**beta, rtol=1e-5)
+    assert draw._cache_size() == 1
+
+
+def test_alpha_can_change():
+    buffer, state = filled(jrb.Prioritized(alpha=0.5, eps=0.0), 3, 5)
+    state = priorities(buffer, state, [1, 4, 9])
+    for alpha in (0.0, 1.0, 2.0):
+        state = jax.jit(buffer.set_alpha)(state, alpha)
+        masses = jrb.sum_tree.leaves(state.sampler.masses)
+        np.testing.assert_allclose(masses, [1, 4**alpha, 9**alpha, 0, 0], rtol=1e-5)
+    state = buffer.add(state, jnp.int32(7))
+    np.testing.assert_allclose(jrb.sum_tree.leaves(state.sampler.masses)[3], 81, rtol=1e-5)
+    assert float(buffer.empty(state).sampler.alpha) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("rule", "raw"),
+    [("max", [0.5, 0.25, 0.5, 9, 9]), ("max_in_buffer", [0.5, 0.25, 0.5, 0.5, 0.5]),
+     (3.0, [0.5, 0.25, 0.5, 3, 3])],
+)
+def test_new_items_enter_with_their_priority(rule, raw):
+    buffer, state = filled(jrb.Prioritized(new_priority=rule), 3, 5)
+    assert state.sampler.raw[0] == (3.0 if rule == 3.0 else 1.0)
+    state = buffer.update_priority(state, np.array([2]), np.array([9.0], np.float32))
+    state = priorities(buffer, state, [0.5, 0.25, 0.5])
+    state = buffer.extend(state, jnp.arange(2, dtype=jnp.int32))
+    assert state.sampler.raw.tolist() == raw
+
+
+def test_max_in_buffer_forgets_what_was_overwritten():
+    buffer, state = filled(jrb.Prioritized(new_priority="max_in_buffer"), 3)
+    state = priorities(buffer, state, [9, 2, 3])
+    state = buffer.add(state, jnp.int32(0))
+    state = priorities(buffer, state, [1])
+    state = buffer.add(state, jnp.int32(0))
+    assert state.sampler.raw.tolist() == [1, 3, 3]
+    state = buffer.add(buffer.empty(state), jnp.int32(0))
+    assert state.sampler.raw.tolist() == [1, -1, -1]
+
+
+def test_bad_priorities_are_refused_and_counted():
+    buffer, state = filled(jrb.Prioritized(), 4, 6)
+    state = priorities(buffer, state, [2, 3, 4, 5])
+    bad = np.array([np.nan, np.inf, -1, 7], np.float32)
+    state = buffer.update_priority(state, np.arange(4), bad)
+    assert state.sampler.raw.tolist() == [2, 3, 4, 7, -1, -1]
+    assert int(state.sampler.refused) == 3
+    assert np.isfinite(jrb.sum_tree.total(state.sampler.masses))
+
+
+def test_huge_priorities_leave_all_sums_finite():
+    buffer, state = filled(jrb.Prioritized(alpha=2.0), 4)
+    state = priorities(buffer, state, [3e38, 3e38, 3e38, 1])
+    assert np.isfinite(jrb.sum_tree.total(state.sampler.masses))
+    sample = buffer.sample(state, KEY)
+    assert np.isfinite(sample.weights).all()
+    assert 3 not in counts(buffer, state, 100).nonzero()[0]
+
+
+def test_the_last_of_equal_indices_wins():
+    buffer, state = filled(jrb.Prioritized(), 4)
+    state = buffer.update_priority(
+        state, np.array([1, 1, 2, 1, 2]), np.array([5, 6, 7, 8, np.nan], np.float32)
+    )
+    assert state.sampler.raw.tolist() == [1, 8, 7, 1]
+
+
+def test_slots_without_items_take_no_priority():
+    buffer, state = filled(jrb.Prioritized(), 2, 4)
+    state = buffer.update_priority(
+        state, np.array([0, 3, -1, 4, 10**6]), np.full(5, 9, np.float32)
+    )
+    assert state.sampler.raw.tolist() == [9, 1, -1, -1]
+    np.testing.assert_allclose(float(jrb.sum_tree.total(state.sampler.masses)), 9**0.6 + 1, 1e-5)
+
+
+def test_masked_rows_of_a_sample_take_no_priority():
+    buffer, state = filled(jrb.Prioritized(), 2, 4)
+    sample = jax.jit(buffer.sample)(buffer.init(jnp.int32(0)), KEY)
+    state = buffer.update_priority(state, sample, jnp.full(4, 9.0))
+    assert state.sampler.raw.tolist() == [1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("key", [jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")])
+@pytest.mark.parametrize("sampler", [jrb.Uniform(), jrb.Prioritized(), jrb.WithoutReplacement()])
+def test_any_kind_of_key_draws(sampler, key):
+    buffer, state = filled(sampler, 9)
+    sample = jax.jit(buffer.sample)(state, key)
+    assert sample.mask.all()
+    np.testing.assert_array_equal(sample.data, sample.indices)
+
+
+def test_ten_million_slots_are_drawn_alike():
+    n, batch = 10_000_000, 1 << 16
+    buffer = jrb.ReplayBuffer(n, batch_size=batch)
+    state = buffer.init(jnp.uint8(0))
+    state = state.replace(writer=state.writer.replace(count=jnp.int32(n)))
+
+    def tally(total, key):
+        return total.at[buffer.sample(state, key).indices].add(jnp.uint8(1)), None
+
+    keys = jax.random.split(KEY, 128)
+    total = jax.jit(lambda: jax.lax.scan(tally, jnp.zeros(n, jnp.uint8), keys)[0])()
+    total = np.asarray(total, float)
+    assert abs(total.var() / total.mean() - 1) < 0.01
