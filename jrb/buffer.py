@@ -469,10 +469,10 @@ def _take(buffer: ReplayBuffer, state: BufferState, indices: jax.Array) -> Item:
 
 @jax.jit
 def _empty(buffer: ReplayBuffer, state: BufferState) -> BufferState:
-    ring = buffer.ring
+    ring, token = buffer.ring, order.token(state.writer)
     return BufferState(
         storage=state.storage,
         writer=buffer.writer.reset(ring, state.writer),
-        sampler=buffer.sampler.reset(ring, state.sampler),
-        unit=buffer.unit.reset(ring, state.unit),
+        sampler=buffer.sampler.reset(ring, state.sampler, token),
+        unit=buffer.unit.reset(ring, state.unit, token),
     )

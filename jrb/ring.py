@@ -7,7 +7,7 @@ advance together: row r, environment e is slot r * E + e, so the successor of a 
 import jax
 import jax.numpy as jnp
 
-from jrb import pytree
+from jrb import order, pytree
 
 
 @pytree.state
@@ -52,9 +52,12 @@ class Ring:
         )
 
     def emptied(self, clock: Clock) -> Clock:
-        """The clock of the emptied ring; no older generation is ever current again."""
+        """The clock of the emptied ring; no older generation is ever current again.
+
+        What the cursor waited for, it waits for still (see `jrb.order`).
+        """
         return Clock(
-            cursor=jnp.zeros_like(clock.cursor),
+            cursor=order.token(clock.cursor),
             count=jnp.zeros_like(clock.count),
             lap=clock.lap + jnp.uint32(2),
         )

@@ -114,6 +114,11 @@ def init(capacity: int, branching: int | None, reduction: str) -> Tree:
     return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
 
 
+def cleared(tree: Tree, token: jax.Array) -> Tree:
+    """The tree with all leaves neutral again, in its own memory (see `order.overwrite`)."""
+    return tree.replace(order.overwrite(tree.nodes, _NEUTRAL[tree.reduction], token))
+
+
 def running(tree: Tree, rows: jax.Array) -> list[jax.Array]:
     """The reductions of the first 1, 2, ... children of each row `[..., b]`, float32 `[...]`.
 

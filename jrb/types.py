@@ -202,8 +202,8 @@ class Unit(Protocol):
         """From what was read to `Sample.data` and `Sample.info`."""
         ...
 
-    def reset(self, ring: Ring, state: State) -> State:
-        """The state when nothing is held any more."""
+    def reset(self, ring: Ring, state: State, token: jax.Array) -> State:
+        """The state when nothing is held any more; arrays are written after the token."""
         ...
 
 
@@ -238,8 +238,11 @@ class Sampler(Protocol):
         """bool `[]`: whether a draw would give at least one item."""
         ...
 
-    def reset(self, ring: Ring, state: State) -> State:
-        """The state when there are no anchors any more."""
+    def reset(self, ring: Ring, state: State, token: jax.Array) -> State:
+        """The state when there are no anchors any more.
+
+        Large arrays are overwritten after the token, an int32 zero (see `jrb.order.overwrite`).
+        """
         ...
 
 

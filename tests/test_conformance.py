@@ -42,7 +42,7 @@ class Newest:
     def ready(self, state, anchors, batch_size):
         return anchors.count > 0
 
-    def reset(self, ring, state):
+    def reset(self, ring, state, token):
         return state
 
 

@@ -226,9 +226,17 @@ class Prioritized:
         del state, batch_size
         return anchors.count > 0
 
-    def reset(self, ring: Ring, state: Priorities) -> Priorities:
+    def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
         """No anchors; alpha stays."""
-        return self.init(ring).replace(alpha=state.alpha)  # pyright: ignore
+        return Priorities(
+            raw=order.overwrite(state.raw, _NO_ANCHOR, token),
+            masses=trees.cleared(state.masses, token),
+            smallest=None if state.smallest is None else trees.cleared(state.smallest, token),
+            largest=None if state.largest is None else trees.cleared(state.largest, token),
+            highest=jnp.ones_like(state.highest),
+            alpha=state.alpha,
+            refused=jnp.zeros_like(state.refused),
+        )
 
 
 def _in_range(ring: Ring, slots: jax.Array) -> tuple[jax.Array, jax.Array]:

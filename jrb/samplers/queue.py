@@ -61,7 +61,7 @@ class Queue:
         del anchors, batch_size
         return state.count > 0
 
-    def reset(self, ring: Ring, state: Unread) -> Unread:
+    def reset(self, ring: Ring, state: Unread, token: jax.Array) -> Unread:
         """An empty queue."""
-        del state
+        del state, token
         return self.init(ring)

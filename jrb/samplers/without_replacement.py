@@ -92,7 +92,7 @@ class WithoutReplacement:
         del state
         return anchors.count >= (batch_size if self.drop_last and batch_size else 1)
 
-    def reset(self, ring: Ring, state: Epoch) -> Epoch:
+    def reset(self, ring: Ring, state: Epoch, token: jax.Array) -> Epoch:
         """As at the start."""
-        del state
+        del state, token
         return self.init(ring)

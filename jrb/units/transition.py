@@ -64,7 +64,7 @@ class Transition:
         del keys
         return raw, look.info
 
-    def reset(self, ring: Ring, state: dict[str, Any]) -> dict[str, Any]:
+    def reset(self, ring: Ring, state: dict[str, Any], token: jax.Array) -> dict[str, Any]:
         """Nothing to forget."""
-        del ring
+        del ring, token
         return state
