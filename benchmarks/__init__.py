@@ -1,0 +1,1 @@
+"""How fast jrb is, beside others, in one process and in turn."""

@@ -100,7 +100,7 @@ def flashbax_cycle(make: Callable[[int], Any], n: int, prioritized: bool) -> tup
 
 
 def jrb_tree(n: int) -> tuple[Body, Any]:
-    """jrb's sum-tree alone: sample and update."""
+    """Jrb's sum-tree alone: sample and update."""
     tree = jrb.sum_tree.init(n)
     tree = jrb.sum_tree.update(tree, jnp.arange(n), jnp.ones(n))
 
@@ -112,7 +112,7 @@ def jrb_tree(n: int) -> tuple[Body, Any]:
 
 
 def flashbax_tree(n: int) -> tuple[Body, Any]:
-    """flashbax's sum-tree alone, with the update that it uses on the CPU."""
+    """Flashbax's sum-tree alone, with the update that it uses on the CPU."""
     tree = fbx_sum_tree.init(n)
     tree = fbx_sum_tree.set_batch_bincount(tree, jnp.arange(n), jnp.ones(n))
 
@@ -145,9 +145,7 @@ def bare_uniform_sample(n: int) -> tuple[Body, Any]:
 
     def body(carry: Any, key: jax.Array) -> Any:
         indices = jax.random.randint(key, (B,), 0, n)
-        rows = jax.tree.map(
-            lambda leaf: leaf.at[indices].get(mode="promise_in_bounds"), carry[0]
-        )
+        rows = jax.tree.map(lambda leaf: leaf.at[indices].get(mode="promise_in_bounds"), carry[0])
         return carry[0], rows
 
     return body, (transitions(n), transitions(B))

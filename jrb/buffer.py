@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from jrb import checks, display, order, pytree
@@ -15,6 +16,7 @@ from jrb.storages import DeviceStorage
 from jrb.types import Item, Sampler, Storage, Unit, Writer
 from jrb.units import Transition
 from jrb.writers import RoundRobin
+
 
 @pytree.state
 class BufferState:
@@ -161,9 +163,7 @@ class ReplayBuffer:
             mask = checks.mask("add", mask, ())[None]
         return _write(self, state, rows, mask)
 
-    def extend(
-        self, state: BufferState, items: Item, mask: jax.Array | None = None
-    ) -> BufferState:
+    def extend(self, state: BufferState, items: Item, mask: jax.Array | None = None) -> BufferState:
         """Writes T timesteps, time first; of more than the ring holds, the last ones.
 
         Args:

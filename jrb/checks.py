@@ -32,12 +32,14 @@ def multiple(capacity: int, envs: int) -> None:
 def key(value: Any) -> None:
     """One PRNG key, typed or old-style."""
     dtype = getattr(value, "dtype", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         wanted = ()
     elif dtype == jnp.uint32:
         wanted = (2,)
     else:
-        raise TypeError(f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0).")
+        raise TypeError(
+            f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
+        )
     if value.shape != wanted:
         raise ValueError(
             f"key: expected a single key, of shape {wanted}, got shape {value.shape}. "
@@ -49,7 +51,9 @@ def mask(verb: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     """A bool array of this shape."""
     array = jnp.asarray(value)
     if array.dtype != jnp.bool_:
-        raise TypeError(f"{verb}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast.")
+        raise TypeError(
+            f"{verb}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast."
+        )
     if array.shape != shape:
         raise ValueError(
             f"{verb}: mask: expected shape {shape}, got {array.shape}. "
@@ -80,7 +84,7 @@ def priorities(value: Any, shape: tuple[int, ...]) -> jax.Array:
     if array.shape != shape:
         raise ValueError(
             f"update_priority: priorities: expected shape {shape}, one for each that was drawn, "
-            f"got {array.shape}. Reduce the errors to one number for each, such as jnp.abs(td_error)."
+            f"got {array.shape}. Reduce the errors to one number each, such as jnp.abs(td_error)."
         )
     return array.astype(jnp.float32)
 
@@ -93,7 +97,7 @@ def length(items: Any) -> int:
     path, leaf = leaves[0]
     if not leaf.shape:
         raise ValueError(
-            f"extend: leaf '{pytree.leaf_name(path)}': expected a first axis of time, got shape (). "
+            f"extend: leaf '{pytree.leaf_name(path)}': expected an axis of time, got shape (). "
             "For a single timestep there is add."
         )
     return leaf.shape[0]
@@ -104,6 +108,6 @@ def lead(items: Any, axes: tuple[int, ...], verb: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, verb)):
         if leaf.shape[: len(axes)] != axes:
             raise ValueError(
-                f"{verb}: leaf '{pytree.leaf_name(path)}': expected a shape that begins with {axes}, "
+                f"{verb}: leaf '{pytree.leaf_name(path)}': expected a shape from {axes} on, "
                 f"got {leaf.shape}. Time comes first, then the environments."
             )

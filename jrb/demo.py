@@ -225,9 +225,7 @@ class Agent:
         """The first carry."""
         key, for_network, for_env = jax.random.split(key, 3)
         observation, env_state = self.env.reset(for_env)
-        network = new_network(
-            for_network, (self.env.width, *self.config.hidden, self.env.actions)
-        )
+        network = new_network(for_network, (self.env.width, *self.config.hidden, self.env.actions))
         return Carry(
             key=key,
             network=network,
@@ -327,7 +325,9 @@ class Agent:
         return (network, target, optimizer), errors
 
 
-def train(config: Config, report: Callable[[int, float], None] = lambda chunk, mean: None) -> Result:
+def train(
+    config: Config, report: Callable[[int, float], None] = lambda chunk, mean: None
+) -> Result:
     """Trains `config.seeds` agents.
 
     Args:

@@ -1,6 +1,7 @@
 """What a person sees of the demo: a progress bar, a table, and a picture."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ def main(env: str, steps: int, seeds: int, seed: int, out: str) -> None:
     console.print(f"The learning curve and the priorities are in {out}")
 
 
-def _train(config: demo.Config, console: rich_console.Console) -> demo.Result:
+def _train(config: demo.Config, console: Any) -> demo.Result:
     columns = (
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
@@ -36,9 +37,7 @@ def _train(config: demo.Config, console: rich_console.Console) -> demo.Result:
     )
     chunk_steps = config.played // config.chunks * config.seeds
     with rich_progress.Progress(*columns, console=console) as bar:
-        task = bar.add_task(
-            "compiling", total=config.chunks, rate="", mean=math.nan
-        )
+        task = bar.add_task("compiling", total=config.chunks, rate="", mean=math.nan)
 
         def report(chunk: int, mean: float) -> None:
             speed = bar.tasks[0].speed
@@ -48,7 +47,7 @@ def _train(config: demo.Config, console: rich_console.Console) -> demo.Result:
         return demo.train(config, report)
 
 
-def table(config: demo.Config, result: demo.Result) -> rich_table.Table:
+def table(config: demo.Config, result: demo.Result) -> Any:
     """The mean return of each eighth of the training, for every seed."""
     total = config.played * config.seeds
     view = rich_table.Table(
@@ -62,7 +61,7 @@ def table(config: demo.Config, result: demo.Result) -> rich_table.Table:
     return view
 
 
-def picture(config: demo.Config, result: demo.Result) -> figure.Figure:
+def picture(config: demo.Config, result: demo.Result) -> Any:
     """The learning curve of every seed, and the priorities held at the end."""
     sheet = figure.Figure(figsize=(9, 3.4), layout="constrained")
     left, right = sheet.subplots(1, 2)
@@ -75,7 +74,11 @@ def picture(config: demo.Config, result: demo.Result) -> figure.Figure:
         left.legend(frameon=False)
     left.set(xlabel="thousands of environment steps", ylabel="mean return", title=config.env)
     right.hist(result.priorities, bins=60, color=_ORANGE)
-    right.set(xlabel="priority: the |TD error| when last drawn, the largest if never", ylabel="transitions", title="priorities at the end")
+    right.set(
+        xlabel="priority: the |TD error| when last drawn, the largest if never",
+        ylabel="transitions",
+        title="priorities at the end",
+    )
     right.set_yscale("log")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

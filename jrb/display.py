@@ -4,6 +4,8 @@ import html as html_
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jrb import pytree
@@ -58,6 +60,6 @@ def _rows(state: Any) -> list[tuple[str, str, str, str]]:
 
 def _value(leaf: Any) -> str:
     known = not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
-    if leaf.shape or not known or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if leaf.shape or not known or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return ""
     return str(np.asarray(leaf))

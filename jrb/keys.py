@@ -43,7 +43,7 @@ class Keys:
 
 
 TED = Keys()
-"""The keys of TED, the layout with `observation`, `action` and `next: {observation, reward, ...}`."""
+"""The keys of TED: `observation`, `action` and `next: {observation, reward, done, ...}`."""
 
 
 def path_name(path: Path) -> str:
@@ -54,8 +54,5 @@ def path_name(path: Path) -> str:
 def lookup(item: Any, path: Path) -> Any:
     """The entry of `item` at `path`, or None where there is none."""
     for name in (path,) if isinstance(path, str) else path:
-        if pytree.is_mapping(item):
-            item = item.get(name)
-        else:
-            item = getattr(item, name, None)
+        item = item.get(name) if pytree.is_mapping(item) else getattr(item, name, None)
     return item

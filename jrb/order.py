@@ -2,8 +2,8 @@
 
 XLA may schedule a read of an array after a write to it, and then copies the whole array first. Two
 tools prevent that. `once` computes a read for real, where XLA would rather repeat a cheap gather in
-each of its consumers. `token` makes an integer zero that depends on values that were read; a write at an
-index to which it was added waits for them.
+each of its consumers. `token` makes an integer zero that depends on values that were
+read; a write at an index to which it was added waits for them.
 """
 
 import functools
@@ -69,7 +69,7 @@ def _zero(leaves: list[jax.Array]) -> jax.Array:
 
 def _some_bits(leaf: jax.Array) -> jax.Array:
     """int32 `[]`, from the first element of `leaf`."""
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     first = leaf[(0,) * leaf.ndim]
     if jnp.issubdtype(first.dtype, jnp.complexfloating):

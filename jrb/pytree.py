@@ -6,6 +6,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ def _leaf_spec(where: str, leaf: Any) -> jax.ShapeDtypeStruct:
             "Convert it with jnp.asarray, or leave it out of the item."
         )
     dtype = leaf.dtype
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = np.dtype(dtype)
         if dtype.kind in "OSUMm":
             raise TypeError(
@@ -93,7 +94,7 @@ def _leaf_spec(where: str, leaf: Any) -> jax.ShapeDtypeStruct:
         kept = jax.dtypes.canonicalize_dtype(dtype)
         if kept != dtype:
             raise TypeError(
-                f"{where}: expected a dtype that JAX keeps, got {dtype}, which would become {kept}. "
+                f"{where}: expected a dtype that JAX keeps, got {dtype}, which becomes {kept}. "
                 f"Cast it with .astype({kept}), or set jax_enable_x64."
             )
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)

@@ -1,7 +1,8 @@
 """Integer arithmetic of the ring: rows of time, slots, ages, generations.
 
 N is the capacity, E the number of environments, R = N / E the number of rows. All environments
-advance together: row r, environment e is slot r * E + e, so the successor of a slot is E further on.
+advance together: row r, environment e is slot r * E + e, so the successor of a slot is E
+further on.
 """
 
 import jax
@@ -68,7 +69,7 @@ class Ring:
         return (reached % jnp.uint32(self.rows)).astype(jnp.int32)
 
     def row_slots(self, starts: jax.Array) -> jax.Array:
-        """The slots (int32 `[T, E]`) of the rows that begin at `starts`; N for a start of N or more."""
+        """The slots (int32 `[T, E]`) of the rows that begin at `starts`; N where a start is N."""
         starts = starts[:, None]
         slots = starts + jnp.arange(self.envs, dtype=jnp.int32)
         return jnp.where(starts < self.capacity, slots, self.capacity)

@@ -126,8 +126,8 @@ def draw(
         stratified: as for `sample`.
 
     Returns:
-        The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the total,
-        float32 `[]`. If that is 0, all leaves are 0.
+        The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
+        total, float32 `[]`. If that is 0, all leaves are 0.
     """
     words, top = order.once(lambda: (bits.bits(key, (2, batch_size)), trees.top_row(tree)))
     mass = trees.reduce_rows(tree, top)
@@ -137,9 +137,7 @@ def draw(
     return words, *_descend(tree, first * mass, again), mass
 
 
-def _descend(
-    tree: Tree, mass: jax.Array, again: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """From the top to the leaves: which child does the mass fall in, and what is left of it there?
 
     Args:

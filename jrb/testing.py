@@ -52,7 +52,7 @@ def rows(example: Any, total: jax.Array, *lead: int) -> Any:
 
     def fill(spec: jax.ShapeDtypeStruct) -> jax.Array:
         shape = (*lead, *spec.shape)
-        if jax.dtypes.issubdtype(spec.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
             seed = (total * 1000).astype(jnp.uint32)
             return jnp.broadcast_to(jax.random.key(seed), shape)
         count = jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape)
@@ -66,7 +66,7 @@ def consumed(tree: Any) -> jax.Array:
     """A float `[]` that needs every leaf."""
 
     def add_up(leaf: jax.Array) -> jax.Array:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         return jnp.sum(jnp.real(leaf).astype(jnp.float32))
 
@@ -77,11 +77,11 @@ def temporaries(step: Step, state: BufferState, total: jax.Array, key: jax.Array
     """Bytes that a scan of `step` over a donated state allocates beside it."""
 
     def loop(state: BufferState, total: jax.Array, key: jax.Array) -> Any:
-        body = lambda carry, _: (step(*carry, key), None)
+        body = lambda carry, _: (step(carry[0], carry[1], key), None)
         return jax.lax.scan(body, (state, total), None, length=3)[0]
 
     compiled = jax.jit(loop, donate_argnums=0).lower(state, total, key).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return compiled.memory_analysis().temp_size_in_bytes  # pyright: ignore
 
 
 def growth(make: Make, example: Any, step: Callable[..., Any], agents: int | None = None) -> float:
@@ -100,7 +100,7 @@ def growth(make: Make, example: Any, step: Callable[..., Any], agents: int | Non
     for capacity in (2**13, 2**15):
         buffer = make(capacity)
         run = lambda state, total, key, buffer=buffer: step(buffer, state, total, key)
-        arguments = (buffer.init(example), jnp.float32(1), jax.random.key(0))
+        arguments: Any = (buffer.init(example), jnp.float32(1), jax.random.key(0))
         sizes.append(buffer.nbytes(example) * (agents or 1))
         if agents:
             arguments = jax.tree.map(
@@ -115,10 +115,10 @@ def check_description(make: Make) -> None:
     """Equal descriptions hash equal, pickle, and are jit arguments that do not retrace."""
     one, other = make(64), make(64)
     _expect(one == other and hash(one) == hash(other), "equal descriptions hash equal")
-    _expect(pickle.loads(pickle.dumps(one)) == one, "a description pickles")  # noqa: S301
+    _expect(pickle.loads(pickle.dumps(one)) == one, "a description pickles")
     capacity = jax.jit(lambda buffer: buffer.capacity)
     _expect(capacity(one) == capacity(other), "a description is a jit argument")
-    _expect(capacity._cache_size() == 1, "an equal description does not retrace")
+    _expect(capacity._cache_size() == 1, "an equal description does not retrace")  # pyright: ignore
 
 
 def check_memory(buffer: ReplayBuffer, example: Any) -> None:
@@ -139,7 +139,7 @@ def check_compiled(buffer: ReplayBuffer, example: Any) -> None:
     for number, key in enumerate(keys):
         state, sample = compiled(state, jnp.float32(number), key)
         _agree(sample, samples[number], "jit draws what eager draws")
-    _expect(compiled._cache_size() == 1, "a second call does not retrace")
+    _expect(compiled._cache_size() == 1, "a second call does not retrace")  # pyright: ignore
     numbers = jnp.arange(6, dtype=jnp.float32)
     scan = jax.jit(lambda *xs: jax.lax.scan(lambda state, x: step(state, *x), states[0], xs))
     _agree(scan(numbers, keys)[0], states[-1], "scan leaves the state that a loop leaves")
@@ -217,7 +217,7 @@ def _agree(got: Any, want: Any, contract: str) -> None:
     _expect(jax.tree.structure(got) == jax.tree.structure(want), contract)
     leaves = jax.tree_util.tree_leaves_with_path(got)
     for (path, one), other in zip(leaves, jax.tree.leaves(want), strict=True):
-        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         same = np.array_equal(one, other)
         if not same and jnp.issubdtype(one.dtype, jnp.floating):

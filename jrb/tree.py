@@ -81,7 +81,7 @@ class Tree:
 
     @property
     def shift(self) -> int:
-        """b - 1 - T: how far a node lies before the number of the row of its children."""
+        """B - 1 - T: how far a node lies before the number of the row of its children."""
         return self.branching - 1 - self.top
 
     def start(self, level: int) -> int:
@@ -173,9 +173,7 @@ def read_rows(array: jax.Array, first: jax.Array, room: jax.Array) -> jax.Array:
     rows = lax.gather(
         array,
         first.reshape(-1, 1),
-        lax.GatherDimensionNumbers(
-            offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,)
-        ),
+        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,)),
         room.shape[1:],
         mode="clip",
     )
@@ -198,7 +196,7 @@ def children(tree: Tree, node: jax.Array) -> jax.Array:
 
 
 def read(array: jax.Array, index: jax.Array) -> jax.Array:
-    """`array[index]` for float32 `[N]` and uint32 `[B]`, clipped to [0, N), read at once and once."""
+    """`array[index]` for float32 `[N]` and uint32 `[B]`, clipped to [0, N), read just once."""
     return order.once(lambda: rows_in(read_rows(array, index, room_for(index.size, 1))))[:, 0]
 
 

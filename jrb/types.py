@@ -27,8 +27,8 @@ class Write:
     """Where the rows of one call go.
 
     Attributes:
-        starts: int32 `[T]`, the slot of each row's environment 0; N or more where the row is dropped.
-        slots: int32 `[T, E]`, the slot of each item; N or more where it is dropped.
+        starts: int32 `[T]`, the slot of each row's environment 0; N where the row is dropped.
+        slots: int32 `[T, E]`, the slot of each item; N where it is dropped.
         rows: int32 `[]`, the rows of time that passed, those included that a longer call overwrote.
         consecutive: True if nothing is dropped and all slots follow one another (a slice will do).
     """
@@ -235,7 +235,7 @@ class Sampler(Protocol):
         ...
 
     def ready(self, state: State, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """bool `[]`: whether a draw would give at least one item."""
+        """Bool `[]`: whether a draw would give at least one item."""
         ...
 
     def reset(self, ring: Ring, state: State, token: jax.Array) -> State:
@@ -247,7 +247,7 @@ class Sampler(Protocol):
 
 
 class Transform(Protocol):
-    """What happens to data on the way out. An `inverse(item)`, if there is one, undoes it on the way in."""
+    """What happens to data on the way out; an `inverse(item)` undoes it on the way in."""
 
     def __call__(self, data: Any) -> Any:
         """From data, leaves `[B, ...]`, to data."""

@@ -10,8 +10,14 @@ import pytest
 from jrb import cli, demo, demo_report
 
 SMALL = demo.Config(
-    env="CartPole-v1", steps=4000, num_envs=16, updates=2, batch_size=16, capacity=1000,
-    hidden=(16,), chunks=8,
+    env="CartPole-v1",
+    steps=4000,
+    num_envs=16,
+    updates=2,
+    batch_size=16,
+    capacity=1000,
+    hidden=(16,),
+    chunks=8,
 )
 
 

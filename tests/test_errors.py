@@ -1,4 +1,4 @@
-"""Bad input raises, with the leaf, what was expected, what came and what to do; nothing is written."""
+"""Bad input raises: the leaf, what was expected, what came, what to do; nothing is written."""
 
 import re
 
@@ -33,9 +33,12 @@ def rejects(call, kind, *texts):
 def test_a_missing_leaf_is_named():
     item = {"obs": jnp.zeros((2, 3))}
     rejects(
-        lambda: BUFFER.add(STATE, item), ValueError,
-        "add: leaf 'next/done'", "expected the leaves ['next/done', 'next/reward', 'obs']",
-        "got ['obs']", "Give one timestep with leaves [E, ...]",
+        lambda: BUFFER.add(STATE, item),
+        ValueError,
+        "add: leaf 'next/done'",
+        "expected the leaves ['next/done', 'next/reward', 'obs']",
+        "got ['obs']",
+        "Give one timestep with leaves [E, ...]",
     )
 
 
@@ -47,23 +50,33 @@ def test_another_container_is_named():
     buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)
     state = buffer.init((jnp.float32(0), jnp.float32(0)))
     rejects(
-        lambda: buffer.add(state, [jnp.float32(0), jnp.float32(0)]), ValueError,
-        "PyTreeDef((*, *))", "PyTreeDef([*, *])",
+        lambda: buffer.add(state, [jnp.float32(0), jnp.float32(0)]),
+        ValueError,
+        "PyTreeDef((*, *))",
+        "PyTreeDef([*, *])",
     )
 
 
 def test_a_wrong_shape_is_named():
     item = step(obs=jnp.zeros((2, 4)))
     rejects(
-        lambda: BUFFER.add(STATE, item), ValueError,
-        "leaf 'obs'", "expected shape (2, 3)", "got (2, 4)", "Give",
+        lambda: BUFFER.add(STATE, item),
+        ValueError,
+        "leaf 'obs'",
+        "expected shape (2, 3)",
+        "got (2, 4)",
+        "Give",
     )
 
 
 def test_a_missing_environment_axis_is_named():
     rejects(
-        lambda: BUFFER.add(STATE, EXAMPLE), ValueError,
-        "leaf 'next/done'", "expected shape (2,)", "got ()", "[E, ...]",
+        lambda: BUFFER.add(STATE, EXAMPLE),
+        ValueError,
+        "leaf 'next/done'",
+        "expected shape (2,)",
+        "got ()",
+        "[E, ...]",
     )
 
 
@@ -71,16 +84,24 @@ def test_leaves_of_unequal_time_are_named():
     rows = jax.tree.map(lambda leaf: jnp.stack([leaf] * 5), step())
     rows["obs"] = rows["obs"][:4]
     rejects(
-        lambda: BUFFER.extend(STATE, rows), ValueError,
-        "extend: leaf 'obs'", "expected shape (5, 2, 3)", "got (4, 2, 3)", "[T, E, ...]",
+        lambda: BUFFER.extend(STATE, rows),
+        ValueError,
+        "extend: leaf 'obs'",
+        "expected shape (5, 2, 3)",
+        "got (4, 2, 3)",
+        "[T, E, ...]",
     )
 
 
 def test_a_wrong_dtype_is_named_and_not_cast():
     item = step(obs=jnp.zeros((2, 3), jnp.float16))
     rejects(
-        lambda: BUFFER.add(STATE, item), TypeError,
-        "leaf 'obs'", "expected dtype float32", "got float16", "Cast it",
+        lambda: BUFFER.add(STATE, item),
+        TypeError,
+        "leaf 'obs'",
+        "expected dtype float32",
+        "got float16",
+        "Cast it",
     )
 
 
@@ -178,24 +199,30 @@ def test_priorities_of_another_shape_or_kind():
     state = BUFFER.add(STATE, step())
     sample = BUFFER.sample(state, KEY)
     rejects(
-        lambda: BUFFER.update_priority(state, sample, jnp.ones(3)), ValueError,
-        "expected shape (4,)", "got (3,)",
+        lambda: BUFFER.update_priority(state, sample, jnp.ones(3)),
+        ValueError,
+        "expected shape (4,)",
+        "got (3,)",
     )
     rejects(
         lambda: BUFFER.update_priority(state, sample, jnp.ones((4, 1))), ValueError, "got (4, 1)"
     )
     rejects(
-        lambda: BUFFER.update_priority(state, sample, jnp.ones(4, bool)), TypeError, "got dtype bool"
+        lambda: BUFFER.update_priority(state, sample, jnp.ones(4, bool)),
+        TypeError,
+        "got dtype bool",
     )
-    rejects(
-        lambda: BUFFER.update_priority(state, jnp.ones(4), jnp.ones(4)), TypeError, "indices"
-    )
+    rejects(lambda: BUFFER.update_priority(state, jnp.ones(4), jnp.ones(4)), TypeError, "indices")
 
 
 @pytest.mark.parametrize(
     ("key", "kind"),
-    [(0, TypeError), (jnp.zeros(2), TypeError), (jnp.zeros(3, jnp.uint32), ValueError),
-     (jax.random.split(KEY, 2), ValueError)],
+    [
+        (0, TypeError),
+        (jnp.zeros(2), TypeError),
+        (jnp.zeros(3, jnp.uint32), ValueError),
+        (jax.random.split(KEY, 2), ValueError),
+    ],
 )
 def test_what_is_no_key(key, kind):
     state = BUFFER.add(STATE, step())
@@ -221,7 +248,7 @@ def test_a_mask_of_another_length():
 def test_extend_needs_time():
     buffer = jrb.ReplayBuffer(capacity=4)
     state = buffer.init(jnp.float32(0))
-    with pytest.raises(ValueError, match=r"leaf '\.'.*first axis of time"):
+    with pytest.raises(ValueError, match=r"leaf '\.'.*axis of time"):
         buffer.extend(state, jnp.float32(0))
     with pytest.raises(ValueError, match="at least one leaf"):
         buffer.extend(state, {})

@@ -12,9 +12,7 @@ KEY = jax.random.key(0)
 
 def filled(sampler, count, capacity=None, batch_size=4, **options):
     """A buffer of the items 0 .. count - 1."""
-    buffer = jrb.ReplayBuffer(
-        capacity or count, batch_size=batch_size, sampler=sampler, **options
-    )
+    buffer = jrb.ReplayBuffer(capacity or count, batch_size=batch_size, sampler=sampler, **options)
     return buffer, buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(count, dtype=jnp.int32))
 
 
@@ -213,8 +211,11 @@ def test_alpha_can_change():
 
 @pytest.mark.parametrize(
     ("rule", "raw"),
-    [("max", [0.5, 0.25, 0.5, 9, 9]), ("max_in_buffer", [0.5, 0.25, 0.5, 0.5, 0.5]),
-     (3.0, [0.5, 0.25, 0.5, 3, 3])],
+    [
+        ("max", [0.5, 0.25, 0.5, 9, 9]),
+        ("max_in_buffer", [0.5, 0.25, 0.5, 0.5, 0.5]),
+        (3.0, [0.5, 0.25, 0.5, 3, 3]),
+    ],
 )
 def test_new_items_enter_with_their_priority(rule, raw):
     buffer, state = filled(jrb.Prioritized(new_priority=rule), 3, 5)
@@ -265,9 +266,7 @@ def test_the_last_of_equal_indices_wins():
 
 def test_slots_without_items_take_no_priority():
     buffer, state = filled(jrb.Prioritized(), 2, 4)
-    state = buffer.update_priority(
-        state, np.array([0, 3, -1, 4, 10**6]), np.full(5, 9, np.float32)
-    )
+    state = buffer.update_priority(state, np.array([0, 3, -1, 4, 10**6]), np.full(5, 9, np.float32))
     assert state.sampler.raw.tolist() == [9, 1, -1, -1]
     np.testing.assert_allclose(float(jrb.sum_tree.total(state.sampler.masses)), 9**0.6 + 1, 1e-5)
 

@@ -127,9 +127,7 @@ class Prioritized:
     ) -> tuple[Priorities, Draw]:
         """Walks down the sum-tree; where no anchor has mass, all are equally likely."""
         del ring
-        words, slots, mass, total = sum_tree.draw(
-            state.masses, key, batch_size, self.stratified
-        )
+        words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
         alike = draw_of(anchors, bits.below(anchors.count, *words), mask)
         some = total > 0

@@ -58,7 +58,9 @@ class Uniform:
         del state, batch_size
         return anchors.count > 0
 
-    def reset(self, ring: Ring, state: dict[str, jax.Array], token: jax.Array) -> dict[str, jax.Array]:
+    def reset(
+        self, ring: Ring, state: dict[str, jax.Array], token: jax.Array
+    ) -> dict[str, jax.Array]:
         """Nothing to forget."""
         del ring, token
         return state

@@ -48,15 +48,15 @@ class DeviceStorage:
 
 
 def _put_rows(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on; none for a start of N or more."""
+    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on; none where a start is N."""
     slots = starts[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)
     items = rows.reshape(slots.size, *rows.shape[2:])
     return leaf.at[slots.reshape(-1)].set(items, mode="drop")
 
 
 def _is_widened(dtype: np.dtype) -> bool:
-    """Whether XLA's CPU compiler scatters such a dtype in a wider one, a copy of the whole array."""
-    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    """Whether XLA's CPU compiler scatters such a dtype in a wider copy of the whole array."""
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return not extended and np.dtype(dtype).isbuiltin != 1  # bfloat16, float8, int4, ...
 
 
@@ -82,7 +82,7 @@ def _put_many(size: int, batched: list, leaf: jax.Array, starts: jax.Array, rows
     capacity = leaf.shape[1]
     if size * capacity >= 2**31:
         raise ValueError(
-            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots in all, got {size} buffers "
+            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots, got {size} buffers "
             f"of {capacity}. Use fewer buffers, or a dtype that NumPy has."
         )
     first = jnp.arange(size, dtype=jnp.int32)[:, None] * capacity
