@@ -16,7 +16,7 @@ class Program:
     Attributes:
         name: what it is called in a table.
         steps: how many cycles one call runs.
-        compile_s: how long lowering and compiling took, in seconds.
+        compiles_s: how long tracing, lowering and compiling took, in seconds, one number a time.
         temp_bytes: what the compiled loop allocates beside its arguments and results.
         times_us: microseconds a cycle, one number a call.
     """
@@ -26,7 +26,8 @@ class Program:
     run: Callable[..., Any]
     state: Any
     keys: Any
-    compile_s: float
+    build: Callable[[], Any]
+    compiles_s: list[float]
     temp_bytes: int
     times_us: list[float]
 
@@ -35,6 +36,13 @@ class Program:
         start = time.perf_counter()
         self.state = jax.block_until_ready(self.run(self.state, self.keys))
         self.times_us.append((time.perf_counter() - start) / self.steps * 1e6)
+
+    def compile(self) -> None:
+        """Compiles the loop once more and notes how long it took."""
+        jax.clear_caches()
+        start = time.perf_counter()
+        self.build()
+        self.compiles_s.append(time.perf_counter() - start)
 
     @property
     def median_us(self) -> float:
@@ -49,21 +57,31 @@ def program(name: str, body: Callable[[Any, Any], Any], state: Any, steps: int) 
         return jax.lax.scan(lambda state, key: (body(state, key), None), state, keys)[0]
 
     keys = jax.random.split(jax.random.key(0), steps)
-    jax.clear_caches()
-    start = time.perf_counter()
-    run = jax.jit(loop, donate_argnums=0).lower(state, keys).compile()
-    seconds = time.perf_counter() - start
+    shapes = jax.eval_shape(lambda: (state, keys))
+    build = lambda: jax.jit(loop, donate_argnums=0).lower(*shapes).compile()
+    run = build()
     temp = run.memory_analysis().temp_size_in_bytes
-    return Program(name, steps, run, state, keys, seconds, temp, [])
+    return Program(name, steps, run, state, keys, build, [], temp, [])
 
 
 def in_turn(programs: list[Program], rounds: int) -> None:
-    """Calls the programs one after the other, round after round; the first round is not counted."""
+    """Compiles and calls the programs one after the other, round after round.
+
+    The first round of calls is not counted; there are five of compiling.
+    """
+    for _ in range(5):
+        for item in programs:
+            item.compile()
     for _ in range(rounds + 1):
         for item in programs:
             item.call()
     for item in programs:
         item.times_us.pop(0)
+
+
+def compile_ratio(one: Program, other: Program) -> float:
+    """The median, over rounds, of the time to compile one over that of the other."""
+    return float(np.median(np.array(one.compiles_s) / np.array(other.compiles_s)))
 
 
 def ratio(one: Program, other: Program) -> float:

@@ -110,12 +110,17 @@ class ReplayBuffer:
     keys: Keys = TED
 
     def __post_init__(self) -> None:
+        for name in ("sampler", "unit", "writer", "storage"):
+            checks.part(name, getattr(self, name))
         checks.count("capacity", self.capacity, 2**31 - 1)
         if self.num_envs is not None:
             checks.count("num_envs", self.num_envs)
             checks.multiple(self.capacity, self.num_envs)
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
+        for name in ("capacity", "num_envs", "batch_size"):  # NumPy's integers have a dtype
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else int(value))
         if not isinstance(self.transforms, tuple) or not all(map(callable, self.transforms)):
             raise TypeError(
                 f"transforms: expected a tuple of functions, got {self.transforms!r}. "
@@ -242,9 +247,9 @@ class ReplayBuffer:
         checks.count("batch_size", batch_size)
         checks.key(key)
         if beta is not None:
-            beta = jnp.asarray(beta, jnp.float32)
+            beta = checks.number("beta", beta)
         self._check_ready(state, batch_size)
-        return _draw(self, state, key, batch_size, beta)
+        return _draw(self, state, key, int(batch_size), beta)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
@@ -324,7 +329,10 @@ class ReplayBuffer:
         return () if self.num_envs is None else (self.num_envs,)
 
     def _stored_spec(self, example: Item) -> Item:
-        return jax.eval_shape(self._inverse, pytree.spec_of(example, "init"))
+        spec = jax.eval_shape(self._inverse, pytree.spec_of(example, "init"))
+        if not jax.tree.leaves(spec):
+            raise ValueError("init: expected at least one leaf, got an empty pytree.")
+        return spec
 
     def _empty_state(self, spec: Item) -> BufferState:
         ring = self.ring

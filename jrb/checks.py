@@ -35,7 +35,7 @@ def key(value: Any) -> None:
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         wanted = ()
     elif dtype == jnp.uint32:
-        wanted = (2,)
+        wanted = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
     else:
         raise TypeError(
             f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
@@ -62,20 +62,46 @@ def mask(verb: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     return array
 
 
+def part(name: str, value: Any) -> None:
+    """An instance, not a class or a string."""
+    if isinstance(value, type | str):
+        raise TypeError(
+            f"{name}: expected a part, got {value!r}. Make one, such as jrb.Uniform() or "
+            "jrb.DeviceStorage()."
+        )
+
+
+def number(name: str, value: Any) -> jax.Array:
+    """A single real number, traced or not, as float32 `[]`."""
+    if isinstance(value, str) or jnp.shape(value):
+        raise TypeError(f"{name}: expected a single number, got {value!r}.")
+    return jnp.asarray(value).astype(jnp.float32)
+
+
 def indices(verb: str, value: Any) -> jax.Array:
-    """An integer array, as int32."""
-    array = jnp.asarray(value)
+    """An integer array, as int32; what int32 cannot hold becomes -1, which is no slot."""
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{verb}: indices: expected integers or a Sample, got dtype {array.dtype}. "
             "Pass the sample, or its indices."
         )
-    return array.astype(jnp.int32)
+    if array.dtype.itemsize >= 4 and array.dtype != jnp.int32:
+        where = jnp.where if isinstance(array, jax.Array) else np.where
+        fits = (array >= 0) & (array <= array.dtype.type(2**31 - 1))
+        kept = where(fits, array, array.dtype.type(0)).astype(jnp.int32)
+        array = kept - (~fits).astype(jnp.int32)
+    return jnp.asarray(array.astype(jnp.int32))
 
 
 def priorities(value: Any, shape: tuple[int, ...]) -> jax.Array:
     """Real numbers of this shape, as float32."""
     array = jnp.asarray(value)
+    if len(shape) != 1:
+        raise ValueError(
+            f"update_priority: indices: expected shape (B,), got {shape}. Flatten them, or vmap "
+            "over the states too."
+        )
     real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
     if not real:
         raise TypeError(

@@ -43,23 +43,26 @@ def bytes_text(count: float) -> str:
 
 
 def _title(state: Any) -> str:
-    return f"{type(state).__name__}, {bytes_text(pytree.nbytes(state))}"
+    arrays = [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "dtype")]
+    return f"{type(state).__name__}, {bytes_text(pytree.nbytes(arrays))}"
 
 
 def _rows(state: Any) -> list[tuple[str, str, str, str]]:
-    return [
-        (
-            pytree.leaf_name(path),
-            f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]",
-            bytes_text(leaf.size * leaf.dtype.itemsize),
-            _value(leaf),
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [(pytree.leaf_name(path), *_cells(leaf)) for path, leaf in leaves]
+
+
+def _cells(leaf: Any) -> tuple[str, str, str]:
+    if not hasattr(leaf, "dtype"):
+        return type(leaf).__name__, "", repr(leaf)
+    kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return kind, bytes_text(leaf.size * leaf.dtype.itemsize), _value(leaf)
 
 
 def _value(leaf: Any) -> str:
-    known = not isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
-    if leaf.shape or not known or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    known = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, jax.core.Tracer)
+    if not known or leaf.shape or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return ""
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return "donated"
     return str(np.asarray(leaf))

@@ -75,6 +75,7 @@ def _some_bits(leaf: jax.Array) -> jax.Array:
     if jnp.issubdtype(first.dtype, jnp.complexfloating):
         first = first.real
     if jnp.issubdtype(first.dtype, jnp.floating):
+        first = first.astype(jnp.float32) if jnp.finfo(first.dtype).bits < 8 else first
         first = lax.bitcast_convert_type(first, _UNSIGNED[first.dtype.itemsize]).ravel()[0]
     return first.astype(jnp.int32)
 

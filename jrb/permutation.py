@@ -6,7 +6,7 @@ from jax import lax
 
 from jrb import bits
 
-_ROUNDS = 8
+_DOUBLE_ROUNDS = 12  # eight rounds leave a bias that can be seen for n from 5 to 20
 
 
 def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
@@ -29,13 +29,13 @@ def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
     columns = _ceil_sqrt(size)
     rows = (size + columns - jnp.uint32(1)) // columns
 
+    def double_round(step: jax.Array, pair: tuple) -> tuple:
+        row, column = pair
+        column = _shift(column, _scramble(seed, 2 * step, row), columns)
+        return _shift(row, _scramble(seed, 2 * step + 1, column), rows), column
+
     def encrypt(x: jax.Array) -> jax.Array:
-        row, column = x // columns, x % columns
-        for step in range(_ROUNDS):
-            if step % 2:
-                row = _shift(row, _scramble(seed, step, column), rows)
-            else:
-                column = _shift(column, _scramble(seed, step, row), columns)
+        row, column = lax.fori_loop(0, _DOUBLE_ROUNDS, double_round, (x // columns, x % columns))
         return row * columns + column
 
     walk = lax.while_loop(
@@ -52,8 +52,10 @@ def _ceil_sqrt(n: jax.Array) -> jax.Array:
     return guess + (guess * guess < n).astype(jnp.uint32)
 
 
-def _scramble(seed: jax.Array, step: int, x: jax.Array) -> jax.Array:
-    return bits.mix(bits.mix(x + seed[0]) ^ (seed[1] + jnp.uint32(0x9E3779B9) * jnp.uint32(step)))
+def _scramble(seed: jax.Array, step: jax.Array, x: jax.Array) -> jax.Array:
+    return bits.mix(
+        bits.mix(x + seed[0]) ^ (seed[1] + jnp.uint32(0x9E3779B9) * step.astype(jnp.uint32))
+    )
 
 
 def _shift(x: jax.Array, word: jax.Array, n: jax.Array) -> jax.Array:

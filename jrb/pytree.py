@@ -87,7 +87,7 @@ def _leaf_spec(where: str, leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = np.dtype(dtype)
-        if dtype.kind in "OSUMm":
+        if dtype.kind in "OSUMm" or dtype.fields is not None:
             raise TypeError(
                 f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."
             )

@@ -71,7 +71,7 @@ class Ring:
     def row_slots(self, starts: jax.Array) -> jax.Array:
         """The slots (int32 `[T, E]`) of the rows that begin at `starts`; N where a start is N."""
         starts = starts[:, None]
-        slots = starts + jnp.arange(self.envs, dtype=jnp.int32)
+        slots = starts + jnp.arange(self.envs, dtype=jnp.int32)[None, :]
         return jnp.where(starts < self.capacity, slots, self.capacity)
 
     def slot_after(self, slot: jax.Array, steps: jax.Array) -> jax.Array:

@@ -13,6 +13,8 @@ Example:
 Reference: Schaul et al., 2016, "Prioritized experience replay", appendix B.2.1.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,26 +40,33 @@ def init(capacity: int, branching: int | None = None) -> Tree:
     return trees.init(capacity, branching, "sum")
 
 
+@jax.jit
 def total(tree: Tree) -> jax.Array:
     """The sum of all masses, float32 `[]`."""
     return trees.root(tree)
 
 
+@jax.jit
 def get(tree: Tree, indices: jax.Array) -> jax.Array:
     """The masses of these leaves, float32 `[B]`; `indices` is int32 `[B]`, in [0, N)."""
     return trees.get(tree, indices)
 
 
+@jax.jit
 def leaves(tree: Tree) -> jax.Array:
     """All masses, float32 `[N]`."""
     return trees.leaves(tree)
 
 
 def bounded(tree: Tree, masses: jax.Array) -> jax.Array:
-    """Masses, none so large that the sum of N of them is infinite."""
-    return jnp.minimum(masses, float(jnp.finfo(jnp.float32).max) / (2 * tree.capacity))
+    """Masses, none so large that the sum of N of them is beyond 2^125.
+
+    A larger sum would be finite still, but not its inverse, which a compiler may divide by.
+    """
+    return jnp.minimum(masses, 2.0**125 / tree.capacity)
 
 
+@jax.jit
 def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     """Sets leaves; the last one wins where an index stands twice.
 
@@ -78,6 +87,7 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     return trees.set_leaves(tree.replace(nodes), index, bounded(tree, masses), keep)
 
 
+@jax.jit
 def find(tree: Tree, mass: jax.Array) -> jax.Array:
     """The leaves at these points of the line on which all masses lie end to end.
 
@@ -94,6 +104,7 @@ def find(tree: Tree, mass: jax.Array) -> jax.Array:
     return jnp.where(total(tree) > 0, found, 0)
 
 
+@functools.partial(jax.jit, static_argnames=("batch_size", "stratified"))
 def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True) -> jax.Array:
     """Draws leaves in proportion to their mass, with replacement.
 
@@ -127,7 +138,7 @@ def draw(
 
     Returns:
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
-        total, float32 `[]`. If that is 0, all leaves are 0.
+        total, float32 `[]`. If that is 0, the leaves and their masses mean nothing.
     """
     words, top = order.once(lambda: (bits.bits(key, (2, batch_size)), trees.top_row(tree)))
     mass = trees.reduce_rows(tree, top)
@@ -154,20 +165,22 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     fresh = next((level for level in levels if tree.width(level - 1) >= _REDRAW), None)
 
     def step(level: jax.Array, carry: tuple) -> tuple:
-        first, _, mass, room = carry
+        node, mass, room = carry
+        first = trees.children(tree, node)
         room = trees.read_rows(tree.nodes, first, room)
         rows = trees.rows_in(room)
         if again is not None and fresh is not None:
             mass = jnp.where(level == fresh, again * trees.reduce_rows(tree, rows), mass)
         child, mass = _pick(tree, rows, mass)
-        return trees.children(tree, first + child), child, mass, room
+        return first + child, mass, room
 
-    first = jnp.zeros(mass.shape, jnp.uint32)
+    root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
     room = trees.room_for(mass.size, tree.branching)
-    first, child, _, room = lax.fori_loop(0, tree.depth + 1, step, (first, first, mass, room))
-    mine = jnp.arange(tree.branching, dtype=jnp.uint32) == child[:, None]
-    leaf = trees.parent(tree, first) - jnp.uint32(tree.leaf)
-    return leaf.astype(jnp.int32), jnp.sum(jnp.where(mine, trees.rows_in(room), 0.0), axis=1)
+    node, _, room = lax.fori_loop(0, tree.depth + 1, step, (root, mass, room))
+    child = node & jnp.uint32(tree.branching - 1)
+    mine = jnp.arange(tree.branching, dtype=jnp.uint32)[None, :] == child[:, None]
+    leaf = (node - jnp.uint32(tree.leaf)).astype(jnp.int32)
+    return leaf, jnp.sum(jnp.where(mine, trees.rows_in(room), 0.0), axis=1)
 
 
 def _pick(tree: Tree, rows: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array]:

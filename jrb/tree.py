@@ -98,17 +98,22 @@ class Tree:
         return dataclasses.replace(self, nodes=nodes)
 
 
+def check_branching(branching: int) -> None:
+    """Raises `ValueError` unless nodes can have so many children."""
+    if branching not in (2, 4, 8, 16, 32, 64, 128):
+        raise ValueError(
+            f"branching: expected a power of two from 2 to 128, got {branching}. "
+            "Leave it out for the default of this backend."
+        )
+
+
 def init(capacity: int, branching: int | None, reduction: str) -> Tree:
     """A tree whose leaves are all neutral: 0, or an infinity."""
     if branching is None:
         branching = BRANCHING.get(jax.default_backend(), OTHER_BRANCHING)
     if capacity < 1:
         raise ValueError(f"capacity: expected at least 1, got {capacity}.")
-    if branching not in (2, 4, 8, 16, 32, 64, 128):
-        raise ValueError(
-            f"branching: expected a power of two from 2 to 128, got {branching}. "
-            "Leave it out for the default of this backend."
-        )
+    check_branching(branching)
     shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
     padded = -(-capacity // branching) * branching if shape.depth else capacity
     return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
@@ -187,12 +192,17 @@ def rows_in(room: jax.Array) -> jax.Array:
 
 def parent(tree: Tree, node: jax.Array) -> jax.Array:
     """The parent of each node (uint32) below the top."""
-    return (node >> jnp.uint32(tree.bits)) + jnp.uint32(tree.shift & 0xFFFFFFFF)
+    return (node >> jnp.uint32(tree.bits)) + jnp.uint32(above_top(tree))
+
+
+def above_top(tree: Tree) -> int:
+    """The number, uint32, of a node whose children would be the top."""
+    return tree.shift & 0xFFFFFFFF
 
 
 def children(tree: Tree, node: jax.Array) -> jax.Array:
-    """The first child of each node (uint32); what it would be, for a leaf."""
-    return (node - jnp.uint32(tree.shift & 0xFFFFFFFF)) << jnp.uint32(tree.bits)
+    """The first child of each node (uint32) above the leaves."""
+    return (node - jnp.uint32(above_top(tree))) << jnp.uint32(tree.bits)
 
 
 def read(array: jax.Array, index: jax.Array) -> jax.Array:

@@ -311,3 +311,39 @@ def test_the_state_shows_itself():
     assert "float32[1000]" in repr(state)
     assert "<table>" in state._repr_html_()
     assert "writer/count" in str(jax.eval_shape(lambda: buffer.init(number(0))))
+
+
+def test_numpy_integers_describe_the_same_buffer():
+    with jax.enable_x64(True):
+        sizes = {"capacity": np.int64(8), "num_envs": np.int16(2), "batch_size": np.int64(2)}
+        buffer = jrb.ReplayBuffer(sampler=jrb.Queue(), **sizes)
+        assert buffer == jrb.ReplayBuffer(8, num_envs=2, batch_size=2, sampler=jrb.Queue())
+        state = buffer.add(buffer.init(number(0)), number([1, 2]))
+        state, _ = buffer.draw(state, KEY, batch_size=np.int64(1))
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.sampler)} == {jnp.dtype("int32")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_stop_at_the_buffer(dtype):
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)
+    state = buffer.init(jnp.zeros(3, dtype))
+
+    def loss(weight):
+        after = buffer.add(state, (weight * jnp.ones(3)).astype(dtype))
+        return weight * jnp.sum(buffer.sample(after, KEY).data.astype(jnp.float32))
+
+    assert float(jax.jit(jax.grad(loss))(2.0)) == 12.0
+
+
+def test_a_masked_row_is_dropped_at_the_largest_capacities():
+    ring = jrb.ring.Ring(715_827_882, 3)
+    slots = ring.row_slots(jnp.array([ring.capacity], jnp.int32))
+    assert slots.tolist() == [[ring.capacity] * 3]
+
+
+def test_states_that_hold_no_arrays_still_show_themselves():
+    buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)
+    state = buffer.init(number(0))
+    assert "int" in repr(jax.tree.map(lambda leaf: 0, state))
+    jax.jit(buffer.add, donate_argnums=0)(state, number(1))
+    assert "donated" in repr(state)

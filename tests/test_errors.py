@@ -288,3 +288,32 @@ def test_keys_reach_into_dicts_and_attributes():
     assert keys.get(item, "reward") == 3
     assert keys.get(item, "done") == 1
     assert jrb.TED.get({"next": {"observation": 7}}, "next_observation") == 7
+
+
+def test_a_part_that_is_a_class_is_refused():
+    with pytest.raises(TypeError, match="sampler: expected a part"):
+        jrb.ReplayBuffer(4, sampler=jrb.Prioritized)
+
+
+@pytest.mark.parametrize("example", [{}, None, {"a": None}])
+def test_items_without_leaves_are_refused(example):
+    with pytest.raises(ValueError, match="init: expected at least one leaf"):
+        jrb.ReplayBuffer(4).init(example)
+
+
+def test_indices_of_another_rank_are_refused():
+    state = BUFFER.add(STATE, step())
+    for indices in (np.int32(1), np.zeros((2, 2), np.int32)):
+        with pytest.raises(ValueError, match=r"indices: expected shape \(B,\)"):
+            BUFFER.update_priority(state, indices, np.ones(np.shape(indices), np.float32))
+
+
+@pytest.mark.parametrize("beta", ["high", jnp.ones(3)])
+def test_what_is_no_beta(beta):
+    with pytest.raises(TypeError, match="beta: expected a single number"):
+        BUFFER.sample(BUFFER.add(STATE, step()), KEY, beta=beta)
+
+
+def test_a_structured_dtype_is_named():
+    with pytest.raises(TypeError, match="init: leaf 'x': expected numbers"):
+        jrb.ReplayBuffer(4).init({"x": np.zeros(3, [("a", "f4")])})

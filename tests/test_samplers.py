@@ -300,3 +300,51 @@ def test_ten_million_slots_are_drawn_alike():
     total = jax.jit(lambda: jax.lax.scan(tally, jnp.zeros(n, jnp.uint8), keys)[0])()
     total = np.asarray(total, float)
     assert abs(total.var() / total.mean() - 1) < 0.01
+
+
+def test_huge_equal_priorities_keep_their_probabilities():
+    buffer, state = filled(jrb.Prioritized(alpha=1.0), 9)
+    sample = buffer.sample(priorities(buffer, state, np.full(9, 3e38)), KEY)
+    np.testing.assert_allclose(sample.probabilities, 1 / 9, rtol=1e-5)
+
+
+def test_a_drawn_item_never_has_weight_0():
+    sampler = jrb.Prioritized(alpha=1.0, beta=1.0, eps=0.0, normalize="buffer")
+    buffer, state = filled(sampler, 2)
+    sample = buffer.sample(priorities(buffer, state, [1e-30, 1e30]), KEY)
+    assert (sample.weights > 0).all()
+
+
+def test_a_traced_alpha_that_is_no_exponent_changes_nothing():
+    buffer, state = filled(jrb.Prioritized(alpha=0.5), 3, 5)
+    state = priorities(buffer, state, [1, 4, 9])
+    for alpha in (np.nan, -1.0, np.inf):
+        after = jax.jit(buffer.set_alpha)(state, jnp.float32(alpha))
+        assert after.sampler.alpha == 0.5
+        np.testing.assert_array_equal(after.sampler.masses.nodes, state.sampler.masses.nodes)
+    with jax.debug_nans(True):
+        buffer.set_alpha(state, 0.7)
+
+
+@pytest.mark.parametrize("sampler", [jrb.WithoutReplacement(), jrb.Uniform(replacement=False)])
+def test_all_pairs_of_a_small_buffer_are_drawn_alike(sampler):
+    buffer, state = filled(sampler, 6, batch_size=2)
+    keys = jax.random.split(KEY, 60_000)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: buffer.sample(state, key).indices))(keys))
+    pairs = np.bincount(drawn[:, 0] * 6 + drawn[:, 1], minlength=36)
+    assert fits(pairs, ~np.eye(6, dtype=bool).ravel())
+
+
+def test_updating_nothing_changes_nothing():
+    buffer, state = filled(jrb.Prioritized(), 3)
+    after = buffer.update_priority(state, np.zeros(0, np.int32), np.zeros(0, np.float32))
+    assert after.sampler.raw.tolist() == state.sampler.raw.tolist()
+
+
+def test_indices_that_int32_cannot_hold_are_no_slots():
+    buffer, state = filled(jrb.Prioritized(), 3)
+    far = np.array([2**32 + 1, -(2**32)])
+    after = buffer.update_priority(state, far, np.full(2, 9, np.float32))
+    assert after.sampler.raw.tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="expected indices in"):
+        buffer.take(state, far)

@@ -64,7 +64,7 @@ def full(masses, branching=8):
 
 
 def highest_mass(capacity):
-    return np.float32(TOP / (2 * capacity))
+    return np.float32(2.0**125 / capacity)
 
 
 def expected_leaves(old, indices, masses):
@@ -663,3 +663,10 @@ def test_an_update_too_long_to_order_is_an_error():
     masses = jax.ShapeDtypeStruct((long,), jnp.float32)
     with pytest.raises(ValueError, match="at most 2"):
         jax.eval_shape(sum_tree.update, sum_tree.init(10), indices, masses)
+
+
+@pytest.mark.parametrize(("capacity", "branching"), [(34_000_000, 128), (140_000_000, 32)])
+def test_the_last_leaf_of_a_huge_tree_is_found(capacity, branching):
+    tree = update(sum_tree.init(capacity, branching), jnp.array([capacity - 1]), jnp.ones(1))
+    assert find(tree, jnp.array([0.5])).tolist() == [capacity - 1]
+    assert sample(tree, jax.random.key(0), 4, True).tolist() == [capacity - 1] * 4

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb import bits, order, pytree, sum_tree
@@ -16,6 +18,7 @@ from jrb.tree import Tree
 from jrb.types import Anchors, Change, Draw
 
 _NO_ANCHOR = -1.0
+_SMALLEST = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
 
 
 @pytree.state
@@ -50,7 +53,7 @@ class Prioritized:
 
     Attributes:
         alpha: how much priorities matter, at least 0; 0 is uniform. `set_alpha` changes it later.
-        beta: how much of the bias is undone, from 0 to 1; `sample(..., beta=)` takes a schedule.
+        beta: how much of the bias is undone, 1 for all; `sample(..., beta=)` takes a schedule.
         eps: what is added to every priority, at least 0.
         stratified: one draw from each of B equal parts of the mass, for less variance.
         normalize: what the weights are divided by: the largest in the "batch", the largest that any
@@ -80,6 +83,8 @@ class Prioritized:
             )
         if self.new_priority not in ("max", "max_in_buffer"):
             _check_number("new_priority", self.new_priority, "'max', 'max_in_buffer' or ")
+        if self.branching is not None:
+            trees.check_branching(self.branching)
 
     def init(self, ring: Ring) -> Priorities:
         """No anchors."""
@@ -133,14 +138,15 @@ class Prioritized:
         some = total > 0
         beta = jnp.asarray(self.beta if beta is None else beta, jnp.float32)
         divisor = self._divisor(state, anchors, mass, total)
-        ratio = jnp.where(some, mass / divisor, 1.0)
+        ratio = jnp.log(jnp.where(some, mass, 1.0)) - jnp.log(divisor)
+        weights = jnp.maximum(jnp.exp(-beta * ratio), _SMALLEST)
         slots = jnp.where(some, slots, alike.slots)
         if self.normalize == "buffer":
             slots = slots + order.token(divisor)
         return state, Draw(
             slots=slots,
             probabilities=jnp.where(some, mass / jnp.where(some, total, 1.0), alike.probabilities),
-            weights=jnp.where(mask, ratio**-beta, 0.0),
+            weights=jnp.where(mask, weights, 0.0),
             mask=mask,
         )
 
@@ -179,17 +185,25 @@ class Prioritized:
         raw, keep = trees.last_of_equals(state.raw, index)
         state = state.replace(  # pyright: ignore
             raw=raw,
-            highest=jnp.maximum(state.highest, jnp.max(jnp.where(keep, priorities, 0.0))),
+            highest=jnp.maximum(
+                state.highest, jnp.max(jnp.where(keep, priorities, 0.0), initial=0.0)
+            ),
             refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
         )
         return self._set(state, index, keep, priorities)
 
     def set_alpha(self, state: Priorities, alpha: jax.Array | float) -> Priorities:
-        """Another alpha, and all masses computed anew from the priorities; costs O(N)."""
-        if not isinstance(alpha, jax.Array):
-            _check_number("alpha", alpha)
-        state = state.replace(alpha=jnp.asarray(alpha, jnp.float32))  # pyright: ignore
-        return self._put(state, state.raw, trees.set_all)
+        """Another alpha, and all masses computed anew from the priorities; costs O(N).
+
+        A traced alpha that is negative or not finite leaves the old one.
+        """
+        alpha = jnp.asarray(alpha, jnp.float32)
+        if alpha.shape:
+            raise ValueError(f"alpha: expected a single number, got shape {alpha.shape}.")
+        if not isinstance(alpha, jax.core.Tracer):
+            _check_number("alpha", float(alpha))
+        good = jnp.isfinite(alpha) & (alpha >= 0)
+        return _with_alpha(self, state, jnp.where(good, alpha, state.alpha))
 
     def _set(
         self, state: Priorities, index: jax.Array, keep: jax.Array, raw: jax.Array
@@ -210,7 +224,7 @@ class Prioritized:
         self, state: Priorities, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
     ) -> Priorities:
         """What each tree keeps of the priorities `raw`, put into it."""
-        mass = sum_tree.bounded(state.masses, (raw + self.eps) ** state.alpha)
+        mass = sum_tree.bounded(state.masses, (jnp.maximum(raw, 0.0) + self.eps) ** state.alpha)
         mass = jnp.where(raw < 0, 0.0, mass)
         least = jnp.where(mass > 0, mass, jnp.inf)
         return state.replace(  # pyright: ignore
@@ -237,6 +251,12 @@ class Prioritized:
         )
 
 
+@jax.jit
+def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
+    state = state.replace(alpha=alpha)  # pyright: ignore
+    return sampler._put(state, state.raw, trees.set_all)
+
+
 def _in_range(ring: Ring, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Slots as uint32, and which of them there are."""
     return slots.astype(jnp.uint32), slots < ring.capacity
@@ -245,5 +265,5 @@ def _in_range(ring: Ring, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _check_number(name: str, value: object, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected {also}a number, got {value!r}.")
-    if not 0 <= value < float("inf"):
+    if not 0 <= value <= float(np.finfo(np.float32).max):
         raise ValueError(f"{name}: expected {also}a finite number of at least 0, got {value}.")

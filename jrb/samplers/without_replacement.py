@@ -55,8 +55,9 @@ class WithoutReplacement:
     def on_write(self, ring: Ring, state: Epoch, change: Change, anchors: Anchors) -> Epoch:
         """Anchors leave from the front: positions move."""
         del ring
-        left = (state.left + change.left_count) % jnp.maximum(anchors.count, 1)
-        return state.replace(left=left)  # pyright: ignore
+        gone = state.left.astype(jnp.uint32) + change.left_count.astype(jnp.uint32)
+        left = gone % jnp.maximum(anchors.count, 1).astype(jnp.uint32)
+        return state.replace(left=left.astype(jnp.int32))  # pyright: ignore
 
     def draw(
         self,

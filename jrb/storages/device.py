@@ -25,16 +25,16 @@ class DeviceStorage:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
 
     def write(self, ring: Ring, state: Item, write: Write, items: Item) -> Item:
-        """A slice for consecutive slots, else a scatter of rows."""
+        """A slice for consecutive slots, else a scatter of rows. Gradients stop here."""
 
         def put(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+            rows, scatter = lax.stop_gradient(rows), lambda: _put_rows(leaf, write.slots, rows)
             if _is_widened(leaf.dtype):
-                return lax.platform_dependent(
-                    leaf, write.starts, rows, cpu=_put_one_by_one, default=_put_rows
-                )
+                one_by_one = lambda: _put_one_by_one(leaf, write.starts, rows)
+                return lax.platform_dependent(cpu=one_by_one, default=scatter)
             if write.consecutive:
                 return lax.dynamic_update_slice_in_dim(leaf, rows[0], write.starts[0], axis=0)
-            return _put_rows(leaf, write.starts, rows)
+            return scatter()
 
         return jax.tree.map(put, state, items)
 
@@ -47,9 +47,8 @@ class DeviceStorage:
         return order.once(lambda: jax.tree_util.tree_map_with_path(gather, state))
 
 
-def _put_rows(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on; none where a start is N."""
-    slots = starts[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)
+def _put_rows(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `[T, E, ...]` at slots, int32 `[T, E]`; those of N are left out."""
     items = rows.reshape(slots.size, *rows.shape[2:])
     return leaf.at[slots.reshape(-1)].set(items, mode="drop")
 
@@ -62,7 +61,7 @@ def _is_widened(dtype: np.dtype) -> bool:
 
 @jax.custom_batching.custom_vmap
 def _put_one_by_one(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
-    """The same as `_put_rows`, by slices."""
+    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on, by slices; none where N."""
     kept = (starts < leaf.shape[0]).astype(jnp.int32)
 
     def put(t: jax.Array, leaf: jax.Array) -> jax.Array:
