@@ -1,6 +1,6 @@
 """jrb: the replay buffer for JAX."""
 
-from jrb import ring, sum_tree, types
+from jrb import ring, sum_tree, testing, types
 from jrb.buffer import BufferState, ReplayBuffer, Sample
 from jrb.keys import TED, Keys
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
@@ -25,5 +25,6 @@ __all__ = [
     "WithoutReplacement",
     "ring",
     "sum_tree",
+    "testing",
     "types",
 ]

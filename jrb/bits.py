@@ -12,7 +12,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Uniform uint32 of this shape, equal to `jax.random.bits(key, shape)`.
+    """Uniform uint32 of this shape: `jax.random.bits(key, shape)`, as JAX has it by default.
 
     JAX lowers its default generator to a loop on the CPU, which costs more than a whole draw from a
     buffer; here the same twenty rounds are written out. Keys of other generators go to JAX.

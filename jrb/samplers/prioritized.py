@@ -239,7 +239,7 @@ class Prioritized:
         return anchors.count > 0
 
     def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
-        """No anchors; alpha stays."""
+        """As at the start; only alpha stays."""
         return Priorities(
             raw=order.overwrite(state.raw, _NO_ANCHOR, token),
             masses=trees.cleared(state.masses, token),
