@@ -5,7 +5,7 @@ from jrb.buffer import BufferState, ReplayBuffer, Sample
 from jrb.keys import TED, Keys
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.storages import DeviceStorage
-from jrb.units import Transition
+from jrb.units import FrameStack, NStep, Sequence, Transition
 from jrb.writers import RoundRobin
 
 __version__ = "0.1.0"
@@ -14,12 +14,15 @@ __all__ = [
     "TED",
     "BufferState",
     "DeviceStorage",
+    "FrameStack",
     "Keys",
+    "NStep",
     "Prioritized",
     "Queue",
     "ReplayBuffer",
     "RoundRobin",
     "Sample",
+    "Sequence",
     "Transition",
     "Uniform",
     "WithoutReplacement",

@@ -84,3 +84,18 @@ def words(key: jax.Array, batch_size: int) -> jax.Array:
 def seed(key: jax.Array) -> jax.Array:
     """uint32 `[2]`, uniform."""
     return bits(key, (2,))
+
+
+def fold(key: jax.Array, number: int) -> jax.Array:
+    """Another key, whose bits are independent of those of `key` and of other numbers.
+
+    Args:
+        key: a typed key, or the uint32 `[2]` of an old-style one.
+        number: at least 0.
+    """
+    words = jax.random.key_data(key)
+    if words.shape[-1:] != (2,):
+        return jax.random.fold_in(key, 2**32 - 1 - number)
+    # `bits` counts with a high word of zero, so no draw has seen this block.
+    block = _threefry(words[0], words[1], jnp.uint32(2**32 - 1), jnp.uint32(number))
+    return jnp.stack(block)

@@ -118,6 +118,7 @@ class ReplayBuffer:
             checks.multiple(self.capacity, self.num_envs)
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
+        self.unit.check(self.ring, self.sampler, self.writer)
         for name in ("capacity", "num_envs", "batch_size"):  # NumPy's integers have a dtype
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else int(value))
@@ -261,8 +262,9 @@ class ReplayBuffer:
             sample_or_indices: the `Sample`. What was overwritten since, or masked, is left alone.
                 Or int32 `[B]` slots, for tools: then nothing tells a new item from the one that was
                 meant, and a write in the same jitted function may cost a copy.
-            priorities: real numbers `[B]`, used as float32. Those that are NaN, infinite or
-                negative are refused: the old priority stays, and the sampler's state counts them.
+            priorities: real numbers `[B]`, or `[B, L]` for a unit of windows, which reduces them;
+                used as float32. Those that are NaN, infinite or negative are refused: the old
+                priority stays, and the sampler's state counts them.
 
         Returns:
             The state. Where a slot stands twice, the last one wins.
@@ -272,12 +274,15 @@ class ReplayBuffer:
             ValueError: another shape than `[B]`.
         """
         self._require("update", "update_priority")
+        shapes = []
         if isinstance(sample_or_indices, Sample):
-            shape = sample_or_indices.indices.shape
+            shapes.append(sample_or_indices.indices.shape)
+            of_windows = getattr(self.unit, "priority_shapes", lambda mask: [])
+            shapes.extend(of_windows(sample_or_indices.mask.shape))
         else:
             sample_or_indices = checks.indices("update_priority", sample_or_indices)
-            shape = sample_or_indices.shape
-        priorities = checks.priorities(priorities, shape)
+            shapes.append(sample_or_indices.shape)
+        priorities = checks.priorities(priorities, shapes)
         return _update(self, state, sample_or_indices, priorities)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
@@ -337,8 +342,8 @@ class ReplayBuffer:
     def _empty_state(self, spec: Item) -> BufferState:
         ring = self.ring
         return BufferState(
-            storage=self.storage.init(ring, spec),
-            writer=self.writer.init(ring),
+            storage=self.storage.init(ring, spec, self.keys),
+            writer=self.writer.init(ring, spec, self.keys),
             sampler=self.sampler.init(ring),
             unit=self.unit.init(ring, spec, self.keys),
         )
@@ -358,7 +363,7 @@ class ReplayBuffer:
             items = inverse(items)
         spec = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype),
-            self.storage.spec(self.ring, state.storage),
+            self.storage.spec(self.ring, state.storage, self.keys),
         )
         pytree.check_like(spec, items, verb, f"Give {_LAYOUT[verb, self.num_envs is None]}.")
         return items
@@ -398,13 +403,16 @@ def _write(
     buffer: ReplayBuffer, state: BufferState, items: Item, mask: jax.Array | None
 ) -> BufferState:
     """Writes items, leaves `[T, E, ...]` or `[T, ...]`."""
-    ring = buffer.ring
+    ring, keys = buffer.ring, buffer.keys
     if buffer.num_envs is None:
         items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
     held = buffer.writer.held(ring, state.writer)
-    writer, write = buffer.writer.plan(ring, state.writer, items, mask)
-    storage = buffer.storage.write(ring, state.storage, write, items)
-    unit, change = buffer.unit.on_write(ring, state.unit, held, write, items, buffer.keys)
+    writer, write = buffer.writer.plan(ring, state.writer, items, mask, keys)
+    storage, write = buffer.storage.write(ring, state.storage, held, write, items, keys)
+    if not write.bounded:
+        left = write.gone - jnp.maximum(held.count // ring.envs + write.rows - ring.rows, 0)
+        writer = buffer.writer.shrink(ring, writer, left)
+    unit, change = buffer.unit.on_write(ring, state.unit, held, write, items, keys)
     anchors = buffer.unit.anchors(ring, unit, buffer.writer.held(ring, writer))
     sampler = buffer.sampler.on_write(ring, state.sampler, change, anchors)
     return BufferState(storage=storage, writer=writer, sampler=sampler, unit=unit)
@@ -423,8 +431,8 @@ def _draw(
     held = buffer.writer.held(ring, state.writer)
     anchors = unit.anchors(ring, state.unit, held)
     sampler, draw = buffer.sampler.draw(ring, state.sampler, anchors, key, batch_size, beta)
-    look = unit.look(ring, state.unit, held, draw.slots, draw.mask, buffer.keys)
-    raw = buffer.storage.read(ring, state.storage, look.where)
+    look = unit.look(ring, state.unit, held, draw.slots, draw.mask, key, buffer.keys)
+    raw = buffer.storage.read(ring, state.storage, held, look.where, buffer.keys)
     data, info = unit.reduce(raw, look, buffer.keys)
     for transform in buffer.transforms:
         data = transform(data)
@@ -437,8 +445,17 @@ def _draw(
         info=info,
         stamp=buffer.writer.stamp(ring, state.writer, draw.slots),
     )
-    writer = buffer.writer.hold(state.writer, _token(sample))
-    return state.replace(sampler=sampler, writer=writer), sample  # pyright: ignore
+    state = state.replace(sampler=sampler)  # pyright: ignore
+    return _held(buffer, state, _token(sample)), sample
+
+
+def _held(buffer: ReplayBuffer, state: BufferState, token: jax.Array) -> BufferState:
+    """The same state, from which no place to write is known before the token."""
+    return state.replace(  # pyright: ignore
+        storage=buffer.storage.hold(state.storage, token),
+        writer=buffer.writer.hold(state.writer, token),
+        unit=buffer.unit.hold(state.unit, token),
+    )
 
 
 @jax.jit
@@ -448,17 +465,19 @@ def _update(
     sample: Sample | jax.Array,
     priorities: jax.Array,
 ) -> BufferState:
-    ring, writer = buffer.ring, state.writer
+    ring = buffer.ring
     if isinstance(sample, Sample):
-        current = buffer.writer.stamp(ring, writer, sample.indices) == sample.stamp
+        current = buffer.writer.stamp(ring, state.writer, sample.indices) == sample.stamp
         drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
         token = _token(sample)
         slots, ok = sample.indices + token, current & drawn
-        writer = buffer.writer.hold(writer, token)
+        state = _held(buffer, state, token)
+        if priorities.ndim > 1:
+            priorities = buffer.unit.reduce_priorities(priorities, sample.mask)  # pyright: ignore
     else:
         slots, ok = sample, jnp.ones(sample.shape, jnp.bool_)
     sampler = buffer.sampler.update(ring, state.sampler, slots, priorities, ok)  # pyright: ignore
-    return state.replace(sampler=sampler, writer=writer)  # pyright: ignore
+    return state.replace(sampler=sampler)  # pyright: ignore
 
 
 def _token(sample: Sample) -> jax.Array:
@@ -472,15 +491,18 @@ def _token(sample: Sample) -> jax.Array:
 
 @jax.jit
 def _take(buffer: ReplayBuffer, state: BufferState, indices: jax.Array) -> Item:
-    return buffer.storage.read(buffer.ring, state.storage, lambda name: indices)
+    held = buffer.writer.held(buffer.ring, state.writer)
+    return buffer.storage.read(
+        buffer.ring, state.storage, held, lambda name: indices, buffer.keys
+    )
 
 
 @jax.jit
 def _empty(buffer: ReplayBuffer, state: BufferState) -> BufferState:
     ring, token = buffer.ring, order.token(state.writer)
     return BufferState(
-        storage=state.storage,
-        writer=buffer.writer.reset(ring, state.writer),
+        storage=buffer.storage.reset(ring, state.storage, token),
+        writer=buffer.writer.reset(ring, state.writer, token),
         sampler=buffer.sampler.reset(ring, state.sampler, token),
         unit=buffer.unit.reset(ring, state.unit, token),
     )

@@ -94,23 +94,56 @@ def indices(verb: str, value: Any) -> jax.Array:
     return jnp.asarray(array.astype(jnp.int32))
 
 
-def priorities(value: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Real numbers of this shape, as float32."""
-    array = jnp.asarray(value)
-    if len(shape) != 1:
+def fraction(name: str, value: Any) -> None:
+    """A Python number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {value!r}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {value}.")
+
+
+def choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """One of a few."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def window(name: str, rows: int, held: int) -> None:
+    """A window that the ring can hold."""
+    if rows > held:
         raise ValueError(
-            f"update_priority: indices: expected shape (B,), got {shape}. Flatten them, or vmap "
-            "over the states too."
+            f"{name}: expected at most the {held} rows of the ring (capacity / num_envs), got "
+            f"{rows}. Make the capacity larger, or the window shorter."
+        )
+
+
+def in_time(name: str, writer: Any) -> None:
+    """A writer that keeps the order of time."""
+    if not writer.in_time:
+        raise ValueError(
+            f"{name}: expected a writer that keeps rows in the order of time, got "
+            f"{type(writer).__name__}. Use jrb.RoundRobin(), or unit=jrb.Transition()."
+        )
+
+
+def priorities(value: Any, shapes: list[tuple[int, ...]]) -> jax.Array:
+    """Real numbers of one of these shapes, as float32; the first is that of the indices."""
+    array = jnp.asarray(value)
+    if len(shapes[0]) != 1:
+        raise ValueError(
+            f"update_priority: indices: expected shape (B,), got {shapes[0]}. Flatten them, or "
+            "vmap over the states too."
         )
     real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
     if not real:
         raise TypeError(
             f"update_priority: priorities: expected real numbers, got dtype {array.dtype}."
         )
-    if array.shape != shape:
+    if array.shape not in shapes:
         raise ValueError(
-            f"update_priority: priorities: expected shape {shape}, one for each that was drawn, "
-            f"got {array.shape}. Reduce the errors to one number each, such as jnp.abs(td_error)."
+            f"update_priority: priorities: expected shape {' or '.join(map(str, shapes))}, one for "
+            f"each that was drawn, got {array.shape}. Reduce the errors to that, such as "
+            "jnp.abs(td_error)."
         )
     return array.astype(jnp.float32)
 

@@ -1,5 +1,6 @@
 """How the items of a buffer are keyed."""
 
+import functools
 from typing import Any
 
 from jrb import pytree
@@ -40,6 +41,21 @@ class Keys:
                 f"{pytree.leaf_names(item)}. Name the right one with keys=jrb.Keys({name}=...)."
             )
         return found
+
+    def is_next(self, name: str) -> bool:
+        """Whether the leaf of this name tells what came after the action.
+
+        That is what `Keys` names so, and all that lies beside a nested next observation.
+        """
+        roles = (self.reward, self.done, self.terminated, self.truncated, self.next_observation)
+        beside = self.next_observation[:-1] if isinstance(self.next_observation, tuple) else ()
+        names = [path_name(role) for role in roles] + [path_name(beside)] * bool(beside)
+        return any(map(functools.partial(within, name), names))
+
+
+def within(name: str, prefix: str) -> bool:
+    """Whether the leaf `name` ("next/reward") is at or below `prefix` ("next")."""
+    return name == prefix or name.startswith(prefix + "/")
 
 
 TED = Keys()

@@ -43,6 +43,22 @@ def opaque(value: int) -> jax.Array:
     return lax.optimization_barrier(jnp.int32(value))
 
 
+@jax.custom_batching.custom_vmap
+def at_least(count: jax.Array) -> jax.Array:
+    """A number, at least `count`, that is not batched: for the trips of a loop.
+
+    Under `vmap` a loop whose trips differ would select between whole arrays at each trip; one that
+    makes the trips of the longest, with those that are done doing nothing, works in place.
+    """
+    return count
+
+
+@at_least.def_vmap
+def _at_least_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax.Array, bool]:
+    del size
+    return at_least(jnp.max(count)) if batched[0] else at_least(count), False
+
+
 def overwrite(array: jax.Array, value: float, token: jax.Array) -> jax.Array:
     """`array` filled with `value`, in its own memory if it is donated, after the token."""
     filled = lambda _, array: jnp.where(token == 0, jnp.asarray(value, array.dtype), array)

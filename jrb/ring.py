@@ -5,6 +5,8 @@ advance together: row r, environment e is slot r * E + e, so the successor of a 
 further on.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +26,19 @@ class Clock:
     cursor: jax.Array
     count: jax.Array
     lap: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A run of slots around the ring, such as those that hold items, oldest first.
+
+    Attributes:
+        first: int32 `[]`.
+        count: int32 `[]`.
+    """
+
+    first: jax.Array
+    count: jax.Array
 
 
 @pytree.component
@@ -52,6 +67,10 @@ class Ring:
             lap=clock.lap + reached // jnp.uint32(self.rows),
         )
 
+    def shrunk(self, clock: Clock, rows: jax.Array) -> Clock:
+        """The clock without its oldest `rows` (int32 `[]`) rows."""
+        return clock.replace(count=jnp.maximum(clock.count - rows, 0))  # pyright: ignore
+
     def emptied(self, clock: Clock) -> Clock:
         """The clock of the emptied ring; no older generation is ever current again.
 
@@ -79,6 +98,20 @@ class Ring:
         reached = slot.astype(jnp.uint32) + steps.astype(jnp.uint32)
         capacity = jnp.uint32(self.capacity)
         return jnp.where(reached >= capacity, reached - capacity, reached).astype(jnp.int32)
+
+    def slot_before(self, slot: jax.Array, steps: jax.Array) -> jax.Array:
+        """The slot (int32) that lies `steps` slots, 0 to N, back around the ring."""
+        return self.slot_after(slot, self.capacity - steps)
+
+    def place(self, held: Held, slot: jax.Array) -> jax.Array:
+        """How many slots (int32) lie between the first that is held and this one."""
+        return self.slot_after(slot, self.capacity - held.first)
+
+    def run(self, held: Held, most: int) -> jax.Array:
+        """The first `most` slots of a run, int32 `[most]`; N beyond its end."""
+        step = jnp.arange(most, dtype=jnp.int32)
+        slots = self.slot_after(held.first, jnp.minimum(step, self.capacity))
+        return jnp.where(step < held.count, slots, self.capacity)
 
     def oldest_slot(self, clock: Clock) -> jax.Array:
         """The first slot (int32) of the oldest row held."""

@@ -8,13 +8,13 @@ buffer hands to it and takes back. A part of your own is a class with the same f
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
 from jrb import pytree
 from jrb.keys import Keys
-from jrb.ring import Ring
+from jrb.ring import Held, Ring
 
 State = Any
 Item = Any
@@ -27,63 +27,77 @@ class Write:
     """Where the rows of one call go.
 
     Attributes:
-        starts: int32 `[T]`, the slot of each row's environment 0; N where the row is dropped.
+        starts: int32 `[T]`, the slot of each row's environment 0; N where the row is dropped. For a
+            writer that places items one by one, int32 `[T * E]`, their slots.
         slots: int32 `[T, E]`, the slot of each item; N where it is dropped.
-        rows: int32 `[]`, the rows of time that passed, those included that a longer call overwrote.
+        written: bool `[T]`, the rows of time that passed: those that are not masked, also if a
+            longer call overwrites them.
+        passed: int32 `[T]`, how many passed up to each row, itself included.
+        gone: int32 `[]`, how many of the oldest rows leave, of those held before and those that
+            passed.
         consecutive: True if nothing is dropped and all slots follow one another (a slice will do).
+        bounded: True if no more rows leave than pass.
     """
 
     starts: jax.Array
     slots: jax.Array
-    rows: jax.Array
+    written: jax.Array
+    passed: jax.Array
+    gone: jax.Array
     consecutive: bool
+    bounded: bool = True
 
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """The slots that hold items: `count` of them from `first` on, around the ring, oldest first.
-
-    Attributes:
-        first: int32 `[]`.
-        count: int32 `[]`.
-    """
-
-    first: jax.Array
-    count: jax.Array
+    @property
+    def rows(self) -> jax.Array:
+        """int32 `[]`, the rows of time that passed."""
+        return self.passed[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """The anchors there are, oldest first.
+    """The anchors there are, in an order that is theirs.
 
     Attributes:
         count: int32 `[]`.
-        nth: the slots of the anchors at these positions, int32 `[B]` in [0, count) -> int32 `[B]`.
+        nth: from places, int32 `[B]` in [0, count), and a key, to the anchors there: slots, int32
+            `[B]`, and the probability of each slot given its place, float32 `[B]`. The key is for
+            units that count something larger than a slot, such as episodes; others ignore it, and
+            their probability is 1.
     """
 
     count: jax.Array
-    nth: Callable[[jax.Array], jax.Array]
+    nth: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What a write did to the anchors.
+    """What a write did to the anchors: some left, then some entered.
 
     Attributes:
         entered: int32 `[K]`, slots that became anchors, or are anchors of a new item; N or more
             where there is none.
-        left: int32 `[M]`, slots that are no anchors any more; N or more where there is none. A
-            slot that left and entered again stands in `entered` alone.
+        consecutive: True if `entered` is a run of slots without a gap.
+        gone: a run of slots that are no anchors any more, oldest first, unless they entered again;
+            None if all of them did.
+        most: the most that `gone` can count; None for no bound below N.
+        cut: int32 `[M]`, further slots that are no anchors any more; N or more where there is none.
         entered_count: int32 `[]`, how many anchors came, those included that went in the same call.
         left_count: int32 `[]`, how many anchors went, those included that came in the same call.
-        consecutive: True if `entered` is a run of slots without a gap.
+        left_from: how many of those that left stood at this place or behind it, int32 `[]`, in the
+            order before the write.
+        moved: bool `[]`, whether anchors that stayed moved otherwise than by all that left standing
+            before them, and all that entered behind.
     """
 
     entered: jax.Array
-    left: jax.Array
+    consecutive: bool
+    gone: Held | None
+    most: int | None
+    cut: jax.Array
     entered_count: jax.Array
     left_count: jax.Array
-    consecutive: bool
+    left_from: Callable[[jax.Array], jax.Array]
+    moved: jax.Array
 
 
 @pytree.state
@@ -111,22 +125,31 @@ class Look:
         where: which slots to read, leaf by leaf.
         mask: bool `[B]` or `[B, L]`, which entries are real.
         info: a dict of arrays for the user, `Sample.info`.
+        rest: what `reduce` needs to know, arrays or not.
     """
 
     where: Where
     mask: jax.Array
     info: dict[str, jax.Array]
+    rest: Any = None
 
 
 class Writer(Protocol):
-    """Which slots do these rows go to?"""
+    """Which slots do these rows go to?
 
-    def init(self, ring: Ring) -> State:
+    Attributes:
+        in_time: whether rows lie around the ring in the order in which they came. Units that need
+            more than one row ask for it.
+    """
+
+    in_time: ClassVar[bool]
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> State:
         """The state of a writer that wrote nothing."""
         ...
 
     def plan(
-        self, ring: Ring, state: State, items: Item, mask: jax.Array | None
+        self, ring: Ring, state: State, items: Item, mask: jax.Array | None, keys: Keys
     ) -> tuple[State, Write]:
         """Slots for rows of time.
 
@@ -135,6 +158,7 @@ class Writer(Protocol):
             state: the writer's state.
             items: what will be written, leaves `[T, E, ...]`.
             mask: bool `[T]`, the rows to write; None for all.
+            keys: how the items are keyed.
         """
         ...
 
@@ -146,7 +170,11 @@ class Writer(Protocol):
         """uint32 like `slots`: another number as soon as a slot holds another item."""
         ...
 
-    def reset(self, ring: Ring, state: State) -> State:
+    def shrink(self, ring: Ring, state: State, rows: jax.Array) -> State:
+        """The same without so many of the oldest rows, int32 `[]`."""
+        ...
+
+    def reset(self, ring: Ring, state: State, token: jax.Array) -> State:
         """Forgets all slots; no stamp from before is ever current again."""
         ...
 
@@ -158,25 +186,48 @@ class Writer(Protocol):
 class Storage(Protocol):
     """Puts rows at slots, gets rows at slots."""
 
-    def init(self, ring: Ring, spec: Item) -> State:
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> State:
         """Room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
         ...
 
-    def spec(self, ring: Ring, state: State) -> Item:
+    def spec(self, ring: Ring, state: State, keys: Keys) -> Item:
         """The spec of one item."""
         ...
 
-    def write(self, ring: Ring, state: State, write: Write, items: Item) -> State:
-        """Puts items, leaves `[T, E, ...]`, at the slots of `write`."""
+    def write(
+        self, ring: Ring, state: State, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[State, Write]:
+        """Puts items, leaves `[T, E, ...]`, at the slots of `write`; `held` is from before.
+
+        Returns:
+            The state, and `write`: the same, or with more rows in `gone` where there was no room.
+        """
         ...
 
-    def read(self, ring: Ring, state: State, where: Where) -> Item:
+    def read(self, ring: Ring, state: State, held: Held, where: Where, keys: Keys) -> Item:
         """One gather per leaf; must not be scheduled after a later write (see `jrb.order.once`)."""
+        ...
+
+    def reset(self, ring: Ring, state: State, token: jax.Array) -> State:
+        """The state when nothing is held any more; the items may stay where they are."""
+        ...
+
+    def hold(self, state: State, token: jax.Array) -> State:
+        """The same state, from which no place to write is known before `token`, an int32 zero."""
         ...
 
 
 class Unit(Protocol):
-    """What does one anchor stand for?"""
+    """What does one anchor stand for?
+
+    A unit whose items are windows may have `reduce_priorities(priorities, mask)`, from one for each
+    row, float32 `[B, L]`, to one for each anchor, `[B]`; and `priority_shapes(mask_shape)`, the
+    shapes that it takes.
+    """
+
+    def check(self, ring: Ring, sampler: "Sampler", writer: Writer) -> None:
+        """Raises if the unit does not fit the ring or another part."""
+        ...
 
     def init(self, ring: Ring, spec: Item, keys: Keys) -> State:
         """The state when nothing is held."""
@@ -193,9 +244,26 @@ class Unit(Protocol):
         ...
 
     def look(
-        self, ring: Ring, state: State, held: Held, slots: jax.Array, mask: jax.Array, keys: Keys
+        self,
+        ring: Ring,
+        state: State,
+        held: Held,
+        slots: jax.Array,
+        mask: jax.Array,
+        key: jax.Array,
+        keys: Keys,
     ) -> Look:
-        """What to read for these anchors, `[B]`; `mask` is False where nothing was drawn."""
+        """What to read for these anchors, `[B]`.
+
+        Args:
+            ring: the ring's shape.
+            state: the unit's state. Its arrays are read by `jrb.order.once`.
+            held: the slots that hold items.
+            slots: int32 `[B]`, the anchors.
+            mask: bool `[B]`, False where nothing was drawn.
+            key: the draw's key, for `bits.fold` with a number of one's own.
+            keys: how the items are keyed.
+        """
         ...
 
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
@@ -204,6 +272,10 @@ class Unit(Protocol):
 
     def reset(self, ring: Ring, state: State, token: jax.Array) -> State:
         """The state when nothing is held any more; arrays are written after the token."""
+        ...
+
+    def hold(self, state: State, token: jax.Array) -> State:
+        """The same state, from which no place to write is known before `token`, an int32 zero."""
         ...
 
 

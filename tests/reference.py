@@ -27,3 +27,63 @@ class Ring:
 
     def held(self):
         return {slot: item for slot, item in enumerate(self.slots) if item is not None}
+
+
+class Episodes:
+    """What R rows of E environments hold, as lists of transitions that know their episode."""
+
+    def __init__(self, rows, envs):
+        self.rows, self.envs = rows, envs
+        self.time, self.cursor, self.number = 0, 0, [0] * envs
+        self.held = [[] for _ in range(envs)]  # for each environment, its rows from old to new
+
+    def add(self, row, mask=True):
+        """One row: E transitions, each a dict with `done`."""
+        if not mask:
+            return
+        for env, item in enumerate(row):
+            slot = self.cursor * self.envs + env
+            entry = dict(item, time=self.time, episode=self.number[env], slot=slot, env=env)
+            self.held[env] = (self.held[env] + [entry])[-self.rows :]
+            self.number[env] += bool(item["done"])
+        self.time, self.cursor = self.time + 1, (self.cursor + 1) % self.rows
+
+    def extend(self, rows, mask=None):
+        for t, row in enumerate(rows):
+            self.add(row, mask is None or mask[t])
+
+    def empty(self):
+        self.held, self.cursor = [[] for _ in range(self.envs)], 0
+        self.number = [number + 1 for number in self.number]
+
+    def all(self):
+        return [entry for rows in self.held for entry in rows]
+
+    def at(self, env, time):
+        """The transition of this environment at this time, or None."""
+        return next((entry for entry in self.held[env] if entry["time"] == time), None)
+
+    def of_episode(self, entry):
+        """All that is held of an episode, from old to new."""
+        rows = self.held[entry["env"]]
+        return [other for other in rows if other["episode"] == entry["episode"]]
+
+    def ahead(self, entry, most):
+        """The transition and those after it in its episode."""
+        rows = [other for other in self.of_episode(entry) if other["time"] >= entry["time"]]
+        return rows[:most]
+
+    def behind(self, entry, most):
+        """Those before the transition in its episode, from old to new."""
+        rows = [other for other in self.of_episode(entry) if other["time"] < entry["time"]]
+        return rows[max(0, len(rows) - most) :]
+
+    def stack(self, entry, k, begins):
+        """The frames of a stack, oldest first; None if the ring has cut it.
+
+        `begins` maps (env, episode) to the time of the episode's first transition.
+        """
+        first = begins[entry["env"], entry["episode"]]
+        times = [max(entry["time"] - back, first) for back in reversed(range(k))]
+        found = [self.at(entry["env"], time) for time in times]
+        return None if None in found else [other["frame"] for other in found]

@@ -37,7 +37,7 @@ class Newest:
         some = jnp.minimum(anchors.count, self.count)
         back = bits.below(some, *bits.words(key, batch_size))
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-        return state, draw_of(anchors, jnp.maximum(anchors.count - 1 - back, 0), mask)
+        return state, draw_of(anchors, jnp.maximum(anchors.count - 1 - back, 0), mask, key)
 
     def ready(self, state, anchors, batch_size):
         return anchors.count > 0

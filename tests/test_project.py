@@ -15,6 +15,8 @@ LAYERS = [
     {"pytree", "order"},
     {"keys", "ring", "bits", "tree", "display", "checks"},
     {"types", "permutation", "sum_tree"},
+    {"rows"},
+    {"line", "episodes"},
     {"writers", "storages", "samplers", "units"},
     {"buffer"},
     {"testing", "demo"},

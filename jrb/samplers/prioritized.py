@@ -12,12 +12,13 @@ from jax import lax
 
 from jrb import bits, order, pytree, sum_tree
 from jrb import tree as trees
-from jrb.ring import Ring
+from jrb.ring import Held, Ring
 from jrb.samplers.uniform import draw_of
 from jrb.tree import Tree
 from jrb.types import Anchors, Change, Draw
 
 _NO_ANCHOR = -1.0
+_CHUNK = 256  # slots that are cleared at once, where many leave
 _SMALLEST = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
 
 
@@ -105,13 +106,38 @@ class Prioritized:
         """New anchors enter with the priority of new items, those that left lose theirs."""
         del anchors
         priority = self._new_priority(state)
-        if change.left.size:
-            gone = jnp.full(change.left.shape, _NO_ANCHOR, jnp.float32)
-            state = self._set(state, *_in_range(ring, change.left), gone)
+        state = self._without(ring, state, change)
         new = jnp.broadcast_to(priority, change.entered.shape)
         if change.consecutive:
             return self._set_run(state, change.entered[0], new)
+        if not change.entered.size:
+            return state
         return self._set(state, *_in_range(ring, change.entered), new)
+
+    def _without(self, ring: Ring, state: Priorities, change: Change) -> Priorities:
+        """No mass where there is no anchor any more."""
+        slots = change.cut
+        if change.gone is not None and change.most is not None:
+            slots = jnp.concatenate([ring.run(change.gone, change.most), slots])
+        elif change.gone is not None:
+            state = self._without_run(ring, state, change.gone)
+        return self._clear(ring, state, slots) if slots.size else state
+
+    def _without_run(self, ring: Ring, state: Priorities, gone: Held) -> Priorities:
+        """No mass in a run of any length."""
+        chunk = min(ring.capacity, _CHUNK)
+
+        def clear(trip: jax.Array, state: Priorities) -> Priorities:
+            done = jnp.minimum(trip * chunk, gone.count)
+            rest = Held(first=ring.slot_after(gone.first, done), count=gone.count - done)
+            return self._clear(ring, state, ring.run(rest, chunk))
+
+        trips = (order.at_least(gone.count) + chunk - 1) // chunk
+        return lax.fori_loop(0, trips, clear, state)
+
+    def _clear(self, ring: Ring, state: Priorities, slots: jax.Array) -> Priorities:
+        gone = jnp.full(slots.shape, _NO_ANCHOR, jnp.float32)
+        return self._set(state, *_in_range(ring, slots), gone)
 
     def _new_priority(self, state: Priorities) -> jax.Array:
         if self.new_priority == "max":
@@ -134,7 +160,7 @@ class Prioritized:
         del ring
         words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-        alike = draw_of(anchors, bits.below(anchors.count, *words), mask)
+        alike = draw_of(anchors, bits.below(anchors.count, *words), mask, key)
         some = total > 0
         beta = jnp.asarray(self.beta if beta is None else beta, jnp.float32)
         divisor = self._divisor(state, anchors, mass, total)

@@ -1,5 +1,7 @@
 """First in, first out."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
@@ -28,16 +30,20 @@ class Queue:
     masked at its end. What is overwritten before it was drawn is lost. The key is not used.
     """
 
+    in_order: ClassVar[bool] = True
+
     def init(self, ring: Ring) -> Unread:
         """An empty queue."""
         del ring
         return Unread(count=jnp.zeros((), jnp.int32))
 
     def on_write(self, ring: Ring, state: Unread, change: Change, anchors: Anchors) -> Unread:
-        """What entered joins the end of the queue."""
+        """What entered joins the end of the queue, what left is lost."""
         del ring
-        room = anchors.count - jnp.minimum(change.entered_count, anchors.count)
-        return Unread(count=jnp.minimum(state.count, room) + anchors.count - room)
+        before = anchors.count + change.left_count - change.entered_count
+        unread = state.count + change.entered_count
+        lost = change.left_from(jnp.maximum(before - state.count, 0))
+        return Unread(count=jnp.clip(unread - lost, 0, anchors.count))
 
     def draw(
         self,
@@ -49,12 +55,12 @@ class Queue:
         beta: jax.Array | float | None = None,
     ) -> tuple[Unread, Draw]:
         """The B at the head of the queue."""
-        del ring, key, beta
+        del ring, beta
         place = jnp.arange(batch_size, dtype=jnp.int32)
         mask = place < state.count
         chosen = jnp.where(mask, anchors.count - state.count + place, 0)
         taken = jnp.minimum(state.count, batch_size)
-        return Unread(count=state.count - taken), draw_of(anchors, chosen, mask)
+        return Unread(count=state.count - taken), draw_of(anchors, chosen, mask, key)
 
     def ready(self, state: Unread, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether something is in the queue."""

@@ -49,7 +49,7 @@ class Uniform:
         else:
             mask = place < anchors.count
             chosen = permutation.permute(bits.seed(key), anchors.count, jnp.where(mask, place, 0))
-        return state, draw_of(anchors, chosen, mask)
+        return state, draw_of(anchors, chosen, mask, key)
 
     def ready(
         self, state: dict[str, jax.Array], anchors: Anchors, batch_size: int | None
@@ -66,17 +66,19 @@ class Uniform:
         return state
 
 
-def draw_of(anchors: Anchors, chosen: jax.Array, mask: jax.Array) -> Draw:
+def draw_of(anchors: Anchors, chosen: jax.Array, mask: jax.Array, key: jax.Array) -> Draw:
     """The draw of anchors that were equally likely.
 
     Args:
         anchors: the anchors there are.
-        chosen: int32 `[B]`, their positions among the anchors, oldest first.
+        chosen: int32 `[B]`, their places among the anchors.
         mask: bool `[B]`, which of them count.
+        key: the draw's key, for anchors that stand for more than a slot.
     """
-    share = 1.0 / jnp.maximum(anchors.count, 1).astype(jnp.float32)
+    slots, within = anchors.nth(chosen, key)
+    share = within / jnp.maximum(anchors.count, 1).astype(jnp.float32)
     return Draw(
-        slots=anchors.nth(chosen),
+        slots=slots,
         probabilities=jnp.where(mask, share, 0.0),
         weights=mask.astype(jnp.float32),
         mask=mask,

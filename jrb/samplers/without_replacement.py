@@ -34,6 +34,9 @@ class WithoutReplacement:
     the slots that were held at its start: rows written meanwhile join the next one, and a slot that
     was overwritten meanwhile gives its new item. The key chooses the order when an epoch begins;
     within one it changes nothing. The last batch of an epoch is short: the rest of it is masked.
+    Units with fewer anchors than slots: one that left gives one that came since, or a masked item;
+    and where a write shuffles the anchors that stay (episodes, stacks or strict n-step returns of
+    several environments), the next draw begins an epoch.
 
     Attributes:
         drop_last: whether a short last batch is left out, and the next epoch begun instead.
@@ -53,11 +56,11 @@ class WithoutReplacement:
         )
 
     def on_write(self, ring: Ring, state: Epoch, change: Change, anchors: Anchors) -> Epoch:
-        """Anchors leave from the front: positions move."""
-        del ring
-        gone = state.left.astype(jnp.uint32) + change.left_count.astype(jnp.uint32)
-        left = gone % jnp.maximum(anchors.count, 1).astype(jnp.uint32)
-        return state.replace(left=left.astype(jnp.int32))  # pyright: ignore
+        """Anchors leave from the front: places move. Where others move too, the epoch ends."""
+        turn = _turn(ring, state, anchors)
+        left = (state.left.astype(jnp.uint32) + change.left_count.astype(jnp.uint32)) % turn
+        length = jnp.where(change.moved, 0, state.length)
+        return state.replace(left=left.astype(jnp.int32), length=length)  # pyright: ignore
 
     def draw(
         self,
@@ -69,16 +72,21 @@ class WithoutReplacement:
         beta: jax.Array | float | None = None,
     ) -> tuple[Epoch, Draw]:
         """The next B of the epoch, or the first B of the next one."""
-        del ring, beta
+        del beta
         epoch = self._continued(state, anchors, key, batch_size)
         place = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
-        mask = place < epoch.length
+        inside = place < epoch.length
         if self.drop_last:
-            mask = mask & (epoch.position + batch_size <= epoch.length)
-        at = permutation.permute(epoch.seed, epoch.length, jnp.where(mask, place, 0))
-        chosen = (at - epoch.left) % jnp.maximum(anchors.count, 1)
-        position = epoch.position + jnp.sum(mask, dtype=jnp.int32)
-        return epoch.replace(position=position), draw_of(anchors, chosen, mask)  # pyright: ignore
+            inside = inside & (epoch.position + batch_size <= epoch.length)
+        at = permutation.permute(epoch.seed, epoch.length, jnp.where(inside, place, 0))
+        turn = _turn(ring, epoch, anchors).astype(jnp.int32)
+        behind = at - epoch.left
+        chosen = jnp.where(behind < 0, behind + turn, behind)
+        mask = inside & (chosen < anchors.count)
+        epoch = epoch.replace(  # pyright: ignore
+            position=epoch.position + jnp.sum(inside, dtype=jnp.int32)
+        )
+        return epoch, draw_of(anchors, jnp.where(mask, chosen, 0), mask, key)
 
     def _continued(self, state: Epoch, anchors: Anchors, key: jax.Array, batch_size: int) -> Epoch:
         """The same epoch, or a new one if too little of it remains."""
@@ -97,3 +105,12 @@ class WithoutReplacement:
         """As at the start."""
         del state, token
         return self.init(ring)
+
+
+def _turn(ring: Ring, state: Epoch, anchors: Anchors) -> jax.Array:
+    """After how many that left a place of the epoch is another anchor's again, uint32 `[]`.
+
+    In a full ring of slots that is the ring; else as many as there were.
+    """
+    full = anchors.count == ring.capacity
+    return jnp.where(full, ring.capacity, jnp.maximum(state.length, 1)).astype(jnp.uint32)

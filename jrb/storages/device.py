@@ -1,14 +1,12 @@
 """Arrays on the device, one per leaf, `[N, ...]`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jrb import order, pytree
-from jrb.ring import Ring
+from jrb import order, pytree, rows
+from jrb.keys import Keys
+from jrb.ring import Held, Ring
 from jrb.types import Item, Where, Write
 
 
@@ -16,76 +14,39 @@ from jrb.types import Item, Where, Write
 class DeviceStorage:
     """Keeps every leaf of the items in one array `[N, ...]` of the leaf's own dtype."""
 
-    def init(self, ring: Ring, spec: Item) -> Item:
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Item:
         """Zeros."""
+        del keys
         return jax.tree.map(lambda leaf: jnp.zeros((ring.capacity, *leaf.shape), leaf.dtype), spec)
 
-    def spec(self, ring: Ring, state: Item) -> Item:
+    def spec(self, ring: Ring, state: Item, keys: Keys) -> Item:
         """What one slot holds."""
+        del ring, keys
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
 
-    def write(self, ring: Ring, state: Item, write: Write, items: Item) -> Item:
-        """A slice for consecutive slots, else a scatter of rows. Gradients stop here."""
+    def write(
+        self, ring: Ring, state: Item, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[Item, Write]:
+        """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
+        del ring, held, keys
+        put = lambda leaf, new: rows.put(leaf, write, lax.stop_gradient(new))
+        return jax.tree.map(put, state, items), write
 
-        def put(leaf: jax.Array, rows: jax.Array) -> jax.Array:
-            rows, scatter = lax.stop_gradient(rows), lambda: _put_rows(leaf, write.slots, rows)
-            if _is_widened(leaf.dtype):
-                one_by_one = lambda: _put_one_by_one(leaf, write.starts, rows)
-                return lax.platform_dependent(cpu=one_by_one, default=scatter)
-            if write.consecutive:
-                return lax.dynamic_update_slice_in_dim(leaf, rows[0], write.starts[0], axis=0)
-            return scatter()
-
-        return jax.tree.map(put, state, items)
-
-    def read(self, ring: Ring, state: Item, where: Where) -> Item:
+    def read(self, ring: Ring, state: Item, held: Held, where: Where, keys: Keys) -> Item:
         """One gather of whole items per leaf."""
+        del ring, held, keys
 
-        def gather(path: tuple, leaf: jax.Array) -> jax.Array:
-            return leaf.at[where(pytree.leaf_name(path))].get(mode="promise_in_bounds")
+        def get(path: tuple, leaf: jax.Array) -> jax.Array:
+            return rows.get(leaf, where(pytree.leaf_name(path)))
 
-        return order.once(lambda: jax.tree_util.tree_map_with_path(gather, state))
+        return order.once(lambda: jax.tree_util.tree_map_with_path(get, state))
 
+    def reset(self, ring: Ring, state: Item, token: jax.Array) -> Item:
+        """The same arrays: what they hold is not looked at again."""
+        del ring, token
+        return state
 
-def _put_rows(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows `[T, E, ...]` at slots, int32 `[T, E]`; those of N are left out."""
-    items = rows.reshape(slots.size, *rows.shape[2:])
-    return leaf.at[slots.reshape(-1)].set(items, mode="drop")
-
-
-def _is_widened(dtype: np.dtype) -> bool:
-    """Whether XLA's CPU compiler scatters such a dtype in a wider copy of the whole array."""
-    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return not extended and np.dtype(dtype).isbuiltin != 1  # bfloat16, float8, int4, ...
-
-
-@jax.custom_batching.custom_vmap
-def _put_one_by_one(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on, by slices; none where N."""
-    kept = (starts < leaf.shape[0]).astype(jnp.int32)
-
-    def put(t: jax.Array, leaf: jax.Array) -> jax.Array:
-        write = lambda _, leaf: lax.dynamic_update_slice_in_dim(leaf, rows[t], starts[t], axis=0)
-        return lax.fori_loop(0, kept[t], write, leaf)  # once, or not at all
-
-    return lax.fori_loop(0, rows.shape[0], put, leaf)
-
-
-@_put_one_by_one.def_vmap
-def _put_many(size: int, batched: list, leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> Any:
-    """Many buffers are one long one: a slice at an index of a batch would become a scatter."""
-    leaf, starts, rows = (
-        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-        for x, is_batched in zip((leaf, starts, rows), batched, strict=True)
-    )
-    capacity = leaf.shape[1]
-    if size * capacity >= 2**31:
-        raise ValueError(
-            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots, got {size} buffers "
-            f"of {capacity}. Use fewer buffers, or a dtype that NumPy has."
-        )
-    first = jnp.arange(size, dtype=jnp.int32)[:, None] * capacity
-    starts = jnp.where(starts < capacity, starts + first, size * capacity).reshape(-1)
-    flat = leaf.reshape(size * capacity, *leaf.shape[2:])
-    flat = _put_one_by_one(flat, starts, rows.reshape(starts.size, *rows.shape[2:]))
-    return flat.reshape(leaf.shape), True
+    def hold(self, state: Item, token: jax.Array) -> Item:
+        """The same state: it is written where the writer says."""
+        del token
+        return state

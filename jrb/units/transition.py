@@ -7,13 +7,16 @@ import jax.numpy as jnp
 
 from jrb import pytree
 from jrb.keys import Keys
-from jrb.ring import Ring
-from jrb.types import Anchors, Change, Held, Item, Look, Write
+from jrb.ring import Held, Ring
+from jrb.types import Anchors, Change, Item, Look, Sampler, Write, Writer
 
 
 @pytree.component
 class Transition:
     """Every slot that holds an item is an anchor, and stands for that item."""
+
+    def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
+        """Fits everything."""
 
     def init(self, ring: Ring, spec: Item, keys: Keys) -> dict[str, Any]:
         """Nothing to remember."""
@@ -21,30 +24,16 @@ class Transition:
         return {}
 
     def on_write(
-        self,
-        ring: Ring,
-        state: dict[str, Any],
-        held: Held,
-        write: Write,
-        items: Item,
-        keys: Keys,
+        self, ring: Ring, state: dict[str, Any], held: Held, write: Write, items: Item, keys: Keys
     ) -> tuple[dict[str, Any], Change]:
         """What is written enters; what it overwrites left."""
         del items, keys
-        new, free = write.rows * ring.envs, ring.capacity - held.count
-        change = Change(
-            entered=write.slots.reshape(-1),
-            left=jnp.zeros(0, jnp.int32),
-            entered_count=new,
-            left_count=new - jnp.minimum(new, free),
-            consecutive=write.consecutive,
-        )
-        return state, change
+        return state, every_slot(ring, held, write)
 
     def anchors(self, ring: Ring, state: dict[str, Any], held: Held) -> Anchors:
         """All that is held."""
         del state
-        return Anchors(count=held.count, nth=lambda i: ring.slot_after(held.first, i))
+        return all_held(ring, held)
 
     def look(
         self,
@@ -53,10 +42,11 @@ class Transition:
         held: Held,
         slots: jax.Array,
         mask: jax.Array,
+        key: jax.Array,
         keys: Keys,
     ) -> Look:
         """Every leaf at the anchor."""
-        del ring, state, held, keys
+        del ring, state, held, key, keys
         return Look(where=lambda name: slots, mask=mask, info={})
 
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
@@ -68,3 +58,37 @@ class Transition:
         """Nothing to forget."""
         del ring, token
         return state
+
+    def hold(self, state: dict[str, Any], token: jax.Array) -> dict[str, Any]:
+        """Nothing is written."""
+        del token
+        return state
+
+
+def all_held(ring: Ring, held: Held) -> Anchors:
+    """Every slot that holds an item, oldest first."""
+
+    def nth(places: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del key
+        return ring.slot_after(held.first, places), jnp.ones(places.shape, jnp.float32)
+
+    return Anchors(count=held.count, nth=nth)
+
+
+def every_slot(ring: Ring, held: Held, write: Write) -> Change:
+    """The change where every slot that holds an item is an anchor."""
+    left = write.gone * ring.envs
+    overwritten = jnp.maximum(held.count // ring.envs + write.rows - ring.rows, 0)
+    early = write.gone - overwritten  # then places and slots do not go round together
+    gone = Held(first=held.first, count=jnp.minimum(write.gone, ring.rows) * ring.envs)
+    return Change(
+        entered=write.slots.reshape(-1),
+        consecutive=write.consecutive,
+        gone=None if write.bounded else gone,
+        most=None,
+        cut=jnp.zeros(0, jnp.int32),
+        entered_count=write.rows * ring.envs,
+        left_count=left,
+        left_from=lambda place: jnp.maximum(left - place, 0),
+        moved=early > 0 if not write.bounded else jnp.bool_(False),
+    )

@@ -1,42 +1,51 @@
 """The ring: each row takes the place of the oldest one."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
 from jrb import pytree
-from jrb.ring import Clock, Ring
-from jrb.types import Held, Item, Write
+from jrb.keys import Keys
+from jrb.ring import Clock, Held, Ring
+from jrb.types import Item, Write
 
 
 @pytree.component
 class RoundRobin:
     """Writes rows of time one after the other around the ring; a full ring loses its oldest row."""
 
-    def init(self, ring: Ring) -> Clock:
+    in_time: ClassVar[bool] = True
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Clock:
         """A clock at row 0."""
+        del spec, keys
         return ring.start()
 
     def plan(
-        self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None
+        self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None, keys: Keys
     ) -> tuple[Clock, Write]:
         """The rows after the cursor. Of more than R rows, the last R are written."""
+        del keys
         length = jax.tree.leaves(items)[0].shape[0]
-        if mask is None and length == 1:
-            starts, rows = state.cursor[None] * ring.envs, jnp.int32(1)
+        single = mask is None and length == 1
+        written = jnp.ones(length, jnp.bool_) if mask is None else mask
+        if single:
+            passed, starts = jnp.ones(1, jnp.int32), state.cursor[None] * ring.envs
         else:
-            written = jnp.ones(length, jnp.bool_) if mask is None else mask
             passed = jnp.cumsum(written, dtype=jnp.int32)
-            rows = passed[-1]
-            kept = written & (passed > rows - ring.rows)
+            kept = written & (passed > passed[-1] - ring.rows)
             starts = ring.row_after(state.cursor, passed - 1) * ring.envs
             starts = jnp.where(kept, starts, ring.capacity)
         write = Write(
             starts=starts,
             slots=ring.row_slots(starts),
-            rows=rows,
-            consecutive=mask is None and length == 1,
+            written=written,
+            passed=passed,
+            gone=jnp.maximum(state.count - ring.rows + passed[-1], 0),
+            consecutive=single,
         )
-        return ring.advance(state, rows), write
+        return ring.advance(state, write.rows), write
 
     def held(self, ring: Ring, state: Clock) -> Held:
         """The last rows, oldest first."""
@@ -46,8 +55,13 @@ class RoundRobin:
         """The lap in which each slot was written."""
         return ring.generation(state, slots)
 
-    def reset(self, ring: Ring, state: Clock) -> Clock:
+    def shrink(self, ring: Ring, state: Clock, rows: jax.Array) -> Clock:
+        """The clock with so many rows fewer."""
+        return ring.shrunk(state, rows)
+
+    def reset(self, ring: Ring, state: Clock, token: jax.Array) -> Clock:
         """Row 0 of a later lap."""
+        del token
         return ring.emptied(state)
 
     def hold(self, state: Clock, token: jax.Array) -> Clock:

@@ -1,0 +1,77 @@
+"""Rows of time put into arrays over slots, and got from them, in place.
+
+N capacity, E environments, T time.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jrb.types import Write
+
+
+def put(array: jax.Array, write: Write, rows: jax.Array) -> jax.Array:
+    """Rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`.
+
+    A slice for consecutive slots, else a scatter of items; what `write` drops is left out.
+    """
+    scatter = lambda: _put_items(array, write.slots, rows)
+    if _is_widened(array.dtype):
+        items = (write.starts.size, -1, *rows.shape[2:])
+        one_by_one = lambda: _put_one_by_one(array, write.starts, rows.reshape(items))
+        return lax.platform_dependent(cpu=one_by_one, default=scatter)
+    if write.consecutive:
+        return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
+    return scatter()
+
+
+def get(array: jax.Array, slots: jax.Array) -> jax.Array:
+    """Whole items at slots, int32 `[...]`, all in range; to be called in `jrb.order.once`."""
+    return array.at[slots].get(mode="promise_in_bounds")
+
+
+def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `[T, E, ...]` at slots, int32 `[T, E]`; those of N are left out."""
+    items = rows.reshape(slots.size, *rows.shape[2:])
+    return leaf.at[slots.reshape(-1)].set(items, mode="drop")
+
+
+def _is_widened(dtype: np.dtype) -> bool:
+    """Whether XLA's CPU compiler scatters such a dtype in a wider copy of the whole array."""
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return not extended and np.dtype(dtype).isbuiltin != 1  # bfloat16, float8, int4, ...
+
+
+@jax.custom_batching.custom_vmap
+def _put_one_by_one(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on, by slices; none where N."""
+    kept = (starts < leaf.shape[0]).astype(jnp.int32)
+
+    def put(t: jax.Array, leaf: jax.Array) -> jax.Array:
+        write = lambda _, leaf: lax.dynamic_update_slice_in_dim(leaf, rows[t], starts[t], axis=0)
+        return lax.fori_loop(0, kept[t], write, leaf)  # once, or not at all
+
+    return lax.fori_loop(0, rows.shape[0], put, leaf)
+
+
+@_put_one_by_one.def_vmap
+def _put_many(size: int, batched: list, leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> Any:
+    """Many buffers are one long one: a slice at an index of a batch would become a scatter."""
+    leaf, starts, rows = (
+        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_batched in zip((leaf, starts, rows), batched, strict=True)
+    )
+    capacity = leaf.shape[1]
+    if size * capacity >= 2**31:
+        raise ValueError(
+            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots, got {size} buffers "
+            f"of {capacity}. Use fewer buffers, or a dtype that NumPy has."
+        )
+    first = jnp.arange(size, dtype=jnp.int32)[:, None] * capacity
+    starts = jnp.where(starts < capacity, starts + first, size * capacity).reshape(-1)
+    flat = leaf.reshape(size * capacity, *leaf.shape[2:])
+    flat = _put_one_by_one(flat, starts, rows.reshape(starts.size, *rows.shape[2:]))
+    return flat.reshape(leaf.shape), True

@@ -1,0 +1,167 @@
+"""N-step returns."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrb import checks, episodes, line, pytree, rows
+from jrb.keys import Keys, path_name, within
+from jrb.line import Line
+from jrb.ring import Held, Ring
+from jrb.types import Anchors, Change, Item, Look, Sampler, Write, Writer
+from jrb.units.transition import all_held, every_slot
+
+
+@pytree.state
+class Steps:
+    """What n-step returns must know before they read.
+
+    Attributes:
+        ended: bool `[N]`, which slots end an episode.
+        length: int32 `[E]`, the rows of the running episode, up to n; None unless `strict`.
+        line: the anchors; None unless `strict`.
+    """
+
+    ended: jax.Array
+    length: jax.Array | None
+    line: Line | None
+
+
+@pytree.component
+class NStep:
+    """Up to n transitions in a row, as one with their discounted return.
+
+    From an anchor at row t, with m the rows from t to the end of its episode or to the newest row,
+    at most n: the reward is sum_{k<m} discount^k r_{t+k}; everything in `next`, done flags included,
+    is that of row t + m - 1; the rest is that of row t. `Sample.info` has `steps`, int32 `[B]`, m;
+    and `discount`, float32 `[B]`, discount^m, which the value of the next observation is multiplied
+    with unless the episode terminated.
+
+    Attributes:
+        n: the most rows in a return.
+        discount: gamma, from 0 to 1.
+        strict: whether rows near the newest one wait until they have n rows or the end of their
+            episode. Otherwise they are drawn with the rows that are there.
+
+    Reference: Sutton, 1988, "Learning to predict by the methods of temporal differences"; Hessel et
+    al., 2018, "Rainbow", section 3 (multi-step learning).
+    """
+
+    n: int
+    discount: float
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        checks.count("n", self.n)
+        checks.fraction("discount", self.discount)
+
+    def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
+        """The ring has n rows, in order of time."""
+        checks.window("NStep: n", self.n, ring.rows)
+        checks.in_time("NStep", writer)
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Steps:
+        """No rows. Raises if the items have no done flag, or no real reward."""
+        episodes.check(spec, keys)
+        reward = keys.get(spec, "reward")
+        dtype = getattr(reward, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"NStep: leaf '{path_name(keys.reward)}': expected a reward of a floating dtype, "
+                f"got {dtype}. Discounted sums are fractions: store it as float32."
+            )
+        return Steps(
+            ended=jnp.zeros(ring.capacity, jnp.bool_),
+            length=jnp.zeros(ring.envs, jnp.int32) if self.strict else None,
+            line=line.init(ring) if self.strict else None,
+        )
+
+    def on_write(
+        self, ring: Ring, state: Steps, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[Steps, Change]:
+        """Rows enter when written; if strict, when their return is complete."""
+        done = keys.get(items, "done")
+        ended = rows.put(state.ended, write, done)
+        if state.line is None or state.length is None:
+            return state.replace(ended=ended), every_slot(ring, held, write)  # pyright: ignore
+        length = episodes.lengths(state.length, done, write, self.n)
+        complete = self._complete(ring, held, write, done, length[:-1])
+        anchors, change = line.after_write(
+            ring, state.line, held, write, complete, slack=self.n - 1 if ring.envs > 1 else 0
+        )
+        return Steps(ended=ended, length=length[-1], line=anchors), change
+
+    def _complete(
+        self, ring: Ring, held: Held, write: Write, done: jax.Array, length: jax.Array
+    ) -> jax.Array:
+        """The slots whose return each row completes, int32 `[T * E * n]`, by time.
+
+        The row n - 1 back, and where the episode ends all rows since.
+        """
+        back = jnp.arange(self.n - 1, -1, -1, dtype=jnp.int32)
+        here = (back < length[..., None]) & (done[..., None] | (back == self.n - 1))
+        return line.rows_back(ring, held, write, back, here)
+
+    def anchors(self, ring: Ring, state: Steps, held: Held) -> Anchors:
+        """All that is held; if strict, the rows with a complete return."""
+        if state.line is None:
+            return all_held(ring, held)
+        return line.anchors(ring, state.line)
+
+    def look(
+        self,
+        ring: Ring,
+        state: Steps,
+        held: Held,
+        slots: jax.Array,
+        mask: jax.Array,
+        key: jax.Array,
+        keys: Keys,
+    ) -> Look:
+        """Rewards at all rows of the return, `next` at its last, the rest at its first."""
+        del key
+        steps = episodes.steps_ahead(ring, held, state.ended, slots, self.n)
+        step = jnp.minimum(jnp.arange(self.n, dtype=jnp.int32), steps[:, None] - 1)
+        window = ring.slot_after(slots[:, None], step * ring.envs)
+        reward, last = path_name(keys.reward), window[:, -1]
+
+        def where(name: str) -> jax.Array:
+            if within(name, reward):
+                return window
+            return last if keys.is_next(name) else slots
+
+        powers = jnp.asarray([self.discount**m for m in range(self.n + 1)], jnp.float32)
+        discount = jnp.where(mask, powers[steps], 0.0)
+        info = {"steps": jnp.where(mask, steps, 0), "discount": discount}
+        return Look(where=where, mask=mask, info=info)
+
+    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+        """The rewards become their discounted sum."""
+        steps, reward = look.info["steps"], path_name(keys.reward)
+
+        def total(path: tuple, leaf: jax.Array) -> jax.Array:
+            if not within(pytree.leaf_name(path), reward):
+                return leaf
+            wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+            sum_ = jnp.zeros_like(wide[:, 0])
+            for k in reversed(range(self.n)):
+                here = (k < steps).reshape(-1, *(1,) * (sum_.ndim - 1))
+                sum_ = jnp.where(here, wide[:, k], 0) + self.discount * sum_
+            return sum_.astype(leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(total, raw), look.info
+
+    def reset(self, ring: Ring, state: Steps, token: jax.Array) -> Steps:
+        """No rows."""
+        return Steps(
+            ended=state.ended,
+            length=None if state.length is None else jnp.zeros_like(state.length),
+            line=None if state.line is None else line.reset(state.line, token),
+        )
+
+    def hold(self, state: Steps, token: jax.Array) -> Steps:
+        """The same, its line written after the token."""
+        if state.line is None:
+            return state
+        return state.replace(line=line.hold(state.line, token))  # pyright: ignore
