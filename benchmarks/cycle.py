@@ -6,22 +6,16 @@ jrb and flashbax take turns in one process. Each ratio is the median over rounds
 the other's; below 1, jrb is faster.
 """
 
-import argparse
-import json
-import platform
 from collections.abc import Callable
 from typing import Any
 
 import flashbax as fbx
 import jax
 import jax.numpy as jnp
-import rich.console
-import rich.progress
-import rich.table
 from flashbax.buffers import sum_tree as fbx_sum_tree
 
 import jrb
-from benchmarks import timing
+from benchmarks import report
 
 E, B = 64, 256
 Body = Callable[[Any, Any], Any]
@@ -151,26 +145,8 @@ def bare_uniform_sample(n: int) -> tuple[Body, Any]:
     return body, (transitions(n), transitions(B))
 
 
-def compare(task: str, n: int, one: tuple, other: tuple, steps: int, rounds: int) -> dict:
-    """One row of the table."""
-    ours = timing.program("jrb", *one, steps)
-    theirs = timing.program("other", *other, steps)
-    timing.in_turn([ours, theirs], rounds)
-    return {
-        "task": task,
-        "n": n,
-        "jrb_us": ours.median_us,
-        "other_us": theirs.median_us,
-        "ratio": timing.ratio(ours, theirs),
-        "compile_ratio": timing.compile_ratio(ours, theirs),
-        "jrb_compile_s": sorted(ours.compiles_s)[2],
-        "jrb_temp_bytes": ours.temp_bytes,
-        "other_temp_bytes": theirs.temp_bytes,
-    }
-
-
-def tasks(quick: bool) -> list[tuple[str, int, Callable[[], tuple], Callable[[], tuple], int]]:
-    """What is compared: name, N, jrb, the other, cycles a call."""
+def tasks(quick: bool) -> list[report.Task]:
+    """What is compared."""
     rows = []
     for n in (10**5,) if quick else (10**5, 10**6):
         for name, prioritized in (("uniform cycle", False), ("prioritized cycle", True)):
@@ -196,52 +172,5 @@ def tasks(quick: bool) -> list[tuple[str, int, Callable[[], tuple], Callable[[],
     return rows
 
 
-def main() -> None:
-    """Runs all tasks, prints a table, and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="only N = 10^5")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", default="benchmarks/results/cycle.json")
-    parser.add_argument("--only", default="", help="tasks whose name contains this")
-    options = parser.parse_args()
-    chosen = [task for task in tasks(options.quick) if options.only in task[0]]
-    rows = [
-        compare(name, n, one(), other(), steps, options.rounds)
-        for name, n, one, other, steps in rich.progress.track(chosen, "cycle")
-    ]
-    print_table(rows)
-    with open(options.json, "w") as file:
-        json.dump({"machine": machine(), "rows": rows}, file, indent=2)
-
-
-def machine() -> dict:
-    """Where this was measured."""
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "backend": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-        "processor": platform.machine(),
-    }
-
-
-def print_table(rows: list[dict]) -> None:
-    """The rows, as a person reads them."""
-    table = rich.table.Table(title="microseconds a cycle, jrb and flashbax in turn")
-    for head in ("task", "N", "jrb", "other", "ratio", "compile", "temporaries"):
-        table.add_column(head, justify="left" if head == "task" else "right")
-    for row in rows:
-        table.add_row(
-            row["task"],
-            f"{row['n']:.0e}",
-            f"{row['jrb_us']:.1f}",
-            f"{row['other_us']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['compile_ratio']:.2f}",
-            f"{row['jrb_temp_bytes'] / 1e3:.0f} kB",
-        )
-    rich.console.Console().print(table)
-
-
 if __name__ == "__main__":
-    main()
+    report.run(__doc__, "cycle.json", tasks)

@@ -256,9 +256,11 @@ def _extent(
 
 
 def reset(state: Episodes, token: jax.Array) -> Episodes:
-    """No episodes, known after the token."""
-    zero = jnp.zeros_like(state.head)
-    return state.replace(head=zero + token, count=zero, length=zero)  # pyright: ignore
+    """No episodes, known after the token, and after whatever these waited for."""
+    zero = jnp.zeros_like(state.length)
+    return state.replace(  # pyright: ignore
+        head=jnp.minimum(state.head, 0) + token, count=jnp.minimum(state.count, 0), length=zero
+    )
 
 
 def hold(state: Episodes, token: jax.Array) -> Episodes:

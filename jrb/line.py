@@ -214,8 +214,15 @@ def _together(prefix: jax.Array, rest: Left) -> Left:
 
 
 def reset(line: Line, token: jax.Array) -> Line:
-    """Nobody, known after the token."""
-    return line.replace(head=token, count=jnp.zeros_like(line.count))  # pyright: ignore
+    """Nobody, known after the token, and after whatever the line waited for."""
+    return line.replace(  # pyright: ignore
+        head=jnp.minimum(line.head, 0) + token, count=jnp.minimum(line.count, 0)
+    )
+
+
+def waited(line: Line) -> jax.Array:
+    """An int32 zero that is not known before what the line waits for (see `jrb.order`)."""
+    return jnp.minimum(line.head, 0) + jnp.minimum(line.count, 0)
 
 
 def hold(line: Line, token: jax.Array) -> Line:

@@ -3,6 +3,7 @@
 N capacity, E environments, T time.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -26,6 +27,11 @@ def put(array: jax.Array, write: Write, rows: jax.Array) -> jax.Array:
     if write.consecutive:
         return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
     return scatter()
+
+
+def after(write: Write, token: jax.Array) -> Write:
+    """The same write, whose slots are not known before `token`, an int32 zero."""
+    return dataclasses.replace(write, starts=write.starts + token, slots=write.slots + token)
 
 
 def get(array: jax.Array, slots: jax.Array) -> jax.Array:

@@ -124,7 +124,8 @@ class FrameStack:
         """Anchors of the inner unit enter; they leave when the ring's tail cuts their stack."""
         inner, change = self.unit.on_write(ring, state.unit, held, write, items, keys)
         length = episodes.lengths(state.length, keys.get(items, "done"), write, self.k)
-        back = rows.put(state.back, write, (length[:-1] - 1).astype(state.back.dtype))
+        later = rows.after(write, line.waited(state.line))  # `back` was read for the line
+        back = rows.put(state.back, later, (length[:-1] - 1).astype(state.back.dtype))
         reach = lambda slots: rows.get(back, slots).astype(jnp.int32)
         entered = _still_whole(ring, held, write, change.entered, reach)
         slack = self.k - 1 + getattr(self.unit, "n", 1) - 1
