@@ -1,12 +1,13 @@
 """jrb: the replay buffer for JAX."""
 
-from jrb import ring, sum_tree, testing, types
+from jrb import ring, sum_tree, testing, transforms, types
 from jrb.buffer import BufferState, ReplayBuffer, Sample
 from jrb.keys import TED, Keys
+from jrb.mix import Mix
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.storages import DeviceStorage
-from jrb.units import FrameStack, NStep, Sequence, Transition
-from jrb.writers import RoundRobin
+from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
+from jrb.writers import Immutable, MaxValue, RoundRobin
 
 __version__ = "0.1.0"
 
@@ -15,7 +16,11 @@ __all__ = [
     "BufferState",
     "DeviceStorage",
     "FrameStack",
+    "Hindsight",
+    "Immutable",
     "Keys",
+    "MaxValue",
+    "Mix",
     "NStep",
     "Prioritized",
     "Queue",
@@ -29,5 +34,6 @@ __all__ = [
     "ring",
     "sum_tree",
     "testing",
+    "transforms",
     "types",
 ]

@@ -1,19 +1,18 @@
 """The replay buffer: five parts, one composition."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
-from jrb import checks, display, order, pytree
+from jrb import bits, checks, display, order, pytree
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
 from jrb.storages import DeviceStorage
-from jrb.types import Item, Sampler, Storage, Unit, Writer
+from jrb.types import Batch, Item, Sampler, Storage, Unit, Writer
 from jrb.units import Transition
 from jrb.writers import RoundRobin
 
@@ -87,7 +86,8 @@ class ReplayBuffer:
         writer: which slots are written.
         storage: where the items lie.
         transforms: what happens to data on its way out, from first to last; each a function from
-            data to data. One with a method `inverse` is undone on the way in, item by item.
+            data to data, or one of `jrb.transforms`. One with a method `inverse` is undone on the
+            way in, item by item.
         keys: where the parts of a transition lie in an item.
 
     Example:
@@ -106,7 +106,7 @@ class ReplayBuffer:
     unit: Unit = Transition()
     writer: Writer = RoundRobin()
     storage: Storage = DeviceStorage()
-    transforms: tuple[Callable[[Any], Any], ...] = ()
+    transforms: tuple[Any, ...] = ()
     keys: Keys = TED
 
     def __post_init__(self) -> None:
@@ -122,7 +122,9 @@ class ReplayBuffer:
         for name in ("capacity", "num_envs", "batch_size"):  # NumPy's integers have a dtype
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else int(value))
-        if not isinstance(self.transforms, tuple) or not all(map(callable, self.transforms)):
+        if not isinstance(self.transforms, tuple) or not all(
+            callable(transform) or hasattr(transform, "apply") for transform in self.transforms
+        ):
             raise TypeError(
                 f"transforms: expected a tuple of functions, got {self.transforms!r}. "
                 "Write (f,) for a single one."
@@ -390,6 +392,8 @@ class ReplayBuffer:
             )
 
 
+_FIRST = 16  # the number that `bits.fold` gets for the first transform; smaller ones are the units'
+
 _LAYOUT = {
     ("add", True): "one timestep with the leaves of the example",
     ("add", False): "one timestep with leaves [E, ...], E = num_envs",
@@ -427,15 +431,15 @@ def _draw(
     beta: jax.Array | None,
 ) -> tuple[BufferState, Sample]:
     """Sampler, unit, storage, unit, transforms."""
-    ring, unit = buffer.ring, buffer.unit
+    ring, unit, keys = buffer.ring, buffer.unit, buffer.keys
     held = buffer.writer.held(ring, state.writer)
     anchors = unit.anchors(ring, state.unit, held)
     sampler, draw = buffer.sampler.draw(ring, state.sampler, anchors, key, batch_size, beta)
-    look = unit.look(ring, state.unit, held, draw.slots, draw.mask, key, buffer.keys)
-    raw = buffer.storage.read(ring, state.storage, held, look.where, buffer.keys)
-    data, info = unit.reduce(raw, look, buffer.keys)
-    for transform in buffer.transforms:
-        data = transform(data)
+    look = unit.look(ring, state.unit, held, draw.slots, draw.mask, key, keys)
+    raw = buffer.storage.read(ring, state.storage, held, look.where, keys)
+    data, info = unit.reduce(raw, look, keys)
+    for number, transform in enumerate(buffer.transforms):
+        data = _transformed(transform, data, look.mask, bits.fold(key, _FIRST + number), keys)
     sample = Sample(
         data=data,
         indices=draw.slots,
@@ -446,7 +450,7 @@ def _draw(
         stamp=buffer.writer.stamp(ring, state.writer, draw.slots),
     )
     state = state.replace(sampler=sampler)  # pyright: ignore
-    return _held(buffer, state, _token(sample)), sample
+    return _held(buffer, state, order.token(_read(sample))), sample
 
 
 def _held(buffer: ReplayBuffer, state: BufferState, token: jax.Array) -> BufferState:
@@ -456,6 +460,17 @@ def _held(buffer: ReplayBuffer, state: BufferState, token: jax.Array) -> BufferS
         writer=buffer.writer.hold(state.writer, token),
         unit=buffer.unit.hold(state.unit, token),
     )
+
+
+def _transformed(transform: Any, data: Any, mask: jax.Array, key: jax.Array, keys: Keys) -> Any:
+    if hasattr(transform, "apply"):
+        return transform.apply(data, Batch(key=key, mask=mask, keys=keys))
+    return transform(data)
+
+
+def wait(buffer: ReplayBuffer, state: BufferState, sample: Sample) -> BufferState:
+    """The same state, in which later writes wait for what the sample was read from."""
+    return _held(buffer, state, order.token(_read(sample)))
 
 
 @jax.jit
@@ -469,7 +484,7 @@ def _update(
     if isinstance(sample, Sample):
         current = buffer.writer.stamp(ring, state.writer, sample.indices) == sample.stamp
         drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
-        token = _token(sample)
+        token = order.token((_read(sample), current))
         slots, ok = sample.indices + token, current & drawn
         state = _held(buffer, state, token)
         if priorities.ndim > 1:
@@ -480,21 +495,19 @@ def _update(
     return state.replace(sampler=sampler)  # pyright: ignore
 
 
-def _token(sample: Sample) -> jax.Array:
-    """Zero, not known before the reads that the batch was made of.
+def _read(sample: Sample) -> Any:
+    """What a later write must wait for.
 
     Probabilities and weights are left out, so that nothing computes them if nobody wants them: the
     indices wait for what a sampler reads.
     """
-    return order.token((sample.data, sample.indices, sample.mask, sample.info))
+    return sample.data, sample.indices, sample.mask, sample.info, sample.stamp
 
 
 @jax.jit
 def _take(buffer: ReplayBuffer, state: BufferState, indices: jax.Array) -> Item:
     held = buffer.writer.held(buffer.ring, state.writer)
-    return buffer.storage.read(
-        buffer.ring, state.storage, held, lambda name: indices, buffer.keys
-    )
+    return buffer.storage.read(buffer.ring, state.storage, held, lambda name: indices, buffer.keys)
 
 
 @jax.jit

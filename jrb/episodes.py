@@ -52,9 +52,7 @@ def lengths(before: jax.Array, done: jax.Array, write: Write, most: int) -> jax.
     return jnp.minimum(jnp.concatenate([passed, passed[-1:]]) - ends, most)
 
 
-def steps_ahead(
-    ring: Ring, held: Held, ended: jax.Array, slots: jax.Array, most: int
-) -> jax.Array:
+def steps_ahead(ring: Ring, held: Held, ended: jax.Array, slots: jax.Array, most: int) -> jax.Array:
     """How many rows there are from each slot to the end of its episode, itself included.
 
     Args:
@@ -124,7 +122,7 @@ def init(ring: Ring, enough: int) -> Episodes:
 
 def after_write(
     ring: Ring, state: Episodes, held: Held, write: Write, done: jax.Array, enough: int
-) -> tuple[Episodes, Change]:
+) -> tuple[Episodes, Change, jax.Array]:
     """Episodes grow, begin, end, and leave when too few of their rows are held.
 
     Args:
@@ -136,7 +134,8 @@ def after_write(
         enough: as for `init`.
 
     Returns:
-        The episodes after, and the change if each of them is one anchor.
+        The episodes after; the change if each of them is one anchor; and where the episode of each
+        row stands in the table, int32 `[T, E]`.
     """
     length = lengths(state.length, done, write, enough + 1)
     begins = write.written[:, None] & (length[:-1] == enough)
@@ -164,7 +163,7 @@ def after_write(
     kept = _without_lost(ring, grown, rows_held, write, enough)
     came = jnp.sum(number[-1], dtype=jnp.int32)
     left = jnp.sum(surplus + grown.count - kept.count, dtype=jnp.int32)
-    return _clipped(kept, ring), _change(ring, came, left)
+    return _clipped(kept, ring), _change(ring, came, left), place
 
 
 def _change(ring: Ring, came: jax.Array, left: jax.Array) -> Change:
@@ -208,7 +207,10 @@ def _without_lost(
 
 def _clipped(state: Episodes, ring: Ring) -> Episodes:
     """The same, with the running episodes no longer than the ring, so that ages never overflow."""
-    at = (state.head + state.count - 1) % state.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
+    at = (
+        (state.head + state.count - 1) % state.first.shape[0],
+        jnp.arange(ring.envs, dtype=jnp.int32),
+    )
     first = order.once(lambda: state.first[at])
     begin = jnp.where(state.now - first > ring.rows, state.now - jnp.uint32(ring.rows), first)
     return state.replace(first=state.first.at[at].set(begin))  # pyright: ignore
@@ -225,7 +227,8 @@ def anchors(ring: Ring, state: Episodes, held: Held, enough: int) -> Anchors:
         env = jnp.sum(places[:, None] >= ends, axis=1, dtype=jnp.int32)
         env = jnp.minimum(env, ring.envs - 1)
         index = places - (ends[env] - counts[env])
-        age, part = _extent(ring, state, env, index, rows_held, enough)
+        at = (state.head[env] + index) % state.first.shape[0]
+        age, part = extent(state, env, at, rows_held, enough)
         starts = jnp.maximum(part - (enough - 1), 1)
         words = bits.words(bits.fold(key, _STARTS), places.size)
         back = age + part - 1 - bits.below(starts, *words)
@@ -236,18 +239,25 @@ def anchors(ring: Ring, state: Episodes, held: Held, enough: int) -> Anchors:
     return Anchors(count=ends[-1], nth=nth)
 
 
-def _extent(
-    ring: Ring,
+def extent(
     state: Episodes,
     env: jax.Array,
-    index: jax.Array,
+    at: jax.Array,
     rows_held: jax.Array,
     enough: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """How many rows ago an episode ended, and how many of its rows are held, int32 `[B]`."""
-    at = (state.head[env] + index) % state.first.shape[0], env
-    first, last = order.once(lambda: (state.first[at], state.last[at]))
-    runs = (index == state.count[env] - 1) & (state.length[env] >= enough)
+    """How many rows ago an episode ended, and how many of its rows are held, int32 `[B]`.
+
+    Args:
+        state: the episodes.
+        env: int32 `[B]`.
+        at: int32 `[B]`, where the episode stands in the table.
+        rows_held: int32 `[]`.
+        enough: as for `init`.
+    """
+    first, last = order.once(lambda: (state.first[at, env], state.last[at, env]))
+    running = (state.head[env] + state.count[env] - 1) % state.first.shape[0]
+    runs = (at == running) & (state.length[env] >= enough)
     newest = state.now - 1
     last = jnp.where(runs, newest, last)
     age = (newest - last).astype(jnp.int32)

@@ -58,6 +58,21 @@ def within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + "/")
 
 
+def find(item: Any, path: Path, what: str) -> Any:
+    """The entry of `item` at `path`.
+
+    Raises:
+        ValueError: there is nothing; the message begins with `what` and lists the paths that exist.
+    """
+    found = lookup(item, path)
+    if found is None:
+        raise ValueError(
+            f"{what}: expected something at '{path_name(path)}', got an item with the leaves "
+            f"{pytree.leaf_names(item)}."
+        )
+    return found
+
+
 TED = Keys()
 """The keys of TED: `observation`, `action` and `next: {observation, reward, done, ...}`."""
 

@@ -66,9 +66,7 @@ def anchors(ring: Ring, line: Line) -> Anchors:
     return Anchors(count=line.count, nth=nth)
 
 
-def rows_back(
-    ring: Ring, held: Held, write: Write, back: jax.Array, which: jax.Array
-) -> jax.Array:
+def rows_back(ring: Ring, held: Held, write: Write, back: jax.Array, which: jax.Array) -> jax.Array:
     """The slots that lie some rows back from each row that is written, if they are still held.
 
     Args:

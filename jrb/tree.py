@@ -162,6 +162,20 @@ def get(tree: Tree, indices: jax.Array) -> jax.Array:
     return read(tree.nodes, (indices + tree.leaf).astype(jnp.uint32))
 
 
+def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
+    """The least leaf of a "min" tree, float32 `[]`, and the first place of it, int32 `[]`."""
+    least = root(tree)
+    row = order.once(lambda: top_row(tree))
+    node = jnp.argmin(row).astype(jnp.int32)
+
+    def descend(_: jax.Array, node: jax.Array) -> jax.Array:
+        first = (node - tree.shift) << tree.bits
+        row = order.once(lambda: lax.dynamic_slice_in_dim(tree.nodes, first, tree.branching))
+        return first + jnp.argmin(row).astype(jnp.int32)
+
+    return least, lax.fori_loop(0, tree.depth, descend, node) - tree.leaf
+
+
 def room_for(batch_size: int, width: int) -> jax.Array:
     """Room for the rows of `read_rows`, and one row more."""
     return jnp.zeros((batch_size + 1, width), jnp.float32)

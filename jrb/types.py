@@ -280,7 +280,11 @@ class Unit(Protocol):
 
 
 class Sampler(Protocol):
-    """Which anchors next, and with what probability?"""
+    """Which anchors next, and with what probability?
+
+    One that draws anchors in their order says so by `in_order = True`, one whose `draw` uses them
+    up by `consumes = True`.
+    """
 
     def init(self, ring: Ring) -> State:
         """The state when there are no anchors."""
@@ -318,9 +322,29 @@ class Sampler(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a transform may know of the batch.
+
+    Attributes:
+        key: a PRNG key of its own.
+        mask: bool `[B]` or `[B, L]`, which entries are real.
+        keys: how the items are keyed.
+    """
+
+    key: jax.Array
+    mask: jax.Array
+    keys: Keys
+
+
 class Transform(Protocol):
-    """What happens to data on the way out; an `inverse(item)` undoes it on the way in."""
+    """What happens to data on the way out.
+
+    Any function from data to data will do. One that must know more has a method
+    `apply(data, batch)`, which is then called instead; one with a method `inverse(item)` is undone
+    on the way in, item by item.
+    """
 
     def __call__(self, data: Any) -> Any:
-        """From data, leaves `[B, ...]`, to data."""
+        """From data, leaves `[B, ...]` or `[B, L, ...]`, to data."""
         ...

@@ -316,3 +316,44 @@ def test_every_episode_alike(length, short, data):
             np.testing.assert_allclose(drawn.probabilities[b], chance, rtol=1e-6)
             for name, value in sequence(length, 0, short)(model, entry, begins).items():
                 np.testing.assert_array_equal(pick(drawn, name)[b], value, err_msg=name)
+
+
+def negative_distance(achieved, goal):
+    return -jnp.abs(achieved - goal).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+@random_streams
+def test_goals_come_from_where_they_should(strategy, data):
+    unit = jrb.Hindsight(
+        negative_distance,
+        strategy,
+        ratio=0.7,
+        achieved=("next", "observation", "goal"),
+        goal=("observation", "goal"),
+        next_goal=None,
+    )
+    rows, envs = data.draw(st.sampled_from([(1, 1), (4, 2), (12, 3)]))
+    calls = data.draw(commands(envs, rows))
+    buffer, state, sample, model, _ = played(unit, rows, envs, calls)
+    by_slot = {entry["slot"]: entry for entry in model.all()}
+    for key in jax.random.split(KEY, 3):
+        drawn = jax.tree.map(np.asarray, sample(state, key))
+        assert sorted(drawn.indices[drawn.mask].tolist()) == sorted(by_slot)
+        for b in np.flatnonzero(drawn.mask):
+            entry = by_slot[int(drawn.indices[b])]
+            goal = int(drawn.data["observation"]["goal"][b])
+            assert drawn.data["next"]["observation"]["goal"][b] == entry["after"]
+            if not drawn.info["relabeled"][b]:
+                assert goal == entry["frame"]
+                assert drawn.data["next"]["reward"][b] == entry["reward"]
+                continue
+            ahead = model.ahead(entry, rows)
+            rows_of = {
+                "future": ahead,
+                "final": ahead[-1:],
+                "episode": model.of_episode(entry),
+                "random": model.all(),
+            }
+            assert goal in [row["after"] for row in rows_of[strategy]]
+            assert drawn.data["next"]["reward"][b] == -abs(entry["after"] - goal)

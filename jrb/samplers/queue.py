@@ -31,6 +31,7 @@ class Queue:
     """
 
     in_order: ClassVar[bool] = True
+    consumes: ClassVar[bool] = True
 
     def init(self, ring: Ring) -> Unread:
         """An empty queue."""

@@ -1,5 +1,7 @@
 """Epochs: everything once, then everything again in another order."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
@@ -43,6 +45,7 @@ class WithoutReplacement:
     """
 
     drop_last: bool = False
+    consumes: ClassVar[bool] = True
 
     def init(self, ring: Ring) -> Epoch:
         """The end of an epoch without anchors."""

@@ -1,8 +1,9 @@
 """Units: what does one anchor stand for?"""
 
 from jrb.units.frame_stack import FrameStack
+from jrb.units.hindsight import Hindsight
 from jrb.units.n_step import NStep
 from jrb.units.sequence import Sequence
 from jrb.units.transition import Transition
 
-__all__ = ["FrameStack", "NStep", "Sequence", "Transition"]
+__all__ = ["FrameStack", "Hindsight", "NStep", "Sequence", "Transition"]

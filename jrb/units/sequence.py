@@ -118,7 +118,7 @@ class Sequence:
             anchors, change = line.after_write(ring, state.line, held, write, entered, slack=0)
             state = state.replace(line=anchors, length=length[-1])  # pyright: ignore
         elif state.episodes is not None:
-            after, change = episodes.after_write(
+            after, change, _ = episodes.after_write(
                 ring, state.episodes, held, write, done, self._enough
             )
             state = state.replace(episodes=after)  # pyright: ignore

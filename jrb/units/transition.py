@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb import pytree
+from jrb import checks, pytree
 from jrb.keys import Keys
 from jrb.ring import Held, Ring
 from jrb.types import Anchors, Change, Item, Look, Sampler, Write, Writer
@@ -16,7 +16,10 @@ class Transition:
     """Every slot that holds an item is an anchor, and stands for that item."""
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Fits everything."""
+        """Fits everything but a queue of items without an order of time."""
+        del ring
+        if getattr(sampler, "in_order", False):
+            checks.in_time(type(sampler).__name__, writer)
 
     def init(self, ring: Ring, spec: Item, keys: Keys) -> dict[str, Any]:
         """Nothing to remember."""

@@ -1,0 +1,253 @@
+"""One batch from several buffers, such as demonstrations and replay."""
+
+import math
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import bits, buffer, checks, permutation, pytree
+from jrb.buffer import BufferState, ReplayBuffer, Sample
+from jrb.types import Item
+
+States = tuple[BufferState, ...]
+
+
+@pytree.component
+class Mix:
+    """Draws every batch from several buffers, exact parts of it from each.
+
+    Its state is the tuple of the buffers' states: write to one with its own buffer, and put it
+    back. The part of buffer k has proportion_k * B items, rounded so that the parts add up to B
+    (largest remainders), comes after those of the buffers before it, and covers the whole
+    distribution of its buffer. `Sample.info["source"]`, int32 `[B]`, says which buffer an item is
+    from; indices, probabilities, weights and stamps are that buffer's own. K buffers.
+
+    Attributes:
+        buffers: whose data have the same structure, shapes and dtypes.
+        proportions: numbers that add up to 1; a draw may bring its own, which may be traced.
+        batch_size: B, unless a draw names its own.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> demos = jrb.ReplayBuffer(100, batch_size=1)
+        >>> replay = jrb.ReplayBuffer(1000, batch_size=1, sampler=jrb.Prioritized())
+        >>> mix = jrb.Mix((demos, replay), (0.25, 0.75), batch_size=8)
+        >>> one, other = mix.init({"x": jnp.int32(0)})
+        >>> states = demos.add(one, {"x": jnp.int32(1)}), replay.add(other, {"x": jnp.int32(2)})
+        >>> mix.sample(states, jax.random.key(0)).data["x"].tolist()
+        [1, 1, 2, 2, 2, 2, 2, 2]
+    """
+
+    buffers: tuple[ReplayBuffer, ...]
+    proportions: tuple[float, ...]
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.buffers, tuple) or not self.buffers:
+            raise TypeError(f"buffers: expected a tuple of buffers, got {self.buffers!r}.")
+        if not isinstance(self.proportions, tuple):
+            raise TypeError(f"proportions: expected a tuple, got {self.proportions!r}.")
+        _check_proportions(np.asarray(self.proportions, np.float64), len(self.buffers))
+        if self.batch_size is not None:
+            checks.count("batch_size", self.batch_size)
+
+    def init(self, example: Item) -> States:
+        """Empty states, one for each buffer."""
+        return tuple(part.init(example) for part in self.buffers)
+
+    def nbytes(self, example: Item) -> int:
+        """The bytes that `init(example)` allocates."""
+        return sum(part.nbytes(example) for part in self.buffers)
+
+    def size(self, states: States) -> jax.Array:
+        """The transitions held by each buffer, int32 `[K]`."""
+        return jnp.stack([part.size(state) for part, state in self._pairs(states)])
+
+    def can_sample(self, states: States) -> jax.Array:
+        """Whether every buffer whose proportion is not 0 has something to draw, bool `[]`."""
+        ready = [
+            part.can_sample(state)
+            for (part, state), share in zip(self._pairs(states), self.proportions, strict=True)
+            if share > 0
+        ]
+        return jnp.all(jnp.stack(ready))
+
+    def sample(
+        self,
+        states: States,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+        proportions: jax.Array | None = None,
+    ) -> Sample:
+        """Draws a batch and leaves the states as they are; see `draw`."""
+        return self.draw(states, key, batch_size, beta, proportions, _consume=False)[1]
+
+    def draw(
+        self,
+        states: States,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+        proportions: jax.Array | None = None,
+        _consume: bool = True,
+    ) -> tuple[States, Sample]:
+        """Draws a batch, and moves on those samplers that consume.
+
+        Args:
+            states: may be donated.
+            key: a PRNG key. It is consumed.
+            batch_size: B; None for the mix's.
+            beta: of the importance weights, for all buffers that have them; None for their own.
+            proportions: float `[K]`, of this batch, may be traced; None for the mix's. Every buffer
+                then draws B items, of which its part is chosen at random, so that the shapes do not
+                depend on it: for samplers that consume, this is an error.
+
+        Returns:
+            The states, and the batch.
+
+        Raises:
+            ValueError: no batch size; proportions that do not add up to 1 (outside `jit`; inside,
+                they are scaled); parts whose data differ; a buffer with nothing to draw (outside
+                `jit`; inside, its part of `mask` is False).
+        """
+        batch_size = self.batch_size if batch_size is None else batch_size
+        if batch_size is None:
+            raise ValueError("batch_size: expected a number, got None. Give it to Mix or the call.")
+        checks.count("batch_size", batch_size)
+        checks.key(key)
+        keys = jax.random.split(key, len(self.buffers) + 1)
+        if proportions is None:
+            counts = tuple(_shares(np.asarray(self.proportions, np.float64), batch_size).tolist())
+            states, parts = self._draw_each(states, keys, counts, beta)
+            _check_alike(parts)
+            return states, _joined([part for part in parts if part is not None])
+        shares = self._traced_shares(proportions, batch_size, _consume)
+        everything = (batch_size,) * len(self.buffers)
+        states, parts = self._draw_each(states, keys, everything, beta)
+        _check_alike(parts)
+        return states, _chosen(parts, shares, keys[-1])
+
+    def update_priority(self, states: States, sample: Sample, priorities: jax.Array) -> States:
+        """New priorities, each for the buffer that its item is from; others are left out.
+
+        Args:
+            states: may be donated.
+            sample: what this mix has drawn.
+            priorities: as for `ReplayBuffer.update_priority`.
+        """
+        source, after = sample.info["source"], []
+        for number, (part, state) in enumerate(self._pairs(states)):
+            mine = source == number
+            mask = sample.mask & mine.reshape(-1, *(1,) * (sample.mask.ndim - 1))
+            own = sample.replace(mask=mask)  # pyright: ignore
+            if hasattr(part.sampler, "update"):
+                after.append(part.update_priority(state, own, priorities))
+            else:
+                after.append(buffer.wait(part, state, own))
+        return tuple(after)
+
+    def _pairs(self, states: States) -> list[tuple[ReplayBuffer, BufferState]]:
+        if len(states) != len(self.buffers):
+            raise ValueError(
+                f"states: expected one for each of {len(self.buffers)} buffers, got {len(states)}."
+            )
+        return list(zip(self.buffers, states, strict=True))
+
+    def _draw_each(
+        self, states: States, keys: jax.Array, counts: tuple[int, ...], beta: Any
+    ) -> tuple[States, list[Sample | None]]:
+        """The states, and what each buffer drew; None where that is nothing."""
+        after, parts = [], []
+        for number, (part, state) in enumerate(self._pairs(states)):
+            drawn: Any = (state, None)
+            if counts[number]:
+                drawn = part.draw(state, keys[number], counts[number], beta)
+                source = jnp.full(counts[number], number, jnp.int32)
+                sample = drawn[1].replace(info={**drawn[1].info, "source": source})
+                drawn = (drawn[0], sample)
+            after.append(drawn[0])
+            parts.append(drawn[1])
+        return tuple(after), parts
+
+    def _traced_shares(self, proportions: Any, batch_size: int, consume: bool) -> jax.Array:
+        wasteful = [part.sampler for part in self.buffers if getattr(part.sampler, "consumes", 0)]
+        if consume and wasteful:
+            raise ValueError(
+                f"proportions: expected none in the call, with {type(wasteful[0]).__name__}, which "
+                "would lose what it draws in vain. Give them to Mix, as numbers."
+            )
+        if not isinstance(proportions, jax.core.Tracer):
+            _check_proportions(np.asarray(proportions, np.float64), len(self.buffers))
+        shares = jnp.asarray(proportions).astype(jnp.float32)
+        if shares.shape != (len(self.buffers),):
+            raise ValueError(
+                f"proportions: expected shape ({len(self.buffers)},), got {shares.shape}."
+            )
+        return _shares_traced(shares, batch_size)
+
+
+def _check_proportions(values: np.ndarray, count: int) -> None:
+    if values.shape != (count,):
+        raise ValueError(
+            f"proportions: expected {count} numbers, one for each buffer, got shape {values.shape}."
+        )
+    if not (np.isfinite(values).all() and (values >= 0).all()):
+        raise ValueError(f"proportions: expected numbers of at least 0, got {values.tolist()}.")
+    if not math.isclose(values.sum(), 1.0, abs_tol=1e-5):
+        raise ValueError(
+            f"proportions: expected numbers that add up to 1, got {values.tolist()}, which add up "
+            f"to {values.sum():g}. Divide them by that."
+        )
+
+
+def _shares(proportions: np.ndarray, batch_size: int) -> np.ndarray:
+    """How many of a batch each buffer gives: the largest remainders are rounded up."""
+    exact = proportions * batch_size
+    whole = np.floor(exact + 1e-6).astype(np.int64)
+    rest = batch_size - whole.sum()
+    order = np.argsort(whole - exact, kind="stable")
+    whole[order[:rest]] += 1
+    return whole
+
+
+def _shares_traced(proportions: jax.Array, batch_size: int) -> jax.Array:
+    """The same, int32 `[K]`, for proportions that are known only when it runs."""
+    positive = jnp.maximum(jnp.nan_to_num(proportions), 0.0)
+    exact = positive / jnp.maximum(jnp.sum(positive), 1e-30) * batch_size
+    whole = jnp.floor(exact + 1e-4).astype(jnp.int32)
+    rest = batch_size - jnp.sum(whole, dtype=jnp.int32)
+    rank = jnp.argsort(jnp.argsort(whole.astype(jnp.float32) - exact, stable=True), stable=True)
+    return whole + (rank.astype(jnp.int32) < rest).astype(jnp.int32)
+
+
+def _check_alike(parts: list[Sample | None]) -> None:
+    """Raises unless all parts have the same structure, and items of the same shapes and dtypes."""
+    first, *others = [part for part in parts if part is not None]
+    item = lambda part: jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
+        {"data": part.data, "mask": part.mask, "info": part.info},
+    )
+    mend = "Give the buffers units and transforms with the same result."
+    for other in others:
+        pytree.check_like(item(first), item(other), "Mix", mend)
+
+
+def _joined(parts: list[Sample]) -> Sample:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+def _chosen(parts: list[Any], shares: jax.Array, key: jax.Array) -> Sample:
+    """So many of each part as `shares` (int32 `[K]`) says, chosen at random."""
+    size = parts[0].indices.shape[0]
+    place, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(shares, dtype=jnp.int32)
+    source = jnp.sum(place[:, None] >= ends, axis=1, dtype=jnp.int32)
+    source = jnp.minimum(source, len(parts) - 1)
+    within = place - (ends - shares)[source]
+    seeds = bits.bits(key, (len(parts), 2))
+    mixed = jnp.stack([permutation.permute(seed, jnp.int32(size), place) for seed in seeds])
+    row = source * size + mixed[source, within]
+    return jax.tree.map(lambda leaf: leaf[row], _joined(parts))

@@ -1,0 +1,28 @@
+"""Transforms: what happens to data on the way out.
+
+Each takes paths, names or tuples of names into nested data, changes what lies there, and leaves the
+rest alone. Leaves are `[B, ...]`, or `[B, L, ...]` for windows.
+"""
+
+from jrb.transforms.images import CenterCrop, Grayscale, RandomCrop, RandomShift, Resize, ToFloat
+from jrb.transforms.rewards import RewardToGo
+from jrb.transforms.structure import Concatenate, Exclude, Rename, Select
+from jrb.transforms.values import Cast, Clip, Normalize, Scale
+
+__all__ = [
+    "Cast",
+    "CenterCrop",
+    "Clip",
+    "Concatenate",
+    "Exclude",
+    "Grayscale",
+    "Normalize",
+    "RandomCrop",
+    "RandomShift",
+    "Rename",
+    "Resize",
+    "RewardToGo",
+    "Scale",
+    "Select",
+    "ToFloat",
+]

@@ -1,0 +1,49 @@
+"""Finding the leaves that a transform is for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jrb import pytree
+from jrb.keys import Keys, Path, find, lookup, path_name, within
+
+Paths = tuple[Path, ...]
+
+
+def check_paths(name: str, paths: Any) -> None:
+    """Raises unless `paths` is a tuple of paths, or None."""
+    if paths is not None and (isinstance(paths, str) or not isinstance(paths, tuple)):
+        raise TypeError(f"{name}: paths: expected a tuple of paths, got {paths!r}. Write (path,).")
+
+
+def observations(data: Any, keys: Keys) -> Paths:
+    """The paths of the observation and the next observation, those of them that there are."""
+    paths = (keys.observation, keys.next_observation)
+    found = tuple(path for path in paths if lookup(data, path) is not None)
+    return found or (keys.observation,)  # which is then missed
+
+
+def rewritten(
+    data: Any, paths: Paths, what: str, change: Callable[[str, jax.Array], jax.Array]
+) -> Any:
+    """The data with every leaf at or below one of the paths changed.
+
+    Args:
+        data: a pytree.
+        paths: each must lead somewhere.
+        what: who asks, for the error's first words.
+        change: from the name of a leaf and the leaf to the new leaf.
+
+    Raises:
+        ValueError: nothing lies at a path.
+    """
+    for path in paths:
+        find(data, path, what)
+    names = [path_name(path) for path in paths]
+
+    def visit(path: tuple, leaf: jax.Array) -> jax.Array:
+        name = pytree.leaf_name(path)
+        return change(name, leaf) if any(within(name, prefix) for prefix in names) else leaf
+
+    return jax.tree_util.tree_map_with_path(visit, data)

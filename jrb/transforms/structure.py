@@ -1,0 +1,139 @@
+"""Transforms of the structure of data: which entries there are, and what they are called.
+
+They work on nested dicts: data of other classes have the entries that their class says.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrb import pytree
+from jrb.keys import Path, find, path_name
+from jrb.transforms.leaves import Paths, check_paths
+from jrb.types import Batch, Item
+
+
+@pytree.component
+class Select:
+    """Keeps the entries at these paths, and drops all others."""
+
+    paths: Paths
+
+    def __post_init__(self) -> None:
+        check_paths("Select", self.paths)
+
+    def apply(self, data: Item, batch: Batch) -> Item:
+        """The data, with fewer entries."""
+        del batch
+        out: Any = {}
+        for path in self.paths:
+            out = with_leaf(out, path, find(data, path, "Select"), "Select")
+        return out
+
+
+@pytree.component
+class Exclude:
+    """Drops the entries at these paths."""
+
+    paths: Paths
+
+    def __post_init__(self) -> None:
+        check_paths("Exclude", self.paths)
+
+    def apply(self, data: Item, batch: Batch) -> Item:
+        """The data, with fewer entries."""
+        del batch
+        for path in self.paths:
+            find(data, path, "Exclude")
+            data = _without(data, _names(path), "Exclude")
+        return data
+
+
+@pytree.component
+class Rename:
+    """Moves entries from one path to another.
+
+    Attributes:
+        pairs: from and to, such as `((("next", "observation"), "next_obs"),)`.
+    """
+
+    pairs: tuple[tuple[Path, Path], ...]
+
+    def apply(self, data: Item, batch: Batch) -> Item:
+        """The data, with the entries elsewhere."""
+        del batch
+        moved = [(to, find(data, path, "Rename")) for path, to in self.pairs]
+        for path, _ in self.pairs:
+            data = _without(data, _names(path), "Rename")
+        for to, entry in moved:
+            data = with_leaf(data, to, entry, "Rename")
+        return data
+
+
+@pytree.component
+class Concatenate:
+    """Joins leaves along an axis, such as the parts of an observation.
+
+    Attributes:
+        paths: the leaves, in order.
+        to: where the result is put.
+        axis: along which, counted from the end.
+        keep: whether the leaves stay too.
+    """
+
+    paths: Paths
+    to: Path
+    axis: int = -1
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        check_paths("Concatenate", self.paths)
+        if self.axis >= 0:
+            raise ValueError(f"Concatenate: axis: expected a negative number, got {self.axis}.")
+
+    def apply(self, data: Item, batch: Batch) -> Item:
+        """The data, with one leaf for several."""
+        del batch
+        leaves = [find(data, path, "Concatenate") for path in self.paths]
+        for path, leaf in zip(self.paths, leaves, strict=True):
+            if not isinstance(leaf, jax.Array) or leaf.dtype != leaves[0].dtype:
+                raise TypeError(
+                    f"Concatenate: '{path_name(path)}': expected a leaf of dtype "
+                    f"{getattr(leaves[0], 'dtype', None)}, got {getattr(leaf, 'dtype', leaf)}. "
+                    "Use Cast before."
+                )
+        joined = jnp.concatenate(leaves, axis=self.axis)
+        for path in () if self.keep else self.paths:
+            data = _without(data, _names(path), "Concatenate")
+        return with_leaf(data, self.to, joined, "Concatenate")
+
+
+def with_leaf(data: Any, path: Path, entry: Any, what: str) -> Any:
+    """The data with an entry put at a path, whose dicts are made where they are missing.
+
+    Raises:
+        TypeError: something on the way is no dict.
+        ValueError: something is there already.
+    """
+    first, *rest = _names(path)
+    if not pytree.is_mapping(data):
+        raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
+    if not rest:
+        if first in data:
+            raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
+        return {**data, first: entry}
+    return {**data, first: with_leaf(data.get(first, {}), tuple(rest), entry, what)}
+
+
+def _without(data: Any, names: tuple[str, ...], what: str) -> Any:
+    if not pytree.is_mapping(data):
+        raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
+    first, *rest = names
+    inner = _without(data[first], tuple(rest), what) if rest else {}
+    kept = {name: entry for name, entry in data.items() if name != first}
+    return {**kept, first: inner} if inner else kept
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    return (path,) if isinstance(path, str) else path

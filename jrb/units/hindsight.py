@@ -1,0 +1,188 @@
+"""Goals chosen in hindsight."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jrb import bits, checks, episodes, order, pytree, rows
+from jrb.episodes import Episodes
+from jrb.keys import Keys, Path, find, path_name, within
+from jrb.ring import Held, Ring
+from jrb.types import Anchors, Change, Item, Look, Sampler, Write, Writer
+from jrb.units.transition import all_held, every_slot
+
+_WHICH, _WHERE = 2, 3  # the numbers that `bits.fold` gets
+
+
+@pytree.state
+class Goals:
+    """What must be known before a goal is read.
+
+    Attributes:
+        episodes: where each episode begins and ends.
+        which: int32 `[N]`, the place of each slot's episode in their table.
+    """
+
+    episodes: Episodes
+    which: jax.Array
+
+
+@pytree.component
+class Hindsight:
+    """Transitions, some of them as if their goal had been one that was reached.
+
+    With probability `ratio` the goal becomes what was achieved after a row g, in the observation
+    and in the next one, and the reward is computed anew. Done flags stay. `Sample.info` has
+    `relabeled`, bool `[B]`.
+
+    Attributes:
+        reward: from what was achieved and the goal, leaves of one transition, to its reward; must
+            work under `vmap`.
+        strategy: which row g: "future", any of the episode from the transition on; "final", its
+            last that is held; "episode", any that is held; "random", any of the whole buffer.
+        ratio: from 0 to 1.
+        achieved: the path to what was achieved.
+        goal: the path to the goal.
+        next_goal: the path to the goal in the next observation, None if there is none.
+
+    Reference: Andrychowicz et al., 2017, "Hindsight experience replay", sections 3.3 and 4.5.
+    """
+
+    reward: Callable[[Any, Any], jax.Array]
+    strategy: Literal["future", "final", "episode", "random"] = "future"
+    ratio: float = 0.8
+    achieved: Path = ("next", "observation", "achieved_goal")
+    goal: Path = ("observation", "desired_goal")
+    next_goal: Path | None = ("next", "observation", "desired_goal")
+
+    def __post_init__(self) -> None:
+        checks.choice("strategy", self.strategy, ("future", "final", "episode", "random"))
+        checks.fraction("ratio", self.ratio)
+        if not callable(self.reward):
+            raise TypeError(f"Hindsight: reward: expected a function, got {self.reward!r}.")
+
+    def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
+        """Rows in order of time."""
+        del ring, sampler
+        checks.in_time("Hindsight", writer)
+
+    @property
+    def _goals(self) -> tuple[Path, ...]:
+        return (self.goal,) if self.next_goal is None else (self.goal, self.next_goal)
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Goals:
+        """No rows. Raises if goals are missing, or not like what is achieved."""
+        episodes.check(spec, keys)
+        keys.get(spec, "reward")
+        achieved = find(spec, self.achieved, "Hindsight: achieved")
+        for path in self._goals:
+            goal = find(spec, path, "Hindsight: goal")
+            mend = f"A goal must be what can be achieved at '{path_name(self.achieved)}'."
+            pytree.check_like(achieved, goal, f"Hindsight: '{path_name(path)}'", mend)
+        return Goals(
+            episodes=episodes.init(ring, 1), which=jnp.zeros(ring.capacity, jnp.int32)
+        )
+
+    def on_write(
+        self, ring: Ring, state: Goals, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[Goals, Change]:
+        """What is written enters; what it overwrites left."""
+        done = keys.get(items, "done")
+        after, _, which = episodes.after_write(ring, state.episodes, held, write, done, 1)
+        state = Goals(episodes=after, which=rows.put(state.which, write, which))
+        return state, every_slot(ring, held, write)
+
+    def anchors(self, ring: Ring, state: Goals, held: Held) -> Anchors:
+        """All that is held."""
+        del state
+        return all_held(ring, held)
+
+    def look(
+        self,
+        ring: Ring,
+        state: Goals,
+        held: Held,
+        slots: jax.Array,
+        mask: jax.Array,
+        key: jax.Array,
+        keys: Keys,
+    ) -> Look:
+        """What was achieved, at the anchor and at the row of the new goal; the rest at the anchor."""
+        del keys
+        coin = bits.unit_interval(bits.words(bits.fold(key, _WHICH), slots.size)[0])
+        relabeled = (coin < self.ratio) & mask
+        chosen = self._rows(ring, state, held, slots, bits.words(bits.fold(key, _WHERE), slots.size))
+        both = jnp.stack([slots, jnp.where(mask, chosen, slots)], axis=1)
+        achieved = path_name(self.achieved)
+        where = lambda name: both if within(name, achieved) else slots
+        return Look(where=where, mask=mask, info={"relabeled": relabeled})
+
+    def _rows(
+        self, ring: Ring, state: Goals, held: Held, slots: jax.Array, words: jax.Array
+    ) -> jax.Array:
+        """The slots of the rows whose achievement may become the goal, int32 `[B]`."""
+        if self.strategy == "random":
+            return ring.slot_after(held.first, bits.below(held.count, *words))
+        env = slots % ring.envs
+        at = order.once(lambda: rows.get(state.which, slots))
+        age, part = episodes.extent(state.episodes, env, at, held.count // ring.envs, 1)
+        own = (held.count - 1 - ring.place(held, slots)) // ring.envs
+        choices = {"future": own - age + 1, "final": jnp.ones_like(age), "episode": part}
+        back = age + bits.below(jnp.maximum(choices[self.strategy], 1), *words)
+        newest = ring.slot_after(held.first, jnp.maximum(held.count - ring.envs, 0))
+        return ring.slot_before(newest, back * ring.envs) + env
+
+    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+        """Other goals where it was so decided, and the rewards that they give."""
+        changed = look.info["relabeled"]
+        reached = jax.tree.leaves(find(raw, self.achieved, "Hindsight: achieved"))
+        choose = lambda new, old: jnp.where(
+            changed.reshape(-1, *(1,) * (old.ndim - 1)), new, old
+        )
+        new = {path_name(self.achieved): [leaf[:, 0] for leaf in reached]}
+        for path in self._goals:
+            old = jax.tree.leaves(find(raw, path, "Hindsight: goal"))
+            new[path_name(path)] = [
+                choose(leaf[:, 1], goal) for leaf, goal in zip(reached, old, strict=True)
+            ]
+        data = _with_leaves(raw, new)
+        part = lambda path: find(data, path, "Hindsight")
+        old = keys.get(data, "reward")
+        reward = jax.vmap(self.reward)(part(self.achieved), part(self.goal))
+        if reward.shape != old.shape:
+            raise ValueError(
+                f"Hindsight: reward: expected shape {old.shape[1:]} for one transition, got "
+                f"{reward.shape[1:]}. Reduce it over the parts of the goal."
+            )
+        if reward.dtype != old.dtype:
+            raise TypeError(
+                f"Hindsight: reward: expected dtype {old.dtype}, got {reward.dtype}. "
+                "Cast it in the function."
+            )
+        return _with_leaves(data, {path_name(keys.reward): [choose(reward, old)]}), look.info
+
+    def reset(self, ring: Ring, state: Goals, token: jax.Array) -> Goals:
+        """No rows."""
+        del ring
+        return state.replace(  # pyright: ignore
+            episodes=episodes.reset(state.episodes, token)
+        )
+
+    def hold(self, state: Goals, token: jax.Array) -> Goals:
+        """The same, its episodes written after the token."""
+        return state.replace(  # pyright: ignore
+            episodes=episodes.hold(state.episodes, token)
+        )
+
+
+def _with_leaves(data: Item, new: dict[str, list[jax.Array]]) -> Item:
+    """The data with other leaves, in order, at or below some paths."""
+    rest = {name: iter(leaves) for name, leaves in new.items()}
+
+    def visit(path: tuple, leaf: jax.Array) -> jax.Array:
+        name = pytree.leaf_name(path)
+        return next((next(rest[prefix]) for prefix in rest if within(name, prefix)), leaf)
+
+    return jax.tree_util.tree_map_with_path(visit, data)

@@ -1,0 +1,141 @@
+"""The best items: a new one takes the place of the worst."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jrb import order, pytree
+from jrb import tree as trees
+from jrb.keys import Keys, Path, find
+from jrb.ring import Held, Ring
+from jrb.tree import Tree
+from jrb.types import Item, Write
+
+
+@pytree.state
+class Ranks:
+    """What is held, and how good it is.
+
+    Attributes:
+        ranks: a tree of the least rank, over float32 leaves `[N]`.
+        stamps: uint32 `[N]`, the number of the item in each slot.
+        count: int32 `[]`, the slots that hold items.
+        number: uint32 `[]`, the items that came so far, modulo 2^32.
+    """
+
+    ranks: Tree
+    stamps: jax.Array
+    count: jax.Array
+    number: jax.Array
+
+
+@pytree.component
+class MaxValue:
+    """Keeps the N items of the highest rank, each for itself and in no order of time.
+
+    A full buffer takes an item if its rank is above the lowest one held, whose place it gets; of
+    equal ranks the old ones stay. An item whose rank is NaN is never taken. Costs O(log N) an item.
+
+    Attributes:
+        key: the path to the rank, real numbers of at most 32 bits that float32 holds exactly, such
+            as ("next", "reward"); those of one item are added up.
+    """
+
+    key: Path
+    in_time: ClassVar[bool] = False
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Ranks:
+        """Nothing is held. Raises if the items have no such rank."""
+        del keys
+        self._check(spec)
+        return Ranks(
+            ranks=trees.init(ring.capacity, None, "min"),
+            stamps=jnp.zeros(ring.capacity, jnp.uint32),
+            count=jnp.zeros((), jnp.int32),
+            number=jnp.zeros((), jnp.uint32),
+        )
+
+    def _check(self, spec: Item) -> None:
+        dtype = getattr(find(spec, self.key, "MaxValue: key"), "dtype", None)
+        exact = dtype is not None and (
+            (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4)
+            or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 2)
+            or dtype == jnp.bool_
+        )
+        if not exact:
+            raise TypeError(
+                f"MaxValue: key {self.key!r}: expected a leaf of numbers that float32 holds "
+                f"exactly, got {dtype}. Store the rank as float32."
+            )
+
+    def plan(
+        self, ring: Ring, state: Ranks, items: Item, mask: jax.Array | None, keys: Keys
+    ) -> tuple[Ranks, Write]:
+        """One item after the other; of those that want one slot in a call, the last has it."""
+        del keys
+        leaf = find(items, self.key, "MaxValue: key")
+        length = leaf.shape[0]
+        ranks = jnp.sum(leaf.astype(jnp.float32).reshape(length * ring.envs, -1), axis=1)
+        written = jnp.ones(length, jnp.bool_) if mask is None else mask
+        wanted = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
+        place = lambda i, carry: _place(ring, ranks[i], wanted[i], i, carry)
+        slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
+        state, slots = lax.fori_loop(0, ranks.size, place, (state, slots))
+        number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
+        here = order.once(lambda: state.stamps.at[slots].get(mode="fill", fill_value=0))
+        slots = jnp.where(here == number, slots, ring.capacity)
+        state = state.replace(number=state.number + jnp.uint32(ranks.size))  # pyright: ignore
+        write = Write(
+            starts=slots,
+            slots=slots.reshape(length, ring.envs),
+            written=written,
+            passed=jnp.zeros(length, jnp.int32),
+            gone=jnp.zeros((), jnp.int32),
+            consecutive=False,
+        )
+        return state, write
+
+    def held(self, ring: Ring, state: Ranks) -> Held:
+        """The first slots."""
+        del ring
+        return Held(first=jnp.zeros((), jnp.int32), count=state.count)
+
+    def stamp(self, ring: Ring, state: Ranks, slots: jax.Array) -> jax.Array:
+        """The number of the item."""
+        del ring
+        return order.once(lambda: state.stamps.at[slots].get(mode="clip"))
+
+    def shrink(self, ring: Ring, state: Ranks, rows: jax.Array) -> Ranks:
+        """Never asked for: nothing leaves for its age."""
+        del ring, rows
+        return state
+
+    def reset(self, ring: Ring, state: Ranks, token: jax.Array) -> Ranks:
+        """Nothing is held; items are counted on."""
+        del ring
+        return state.replace(  # pyright: ignore
+            ranks=trees.cleared(state.ranks, token), count=jnp.minimum(state.count, 0) + token
+        )
+
+    def hold(self, state: Ranks, token: jax.Array) -> Ranks:
+        """The same, its count not known before the token."""
+        return state.replace(count=state.count + token)  # pyright: ignore
+
+
+def _place(ring: Ring, rank: jax.Array, wanted: jax.Array, i: jax.Array, carry: Any) -> Any:
+    """Takes item i, or leaves it."""
+    state, slots = carry
+    lowest, worst = trees.lowest(state.ranks)
+    full = state.count >= ring.capacity
+    taken = wanted & (~full | (rank > lowest))
+    slot = jnp.where(full, worst + jnp.minimum(state.count, 0), state.count)
+    leaf, at = slot.astype(jnp.uint32)[None], jnp.where(taken, slot, ring.capacity)
+    state = Ranks(
+        ranks=trees.set_leaves(state.ranks, leaf, rank[None], taken[None]),
+        stamps=state.stamps.at[at].set(state.number + i.astype(jnp.uint32), mode="drop"),
+        count=state.count + (taken & ~full).astype(jnp.int32),
+        number=state.number,
+    )
+    return state, slots.at[i].set(at)
