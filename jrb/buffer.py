@@ -119,6 +119,8 @@ class ReplayBuffer:
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
         self.unit.check(self.ring, self.sampler, self.writer)
+        if getattr(self.storage, "in_time", False):
+            checks.in_time(type(self.storage).__name__, self.writer)
         for name in ("capacity", "num_envs", "batch_size"):  # NumPy's integers have a dtype
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else int(value))

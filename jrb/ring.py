@@ -93,13 +93,13 @@ class Ring:
         slots = starts + jnp.arange(self.envs, dtype=jnp.int32)[None, :]
         return jnp.where(starts < self.capacity, slots, self.capacity)
 
-    def slot_after(self, slot: jax.Array, steps: jax.Array) -> jax.Array:
+    def slot_after(self, slot: jax.Array, steps: jax.Array | int) -> jax.Array:
         """The slot (int32) that lies `steps` slots, 0 to N, further around the ring."""
-        reached = slot.astype(jnp.uint32) + steps.astype(jnp.uint32)
+        reached = slot.astype(jnp.uint32) + jnp.asarray(steps).astype(jnp.uint32)
         capacity = jnp.uint32(self.capacity)
         return jnp.where(reached >= capacity, reached - capacity, reached).astype(jnp.int32)
 
-    def slot_before(self, slot: jax.Array, steps: jax.Array) -> jax.Array:
+    def slot_before(self, slot: jax.Array, steps: jax.Array | int) -> jax.Array:
         """The slot (int32) that lies `steps` slots, 0 to N, back around the ring."""
         return self.slot_after(slot, self.capacity - steps)
 

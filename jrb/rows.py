@@ -29,6 +29,31 @@ def put(array: jax.Array, write: Write, rows: jax.Array) -> jax.Array:
     return scatter()
 
 
+def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Blocks `[K, W, ...]` from `starts` (int32 `[K]`) on, in an array of any length, in order.
+
+    None where the start lies beyond the end. By slices on the CPU, where large rows cost less so.
+    """
+
+    def scatter() -> jax.Array:
+        at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)
+        return array.at[at].set(blocks, mode="drop")
+
+    one_by_one = lambda: _put_one_by_one(array, starts, blocks)
+    return lax.platform_dependent(cpu=one_by_one, default=scatter)
+
+
+def move(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    """Rows of an array copied to other places of it, int32 `[K]` to int32 `[K]`.
+
+    None where the target lies beyond the end. No target may be a source.
+    """
+    scatter = lambda: array.at[targets].set(get(array, sources), mode="drop")
+    return lax.platform_dependent(
+        cpu=lambda: _move_one_by_one(array, sources, targets), default=scatter
+    )
+
+
 def after(write: Write, token: jax.Array) -> Write:
     """The same write, whose slots are not known before `token`, an int32 zero."""
     return dataclasses.replace(write, starts=write.starts + token, slots=write.slots + token)
@@ -63,21 +88,55 @@ def _put_one_by_one(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.
     return lax.fori_loop(0, rows.shape[0], put, leaf)
 
 
+@jax.custom_batching.custom_vmap
+def _move_one_by_one(leaf: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    kept = (targets < leaf.shape[0]).astype(jnp.int32)
+
+    def move(k: jax.Array, leaf: jax.Array) -> jax.Array:
+        def one(_: jax.Array, leaf: jax.Array) -> jax.Array:
+            row = lax.dynamic_slice_in_dim(leaf, sources[k], 1, axis=0)
+            return lax.dynamic_update_slice_in_dim(leaf, row, targets[k], axis=0)
+
+        return lax.fori_loop(0, kept[k], one, leaf)
+
+    return lax.fori_loop(0, targets.size, move, leaf)
+
+
+@_move_one_by_one.def_vmap
+def _move_many(
+    size: int, batched: list, leaf: jax.Array, sources: jax.Array, targets: jax.Array
+) -> Any:
+    """Many buffers are one long one."""
+    leaf, sources, targets = _batched(size, batched, leaf, sources, targets)
+    flat, sources, targets = _flat(size, leaf, sources, targets)
+    return _move_one_by_one(flat, sources, targets).reshape(leaf.shape), True
+
+
 @_put_one_by_one.def_vmap
 def _put_many(size: int, batched: list, leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> Any:
     """Many buffers are one long one: a slice at an index of a batch would become a scatter."""
-    leaf, starts, rows = (
-        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-        for x, is_batched in zip((leaf, starts, rows), batched, strict=True)
-    )
-    capacity = leaf.shape[1]
-    if size * capacity >= 2**31:
-        raise ValueError(
-            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots, got {size} buffers "
-            f"of {capacity}. Use fewer buffers, or a dtype that NumPy has."
-        )
-    first = jnp.arange(size, dtype=jnp.int32)[:, None] * capacity
-    starts = jnp.where(starts < capacity, starts + first, size * capacity).reshape(-1)
-    flat = leaf.reshape(size * capacity, *leaf.shape[2:])
+    leaf, starts, rows = _batched(size, batched, leaf, starts, rows)
+    flat, starts = _flat(size, leaf, starts)
     flat = _put_one_by_one(flat, starts, rows.reshape(starts.size, *rows.shape[2:]))
     return flat.reshape(leaf.shape), True
+
+
+def _batched(size: int, batched: list, *arrays: jax.Array) -> list[jax.Array]:
+    """All arrays with an axis for the buffers."""
+    return [
+        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_batched in zip(arrays, batched, strict=True)
+    ]
+
+
+def _flat(size: int, leaf: jax.Array, *indices: jax.Array) -> list[jax.Array]:
+    """The array of all buffers without their axis, and indices into it, beyond its end as before."""
+    length = leaf.shape[1]
+    if size * length >= 2**31:
+        raise ValueError(
+            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots, got {size} buffers "
+            f"of {length}. Use fewer buffers, or a dtype that NumPy has."
+        )
+    first = jnp.arange(size, dtype=jnp.int32)[:, None] * length
+    inside = [jnp.where(at < length, at + first, size * length).reshape(-1) for at in indices]
+    return [leaf.reshape(size * length, *leaf.shape[2:]), *inside]

@@ -1,52 +1,94 @@
 """Arrays on the device, one per leaf, `[N, ...]`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb import order, pytree, rows
+from jrb import checks, order, pytree, rows
 from jrb.keys import Keys
 from jrb.ring import Held, Ring
+from jrb.storages import once as shared
 from jrb.types import Item, Where, Write
 
 
 @pytree.component
 class DeviceStorage:
-    """Keeps every leaf of the items in one array `[N, ...]` of the leaf's own dtype."""
+    """Keeps every leaf of the items in one array `[N, ...]` of the leaf's own dtype.
 
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Item:
+    Attributes:
+        once: whether observations are stored once: a next observation that is, bit for bit, the
+            observation of the same environment's next row takes no memory. What comes out is what
+            went in. Rows must come in the order of time.
+        room: with `once`, how many other next observations there is room for, mostly those at the
+            ends of episodes; at least E; None for N / 32. Where more are held, the oldest rows
+            leave early, and `size` says so.
+    """
+
+    once: bool = False
+    room: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.room is not None:
+            checks.count("room", self.room)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether rows must come in the order of time."""
+        return self.once
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Any:
         """Zeros."""
-        del keys
+        if self.once:
+            return shared.init(ring, spec, keys, self._room(ring))
         return jax.tree.map(lambda leaf: jnp.zeros((ring.capacity, *leaf.shape), leaf.dtype), spec)
 
-    def spec(self, ring: Ring, state: Item, keys: Keys) -> Item:
+    def _room(self, ring: Ring) -> int:
+        if self.room is None:
+            return max(ring.capacity // 32, ring.envs)
+        if self.room < ring.envs:
+            raise ValueError(
+                f"room: expected at least one for each of {ring.envs} environments, got "
+                f"{self.room}."
+            )
+        return min(self.room, ring.capacity)
+
+    def spec(self, ring: Ring, state: Any, keys: Keys) -> Item:
         """What one slot holds."""
         del ring, keys
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
+        items = state.items if self.once else state
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), items)
 
     def write(
-        self, ring: Ring, state: Item, held: Held, write: Write, items: Item, keys: Keys
-    ) -> tuple[Item, Write]:
+        self, ring: Ring, state: Any, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[Any, Write]:
         """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
-        del ring, held, keys
+        if self.once:
+            pairs = shared.pairs(self.spec(ring, state, keys), keys)
+            return shared.write(ring, state, held, write, items, pairs)
         put = lambda leaf, new: rows.put(leaf, write, lax.stop_gradient(new))
         return jax.tree.map(put, state, items), write
 
-    def read(self, ring: Ring, state: Item, held: Held, where: Where, keys: Keys) -> Item:
+    def read(self, ring: Ring, state: Any, held: Held, where: Where, keys: Keys) -> Item:
         """One gather of whole items per leaf."""
-        del ring, held, keys
+        if self.once:
+            pairs = shared.pairs(self.spec(ring, state, keys), keys)
+            return shared.read(ring, state, held, where, pairs)
 
         def get(path: tuple, leaf: jax.Array) -> jax.Array:
             return rows.get(leaf, where(pytree.leaf_name(path)))
 
         return order.once(lambda: jax.tree_util.tree_map_with_path(get, state))
 
-    def reset(self, ring: Ring, state: Item, token: jax.Array) -> Item:
+    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
         """The same arrays: what they hold is not looked at again."""
-        del ring, token
-        return state
+        del ring
+        if not self.once:
+            return state
+        head, count = jnp.minimum(state.head, 0) + token, jnp.minimum(state.count, 0)
+        return state.replace(head=head, count=count)
 
-    def hold(self, state: Item, token: jax.Array) -> Item:
-        """The same state: it is written where the writer says."""
-        del token
-        return state
+    def hold(self, state: Any, token: jax.Array) -> Any:
+        """The same state; where observations are shared, written after the token."""
+        return state.replace(head=state.head + token) if self.once else state
