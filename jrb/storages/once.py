@@ -197,10 +197,10 @@ def _write_row(
         for after, name in shared.items()
     }
     state = state.replace(  # pyright: ignore
-        pointer=state.pointer.at[jnp.where(known, before, capacity)].set(
+        pointer=state.pointer.at[jnp.where(known, before, capacity) + waited].set(
             jnp.where(differs, entry, -1), mode="drop"
         ),
-        owner=state.owner.at[jnp.where(differs, entry, room)].set(before, mode="drop"),
+        owner=state.owner.at[jnp.where(differs, entry, room) + waited].set(before, mode="drop"),
         count=state.count + jnp.sum(differs, dtype=jnp.int32),
     )
     return kept, state, rows_held + written.astype(jnp.int32)

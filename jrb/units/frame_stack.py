@@ -130,12 +130,14 @@ class FrameStack:
         entered = _still_whole(ring, held, write, change.entered, reach)
         slack = self.k - 1 + getattr(self.unit, "n", 1) - 1
         anchors, own = line.after_write(ring, state.line, held, write, entered, slack, reach)
+        cut = self._cut(ring, held, write, reach)
+        anchors = line.hold(anchors, jnp.minimum(jnp.min(cut, initial=0), 0))
         own = Change(
             entered=entered,
             consecutive=change.consecutive and write.bounded,
             gone=change.gone,
             most=change.most,
-            cut=jnp.concatenate([change.cut, self._cut(ring, held, write, reach)]),
+            cut=jnp.concatenate([change.cut, cut]),
             entered_count=own.entered_count,
             left_count=own.left_count,
             left_from=own.left_from,
