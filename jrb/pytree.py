@@ -141,6 +141,12 @@ def check_structure(expected: Any, got: Any, what: str, mend: str) -> None:
     raise ValueError(f"{what}: leaf '{first}': {text}. {mend}")
 
 
+def wide(leaf: jax.Array) -> jax.Array:
+    """The leaf as float32, or as it is where it is of that or a wider floating dtype."""
+    is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
+    return leaf if is_wide else leaf.astype(jnp.float32)
+
+
 def nbytes(spec: Any) -> int:
     """The bytes that arrays of these shapes and dtypes take."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))

@@ -130,7 +130,7 @@ def _batched(size: int, batched: list, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _flat(size: int, leaf: jax.Array, *indices: jax.Array) -> list[jax.Array]:
-    """The array of all buffers without their axis, and indices into it, beyond its end as before."""
+    """The array of all buffers in a row, and indices into it; those beyond its end stay so."""
     length = leaf.shape[1]
     if size * length >= 2**31:
         raise ValueError(

@@ -87,3 +87,31 @@ class Episodes:
         times = [max(entry["time"] - back, first) for back in reversed(range(k))]
         found = [self.at(entry["env"], time) for time in times]
         return None if None in found else [other["frame"] for other in found]
+
+
+class OnceModel:
+    """Rows that leave when they are overwritten, or when their last observations find no room."""
+
+    def __init__(self, rows, envs, room):
+        self.rows, self.envs, self.room = rows, envs, room
+        self.held, self.apart = [], []  # rows; how many of each row's next observations lie apart
+
+    def add(self, row, mask=True):
+        if not mask:
+            return
+        if self.held:
+            pairs = zip(self.held[-1], row, strict=True)
+            needed = sum(old["after"] != new["frame"] for old, new in pairs)
+            self.drop(max(0, len(self.held) + 1 - self.rows))
+            while sum(self.apart) + needed > self.room:
+                self.drop(next(i for i, count in enumerate(self.apart) if count) + 1)
+            if self.held:
+                self.apart[-1] = needed
+        self.held.append(row)
+        self.apart.append(0)
+
+    def drop(self, count):
+        self.held, self.apart = self.held[count:], self.apart[count:]
+
+    def empty(self):
+        self.held, self.apart = [], []

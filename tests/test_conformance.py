@@ -53,6 +53,30 @@ def test_samplers_keep_the_contracts(sampler, num_envs):
     testing.conform(make, EXAMPLE)
 
 
+EPISODIC = {
+    "observation": jnp.zeros(16),
+    "next": {
+        "observation": jnp.zeros(16),
+        "reward": jnp.float32(0),
+        "done": jnp.bool_(False),
+    },
+}
+PARTS = [
+    {"unit": jrb.NStep(3, 0.9, strict=True), "sampler": jrb.Prioritized()},
+    {"unit": jrb.Sequence(4, burn_in=2), "sampler": jrb.WithoutReplacement()},
+    {"unit": jrb.Sequence(3, over="episodes", short="pad")},
+    {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
+    {"storage": jrb.DeviceStorage(once=True), "unit": jrb.NStep(2, 0.9)},
+    {"writer": jrb.MaxValue(("next", "reward"))},
+]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=repr)
+def test_other_parts_keep_the_contracts(parts):
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=8, **parts)
+    testing.conform(make, EPISODIC)
+
+
 def test_a_sampler_of_ones_own_keeps_the_contracts():
     make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4, sampler=Newest())
     testing.conform(make, EXAMPLE)

@@ -107,9 +107,9 @@ def test_a_wrong_dtype_is_named_and_not_cast():
 
 def test_float64_is_not_cast_silently():
     example = {"obs": np.zeros(3)}
-    with pytest.raises(TypeError, match="leaf 'obs'.*float64.*float32.*jax_enable_x64"):
+    with pytest.raises(TypeError, match=r"leaf 'obs'.*float64.*float32.*jax_enable_x64"):
         jrb.ReplayBuffer(capacity=4).init(example)
-    with pytest.raises(TypeError, match="leaf 'obs'.*float64"):
+    with pytest.raises(TypeError, match=r"leaf 'obs'.*float64"):
         BUFFER.add(STATE, step(obs=np.zeros((2, 3))))
 
 
@@ -174,7 +174,7 @@ def test_bad_samplers(options, kind):
 
 
 def test_a_negative_alpha_later_is_refused():
-    with pytest.raises(ValueError, match="alpha: expected.*at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"alpha: expected.*at least 0, got -1"):
         BUFFER.set_alpha(STATE, -1.0)
 
 

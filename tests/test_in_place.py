@@ -9,10 +9,14 @@ from jrb import order, testing
 
 E, B = 4, 16
 EXAMPLE = {
-    "x": jnp.zeros(16),
+    "observation": jnp.zeros(16),
     "y": jnp.zeros(3, jnp.uint8),
     "half": jnp.zeros(4, jnp.bfloat16),
-    "next": {"reward": jnp.float32(0)},
+    "next": {
+        "observation": jnp.zeros(16),
+        "reward": jnp.float32(0),
+        "done": jnp.bool_(False),
+    },
 }
 
 SAMPLERS = {
@@ -85,21 +89,79 @@ def add_sample_update_twice(buffer, state, total, key):
     return state, total
 
 
+def everything(buffer, state, total, key):
+    """All verbs, in the orders that promise to copy nothing."""
+    state = buffer.add(state, rows(total, E), mask=total > 0.5)
+    state, sample = buffer.draw(state, key)
+    total = total + testing.consumed(sample)
+    state = buffer.extend(state, rows(total, 6, E))
+    state, sample = buffer.draw(state, key)
+    total = total + testing.consumed(sample)
+    state = buffer.add(buffer.add(state, rows(total, E)), rows(total + 1, E))
+    if hasattr(buffer.sampler, "update"):
+        sample = buffer.sample(state, key)
+        total = total + testing.consumed(sample)
+        priorities = jnp.abs(jnp.sin(total + jnp.arange(B, dtype=jnp.float32)))
+        state = buffer.update_priority(state, sample, priorities)
+        state = buffer.add(state, rows(total, E))
+    state, sample = buffer.draw(state, key)
+    total = total + testing.consumed(sample)
+    state = buffer.empty(state)
+    state = buffer.extend(state, rows(total, 3, E), mask=jnp.sin(total + jnp.arange(3.0)) > 0)
+    return state, total
+
+
 ANY = [add_sample, masked_add_sample, draw_add, extend_draw_extend, masked_extend_draw_empty]
 UPDATES = [sample_update_add, draw_add_update, add_sample_update_twice]
-CASES = [(name, step) for name in SAMPLERS for step in ANY]
-CASES += [(name, step) for name in PRIORITIZED for step in UPDATES]
+CASES = [(name, step) for name in ("uniform", "prioritized") for step in ANY]
+CASES += [("prioritized", step) for step in UPDATES]
+OTHERS = {
+    "n-step": {"unit": jrb.NStep(3, 0.9)},
+    "strict n-step": {"unit": jrb.NStep(3, 0.9, strict=True)},
+    "windows": {"unit": jrb.Sequence(5)},
+    "padded": {"unit": jrb.Sequence(5, burn_in=3, short="pad")},
+    "episodes": {"unit": jrb.Sequence(5, over="episodes")},
+    "stacks": {"unit": jrb.FrameStack(4)},
+    "stacked n-step": {"unit": jrb.FrameStack(3, unit=jrb.NStep(3, 0.9))},
+    "stacked windows": {"unit": jrb.FrameStack(3, unit=jrb.Sequence(4, burn_in=2))},
+    "hindsight": {
+        "unit": jrb.Hindsight(
+            lambda achieved, goal: -jnp.abs(achieved[0] - goal[0]),
+            achieved=("next", "observation"),
+            goal="observation",
+            next_goal=None,
+        )
+    },
+    "once": {"storage": jrb.DeviceStorage(once=True)},
+    "stacks of once": {"storage": jrb.DeviceStorage(once=True), "unit": jrb.FrameStack(3)},
+    "best": {"writer": jrb.MaxValue(("next", "reward"))},
+}
 
 
-def growth(name, step, agents=None):
-    make = lambda n: jrb.ReplayBuffer(n, num_envs=E, batch_size=B, sampler=SAMPLERS[name])
+def growth(name, step, agents=None, **parts):
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=E, batch_size=B, sampler=SAMPLERS[name], **parts)
     return testing.growth(make, EXAMPLE, step, agents)
 
 
-@pytest.mark.parametrize("agents", [None, 8])
 @pytest.mark.parametrize(("name", "step"), CASES, ids=lambda case: getattr(case, "__name__", case))
-def test_nothing_is_copied(name, step, agents):
-    assert growth(name, step, agents) < 0.01
+def test_nothing_is_copied(name, step):
+    assert growth(name, step) < 0.01
+
+
+@pytest.mark.parametrize("agents", [None, 8])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_nothing_is_copied_in_any_order(name, agents):
+    assert growth(name, everything, agents) < 0.01
+
+
+PAIRS = [(parts, "uniform", None) for parts in OTHERS]
+PAIRS += [(parts, "epochs", 8) for parts in ("strict n-step", "padded", "episodes", "best")]
+PAIRS += [(parts, "prioritized", 8) for parts in ("windows", "stacks", "once", "hindsight")]
+
+
+@pytest.mark.parametrize(("parts", "name", "agents"), PAIRS)
+def test_no_other_part_copies(parts, name, agents):
+    assert growth(name, everything, agents, **OTHERS[parts]) < 0.01
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -318,6 +318,119 @@ def test_every_episode_alike(length, short, data):
                 np.testing.assert_array_equal(pick(drawn, name)[b], value, err_msg=name)
 
 
+@functools.lru_cache
+def prioritized(unit, rows, envs):
+    buffer = jrb.ReplayBuffer(
+        rows * envs, num_envs=envs, batch_size=8, sampler=jrb.Prioritized(eps=0.0), unit=unit
+    )
+    return buffer, *map(
+        jax.jit, (buffer.add, buffer.extend, buffer.sample, buffer.update_priority, buffer.empty)
+    )
+
+
+MEMBERS = [
+    (jrb.NStep(3, 0.5, strict=True), n_step(3, 0.5, True)),
+    (jrb.Sequence(3), sequence(3, 0, "drop")),
+    (jrb.Sequence(3, burn_in=1, short="pad"), sequence(3, 1, "pad")),
+    (jrb.FrameStack(3), frame_stack(3)),
+]
+
+
+@pytest.mark.parametrize(("unit", "expected"), MEMBERS, ids=lambda case: type(case).__name__)
+@random_streams
+def test_priorities_are_held_just_where_anchors_are(unit, expected, data):
+    rows, envs = data.draw(st.sampled_from([(4, 1), (5, 2), (11, 3)]))
+    buffer, add, extend, sample, update, empty = prioritized(unit, rows, envs)
+    state, model, stream = buffer.init(EXAMPLE), reference.Episodes(rows, envs), Stream(envs)
+    begins, late = {}, None
+    for number, (verb, dones, mask) in enumerate(data.draw(commands(envs, rows))):
+        written = [stream.row(flags) for flags in dones]
+        for row, is_written in zip(written, mask, strict=True):
+            for env in range(envs):
+                begins.setdefault((env, model.number[env]), model.time)
+            model.add(row, is_written)
+        if verb == "empty":
+            state = empty(state)
+            model.empty()
+        elif verb == "add":
+            state = add(state, jax.tree.map(lambda leaf: leaf[0], arrays(written)), mask[0])
+        else:
+            state = extend(state, arrays(written), mask)
+        if late is not None:  # drawn before these rows came: nothing that went is revived
+            state = update(state, late, jnp.arange(8.0))
+        late = sample(state, jax.random.key(number)) if number % 2 else None
+    want = {e["slot"] for e in model.all() if expected(model, e, begins) is not None}
+    raw = np.asarray(state.sampler.raw)
+    assert set(np.flatnonzero(raw >= 0).tolist()) == want
+    masses = np.asarray(jrb.sum_tree.leaves(state.sampler.masses))
+    np.testing.assert_array_equal(masses > 0, raw > 0)
+
+
+@pytest.mark.parametrize("unit", [jrb.NStep(3, 0.5, strict=True), jrb.Sequence(2)], ids=repr)
+@hypothesis.settings(max_examples=5)
+@hypothesis.given(data=st.data())
+def test_a_queue_gives_every_anchor_once(unit, data):
+    rows, envs = 64, 3
+    expected = n_step(3, 0.5, True) if isinstance(unit, jrb.NStep) else sequence(2, 0, "drop")
+    buffer = jrb.ReplayBuffer(rows * envs, num_envs=envs, sampler=jrb.Queue(), unit=unit)
+    add, draw = jax.jit(buffer.add), jax.jit(buffer.draw, static_argnums=2)
+    state, model, stream = buffer.init(EXAMPLE), reference.Episodes(rows, envs), Stream(envs)
+    rng, drawn, begins = np.random.default_rng(data.draw(st.integers(0, 999))), [], {}
+    for _ in range(40):
+        row = stream.row([(done, False) for done in rng.random(envs) < 0.3])
+        model.add(row)
+        state = add(state, jax.tree.map(lambda leaf: leaf[0], arrays([row])))
+        if rng.random() < 0.7 and bool(buffer.can_sample(state)):
+            state, sample = draw(state, KEY, 4)
+            drawn += real_slots(sample)
+    while bool(buffer.can_sample(state)):
+        state, sample = draw(state, KEY, 4)
+        drawn += real_slots(sample)
+    want = {e["slot"] for e in model.all() if expected(model, e, begins) is not None}
+    assert sorted(drawn) == sorted(want)
+
+
+EPOCHS = [
+    (jrb.NStep(2, 0.9), n_step(2, 0.9, False)),
+    (jrb.Sequence(3), sequence(3, 0, "drop")),
+    (jrb.FrameStack(2), frame_stack(2)),
+    (jrb.Sequence(2, over="episodes"), sequence(2, 0, "drop")),
+]
+
+
+@pytest.mark.parametrize(("unit", "expected"), EPOCHS, ids=lambda case: type(case).__name__)
+@pytest.mark.parametrize("envs", [1, 3])
+def test_an_epoch_is_over_all_anchors(unit, expected, envs):
+    rows = 14
+    buffer = jrb.ReplayBuffer(
+        rows * envs, num_envs=envs, batch_size=4, unit=unit, sampler=jrb.WithoutReplacement()
+    )
+    rng, stream = np.random.default_rng(envs), Stream(envs)
+    model, begins = reference.Episodes(rows, envs), {}
+    written = [stream.row([(done, False) for done in rng.random(envs) < 0.25]) for _ in range(30)]
+    for row in written:
+        for env in range(envs):
+            begins.setdefault((env, model.number[env]), model.time)
+        model.add(row)
+    state = buffer.extend(buffer.init(EXAMPLE), arrays(written))
+    anchors = [e for e in model.all() if expected(model, e, begins) is not None]
+    name = {e["slot"]: (e["env"], e["episode"]) for e in anchors}
+    if getattr(unit, "over", "steps") == "steps":
+        name = {slot: slot for slot in name}
+    for epoch in range(2):
+        seen = []
+        while len(seen) < len(set(name.values())):
+            state, sample = buffer.draw(state, jax.random.key(epoch))
+            seen += [name[slot] for slot in real_slots(sample)]
+        assert sorted(seen) == sorted(set(name.values()))
+
+
+def real_slots(sample):
+    """The anchors of a sample, without those that were not drawn."""
+    mask = np.asarray(sample.mask)
+    return np.asarray(sample.indices)[mask.reshape(len(mask), -1).any(axis=1)].tolist()
+
+
 def negative_distance(achieved, goal):
     return -jnp.abs(achieved - goal).astype(jnp.float32)
 
@@ -335,7 +448,7 @@ def test_goals_come_from_where_they_should(strategy, data):
     )
     rows, envs = data.draw(st.sampled_from([(1, 1), (4, 2), (12, 3)]))
     calls = data.draw(commands(envs, rows))
-    buffer, state, sample, model, _ = played(unit, rows, envs, calls)
+    _, state, sample, model, _ = played(unit, rows, envs, calls)
     by_slot = {entry["slot"]: entry for entry in model.all()}
     for key in jax.random.split(KEY, 3):
         drawn = jax.tree.map(np.asarray, sample(state, key))
@@ -357,3 +470,245 @@ def test_goals_come_from_where_they_should(strategy, data):
             }
             assert goal in [row["after"] for row in rows_of[strategy]]
             assert drawn.data["next"]["reward"][b] == -abs(entry["after"] - goal)
+
+
+def chances(buffer, state, draws=200):
+    """How often each slot is drawn, and how often it should be by `Sample.probabilities`."""
+    keys = jax.random.split(jax.random.key(1), draws)
+    sample = jax.jit(jax.vmap(lambda key: buffer.sample(state, key)))(keys)
+    slots = np.asarray(sample.indices).reshape(-1)
+    seen = np.bincount(slots, minlength=buffer.capacity)
+    chance = np.zeros(buffer.capacity)
+    chance[slots] = np.asarray(sample.probabilities).reshape(-1)
+    return seen, chance
+
+
+def chi_square(seen, expected):
+    return ((seen - expected) ** 2 / expected).sum()
+
+
+def ten_and_ninety():
+    """One environment, an episode of 10 steps and one of 90."""
+    done = np.zeros((100, 1), bool)
+    done[[9, 99]] = True
+    return arrays([Stream(1).row([(bool(flag), False)]) for flag in done[:, 0]])
+
+
+@pytest.mark.parametrize(
+    "sampler", [jrb.Uniform(), jrb.Prioritized()], ids=lambda s: type(s).__name__
+)
+def test_windows_over_steps_are_all_alike(sampler):
+    buffer = jrb.ReplayBuffer(100, num_envs=1, batch_size=64, unit=jrb.Sequence(5), sampler=sampler)
+    seen, chance = chances(buffer, buffer.extend(buffer.init(EXAMPLE), ten_and_ninety()))
+    valid = np.r_[0:6, 10:96]
+    assert set(np.flatnonzero(seen)) == set(valid)
+    np.testing.assert_allclose(chance[valid], 1 / 92, rtol=1e-5)
+    assert chi_square(seen[valid], seen.sum() / 92) < 140.0  # 91 degrees, 0.001
+
+
+def test_windows_over_episodes_draw_short_episodes_as_often_as_long_ones():
+    unit = jrb.Sequence(5, over="episodes")
+    buffer = jrb.ReplayBuffer(100, num_envs=1, batch_size=64, unit=unit)
+    seen, chance = chances(buffer, buffer.extend(buffer.init(EXAMPLE), ten_and_ninety()))
+    expected = np.zeros(100)
+    expected[0:6], expected[10:96] = 1 / 12, 1 / 172
+    np.testing.assert_allclose(chance[expected > 0], expected[expected > 0], rtol=1e-5)
+    valid = expected > 0
+    assert (seen[~valid] == 0).all()
+    assert chi_square(seen[valid], expected[valid] * seen.sum()) < 140.0
+    assert abs(seen[:10].sum() / seen.sum() - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("strategy", ["future", "episode"])
+def test_goals_are_all_alike(strategy):
+    unit = jrb.Hindsight(
+        negative_distance,
+        strategy,
+        ratio=1.0,
+        achieved=("next", "observation", "goal"),
+        goal=("observation", "goal"),
+        next_goal=None,
+    )
+    buffer = jrb.ReplayBuffer(100, num_envs=1, batch_size=1, unit=unit)
+    items = ten_and_ninety()
+    items["next"]["observation"]["goal"][:] = np.arange(100)[:, None]
+    state = buffer.extend(buffer.init(EXAMPLE), items)
+    keys = jax.random.split(jax.random.key(1), 20_000)
+    sample = jax.jit(jax.vmap(lambda key: buffer.sample(state, key)))(keys)
+    slot = np.asarray(sample.indices)[:, 0]
+    goal = np.asarray(sample.data["observation"]["goal"])[:, 0]
+    short = slot < 10
+    first = slot[short] if strategy == "future" else np.zeros(short.sum(), int)
+    within = (goal[short] - first) / (10 - first)  # uniform on a grid of [0, 1)
+    middle = np.mean((9 - first) / 2 / (10 - first))
+    assert abs(within.mean() - middle) < 4 * 0.3 / np.sqrt(short.sum())
+    assert goal[short].max() == 9
+    assert abs(sample.info["relabeled"].mean() - 1.0) < 1e-6
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.9])
+def test_priorities_of_rows_become_one(eta):
+    unit = jrb.Sequence(3, burn_in=1, short="pad", eta=eta)
+    buffer = jrb.ReplayBuffer(
+        8, num_envs=1, batch_size=8, unit=unit, sampler=jrb.Prioritized(eps=0.0)
+    )
+    stream = Stream(1)
+    done = [False, False, True, False, False, False]
+    rows = arrays([stream.row([(flag, False)]) for flag in done])
+    state = buffer.extend(buffer.init(EXAMPLE), rows)
+    sample = buffer.sample(state, KEY)
+    for whole in (False, True):
+        width = 4 if whole else 3
+        priorities = np.random.default_rng(0).random((8, width)).astype(np.float32)
+        after = buffer.update_priority(state, sample, priorities)
+        for b, slot in enumerate(np.asarray(sample.indices).tolist()):
+            if slot in np.asarray(sample.indices)[b + 1 :]:
+                continue
+            rows = min(3, [2, 5][slot > 2] - slot + 1)
+            real = priorities[b, width - 3 :][:rows]
+            want = eta * real.max() + (1 - eta) * real.mean()
+            np.testing.assert_allclose(after.sampler.raw[slot], want, rtol=1e-6)
+    bad = np.ones((8, 3), np.float32)
+    bad[:, 0] = -1.0
+    after = buffer.update_priority(state, sample, bad)
+    np.testing.assert_array_equal(after.sampler.raw, state.sampler.raw)
+    assert int(after.sampler.refused) == 8
+    with pytest.raises(ValueError, match=r"expected shape \(8,\) or \(8, 3\) or \(8, 4\), one"):
+        buffer.update_priority(state, sample, jnp.ones((8, 2)))
+
+
+def test_the_published_example_of_n_step_returns():
+    buffer = jrb.ReplayBuffer(8, batch_size=64, unit=jrb.NStep(3, 0.5))
+    number, flag = jnp.float32(0), jnp.bool_(False)
+    example = {
+        "observation": number,
+        "next": {"observation": number, "reward": number, "done": flag},
+    }
+    state = buffer.init(example)
+    for t in range(5):
+        after = {"observation": t + 1.0, "reward": 1.0, "done": t == 4}
+        item = {"observation": jnp.float32(t), "next": jax.tree.map(jnp.asarray, after)}
+        state = buffer.add(state, item)
+    sample = buffer.sample(state, KEY)
+    order = np.argsort(np.asarray(sample.indices))
+    first = [order[np.searchsorted(np.asarray(sample.indices)[order], slot)] for slot in range(5)]
+    assert sample.data["next"]["reward"][jnp.array(first)].tolist() == [1.75, 1.75, 1.75, 1.5, 1.0]
+    assert sample.data["next"]["observation"][jnp.array(first)].tolist() == [3, 4, 5, 5, 5]
+    assert sample.data["next"]["done"][jnp.array(first)].tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert sample.info["discount"][jnp.array(first)].tolist() == [0.125, 0.125, 0.125, 0.25, 0.5]
+
+
+def test_an_endless_episode_outlives_its_counters():
+    unit = jrb.Sequence(2, over="episodes")
+    buffer = jrb.ReplayBuffer(4, num_envs=1, batch_size=4, unit=unit)
+    stream = Stream(1)
+    rows = lambda count: arrays([stream.row([(False, False)]) for _ in range(count)])
+    state = buffer.extend(buffer.init(EXAMPLE), rows(9))
+    ahead = jnp.uint32(2**32 - 12)
+    table = state.unit.episodes
+    late = table.replace(now=table.now + ahead, first=table.first + ahead)
+    state = state.replace(unit=state.unit.replace(episodes=late))
+    for _ in range(4):
+        state = buffer.extend(state, rows(3))
+        sample = buffer.sample(state, KEY)
+        assert sample.mask.all()
+        np.testing.assert_allclose(sample.probabilities, 1 / 3, rtol=1e-6)
+
+
+def test_flat_keys_and_other_containers():
+    keys = jrb.Keys(observation="obs", next_observation="next_obs", reward="reward", done="done")
+    number, flag = jnp.float32(0), jnp.bool_(False)
+    example = {"obs": number, "act": number, "reward": number, "done": flag, "next_obs": number}
+    buffer = jrb.ReplayBuffer(8, batch_size=8, unit=jrb.NStep(2, 1.0), keys=keys)
+    time = jnp.arange(4.0)
+    rows = {"obs": time, "act": time, "reward": jnp.ones(4), "next_obs": time + 1}
+    state = buffer.extend(buffer.init(example), rows | {"done": jnp.zeros(4, bool)})
+    sample = buffer.sample(state, KEY)
+    np.testing.assert_array_equal(
+        sample.data["next_obs"], sample.data["obs"] + sample.info["steps"].astype(jnp.float32)
+    )
+    np.testing.assert_array_equal(sample.data["reward"], sample.info["steps"])
+    np.testing.assert_array_equal(sample.data["act"], sample.data["obs"])
+
+
+@pytest.mark.parametrize(
+    ("unit", "text"),
+    [
+        (jrb.Sequence(5), r"burn_in \+ length: expected at most the 4 rows.*got 5"),
+        (jrb.Sequence(3, burn_in=2), r"burn_in \+ length: expected at most the 4 rows.*got 5"),
+        (jrb.NStep(5, 0.9), "n: expected at most the 4 rows"),
+        (jrb.FrameStack(5), "k: expected at most the 4 rows"),
+        (jrb.FrameStack(2, unit=jrb.Sequence(2, over="episodes")), "over='steps'"),
+    ],
+    ids=repr,
+)
+def test_a_window_must_fit_the_ring(unit, text):
+    with pytest.raises(ValueError, match=text):
+        jrb.ReplayBuffer(8, num_envs=2, unit=unit)
+
+
+def test_episodes_and_priorities_are_refused_together():
+    with pytest.raises(ValueError, match="two things about how likely a row is"):
+        jrb.ReplayBuffer(8, unit=jrb.Sequence(2, over="episodes"), sampler=jrb.Prioritized())
+
+
+@pytest.mark.parametrize("unit", [jrb.NStep(2, 0.9), jrb.Sequence(2), jrb.FrameStack(2)], ids=repr)
+def test_the_done_flag_must_be_one_bool(unit):
+    buffer = jrb.ReplayBuffer(8, unit=unit)
+    item = lambda done: {"observation": jnp.zeros(2), "next": {"reward": jnp.float32(0), **done}}
+    with pytest.raises(
+        ValueError, match=r"'next/done', got an item.*'next/terminated'.*Keys\(done"
+    ):
+        buffer.init(item({"terminated": jnp.bool_(False)}))
+    with pytest.raises(ValueError, match=r"'next/done': expected shape \(\).*got \(1,\)"):
+        buffer.init(item({"done": jnp.zeros(1, bool)}))
+    with pytest.raises(TypeError, match="'next/done': expected dtype bool, got float32"):
+        buffer.init(item({"done": jnp.float32(0)}))
+
+
+def test_what_a_unit_needs_is_named():
+    done = {"done": jnp.bool_(False)}
+    with pytest.raises(ValueError, match="reward: expected a leaf at 'next/reward'"):
+        jrb.ReplayBuffer(8, unit=jrb.NStep(2, 0.9)).init({"next": done})
+    with pytest.raises(TypeError, match="'next/reward'.*floating dtype, got int32"):
+        jrb.ReplayBuffer(8, unit=jrb.NStep(2, 0.9)).init({"next": done | {"reward": jnp.int32(0)}})
+    stack = jrb.FrameStack(2, paths=(("observation", "frames"),))
+    with pytest.raises(ValueError, match="expected leaves at 'observation/frames'"):
+        jrb.ReplayBuffer(8, unit=stack).init(EXAMPLE)
+    twin = {"observation": jnp.zeros(2), "next": {"observation": jnp.zeros(3), **done}}
+    with pytest.raises(ValueError, match="'next/observation': expected a leaf 'observation'"):
+        jrb.ReplayBuffer(8, unit=jrb.FrameStack(2)).init(twin)
+    goal = {
+        "observation": {"desired_goal": jnp.zeros(2)},
+        "next": {**done, "reward": jnp.float32(0)},
+    }
+    with pytest.raises(ValueError, match="'next/observation/achieved_goal'"):
+        jrb.ReplayBuffer(8, unit=jrb.Hindsight(negative_distance)).init(goal)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: jrb.NStep(0, 0.9), ValueError),
+        (lambda: jrb.NStep(2, 1.5), ValueError),
+        (lambda: jrb.NStep(2, jnp.float32(0.9)), TypeError),
+        (lambda: jrb.Sequence(0), ValueError),
+        (lambda: jrb.Sequence(2, burn_in=-1), ValueError),
+        (lambda: jrb.Sequence(2, over="rows"), ValueError),
+        (lambda: jrb.Sequence(2, short="cut"), ValueError),
+        (lambda: jrb.FrameStack(2, pad="none"), ValueError),
+        (lambda: jrb.FrameStack(2, paths="observation"), TypeError),
+        (lambda: jrb.Hindsight(negative_distance, "past"), ValueError),
+        (lambda: jrb.Hindsight(negative_distance, ratio=2), ValueError),
+        (lambda: jrb.Hindsight(None), TypeError),
+    ],
+)
+def test_bad_descriptions_are_refused(make, error):
+    with pytest.raises(error):
+        make()

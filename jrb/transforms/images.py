@@ -82,8 +82,8 @@ class Resize:
             rows, columns = _axes(name, leaf, self.layout, "Resize")
             shape = list(leaf.shape)
             shape[rows], shape[columns] = self.height, self.width
-            wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-            return _as(jax.image.resize(wide, shape, self.method), leaf.dtype)
+            resized = jax.image.resize(pytree.wide(leaf), shape, self.method)
+            return _as(resized, leaf.dtype)
 
         return rewritten(data, _paths(self.paths, data, batch), "Resize", resize)
 
@@ -118,7 +118,7 @@ class Grayscale:
                     f"Grayscale: leaf '{name}': expected 3 channels in layout {self.layout}, got "
                     f"shape {leaf.shape}. Name the images with paths=, or their layout."
                 )
-            wide = jnp.moveaxis(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), axis, -1)
+            wide = jnp.moveaxis(pytree.wide(leaf), axis, -1)
             light = jnp.sum(wide * jnp.asarray([0.299, 0.587, 0.114], wide.dtype), axis=-1)
             light = _as(light, leaf.dtype)
             return jnp.expand_dims(light, axis) if self.keep else light

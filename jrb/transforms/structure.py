@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb import pytree
-from jrb.keys import Path, find, path_name
+from jrb.keys import Path, find, lookup, path_name
 from jrb.transforms.leaves import Paths, check_paths
 from jrb.types import Batch, Item
 
@@ -116,14 +116,17 @@ def with_leaf(data: Any, path: Path, entry: Any, what: str) -> Any:
         TypeError: something on the way is no dict.
         ValueError: something is there already.
     """
-    first, *rest = _names(path)
+    if lookup(data, path) is not None:
+        raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
+    return _with(data, _names(path), entry, what)
+
+
+def _with(data: Any, names: tuple[str, ...], entry: Any, what: str) -> Any:
     if not pytree.is_mapping(data):
         raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
-    if not rest:
-        if first in data:
-            raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
-        return {**data, first: entry}
-    return {**data, first: with_leaf(data.get(first, {}), tuple(rest), entry, what)}
+    first, *rest = names
+    inner = _with(data.get(first, {}), tuple(rest), entry, what) if rest else entry
+    return {**data, first: inner}
 
 
 def _without(data: Any, names: tuple[str, ...], what: str) -> Any:

@@ -81,9 +81,7 @@ class Hindsight:
             goal = find(spec, path, "Hindsight: goal")
             mend = f"A goal must be what can be achieved at '{path_name(self.achieved)}'."
             pytree.check_like(achieved, goal, f"Hindsight: '{path_name(path)}'", mend)
-        return Goals(
-            episodes=episodes.init(ring, 1), which=jnp.zeros(ring.capacity, jnp.int32)
-        )
+        return Goals(episodes=episodes.init(ring, 1), which=jnp.zeros(ring.capacity, jnp.int32))
 
     def on_write(
         self, ring: Ring, state: Goals, held: Held, write: Write, items: Item, keys: Keys
@@ -109,11 +107,13 @@ class Hindsight:
         key: jax.Array,
         keys: Keys,
     ) -> Look:
-        """What was achieved, at the anchor and at the row of the new goal; the rest at the anchor."""
+        """What was achieved at the anchor and at the goal's row; the rest at the anchor."""
         del keys
         coin = bits.unit_interval(bits.words(bits.fold(key, _WHICH), slots.size)[0])
         relabeled = (coin < self.ratio) & mask
-        chosen = self._rows(ring, state, held, slots, bits.words(bits.fold(key, _WHERE), slots.size))
+        chosen = self._rows(
+            ring, state, held, slots, bits.words(bits.fold(key, _WHERE), slots.size)
+        )
         both = jnp.stack([slots, jnp.where(mask, chosen, slots)], axis=1)
         achieved = path_name(self.achieved)
         where = lambda name: both if within(name, achieved) else slots
@@ -138,9 +138,7 @@ class Hindsight:
         """Other goals where it was so decided, and the rewards that they give."""
         changed = look.info["relabeled"]
         reached = jax.tree.leaves(find(raw, self.achieved, "Hindsight: achieved"))
-        choose = lambda new, old: jnp.where(
-            changed.reshape(-1, *(1,) * (old.ndim - 1)), new, old
-        )
+        choose = lambda new, old: jnp.where(changed.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
         new = {path_name(self.achieved): [leaf[:, 0] for leaf in reached]}
         for path in self._goals:
             old = jax.tree.leaves(find(raw, path, "Hindsight: goal"))

@@ -1,7 +1,5 @@
 """N-step returns."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -33,7 +31,7 @@ class NStep:
     """Up to n transitions in a row, as one with their discounted return.
 
     From an anchor at row t, with m the rows from t to the end of its episode or to the newest row,
-    at most n: the reward is sum_{k<m} discount^k r_{t+k}; everything in `next`, done flags included,
+    at most n: the reward is sum_{k<m} discount^k r_{t+k}; everything in `next`, with the done flags,
     is that of row t + m - 1; the rest is that of row t. `Sample.info` has `steps`, int32 `[B]`, m;
     and `discount`, float32 `[B]`, discount^m, which the value of the next observation is multiplied
     with unless the episode terminated.
@@ -143,7 +141,7 @@ class NStep:
         def total(path: tuple, leaf: jax.Array) -> jax.Array:
             if not within(pytree.leaf_name(path), reward):
                 return leaf
-            wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+            wide = pytree.wide(leaf)
             sum_ = jnp.zeros_like(wide[:, 0])
             for k in reversed(range(self.n)):
                 here = (k < steps).reshape(-1, *(1,) * (sum_.ndim - 1))

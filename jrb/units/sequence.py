@@ -1,6 +1,6 @@
 """Windows of consecutive transitions, for recurrent networks and models of the world."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp

@@ -86,6 +86,7 @@ class MaxValue:
         number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
         here = order.once(lambda: state.stamps.at[slots].get(mode="fill", fill_value=0))
         slots = jnp.where(here == number, slots, ring.capacity)
+        state = self.hold(state, jnp.minimum(jnp.min(slots), 0))  # later writes wait for `here`
         state = state.replace(number=state.number + jnp.uint32(ranks.size))  # pyright: ignore
         write = Write(
             starts=slots,

@@ -1,0 +1,253 @@
+"""Transforms change what they name, and leave the rest alone."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import pytree as pytree_
+from jrb import transforms as tr
+from jrb.types import Batch
+
+B = 6
+RNG = np.random.default_rng(0)
+
+
+def image(*shape, dtype=np.uint8):
+    return jnp.asarray(RNG.integers(0, 256, (B, *shape)).astype(dtype))
+
+
+def batch(mask=None, seed=0):
+    mask = jnp.ones(B, jnp.bool_) if mask is None else mask
+    return Batch(key=jax.random.key(seed), mask=mask, keys=jrb.TED)
+
+
+def data(**more):
+    return {
+        "observation": {"image": image(9, 7, 3), "state": jnp.ones((B, 4))},
+        "action": jnp.arange(B),
+        "next": {
+            "observation": {"image": image(9, 7, 3), "state": jnp.zeros((B, 4))},
+            "reward": jnp.linspace(-3.0, 3.0, B),
+            "done": jnp.zeros(B, jnp.bool_),
+        },
+        **more,
+    }
+
+
+IMAGES = (("observation", "image"), ("next", "observation", "image"))
+
+
+def changed(before, after):
+    """The names of leaves that are not what they were."""
+    named = lambda tree: dict(zip(pytree_.leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    one, other = named(before), named(after)
+    same = lambda a, b: a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+    return {name for name in one if name not in other or not same(one[name], other[name])}
+
+
+def test_images_become_floats_and_states_stay():
+    before = data()
+    after = tr.ToFloat().apply(before, batch())
+    assert changed(before, after) == {"observation/image", "next/observation/image"}
+    want = np.asarray(before["observation"]["image"], np.float32) / 255
+    np.testing.assert_allclose(after["observation"]["image"], want, rtol=1e-6)
+    half = tr.ToFloat(IMAGES[:1], scale=1.0, dtype="bfloat16").apply(before, batch())
+    assert half["observation"]["image"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "want"),
+    [("HWC", (9, 7, 3), (4, 5, 3)), ("CHW", (3, 9, 7), (3, 4, 5)), ("HW", (2, 9, 7), (2, 4, 5))],
+)
+@pytest.mark.parametrize(
+    "transform",
+    [tr.Resize(4, 5), tr.RandomCrop(4, 5), tr.CenterCrop(4, 5)],
+    ids=lambda t: type(t).__name__,
+)
+def test_sizes(transform, layout, shape, want):
+    transform = dataclasses.replace(transform, layout=layout, paths=("x",))
+    after = transform.apply({"x": image(*shape), "y": jnp.ones(B)}, batch())
+    assert after["x"].shape == (B, *want)
+    assert after["x"].dtype == jnp.uint8
+
+
+def test_a_resized_flat_image_stays_flat_and_floats_stay_floats():
+    flat = {"x": jnp.full((B, 8, 8, 1), 77, jnp.uint8), "y": jnp.full((B, 8, 8, 1), 0.5)}
+    after = tr.Resize(3, 5, ("x", "y")).apply(flat, batch())
+    assert (after["x"] == 77).all()
+    np.testing.assert_allclose(after["y"], 0.5, rtol=1e-6)
+
+
+def test_gray_is_the_weighted_sum_of_colours():
+    colours = image(5, 4, 3)
+    want = np.asarray(colours, np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
+    gray = tr.Grayscale(("x",)).apply({"x": colours}, batch())["x"]
+    assert gray.shape == (B, 5, 4, 1)
+    assert np.abs(np.asarray(gray[..., 0], np.float32) - want).max() <= 0.5001
+    first = jnp.moveaxis(colours, -1, 1)
+    other = tr.Grayscale(("x",), layout="CHW", keep=False).apply({"x": first}, batch())["x"]
+    np.testing.assert_array_equal(other, gray[..., 0])
+
+
+def test_a_shift_moves_every_item_and_repeats_its_border():
+    before = {"x": image(8, 8, 1), "y": image(8, 8, 1)}
+    after = tr.RandomShift(2, ("x", "y")).apply(before, batch())
+    padded = np.pad(before["x"], ((0, 0), (2, 2), (2, 2), (0, 0)), mode="edge")
+    moves = []
+    for b in range(B):
+        found = [
+            (i, j)
+            for i in range(5)
+            for j in range(5)
+            if (padded[b, i : i + 8, j : j + 8] == after["x"][b]).all()
+        ]
+        assert found
+        moves.append(found[0])
+    assert len(set(moves)) > 1
+    again = tr.RandomShift(2, ("x", "y")).apply(before, batch())
+    assert changed(after, again) == set()
+    assert changed(after, tr.RandomShift(2, ("x", "y")).apply(before, batch(seed=1)))
+
+
+def test_a_shift_moves_all_frames_of_a_stack_alike():
+    frames = jnp.broadcast_to(image(1, 8, 8), (B, 4, 8, 8))
+    after = tr.RandomShift(3, ("x",), layout="HW").apply({"x": frames}, batch())["x"]
+    assert (after == after[:, :1]).all()
+
+
+def test_crops_are_windows_of_the_image():
+    before = image(6, 5)
+    after = tr.RandomCrop(3, 4, ("x",), layout="HW").apply({"x": before}, batch())["x"]
+    for b in range(B):
+        windows = [before[b, i : i + 3, j : j + 4] for i in range(4) for j in range(2)]
+        assert any((window == after[b]).all() for window in windows)
+    center = tr.CenterCrop(2, 3, ("x",), layout="HW").apply({"x": before}, batch())["x"]
+    np.testing.assert_array_equal(center, before[:, 2:4, 1:4])
+
+
+def test_values():
+    before = data()
+    after = tr.Normalize((0.0, 1.0, 2.0, 3.0), 2.0, (("observation", "state"),)).apply(
+        before, batch()
+    )
+    assert changed(before, after) == {"observation/state"}
+    np.testing.assert_array_equal(after["observation"]["state"][0], [0.5, 0.0, -0.5, -1.0])
+    after = tr.Clip().apply(before, batch())
+    assert changed(before, after) == {"next/reward"}
+    assert (float(after["next"]["reward"].min()), float(after["next"]["reward"].max())) == (-1, 1)
+    after = tr.Scale(2.0, 1.0).apply(before, batch())
+    np.testing.assert_allclose(after["next"]["reward"], 2 * before["next"]["reward"] + 1)
+    after = tr.Cast("bfloat16").apply(before, batch())
+    assert changed(before, after) == {"observation/state", "next/observation/state", "next/reward"}
+    assert tr.Cast("float32", ("action",)).apply(before, batch())["action"].dtype == jnp.float32
+
+
+def test_structure():
+    before = data()
+    kept = tr.Select(("action", ("next", "reward"))).apply(before, batch())
+    assert pytree_.leaf_names(kept) == ["action", "next/reward"]
+    rest = tr.Exclude(("action", ("next", "observation"))).apply(before, batch())
+    assert pytree_.leaf_names(rest) == [
+        "next/done",
+        "next/reward",
+        "observation/image",
+        "observation/state",
+    ]
+    renamed = tr.Rename(((("next", "reward"), "r"), ("action", ("act", "ion")))).apply(
+        before, batch()
+    )
+    assert {"r", "act/ion"} <= set(pytree_.leaf_names(renamed))
+    assert not {"next/reward", "action"} & set(pytree_.leaf_names(renamed))
+    paths = (("observation", "state"), ("next", "observation", "state"))
+    joined = tr.Concatenate(paths, "both").apply(before, batch())
+    assert joined["both"].shape == (B, 8)
+    assert "observation/state" not in pytree_.leaf_names(joined)
+    assert tr.Concatenate(paths, "both", keep=True).apply(before, batch())["observation"]
+
+
+def test_reward_to_go_ends_with_the_episode_and_the_mask():
+    reward = jnp.array([[1.0, 2.0, 4.0, 8.0], [1.0, 2.0, 4.0, 8.0]])
+    done = jnp.array([[False, True, False, False], [False] * 4])
+    mask = jnp.array([[True] * 4, [False, True, True, False]])
+    windows = {"next": {"reward": reward, "done": done}}
+    out = tr.RewardToGo(0.5).apply(windows, batch(mask))["next"]["reward_to_go"]
+    np.testing.assert_array_equal(out, [[2, 2, 8, 8], [0, 4, 4, 0]])
+
+
+def test_they_work_on_other_containers():
+    class Item(NamedTuple):
+        observation: jax.Array
+        reward: jax.Array
+
+    item = Item(image(8, 8, 3), jnp.ones(B))
+    after = tr.ToFloat(("observation",)).apply(item, batch())
+    assert isinstance(after, Item)
+    assert after.observation.dtype == jnp.float32
+    with pytest.raises(TypeError, match="expected nested dicts, got Item"):
+        tr.Exclude(("reward",)).apply(item, batch())
+
+
+def test_in_a_buffer_inside_jit_and_in_order():
+    example = jax.tree.map(lambda leaf: leaf[0], data())
+    steps = (tr.RandomShift(2, IMAGES), tr.ToFloat(), lambda item: item | {"new": item["action"]})
+    buffer = jrb.ReplayBuffer(8, batch_size=4, transforms=steps, unit=jrb.Sequence(2))
+    state = buffer.extend(buffer.init(example), data())
+    draw = jax.jit(buffer.sample)
+    sample = draw(state, jax.random.key(0))
+    assert sample.data["observation"]["image"].shape == (4, 2, 9, 7, 3)
+    assert sample.data["observation"]["image"].dtype == jnp.float32
+    np.testing.assert_array_equal(sample.data["new"], sample.data["action"])
+    eager = buffer.sample(state, jax.random.key(0))
+    np.testing.assert_array_equal(
+        sample.data["observation"]["image"], eager.data["observation"]["image"]
+    )
+    assert hash(buffer) == hash(
+        jrb.ReplayBuffer(8, batch_size=4, transforms=steps, unit=jrb.Sequence(2))
+    )
+
+
+@pytest.mark.parametrize(
+    ("transform", "error", "text"),
+    [
+        (tr.Cast("float32", (("next", "rewards"),)), ValueError, "'next/rewards'.*'next/reward'"),
+        (tr.Select(("acton",)), ValueError, "'acton'.*'action'"),
+        (tr.Exclude((("next", "x"),)), ValueError, "'next/x'"),
+        (tr.Rename((("x", "y"),)), ValueError, "'x'"),
+        (tr.Rename((("action", ("next", "done")),)), ValueError, "nothing at 'next/done'"),
+        (tr.Concatenate(("action", ("next", "reward")), "z"), TypeError, "'next/reward'.*int32"),
+        (tr.ToFloat(("action",)), TypeError, "'action'.*uint8, got int32"),
+        (tr.ToFloat((("observation", "state"),)), TypeError, "'observation/state'.*uint8"),
+        (tr.Grayscale(), ValueError, "'next/observation/state'.*3 channels"),
+        (tr.Resize(3, 3, ("action",)), ValueError, "'action'.*images"),
+        (tr.RandomCrop(20, 3, IMAGES), ValueError, r"'next/observation/image'.*\(20, 3\)"),
+        (tr.Normalize((0.0, 1.0), 1.0, (("next", "reward"),)), ValueError, "'next/reward'.*of 2"),
+        (tr.RewardToGo(), ValueError, r"'next/reward'.*windows \[B, L\]"),
+    ],
+    ids=lambda case: type(case).__name__ if not isinstance(case, type | str) else "",
+)
+def test_bad_input_is_named(transform, error, text):
+    with pytest.raises(error, match=text):
+        transform.apply(data(), batch())
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: tr.Cast("float33"), TypeError),
+        (lambda: tr.Cast("float32", "x"), TypeError),
+        (lambda: tr.Normalize(0.0, 0.0), ValueError),
+        (lambda: tr.Clip(1.0, -1.0), ValueError),
+        (lambda: tr.Resize(0, 4), ValueError),
+        (lambda: tr.RandomShift(2, layout="WH"), ValueError),
+        (lambda: tr.RewardToGo(1.5), ValueError),
+        (lambda: tr.Concatenate(("a",), "b", axis=0), ValueError),
+    ],
+)
+def test_bad_descriptions_are_refused(make, error):
+    with pytest.raises(error):
+        make()
