@@ -1,5 +1,7 @@
 """Draws of windows: 32 slices of 64 transitions, against the bare gather and against flashbax.
 
+And draws from observations stored once, against plain storage.
+
     python -m benchmarks.windows [--quick] [--json FILE]
 
 Each ratio is the median over rounds of jrb's time over the other's; below 1, jrb is faster.
@@ -97,6 +99,29 @@ def flashbax_cycle(n: int, prioritized: bool) -> tuple[Body, Any]:
     return body, (state, blank)
 
 
+def frames_cycle(once: bool, envs: int, batch_size: int) -> tuple[Body, Any]:
+    """Draw, then add one row, of 84 x 84 x 4 uint8 observations in episodes of 50 steps."""
+    storage = jrb.DeviceStorage(once=once)
+    buffer = jrb.ReplayBuffer(4096, num_envs=envs, batch_size=batch_size, storage=storage)
+    image = jnp.zeros((84, 84, 4), jnp.uint8)
+    example = {"observation": image, "next": {"observation": image, "reward": jnp.float32(0)}}
+    rows = jax.tree.map(lambda leaf: jnp.zeros((64, envs, *leaf.shape), leaf.dtype), example)
+    state, extend = buffer.init(example), jax.jit(buffer.extend, donate_argnums=0)
+    for _ in range(4096 // envs // 64):
+        state = extend(state, rows)
+
+    def body(carry: Any, key: jax.Array) -> Any:
+        state, frames, time = carry
+        state, sample = buffer.draw(state, key)
+        after = sample.data["observation"][:envs] + jnp.uint8(1)
+        reward = sample.data["next"]["observation"][:envs, 0, 0, 0].astype(jnp.float32)
+        row = {"observation": frames, "next": {"observation": after, "reward": reward}}
+        state = buffer.add(state, row)
+        return state, jnp.where(time % 50 == 49, after + jnp.uint8(7), after), time + 1
+
+    return body, (state, jnp.zeros((envs, 84, 84, 4), jnp.uint8), jnp.int32(0))
+
+
 def tasks(quick: bool) -> list[report.Task]:
     """What is compared."""
     rows: list[report.Task] = []
@@ -111,6 +136,11 @@ def tasks(quick: bool) -> list[report.Task]:
         one = lambda p=prioritized: cycle(n, p)
         other = lambda p=prioritized: flashbax_cycle(n, p)
         rows.append((f"{name} add + draw over flashbax", n, one, other, 300))
+    for envs, batch_size in ((1, 32), (8, 32), (1, 256), (16, 256)):
+        one = lambda e=envs, b=batch_size: frames_cycle(True, e, b)
+        other = lambda e=envs, b=batch_size: frames_cycle(False, e, b)
+        name = f"observations once over plain: add {envs}, draw {batch_size}"
+        rows.append((name, 4096, one, other, 100))
     return rows
 
 

@@ -676,7 +676,7 @@ def test_what_a_unit_needs_is_named():
     done = {"done": jnp.bool_(False)}
     with pytest.raises(ValueError, match="reward: expected a leaf at 'next/reward'"):
         jrb.ReplayBuffer(8, unit=jrb.NStep(2, 0.9)).init({"next": done})
-    with pytest.raises(TypeError, match="'next/reward'.*floating dtype, got int32"):
+    with pytest.raises(TypeError, match=r"'next/reward'.*floating dtype, got int32"):
         jrb.ReplayBuffer(8, unit=jrb.NStep(2, 0.9)).init({"next": done | {"reward": jnp.int32(0)}})
     stack = jrb.FrameStack(2, paths=(("observation", "frames"),))
     with pytest.raises(ValueError, match="expected leaves at 'observation/frames'"):

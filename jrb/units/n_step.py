@@ -31,7 +31,7 @@ class NStep:
     """Up to n transitions in a row, as one with their discounted return.
 
     From an anchor at row t, with m the rows from t to the end of its episode or to the newest row,
-    at most n: the reward is sum_{k<m} discount^k r_{t+k}; everything in `next`, with the done flags,
+    at most n: the reward is sum_{k<m} discount^k r_{t+k}; all of `next`, done flags too,
     is that of row t + m - 1; the rest is that of row t. `Sample.info` has `steps`, int32 `[B]`, m;
     and `discount`, float32 `[B]`, discount^m, which the value of the next observation is multiplied
     with unless the episode terminated.
