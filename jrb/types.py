@@ -63,10 +63,12 @@ class Anchors:
             `[B]`, and the probability of each slot given its place, float32 `[B]`. The key is for
             units that count something larger than a slot, such as episodes; others ignore it, and
             their probability is 1.
+        all_held: whether they are all slots that hold items, in order.
     """
 
     count: jax.Array
     nth: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    all_held: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Every unit, against lists of episodes in plain Python, on random streams of rows."""
 
 import functools
+import operator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -423,6 +424,30 @@ def test_an_epoch_is_over_all_anchors(unit, expected, envs):
             state, sample = buffer.draw(state, jax.random.key(epoch))
             seen += [name[slot] for slot in real_slots(sample)]
         assert sorted(seen) == sorted(set(name.values()))
+
+
+@pytest.mark.parametrize("unit", [jrb.FrameStack(2), jrb.Sequence(2), jrb.NStep(2, 0.9)], ids=repr)
+@pytest.mark.parametrize("envs", [1, 2])
+def test_an_epoch_gives_nothing_twice_while_rows_come_and_go(unit, envs):
+    buffer = jrb.ReplayBuffer(
+        6 * envs, num_envs=envs, batch_size=1, unit=unit, sampler=jrb.WithoutReplacement()
+    )
+    add, draw = jax.jit(buffer.add), jax.jit(buffer.draw)
+    first = lambda action: int(np.asarray(action).reshape(-1)[0])
+    for seed in range(60):
+        rng, stream, state = np.random.default_rng(seed), Stream(envs), buffer.init(EXAMPLE)
+        seen, epoch = set(), None
+        for number in range(16):
+            if rng.random() < 0.65 or number < 3:
+                row = arrays([stream.row([(done, False) for done in rng.random(envs) < 0.5])])
+                state = add(state, jax.tree.map(operator.itemgetter(0), row))
+                continue
+            state, sample = draw(state, jax.random.key(number))
+            if state.sampler.seed.tolist() != epoch:
+                seen, epoch = set(), state.sampler.seed.tolist()
+            if real_slots(sample):
+                assert first(sample.data["action"]) not in seen
+                seen.add(first(sample.data["action"]))
 
 
 def real_slots(sample):

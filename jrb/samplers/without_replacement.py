@@ -113,7 +113,8 @@ class WithoutReplacement:
 def _turn(ring: Ring, state: Epoch, anchors: Anchors) -> jax.Array:
     """After how many that left a place of the epoch is another anchor's again, uint32 `[]`.
 
-    In a full ring of slots that is the ring; else as many as there were.
+    Where all slots are anchors that is the ring, so that a place stays a slot's; else as many as
+    the epoch began with. It never changes within an epoch, or an anchor might be drawn twice.
     """
-    full = anchors.count == ring.capacity
-    return jnp.where(full, ring.capacity, jnp.maximum(state.length, 1)).astype(jnp.uint32)
+    length = jnp.maximum(state.length, 1)
+    return (jnp.full_like(length, ring.capacity) if anchors.all_held else length).astype(jnp.uint32)

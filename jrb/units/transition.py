@@ -75,7 +75,7 @@ def all_held(ring: Ring, held: Held) -> Anchors:
         del key
         return ring.slot_after(held.first, places), jnp.ones(places.shape, jnp.float32)
 
-    return Anchors(count=held.count, nth=nth)
+    return Anchors(count=held.count, nth=nth, all_held=True)
 
 
 def every_slot(ring: Ring, held: Held, write: Write) -> Change:
