@@ -98,4 +98,6 @@ def fold(key: jax.Array, number: int) -> jax.Array:
         return jax.random.fold_in(key, 2**32 - 1 - number)
     # `bits` counts with a high word of zero, so no draw has seen this block.
     block = _threefry(words[0], words[1], jnp.uint32(2**32 - 1), jnp.uint32(number))
-    return jnp.stack(block)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jnp.stack(block)
+    return jax.random.wrap_key_data(jnp.stack(block), impl=jax.random.key_impl(key))

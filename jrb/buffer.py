@@ -124,6 +124,8 @@ class ReplayBuffer:
         for name in ("capacity", "num_envs", "batch_size"):  # NumPy's integers have a dtype
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else int(value))
+        if not isinstance(self.keys, Keys):
+            raise TypeError(f"keys: expected jrb.Keys(...), got {self.keys!r}.")
         if not isinstance(self.transforms, tuple) or not all(
             callable(transform) or hasattr(transform, "apply") for transform in self.transforms
         ):
@@ -326,9 +328,14 @@ class ReplayBuffer:
         """The transitions held, int32 `[]`."""
         return self.writer.held(self.ring, state.writer).count
 
-    def can_sample(self, state: BufferState) -> jax.Array:
-        """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises."""
-        return self._ready(state, self.batch_size)
+    def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
+        """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises.
+
+        Args:
+            state: is only read.
+            batch_size: B of the draw; None for the buffer's.
+        """
+        return self._ready(state, self.batch_size if batch_size is None else batch_size)
 
     def empty(self, state: BufferState) -> BufferState:
         """The state without its items. Samples drawn before stay harmless."""

@@ -94,6 +94,12 @@ def indices(verb: str, value: Any) -> jax.Array:
     return jnp.asarray(array.astype(jnp.int32))
 
 
+def flag(name: str, value: Any) -> None:
+    """A Python bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}.")
+
+
 def fraction(name: str, value: Any) -> None:
     """A Python number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -13,6 +13,9 @@ Path = str | tuple[str, ...]
 class Keys:
     """Where the parts of a transition lie in an item; by default where TED puts them.
 
+    Name all that the items have: what came after the action (reward, done flags, next observation)
+    is told from the rest by these names, and by lying beside a nested next observation.
+
     Example:
         >>> keys = Keys(reward="r", next_observation="next_obs")
         >>> keys.get({"obs": 1, "r": 0.5, "next_obs": 2}, "reward")
@@ -45,12 +48,23 @@ class Keys:
     def is_next(self, name: str) -> bool:
         """Whether the leaf of this name tells what came after the action.
 
-        That is what `Keys` names so, and all that lies beside a nested next observation.
+        That is what `Keys` names so, and all that lies beside a nested next observation, unless the
+        observation or the action lies there too.
         """
         roles = (self.reward, self.done, self.terminated, self.truncated, self.next_observation)
-        beside = self.next_observation[:-1] if isinstance(self.next_observation, tuple) else ()
-        names = [path_name(role) for role in roles] + [path_name(beside)] * bool(beside)
+        names = list(map(path_name, roles))
+        if isinstance(self.next_observation, tuple) and len(self.next_observation) > 1:
+            beside = path_name(self.next_observation[:-1])
+            before = (path_name(self.observation), path_name(self.action))
+            names += [beside] * (not any(within(role, beside) for role in before))
         return any(map(functools.partial(within, name), names))
+
+    def twin(self, name: str) -> str | None:
+        """The leaf of the observation that a leaf of the next one continues; None for others."""
+        after = path_name(self.next_observation)
+        if not within(name, after):
+            return None
+        return path_name(self.observation) + name[len(after) :]
 
 
 def within(name: str, prefix: str) -> bool:
@@ -85,5 +99,15 @@ def path_name(path: Path) -> str:
 def lookup(item: Any, path: Path) -> Any:
     """The entry of `item` at `path`, or None where there is none."""
     for name in (path,) if isinstance(path, str) else path:
-        item = item.get(name) if pytree.is_mapping(item) else getattr(item, name, None)
+        item = _entry(item, name)
     return item
+
+
+def _entry(item: Any, name: str) -> Any:
+    """What a container holds under a name; what is no container holds nothing."""
+    if pytree.is_mapping(item):
+        return item.get(name)
+    if hasattr(item, "_fields"):  # a named tuple has methods too
+        return getattr(item, name) if name in item._fields else None
+    entry = None if hasattr(item, "dtype") else getattr(item, name, None)
+    return None if callable(entry) else entry

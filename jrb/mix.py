@@ -46,10 +46,14 @@ class Mix:
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.buffers, tuple) or not self.buffers:
+        is_buffers = isinstance(self.buffers, tuple) and self.buffers
+        if not is_buffers or not all(isinstance(part, ReplayBuffer) for part in self.buffers):
             raise TypeError(f"buffers: expected a tuple of buffers, got {self.buffers!r}.")
-        if not isinstance(self.proportions, tuple):
-            raise TypeError(f"proportions: expected a tuple, got {self.proportions!r}.")
+        numbers = isinstance(self.proportions, tuple) and all(
+            isinstance(share, int | float) for share in self.proportions
+        )
+        if not numbers:
+            raise TypeError(f"proportions: expected a tuple of numbers, got {self.proportions!r}.")
         _check_proportions(np.asarray(self.proportions, np.float64), len(self.buffers))
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
@@ -67,11 +71,15 @@ class Mix:
         return jnp.stack([part.size(state) for part, state in self._pairs(states)])
 
     def can_sample(self, states: States) -> jax.Array:
-        """Whether every buffer whose proportion is not 0 has something to draw, bool `[]`."""
+        """Whether every buffer whose part is not empty has something to draw, bool `[]`."""
+        if self.batch_size is None:
+            counts = tuple(None if share else 0 for share in self.proportions)
+        else:
+            counts = _shares(self.proportions, self.batch_size)
         ready = [
-            part.can_sample(state)
-            for (part, state), share in zip(self._pairs(states), self.proportions, strict=True)
-            if share > 0
+            part.can_sample(state, count)
+            for (part, state), count in zip(self._pairs(states), counts, strict=True)
+            if count != 0
         ]
         return jnp.all(jnp.stack(ready))
 
@@ -84,7 +92,7 @@ class Mix:
         proportions: jax.Array | None = None,
     ) -> Sample:
         """Draws a batch and leaves the states as they are; see `draw`."""
-        return self.draw(states, key, batch_size, beta, proportions, _consume=False)[1]
+        return self._drawn(states, key, batch_size, beta, proportions)[1]
 
     def draw(
         self,
@@ -93,7 +101,6 @@ class Mix:
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
         proportions: jax.Array | None = None,
-        _consume: bool = True,
     ) -> tuple[States, Sample]:
         """Draws a batch, and moves on those samplers that consume.
 
@@ -114,6 +121,17 @@ class Mix:
                 they are scaled); parts whose data differ; a buffer with nothing to draw (outside
                 `jit`; inside, its part of `mask` is False).
         """
+        wasteful = [part.sampler for part in self.buffers if getattr(part.sampler, "consumes", 0)]
+        if proportions is not None and wasteful:
+            raise ValueError(
+                f"proportions: expected none in the call, with {type(wasteful[0]).__name__}, which "
+                "would lose what it draws in vain. Give them to Mix, as numbers."
+            )
+        return self._drawn(states, key, batch_size, beta, proportions)
+
+    def _drawn(
+        self, states: States, key: jax.Array, batch_size: int | None, beta: Any, proportions: Any
+    ) -> tuple[States, Sample]:
         batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("batch_size: expected a number, got None. Give it to Mix or the call.")
@@ -121,13 +139,14 @@ class Mix:
         checks.key(key)
         keys = jax.random.split(key, len(self.buffers) + 1)
         if proportions is None:
-            counts = tuple(_shares(np.asarray(self.proportions, np.float64), batch_size).tolist())
-            states, parts = self._draw_each(states, keys, counts, beta)
+            counts = _shares(self.proportions, batch_size)
+            states, parts = self._draw_each(states, keys, counts, counts, beta)
             _check_alike(parts)
             return states, _joined([part for part in parts if part is not None])
-        shares = self._traced_shares(proportions, batch_size, _consume)
+        shares = self._given_shares(proportions, batch_size)
         everything = (batch_size,) * len(self.buffers)
-        states, parts = self._draw_each(states, keys, everything, beta)
+        known = everything if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
+        states, parts = self._draw_each(states, keys, everything, known, beta)
         _check_alike(parts)
         return states, _chosen(parts, shares, keys[-1])
 
@@ -139,6 +158,13 @@ class Mix:
             sample: what this mix has drawn.
             priorities: as for `ReplayBuffer.update_priority`.
         """
+        if "source" not in sample.info:
+            raise ValueError("update_priority: expected a Sample of this Mix, got one of a buffer.")
+        if not any(hasattr(part.sampler, "update") for part in self.buffers):
+            raise TypeError(
+                "update_priority: expected a buffer with priorities, got none. "
+                "Build one with sampler=jrb.Prioritized()."
+            )
         source, after = sample.info["source"], []
         for number, (part, state) in enumerate(self._pairs(states)):
             mine = source == number
@@ -158,14 +184,23 @@ class Mix:
         return list(zip(self.buffers, states, strict=True))
 
     def _draw_each(
-        self, states: States, keys: jax.Array, counts: tuple[int, ...], beta: Any
+        self,
+        states: States,
+        keys: jax.Array,
+        counts: tuple[int, ...],
+        needed: tuple[int, ...],
+        beta: Any,
     ) -> tuple[States, list[Sample | None]]:
-        """The states, and what each buffer drew; None where that is nothing."""
+        """The states, and what each buffer drew; None for a count of 0.
+
+        A buffer of which nothing is needed may be empty.
+        """
         after, parts = [], []
         for number, (part, state) in enumerate(self._pairs(states)):
             drawn: Any = (state, None)
             if counts[number]:
-                drawn = part.draw(state, keys[number], counts[number], beta)
+                draw = part.draw if needed[number] else jax.jit(part.draw, static_argnums=2)
+                drawn = draw(state, keys[number], counts[number], beta)
                 source = jnp.full(counts[number], number, jnp.int32)
                 sample = drawn[1].replace(info={**drawn[1].info, "source": source})
                 drawn = (drawn[0], sample)
@@ -173,13 +208,7 @@ class Mix:
             parts.append(drawn[1])
         return tuple(after), parts
 
-    def _traced_shares(self, proportions: Any, batch_size: int, consume: bool) -> jax.Array:
-        wasteful = [part.sampler for part in self.buffers if getattr(part.sampler, "consumes", 0)]
-        if consume and wasteful:
-            raise ValueError(
-                f"proportions: expected none in the call, with {type(wasteful[0]).__name__}, which "
-                "would lose what it draws in vain. Give them to Mix, as numbers."
-            )
+    def _given_shares(self, proportions: Any, batch_size: int) -> jax.Array:
         if not isinstance(proportions, jax.core.Tracer):
             _check_proportions(np.asarray(proportions, np.float64), len(self.buffers))
         shares = jnp.asarray(proportions).astype(jnp.float32)
@@ -204,14 +233,13 @@ def _check_proportions(values: np.ndarray, count: int) -> None:
         )
 
 
-def _shares(proportions: np.ndarray, batch_size: int) -> np.ndarray:
+def _shares(proportions: tuple[float, ...], batch_size: int) -> tuple[int, ...]:
     """How many of a batch each buffer gives: the largest remainders are rounded up."""
-    exact = proportions * batch_size
+    exact = np.asarray(proportions, np.float64) / sum(proportions) * batch_size
     whole = np.floor(exact + 1e-6).astype(np.int64)
-    rest = batch_size - whole.sum()
     order = np.argsort(whole - exact, kind="stable")
-    whole[order[:rest]] += 1
-    return whole
+    whole[order[: batch_size - whole.sum()]] += 1
+    return tuple(whole.tolist())
 
 
 def _shares_traced(proportions: jax.Array, batch_size: int) -> jax.Array:

@@ -59,7 +59,7 @@ def _at_least_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax
     return at_least(jnp.max(count)) if batched[0] else at_least(count), False
 
 
-def overwrite(array: jax.Array, value: float, token: jax.Array) -> jax.Array:
+def overwrite(array: jax.Array, value: jax.Array | float, token: jax.Array) -> jax.Array:
     """`array` filled with `value`, in its own memory if it is donated, after the token."""
     filled = lambda _, array: jnp.where(token == 0, jnp.asarray(value, array.dtype), array)
     return lax.fori_loop(0, opaque(1), filled, array)

@@ -155,3 +155,34 @@ def test_parts_whose_data_differ_are_refused():
     )
     with pytest.raises(ValueError, match=r"Mix: leaf 'data/id': expected shape \(\), got \(2,\)"):
         mix.sample(states, jax.random.key(0))
+
+
+def test_an_empty_part_that_gives_nothing_does_not_matter():
+    mix = jrb.Mix((buffer(), buffer()), (0.0, 1.0), batch_size=4)
+    states = filled(mix, [0, 5])
+    assert mix.can_sample(states)
+    for proportions in (None, jnp.array([0.0, 1.0])):
+        sample = mix.sample(states, jax.random.key(0), proportions=proportions)
+        assert sample.mask.all()
+
+
+def test_ready_means_ready_for_its_part_of_the_batch():
+    epochs = buffer(sampler=jrb.WithoutReplacement(drop_last=True))
+    mix = jrb.Mix((epochs,), (1.0,), batch_size=4)
+    assert not mix.can_sample(filled(mix, [3]))
+    assert mix.can_sample(filled(mix, [4]))
+
+
+def test_wrong_samples_and_parts_are_refused():
+    mix = jrb.Mix((buffer(), buffer()), (0.5, 0.5), batch_size=4)
+    states = filled(mix, [5, 5])
+    sample = mix.sample(states, jax.random.key(0))
+    with pytest.raises(TypeError, match="expected a buffer with priorities, got none"):
+        mix.update_priority(states, sample, jnp.ones(4))
+    own = mix.buffers[0].sample(states[0], jax.random.key(0))
+    with pytest.raises(ValueError, match="expected a Sample of this Mix"):
+        mix.update_priority(states, own, jnp.ones(1))
+    with pytest.raises(TypeError, match="expected a tuple of buffers"):
+        jrb.Mix((1, 2), (0.5, 0.5))
+    with pytest.raises(TypeError, match="expected a tuple of numbers"):
+        jrb.Mix((buffer(),), ("1",))

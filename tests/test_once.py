@@ -161,3 +161,18 @@ def test_what_cannot_be_shared_is_refused():
     buffer = jrb.ReplayBuffer(8, num_envs=4, storage=jrb.DeviceStorage(once=True, room=2))
     with pytest.raises(ValueError, match="at least one for each of 4"):
         buffer.init({"observation": jnp.zeros(2), "next": {"observation": jnp.zeros(2)}})
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_gradients_stop_at_the_storage(once):
+    buffer = jrb.ReplayBuffer(4, batch_size=2, storage=jrb.DeviceStorage(once=once))
+    blank = jnp.zeros(2)
+    example = {"observation": blank, "action": blank, "next": {"observation": blank}}
+    state = buffer.init(example)
+
+    def total(weight):
+        item = jax.tree.map(lambda leaf: leaf + weight, example)
+        data = buffer.sample(buffer.add(state, item), KEY).data
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(data))
+
+    assert float(jax.grad(total)(1.0)) == 0.0

@@ -147,6 +147,46 @@ def test_values():
     assert tr.Cast("float32", ("action",)).apply(before, batch())["action"].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "float16"])
+def test_clipping_keeps_a_dtype_whatever_the_bounds(dtype):
+    values = jnp.array([0, 1, 100]).astype(dtype)
+    clip = lambda low, high: tr.Clip(low, high, ("x",)).apply({"x": values}, batch())["x"]
+    assert clip(-1, 1).tolist() == [0, 1, 1]
+    assert clip(-1.5, 1.5).astype(jnp.float32).tolist() == [0, 1, 1 if dtype != "float16" else 1.5]
+    assert clip(1, None).tolist() == [1, 1, 100]
+    assert clip(None, 1e9).dtype == dtype
+
+
+def test_half_floats_are_normalized_as_wide_ones():
+    half = {"x": jnp.full((B, 1), 60000.0, jnp.float16)}
+    out = tr.Normalize(60000.0, 1e-8, ("x",)).apply(half, batch())["x"]
+    assert (out == (60000.0 - 60000.0)).all()
+    assert out.dtype == jnp.float32
+
+
+def test_images_do_not_begin_within_the_window():
+    windows = {"x": jnp.zeros((B, 4, 8, 8), jnp.uint8)}
+    mask = jnp.ones((B, 4), jnp.bool_)
+    with pytest.raises(ValueError, match=r"'x': expected images \[B, L, ..., H, W, C\]"):
+        tr.RandomShift(2, ("x",)).apply(windows, batch(mask))
+
+
+def test_a_transform_gets_a_key_of_the_kind_of_the_draw():
+    class Noise:
+        def __hash__(self):
+            return 0
+
+        def apply(self, data, batch):
+            return data | {"noise": jax.random.normal(batch.key, batch.mask.shape)}
+
+    buffer = jrb.ReplayBuffer(4, batch_size=3, transforms=(Noise(),))
+    state = buffer.add(buffer.init({"x": jnp.zeros(())}), {"x": jnp.zeros(())})
+    for impl in ("threefry2x32", "rbg"):
+        noise = buffer.sample(state, jax.random.key(0, impl=impl)).data["noise"]
+        assert len(set(noise.tolist())) == 3
+    assert buffer.sample(state, jax.random.PRNGKey(0)).data["noise"].shape == (3,)
+
+
 def test_structure():
     before = data()
     kept = tr.Select(("action", ("next", "reward"))).apply(before, batch())
@@ -219,7 +259,13 @@ def test_in_a_buffer_inside_jit_and_in_order():
         (tr.Exclude((("next", "x"),)), ValueError, "'next/x'"),
         (tr.Rename((("x", "y"),)), ValueError, "'x'"),
         (tr.Rename((("action", ("next", "done")),)), ValueError, "nothing at 'next/done'"),
-        (tr.Concatenate(("action", ("next", "reward")), "z"), TypeError, "'next/reward'.*int32"),
+        (
+            tr.Concatenate((("observation", "state"), IMAGES[0]), "z"),
+            TypeError,
+            "'observation/image'.*float32, got uint8",
+        ),
+        (tr.Concatenate((("next", "reward"),) * 2, "z"), ValueError, "'next/reward'.*the batch"),
+        (tr.Normalize(1.0, 2.0, (("action", "mean"),)), ValueError, "'action/mean'"),
         (tr.ToFloat(("action",)), TypeError, "'action'.*uint8, got int32"),
         (tr.ToFloat((("observation", "state"),)), TypeError, "'observation/state'.*uint8"),
         (tr.Grayscale(), ValueError, "'next/observation/state'.*3 channels"),
@@ -245,6 +291,10 @@ def test_bad_input_is_named(transform, error, text):
         (lambda: tr.Resize(0, 4), ValueError),
         (lambda: tr.RandomShift(2, layout="WH"), ValueError),
         (lambda: tr.RewardToGo(1.5), ValueError),
+        (lambda: tr.Cast("float64"), TypeError),
+        (lambda: tr.ToFloat(dtype="foo"), TypeError),
+        (lambda: tr.Rename((("a", "b", "c"),)), TypeError),
+        (lambda: tr.Normalize((1.0, 2.0), (1.0, 2.0, 3.0)), ValueError),
         (lambda: tr.Concatenate(("a",), "b", axis=0), ValueError),
     ],
 )

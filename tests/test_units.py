@@ -662,6 +662,29 @@ def test_flat_keys_and_other_containers():
     np.testing.assert_array_equal(sample.data["act"], sample.data["obs"])
 
 
+def test_items_under_one_root_are_told_apart():
+    keys = jrb.Keys(
+        observation=("t", "obs"),
+        action=("t", "act"),
+        reward=("t", "reward"),
+        done=("t", "done"),
+        next_observation=("t", "next_obs"),
+    )
+    number = jnp.float32(0)
+    item = {"obs": number, "act": number, "reward": number, "next_obs": number}
+    item = {"t": item | {"done": jnp.bool_(False)}}
+    time = jnp.arange(4.0)
+    rows = {"obs": time, "act": time, "reward": jnp.ones(4), "next_obs": time + 1}
+    rows = {"t": rows | {"done": jnp.zeros(4, bool)}}
+    for unit in (jrb.NStep(3, 1.0), jrb.FrameStack(2, unit=jrb.NStep(3, 1.0))):
+        buffer = jrb.ReplayBuffer(8, batch_size=8, unit=unit, keys=keys)
+        data = buffer.sample(buffer.extend(buffer.init(item), rows), KEY).data["t"]
+        steps = data["reward"]
+        now, after = (x.reshape(8, -1)[:, -1] for x in (data["obs"], data["next_obs"]))
+        np.testing.assert_array_equal(now, data["act"])
+        np.testing.assert_array_equal(after, now + steps)
+
+
 @pytest.mark.parametrize(
     ("unit", "text"),
     [
@@ -707,7 +730,9 @@ def test_what_a_unit_needs_is_named():
     with pytest.raises(ValueError, match="expected leaves at 'observation/frames'"):
         jrb.ReplayBuffer(8, unit=stack).init(EXAMPLE)
     twin = {"observation": jnp.zeros(2), "next": {"observation": jnp.zeros(3), **done}}
-    with pytest.raises(ValueError, match="'next/observation': expected a leaf 'observation'"):
+    with pytest.raises(
+        ValueError, match=r"'next/observation': expected .* like it in the observation"
+    ):
         jrb.ReplayBuffer(8, unit=jrb.FrameStack(2)).init(twin)
     goal = {
         "observation": {"desired_goal": jnp.zeros(2)},
@@ -723,6 +748,9 @@ def test_what_a_unit_needs_is_named():
         (lambda: jrb.NStep(0, 0.9), ValueError),
         (lambda: jrb.NStep(2, 1.5), ValueError),
         (lambda: jrb.NStep(2, jnp.float32(0.9)), TypeError),
+        (lambda: jrb.NStep(2, 0.9, strict="no"), TypeError),
+        (lambda: jrb.ReplayBuffer(4, unit=jrb.FrameStack(2, unit=jrb.FrameStack(2))), ValueError),
+        (lambda: jrb.ReplayBuffer(4, keys=None), TypeError),
         (lambda: jrb.Sequence(0), ValueError),
         (lambda: jrb.Sequence(2, burn_in=-1), ValueError),
         (lambda: jrb.Sequence(2, over="rows"), ValueError),

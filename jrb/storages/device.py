@@ -22,14 +22,16 @@ class DeviceStorage:
             observation of the same environment's next row takes no memory. What comes out is what
             went in. Rows must come in the order of time.
         room: with `once`, how many other next observations there is room for, mostly those at the
-            ends of episodes; at least E; None for N / 32. Where more are held, the oldest rows
-            leave early, and `size` says so.
+            ends of episodes; at least E, at most N; None for the larger of N / 32 and E. Where
+            more are held, the oldest rows leave early: `size` says so, and `take` finds a next
+            observation only for slots that are held.
     """
 
     once: bool = False
     room: int | None = None
 
     def __post_init__(self) -> None:
+        checks.flag("once", self.once)
         if self.room is not None:
             checks.count("room", self.room)
 
@@ -45,14 +47,17 @@ class DeviceStorage:
         return jax.tree.map(lambda leaf: jnp.zeros((ring.capacity, *leaf.shape), leaf.dtype), spec)
 
     def _room(self, ring: Ring) -> int:
-        if self.room is None:
-            return max(ring.capacity // 32, ring.envs)
-        if self.room < ring.envs:
+        room = max(ring.capacity // 32, ring.envs) if self.room is None else self.room
+        if room < ring.envs:
             raise ValueError(
-                f"room: expected at least one for each of {ring.envs} environments, got "
-                f"{self.room}."
+                f"room: expected at least one for each of {ring.envs} environments, got {room}."
             )
-        return min(self.room, ring.capacity)
+        room = min(room, ring.capacity)
+        if ring.capacity + room + ring.envs >= 2**31:
+            raise ValueError(
+                f"capacity: expected, with room and num_envs, less than 2^31, got {ring.capacity}."
+            )
+        return room
 
     def spec(self, ring: Ring, state: Any, keys: Keys) -> Item:
         """What one slot holds."""

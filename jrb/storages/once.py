@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb import order, pytree, rows
-from jrb.keys import Keys, path_name, within
+from jrb.keys import Keys, path_name
 from jrb.ring import Held, Ring
 from jrb.types import Item, Where, Write
 
@@ -41,16 +41,10 @@ class Shared:
     count: jax.Array
 
 
-def twin(name: str, keys: Keys) -> str | None:
-    """The leaf that holds the frames of this leaf of the next observation; None for others."""
-    after = path_name(keys.next_observation)
-    return path_name(keys.observation) + name[len(after) :] if within(name, after) else None
-
-
 def pairs(spec: Item, keys: Keys) -> dict[str, str]:
     """From leaves of the next observation to those of the observation that hold their rows."""
     named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
-    found = {name: twin(name, keys) for name in named}
+    found = {name: keys.twin(name) for name in named}
     return {
         name: other
         for name, other in found.items()
@@ -132,7 +126,7 @@ def write(
         name = pytree.leaf_name(path)
         if name in shared:
             return leaf
-        return kept[name] if name in kept else rows.put(leaf, write, new[name])
+        return kept[name] if name in kept else rows.put(leaf, write, lax.stop_gradient(new[name]))
 
     state = state.replace(  # pyright: ignore
         items=jax.tree_util.tree_map_with_path(put, state.items)

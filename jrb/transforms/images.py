@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb import bits, checks, pytree
-from jrb.transforms.leaves import Paths, check_paths, observations, rewritten
+from jrb.transforms.leaves import Paths, check_paths, dtype_name, observations, rewritten
 from jrb.types import Batch, Item
 
 Layout = Literal["HWC", "CHW", "HW"]
@@ -29,6 +29,7 @@ class ToFloat:
 
     def __post_init__(self) -> None:
         check_paths("ToFloat", self.paths)
+        object.__setattr__(self, "dtype", dtype_name("ToFloat", self.dtype))
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, with images as floats."""
@@ -79,7 +80,7 @@ class Resize:
         """The data, with images of that size."""
 
         def resize(name: str, leaf: jax.Array) -> jax.Array:
-            rows, columns = _axes(name, leaf, self.layout, "Resize")
+            rows, columns = _axes(name, leaf, batch, self.layout, "Resize")
             shape = list(leaf.shape)
             shape[rows], shape[columns] = self.height, self.width
             resized = jax.image.resize(pytree.wide(leaf), shape, self.method)
@@ -113,7 +114,7 @@ class Grayscale:
 
         def gray(name: str, leaf: jax.Array) -> jax.Array:
             axis = leaf.ndim + (-1 if self.layout == "HWC" else -3)
-            if leaf.ndim < 4 or leaf.shape[axis] != 3:
+            if leaf.ndim < batch.mask.ndim + 3 or leaf.shape[axis] != 3:
                 raise ValueError(
                     f"Grayscale: leaf '{name}': expected 3 channels in layout {self.layout}, got "
                     f"shape {leaf.shape}. Name the images with paths=, or their layout."
@@ -154,7 +155,7 @@ class RandomShift:
         names = pytree.leaf_names(data)
 
         def shift(name: str, leaf: jax.Array) -> jax.Array:
-            axes = _axes(name, leaf, self.layout, "RandomShift")
+            axes = _axes(name, leaf, batch, self.layout, "RandomShift")
             offsets = _random(batch.key, names.index(name), leaf, 2 * self.most + 1) - self.most
             sizes = [leaf.shape[axis] for axis in axes]
             return _windows(leaf, axes, offsets, sizes)
@@ -190,7 +191,7 @@ class RandomCrop:
         names = pytree.leaf_names(data)
 
         def crop(name: str, leaf: jax.Array) -> jax.Array:
-            axes = _axes(name, leaf, self.layout, "RandomCrop")
+            axes = _axes(name, leaf, batch, self.layout, "RandomCrop")
             room = _room(name, leaf, axes, (self.height, self.width), "RandomCrop")
             places = [_random(batch.key, names.index(name), leaf, n + 1)[:, i] for i, n in room]
             return _windows(leaf, axes, jnp.stack(places, axis=1), [self.height, self.width])
@@ -223,7 +224,10 @@ class CenterCrop:
         """The data, with smaller images."""
 
         def crop(name: str, leaf: jax.Array) -> jax.Array:
-            axes, size = _axes(name, leaf, self.layout, "CenterCrop"), (self.height, self.width)
+            axes, size = (
+                _axes(name, leaf, batch, self.layout, "CenterCrop"),
+                (self.height, self.width),
+            )
             for i, n in _room(name, leaf, axes, size, "CenterCrop"):
                 leaf = jax.lax.slice_in_dim(leaf, n // 2, n // 2 + size[i], axis=axes[i])
             return leaf
@@ -240,11 +244,12 @@ def _paths(paths: Paths | None, data: Item, batch: Batch) -> Paths:
     return observations(data, batch.keys) if paths is None else paths
 
 
-def _axes(name: str, leaf: jax.Array, layout: str, what: str) -> tuple[int, int]:
-    """The axes of height and width."""
-    if leaf.ndim < 1 + len(layout):
+def _axes(name: str, leaf: jax.Array, batch: Batch, layout: str, what: str) -> tuple[int, int]:
+    """The axes of height and width, which come after those of the batch and the window."""
+    if leaf.ndim < batch.mask.ndim + len(layout):
+        lead = "[B, ..., " if batch.mask.ndim == 1 else "[B, L, ..., "
         raise ValueError(
-            f"{what}: leaf '{name}': expected images [..., {', '.join(layout)}], got shape "
+            f"{what}: leaf '{name}': expected images {lead}{', '.join(layout)}], got shape "
             f"{leaf.shape}. Name the images with paths=, or their layout."
         )
     first = leaf.ndim - len(layout)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jrb import pytree
 from jrb.keys import Keys, Path, find, lookup, path_name, within
@@ -15,6 +16,19 @@ def check_paths(name: str, paths: Any) -> None:
     """Raises unless `paths` is a tuple of paths, or None."""
     if paths is not None and (isinstance(paths, str) or not isinstance(paths, tuple)):
         raise TypeError(f"{name}: paths: expected a tuple of paths, got {paths!r}. Write (path,).")
+
+
+def dtype_name(name: str, dtype: Any) -> str:
+    """The name of a dtype that JAX keeps; raises for others."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{name}: dtype: expected the name of one, got {dtype!r}.") from None
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise TypeError(
+            f"{name}: dtype: expected one that JAX keeps, got {found}. Set jax_enable_x64."
+        )
+    return found.name
 
 
 def observations(data: Any, keys: Keys) -> Paths:

@@ -39,6 +39,11 @@ class RewardToGo:
                 f"RewardToGo: leaf '{path_name(batch.keys.reward)}': expected windows [B, L], got "
                 f"{reward.shape}. Use it with unit=jrb.Sequence(...)."
             )
+        if not jnp.issubdtype(reward.dtype, jnp.floating):
+            raise TypeError(
+                f"RewardToGo: leaf '{path_name(batch.keys.reward)}': expected a floating dtype, "
+                f"got {reward.dtype}. Use Cast before."
+            )
         lift = lambda x: x.reshape(*x.shape, *(1,) * (reward.ndim - 2))
         real, goes_on = lift(batch.mask), lift(batch.mask & ~done)
         rows = [jnp.moveaxis(x, 1, 0) for x in (reward, real, goes_on)]

@@ -60,6 +60,13 @@ class Rename:
 
     pairs: tuple[tuple[Path, Path], ...]
 
+    def __post_init__(self) -> None:
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.pairs):
+            raise TypeError(
+                f"Rename: pairs: expected a tuple of pairs, got {self.pairs!r}. "
+                "Write ((path, path),)."
+            )
+
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, with the entries elsewhere."""
         del batch
@@ -103,10 +110,20 @@ class Concatenate:
                     f"{getattr(leaves[0], 'dtype', None)}, got {getattr(leaf, 'dtype', leaf)}. "
                     "Use Cast before."
                 )
+            like = (leaves[0].ndim, *_without_axis(leaves[0], self.axis))
+            if leaf.ndim + self.axis < 1 or (leaf.ndim, *_without_axis(leaf, self.axis)) != like:
+                raise ValueError(
+                    f"Concatenate: '{path_name(path)}': expected a shape like {leaves[0].shape} "
+                    f"but for axis {self.axis}, which is not that of the batch, got {leaf.shape}."
+                )
         joined = jnp.concatenate(leaves, axis=self.axis)
         for path in () if self.keep else self.paths:
             data = _without(data, _names(path), "Concatenate")
         return with_leaf(data, self.to, joined, "Concatenate")
+
+
+def _without_axis(leaf: jax.Array, axis: int) -> tuple[int, ...]:
+    return (*leaf.shape[:axis], *leaf.shape[axis:][1:])
 
 
 def with_leaf(data: Any, path: Path, entry: Any, what: str) -> Any:

@@ -1,11 +1,13 @@
 """Transforms of numbers, one by one."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jrb import pytree
-from jrb.transforms.leaves import Paths, check_paths, observations, rewritten
+from jrb.transforms.leaves import Paths, check_paths, dtype_name, observations, rewritten
 from jrb.types import Batch, Item
 
 
@@ -23,7 +25,7 @@ class Cast:
 
     def __post_init__(self) -> None:
         check_paths("Cast", self.paths)
-        jnp.dtype(self.dtype)
+        object.__setattr__(self, "dtype", dtype_name("Cast", self.dtype))
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, cast."""
@@ -54,6 +56,9 @@ class Normalize:
 
     def __post_init__(self) -> None:
         check_paths("Normalize", self.paths)
+        sizes = {np.size(self.mean), np.size(self.std)} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"Normalize: expected mean and std of one length, got {sizes}.")
         if (np.asarray(self.std) == 0).any():
             raise ValueError(f"Normalize: std: expected numbers other than 0, got {self.std}.")
 
@@ -68,7 +73,7 @@ class Normalize:
                     f"Normalize: leaf '{name}': expected a last axis of {width}, got shape "
                     f"{leaf.shape}. Name the leaves that are meant with paths=."
                 )
-            wide = _float(leaf)
+            wide = pytree.wide(leaf)
             mean, std = jnp.asarray(self.mean, wide.dtype), jnp.asarray(self.std, wide.dtype)
             return (wide - mean) / std
 
@@ -91,6 +96,9 @@ class Clip:
 
     def __post_init__(self) -> None:
         check_paths("Clip", self.paths)
+        bounds = [bound for bound in (self.low, self.high) if bound is not None]
+        if not all(map(math.isfinite, bounds)):
+            raise ValueError(f"Clip: expected finite bounds, got {bounds}. None is for no bound.")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"Clip: expected low <= high, got {self.low} and {self.high}.")
 
@@ -100,7 +108,16 @@ class Clip:
 
         def clip(name: str, leaf: jax.Array) -> jax.Array:
             del name
-            return jnp.clip(leaf, self.low, self.high).astype(leaf.dtype)
+            low, high = self.low, self.high
+            if jnp.issubdtype(leaf.dtype, jnp.integer):  # the bounds that this dtype can hold
+                info = jnp.iinfo(leaf.dtype)
+                low = None if low is None else min(max(math.ceil(low), info.min), info.max)
+                high = None if high is None else max(min(math.floor(high), info.max), info.min)
+                as_leaf = lambda bound: jnp.asarray(bound, leaf.dtype)
+            else:
+                as_leaf = lambda bound: jnp.asarray(bound).astype(leaf.dtype)
+            low, high = (None if bound is None else as_leaf(bound) for bound in (low, high))
+            return jnp.clip(leaf, low, high)
 
         return rewritten(data, paths, "Clip", clip)
 
@@ -125,10 +142,5 @@ class Scale:
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, scaled."""
         paths = (batch.keys.reward,) if self.paths is None else self.paths
-        change = lambda name, leaf: _float(leaf) * self.factor + self.offset
+        change = lambda name, leaf: pytree.wide(leaf) * self.factor + self.offset
         return rewritten(data, paths, "Scale", change)
-
-
-def _float(leaf: jax.Array) -> jax.Array:
-    """The leaf, as float32 if it is of no floating dtype."""
-    return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype(jnp.float32)

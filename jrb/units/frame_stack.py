@@ -66,6 +66,10 @@ class FrameStack:
         checks.window("FrameStack: k", self.k, ring.rows)
         checks.in_time("FrameStack", writer)
         self.unit.check(ring, sampler, writer)
+        if isinstance(self.unit, FrameStack):
+            raise ValueError(
+                "FrameStack: unit: expected a unit of single frames, got a FrameStack."
+            )
         if getattr(self.unit, "over", "steps") != "steps":
             raise ValueError(
                 "FrameStack: expected a unit whose anchors are rows, got over='episodes'. "
@@ -86,6 +90,12 @@ class FrameStack:
                 )
         for name in names:
             self._check_twin(name, spec, keys)
+        for path in getattr(self.unit, "goals", ()):
+            if any(within(name, path_name(path)) for name in names if self._stacked(name, keys)):
+                raise ValueError(
+                    f"FrameStack: '{path_name(path)}': expected a goal that is not stacked. "
+                    "Name the frames alone with paths=."
+                )
         return Stacks(
             back=jnp.zeros(ring.capacity, jnp.uint8 if self.k <= 256 else jnp.int32),
             length=jnp.zeros(ring.envs, jnp.int32),
@@ -100,22 +110,16 @@ class FrameStack:
     def _stacked(self, name: str, keys: Keys) -> bool:
         return any(within(name, prefix) for prefix in self._prefixes(keys))
 
-    def _twin(self, name: str, keys: Keys) -> str | None:
-        """Where the frames before a frame of the next observation lie; None for other leaves."""
-        after = path_name(keys.next_observation)
-        if not within(name, after):
-            return None
-        return path_name(keys.observation) + name[len(after) :]
-
     def _check_twin(self, name: str, spec: Item, keys: Keys) -> None:
         if not self._stacked(name, keys) or not keys.is_next(name):
             return
-        twin = self._twin(name, keys)
+        twin = keys.twin(name)
         named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
         if twin not in named or named[twin] != named[name]:
             raise ValueError(
-                f"FrameStack: leaf '{name}': expected a leaf {twin!r} of the same shape and "
-                f"dtype, whose rows are the frames before it, got {named.get(twin or name)}."
+                f"FrameStack: leaf '{name}': expected a leaf of the next observation, and one "
+                f"like it in the observation ('{twin or path_name(keys.observation)}'), whose "
+                f"rows are the frames before it, got {named.get(twin or name)}."
             )
 
     def on_write(
@@ -198,7 +202,7 @@ class FrameStack:
 
     def _many(self, name: str, keys: Keys) -> bool:
         """Whether many frames of this leaf are read: for its stack, or for that of its twin."""
-        if self._twin(name, keys) is not None:
+        if keys.twin(name) is not None:
             return False
         return self._stacked(name, keys) or self._is_twin(name, keys)
 
@@ -238,7 +242,7 @@ class FrameStack:
 
         def stack(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)
-            twin = self._twin(name, keys)
+            twin = keys.twin(name)
             if not self._stacked(name, keys):
                 return leaf if not self._many(name, keys) else cut(leaf, last, self.k)[(*rest, 0)]
             if twin is None:

@@ -69,7 +69,12 @@ class Hindsight:
         checks.in_time("Hindsight", writer)
 
     @property
-    def _goals(self) -> tuple[Path, ...]:
+    def goals(self) -> tuple[Path, ...]:
+        """The paths to goals, and to what was achieved."""
+        return (*self._wanted, self.achieved)
+
+    @property
+    def _wanted(self) -> tuple[Path, ...]:
         return (self.goal,) if self.next_goal is None else (self.goal, self.next_goal)
 
     def init(self, ring: Ring, spec: Item, keys: Keys) -> Goals:
@@ -77,7 +82,7 @@ class Hindsight:
         episodes.check(spec, keys)
         keys.get(spec, "reward")
         achieved = find(spec, self.achieved, "Hindsight: achieved")
-        for path in self._goals:
+        for path in self._wanted:
             goal = find(spec, path, "Hindsight: goal")
             mend = f"A goal must be what can be achieved at '{path_name(self.achieved)}'."
             pytree.check_like(achieved, goal, f"Hindsight: '{path_name(path)}'", mend)
@@ -140,7 +145,7 @@ class Hindsight:
         reached = jax.tree.leaves(find(raw, self.achieved, "Hindsight: achieved"))
         choose = lambda new, old: jnp.where(changed.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
         new = {path_name(self.achieved): [leaf[:, 0] for leaf in reached]}
-        for path in self._goals:
+        for path in self._wanted:
             old = jax.tree.leaves(find(raw, path, "Hindsight: goal"))
             new[path_name(path)] = [
                 choose(leaf[:, 1], goal) for leaf, goal in zip(reached, old, strict=True)

@@ -53,6 +53,7 @@ class NStep:
     def __post_init__(self) -> None:
         checks.count("n", self.n)
         checks.fraction("discount", self.discount)
+        checks.flag("strict", self.strict)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring has n rows, in order of time."""

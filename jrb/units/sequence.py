@@ -109,20 +109,19 @@ class Sequence:
         done = keys.get(items, "done")
         ended = None if state.ended is None else rows.put(state.ended, write, done)
         state = state.replace(ended=ended)  # pyright: ignore
-        change = every_slot(ring, held, write)
         if state.line is not None and state.length is not None:
             length = episodes.lengths(state.length, done, write, self.length)
             whole = (length[:-1] == self.length)[..., None]
             back = jnp.full(1, self.length - 1, jnp.int32)
             entered = line.rows_back(ring, held, write, back, whole)
             anchors, change = line.after_write(ring, state.line, held, write, entered, slack=0)
-            state = state.replace(line=anchors, length=length[-1])  # pyright: ignore
-        elif state.episodes is not None:
+            return state.replace(line=anchors, length=length[-1]), change  # pyright: ignore
+        if state.episodes is not None:
             after, change, _ = episodes.after_write(
                 ring, state.episodes, held, write, done, self._enough
             )
-            state = state.replace(episodes=after)  # pyright: ignore
-        return state, change
+            return state.replace(episodes=after), change  # pyright: ignore
+        return state, every_slot(ring, held, write)
 
     def anchors(self, ring: Ring, state: Windows, held: Held) -> Anchors:
         """The first rows of windows."""

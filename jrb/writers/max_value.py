@@ -114,10 +114,13 @@ class MaxValue:
         return state
 
     def reset(self, ring: Ring, state: Ranks, token: jax.Array) -> Ranks:
-        """Nothing is held; items are counted on."""
+        """Nothing is held; items are counted on, and no slot has the number of an item."""
         del ring
-        return state.replace(  # pyright: ignore
-            ranks=trees.cleared(state.ranks, token), count=jnp.minimum(state.count, 0) + token
+        return Ranks(
+            ranks=trees.cleared(state.ranks, token),
+            stamps=order.overwrite(state.stamps, state.number, token),
+            count=jnp.minimum(state.count, 0) + token,
+            number=state.number + jnp.uint32(1),
         )
 
     def hold(self, state: Ranks, token: jax.Array) -> Ranks:
