@@ -1,6 +1,6 @@
 """jrb: the replay buffer for JAX."""
 
-from jrb import ring, sum_tree, testing, transforms, types
+from jrb import layouts, ring, sum_tree, testing, transforms, types
 from jrb.buffer import BufferState, ReplayBuffer, Sample
 from jrb.keys import TED, Keys
 from jrb.mix import Mix
@@ -31,6 +31,7 @@ __all__ = [
     "Transition",
     "Uniform",
     "WithoutReplacement",
+    "layouts",
     "ring",
     "sum_tree",
     "testing",

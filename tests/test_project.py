@@ -11,16 +11,16 @@ from jrb import extras
 ROOT = pathlib.Path(jrb.__file__).parent
 
 LAYERS = [
-    {"extras"},
+    {"extras", "disk"},
     {"pytree", "order"},
     {"keys", "ring", "bits", "tree", "display", "checks"},
-    {"types", "permutation", "sum_tree"},
+    {"types", "permutation", "sum_tree", "layouts"},
     {"rows"},
     {"line", "episodes"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"testing", "demo", "mix"},
-    {"demo_report"},
+    {"demo_report", "checkpoint"},
     {"cli"},
     {"__init__"},
 ]

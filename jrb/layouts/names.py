@@ -1,0 +1,50 @@
+"""Nested dicts as flat ones whose names tell the path."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Leaves = dict[str, Any]
+"""Arrays by name: `{"observation": ..., "next/reward": ...}`."""
+
+
+def flatten(items: Any, what: str) -> Leaves:
+    """The arrays of a nested dict, by name.
+
+    Raises:
+        TypeError: something else than a dict with strings for keys, or a leaf that is no array.
+        ValueError: a key with a slash.
+    """
+    leaves: Leaves = {}
+    _flatten(items, "", leaves, what)
+    return leaves
+
+
+def _flatten(items: Any, prefix: str, leaves: Leaves, what: str) -> None:
+    if not isinstance(items, Mapping):
+        raise TypeError(
+            f"{what}: expected a dict of arrays, got {type(items).__name__}. Layouts know dicts."
+        )
+    for key, entry in items.items():
+        name = f"{prefix}{key}"
+        if not isinstance(key, str) or "/" in key:
+            raise ValueError(f"{what}: expected names without a slash, got {key!r}. Rename it.")
+        if hasattr(entry, "shape") and hasattr(entry, "dtype"):
+            leaves[name] = entry
+        elif isinstance(entry, Mapping):
+            _flatten(entry, name + "/", leaves, what)
+        else:
+            raise TypeError(
+                f"{what}: leaf '{name}': expected an array or a dict, got {type(entry).__name__}."
+            )
+
+
+def nest(leaves: Leaves) -> dict[str, Any]:
+    """The nested dict of arrays by name."""
+    items: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *path, last = name.split("/")
+        inner = items
+        for key in path:
+            inner = inner.setdefault(key, {})
+        inner[last] = leaf
+    return items

@@ -1,0 +1,149 @@
+"""Nested: one row per trajectory; and trajectories one by one."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb.keys import TED, Keys
+from jrb.layouts.flat import from_flat, to_flat
+from jrb.layouts.names import Leaves, flatten, nest
+
+_LENGTHS, _ENVIRONMENTS = "lengths", "environments"
+_LENGTH, _ENVIRONMENT = "length", "environment"
+
+
+def ted_to_nested(
+    items: Any, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The flat layout, with the lengths of the trajectories in place of their ends.
+
+    Args:
+        items: as for `ted_to_flat`.
+        keys: how they are keyed.
+        num_envs: E, or None for no axis of environments.
+        cuts: as for `ted_to_flat`.
+
+    Returns:
+        The arrays of `ted_to_flat`, trajectory after trajectory, and `lengths`, int64 `[K]`, the
+        rows of each; of a shared observation each has one more. With `num_envs` also
+        `environments`, int64 `[K]`.
+
+    Raises:
+        TypeError: no dict, or a leaf that is no array.
+        ValueError: leaves of unequal T or E, or one called `lengths` or `environments`.
+    """
+    leaves, links = to_flat(flatten(items, "ted_to_nested"), keys, num_envs, cuts)
+    _check_free(leaves, (_LENGTHS, _ENVIRONMENTS))
+    if not links.ends.size:
+        raise ValueError("ted_to_nested: expected at least one row of time, got none.")
+    environments, last = np.nonzero(links.ends)
+    where = environments * links.ends.shape[1] + last
+    nested = {**leaves, _LENGTHS: np.diff(where, prepend=-1)}
+    if num_envs is not None:
+        nested[_ENVIRONMENTS] = environments
+    return nest(nested)
+
+
+def nested_to_ted(nested: Any, keys: Keys = TED) -> dict[str, Any]:
+    """The transitions that `ted_to_nested` was given."""
+    leaves = flatten(nested, "nested_to_ted")
+    if _LENGTHS not in leaves:
+        raise ValueError(
+            f"nested_to_ted: expected a leaf 'lengths', got {list(leaves)}. ted_to_nested makes it."
+        )
+    lengths, environments = np.asarray(leaves.pop(_LENGTHS)), leaves.pop(_ENVIRONMENTS, None)
+    return nest(from_flat(leaves, _ends(lengths, environments), keys))
+
+
+def split(
+    items: Any, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """One dict for each trajectory, environment after environment.
+
+    Args:
+        items: as for `ted_to_flat`.
+        keys: how they are keyed.
+        num_envs: E, or None for no axis of environments.
+        cuts: as for `ted_to_flat`.
+
+    Returns:
+        Dicts with leaves `[L, ...]`; leaves of a shared observation `[L + 1, ...]`; and `length`,
+        int64 `[]`, L, the trajectory's rows. With `num_envs` also `environment`, int64 `[]`.
+    """
+    leaves, links = to_flat(flatten(items, "split"), keys, num_envs, cuts)
+    _check_free(leaves, (_LENGTH, _ENVIRONMENT))
+    trajectories = []
+    for environment, length, rows in pieces(leaves, links.ends):
+        rows[_LENGTH] = np.asarray(length, np.int64)
+        if num_envs is not None:
+            rows[_ENVIRONMENT] = np.asarray(environment, np.int64)
+        trajectories.append(nest(rows))
+    return trajectories
+
+
+def combine(trajectories: Iterable[Any], keys: Keys = TED) -> dict[str, Any]:
+    """The transitions that `split` was given."""
+    parts = [flatten(trajectory, "combine") for trajectory in trajectories]
+    if not parts:
+        raise ValueError("combine: expected at least one trajectory, got none.")
+    for number, part in enumerate(parts):
+        if part.keys() != parts[0].keys() or _LENGTH not in part:
+            raise ValueError(
+                f"combine: trajectory {number}: expected 'length' and the leaves of the others, "
+                f"{list(parts[0])}, got {list(part)}. split makes them."
+            )
+    lengths = np.asarray([int(part.pop(_LENGTH)) for part in parts])
+    environments = None
+    if _ENVIRONMENT in parts[0]:
+        environments = np.asarray([int(part.pop(_ENVIRONMENT)) for part in parts])
+    leaves = {name: _join([part[name] for part in parts]) for name in parts[0]}
+    return nest(from_flat(leaves, _ends(lengths, environments), keys))
+
+
+def pieces(leaves: Leaves, ends: np.ndarray) -> Iterator[tuple[int, int, Leaves]]:
+    """The environment, the length and the rows of each trajectory.
+
+    Args:
+        leaves: flat, `[N, ...]` or `[N + K, ...]`.
+        ends: bool `[E, T]`.
+    """
+    environments, last = np.nonzero(ends)
+    stops = environments * ends.shape[1] + last + 1
+    starts = np.concatenate([[0], stops[:-1]])
+    for number, (environment, start, stop) in enumerate(
+        zip(environments, starts, stops, strict=True)
+    ):
+        rows = {}
+        for name, leaf in leaves.items():
+            more = len(leaf) != ends.size
+            rows[name] = leaf[start + more * number : stop + more * (number + 1)]
+        yield int(environment), int(stop - start), rows
+
+
+def _ends(lengths: np.ndarray, environments: Any) -> np.ndarray:
+    """The last rows of trajectories, bool `[T]` or `[E, T]`."""
+    ends = np.zeros(lengths.sum(), bool)
+    ends[np.cumsum(lengths) - 1] = True
+    if environments is None:
+        return ends
+    count = int(np.max(np.asarray(environments), initial=0)) + 1
+    rows = np.bincount(np.asarray(environments), weights=lengths, minlength=count)
+    if (rows != rows[0]).any() or (np.diff(environments) < 0).any():
+        raise ValueError(
+            f"environments: expected equally many rows of each, one after the other, got "
+            f"{rows.astype(int).tolist()} rows."
+        )
+    return ends.reshape(count, -1)
+
+
+def _join(parts: list[Any]) -> Any:
+    return (jnp if isinstance(parts[0], jax.Array) else np).concatenate(parts)
+
+
+def _check_free(leaves: Leaves, names: tuple[str, ...]) -> None:
+    for name in names:
+        if name in leaves:
+            raise ValueError(f"leaf '{name}': the layout uses that name. Rename yours.")
