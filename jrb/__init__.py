@@ -1,7 +1,8 @@
 """jrb: the replay buffer for JAX."""
 
-from jrb import layouts, ring, sum_tree, testing, transforms, types
+from jrb import checkpoint, layouts, ring, sum_tree, testing, transforms, types
 from jrb.buffer import BufferState, ReplayBuffer, Sample
+from jrb.checkpoint import load, save
 from jrb.keys import TED, Keys
 from jrb.mix import Mix
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
@@ -31,8 +32,11 @@ __all__ = [
     "Transition",
     "Uniform",
     "WithoutReplacement",
+    "checkpoint",
     "layouts",
+    "load",
     "ring",
+    "save",
     "sum_tree",
     "testing",
     "transforms",

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 
 from jrb import bits, checks, display, order, pytree
-from jrb.keys import TED, Keys
+from jrb.keys import TED, Keys, path_name
 from jrb.ring import Ring
 from jrb.samplers import Uniform
 from jrb.storages import DeviceStorage
@@ -150,12 +150,12 @@ class ReplayBuffer:
         Raises:
             TypeError: a leaf is no array, or of a dtype that JAX would change.
         """
-        return self._empty_state(self._stored_spec(example))
+        return self.blank(self._stored_spec(example))
 
     def nbytes(self, example: Item) -> int:
         """The bytes that `init(example)` allocates, without allocating them."""
         spec = self._stored_spec(example)
-        return pytree.nbytes(jax.eval_shape(lambda: self._empty_state(spec)))
+        return pytree.nbytes(jax.eval_shape(lambda: self.blank(spec)))
 
     def add(self, state: BufferState, item: Item, mask: jax.Array | None = None) -> BufferState:
         """Writes one timestep.
@@ -350,7 +350,8 @@ class ReplayBuffer:
             raise ValueError("init: expected at least one leaf, got an empty pytree.")
         return spec
 
-    def _empty_state(self, spec: Item) -> BufferState:
+    def blank(self, spec: Item) -> BufferState:
+        """An empty state for items of this spec as they are stored, behind all inverses."""
         ring = self.ring
         return BufferState(
             storage=self.storage.init(ring, spec, self.keys),
@@ -364,6 +365,10 @@ class ReplayBuffer:
             item = getattr(transform, "inverse", lambda item: item)(item)
         return item
 
+    def stored(self, state: BufferState) -> Item:
+        """The spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
+        return self.storage.spec(self.ring, state.storage, self.keys)
+
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
         """Items as the storage takes them, leaves `[*lead, ...]`, or an error."""
         if any(hasattr(transform, "inverse") for transform in self.transforms):
@@ -374,7 +379,7 @@ class ReplayBuffer:
             items = inverse(items)
         spec = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype),
-            self.storage.spec(self.ring, state.storage, self.keys),
+            self.stored(state),
         )
         pytree.check_like(spec, items, verb, f"Give {_LAYOUT[verb, self.num_envs is None]}.")
         return items
@@ -413,9 +418,17 @@ _LAYOUT = {
 
 @jax.jit
 def _write(
-    buffer: ReplayBuffer, state: BufferState, items: Item, mask: jax.Array | None
+    buffer: ReplayBuffer,
+    state: BufferState,
+    items: Item,
+    mask: jax.Array | None,
+    cuts: jax.Array | None = None,
 ) -> BufferState:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]`."""
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`.
+
+    Time does not go on after the items that `cuts`, bool `[T, E]`, names, though their own done
+    flags do not say so.
+    """
     ring, keys = buffer.ring, buffer.keys
     if buffer.num_envs is None:
         items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
@@ -425,10 +438,28 @@ def _write(
     if not write.bounded:
         left = write.gone - jnp.maximum(held.count // ring.envs + write.rows - ring.rows, 0)
         writer = buffer.writer.shrink(ring, writer, left)
+    if cuts is not None:
+        items = _cut(items, cuts, keys)
     unit, change = buffer.unit.on_write(ring, state.unit, held, write, items, keys)
     anchors = buffer.unit.anchors(ring, unit, buffer.writer.held(ring, writer))
     sampler = buffer.sampler.on_write(ring, state.sampler, change, anchors)
     return BufferState(storage=storage, writer=writer, sampler=sampler, unit=unit)
+
+
+write_stored = _write
+"""What `extend` calls: for items as they are stored, and for seams in time."""
+
+
+def _cut(items: Item, cuts: jax.Array, keys: Keys) -> Item:
+    """The items as the unit sees them, done where time does not go on."""
+    name = path_name(keys.done)
+
+    def mark(path: tuple, leaf: jax.Array) -> jax.Array:
+        if pytree.leaf_name(path) != name or leaf.dtype != jnp.bool_:
+            return leaf
+        return leaf | cuts.reshape(*cuts.shape, *(1,) * (leaf.ndim - 2))
+
+    return jax.tree_util.tree_map_with_path(mark, items)
 
 
 @functools.partial(jax.jit, static_argnames="batch_size")

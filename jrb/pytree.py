@@ -11,6 +11,8 @@ import numpy as np
 
 T = TypeVar("T")
 
+_COMPONENTS: set[type] = set()
+
 
 @dataclass_transform(frozen_default=True)
 def component(cls: type[T]) -> type[T]:
@@ -27,7 +29,13 @@ def component(cls: type[T]) -> type[T]:
         check(self)
 
     cls.__post_init__ = post_init  # pyright: ignore[reportAttributeAccessIssue]
+    _COMPONENTS.add(cls)
     return jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
+
+
+def is_component(cls: Any) -> bool:
+    """Whether a class was made a description by `component`."""
+    return cls in _COMPONENTS
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

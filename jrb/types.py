@@ -139,6 +139,10 @@ class Look:
 class Writer(Protocol):
     """Which slots do these rows go to?
 
+    A writer that can tell which rows were written since an earlier state of its may have
+    `written_since(ring, then, now)`, from two states to the first row and the number of rows, on
+    the host: a checkpoint then looks only there for what is new.
+
     Attributes:
         in_time: whether rows lie around the ring in the order in which they came. Units that need
             more than one row ask for it.
@@ -186,7 +190,11 @@ class Writer(Protocol):
 
 
 class Storage(Protocol):
-    """Puts rows at slots, gets rows at slots."""
+    """Puts rows at slots, gets rows at slots.
+
+    One may have `slotted(state)`, the arrays `[N or more, ...]` whose row s is changed only when
+    slot s is written, for all s below N: a checkpoint then looks only there for what is new.
+    """
 
     def init(self, ring: Ring, spec: Item, keys: Keys) -> State:
         """Room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
@@ -284,8 +292,9 @@ class Unit(Protocol):
 class Sampler(Protocol):
     """Which anchors next, and with what probability?
 
-    One that draws anchors in their order says so by `in_order = True`, one whose `draw` uses them
-    up by `consumes = True`.
+    One that knows something of items which a buffer of another size should know too has
+    `adopt(state, old, slots, places)`: see `Prioritized`. One that draws anchors in their order
+    says so by `in_order = True`, one whose `draw` uses them up by `consumes = True`.
     """
 
     def init(self, ring: Ring) -> State:

@@ -231,6 +231,44 @@ class Prioritized:
         good = jnp.isfinite(alpha) & (alpha >= 0)
         return _with_alpha(self, state, jnp.where(good, alpha, state.alpha))
 
+    def assign(
+        self,
+        state: Priorities,
+        slots: jax.Array,
+        priorities: jax.Array,
+        highest: jax.Array | float | None = None,
+    ) -> Priorities:
+        """Priorities that come from elsewhere, such as another buffer; costs O(N).
+
+        Args:
+            state: the sampler's state.
+            slots: int32 `[K]`, distinct; those that are no anchors are left alone.
+            priorities: real numbers `[K]`; a negative one leaves what is there.
+            highest: the greatest priority seen there; None for the greatest of both.
+        """
+        new = jnp.asarray(priorities).astype(jnp.float32)
+        here = (state.raw[slots] >= 0) & jnp.isfinite(new) & (new >= 0)
+        raw = state.raw.at[jnp.where(here, slots, state.raw.size)].set(new, mode="drop")
+        if highest is None:
+            highest = jnp.maximum(state.highest, jnp.max(new, initial=0.0, where=here))
+        highest = jnp.asarray(highest).astype(jnp.float32)
+        state = state.replace(raw=raw, highest=highest)  # pyright: ignore
+        return self._put(state, raw, trees.set_all)
+
+    def adopt(
+        self, state: Priorities, old: Priorities, slots: jax.Array, places: jax.Array
+    ) -> Priorities:
+        """Takes over what another buffer's sampler knew of its anchors.
+
+        Args:
+            state: the sampler's state, after the items were written.
+            old: the other sampler's state.
+            slots: int32 `[K]`, where the items were.
+            places: int32 `[K]`, where they are.
+        """
+        state = state.replace(alpha=old.alpha, refused=old.refused)  # pyright: ignore
+        return self.assign(state, places, old.raw[slots], old.highest)
+
     def _set(
         self, state: Priorities, index: jax.Array, keep: jax.Array, raw: jax.Array
     ) -> Priorities:

@@ -72,3 +72,8 @@ class Queue:
         """An empty queue."""
         del state, token
         return self.init(ring)
+
+    def adopt(self, state: Unread, old: Unread, slots: jax.Array, places: jax.Array) -> Unread:
+        """What was drawn from another buffer's queue is not drawn again."""
+        del slots, places
+        return Unread(count=jnp.minimum(state.count, old.count))

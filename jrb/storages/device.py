@@ -86,6 +86,10 @@ class DeviceStorage:
 
         return order.once(lambda: jax.tree_util.tree_map_with_path(get, state))
 
+    def slotted(self, state: Any) -> Item:
+        """The items; not where next observations are."""
+        return state.items if self.once else state
+
     def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
         """The same arrays: what they hold is not looked at again."""
         del ring

@@ -127,6 +127,13 @@ class MaxValue:
         """The same, its count not known before the token."""
         return state.replace(count=state.count + token)  # pyright: ignore
 
+    def best(self, ring: Ring, state: Ranks, count: int) -> jax.Array:
+        """The slots of the `count` best items, or of all, in the order of slots."""
+        held = int(state.count)
+        ranks = trees.leaves(state.ranks)[:held]
+        chosen = jnp.argsort(-ranks, stable=True)[:count]
+        return jnp.sort(chosen).astype(jnp.int32)
+
 
 def _place(ring: Ring, rank: jax.Array, wanted: jax.Array, i: jax.Array, carry: Any) -> Any:
     """Takes item i, or leaves it."""

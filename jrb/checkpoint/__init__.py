@@ -1,0 +1,173 @@
+"""Checkpoints: a buffer and its state on a disk, exact, and whole after any crash."""
+
+import os
+from types import EllipsisType
+from typing import Any
+
+from jrb.checkpoint import background, h5, migrate, native, template
+from jrb.checkpoint.background import Save
+from jrb.checkpoint.flashbax import read_flashbax, read_vault
+from jrb.checkpoint.items import Dump
+from jrb.checkpoint.torchrl import read_torchrl, write_torchrl
+from jrb.disk import manifest
+from jrb.disk.errors import DamagedError, LockedError
+
+__all__ = [
+    "DamagedError",
+    "Dump",
+    "LockedError",
+    "Save",
+    "generations",
+    "load",
+    "read_flashbax",
+    "read_torchrl",
+    "read_vault",
+    "save",
+    "save_async",
+    "verify",
+    "write_torchrl",
+]
+
+Path = str | os.PathLike[str]
+
+
+def save(
+    path: Path,
+    buffer: Any,
+    state: Any,
+    *,
+    keep: int = 0,
+    layout: str = "native",
+    compression: str | None = None,
+    fletcher32: bool = False,
+) -> None:
+    """Saves a buffer and its state.
+
+    A reader sees the old checkpoint or the new one, never a mixture, also after a crash at any
+    moment. Only blocks that changed since the last save to this path are written. Which these are
+    is told from the writer's state and a sample of the rest, so that rows which were written stay
+    as they are: change stored rows by hand, a few bytes here and there, and save to a new path.
+
+    Args:
+        path: of a folder, made if it is not there; with `layout="h5"` of a file.
+        buffer: the description, a `ReplayBuffer` or a `Mix`.
+        state: its state, also one that `vmap` has put axes before. It is only read.
+        keep: how many older generations stay; see `generations`.
+        layout: "native", or "h5": one file, a group for each trajectory, written whole each time.
+        compression: with "h5", of its datasets, such as "gzip".
+        fletcher32: with "h5", whether its datasets have checksums.
+
+    Raises:
+        LockedError: somebody else is saving there.
+        OSError: the disk is full or broken; what was there before is still there.
+        ValueError: the state is not one of this buffer.
+    """
+    path = os.fspath(path)
+    background.settle(path)
+    template.check_buffer(buffer, "save")
+    if layout == "h5":
+        h5.save(path, buffer, state, compression, fletcher32)
+        return
+    _check_native(layout, compression, fletcher32, keep)
+    native.save(path, buffer, state, keep)
+
+
+def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
+    """Saves in the background.
+
+    What is to be written is copied to host memory before this returns: at first everything, later
+    what changed. Then the state may be donated. If the save fails, the next call of `save`,
+    `save_async` or `load` with this path raises, and so does `wait`. A program that ends waits.
+
+    Args:
+        path: of a folder.
+        buffer: the description.
+        state: its state.
+        keep: how many older generations stay.
+
+    Returns:
+        The save, with `wait()` and `done()`.
+
+    Raises:
+        As `save`, and what went wrong with the save before.
+    """
+    path = os.fspath(path)
+    background.settle(path)
+    template.check_buffer(buffer, "save_async")
+    _check_native("native", None, False, keep)
+    return background.start(path, native.Pending(path, buffer, state, copy=True), keep)
+
+
+def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) -> None:
+    if layout != "native":
+        raise ValueError(f"layout: expected 'native' or 'h5', got {layout!r}.")
+    if compression is not None or fletcher32:
+        raise ValueError(
+            "compression, fletcher32: expected none with layout='native', which checks every block "
+            "anyway. They are for layout='h5'."
+        )
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+        raise ValueError(f"keep: expected a number of at least 0, got {keep!r}.")
+
+
+def load(
+    path: Path,
+    buffer: Any = None,
+    *,
+    example: Any = None,
+    capacity: int | None = None,
+    num_envs: int | EllipsisType | None = ...,
+    generation: int | None = None,
+    device: Any = None,
+) -> tuple[Any, Any]:
+    """Loads what was saved: the next draws are, bit for bit, those of an uninterrupted run.
+
+    Args:
+        path: of a checkpoint, in either layout.
+        buffer: the description as it was saved; needed if that holds functions, whose code no file
+            has. Batch size and transforms may be others.
+        example: one transition; needed if the items are of classes that the program has not
+            defined. Otherwise it is only compared.
+        capacity: N of the buffer that is wanted; None for that of the checkpoint. The newest rows
+            stay, with their priorities, and all the states start from there.
+        num_envs: E of the buffer that is wanted; `...` for that of the checkpoint. The rows of all
+            environments are then dealt out anew, each trajectory in one piece, and no window
+            crosses a seam.
+        generation: which one; None for the newest.
+        device: a device or a sharding, for all arrays; None for the default device.
+
+    Returns:
+        The description and the state.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or no such generation.
+        DamagedError: a file is not what was written; the message names leaf, block and file.
+        ValueError: another version, dtype, shape, structure or capacity, with the leaf's name.
+    """
+    path = os.fspath(path)
+    background.settle(path)
+    if os.path.isfile(path):
+        buffer, state = h5.load(path, buffer, example, device)
+    else:
+        buffer, state = native.load(path, buffer, example, generation, device)
+    if capacity is None and num_envs is ...:
+        return buffer, state
+    return migrate.migrated(buffer, state, capacity, num_envs)
+
+
+def generations(path: Path) -> list[int]:
+    """The generations that a checkpoint has, oldest first; one more than `keep` at most."""
+    return manifest.generations(os.fspath(path))
+
+
+def verify(path: Path) -> list[str]:
+    """Reads all of a checkpoint, older generations too, and says what is wrong, a line each.
+
+    Returns:
+        Nothing for one that is whole.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+    """
+    path = os.fspath(path)
+    return h5.verify(path) if os.path.isfile(path) else native.verify(path)

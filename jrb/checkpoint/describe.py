@@ -1,0 +1,217 @@
+"""Descriptions and structures as JSON, and back.
+
+Nothing is imported and nothing is called on the way back but the constructors of descriptions and
+of containers whose classes the program has already defined: a file cannot make it run code.
+Functions are only named; whoever reads a description with one in it has to bring it.
+"""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import pytree
+
+Json = Any
+
+
+class UnknownError(ValueError):
+    """A file names something that the program does not have, or that no file can hold."""
+
+
+def encode(value: Any) -> Json:
+    """A description as JSON."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if type(value) is tuple:
+        return {"tuple": [encode(entry) for entry in value]}
+    name = name_of(type(value))
+    if pytree.is_component(type(value)) and find_class(name) is type(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"part": name, "fields": {key: encode(entry) for key, entry in fields.items()}}
+    return {"named": name_of(value)}
+
+
+def decode(node: Json, where: str = "buffer") -> Any:
+    """The description that was encoded.
+
+    Raises:
+        UnknownError: it has a function, or a part whose class the program has not defined.
+        ValueError: the parts do not fit together.
+    """
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if "tuple" in node:
+        parts = node["tuple"]
+        return tuple(decode(part, f"{where}[{number}]") for number, part in enumerate(parts))
+    if "named" in node:
+        raise UnknownError(
+            f"{where}: the checkpoint names {node['named']}, but holds no code. Build the buffer "
+            "as it was saved, and pass it: load(path, buffer=...)."
+        )
+    cls = find_class(node["part"])
+    if cls is None or not pytree.is_component(cls):
+        raise UnknownError(
+            f"{where}: expected a part that this program has defined, got {node['part']}. Import "
+            "its module first, or pass load(path, buffer=...)."
+        )
+    fields = {key: decode(part, f"{where}.{key}") for key, part in node["fields"].items()}
+    if fields.keys() != {field.name for field in dataclasses.fields(cls)}:
+        raise UnknownError(
+            f"{where}: {node['part']} has other fields than it had when it was saved, "
+            f"{sorted(fields)}. Pass load(path, buffer=...)."
+        )
+    return cls(**fields)
+
+
+def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:
+    """Where two encoded descriptions differ, a line each; what is only named is not compared."""
+    if isinstance(saved, dict) and isinstance(given, dict):
+        if "named" in saved and "named" in given:
+            return []
+        if "fields" in saved and saved.get("part") == given.get("part"):
+            return [
+                line
+                for key in sorted(saved["fields"].keys() | given["fields"].keys())
+                for line in differences(
+                    saved["fields"].get(key), given["fields"].get(key), f"{where}.{key}"
+                )
+            ]
+        if "tuple" in saved and len(saved["tuple"]) == len(given.get("tuple", ())):
+            pairs = zip(saved["tuple"], given["tuple"], strict=True)
+            return [
+                line
+                for number, pair in enumerate(pairs)
+                for line in differences(*pair, f"{where}[{number}]")
+            ]
+    if saved == given:
+        return []
+    return [f"{where}: expected {_short(saved)} as it was saved, got {_short(given)}"]
+
+
+def _short(node: Json) -> str:
+    if isinstance(node, dict):
+        return str(node.get("part") or node.get("named") or node)
+    return repr(node)
+
+
+def name_of(thing: Any) -> str:
+    """`module:name` of a class or function; of another thing, of its class."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def find_class(name: str) -> type | None:
+    """The class of this name, if its module is imported."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+def encode_structure(tree: Any) -> Json:
+    """The structure, shapes and dtypes of a pytree of `jax.ShapeDtypeStruct`s."""
+    node = _encode_node(tree)
+    try:
+        same = jax.tree.structure(decode_structure(node)) == jax.tree.structure(tree)
+    except UnknownError:
+        same = False
+    if same:
+        return node
+    leaves = [_encode_node(leaf) for leaf in jax.tree.leaves(tree)]
+    return {"unknown": str(jax.tree.structure(tree)), "leaves": leaves}
+
+
+def _encode_node(tree: Any) -> Json:
+    if isinstance(tree, jax.ShapeDtypeStruct):
+        return {"leaf": [dtype_name(tree.dtype), list(tree.shape)]}
+    if tree is None:
+        return {"none": True}
+    if type(tree) is dict and all(isinstance(key, str | int) for key in tree):
+        return {"dict": [[key, _encode_node(entry)] for key, entry in tree.items()]}
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [_encode_node(entry) for entry in tree]}
+    if not hasattr(tree, "_fields") and not dataclasses.is_dataclass(tree):
+        return {"unknown": str(type(tree))}
+    fields = [[name, _encode_node(getattr(tree, name))] for name in _field_names(tree)]
+    return {"class": name_of(type(tree)), "fields": fields}
+
+
+def decode_structure(node: Json) -> Any:
+    """The pytree of `jax.ShapeDtypeStruct`s that was encoded.
+
+    Raises:
+        UnknownError: it has containers whose classes the program has not defined.
+    """
+    if "leaf" in node:
+        name, shape = node["leaf"]
+        return jax.ShapeDtypeStruct(tuple(shape), dtype_of(name))
+    if "none" in node:
+        return None
+    if "dict" in node:
+        return {key: decode_structure(entry) for key, entry in node["dict"]}
+    if "list" in node:
+        return [decode_structure(entry) for entry in node["list"]]
+    if "tuple" in node:
+        return tuple(decode_structure(entry) for entry in node["tuple"])
+    if "unknown" in node:
+        raise UnknownError(
+            f"the items were of the structure {node['unknown']}, which no file can hold. Pass one "
+            "transition: load(path, example=...)."
+        )
+    cls = find_class(node["class"])
+    fields = {name: decode_structure(entry) for name, entry in node["fields"]}
+    is_container = hasattr(cls, "_fields") or dataclasses.is_dataclass(cls)
+    if cls is None or not is_container or _field_names(cls) != list(fields):
+        raise UnknownError(
+            f"expected the class {node['class']} with the fields {list(fields)}, which the items "
+            "were of. Import its module first, or pass one transition: load(path, example=...)."
+        )
+    return cls(**fields)
+
+
+def _field_names(cls: Any) -> list[str]:
+    if hasattr(cls, "_fields"):
+        return list(cls._fields)
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def dtype_name(dtype: Any) -> str:
+    """`bfloat16`, or `key:threefry2x32` for keys.
+
+    Raises:
+        TypeError: keys of an implementation that JAX does not bring.
+    """
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return str(np.dtype(dtype))
+    for name in _IMPLEMENTATIONS:
+        if jax.random.key(0, impl=name).dtype == dtype:
+            return f"key:{name}"
+    raise TypeError(f"expected keys of {', '.join(_IMPLEMENTATIONS)}, got {dtype}.")
+
+
+def dtype_of(name: str) -> Any:
+    """The dtype of a name.
+
+    Raises:
+        UnknownError: there is none.
+    """
+    kind, _, implementation = name.partition(":")
+    if kind == "key" and implementation in _IMPLEMENTATIONS:
+        return jax.random.key(0, impl=implementation).dtype
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError as error:
+        raise UnknownError(f"expected a dtype that JAX knows, got {name!r}.") from error
+    if dtype.kind in "OSUMm" or dtype.fields is not None:
+        raise UnknownError(f"expected a dtype of numbers, got {name!r}.")
+    return dtype

@@ -1,0 +1,271 @@
+"""Checkpoints as one HDF5 file: a group for each trajectory, and the rest of the state.
+
+```
+trajectories/000000/observation     [L + 1, ...]; a leaf that is no shared observation: [L, ...]
+                   /next/reward     attributes: length L, environment, first_slot
+state/writer/cursor ...             all arrays of the state but the items
+jrb                                 the description in JSON; attributes: format, version
+```
+
+Items are in order of time, those of each environment apart. A dtype that HDF5 lacks (bfloat16,
+float8, int4) is stored as unsigned integers of its size, keys as their words; the attribute `dtype`
+tells which. The file is written beside the old one, synced, and renamed.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import h5py
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import buffer as buffers
+from jrb import pytree
+from jrb.buffer import ReplayBuffer
+from jrb.checkpoint import describe, memory, native, template
+from jrb.checkpoint.items import pieces, replaying
+from jrb.disk import files
+from jrb.disk.errors import DamagedError
+from jrb.layouts.flat import from_flat, to_flat
+from jrb.layouts.names import Leaves
+from jrb.layouts.nested import pieces as trajectories
+
+FORMAT, VERSION = "jrb-h5", 1
+_SMALLEST = 2000  # times smaller than the data is no compressed data
+_TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
+
+
+def save(path: str, buffer: Any, state: Any, compression: str | None, fletcher32: bool) -> None:
+    """Saves; see `jrb.checkpoint.save`."""
+    spec, batch = template.read_off(buffer, state)
+    if not isinstance(buffer, ReplayBuffer) or batch:
+        raise ValueError(
+            "layout: expected a single buffer with layout='h5', got a Mix, or states under vmap. "
+            "Use layout='native'."
+        )
+    if os.path.isdir(path):
+        raise ValueError(f"{path}: expected a file with layout='h5', found a folder.")
+    temporary = path + ".new"
+    lock = files.lock(temporary)
+    try:
+        with h5py.File(temporary, "w", locking=False) as file:
+            options = {"compression": compression, "fletcher32": fletcher32}
+            _write(file, buffer, state, spec, options)
+        files.sync(lock, temporary)
+        files.replace(temporary, path)
+    except BaseException:
+        files.remove(temporary)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _write(
+    file: h5py.File, buffer: ReplayBuffer, state: Any, spec: Any, options: dict[str, Any]
+) -> None:
+    slots = _slots(buffer, state)
+    leaves = _items(buffer, state, spec, slots)
+    about: dict[str, Any] = {
+        "kind": native.KIND,
+        "buffer": describe.encode(buffer),
+        "items": describe.encode_structure(spec),
+        "rows": len(slots),
+        "trajectories": [],
+    }
+    if len(slots):
+        flat, links = to_flat(leaves, buffer.keys, slots.shape[1], ())
+        for number, (environment, length, rows) in enumerate(trajectories(flat, links.ends)):
+            group = file.create_group(f"{_TRAJECTORIES}/{number:06d}")
+            group.attrs.update(length=length, environment=environment)
+            about["trajectories"].append([environment, length])
+            for name, leaf in rows.items():
+                _put(group, name, leaf, options)
+    rest = {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
+    group = file.create_group(_STATE)
+    for name, leaf in zip(template.leaf_names(rest), jax.tree.leaves(rest), strict=True):
+        _put(group, name, np.asarray(memory.raw(leaf)), options, describe.dtype_name(leaf.dtype))
+    text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
+    _put(file, _ABOUT, text, {})
+    file.attrs.update(format=FORMAT, version=VERSION)
+
+
+def _slots(buffer: ReplayBuffer, state: Any) -> np.ndarray:
+    """The slots that are held, int `[T, E]`; those of items without an order of time `[T, 1]`."""
+    held = buffer.writer.held(buffer.ring, state.writer)
+    slots = (int(held.first) + np.arange(int(held.count))) % buffer.capacity
+    return slots.reshape(-1, buffer.ring.envs if buffer.writer.in_time else 1)
+
+
+def _items(buffer: ReplayBuffer, state: Any, spec: Any, slots: np.ndarray) -> Leaves:
+    """The items there, on the host, leaves `[T, E, ...]` by name; keys as their words."""
+    specs = [memory.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
+    found = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in specs]
+    for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
+        items = buffer.take(state, jnp.asarray(slots[piece], jnp.int32))
+        for whole, leaf in zip(found, jax.tree.leaves(items), strict=True):
+            whole[piece] = np.asarray(memory.raw(leaf))
+    return dict(zip(_names(spec), found, strict=True))
+
+
+def _names(spec: Any) -> list[str]:
+    return ["item" if name == "." else name for name in template.leaf_names(spec)]
+
+
+def _put(
+    group: h5py.Group, name: str, leaf: Any, options: dict[str, Any], dtype: str | None = None
+) -> None:
+    """A dataset, with a checksum, and with its dtype where HDF5 has none like it."""
+    array = np.ascontiguousarray(leaf).reshape(leaf.shape)
+    plain = array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1
+    stored = array if plain else array.view(f"u{array.itemsize}")
+    dataset = group.create_dataset(
+        name, data=stored, **(options if stored.size and stored.shape else {})
+    )
+    dataset.attrs["dtype"] = dtype or describe.dtype_name(array.dtype)
+    dataset.attrs["crc32"] = zlib.crc32(memory.view(stored))
+
+
+def load(path: str, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
+    """Loads; see `jrb.checkpoint.load`."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return _read(path, file, buffer, example, device)
+    except (OSError, KeyError, RuntimeError, IndexError) as error:
+        if isinstance(error, PermissionError | FileNotFoundError):
+            raise
+        raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
+
+
+def _read(path: str, file: h5py.File, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
+    about = _about(path, file)
+    buffer = native.matched(about["buffer"], buffer)
+    spec = native.stored_spec(about["items"], buffer, example)
+    want = template.blank(buffer, spec)
+    state = _replayed(path, file, buffer, spec, about)
+    rest = {"writer": want.writer, "sampler": want.sampler, "unit": want.unit}
+    arrays = [
+        _restored(path, file, f"{_STATE}/{name}", leaf)
+        for name, leaf in zip(template.leaf_names(rest), jax.tree.leaves(rest), strict=True)
+    ]
+    state = state.replace(**jax.tree.unflatten(jax.tree.structure(rest), arrays))
+    return buffer, state if device is None else jax.device_put(state, device)
+
+
+def _about(path: str, file: h5py.File) -> dict[str, Any]:
+    kind, version = file.attrs.get("format"), cast(int, file.attrs.get("version", 0))
+    if kind != FORMAT:
+        raise ValueError(f"{path}: expected a file of format '{FORMAT}', got {kind!r}.")
+    if version > VERSION:
+        raise ValueError(
+            f"{path}: expected version {VERSION} or older, got version {version}. A newer jrb "
+            "wrote this; install that one."
+        )
+    return json.loads(_get(path, file, _ABOUT).tobytes())
+
+
+def _get(path: str, group: h5py.Group, name: str) -> np.ndarray:
+    """A dataset as it was stored, checked."""
+    dataset = group[name]
+    if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
+        raise DamagedError(f"{path}: leaf '{name}': expected a plain dataset.")
+    if dataset.nbytes > _SMALLEST * dataset.id.get_storage_size():
+        raise DamagedError(
+            f"{path}: leaf '{name}': expected data for {dataset.nbytes} bytes, found "
+            f"{dataset.id.get_storage_size()}."
+        )
+    expected: Any = dataset.attrs["crc32"]
+    array = np.asarray(dataset[()])
+    if zlib.crc32(memory.view(array)) != expected:
+        raise DamagedError(
+            f"{path}: leaf '{group.name}/{name}': expected the checksum {expected:08x}, found "
+            f"{zlib.crc32(memory.view(array)):08x}: its bytes were damaged."
+        )
+    return array
+
+
+def _restored(path: str, file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    array = _get(path, file, name)
+    inner = memory.raw_spec(spec)
+    if array.shape != inner.shape or array.dtype.itemsize != inner.dtype.itemsize:
+        raise ValueError(
+            f"{path}: leaf '{name}': expected {inner.dtype}{list(inner.shape)}, got "
+            f"{array.dtype}{list(array.shape)}."
+        )
+    return memory.wrapped(jnp.array(array.view(inner.dtype), copy=True), spec.dtype)
+
+
+def _replayed(
+    path: str, file: h5py.File, buffer: ReplayBuffer, spec: Any, about: dict[str, Any]
+) -> Any:
+    """A state into whose storage all items were written, at their slots."""
+    into = replaying(buffer)
+    state = into.blank(spec)
+    if not about["rows"]:
+        return state
+    first = int(_get(path, file, f"{_STATE}/writer/cursor")) if buffer.writer.in_time else 0
+    if buffer.writer.in_time:
+        first = (first - about["rows"]) % buffer.ring.rows
+        state = state.replace(writer=state.writer.replace(cursor=jnp.int32(first)))  # pyright: ignore
+    leaves = _leaves(path, file, buffer, spec, about)
+    row_bytes = pytree.nbytes(spec) * into.ring.envs
+    for piece in pieces(np.arange(about["rows"]), row_bytes):
+        rows = [
+            _unraw(leaf[piece], s) for leaf, s in zip(leaves, jax.tree.leaves(spec), strict=True)
+        ]
+        items = jax.tree.unflatten(jax.tree.structure(spec), rows)
+        if into.num_envs is None:
+            items = jax.tree.map(lambda leaf: leaf[:, 0], items)
+        state = buffers.write_stored(into, state, items, None)
+    return state
+
+
+def _leaves(
+    path: str, file: h5py.File, buffer: ReplayBuffer, spec: Any, about: dict[str, Any]
+) -> list[np.ndarray]:
+    """The items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
+    environments, lengths = np.asarray(about["trajectories"], np.int64).T
+    ends = np.zeros(lengths.sum(), bool)
+    ends[np.cumsum(lengths) - 1] = True
+    ends = ends.reshape(int(environments.max()) + 1, about["rows"])
+    names, raws = _names(spec), [memory.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
+    parts: dict[str, list[np.ndarray]] = {}
+    for number in range(len(lengths)):
+        group = cast(h5py.Group, file[f"{_TRAJECTORIES}/{number:06d}"])
+        for name in [name for name in names if name in group]:
+            parts.setdefault(name, []).append(_get(path, group, name))
+    kinds = dict(zip(names, raws, strict=True))
+    flat = {name: np.concatenate(rows).view(kinds[name].dtype) for name, rows in parts.items()}
+    found = from_flat(flat, ends, buffer.keys)
+    for name, want in kinds.items():
+        if name not in found or found[name].shape[2:] != want.shape:
+            raise DamagedError(f"{path}: leaf '{name}': expected items of shape {want.shape}.")
+    return [found[name] for name in names]
+
+
+def _unraw(words: np.ndarray, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    return memory.wrapped(jnp.asarray(words), spec.dtype)
+
+
+def verify(path: str) -> list[str]:
+    """All that is wrong with a file, a line each."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return list(_damages(path, file))
+    except OSError as error:
+        return [f"{path}: expected a checkpoint in HDF5, got {error!r}."]
+
+
+def _damages(path: str, file: h5py.File) -> Iterator[str]:
+    names: list[str] = []
+    file.visititems(
+        lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None
+    )
+    for name in names:
+        try:
+            _get(path, file, name)
+        except (DamagedError, OSError, KeyError, RuntimeError) as error:
+            yield str(error)

@@ -1,0 +1,118 @@
+"""Items by the row, from wherever they come, and how they become a state."""
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import pytree
+from jrb.buffer import BufferState, ReplayBuffer
+from jrb.writers import Immutable, RoundRobin
+
+_PIECE = 8 << 20
+
+
+class Dump(NamedTuple):
+    """What another library had stored.
+
+    Attributes:
+        items: a pytree of arrays `[T, ...]` or `[T, E, ...]`, mostly a nested dict, in the order of
+            the ring, cut to what was written.
+        info: a dict. `cursor`, the row that would be written next; `full`, whether the ring was;
+            `num_envs`, E or None; and what else the source has: `priorities`, float `[T]` or
+            `[T, E]`, p as an agent reported it, with `alpha`, `eps` and `max_priority`.
+    """
+
+    items: Any
+    info: dict[str, Any]
+
+    def into(self, buffer: ReplayBuffer) -> BufferState:
+        """The state of a buffer that holds these items.
+
+        Where the buffer has room for exactly these rows, every item has the place it had, and the
+        cursor too. Otherwise rows are written in order of time from place 0 on; of more than there
+        is room for, the newest ones.
+
+        Args:
+            buffer: with the `num_envs` of the items; priorities go to a `Prioritized` sampler.
+
+        Raises:
+            ValueError: another `num_envs`, or items that the buffer does not take.
+        """
+        envs = self.info["num_envs"]
+        if not hasattr(buffer, "num_envs"):
+            raise TypeError(f"into: expected a ReplayBuffer, got {type(buffer).__name__}.")
+        if envs != buffer.num_envs:
+            raise ValueError(
+                f"into: expected a buffer with num_envs={envs}, as the items have it, got "
+                f"num_envs={buffer.num_envs}."
+            )
+        axes = 1 if envs is None else 2
+        lengths = {leaf.shape[0] for leaf in jax.tree.leaves(self.items)}
+        if len(lengths) != 1:
+            raise ValueError(f"into: expected leaves of one length, got {sorted(lengths)}.")
+        rows, ring = lengths.pop(), buffer.ring
+        spec = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), self.items
+        )
+        state = buffer.init(spec)
+        first = self.info["cursor"] % rows if self.info["full"] and rows else 0
+        order = (first + np.arange(rows)) % max(rows, 1)  # oldest first
+        order = order[max(0, rows - ring.rows) :]
+        start = first if rows == ring.rows else 0
+        state = _at_row(state, start)
+        for piece in pieces(order, pytree.nbytes(spec) * ring.envs):
+            rows_ = jax.tree.map(operator.itemgetter(piece), self.items)
+            state = writable(buffer).extend(state, rows_)
+        return self._with_priorities(buffer, state, order, start)
+
+    def _with_priorities(
+        self, buffer: ReplayBuffer, state: BufferState, order: np.ndarray, start: int
+    ) -> BufferState:
+        """The same, with the priorities of the rows in `order`, which begin at row `start`."""
+        assign = getattr(buffer.sampler, "assign", None)
+        if "priorities" not in self.info or assign is None:
+            return state
+        ring = buffer.ring
+        rows = (start + np.arange(len(order))) % ring.rows
+        slots = rows[:, None] * ring.envs + np.arange(ring.envs)
+        values = np.asarray(self.info["priorities"], np.float32)[order].reshape(slots.shape)
+        most = self.info.get("max_priority")
+        sampler = assign(state.sampler, jnp.asarray(slots.reshape(-1)), values.reshape(-1), most)
+        return state.replace(sampler=sampler)  # pyright: ignore
+
+
+def _at_row(state: BufferState, row: int) -> BufferState:
+    """An empty state whose next row is this one."""
+    if not row or not hasattr(state.writer, "cursor"):
+        return state
+    writer = state.writer.replace(cursor=jnp.int32(row))
+    return state.replace(writer=writer)  # pyright: ignore
+
+
+def writable(buffer: ReplayBuffer) -> ReplayBuffer:
+    """The same buffer, for filling one that is only read."""
+    if isinstance(buffer.writer, Immutable):
+        return dataclasses.replace(buffer, writer=RoundRobin())
+    return buffer
+
+
+def replaying(buffer: ReplayBuffer) -> ReplayBuffer:
+    """The buffer to write items with that another one held, in their order.
+
+    Items without an order of time are written one by one.
+    """
+    if buffer.writer.in_time:
+        return writable(buffer)
+    return dataclasses.replace(buffer, num_envs=None)
+
+
+def pieces(order: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
+    """Rows in parts that take a few megabytes each."""
+    step = max(1, _PIECE // max(row_bytes, 1))
+    for start in range(0, len(order), step):
+        yield order[start : start + step]

@@ -1,0 +1,103 @@
+"""From one capacity, or one number of environments, to another."""
+
+import dataclasses
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import buffer as buffers
+from jrb import pytree
+from jrb.buffer import BufferState, ReplayBuffer
+from jrb.checkpoint.items import pieces, replaying
+
+
+def migrated(
+    buffer: Any, state: Any, capacity: int | None, num_envs: int | EllipsisType | None
+) -> tuple[ReplayBuffer, BufferState]:
+    """The description of another size, and the state that holds the newest rows.
+
+    With another number of environments, the rows of all are laid end to end and dealt out anew; no
+    window crosses a seam.
+
+    Raises:
+        TypeError: a mix, or states side by side under `vmap`.
+        ValueError: a capacity that the number of environments does not divide.
+    """
+    if not isinstance(buffer, ReplayBuffer) or jnp.ndim(buffer.size(state)):
+        raise TypeError(
+            "load: capacity, num_envs: expected a checkpoint of a single buffer, got a Mix, or "
+            "states under vmap. Load it as it is."
+        )
+    target = dataclasses.replace(
+        buffer,
+        capacity=buffer.capacity if capacity is None else capacity,
+        num_envs=buffer.num_envs if num_envs is ... else num_envs,
+    )
+    if target.ring == buffer.ring:
+        return target, state
+    slots, cuts = _chosen(buffer, target, state)
+    new = _filled(buffer, target, state, slots, cuts)
+    adopt = getattr(target.sampler, "adopt", None)
+    if adopt is not None:
+        places = jnp.arange(slots.size, dtype=jnp.int32)
+        sampler = adopt(new.sampler, state.sampler, jnp.asarray(slots.reshape(-1)), places)
+        new = new.replace(sampler=sampler)  # pyright: ignore
+    return target, new
+
+
+def _chosen(
+    buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The slots to keep, int32 `[T, E]` in order of time; and after which time does not go on."""
+    best = getattr(buffer.writer, "best", None)
+    if best is not None:
+        return np.asarray(best(buffer.ring, state.writer, target.capacity))[:, None], None
+    held = buffer.writer.held(buffer.ring, state.writer)
+    old, new = buffer.ring, target.ring
+    rows = int(held.count) // old.envs
+    first = int(held.first) + np.arange(rows, dtype=np.int64) * old.envs
+    slots = (first[:, None] + np.arange(old.envs)) % old.capacity
+    kept = slots[max(0, rows - target.capacity // old.envs) :].astype(np.int32)
+    if old.envs == new.envs:
+        return kept, None
+    return _dealt(kept, new.envs)
+
+
+def _dealt(slots: np.ndarray, envs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Streams `[T, E]`, laid end to end and cut into `envs` of equal length; and the seams."""
+    surplus = slots.size % envs  # of the oldest row
+    streams = [
+        stream[number < surplus :] if surplus <= slots.shape[1] else stream
+        for number, stream in enumerate(slots.T)
+    ]
+    line = np.concatenate(streams)
+    seams = np.concatenate([np.arange(len(stream)) == len(stream) - 1 for stream in streams])
+    over = line.size % envs  # more environments than there were items in a row
+    line, seams = line[over:], seams[over:]
+    lanes = seams.reshape(envs, len(line) // envs)
+    lanes[:, -1:] = True
+    return line.reshape(lanes.shape).T, lanes.T
+
+
+def _filled(
+    buffer: ReplayBuffer,
+    target: ReplayBuffer,
+    state: BufferState,
+    slots: np.ndarray,
+    cuts: np.ndarray | None,
+) -> BufferState:
+    """An empty state of the target, and these items written to it."""
+    spec = buffer.stored(state)
+    into = replaying(target)
+    new = target.blank(spec)
+    row_bytes = pytree.nbytes(spec) * slots.shape[1]
+    for piece in pieces(np.arange(len(slots)), row_bytes):
+        items = buffer.take(state, jnp.asarray(slots[piece]))
+        seams = None if cuts is None else jnp.asarray(cuts[piece])
+        if into.num_envs is None:
+            items = jax.tree.map(lambda leaf: leaf[:, 0], items)
+        new = buffers.write_stored(into, new, items, None, seams)
+    return new

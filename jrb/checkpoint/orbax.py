@@ -1,0 +1,137 @@
+"""A replay buffer as an item of an Orbax checkpoint, with checksums of its own.
+
+Importing this module makes the two arguments known to Orbax. In a folder of its own, beside the
+other items, lies a checkpoint as `jrb.checkpoint.save` writes it, so that `jrb.checkpoint.verify`
+and `load`, also with another capacity, take `<step>/<item>/jrb`.
+
+Example:
+    ```
+    import orbax.checkpoint as ocp
+    from jrb.checkpoint.orbax import BufferRestore, BufferSave
+
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(params), buffer=BufferSave(buffer, state)
+            ),
+        )
+        manager.wait_until_finished()
+        restored = manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(params), buffer=BufferRestore(buffer)
+            ),
+        )
+    buffer, state = restored.buffer
+    ```
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import extras
+from jrb.checkpoint import memory, native, template
+
+ocp: Any = extras.require("orbax.checkpoint", "orbax")
+
+FOLDER = "jrb"
+"""The folder below that of the item; Orbax may put files of its own beside it."""
+
+
+class BufferHandler(ocp.AsyncCheckpointHandler):
+    """Writes and reads one buffer; in programs of one process, on a file system of this machine.
+
+    Orbax names the checkpoint when all its items are written, so that a crash leaves the older ones
+    as they were. Every step is written in full. `ocp.args` finds the handler by its arguments.
+    """
+
+    def save(self, directory: Any, args: "BufferSave") -> None:
+        """Writes the state, and returns when that is done."""
+        _check(args)
+        native.save(_path(directory), args.buffer, args.state, 0)
+
+    async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
+        """Copies the state to host memory; then it may be donated.
+
+        Returns:
+            What waits until the folder is there, and then writes the copy.
+        """
+        _check(args)
+        state = jax.tree.map(_copied, args.state)
+        write = _write(_path(directory), args.buffer, state)
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write, name="jrb-save")]
+
+    def restore(self, directory: Any, args: "BufferRestore | None" = None) -> tuple[Any, Any]:
+        """The description and the state.
+
+        Raises:
+            FileNotFoundError: there is no such item.
+            DamagedError: a file is not what was written; the message names leaf, block and file.
+            ValueError: another version, dtype, shape, structure or description.
+        """
+        how: Any = BufferRestore() if args is None else args
+        return native.load(_path(directory), how.buffer, how.example, None, how.device)
+
+
+@ocp.args.register_with_handler(BufferHandler, for_save=True)
+@dataclasses.dataclass
+class BufferSave(ocp.args.CheckpointArgs):
+    """What to save.
+
+    Attributes:
+        buffer: the description, a `ReplayBuffer` or a `Mix`.
+        state: its state, also one that `vmap` has put axes before. It is only read, and may be
+            donated as soon as `save` of the manager has returned.
+    """
+
+    buffer: Any
+    state: Any
+
+
+@ocp.args.register_with_handler(BufferHandler, for_restore=True)
+@dataclasses.dataclass
+class BufferRestore(ocp.args.CheckpointArgs):
+    """How to restore it; see `jrb.checkpoint.load`. What comes back is `(buffer, state)`.
+
+    Attributes:
+        buffer: the description as it was saved; needed if that holds functions.
+        example: one transition; needed if the items are of classes that the program has not
+            defined.
+        device: a device or a sharding, for all arrays; None for the default device.
+    """
+
+    buffer: Any = None
+    example: Any = None
+    device: Any = None
+
+
+def _check(args: BufferSave) -> None:
+    """Raises at once what would else be raised in the background."""
+    template.check_buffer(args.buffer, "save")
+    template.read_off(args.buffer, args.state)
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f"save: expected a program of one process, got {jax.process_count()}. Save the part of "
+            "each process by jrb.checkpoint.save, to a path of its own."
+        )
+
+
+def _path(directory: Any) -> str:
+    return os.path.join(os.fspath(directory), FOLDER)
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy that no donation reaches, on the host unless it is an array of keys."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.array(leaf, copy=True)
+    return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
+
+
+async def _write(path: str, buffer: Any, state: Any) -> None:
+    native.save(path, buffer, state, 0)

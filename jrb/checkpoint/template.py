@@ -1,0 +1,92 @@
+"""What a state must look like, told from the description and the items alone."""
+
+from typing import Any
+
+import jax
+
+from jrb import pytree
+from jrb.buffer import ReplayBuffer
+from jrb.checkpoint import describe
+from jrb.mix import Mix
+
+
+def check_buffer(buffer: Any, verb: str) -> None:
+    """Raises unless it is a description that can be saved."""
+    if not isinstance(buffer, ReplayBuffer | Mix):
+        raise TypeError(
+            f"{verb}: expected a ReplayBuffer or a Mix, got {type(buffer).__name__}. The order is "
+            "save(path, buffer, state)."
+        )
+
+
+def stored(buffer: ReplayBuffer | Mix, state: Any) -> Any:
+    """The specs of the items, of each buffer of a mix."""
+    if isinstance(buffer, Mix):
+        return tuple(stored(*pair) for pair in zip(buffer.buffers, state, strict=True))
+    return buffer.stored(state)
+
+
+def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
+    """The specs of the state whose items have this spec."""
+    if isinstance(buffer, Mix):
+        return tuple(blank(*pair) for pair in zip(buffer.buffers, spec, strict=True))
+    return jax.eval_shape(lambda: buffer.blank(spec))
+
+
+def batched(tree: Any, batch: tuple[int, ...]) -> Any:
+    """The same specs with leading axes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*batch, *leaf.shape), leaf.dtype), tree)
+
+
+def read_off(buffer: ReplayBuffer | Mix, state: Any) -> tuple[Any, tuple[int, ...]]:
+    """The spec of the items in a state, and the axes that `vmap` has put before all leaves.
+
+    Raises:
+        ValueError, TypeError: it is no state of this buffer; the message names a leaf.
+    """
+    specs = pytree.spec_of(state, "save")
+    for axes in range(4):
+        strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
+        inner = jax.tree.map(strip, specs)
+        try:
+            spec = stored(buffer, inner)
+            want = blank(buffer, spec)
+        except (TypeError, ValueError, AttributeError, IndexError):
+            continue
+        batch = jax.tree.leaves(specs)[0].shape[:axes]
+        if _same(batched(want, batch), specs):
+            return spec, batch
+    try:
+        want = blank(buffer, stored(buffer, specs))
+    except (AttributeError, IndexError) as error:
+        raise ValueError(
+            f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
+            "save(path, buffer, state)."
+        ) from error
+    pytree.check_like(want, specs, "save", "Save the state that this very buffer made.")
+    raise ValueError("save: expected a state of this buffer, got another.")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        return False
+    kind = lambda leaf: (leaf.shape, leaf.dtype)
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(kind(a) == kind(b) for a, b in pairs)
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The names of all leaves, each once."""
+    names: dict[str, None] = {}
+    for name in pytree.leaf_names(tree):
+        unique, number = name, 1
+        while unique in names:
+            number += 1
+            unique = f"{name}#{number}"
+        names[unique] = None
+    return list(names)
+
+
+def kind(spec: jax.ShapeDtypeStruct) -> list:
+    """Dtype and shape for a manifest."""
+    return [describe.dtype_name(spec.dtype), list(spec.shape)]

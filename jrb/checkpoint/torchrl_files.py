@@ -1,0 +1,296 @@
+"""The files of TorchRL's dumps: their names, and arrays out of them by name.
+
+N rows, K trajectories. Nothing is unpickled, no file outside the dump is opened, and no size is
+believed before the file is as long as that.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import h5py
+import jax.numpy as jnp
+import numpy as np
+
+from jrb.disk import files
+from jrb.disk.errors import DamagedError
+
+Key = tuple[str, ...]
+Leaves = dict[Key, np.ndarray]
+
+DTYPES = {
+    "bool": jnp.bool_,
+    "uint8": jnp.uint8,
+    "uint16": jnp.uint16,
+    "uint32": jnp.uint32,
+    "uint64": jnp.uint64,
+    "int8": jnp.int8,
+    "int16": jnp.int16,
+    "int32": jnp.int32,
+    "int64": jnp.int64,
+    "float16": jnp.float16,
+    "bfloat16": jnp.bfloat16,
+    "float32": jnp.float32,
+    "float64": jnp.float64,
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+    "complex64": jnp.complex64,
+    "complex128": jnp.complex128,
+}
+"""The dtypes that both sides have, by the names of both."""
+
+FLAGS = ("done", "terminated", "truncated")
+"""What the compact layouts keep once, and give back at the root as zeros."""
+
+ABOUT = ("is_full", "shift", "_storage_shape")
+"""What the compact layouts hold besides tensors."""
+
+_UNSAFE = frozenset('/<>:"|?*\\ %\x7f') | frozenset(map(chr, range(32)))
+_MOST_JSON = 64 << 20
+_MOST_RATIO = 1032  # that a filter of HDF5 can pack
+
+
+def file_name(key: str) -> str:
+    """The name of a file for a key, without its ending."""
+    if key in ("", ".", ".."):
+        return "%2E" * len(key) or "%"
+    return "".join(f"%{ord(char):02X}" if char in _UNSAFE else char for char in key)
+
+
+class Folder:
+    """A dump, out of which no name leads."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.root = os.path.realpath(os.fspath(path))
+        if not os.path.isdir(self.root):
+            raise FileNotFoundError(f"{os.fspath(path)}: expected a dump, found no folder there.")
+
+    def path(self, *names: str) -> str:
+        """The path of a file, which need not be there.
+
+        Raises:
+            ValueError: a name leads elsewhere, by itself or by a link.
+        """
+        path = os.path.join(self.root, *names)
+        plain = all(name not in ("", ".", "..") and not {"/", "\0"} & {*name} for name in names)
+        if not plain or os.path.realpath(path) != path:
+            raise ValueError(f"{path}: expected a file of the dump itself, found another place.")
+        return path
+
+    def has(self, *names: str) -> bool:
+        """Whether there is such a file."""
+        return os.path.lexists(self.path(*names))
+
+    def name(self, names: Key, key: str, ending: str = "") -> str:
+        """The name of a key's file or folder; earlier versions did not encode it."""
+        name = file_name(key) + ending
+        plain = key not in ("", ".", "..") and not {"/", "\\", "\0"} & {*key}
+        if plain and not self.has(*names, name) and self.has(*names, key + ending):
+            return key + ending
+        return name
+
+    def file(self, *names: str) -> str:
+        """The path of a plain file, which is there."""
+        path = self.path(*names)
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"{path}: expected a file of the dump, found none.")
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise damaged(path, "a plain file", "something else")
+        return path
+
+    def json(self, *names: str) -> dict[str, Any]:
+        """What a file of JSON holds."""
+        path = self.file(*names)
+        if os.path.getsize(path) > _MOST_JSON:
+            raise damaged(path, f"at most {_MOST_JSON} bytes of JSON", os.path.getsize(path))
+        try:
+            found = json.loads(files.read_all(path))
+        except (ValueError, RecursionError) as error:
+            raise damaged(path, "JSON", error) from error
+        if not isinstance(found, dict):
+            raise damaged(path, "a JSON object", type(found).__name__)
+        return found
+
+    def array(self, names: Key, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A file as an array that is only read; without entries it has none."""
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return np.zeros(shape, dtype)
+        path = self.file(*names)
+        if os.path.getsize(path) != size:
+            what = f"{size} bytes for {dtype} of shape {shape}"
+            raise damaged(path, what, f"{os.path.getsize(path)} bytes")
+        return np.asarray(np.memmap(path, dtype, "r", shape=shape))
+
+
+def tensors(
+    folder: Folder, names: Key, lead: tuple[int, ...]
+) -> Iterator[tuple[Key, np.ndarray, bool]]:
+    """Key, array, and whether it is one of trajectories, of all tensors under a folder.
+
+    Args:
+        folder: the dump.
+        names: the folder within it.
+        lead: the leading axes that all must have, or () for `[N]` of any length; then those of
+            trajectories are joined.
+
+    Raises:
+        ValueError: something that has no array.
+    """
+    where = folder.path(*names, "meta.json")
+    for key, entry in folder.json(*names, "meta.json").items():
+        what = kind(entry)
+        if what == "TensorDict":
+            for inner, leaf, ragged in tensors(folder, (*names, folder.name(names, key)), lead):
+                yield (key, *inner), leaf, ragged
+        elif what == "tensor":
+            leaf, ragged = _tensor(folder, names, key, entry)
+            if leaf.shape[: len(lead)] != lead or not leaf.ndim or (ragged and lead):
+                expected = f"leaf '{key}' with leading axes {lead or '[N]'}"
+                raise damaged(where, expected, f"shape {leaf.shape}")
+            yield (key,), leaf, ragged
+        elif what not in (None, "NonTensorData", "NonTensorStack"):
+            raise ValueError(f"{where}: expected tensors and TensorDicts, got '{key}', a {what}.")
+
+
+def kind(entry: Any) -> str | None:
+    """What an entry of a `meta.json` stands for; None for what is no entry."""
+    if not isinstance(entry, Mapping):
+        return None
+    what = entry.get("type")
+    return str(what) if what is not None else "tensor" if "dtype" in entry else None
+
+
+def _tensor(
+    folder: Folder, names: Key, key: str, entry: Mapping[str, Any]
+) -> tuple[np.ndarray, bool]:
+    where = folder.path(*names, "meta.json")
+    shape, dtype = shape_of(entry.get("shape"), where), str(entry.get("dtype"))
+    known = DTYPES.get(dtype.removeprefix("torch."))
+    if known is None:
+        raise ValueError(
+            f"{where}: leaf '{key}': expected a dtype out of {list(DTYPES)}, got {dtype}."
+        )
+    ragged = bool(entry.get("is_nested"))
+    if ragged:
+        shape = _joint_shape(folder, names, key, shape, np.dtype(known))
+    place = (*names, folder.name(names, key, ".memmap"))
+    return folder.array(place, shape, np.dtype(known)), ragged
+
+
+def _joint_shape(
+    folder: Folder, names: Key, key: str, shape: tuple[int, ...], dtype: np.dtype
+) -> tuple[int, ...]:
+    """The shape of all trajectories one after the other, whose shapes a file tells.
+
+    TorchRL counts a row too few of those that end in the last row of time without being written.
+    """
+    place = (*names, folder.name(names, key, ".shape.memmap"))
+    if len(shape) != 2 or 0 in shape:
+        raise damaged(folder.path(*names, "meta.json"), f"'{key}': the shape of shapes", shape)
+    shapes = folder.array(place, shape, np.dtype(np.int64))
+    if (shapes < 0).any() or (shapes[:, 1:] != shapes[0, 1:]).any():
+        raise damaged(folder.path(*place), "shapes that differ in time alone", "others")
+    rows, inner = sum(shapes[:, 0].tolist()), shapes[0, 1:].tolist()
+    path = folder.path(*names, folder.name(names, key, ".memmap"))
+    width = math.prod(inner) * dtype.itemsize
+    more = os.path.getsize(path) // width - rows if width and os.path.isfile(path) else 0
+    return (rows + more if 0 < more <= len(shapes) else rows, *inner)
+
+
+def read_h5(path: str) -> tuple[dict[str, Any], Leaves]:
+    """What a dump in HDF5 says about itself, and its leaves `[N, ...]` or `[N + K, ...]`."""
+    try:
+        with h5py.File(path, "r") as file:
+            about = {name: _scalar(file, name) for name in (*ABOUT, "_len")}
+            leaves = {key: np.concatenate(parts) for key, parts in _trajectories(file).items()}
+    except (OSError, RuntimeError, KeyError, TypeError) as error:
+        raise damaged(path, "a dump in HDF5", error) from error
+    return about, leaves
+
+
+def _scalar(file: h5py.File, name: str) -> Any:
+    found = _member(file, name)
+    if not isinstance(found, h5py.Dataset) or found.shape is None or math.prod(found.shape) > 32:
+        raise damaged(file.filename, f"'{name}': a number or a few", found)
+    return _array(found).tolist()
+
+
+def _trajectories(file: h5py.File) -> dict[Key, list[np.ndarray]]:
+    """The arrays of each leaf, trajectory after trajectory."""
+    groups = [name for name in map(str, file) if name.startswith("traj_") and name[5:].isdecimal()]
+    groups.sort(key=lambda name: int(name[5:]))
+    if [int(name[5:]) for name in groups] != list(range(len(groups))):
+        raise damaged(file.filename, "trajectories from 0 on, each once", groups[:8])
+    leaves: dict[Key, list[np.ndarray]] = {}
+    seen: set[Any] = set()
+    for number, name in enumerate(groups):
+        for key, leaf in _datasets(_member(file, name), seen):
+            parts = leaves.setdefault(key, [])
+            parts.append(leaf)
+            if len(parts) != number + 1 or not leaf.ndim or leaf.shape[1:] != parts[0].shape[1:]:
+                expected = f"'{'/'.join(key)}' in every trajectory, with rows of one shape"
+                raise damaged(file.filename, expected, f"{leaf.shape} in {name}")
+    return leaves
+
+
+def _datasets(group: Any, seen: set[Any]) -> Iterator[tuple[Key, np.ndarray]]:
+    """Key and array of all datasets under a group; those that hold no numbers are passed over."""
+    if group in seen or not isinstance(group, h5py.Group):
+        raise damaged(group.file.filename, f"{group.name} to be a group of its own", group)
+    seen.add(group)
+    for name in map(str, group):
+        entry = _member(group, name)
+        if not isinstance(entry, h5py.Dataset):
+            yield from (((name, *key), leaf) for key, leaf in _datasets(entry, seen))
+        elif entry.dtype.kind in "biufc" and entry.shape is not None:
+            yield (name,), _array(entry)
+
+
+def _member(group: h5py.Group, name: str) -> Any:
+    """What lies in a group itself, and not elsewhere."""
+    if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+        raise damaged(group.file.filename, f"'{name}' in {group.name} itself", "nothing, or a link")
+    return group[name]
+
+
+def _array(dataset: h5py.Dataset) -> np.ndarray:
+    """What a dataset holds, if its file can hold as much."""
+    where, size = dataset.file.filename, math.prod(dataset.shape) * dataset.dtype.itemsize
+    if dataset.external or dataset.is_virtual:
+        raise damaged(where, f"the data of {dataset.name} in this file", "them elsewhere")
+    found = dataset.id.get_storage_size()
+    filters = dataset.id.get_create_plist().get_nfilters()
+    end = (dataset.id.get_offset() or 0) + found
+    if size > found * _MOST_RATIO**filters or end > os.path.getsize(where):
+        raise damaged(where, f"{size} bytes of {dataset.name}", f"{found} bytes")
+    return np.asarray(dataset[()])
+
+
+def damaged(where: str, expected: str, found: object) -> DamagedError:
+    """The error for a file that is not what it should be."""
+    return DamagedError(f"{where}: expected {expected}, found {found}.")
+
+
+def whole(value: Any, where: str, name: str) -> int:
+    """A whole number of at least 0 out of a file."""
+    if number(value, where, name) != int(value) or value >= 2**63:
+        raise damaged(where, f"{name} to be a whole number", value)
+    return int(value)
+
+
+def number(value: Any, where: str, name: str) -> float:
+    """A number of at least 0 out of a file."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**128:
+        raise damaged(where, f"{name} to be a finite number of at least 0", value)
+    return float(value)
+
+
+def shape_of(value: Any, where: str) -> tuple[int, ...]:
+    """A shape out of a file."""
+    if not isinstance(value, list) or len(value) > 32:
+        raise damaged(where, "a shape of at most 32 axes", value)
+    return tuple(whole(size, where, "a size") for size in value)

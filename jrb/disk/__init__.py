@@ -1,0 +1,1 @@
+"""What survives a crash on a disk. Nothing here needs JAX."""

@@ -1,0 +1,399 @@
+"""A folder that holds one set of arrays, saved again and again, whole at every moment.
+
+```
+manifest.json                     what is there (see `jrb.disk.manifest`)
+manifest-000000000006.json        an older generation, if asked for
+blocks/000000000007-000000        blocks that the seventh save wrote
+lock                              held by whoever writes
+```
+
+A save writes the blocks that changed into new files, syncs them, writes a manifest beside the old
+one, syncs it, and renames it: that is the moment at which the save has happened. Files that no
+manifest names any more are removed afterwards. Nothing that a manifest names is ever written again.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from jrb.disk import blocks, files, manifest
+from jrb.disk.blocks import Source
+from jrb.disk.errors import DamagedError
+from jrb.disk.manifest import Body, Leaf
+
+T = TypeVar("T")
+WORKERS = 2
+"""Threads that write or read at a time."""
+
+_RUN = 8  # blocks that a thread reads in a row
+_FILE = re.compile(r"(\d{12})-(\d{6})")
+_TEMPORARY = "manifest.json.new"
+_KNOWN = {manifest.NAME, manifest.FOLDER, _TEMPORARY, "lock"}
+
+
+@dataclasses.dataclass
+class Task:
+    """Blocks of one array that may have to be written, all into one file.
+
+    Attributes:
+        leaf: the number of the array.
+        blocks: number, start and stop of each block.
+        data: their bytes, copied; None to read them when they are written.
+    """
+
+    leaf: int
+    blocks: list[tuple[int, int, int]]
+    data: list[bytes] | None = None
+
+
+class Saving:
+    """One save, from taking the lock to giving it back.
+
+    Args:
+        path: of the store; made if it is not there.
+
+    Raises:
+        LockedError: somebody else is writing.
+        ValueError: the folder holds other things, or a store of a newer version.
+        OSError: it cannot be written to.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        _check_free(path)
+        files.make_folder(path)
+        self._lock = files.lock(os.path.join(path, "lock"))
+        try:
+            files.make_folder(os.path.join(path, manifest.FOLDER))
+            self.previous = _previous(path)
+            self.generation = _next_generation(path, self.previous)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        os.close(self._lock)
+
+    def plan(self, sources: list[Source]) -> list[Task]:
+        """The blocks that may have changed since the last save."""
+        tasks, old = [], _leaves(self.previous)
+        waste = _wasteful(self.previous)
+        for number, source in enumerate(sources):
+            if source.size <= manifest.INLINE:
+                continue
+            wanted = _suspects(source, old.get(source.name), waste)
+            tasks += [Task(number, run) for run in _runs(wanted)]
+        return tasks
+
+    def commit(self, meta: dict[str, Any], sources: list[Source], tasks: list[Task], keep: int):
+        """Writes what changed, and makes it the newest generation.
+
+        Args:
+            meta: what the owner wants to know, for JSON.
+            sources: the arrays.
+            tasks: what `plan` said of them.
+            keep: how many older generations stay.
+
+        Raises:
+            OSError: the disk is full or broken; what was there before is still there.
+        """
+        try:
+            leaves = self._written(sources, tasks)
+            body = {"generation": self.generation, "meta": meta, "leaves": leaves}
+            self._publish(body, keep)
+        except OSError as error:
+            error.add_note(f"{self.path}: the save failed; what was saved before is untouched.")
+            with contextlib.suppress(OSError, ValueError):
+                _collect(self.path, keep)
+            raise
+        _collect(self.path, keep)
+
+    def _written(self, sources: list[Source], tasks: list[Task]) -> list[Leaf]:
+        """The entries of the manifest, after all blocks were written."""
+        old, waste = _leaves(self.previous), _wasteful(self.previous)
+        leaves = [_entry(source, old.get(source.name)) for source in sources]
+
+        def write(numbered: tuple[int, Task]) -> None:
+            number, task = numbered
+            self._write(number, task, sources[task.leaf], leaves[task.leaf], waste)
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for _ in pool.map(write, enumerate(tasks)):
+                pass
+        files.sync_folder(os.path.join(self.path, manifest.FOLDER))
+        return leaves
+
+    def _write(self, number: int, task: Task, source: Source, leaf: Leaf, waste: set) -> None:
+        """Those blocks of a task that changed, into a file of their own."""
+        changed, offset = [], 0
+        for place, (block, start, stop) in enumerate(task.blocks):
+            data = task.data[place] if task.data else source.read(start, stop)
+            sums, known = blocks.sums(data, not source.by_slot), leaf["blocks"][block]
+            same = not source.by_slot and known and tuple(known[3:]) == sums
+            if same and tuple(known[:2]) not in waste:
+                continue
+            leaf["blocks"][block] = [self.generation, number, offset, *sums]
+            changed.append(data)
+            offset += len(data)
+        if changed:
+            name = manifest.file_name(self.generation, number)
+            files.write_new(os.path.join(self.path, name), changed)
+
+    def _publish(self, body: Body, keep: int) -> None:
+        """The moment of the save."""
+        current = os.path.join(self.path, manifest.NAME)
+        if keep and self.previous:
+            older = os.path.join(self.path, manifest.older_name(self.previous["generation"]))
+            if not os.path.exists(older):
+                files.link(current, older)
+        temporary = os.path.join(self.path, _TEMPORARY)
+        files.write_new(temporary, [manifest.encode(body)])
+        files.replace(temporary, current)
+
+
+def _check_free(path: str) -> None:
+    """Raises if there is something that no store put there."""
+    if not os.path.lexists(path):
+        return
+    if not os.path.isdir(path):
+        raise ValueError(f"{path}: expected a folder, found a file. Save to another path.")
+    others = {name for name in os.listdir(path) if not name.startswith("manifest-")} - _KNOWN
+    if others and not os.path.exists(os.path.join(path, manifest.NAME)):
+        raise ValueError(
+            f"{path}: expected a checkpoint or an empty folder, found {sorted(others)[:3]}. Save "
+            "to a folder of its own."
+        )
+
+
+def _previous(path: str) -> Body | None:
+    """The newest manifest, or None if there is none that can be read."""
+    try:
+        return manifest.read(path)
+    except (FileNotFoundError, DamagedError):
+        return None
+
+
+def _next_generation(path: str, previous: Body | None) -> int:
+    """A number that no file of blocks has yet."""
+    if previous is not None:
+        return previous["generation"] + 1
+    names = os.listdir(os.path.join(path, manifest.FOLDER))
+    return max((int(name[:12]) for name in names if _FILE.fullmatch(name)), default=0) + 1
+
+
+def _leaves(body: Body | None) -> dict[str, Leaf]:
+    return {leaf["name"]: leaf for leaf in body["leaves"]} if body else {}
+
+
+def _entry(source: Source, old: Leaf | None) -> Leaf:
+    """What the manifest says of an array; blocks that may have changed are filled in later."""
+    leaf: Leaf = {"name": source.name, "kind": list(source.kind), "size": source.size}
+    if source.size <= manifest.INLINE:
+        return {**leaf, "bytes": bytes(source.read(0, source.size)).hex()}
+    size = blocks.block_size(source.size)
+    count = len(blocks.bounds(source.size, size))
+    return {**leaf, "block": size, "blocks": _known(source, old) or [None] * count}
+
+
+def _known(source: Source, old: Leaf | None) -> list[list] | None:
+    """The blocks of the last save, if they are those of the same array."""
+    if old is None or "blocks" not in old or old["size"] != source.size:
+        return None
+    same = old["kind"] == list(source.kind) and old["block"] == blocks.block_size(source.size)
+    return list(old["blocks"]) if same else None
+
+
+def _suspects(
+    source: Source, old: Leaf | None, waste: set[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """Number, start and stop of the blocks that may have to be written."""
+    bounds = blocks.bounds(source.size, blocks.block_size(source.size))
+    everything = [(number, start, stop) for number, (start, stop) in enumerate(bounds)]
+    known = _known(source, old)
+    if known is None or source.fresh is None:
+        return everything
+    wanted = []
+    for (number, start, stop), entry in zip(everything, known, strict=True):
+        fresh = any(first < stop and start < last for first, last in source.fresh)
+        if not fresh and entry[5] != blocks.sample(source.read(start, stop)):
+            return everything  # it comes from elsewhere: nothing is known of it
+        if fresh or tuple(entry[:2]) in waste:
+            wanted.append((number, start, stop))
+    return wanted
+
+
+def _wasteful(body: Body | None) -> set[tuple[int, int]]:
+    """Files of which less than half is still in use: their blocks are written anew."""
+    used: dict[tuple[int, int], int] = {}
+    reach: dict[tuple[int, int], int] = {}
+    for leaf in body["leaves"] if body else []:
+        for start, stop, entry in manifest.parts(leaf):
+            file = tuple(entry[:2])
+            used[file] = used.get(file, 0) + stop - start
+            reach[file] = max(reach.get(file, 0), entry[2] + stop - start)
+    return {file for file in used if 2 * used[file] < reach[file]}
+
+
+def _runs(wanted: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cuts a list of blocks into parts that fit into a file."""
+    run: list[tuple[int, int, int]] = []
+    for block in wanted:
+        if (
+            run
+            and sum(stop - start for _, start, stop in run) + block[2] - block[1] > blocks.EXTENT
+        ):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
+def _collect(path: str, keep: int) -> None:
+    """Removes older generations beyond `keep`, and the files that no manifest names."""
+    newest = manifest.read(path)
+    older = [number for number in manifest.generations(path) if number != newest["generation"]]
+    for number in older[: len(older) - keep]:
+        files.remove(os.path.join(path, manifest.older_name(number)))
+    named = set(_named(newest))
+    for number in older[len(older) - keep :] if keep else []:
+        with contextlib.suppress(DamagedError):
+            named |= set(_named(manifest.read(path, number)))
+    folder = os.path.join(path, manifest.FOLDER)
+    for name in sorted(os.listdir(folder)):
+        match = _FILE.fullmatch(name)
+        if match and (int(match[1]), int(match[2])) not in named:
+            files.remove(os.path.join(folder, name))
+
+
+def _named(body: Body) -> Iterator[tuple[int, int]]:
+    for leaf in body["leaves"]:
+        for entry in leaf.get("blocks", []):
+            yield entry[0], entry[1]
+
+
+def snapshot(path: str, use: Callable[[Body], T], generation: int | None = None) -> T:
+    """What `use` makes of the newest manifest, or of that of a generation.
+
+    A save that happens meanwhile may remove files: then `use` is called again, with the next
+    manifest.
+    """
+    while True:
+        body = manifest.read(path, generation)
+        try:
+            return use(body)
+        except DamagedError:
+            if generation is not None or manifest.read(path)["generation"] == body["generation"]:
+                raise
+
+
+def check_sizes(path: str, body: Body) -> None:
+    """Raises `DamagedError` unless every file that a manifest names is there and long enough."""
+    for name, (end, leaf) in _reaches(body).items():
+        _check_size(os.path.join(path, name), end, leaf)
+
+
+def _reaches(body: Body) -> dict[str, tuple[int, str]]:
+    """How long each file must be, and the array that asks for it."""
+    reach: dict[str, tuple[int, str]] = {}
+    for leaf in body["leaves"]:
+        for start, stop, entry in manifest.parts(leaf):
+            name = manifest.file_name(entry[0], entry[1])
+            end = (entry[2] + stop - start, leaf["name"])
+            reach[name] = max(reach.get(name, end), end)
+    return reach
+
+
+def _check_size(file: str, end: int, leaf: str) -> None:
+    try:
+        size = os.stat(file, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        raise DamagedError(f"{file}: leaf '{leaf}': expected {end} bytes, found no file.") from None
+    if size < end:
+        raise DamagedError(f"{file}: leaf '{leaf}': expected {end} bytes, found {size}.")
+
+
+def read_block(path: str, leaf: Leaf, number: int, target: memoryview) -> None:
+    """One block of an array, checked.
+
+    Args:
+        path: of the store.
+        leaf: the array's entry in the manifest.
+        number: of the block.
+        target: as many bytes as the block has.
+
+    Raises:
+        DamagedError: it is not what was written; the message names array, block and file.
+    """
+    entry = leaf["blocks"][number]
+    file = os.path.join(path, manifest.file_name(entry[0], entry[1]))
+    try:
+        files.read_into(file, entry[2], target)
+    except (FileNotFoundError, DamagedError) as error:
+        raise DamagedError(f"{file}: leaf '{leaf['name']}', block {number}: {error}") from error
+    found = blocks.check(target)
+    if found != entry[3]:
+        raise DamagedError(
+            f"{file}: leaf '{leaf['name']}', block {number}: expected the checksum "
+            f"{entry[3]:08x}, found {found:08x}: the bytes from {entry[2]} on were damaged."
+        )
+
+
+def read_leaf(path: str, leaf: Leaf, target: memoryview) -> None:
+    """All bytes of an array, checked, read by several threads."""
+    if "bytes" in leaf:
+        target[:] = bytes.fromhex(leaf["bytes"])
+        return
+    parts = list(enumerate(manifest.parts(leaf)))
+    runs = [parts[first : first + _RUN] for first in range(0, len(parts), _RUN)]
+
+    def read(run: list) -> None:
+        for number, (start, stop, _) in run:
+            read_block(path, leaf, number, target[start:stop])
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for _ in pool.map(read, runs):
+            pass
+
+
+def read_pieces(path: str, leaf: Leaf, piece: int) -> Iterator[tuple[int, bytearray]]:
+    """All bytes of an array, checked, in order: offsets, and about `piece` bytes at each."""
+    if "bytes" in leaf:
+        yield 0, bytearray.fromhex(leaf["bytes"])
+        return
+    parts = list(manifest.parts(leaf))
+    step = max(piece // leaf["block"], 1)
+    for first in range(0, len(parts), step):
+        run = parts[first : first + step]
+        begin = run[0][0]
+        data = bytearray(run[-1][1] - begin)
+        for number, (start, stop, _) in enumerate(run, first):
+            read_block(path, leaf, number, memoryview(data)[start - begin : stop - begin])
+        yield begin, data
+
+
+def damages(path: str) -> list[str]:
+    """All that is wrong with a store and its older generations, a line each."""
+    try:
+        numbers = manifest.generations(path)
+    except DamagedError as error:
+        return [str(error)]
+    found: dict[str, None] = {}  # in order, each once
+    for number in reversed(numbers):
+        try:
+            body = manifest.read(path, number)
+        except DamagedError as error:
+            found[str(error)] = None
+            continue
+        for leaf in body["leaves"]:
+            for block, (start, stop, _) in enumerate(manifest.parts(leaf)):
+                try:
+                    read_block(path, leaf, block, memoryview(bytearray(stop - start)))
+                except (DamagedError, OSError) as error:
+                    found[str(error)] = None
+    return list(found)

@@ -1,0 +1,726 @@
+"""Checkpoints: what comes back is what was there, and goes on as if nothing had happened."""
+
+import collections
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import chex
+import h5py
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import checkpoint, pytree, testing, tree
+from jrb.checkpoint import memory
+from jrb.disk import blocks, files, manifest
+
+TED = {
+    "observation": jnp.zeros(3),
+    "action": jnp.int32(0),
+    "next": {
+        "observation": jnp.zeros(3),
+        "reward": jnp.float32(0),
+        "done": jnp.bool_(False),
+    },
+}
+
+
+class Named(collections.namedtuple("Named", ["observation", "done"])):
+    """Items of a class of the program."""
+
+
+@chex.dataclass(frozen=True)
+class Classed:
+    observation: jax.Array
+    done: jax.Array
+
+
+def filled(rows=20, envs=3, example=TED, **parts):
+    """A buffer that has been wrapped, with what its sampler and unit remember."""
+    parts = {"capacity": 8 * (envs or 1), "num_envs": envs, "batch_size": 4, **parts}
+    buffer = jrb.ReplayBuffer(**parts)
+    lead = (rows,) if envs is None else (rows, envs)
+    items = testing.rows(example, jnp.float32(1), *lead)
+    state = buffer.extend(buffer.init(example), items)
+    state, sample = buffer.draw(state, jax.random.key(0))
+    if hasattr(buffer.sampler, "update"):
+        state = buffer.update_priority(state, sample, jnp.array([0.5, 2.0, 3.0, 0.0]))
+    return buffer, state
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert bytes(memory.view(np.asarray(memory.raw(a)))) == bytes(
+            memory.view(np.asarray(memory.raw(b)))
+        )
+
+
+def there_and_back(path, buffer, state, layout="native", **how):
+    jrb.save(path, buffer, state, layout=layout)
+    got, back = jrb.load(path, **how)
+    assert got == buffer
+    assert_same(state, back)
+    assert checkpoint.verify(path) == []
+    return back
+
+
+BUFFERS = {
+    "uniform": {},
+    "one stream": {"envs": None},
+    "partial": {"rows": 5},
+    "prioritized": {"sampler": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer")},
+    "epochs": {"sampler": jrb.WithoutReplacement()},
+    "queue": {"sampler": jrb.Queue()},
+    "n-step": {"unit": jrb.NStep(3, 0.9, strict=True), "sampler": jrb.Prioritized()},
+    "windows": {"unit": jrb.Sequence(2, burn_in=1, short="pad")},
+    "episodes": {"unit": jrb.Sequence(2, over="episodes", short="pad")},
+    "stacks": {"unit": jrb.FrameStack(2, unit=jrb.NStep(2, 0.9))},
+    "once": {"storage": jrb.DeviceStorage(once=True, room=24)},
+    "best": {"writer": jrb.MaxValue(("next", "reward")), "sampler": jrb.Prioritized()},
+    "other keys": {
+        "keys": jrb.Keys(observation="a", next_observation="b"),
+        "example": {"a": jnp.zeros(2), "b": jnp.zeros(2)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_what_comes_back_is_what_was_there(name, tmp_path):
+    buffer, state = filled(**BUFFERS[name])
+    there_and_back(tmp_path / "native", buffer, state)
+
+
+@pytest.mark.parametrize("name", [name for name in BUFFERS if name != "once"])
+def test_an_h5_file_holds_the_same(name, tmp_path):
+    buffer, state = filled(**BUFFERS[name])
+    there_and_back(tmp_path / "file.h5", buffer, state, "h5")
+
+
+def test_an_empty_buffer(tmp_path):
+    buffer = jrb.ReplayBuffer(8, batch_size=2)
+    state = buffer.init(TED)
+    there_and_back(tmp_path / "native", buffer, state)
+    there_and_back(tmp_path / "file.h5", buffer, state, "h5")
+
+
+def test_an_h5_file_of_observations_stored_once_gives_the_same_draws(tmp_path):
+    buffer, state = filled(**BUFFERS["once"])
+    jrb.save(tmp_path / "file.h5", buffer, state, layout="h5")
+    _, back = jrb.load(tmp_path / "file.h5")
+    for number in range(5):
+        key = jax.random.key(number)
+        assert_same(buffer.sample(state, key), buffer.sample(back, key))
+        row = testing.rows(TED, jnp.float32(number), 3)
+        state, back = buffer.add(state, row), buffer.add(back, row)
+
+
+@pytest.mark.parametrize("name", ["n-step", "epochs", "episodes"])
+@pytest.mark.parametrize("layout", ["native", "h5"])
+def test_the_next_draws_are_those_of_an_uninterrupted_run(name, layout, tmp_path):
+    buffer, state = filled(**BUFFERS[name])
+    jrb.save(tmp_path / "saved", buffer, state, layout=layout)
+    _, back = jrb.load(tmp_path / "saved")
+
+    @jax.jit
+    def run(state):
+        def step(state, number):
+            state, sample = buffer.draw(state, jax.random.key(number))
+            state = buffer.add(state, testing.rows(TED, number.astype(jnp.float32), 3))
+            if hasattr(buffer.sampler, "update"):
+                state = buffer.update_priority(state, sample, sample.data["next"]["reward"])
+            return state, sample
+
+        return jax.lax.scan(step, state, jnp.arange(1000))
+
+    assert_same(run(state), run(back))
+
+
+@pytest.mark.parametrize("layout", ["native", "h5"])
+def test_every_dtype_and_name(layout, tmp_path):
+    example = {
+        name: jnp.zeros(3, name)
+        for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "bool", "uint8", "int4", "float16")
+    }
+    example |= {
+        "key": jax.random.key(0),
+        "keys": jax.random.split(jax.random.key(0, impl="rbg"), 2),
+        "complex": jnp.zeros(2, jnp.complex64),
+        "nothing": jnp.zeros((0, 3)),
+        "shape": jnp.float32(0),
+        "device": {"shape": jnp.int8(0)},
+        "dtype": (jnp.zeros(2), [jnp.int16(0)], None),
+    }
+    other = example.pop("keys")
+    items = testing.rows(example, jnp.float32(1), 20, 3)
+    items["keys"] = jax.random.split(other[0], (20, 3, 2))
+    buffer = jrb.ReplayBuffer(24, num_envs=3)
+    state = buffer.extend(buffer.init({**example, "keys": other}), items)
+    assert_same(jrb.load(_saved(tmp_path, buffer, state, layout))[1], state)
+
+
+def _saved(tmp_path, buffer, state, layout):
+    path = tmp_path / ("file.h5" if layout == "h5" else "native")
+    jrb.save(path, buffer, state, layout=layout)
+    return path
+
+
+def test_64_bits(tmp_path):
+    with jax.enable_x64(True):
+        buffer, state = filled(example={"x": jnp.float64(0), "n": jnp.int64(0)}, envs=None)
+        there_and_back(tmp_path, buffer, state)
+    with pytest.raises(TypeError, match=r"leaf 'n'.*int64.*jax_enable_x64"):
+        jrb.load(tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["native", "h5"])
+@pytest.mark.parametrize(
+    "example", [jnp.zeros(2), (jnp.zeros(2), {"a": jnp.int32(0)}), [jnp.zeros(1)]]
+)
+def test_items_of_any_structure(example, layout, tmp_path):
+    buffer, state = filled(example=example)
+    there_and_back(tmp_path / "saved", buffer, state, layout)
+
+
+@pytest.mark.parametrize("cls", [Named, Classed])
+def test_items_of_classes_of_the_program(cls, tmp_path):
+    example = cls(observation=jnp.zeros(2), done=jnp.bool_(False))
+    buffer, state = filled(example=example)
+    back = there_and_back(tmp_path, buffer, state)
+    assert isinstance(back.storage, cls)
+
+
+def test_items_of_classes_that_are_not_there_need_an_example(tmp_path):
+    class Local(collections.namedtuple("Local", ["x"])):
+        pass
+
+    buffer, state = filled(example=Local(jnp.zeros(2)))
+    jrb.save(tmp_path, buffer, state)
+    with pytest.raises(ValueError, match="example="):
+        jrb.load(tmp_path)
+    there_and_back(tmp_path, buffer, state, example=Local(jnp.zeros(2)))
+    with pytest.raises(ValueError, match="expected shape"):
+        jrb.load(tmp_path, example=Local(jnp.zeros(3)))
+
+
+def test_states_side_by_side(tmp_path):
+    buffer, state = filled(**BUFFERS["n-step"])
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    there_and_back(tmp_path, buffer, states)
+    with pytest.raises(ValueError, match="under vmap"):
+        jrb.save(tmp_path / "file.h5", buffer, states, layout="h5")
+
+
+def test_a_mix(tmp_path):
+    demos, replay = filled(), filled(**BUFFERS["prioritized"])
+    mix = jrb.Mix((demos[0], replay[0]), (0.25, 0.75), batch_size=8)
+    there_and_back(tmp_path, mix, (demos[1], replay[1]))
+    assert_same(jrb.load(tmp_path, mix)[1], (demos[1], replay[1]))
+
+
+def test_functions_have_to_be_brought(tmp_path):
+    buffer, state = filled(transforms=(lambda data: data,))
+    jrb.save(tmp_path, buffer, state)
+    with pytest.raises(ValueError, match=r"buffer\.transforms\[0\].*holds no code.*buffer="):
+        jrb.load(tmp_path)
+    assert_same(jrb.load(tmp_path, buffer)[1], state)
+
+
+def test_a_part_of_ones_own_is_found_if_it_is_defined(tmp_path, monkeypatch):
+    @pytree.component
+    class Sometimes(jrb.Uniform):
+        pass
+
+    Sometimes.__qualname__ = "Sometimes"
+    monkeypatch.setitem(globals(), "Sometimes", Sometimes)
+    buffer, state = filled(sampler=Sometimes())
+    there_and_back(tmp_path, buffer, state)
+    monkeypatch.delitem(globals(), "Sometimes")
+    with pytest.raises(ValueError, match=r"tests\.test_checkpoint:Sometimes\. Import its module"):
+        jrb.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"capacity": 48}, r"buffer\.capacity: expected 24 .* got 48"),
+        ({"num_envs": 4}, r"buffer\.num_envs: expected 3 .* got 4"),
+        ({"sampler": jrb.Uniform()}, r"buffer\.sampler: expected .*Prioritized"),
+        ({"sampler": jrb.Prioritized(alpha=0.7)}, r"buffer\.sampler\.alpha: expected 0.6"),
+        ({"unit": jrb.NStep(2, 0.9)}, r"buffer\.unit\.n: expected 3"),
+        ({"keys": jrb.Keys(done="d")}, r"buffer\.keys\.done"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["native", "h5"])
+def test_another_description_is_refused(change, message, layout, tmp_path):
+    buffer, state = filled(unit=jrb.NStep(3, 0.9), sampler=jrb.Prioritized())
+    path = _saved(tmp_path, buffer, state, layout)
+    with pytest.raises(ValueError, match=message):
+        jrb.load(path, dataclasses.replace(buffer, **change))
+    jrb.load(path, dataclasses.replace(buffer, batch_size=7))
+
+
+@pytest.mark.parametrize("layout", ["native", "h5"])
+def test_another_example_is_refused(layout, tmp_path):
+    buffer, state = filled()
+    path = _saved(tmp_path, buffer, state, layout)
+    jrb.load(path, example=TED)
+    with pytest.raises(ValueError, match="leaf 'observation': expected shape"):
+        jrb.load(path, example={**TED, "observation": jnp.zeros(4)})
+    with pytest.raises(TypeError, match="leaf 'action': expected dtype int32, got uint8"):
+        jrb.load(path, example={**TED, "action": jnp.uint8(0)})
+    with pytest.raises(ValueError, match="leaf 'action'"):
+        jrb.load(path, example={"observation": TED["observation"], "next": TED["next"]})
+
+
+def test_a_state_of_another_buffer_is_refused(tmp_path):
+    buffer, state = filled()
+    other = dataclasses.replace(buffer, capacity=48)
+    with pytest.raises(ValueError, match="save: leaf 'storage/action': expected shape"):
+        jrb.save(tmp_path / "x", other, state)
+    with pytest.raises(ValueError, match="order is"):
+        jrb.save(tmp_path / "x", buffer, {"a": jnp.zeros(3)})
+    with pytest.raises(TypeError, match="order is"):
+        jrb.save(tmp_path / "x", state, buffer)
+    with pytest.raises(ValueError, match="layout"):
+        jrb.save(tmp_path / "x", buffer, state, layout="zarr")
+    with pytest.raises(ValueError, match="layout='h5'"):
+        jrb.save(tmp_path / "x", buffer, state, compression="gzip")
+    with pytest.raises(ValueError, match="keep"):
+        jrb.save(tmp_path / "x", buffer, state, keep=-1)
+    assert not (tmp_path / "x").exists()
+
+
+def test_no_checkpoint_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="found no manifest"):
+        jrb.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        jrb.load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        checkpoint.verify(tmp_path / "nowhere")
+
+
+def test_generations(tmp_path):
+    buffer, state = filled()
+    for number in range(4):
+        jrb.save(tmp_path, buffer, state, keep=2)
+        sizes = int(buffer.size(state))
+        state = buffer.empty(state) if number == 2 else state
+    assert checkpoint.generations(tmp_path) == [2, 3, 4]
+    assert int(buffer.size(jrb.load(tmp_path)[1])) == 0
+    assert int(buffer.size(jrb.load(tmp_path, generation=3)[1])) == 24
+    assert sizes == 0
+    with pytest.raises(FileNotFoundError, match="expected generation 1"):
+        jrb.load(tmp_path, generation=1)
+
+
+def written(work):
+    """The bytes of blocks that some work writes."""
+    sizes = []
+    files.hook = lambda operation, path, *rest: (
+        sizes.append(len(rest[1])) if operation == "pwrite" and "blocks" in path else None
+    )
+    try:
+        work()
+    finally:
+        files.hook = None
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_save_after_a_few_rows_writes_about_these(once, tmp_path):
+    example = {"observation": jnp.zeros(256), "next": {"observation": jnp.zeros(256)}}
+    buffer = jrb.ReplayBuffer(4096, num_envs=2, storage=jrb.DeviceStorage(once=once))
+    state = buffer.init(example)
+    rows = lambda count, seed: testing.rows(example, jnp.float32(seed), count, 2)
+    state = buffer.extend(state, rows(3000, 1))
+    whole = written(lambda: jrb.save(tmp_path, buffer, state))
+    assert whole > 0.9 * pytree.nbytes(state)
+    for seed in range(2, 40):
+        state = buffer.extend(state, rows(20, seed))
+        few = written(functools.partial(jrb.save, tmp_path, buffer, state))
+        assert few < 0.12 * whole
+        assert written(functools.partial(jrb.save, tmp_path, buffer, state)) <= 0.06 * whole
+        assert_same(jrb.load(tmp_path)[1], state)
+
+
+def test_another_state_is_not_taken_for_the_one_before(tmp_path):
+    example = {"x": jnp.zeros(5000)}
+    buffer = jrb.ReplayBuffer(64)
+    states = [
+        buffer.extend(buffer.init(example), testing.rows(example, jnp.float32(seed), 40))
+        for seed in (1, 2)
+    ]
+    later = buffer.extend(states[0], testing.rows(example, jnp.float32(3), 5))
+    for state in (*states, later, states[0], buffer.empty(later), states[1]):
+        there_and_back(tmp_path, buffer, state)
+
+
+def test_a_background_save_holds_what_the_state_was(tmp_path):
+    buffer, state = filled(sampler=jrb.Prioritized(), example={"x": jnp.zeros(10_000)})
+    kept = jax.tree.map(jnp.copy, state)
+    go = threading.Event()
+    files.hook = lambda operation, path, *rest: go.wait() if operation == "create" else None
+    try:
+        save = checkpoint.save_async(tmp_path, buffer, state)
+        add = jax.jit(buffer.add, donate_argnums=0)
+        for number in range(9):
+            state = add(state, testing.rows({"x": jnp.zeros(10_000)}, jnp.float32(number), 3))
+        assert not save.done()
+        with pytest.raises(checkpoint.LockedError):
+            checkpoint.native.Pending(str(tmp_path), buffer, kept, copy=False)
+        go.set()
+        save.wait()
+    finally:
+        go.set()
+        files.hook = None
+    assert_same(jrb.load(tmp_path)[1], kept)
+    checkpoint.save_async(tmp_path, buffer, state)
+    assert_same(jrb.load(tmp_path)[1], state)  # which waits
+
+
+def test_what_goes_wrong_in_the_background_comes_out_at_the_next_call(tmp_path):
+    buffer, state = filled()
+    jrb.save(tmp_path, buffer, state)
+
+    def strike(operation, path, *rest):
+        if operation == "replace":
+            raise OSError(28, "No space left on device", path)
+
+    def failing():
+        files.hook = strike
+        save = checkpoint.save_async(tmp_path, buffer, buffer.empty(state))
+        while not save.done():
+            pass
+        files.hook = None
+        return save
+
+    failing()
+    with pytest.raises(OSError, match="No space left"):
+        jrb.load(tmp_path)
+    assert_same(jrb.load(tmp_path)[1], state)
+    with pytest.raises(OSError, match="No space left") as caught:
+        failing().wait()
+    assert "untouched" in caught.value.__notes__[0]
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save_async(tmp_path, buffer, state)
+    there_and_back(tmp_path, buffer, state)
+
+
+def test_an_array_of_another_device_is_read_and_written_in_pieces(tmp_path, monkeypatch):
+    buffer, state = filled(example={"x": jnp.zeros(3000), "k": jax.random.key(0)})
+    monkeypatch.setattr(memory, "on_host", lambda leaf: False)
+    monkeypatch.setattr(memory, "_goes_to_cpu", lambda device: False)
+    monkeypatch.setattr(memory, "PIECE", 70_000)
+    there_and_back(tmp_path, buffer, state)
+
+
+def test_a_large_array_is_read_in_place(tmp_path, monkeypatch):
+    buffer, state = filled(example={"x": jnp.zeros(3000)})
+    monkeypatch.setattr(memory, "PIECE", 70_000)
+    back = there_and_back(tmp_path, buffer, state)
+    again = jax.jit(buffer.add, donate_argnums=0)(
+        back, testing.rows({"x": jnp.zeros(3000)}, 1.0, 3)
+    )
+    assert_same(again, buffer.add(state, testing.rows({"x": jnp.zeros(3000)}, 1.0, 3)))
+
+
+def test_on_a_device_of_ones_choice(tmp_path):
+    buffer, state = filled()
+    jrb.save(tmp_path / "native", buffer, state)
+    jrb.save(tmp_path / "h5", buffer, state, layout="h5")
+    device = jax.devices()[1]
+    for name in ("native", "h5"):
+        _, back = jrb.load(tmp_path / name, device=device)
+        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(back))
+        assert_same(back, state)
+
+
+def test_blocks_are_neither_many_nor_large():
+    for size in (1025, 70_000, 10**6, 10**8, 10**11):
+        block = blocks.block_size(size)
+        assert blocks.SMALLEST <= block <= blocks.LARGEST
+        assert len(blocks.bounds(min(size, 10**8), block)) <= max(256, size // blocks.LARGEST + 1)
+
+
+# Migration
+
+
+def contents(buffer, state):
+    """What is held, oldest first, `[T, E]` of numbers."""
+    held = buffer.writer.held(buffer.ring, state.writer)
+    slots = (int(held.first) + np.arange(int(held.count))) % buffer.capacity
+    return np.asarray(buffer.take(state, slots)["action"]).reshape(-1, buffer.ring.envs)
+
+
+def numbered(rows, envs, capacity, **parts):
+    """Actions that say when and where: 100 * environment + time."""
+    buffer = jrb.ReplayBuffer(capacity, num_envs=envs, batch_size=8, **parts)
+    time, env = np.meshgrid(np.arange(rows), np.arange(envs), indexing="ij")
+    items = {
+        "observation": np.repeat((100 * env + time)[..., None], 3, axis=2).astype(np.float32),
+        "action": (100 * env + time).astype(np.int32),
+        "next": {
+            "observation": np.repeat((100 * env + time + 1)[..., None], 3, axis=2).astype(
+                np.float32
+            ),
+            "reward": time.astype(np.float32),
+            "done": time % 7 == 6,
+        },
+    }
+    return buffer, buffer.extend(buffer.init(TED), items)
+
+
+@pytest.mark.parametrize("layout", ["native", "h5"])
+@pytest.mark.parametrize("capacity", [6, 16, 60])
+def test_another_capacity_keeps_the_newest_rows(layout, capacity, tmp_path):
+    buffer, state = numbered(25, 2, 20)
+    path = _saved(tmp_path, buffer, state, layout)
+    target, back = jrb.load(path, capacity=capacity)
+    assert target == dataclasses.replace(buffer, capacity=capacity)
+    np.testing.assert_array_equal(contents(target, back), contents(buffer, state)[-capacity // 2 :])
+    row = testing.rows(TED, jnp.float32(0), 2)
+    after = target.add(back, row)
+    assert int(target.size(after)) == min(capacity, 22)
+
+
+def test_another_capacity_keeps_priorities(tmp_path):
+    buffer, state = numbered(25, 2, 20, sampler=jrb.Prioritized(alpha=0.5))
+    slots = jnp.arange(20)
+    state = buffer.set_alpha(buffer.update_priority(state, slots, slots + 3), 0.9)
+    jrb.save(tmp_path, buffer, state)
+    target, back = jrb.load(tmp_path, capacity=12)
+    old = dict(
+        zip(
+            np.asarray(state.storage["action"]).tolist(), np.asarray(state.sampler.raw), strict=True
+        )
+    )
+    for number, raw in zip(
+        np.asarray(back.storage["action"]).tolist(), back.sampler.raw, strict=True
+    ):
+        assert old[number] == raw
+    assert back.sampler.highest == 22.0
+    assert back.sampler.alpha == jnp.float32(0.9)
+    expected = (back.sampler.raw + jnp.float32(1e-6)) ** jnp.float32(0.9)
+    np.testing.assert_allclose(
+        target.sampler.set_alpha(back.sampler, 0.9).masses.nodes, back.sampler.masses.nodes
+    )
+    np.testing.assert_allclose(tree.leaves(back.sampler.masses), expected, rtol=1e-6)
+
+
+def test_a_queue_gives_nothing_twice_after_a_change(tmp_path):
+    buffer, state = numbered(8, 1, 10, sampler=jrb.Queue())
+    state, _ = buffer.draw(state, jax.random.key(0), 3)
+    jrb.save(tmp_path, buffer, state)
+    target, back = jrb.load(tmp_path, capacity=20)
+    assert target.draw(back, jax.random.key(0), 5)[1].data["action"].tolist() == [3, 4, 5, 6, 7]
+
+
+def test_the_best_stay_when_there_is_room_for_fewer(tmp_path):
+    buffer, state = numbered(
+        9, 2, 12, writer=jrb.MaxValue(("next", "reward")), sampler=jrb.Prioritized()
+    )
+    ranks = state.storage["next"]["reward"]
+    state = buffer.update_priority(state, jnp.arange(12), ranks + 1)
+    jrb.save(tmp_path, buffer, state)
+    _, back = jrb.load(tmp_path, capacity=4)
+    assert sorted(back.storage["next"]["reward"].tolist()) == [7, 7, 8, 8]
+    np.testing.assert_array_equal(back.sampler.raw, back.storage["next"]["reward"] + 1)
+
+
+@pytest.mark.parametrize("envs", [1, 2, 5, 6, None])
+@pytest.mark.parametrize("rows", [1, 4, 25])
+def test_another_number_of_environments_loses_only_the_oldest_and_crosses_no_seam(
+    envs, rows, tmp_path
+):
+    buffer, state = numbered(rows, 3, 30, unit=jrb.Sequence(3))
+    jrb.save(tmp_path, buffer, state)
+    target, back = jrb.load(tmp_path, num_envs=envs)
+    assert target.num_envs == envs
+    before, after = contents(buffer, state), contents(target, back)
+    assert set(after.ravel()) <= set(before.ravel())
+    assert after.size == before.size // (envs or 1) * (envs or 1)
+    assert len(set(after.ravel())) == after.size
+    row = testing.rows(TED, jnp.float32(500), *(() if envs is None else (envs,)))
+    row["action"] = row["action"] * 0 + 9999
+    back = target.add(back, row)
+    if bool(target.can_sample(back)):
+        for number in range(4):
+            sample = target.sample(back, jax.random.key(number))
+            windows = np.asarray(sample.data["action"])
+            np.testing.assert_array_equal(np.diff(windows), np.ones_like(windows[:, 1:]))
+
+
+def test_only_a_single_buffer_changes_its_size(tmp_path):
+    buffer, state = filled()
+    jrb.save(tmp_path, buffer, jax.tree.map(lambda leaf: leaf[None], state))
+    with pytest.raises(TypeError, match="single buffer"):
+        jrb.load(tmp_path, capacity=48)
+    jrb.save(tmp_path, buffer, state)
+    with pytest.raises(ValueError, match="nearest are 24 or 27"):
+        jrb.load(tmp_path, capacity=25)
+
+
+# HDF5
+
+
+def test_an_h5_file_is_read_without_us(tmp_path):
+    buffer, state = numbered(9, 2, 20)
+    path = tmp_path / "file.h5"
+    jrb.save(path, buffer, state, layout="h5", compression="gzip", fletcher32=True)
+    with h5py.File(path) as file:
+        first = file["trajectories/000000"]
+        assert first["action"][:].tolist() == [0, 1, 2, 3, 4, 5, 6]
+        assert first["observation"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+        assert first["next/done"][:].tolist() == [False] * 6 + [True]
+        assert first["action"].compression == "gzip"
+        assert first["action"].fletcher32
+        assert [group.attrs["environment"] for group in file["trajectories"].values()] == [
+            0,
+            0,
+            1,
+            1,
+        ]
+        assert file["state/writer/cursor"][()] == 9
+    assert_same(jrb.load(path)[1], state)
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_damage_to_an_h5_file_is_noticed(tmp_path):
+    buffer, state = filled(**BUFFERS["n-step"])
+    path = tmp_path / "file.h5"
+    jrb.save(path, buffer, state, layout="h5")
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    noticed = 0
+    for place in rng.integers(0, len(whole), 60):
+        data = bytearray(whole)
+        data[place] ^= 1 << rng.integers(8)
+        path.write_bytes(data)
+        try:
+            assert_same(jrb.load(path)[1], state)
+        except (ValueError, TypeError):
+            noticed += 1
+    assert noticed
+    for length in (0, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(checkpoint.DamagedError):
+            jrb.load(path)
+        assert checkpoint.verify(path)
+    with h5py.File(path, "w") as file:
+        file["x"] = 1
+    with pytest.raises(ValueError, match="format"):
+        jrb.load(path)
+
+
+def test_a_changed_number_in_an_h5_file_is_named(tmp_path):
+    buffer, state = numbered(9, 2, 20)
+    path = tmp_path / "file.h5"
+    jrb.save(path, buffer, state, layout="h5")
+    with h5py.File(path, "r+") as file:
+        file["trajectories/000001/action"][0] = 77
+    with pytest.raises(checkpoint.DamagedError, match="trajectories/000001/action"):
+        jrb.load(path)
+    assert "trajectories/000001/action" in checkpoint.verify(path)[0]
+
+
+def test_an_h5_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    buffer, state = filled()
+    path = tmp_path / "file.h5"
+    jrb.save(path, buffer, state, layout="h5")
+
+    def strike(operation, place, *rest):
+        if operation == "replace":
+            raise OSError(28, "No space left on device")
+
+    files.hook = strike
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            jrb.save(path, buffer, buffer.empty(state), layout="h5")
+    finally:
+        files.hook = None
+    assert_same(jrb.load(path)[1], state)
+    assert os.listdir(tmp_path) == ["file.h5"]
+    lock = files.lock(str(path) + ".new")
+    with pytest.raises(checkpoint.LockedError):
+        jrb.save(path, buffer, state, layout="h5")
+    os.close(lock)
+
+
+def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
+    buffer, state = filled()
+    path = tmp_path / "file.h5"
+    jrb.save(path, buffer, state, layout="h5")
+    (tmp_path / "file.h5.new").write_bytes(b"half of it")
+    assert_same(jrb.load(path)[1], state)
+    there_and_back(path, buffer, state, "h5")
+    assert os.listdir(tmp_path) == ["file.h5"]
+
+
+def forged(path, change):
+    """A manifest with other contents, and a checksum that fits."""
+    name = path / manifest.NAME
+    body = json.loads(name.read_text())["body"]
+    change(body["meta"])
+    name.write_bytes(manifest.encode(body))
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "subprocess:Popen", "jrb.ring:Held", "no.such:Thing"]
+)
+def test_a_file_cannot_make_the_program_call_anything(name, tmp_path):
+    buffer, state = filled(example=Named(jnp.zeros(1), jnp.bool_(False)))
+    jrb.save(tmp_path, buffer, state)
+    forged(tmp_path, lambda meta: meta["buffer"]["fields"]["sampler"].update(part=name))
+    with pytest.raises(ValueError, match="expected a part that this program has defined"):
+        jrb.load(tmp_path)
+    jrb.save(tmp_path, buffer, state)
+    forged(tmp_path, lambda meta: meta["items"].update({"class": name}))
+    with pytest.raises(ValueError, match="expected the class"):
+        jrb.load(tmp_path)
+
+
+def test_a_store_of_another_kind_is_refused(tmp_path):
+    buffer, state = filled()
+    jrb.save(tmp_path, buffer, state)
+    forged(tmp_path, lambda meta: meta.update(kind="parameters"))
+    with pytest.raises(ValueError, match="kind 'parameters'"):
+        jrb.load(tmp_path)
+
+
+def test_a_capacity_that_the_files_do_not_hold_is_refused(tmp_path):
+    buffer, state = filled(envs=None, capacity=8)
+    jrb.save(tmp_path, buffer, state)
+    forged(tmp_path, lambda meta: meta["buffer"]["fields"].update(capacity=2**31 - 1))
+    with pytest.raises(ValueError, match="leaf 'storage/action': expected"):
+        jrb.load(tmp_path)
+
+
+def test_a_program_that_ends_waits_for_its_saves(tmp_path):
+    script = """
+import sys, jax.numpy as jnp, jrb
+buffer = jrb.ReplayBuffer(1000)
+jrb.checkpoint.save_async(sys.argv[1], buffer, buffer.init({"x": jnp.zeros(5000)}))
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "saved")], check=True)
+    assert checkpoint.verify(tmp_path / "saved") == []
+
+
+def test_flipped_bits_name_the_leaf_and_the_block(tmp_path):
+    buffer, state = filled(example={"x": jnp.zeros(30_000)})
+    jrb.save(tmp_path, buffer, state)
+    name = sorted((tmp_path / "blocks").iterdir())[0]
+    data = bytearray(name.read_bytes())
+    data[70_000] ^= 4
+    name.write_bytes(data)
+    message = rf"{name.name}: leaf 'storage/x', block 1: expected the checksum"
+    with pytest.raises(checkpoint.DamagedError, match=message):
+        jrb.load(tmp_path)
+    assert len(checkpoint.verify(tmp_path)) == 1
