@@ -60,7 +60,7 @@ def write_torchrl(
         path: of a folder, which is not there yet or is empty.
         buffer: the description; its items are nested dicts.
         state: its state. It is only read.
-        layout: "default" for any `StorageCheckpointerBase` that TorchRL picks by itself, or "flat"
+        layout: "default" for what TorchRL's tensor storages load unless told otherwise, or "flat"
             for its `FlatStorageCheckpointer`, which has each observation once, and which gives
             flags at the root back as zeros.
 
