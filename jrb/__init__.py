@@ -3,6 +3,7 @@
 from jrb import checkpoint, layouts, ring, sum_tree, testing, transforms, types
 from jrb.buffer import BufferState, ReplayBuffer, Sample
 from jrb.checkpoint import load, save
+from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
 from jrb.mix import Mix
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
@@ -33,8 +34,10 @@ __all__ = [
     "Uniform",
     "WithoutReplacement",
     "checkpoint",
+    "epochs",
     "layouts",
     "load",
+    "prefetch",
     "ring",
     "save",
     "sum_tree",

@@ -140,17 +140,25 @@ class ReplayBuffer:
         envs = self.num_envs or 1
         return Ring(rows=self.capacity // envs, envs=envs)
 
-    def init(self, example: Item) -> BufferState:
+    def init(self, example: Item, device: Any = None) -> BufferState:
         """An empty state.
 
         Args:
             example: one transition, arrays or `jax.ShapeDtypeStruct`s without leading axes; only
                 shapes and dtypes matter.
+            device: where all arrays are made: a device, a sharding, or a state of shardings; None
+                for the default device. Items to be added have to be there too, or nowhere in
+                particular; `jax.device_put` brings a `Sample` elsewhere.
 
         Raises:
             TypeError: a leaf is no array, or of a dtype that JAX would change.
         """
-        return self.blank(self._stored_spec(example))
+        spec = self._stored_spec(example)
+        if device is None:
+            return self.blank(spec)
+        if isinstance(device, jax.Device):
+            device = jax.sharding.SingleDeviceSharding(device)
+        return jax.jit(lambda: self.blank(spec), out_shardings=device)()
 
     def nbytes(self, example: Item) -> int:
         """The bytes that `init(example)` allocates, without allocating them."""

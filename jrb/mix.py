@@ -58,9 +58,9 @@ class Mix:
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
 
-    def init(self, example: Item) -> States:
-        """Empty states, one for each buffer."""
-        return tuple(part.init(example) for part in self.buffers)
+    def init(self, example: Item, device: Any = None) -> States:
+        """Empty states, one for each buffer, all on one device (see `ReplayBuffer.init`)."""
+        return tuple(part.init(example, device) for part in self.buffers)
 
     def nbytes(self, example: Item) -> int:
         """The bytes that `init(example)` allocates."""

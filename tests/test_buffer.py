@@ -291,6 +291,20 @@ def test_a_state_can_be_donated_again_and_again():
     assert int(buffer.size(state)) == 2
 
 
+def test_a_buffer_is_made_on_a_device_and_its_samples_are_brought_elsewhere():
+    here, there = jax.devices()
+    buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=jrb.Prioritized())
+    for device in (there, jax.sharding.SingleDeviceSharding(there)):
+        state = buffer.init({"id": 0}, device=device)
+        add = jax.jit(buffer.add, donate_argnums=0)
+        for number in range(3):
+            state = add(state, {"id": jnp.asarray(number)})
+        assert all(leaf.devices() == {there} for leaf in jax.tree.leaves(state))
+        sample = buffer.sample(state, KEY)
+        assert sample.data["id"].devices() == {there}
+        assert jax.device_put(sample, here).data["id"].devices() == {here}
+
+
 def test_a_buffer_lives_on_the_device_that_is_current():
     with jax.default_device(jax.devices()[1]):
         buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)

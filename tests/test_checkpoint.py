@@ -409,7 +409,7 @@ def test_what_goes_wrong_in_the_background_comes_out_at_the_next_call(tmp_path):
     assert_same(jrb.load(tmp_path)[1], state)
     with pytest.raises(OSError, match="No space left") as caught:
         failing().wait()
-    assert "untouched" in caught.value.__notes__[0]
+    assert "is whole" in caught.value.__notes__[0]
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save_async(tmp_path, buffer, state)
     there_and_back(tmp_path, buffer, state)

@@ -66,13 +66,13 @@ def test_a_write_that_falls_short_goes_on(tmp_path, monkeypatch):
 
 def test_every_flipped_bit_is_noticed(tmp_path):
     found = scenario("flip", tmp_path / "store", 0)
-    assert found["flips"] > 900
+    assert found["flips"] > 700
     assert found["missed"] == []
 
 
 def test_every_cut_is_noticed(tmp_path):
     found = scenario("truncate", tmp_path / "store")
-    assert found["cuts"] > 10
+    assert found["cuts"] > 8
     assert found["missed"] == []
 
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"testing", "demo", "mix"},
-    {"demo_report", "checkpoint"},
+    {"demo_report", "checkpoint", "iterate"},
     {"cli"},
     {"__init__"},
 ]

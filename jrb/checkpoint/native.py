@@ -48,8 +48,9 @@ class Pending:
 
     def _copy(self) -> None:
         for task in self.tasks:
-            read = self.sources[task.leaf].read
-            task.data = [bytes(read(start, stop)) for _, start, stop in task.blocks]
+            task.data = [
+                bytes(self.sources[part.leaf].read(part.start, part.stop)) for part in task.parts
+            ]
         self.sources = [_forgotten(source) for source in self.sources]
 
     def finish(self, keep: int) -> None:

@@ -1,5 +1,6 @@
 """What a state must look like, told from the description and the items alone."""
 
+import functools
 from typing import Any
 
 import jax
@@ -30,7 +31,15 @@ def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
     """The specs of the state whose items have this spec."""
     if isinstance(buffer, Mix):
         return tuple(blank(*pair) for pair in zip(buffer.buffers, spec, strict=True))
-    return jax.eval_shape(lambda: buffer.blank(spec))
+    leaves, structure = jax.tree.flatten(spec)
+    return _blank(buffer, structure, tuple(leaves), jax.enable_x64.value)
+
+
+@functools.lru_cache(maxsize=16)
+def _blank(buffer: ReplayBuffer, structure: Any, leaves: tuple, x64: bool) -> Any:
+    """The same, remembered: a program saves the same state again and again."""
+    del x64
+    return jax.eval_shape(lambda: buffer.blank(jax.tree.unflatten(structure, leaves)))
 
 
 def batched(tree: Any, batch: tuple[int, ...]) -> Any:

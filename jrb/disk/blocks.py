@@ -1,8 +1,8 @@
 """Arrays as blocks of bytes, and how to tell whether a block is still the same.
 
 A block is known by three sums: CRC-32 of all its bytes; Adler-32 too, where the two together are to
-tell that nothing changed; and CRC-32 of a few bytes, one from each page of memory, which is enough
-to notice that a block comes from elsewhere.
+tell that nothing changed; and CRC-32 of a few bytes, one in 8 kB, which is enough to notice that
+a block comes from elsewhere.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ SMALLEST, LARGEST, MOST = 1 << 16, 1 << 20, 256
 EXTENT = 32 << 20
 """Bytes of the largest file of blocks."""
 
-_STRIDE = 4093  # bytes; a prime, so that it meets every column of a table
+_STRIDE = 8191  # bytes; a prime, so that it meets every column of a table
 
 Sums = tuple[int, int, int]
 

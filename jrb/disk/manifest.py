@@ -32,12 +32,17 @@ Leaf = dict[str, Any]
 
 def encode(body: Body) -> bytes:
     """The bytes of a manifest."""
-    text = {"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body}
-    return json.dumps(text, separators=(",", ":")).encode()
+    inner = _text(body)
+    head = {"format": FORMAT, "version": VERSION, "checksum": _checksum(inner)}
+    return _text(head)[:-1] + b',"body":' + inner + b"}"
 
 
-def _checksum(body: Body) -> str:
-    return f"{zlib.crc32(json.dumps(body, separators=(',', ':'), sort_keys=True).encode()):08x}"
+def _text(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _checksum(text: bytes) -> str:
+    return f"{zlib.crc32(text):08x}"
 
 
 def decode(data: bytes, path: str) -> Body:
@@ -63,7 +68,7 @@ def decode(data: bytes, path: str) -> Body:
             "wrote this; install that one."
         )
     body = text.get("body")
-    if not isinstance(body, dict) or text.get("checksum") != _checksum(body):
+    if not isinstance(body, dict) or text.get("checksum") != _checksum(_text(body)):
         raise DamagedError(
             f"{path}: the manifest's checksum is {text.get('checksum')!r}, that of its body "
             "another: it was damaged, or edited by hand. An older generation may be whole."
@@ -137,8 +142,13 @@ def read(path: str, generation: int | None = None) -> Body:
 
 def generations(path: str) -> list[int]:
     """The generations of a store, oldest first."""
-    found = {int(name[9:-5]) for name in os.listdir(path) if _is_older(name)}
-    return sorted(found | {read(path)["generation"]})
+    newest = read(path)["generation"]
+    return sorted({newest, *older(path)})
+
+
+def older(path: str) -> list[int]:
+    """The generations whose manifests have names of their own, oldest first."""
+    return sorted(int(name[9:-5]) for name in os.listdir(path) if _is_older(name))
 
 
 def older_name(generation: int) -> str:

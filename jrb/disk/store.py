@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jrb.disk import blocks, files, manifest
 from jrb.disk.blocks import Source
@@ -35,18 +35,25 @@ _TEMPORARY = "manifest.json.new"
 _KNOWN = {manifest.NAME, manifest.FOLDER, _TEMPORARY, "lock"}
 
 
+class Part(NamedTuple):
+    """A block of an array: the number of each, and the bytes from start to stop."""
+
+    leaf: int
+    block: int
+    start: int
+    stop: int
+
+
 @dataclasses.dataclass
 class Task:
-    """Blocks of one array that may have to be written, all into one file.
+    """Blocks that may have to be written, all into one file.
 
     Attributes:
-        leaf: the number of the array.
-        blocks: number, start and stop of each block.
+        parts: the blocks.
         data: their bytes, copied; None to read them when they are written.
     """
 
-    leaf: int
-    blocks: list[tuple[int, int, int]]
+    parts: list[Part]
     data: list[bytes] | None = None
 
 
@@ -71,6 +78,7 @@ class Saving:
             files.make_folder(os.path.join(path, manifest.FOLDER))
             self.previous = _previous(path)
             self.generation = _next_generation(path, self.previous)
+            self._old, self._waste = _leaves(self.previous), _wasteful(self.previous)
         except BaseException:
             os.close(self._lock)
             raise
@@ -81,14 +89,13 @@ class Saving:
 
     def plan(self, sources: list[Source]) -> list[Task]:
         """The blocks that may have changed since the last save."""
-        tasks, old = [], _leaves(self.previous)
-        waste = _wasteful(self.previous)
-        for number, source in enumerate(sources):
-            if source.size <= manifest.INLINE:
-                continue
-            wanted = _suspects(source, old.get(source.name), waste)
-            tasks += [Task(number, run) for run in _runs(wanted)]
-        return tasks
+        wanted = [
+            Part(leaf, *block)
+            for leaf, source in enumerate(sources)
+            if source.size > manifest.INLINE
+            for block in _suspects(source, self._old.get(source.name), self._waste)
+        ]
+        return [Task(run) for run in _runs(wanted)]
 
     def commit(self, meta: dict[str, Any], sources: list[Source], tasks: list[Task], keep: int):
         """Writes what changed, and makes it the newest generation.
@@ -107,20 +114,18 @@ class Saving:
             body = {"generation": self.generation, "meta": meta, "leaves": leaves}
             self._publish(body, keep)
         except OSError as error:
-            error.add_note(f"{self.path}: the save failed; what was saved before is untouched.")
+            error.add_note(f"{self.path}: the save failed; what was there before is whole.")
             with contextlib.suppress(OSError, ValueError):
-                _collect(self.path, keep)
+                _collect(self.path, keep, manifest.read(self.path))
             raise
-        _collect(self.path, keep)
+        _collect(self.path, keep, body)
 
     def _written(self, sources: list[Source], tasks: list[Task]) -> list[Leaf]:
         """The entries of the manifest, after all blocks were written."""
-        old, waste = _leaves(self.previous), _wasteful(self.previous)
-        leaves = [_entry(source, old.get(source.name)) for source in sources]
+        leaves = [_entry(source, self._old.get(source.name)) for source in sources]
 
         def write(numbered: tuple[int, Task]) -> None:
-            number, task = numbered
-            self._write(number, task, sources[task.leaf], leaves[task.leaf], waste)
+            self._write(*numbered, sources, leaves)
 
         with ThreadPoolExecutor(WORKERS) as pool:
             for _ in pool.map(write, enumerate(tasks)):
@@ -128,16 +133,17 @@ class Saving:
         files.sync_folder(os.path.join(self.path, manifest.FOLDER))
         return leaves
 
-    def _write(self, number: int, task: Task, source: Source, leaf: Leaf, waste: set) -> None:
+    def _write(self, number: int, task: Task, sources: list[Source], leaves: list[Leaf]) -> None:
         """Those blocks of a task that changed, into a file of their own."""
         changed, offset = [], 0
-        for place, (block, start, stop) in enumerate(task.blocks):
-            data = task.data[place] if task.data else source.read(start, stop)
-            sums, known = blocks.sums(data, not source.by_slot), leaf["blocks"][block]
+        for place, part in enumerate(task.parts):
+            source, entries = sources[part.leaf], leaves[part.leaf]["blocks"]
+            data = task.data[place] if task.data else source.read(part.start, part.stop)
+            sums, known = blocks.sums(data, not source.by_slot), entries[part.block]
             same = not source.by_slot and known and tuple(known[3:]) == sums
-            if same and tuple(known[:2]) not in waste:
+            if same and tuple(known[:2]) not in self._waste:
                 continue
-            leaf["blocks"][block] = [self.generation, number, offset, *sums]
+            entries[part.block] = [self.generation, number, offset, *sums]
             changed.append(data)
             offset += len(data)
         if changed:
@@ -239,25 +245,23 @@ def _wasteful(body: Body | None) -> set[tuple[int, int]]:
     return {file for file in used if 2 * used[file] < reach[file]}
 
 
-def _runs(wanted: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cuts a list of blocks into parts that fit into a file."""
-    run: list[tuple[int, int, int]] = []
-    for block in wanted:
-        if (
-            run
-            and sum(stop - start for _, start, stop in run) + block[2] - block[1] > blocks.EXTENT
-        ):
+def _runs(wanted: list[Part]) -> Iterator[list[Part]]:
+    """Cuts a list of blocks into parts that fit into a file, at least one for each thread."""
+    size = lambda parts: sum(part.stop - part.start for part in parts)
+    most = min(blocks.EXTENT, max(-(-size(wanted) // WORKERS), blocks.LARGEST))
+    run: list[Part] = []
+    for part in wanted:
+        if run and size([*run, part]) > most:
             yield run
             run = []
-        run.append(block)
+        run.append(part)
     if run:
         yield run
 
 
-def _collect(path: str, keep: int) -> None:
+def _collect(path: str, keep: int, newest: Body) -> None:
     """Removes older generations beyond `keep`, and the files that no manifest names."""
-    newest = manifest.read(path)
-    older = [number for number in manifest.generations(path) if number != newest["generation"]]
+    older = [number for number in manifest.older(path) if number != newest["generation"]]
     for number in older[: len(older) - keep]:
         files.remove(os.path.join(path, manifest.older_name(number)))
     named = set(_named(newest))

@@ -1,0 +1,270 @@
+"""Batches as Python iterates: whole epochs, and batches drawn ahead by a thread."""
+
+import atexit
+import collections
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jrb import checks
+from jrb.buffer import BufferState, ReplayBuffer, Sample
+from jrb.samplers import WithoutReplacement
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Epochs:
+    """Every anchor once an epoch, in random order; made by `epochs`. It can be gone through again.
+
+    Attributes:
+        buffer: with a sampler without replacement.
+        state: what is drawn from.
+        key: of the order.
+        batches: how many, over all epochs.
+    """
+
+    buffer: ReplayBuffer
+    state: BufferState
+    key: jax.Array
+    batches: int
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return self.batches
+
+    def __iter__(self) -> Iterator[Sample]:
+        state = self.state
+        for number in range(self.batches):
+            state, sample = _draw(self.buffer, state, jax.random.fold_in(self.key, number))
+            yield sample
+
+
+def epochs(
+    buffer: ReplayBuffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int | None = None,
+    n_epochs: int = 1,
+    drop_last: bool = False,
+) -> Epochs:
+    """Goes through all that a buffer holds, without replacement, whatever its own sampler is.
+
+    B batch.
+
+    Args:
+        buffer: the description. Its unit says what is gone through: transitions, windows, ...
+        state: is only read; it may not be donated meanwhile.
+        key: a PRNG key. It is consumed.
+        batch_size: B; None for the buffer's.
+        n_epochs: how often.
+        drop_last: whether the last batch of an epoch is left out where it is short. Else it is
+            masked at its end, so that all batches have one shape.
+
+    Returns:
+        What `for` takes, and `len`: batches of type `Sample`.
+
+    Raises:
+        ValueError: there is nothing to go through, or no batch size.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(capacity=10)
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(7)})
+        >>> batches = jrb.epochs(buffer, state, jax.random.key(0), batch_size=3)
+        >>> len(batches), sorted(int(x) for b in batches for x in b.data["x"][b.mask])
+        (3, [0, 1, 2, 3, 4, 5, 6])
+    """
+    batch_size = buffer.batch_size if batch_size is None else batch_size
+    if batch_size is None:
+        raise ValueError("batch_size: expected a number, got None. Give it to the buffer or here.")
+    checks.count("batch_size", batch_size)
+    checks.count("n_epochs", n_epochs)
+    checks.flag("drop_last", drop_last)
+    checks.key(key)
+    sampler = WithoutReplacement(drop_last=drop_last)
+    buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
+    state = state.replace(sampler=sampler.init(buffer.ring))  # pyright: ignore
+    held = buffer.writer.held(buffer.ring, state.writer)
+    count = int(buffer.unit.anchors(buffer.ring, state.unit, held).count)
+    each = count // batch_size if drop_last else -(-count // batch_size)
+    if not each:
+        raise ValueError(
+            f"epochs: expected enough for a batch of {batch_size}, got {count} things to draw. Add "
+            "items first, or take smaller batches."
+        )
+    return Epochs(buffer=buffer, state=state, key=key, batches=each * n_epochs)
+
+
+@jax.jit
+def _draw(buffer: ReplayBuffer, state: BufferState, key: jax.Array) -> tuple[BufferState, Sample]:
+    return buffer.draw(state, key)
+
+
+class Prefetch:
+    """Batches that a thread draws ahead; made by `prefetch`.
+
+    An iterator, and a context: leaving it, `close`, the end of a `for` and of the program all end
+    the thread.
+    """
+
+    def __init__(self, draw: Callable[[int], Any], depth: int) -> None:
+        self._line = _Line(depth)
+        self._thread = threading.Thread(
+            target=_work, args=(self._line, draw), name="jrb-prefetch", daemon=True
+        )
+        _alive.add(self)
+        self._thread.start()
+
+    def __iter__(self) -> "Prefetch":
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            Exception: what was raised while it was drawn; after that, there are no more.
+            StopIteration: after `close`, or after an exception.
+        """
+        return self._line.take()
+
+    def close(self) -> None:
+        """Ends the thread; batches that were drawn ahead are lost."""
+        self._line.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._line.stop()
+
+
+class _Line:
+    """What the thread and its caller share; it does not know the iterator, which may be dropped."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._waiting: collections.deque[Any] = collections.deque()
+        self._error: BaseException | None = None
+        self._over = False
+        self._changed = threading.Condition()
+
+    def has_room(self) -> bool:
+        """Waits until a batch is wanted; False when none will be any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or len(self._waiting) < self._depth)
+            return not self._over
+
+    def put(self, batch: Any) -> None:
+        with self._changed:
+            if not self._over:
+                self._waiting.append(batch)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._over = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def take(self) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._error or self._over)
+            if self._waiting:
+                batch = self._waiting.popleft()
+                self._changed.notify_all()
+                return batch
+            error, self._error, self._over = self._error, None, True
+        if error is None:
+            raise StopIteration
+        raise error
+
+
+def _work(line: _Line, draw: Callable[[int], Any]) -> None:
+    number = 0
+    while line.has_room():
+        try:
+            batch = draw(number)
+        except BaseException as error:
+            line.fail(error)
+            return
+        line.put(batch)
+        del batch
+        number += 1
+
+
+_alive: "weakref.WeakSet[Prefetch]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for one in list(_alive):
+        one.close()
+
+
+def prefetch(
+    buffer: Any,
+    state_or_fn: Any,
+    key: jax.Array,
+    depth: int = 2,
+    *,
+    device: Any = None,
+) -> Prefetch:
+    """Draws batches ahead, in a thread, while the caller computes with those it has.
+
+    Batch number n is what `buffer.draw(state, jax.random.fold_in(key, n))` gives, and lies on the
+    device when it is handed over. There are never more than `depth` batches that were drawn and
+    not taken, and as many as that while the caller computes.
+
+    Given a state, the states that samplers which consume leave behind are followed; it may not be
+    donated meanwhile. Given a function, it is called before every draw, in the thread, and returns
+    the state to draw from. Batch n is drawn after batch n - depth was taken: what happened to the
+    state before that is seen by batch n, so that new priorities arrive at most `depth` batches
+    late. Such a function must not return a state that is donated before the draw is over: update
+    a state that is only replaced, and samplers that consume are only looked at.
+
+    Args:
+        buffer: a `ReplayBuffer` or a `Mix`, with a batch size.
+        state_or_fn: a state, or a function without arguments that returns one.
+        key: a PRNG key. It is consumed.
+        depth: how many batches are drawn ahead, at least 1.
+        device: a device or a sharding that the batches are copied to; None for where they are.
+
+    Returns:
+        An iterator without end over batches of type `Sample`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(capacity=10, batch_size=4)
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(7)})
+        >>> with jrb.prefetch(buffer, state, jax.random.key(0)) as batches:
+        ...     next(batches).data["x"].shape
+        (4,)
+    """
+    checks.count("depth", depth)
+    checks.key(key)
+    states: list[Any] = [None if callable(state_or_fn) else state_or_fn]
+
+    def draw(number: int) -> Any:
+        here = jax.random.fold_in(key, number)
+        if callable(state_or_fn):
+            sample = buffer.sample(state_or_fn(), here)
+        else:
+            states[0], sample = buffer.draw(states[0], here)
+        if device is not None:
+            sample = jax.device_put(sample, device)
+        return jax.block_until_ready(sample)
+
+    return Prefetch(draw, depth)

@@ -1,0 +1,200 @@
+"""Epochs and prefetched batches: the same draws, neither more nor less of them."""
+
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+
+KEY = jax.random.key(3)
+
+
+def filled(count=11, **parts):
+    buffer = jrb.ReplayBuffer(16, **{"batch_size": 4, **parts})
+    items = {"x": jnp.arange(count), "next": {"done": jnp.arange(count) % 5 == 4}}
+    example = {"x": jnp.int32(0), "next": {"done": jnp.bool_(False)}}
+    return buffer, buffer.extend(buffer.init(example), items)
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 20])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_gives_everything_once(batch_size, drop_last):
+    buffer, state = filled(sampler=jrb.Prioritized())
+    if drop_last and batch_size > 11:
+        with pytest.raises(ValueError, match="enough for a batch of 20, got 11"):
+            jrb.epochs(buffer, state, KEY, batch_size, drop_last=True)
+        return
+    batches = jrb.epochs(buffer, state, KEY, batch_size, n_epochs=3, drop_last=drop_last)
+    drawn = [batch.data["x"][batch.mask].tolist() for batch in batches]
+    assert len(drawn) == len(batches)
+    each = len(batches) // 3
+    orders = [list(itertools.chain(*drawn[k * each : (k + 1) * each])) for k in range(3)]
+    for order in orders:
+        assert len(order) == len(set(order)) == (11 // batch_size * batch_size if drop_last else 11)
+    assert batch_size == 11 or orders[0] != orders[1] or batch_size == 20
+    assert [batch.data["x"][batch.mask].tolist() for batch in batches] == drawn
+
+
+def test_an_epoch_of_windows():
+    buffer, state = filled(unit=jrb.Sequence(2))
+    batches = list(jrb.epochs(buffer, state, KEY, 4))
+    starts = [
+        int(w[0]) for b in batches for w, real in zip(b.data["x"], b.mask, strict=True) if real[0]
+    ]
+    assert sorted(starts) == [0, 1, 2, 3, 5, 6, 7, 8]
+
+
+def test_what_epochs_refuse():
+    buffer, state = filled()
+    with pytest.raises(ValueError, match="got 0 things"):
+        jrb.epochs(buffer, buffer.empty(state), KEY)
+    with pytest.raises(ValueError, match="n_epochs"):
+        jrb.epochs(buffer, state, KEY, n_epochs=0)
+    with pytest.raises(ValueError, match="batch_size"):
+        jrb.epochs(jrb.ReplayBuffer(16), state, KEY)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("sampler", [jrb.Uniform(), jrb.WithoutReplacement(), jrb.Prioritized()])
+def test_prefetched_batches_are_those_that_would_be_drawn(sampler, depth):
+    buffer, state = filled(sampler=sampler)
+    with jrb.prefetch(buffer, state, KEY, depth) as batches:
+        for number, batch in enumerate(itertools.islice(batches, 7)):
+            state, expected = buffer.draw(state, jax.random.fold_in(KEY, number))
+            assert_same(batch, expected)
+
+
+def test_a_mix_is_prefetched_too():
+    one, other = filled(), filled()
+    mix = jrb.Mix((one[0], other[0]), (0.5, 0.5), batch_size=4)
+    states = (one[1], other[1])
+    with jrb.prefetch(mix, states, KEY) as batches:
+        assert_same(next(batches), mix.sample(states, jax.random.fold_in(KEY, 0)))
+
+
+class Counting:
+    """A function that returns a state, and counts how often it was asked for it."""
+
+    def __init__(self, state):
+        self.state, self.count, self.asked = state, 0, threading.Condition()
+
+    def __call__(self):
+        with self.asked:
+            self.count += 1
+            self.asked.notify_all()
+        return self.state
+
+    def wait_for(self, count):
+        with self.asked:
+            assert self.asked.wait_for(lambda: self.count >= count, timeout=60)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_just_so_many_are_drawn_ahead(depth):
+    buffer, state = filled()
+    source = Counting(state)
+    with jrb.prefetch(buffer, source, KEY, depth) as batches:
+        for taken in range(4):
+            source.wait_for(depth + taken)
+            assert source.count == depth + taken
+            next(batches)
+    assert source.count <= depth + 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_new_priorities_arrive_after_as_many_batches_as_are_drawn_ahead(depth):
+    buffer, state = filled(sampler=jrb.Prioritized(alpha=1.0, eps=0.0))
+    source = Counting(state)
+    with jrb.prefetch(buffer, source, KEY, depth) as batches:
+        source.wait_for(depth)
+        only = jnp.zeros(11).at[7].set(1.0)
+        while next(batches) is None:
+            pass
+        source.wait_for(depth + 1)
+        source.state = buffer.update_priority(state, jnp.arange(11), only)
+        late = [next(batches).data["x"].tolist() for _ in range(depth + 3)]
+    assert late[-3:] == [[7] * 4] * 3
+
+
+def test_errors_come_out_in_the_caller_once():
+    buffer, state = filled()
+    calls = iter([state, state])
+
+    def fail():
+        try:
+            return next(calls)
+        except StopIteration:
+            raise KeyError("no more states") from None
+
+    batches = jrb.prefetch(buffer, fail, KEY, 1)
+    next(batches)
+    next(batches)
+    with pytest.raises(KeyError, match="no more states"):
+        next(batches)
+    assert list(batches) == []
+    batches.close()
+
+
+def test_an_empty_buffer_is_an_error_of_the_caller():
+    buffer, state = filled()
+    with (
+        jrb.prefetch(buffer, buffer.empty(state), KEY) as batches,
+        pytest.raises(ValueError, match="something to draw"),
+    ):
+        next(batches)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "jrb-prefetch"]
+
+
+def test_the_thread_ends_with_the_loop():
+    buffer, state = filled()
+    for _ in jrb.prefetch(buffer, state, KEY):
+        break
+    gc.collect()
+    for thread in threads():
+        thread.join(60)
+    assert threads() == []
+    batches = jrb.prefetch(buffer, state, KEY)
+    batches.close()
+    assert threads() == []
+    assert list(batches) == []
+
+
+def test_a_program_ends_in_the_middle_of_a_loop():
+    script = """
+import jax, jax.numpy as jnp, jrb
+buffer = jrb.ReplayBuffer(16, batch_size=4)
+state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(7)})
+batches = jrb.prefetch(buffer, state, jax.random.key(0), 3)
+next(batches)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_batches_are_copied_to_a_device():
+    buffer, state = filled()
+    device = jax.devices()[1]
+    with jrb.prefetch(buffer, state, KEY, device=device) as batches:
+        assert next(batches).data["x"].devices() == {device}
+
+
+def test_what_prefetch_refuses():
+    buffer, state = filled()
+    with pytest.raises(ValueError, match="depth"):
+        jrb.prefetch(buffer, state, KEY, 0)
+    with pytest.raises(TypeError, match="key"):
+        jrb.prefetch(buffer, state, 0)
