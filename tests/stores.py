@@ -17,7 +17,7 @@ import zlib
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-if "jrb" not in sys.modules:  # the package without what its __init__ imports
+if __name__ == "__main__":  # the package without what its __init__ imports
     package = types.ModuleType("jrb")
     package.__path__ = [os.path.join(ROOT, "jrb")]
     sys.modules["jrb"] = package
