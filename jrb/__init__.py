@@ -7,7 +7,7 @@ from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
 from jrb.mix import Mix
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
-from jrb.storages import DeviceStorage
+from jrb.storages import DeviceStorage, ListStorage
 from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
 from jrb.writers import Immutable, MaxValue, RoundRobin
 
@@ -21,6 +21,7 @@ __all__ = [
     "Hindsight",
     "Immutable",
     "Keys",
+    "ListStorage",
     "MaxValue",
     "Mix",
     "NStep",

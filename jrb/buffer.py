@@ -7,12 +7,13 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jrb import bits, checks, display, order, pytree
+from jrb import checks, display, order, outside, pytree
 from jrb.keys import TED, Keys, path_name
 from jrb.ring import Ring
 from jrb.samplers import Uniform
 from jrb.storages import DeviceStorage
-from jrb.types import Batch, Item, Sampler, Storage, Unit, Writer
+from jrb.transforms import run
+from jrb.types import Item, Sampler, Storage, Unit, Writer
 from jrb.units import Transition
 from jrb.writers import RoundRobin
 
@@ -119,6 +120,11 @@ class ReplayBuffer:
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
         self.unit.check(self.ring, self.sampler, self.writer)
+        if self._on_host and not isinstance(self.unit, Transition):
+            raise ValueError(
+                f"unit: expected jrb.Transition() with {type(self.storage).__name__}, which cannot "
+                f"look into its objects, got {type(self.unit).__name__}."
+            )
         if getattr(self.storage, "in_time", False):
             checks.in_time(type(self.storage).__name__, self.writer)
         for name in ("capacity", "num_envs", "batch_size"):  # NumPy's integers have a dtype
@@ -153,6 +159,8 @@ class ReplayBuffer:
         Raises:
             TypeError: a leaf is no array, or of a dtype that JAX would change.
         """
+        if self._on_host:
+            return outside.init(self)
         spec = self._stored_spec(example)
         if device is None:
             return self.blank(spec)
@@ -177,6 +185,9 @@ class ReplayBuffer:
             ValueError: another structure or shape than the example's.
             TypeError: another dtype than the example's, or a mask that is not bool.
         """
+        if self._on_host:
+            mask = None if mask is None else checks.mask("add", mask, ())[None]
+            return outside.extend(self, state, [item], mask, "add", _write)
         stored = self._to_stored(state, item, self._lead(), "add")
         rows = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), stored)
         if mask is not None:
@@ -198,6 +209,8 @@ class ReplayBuffer:
             ValueError: another structure or shape than the example's, or leaves of unequal T.
             TypeError: another dtype than the example's, or a mask that is not bool.
         """
+        if self._on_host:
+            return outside.extend(self, state, items, mask, "extend", _write)
         length = checks.length(items)
         rows = self._to_stored(state, items, (length, *self._lead()), "extend")
         if mask is not None:
@@ -264,6 +277,8 @@ class ReplayBuffer:
         if beta is not None:
             beta = checks.number("beta", beta)
         self._check_ready(state, batch_size)
+        if self._on_host:
+            return outside.draw(self, state, key, int(batch_size), beta, _draw)
         return _draw(self, state, key, int(batch_size), beta)
 
     def update_priority(
@@ -297,6 +312,8 @@ class ReplayBuffer:
             sample_or_indices = checks.indices("update_priority", sample_or_indices)
             shapes.append(sample_or_indices.shape)
         priorities = checks.priorities(priorities, shapes)
+        if self._on_host:
+            return outside.update(self, state, sample_or_indices, priorities, _update)
         return _update(self, state, sample_or_indices, priorities)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
@@ -325,11 +342,13 @@ class ReplayBuffer:
         """
         indices = checks.indices("take", indices)
         if not isinstance(indices, jax.core.Tracer):
-            outside = (indices < 0) | (indices >= self.capacity)
-            if bool(outside.any()):
+            wrong = (indices < 0) | (indices >= self.capacity)
+            if bool(wrong.any()):
                 raise ValueError(
-                    f"take: expected indices in [0, {self.capacity}), got {indices[outside][0]}."
+                    f"take: expected indices in [0, {self.capacity}), got {indices[wrong][0]}."
                 )
+        if self._on_host:
+            return outside.take(self, state, indices)
         return _take(self, state, indices)
 
     def size(self, state: BufferState) -> jax.Array:
@@ -347,13 +366,22 @@ class ReplayBuffer:
 
     def empty(self, state: BufferState) -> BufferState:
         """The state without its items. Samples drawn before stay harmless."""
+        if self._on_host:
+            return outside.empty(self, state, _empty)
         return _empty(self, state)
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether the storage holds no arrays, and is called between the jitted parts."""
+        return getattr(self.storage, "on_host", False)
 
     def _lead(self) -> tuple[int, ...]:
         return () if self.num_envs is None else (self.num_envs,)
 
     def _stored_spec(self, example: Item) -> Item:
-        spec = jax.eval_shape(self._inverse, pytree.spec_of(example, "init"))
+        spec = jax.eval_shape(
+            functools.partial(run.inward, self.transforms), pytree.spec_of(example, "init")
+        )
         if not jax.tree.leaves(spec):
             raise ValueError("init: expected at least one leaf, got an empty pytree.")
         return spec
@@ -368,11 +396,6 @@ class ReplayBuffer:
             unit=self.unit.init(ring, spec, self.keys),
         )
 
-    def _inverse(self, item: Item) -> Item:
-        for transform in reversed(self.transforms):
-            item = getattr(transform, "inverse", lambda item: item)(item)
-        return item
-
     def stored(self, state: BufferState) -> Item:
         """The spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
         return self.storage.spec(self.ring, state.storage, self.keys)
@@ -381,7 +404,7 @@ class ReplayBuffer:
         """Items as the storage takes them, leaves `[*lead, ...]`, or an error."""
         if any(hasattr(transform, "inverse") for transform in self.transforms):
             checks.lead(items, lead, verb)
-            inverse = self._inverse
+            inverse = functools.partial(run.inward, self.transforms)
             for _ in lead:
                 inverse = jax.vmap(inverse)
             items = inverse(items)
@@ -413,8 +436,6 @@ class ReplayBuffer:
                 "Build the buffer with sampler=jrb.Prioritized()."
             )
 
-
-_FIRST = 16  # the number that `bits.fold` gets for the first transform; smaller ones are the units'
 
 _LAYOUT = {
     ("add", True): "one timestep with the leaves of the example",
@@ -486,8 +507,7 @@ def _draw(
     look = unit.look(ring, state.unit, held, draw.slots, draw.mask, key, keys)
     raw = buffer.storage.read(ring, state.storage, held, look.where, keys)
     data, info = unit.reduce(raw, look, keys)
-    for number, transform in enumerate(buffer.transforms):
-        data = _transformed(transform, data, look.mask, bits.fold(key, _FIRST + number), keys)
+    data = run.outward(buffer.transforms, data, look.mask, key, keys)
     sample = Sample(
         data=data,
         indices=draw.slots,
@@ -508,12 +528,6 @@ def _held(buffer: ReplayBuffer, state: BufferState, token: jax.Array) -> BufferS
         writer=buffer.writer.hold(state.writer, token),
         unit=buffer.unit.hold(state.unit, token),
     )
-
-
-def _transformed(transform: Any, data: Any, mask: jax.Array, key: jax.Array, keys: Keys) -> Any:
-    if hasattr(transform, "apply"):
-        return transform.apply(data, Batch(key=key, mask=mask, keys=keys))
-    return transform(data)
 
 
 def wait(buffer: ReplayBuffer, state: BufferState, sample: Sample) -> BufferState:

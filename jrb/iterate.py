@@ -38,7 +38,7 @@ class Epochs:
     def __iter__(self) -> Iterator[Sample]:
         state = self.state
         for number in range(self.batches):
-            state, sample = _draw(self.buffer, state, jax.random.fold_in(self.key, number))
+            state, sample = self.buffer.draw(state, jax.random.fold_in(self.key, number))
             yield sample
 
 
@@ -96,11 +96,6 @@ def epochs(
             "items first, or take smaller batches."
         )
     return Epochs(buffer=buffer, state=state, key=key, batches=each * n_epochs)
-
-
-@jax.jit
-def _draw(buffer: ReplayBuffer, state: BufferState, key: jax.Array) -> tuple[BufferState, Sample]:
-    return buffer.draw(state, key)
 
 
 class Prefetch:

@@ -18,6 +18,7 @@ LAYERS = [
     {"rows"},
     {"line", "episodes"},
     {"writers", "storages", "samplers", "units", "transforms"},
+    {"outside"},
     {"buffer"},
     {"testing", "demo", "mix"},
     {"demo_report", "checkpoint", "iterate"},

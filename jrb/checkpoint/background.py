@@ -1,27 +1,31 @@
 """Saves that go on while the program does."""
 
-import atexit
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from jrb.checkpoint.native import Pending
 
 _lock = threading.Lock()
-_running: dict[str, Future] = {}
-_pool = ThreadPoolExecutor(1, thread_name_prefix="jrb-save")
-atexit.register(_pool.shutdown)
+_running: dict[str, "Save"] = {}
 
 
 class Save:
-    """A save under way."""
+    """A save under way, in a thread that a program waits for before it ends."""
 
-    def __init__(self, future: Future) -> None:
-        self._future = future
+    def __init__(self, pending: Pending, keep: int) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(pending, keep), name="jrb-save")
+        self._thread.start()
+
+    def _run(self, pending: Pending, keep: int) -> None:
+        try:
+            pending.finish(keep)
+        except BaseException as error:
+            self._error = error
 
     def done(self) -> bool:
         """Whether it is over."""
-        return self._future.done()
+        return not self._thread.is_alive()
 
     def wait(self) -> None:
         """Returns when it is over.
@@ -29,20 +33,21 @@ class Save:
         Raises:
             OSError: what went wrong.
         """
-        self._future.result()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def start(path: str, pending: Pending, keep: int) -> Save:
-    """Writes in a thread of its own; nothing else may be under way for this path."""
+    """Begins to write; nothing else may be under way for this path."""
     with _lock:
-        future = _pool.submit(pending.finish, keep)
-        _running[os.path.realpath(path)] = future
-    return Save(future)
+        save = _running[os.path.realpath(path)] = Save(pending, keep)
+    return save
 
 
 def settle(path: str) -> None:
     """Waits until nothing is under way for a path, and raises what went wrong there, once."""
     with _lock:
-        future = _running.pop(os.path.realpath(path), None)
-    if future is not None:
-        future.result()
+        save = _running.pop(os.path.realpath(path), None)
+    if save is not None:
+        save.wait()

@@ -17,18 +17,19 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from jrb.disk import blocks, files, manifest
 from jrb.disk.blocks import Source
 from jrb.disk.errors import DamagedError
 from jrb.disk.manifest import Body, Leaf
+from jrb.disk.threads import share
 
 T = TypeVar("T")
 WORKERS = 2
 """Threads that write or read at a time."""
 
+_FILES = 16  # at least, of a whole save
 _RUN = 8  # blocks that a thread reads in a row
 _FILE = re.compile(r"(\d{12})-(\d{6})")
 _TEMPORARY = "manifest.json.new"
@@ -95,7 +96,7 @@ class Saving:
             if source.size > manifest.INLINE
             for block in _suspects(source, self._old.get(source.name), self._waste)
         ]
-        return [Task(run) for run in _runs(wanted)]
+        return [Task(run) for run in _runs(wanted, sum(source.size for source in sources))]
 
     def commit(self, meta: dict[str, Any], sources: list[Source], tasks: list[Task], keep: int):
         """Writes what changed, and makes it the newest generation.
@@ -127,9 +128,7 @@ class Saving:
         def write(numbered: tuple[int, Task]) -> None:
             self._write(*numbered, sources, leaves)
 
-        with ThreadPoolExecutor(WORKERS) as pool:
-            for _ in pool.map(write, enumerate(tasks)):
-                pass
+        share(write, enumerate(tasks), WORKERS)
         files.sync_folder(os.path.join(self.path, manifest.FOLDER))
         return leaves
 
@@ -234,7 +233,7 @@ def _suspects(
 
 
 def _wasteful(body: Body | None) -> set[tuple[int, int]]:
-    """Files of which less than half is still in use: their blocks are written anew."""
+    """Files of which less than a quarter is still in use: their blocks are written anew."""
     used: dict[tuple[int, int], int] = {}
     reach: dict[tuple[int, int], int] = {}
     for leaf in body["leaves"] if body else []:
@@ -242,13 +241,14 @@ def _wasteful(body: Body | None) -> set[tuple[int, int]]:
             file = tuple(entry[:2])
             used[file] = used.get(file, 0) + stop - start
             reach[file] = max(reach.get(file, 0), entry[2] + stop - start)
-    return {file for file in used if 2 * used[file] < reach[file]}
+    return {file for file in used if 4 * used[file] < reach[file]}
 
 
-def _runs(wanted: list[Part]) -> Iterator[list[Part]]:
-    """Cuts a list of blocks into parts that fit into a file, at least one for each thread."""
+def _runs(wanted: list[Part], total: int) -> Iterator[list[Part]]:
+    """Cuts a list of blocks into parts that fit into a file: some for each thread, none large."""
     size = lambda parts: sum(part.stop - part.start for part in parts)
-    most = min(blocks.EXTENT, max(-(-size(wanted) // WORKERS), blocks.LARGEST))
+    share_ = -(-size(wanted) // WORKERS)
+    most = min(blocks.EXTENT, max(min(share_, total // _FILES), blocks.LARGEST))
     run: list[Part] = []
     for part in wanted:
         if run and size([*run, part]) > most:
@@ -360,9 +360,7 @@ def read_leaf(path: str, leaf: Leaf, target: memoryview) -> None:
         for number, (start, stop, _) in run:
             read_block(path, leaf, number, target[start:stop])
 
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for _ in pool.map(read, runs):
-            pass
+    share(read, runs, WORKERS)
 
 
 def read_pieces(path: str, leaf: Leaf, piece: int) -> Iterator[tuple[int, bytearray]]:

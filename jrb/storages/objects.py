@@ -1,0 +1,180 @@
+"""Python objects of any kind, on the host."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrb import pytree
+from jrb.keys import Keys
+from jrb.ring import Held, Ring
+from jrb.types import Item, Where, Write
+
+
+class Shelf:
+    """The objects of one buffer, which all its states share.
+
+    Attributes:
+        objects: N of them; None where there is none.
+        written: which write put each there.
+        writes: how many there were.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.objects: list[Any] = [None] * capacity
+        self.written = np.zeros(capacity, np.int64)
+        self.writes = 0
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Objects:
+    """Where a state's objects are.
+
+    Attributes:
+        shelf: what they stand on, together with those of older and newer states.
+        version: the writes that this state knows of.
+    """
+
+    shelf: Shelf
+    version: int
+
+
+@pytree.component
+class ListStorage:
+    """Keeps any Python object as it is, in a list: strings, None, dicts of different shapes.
+
+    It works outside `jit`; sampler, writer and priorities stay on the device. An item is one
+    object, `extend` takes a sequence of T of them, and with `num_envs` each row is a sequence of E.
+    Unlike those of other storages, states share their objects: an older state, of which something
+    was overwritten since, may neither be written to nor draw that. The unit is `jrb.Transition()`.
+
+    Attributes:
+        collate: from a list of B objects to `Sample.data`; None for the list. Where nothing was
+            drawn, the object is None.
+
+    Example:
+        >>> import jax, jrb
+        >>> buffer = jrb.ReplayBuffer(3, batch_size=2, storage=jrb.ListStorage())
+        >>> state = buffer.add(buffer.init(None), "foo")
+        >>> buffer.sample(state, jax.random.key(0)).data
+        ['foo', 'foo']
+    """
+
+    collate: Callable[[list[Any]], Any] | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether items are no arrays, and verbs work outside `jit` only."""
+        return True
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Objects:
+        """An empty shelf."""
+        del spec, keys
+        return Objects(shelf=Shelf(ring.capacity), version=0)
+
+    def put(self, state: Objects, slots: np.ndarray, objects: list[list[Any]]) -> Objects:
+        """Puts rows of objects at slots `[T, E]`, those of N or more left out.
+
+        Raises:
+            ValueError: the state is not the newest.
+        """
+        shelf = state.shelf
+        if state.version != shelf.writes:
+            raise ValueError(
+                "ListStorage: expected the newest state, got one that has been written to before. "
+                "States share their objects: go on with the state that the last write returned."
+            )
+        shelf.writes += 1
+        for row, places in zip(objects, slots.tolist(), strict=True):
+            for item, slot in zip(row, places, strict=True):
+                if slot < len(shelf.objects):
+                    shelf.objects[slot], shelf.written[slot] = item, shelf.writes
+        return Objects(shelf=shelf, version=shelf.writes)
+
+    def get(self, state: Objects, slots: np.ndarray) -> list[Any]:
+        """The objects at slots `[B]`.
+
+        Raises:
+            ValueError: one of them was overwritten after this state was made.
+        """
+        shelf = state.shelf
+        if (shelf.written[slots] > state.version).any():
+            raise ValueError(
+                "ListStorage: expected a state whose objects are still there, got one of which "
+                "something was overwritten since. Draw from the state that the last write returned."
+            )
+        return [shelf.objects[slot] for slot in slots.tolist()]
+
+    def emptied(self, ring: Ring, state: Objects) -> Objects:
+        """A shelf of one's own."""
+        del state
+        return Objects(shelf=Shelf(ring.capacity), version=0)
+
+    def spec(self, ring: Ring, state: Objects, keys: Keys) -> Item:
+        """Raises: objects have no shapes."""
+        raise _refusal()
+
+    def write(
+        self, ring: Ring, state: Objects, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[Objects, Write]:
+        """Raises: this is for inside `jit`."""
+        raise _refusal()
+
+    def read(self, ring: Ring, state: Objects, held: Held, where: Where, keys: Keys) -> Item:
+        """Raises: this is for inside `jit`."""
+        raise _refusal()
+
+    def reset(self, ring: Ring, state: Objects, token: jax.Array) -> Objects:
+        """Raises: this is for inside `jit`."""
+        raise _refusal()
+
+    def hold(self, state: Objects, token: jax.Array) -> Objects:
+        """The same."""
+        del token
+        return state
+
+
+def _refusal() -> TypeError:
+    return TypeError(
+        "ListStorage: expected to be called outside jit, vmap, scan and checkpoints, with Python "
+        "objects. Use jrb.DeviceStorage() there, with items of arrays."
+    )
+
+
+@pytree.component
+class Elsewhere:
+    """Stands in for a storage on the host: says where it would write, and reads nothing."""
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> None:
+        """Nothing."""
+        del ring, spec, keys
+
+    def spec(self, ring: Ring, state: Any, keys: Keys) -> Item:
+        """Nothing."""
+        del ring, keys
+        return state
+
+    def write(
+        self, ring: Ring, state: Any, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[jax.Array, Write]:
+        """The slots, int32 `[T, E]`, in place of a state."""
+        del ring, state, held, items, keys
+        return write.slots, write
+
+    def read(self, ring: Ring, state: Any, held: Held, where: Where, keys: Keys) -> Item:
+        """Nothing."""
+        del ring, held, where, keys
+        return state
+
+    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
+        """Nothing."""
+        del ring, token
+        return state
+
+    def hold(self, state: Any, token: jax.Array) -> Any:
+        """Nothing."""
+        del token
+        return state
