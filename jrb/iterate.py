@@ -4,7 +4,6 @@ import atexit
 import collections
 import dataclasses
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,6 +76,11 @@ def epochs(
         >>> len(batches), sorted(int(x) for b in batches for x in b.data["x"][b.mask])
         (3, [0, 1, 2, 3, 4, 5, 6])
     """
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(state, BufferState):
+        raise TypeError(
+            f"epochs: expected a ReplayBuffer and its state, got {type(buffer).__name__} and "
+            f"{type(state).__name__}."
+        )
     batch_size = buffer.batch_size if batch_size is None else batch_size
     if batch_size is None:
         raise ValueError("batch_size: expected a number, got None. Give it to the buffer or here.")
@@ -88,6 +92,8 @@ def epochs(
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
     state = state.replace(sampler=sampler.init(buffer.ring))  # pyright: ignore
     held = buffer.writer.held(buffer.ring, state.writer)
+    if held.count.ndim:
+        raise TypeError("epochs: expected a single state, got states under vmap. Take one of them.")
     count = int(buffer.unit.anchors(buffer.ring, state.unit, held).count)
     each = count // batch_size if drop_last else -(-count // batch_size)
     if not each:
@@ -110,7 +116,7 @@ class Prefetch:
         self._thread = threading.Thread(
             target=_work, args=(self._line, draw), name="jrb-prefetch", daemon=True
         )
-        _alive.add(self)
+        _alive[self._line] = self._thread
         self._thread.start()
 
     def __iter__(self) -> "Prefetch":
@@ -192,21 +198,27 @@ def _work(line: _Line, draw: Callable[[int], Any]) -> None:
     while line.has_room():
         try:
             batch = draw(number)
+        except StopIteration as error:
+            line.fail(RuntimeError(f"prefetch: the function of states raised {error!r}."))
+            break
         except BaseException as error:
             line.fail(error)
-            return
+            break
         line.put(batch)
         del batch
         number += 1
+    _alive.pop(line, None)
 
 
-_alive: "weakref.WeakSet[Prefetch]" = weakref.WeakSet()
+_alive: dict[_Line, threading.Thread] = {}
 
 
 @atexit.register
 def _close_all() -> None:
-    for one in list(_alive):
-        one.close()
+    """A thread that is still inside XLA when the program is gone would bring it down."""
+    for line, thread in list(_alive.items()):
+        line.stop()
+        thread.join()
 
 
 def prefetch(
@@ -248,6 +260,11 @@ def prefetch(
         ...     next(batches).data["x"].shape
         (4,)
     """
+    if not hasattr(buffer, "draw"):
+        raise TypeError(
+            f"prefetch: expected a ReplayBuffer or a Mix, got {type(buffer).__name__}. The order "
+            "is prefetch(buffer, state, key)."
+        )
     checks.count("depth", depth)
     checks.key(key)
     states: list[Any] = [None if callable(state_or_fn) else state_or_fn]

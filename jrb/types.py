@@ -232,7 +232,8 @@ class Unit(Protocol):
 
     A unit whose items are windows may have `reduce_priorities(priorities, mask)`, from one for each
     row, float32 `[B, L]`, to one for each anchor, `[B]`; and `priority_shapes(mask_shape)`, the
-    shapes that it takes.
+    shapes that it takes. One that must know of rows which are not held any more has
+    `rows_before(state, slots)` and `resume(state, before)`: see `FrameStack`.
     """
 
     def check(self, ring: Ring, sampler: "Sampler", writer: Writer) -> None:

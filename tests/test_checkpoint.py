@@ -726,3 +726,152 @@ def test_flipped_bits_name_the_leaf_and_the_block(tmp_path):
     with pytest.raises(checkpoint.DamagedError, match=message):
         jrb.load(tmp_path)
     assert len(checkpoint.verify(tmp_path)) == 1
+
+
+def rerun(buffer, seed, rows):
+    """The same schedule with other random numbers; most leaves have few different values."""
+    rng = np.random.default_rng(seed)
+    done, reward = rng.random(rows) < 0.01, (rng.random(rows) < 0.02).astype(np.float32)
+    items = {**TED, "observation": rng.normal(size=(rows, 3)).astype(np.float32)}
+    items["action"] = rng.integers(0, 4, rows).astype(np.int32)
+    after = rng.normal(size=(rows, 3)).astype(np.float32)
+    items["next"] = {"observation": after, "reward": reward, "done": done}
+    return items
+
+
+def test_another_run_with_the_same_clock_is_not_mixed_with_the_one_before(tmp_path):
+    buffer = jrb.ReplayBuffer(20_000)
+    for seed in range(3):
+        there_and_back(tmp_path, buffer, buffer.extend(buffer.init(TED), rerun(buffer, seed, 4000)))
+
+
+def test_going_on_from_an_older_generation_is_not_mixed_with_what_came_after(tmp_path):
+    buffer = jrb.ReplayBuffer(100_000)
+    state = buffer.extend(buffer.init(TED), rerun(buffer, 0, 1000))
+    jrb.save(tmp_path, buffer, state, keep=3)
+    jrb.save(tmp_path, buffer, buffer.extend(state, rerun(buffer, 1, 80_000)), keep=3)
+    _, state = jrb.load(tmp_path, generation=1)
+    state = buffer.extend(state, rerun(buffer, 2, 80_000))
+    state = buffer.extend(state, rerun(buffer, 3, 1000))
+    there_and_back(tmp_path, buffer, state)
+
+
+def test_large_arrays_of_another_run_are_noticed_at_their_newest_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "WITNESS", 0)
+    example = {"done": jnp.bool_(False)}
+    buffer = jrb.ReplayBuffer(1_000_000)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        rows = {"done": rng.random(700_000) < 0.01}
+        there_and_back(tmp_path, buffer, buffer.extend(buffer.init(example), rows))
+
+
+@pytest.mark.parametrize("capacity", [10, 14])
+def test_stacks_that_a_smaller_ring_cuts_are_not_drawn(capacity, tmp_path):
+    unit, sampler = jrb.FrameStack(3), jrb.WithoutReplacement()
+    buffer = jrb.ReplayBuffer(40, unit=unit, sampler=sampler, batch_size=64)
+    count = np.arange(15, dtype=np.float32)
+    items = {"observation": count, "next": {"observation": count + 1, "done": count == 11}}
+    state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0], items)), items)
+    jrb.save(tmp_path, buffer, state)
+    target, back = jrb.load(tmp_path, capacity=capacity)
+    sample = target.sample(back, jax.random.key(0))
+    first = 15 - capacity
+    stacks = sorted(map(tuple, np.asarray(sample.data["observation"])[np.asarray(sample.mask)]))
+    want = [(k - 2, k - 1, k) for k in range(first + 2, 12)]
+    want += [(12, 12, 12), (12, 12, 13), (12, 13, 14)]
+    assert stacks == sorted(want)
+    dump = checkpoint.Dump(items, {"cursor": 0, "full": True, "num_envs": None})
+    sample = buffer.sample(dump.into(buffer), jax.random.key(0))
+    assert (np.asarray(sample.data["observation"])[np.asarray(sample.mask)][:, 0] >= 0).all()
+    assert int(sample.mask.sum()) == 13
+
+
+def test_what_cannot_be_dealt_out_anew_is_refused(tmp_path):
+    buffer, state = numbered(8, 2, 20, unit=jrb.FrameStack(2))
+    jrb.save(tmp_path, buffer, state)
+    with pytest.raises(ValueError, match="FrameStack"):
+        jrb.load(tmp_path, num_envs=4)
+    buffer, state = numbered(8, 2, 20, sampler=jrb.Queue())
+    jrb.save(tmp_path, buffer, state)
+    with pytest.raises(ValueError, match="Queue"):
+        jrb.load(tmp_path, num_envs=None)
+    state, _ = buffer.draw(state, jax.random.key(0), 16)
+    jrb.save(tmp_path, buffer, state)
+    target, back = jrb.load(tmp_path, num_envs=None)
+    assert int(target.size(back)) == 16
+    assert not bool(target.can_sample(back))
+
+
+def test_the_best_of_a_dump_are_kept_and_their_priorities_refused():
+    buffer = jrb.ReplayBuffer(4, writer=jrb.MaxValue("r"), sampler=jrb.Prioritized())
+    items = {"r": np.array([9, 8, 1, 2, 3, 4], np.float32)}
+    info = {"cursor": 0, "full": True, "num_envs": None}
+    state = checkpoint.Dump(items, info).into(buffer)
+    assert sorted(state.storage["r"].tolist()) == [3, 4, 8, 9]
+    with pytest.raises(ValueError, match="MaxValue"):
+        checkpoint.Dump(items, {**info, "priorities": items["r"]}).into(buffer)
+
+
+def test_a_background_save_goes_where_it_was_sent(tmp_path, monkeypatch):
+    buffer, state = filled()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    go = threading.Event()
+    files.hook = lambda operation, path, *rest: go.wait() if operation == "create" else None
+    try:
+        save = checkpoint.save_async("saved", buffer, state)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        go.set()
+        save.wait()
+    finally:
+        go.set()
+        files.hook = None
+    assert checkpoint.generations(tmp_path / "saved") == [1]
+    assert_same(jrb.load(tmp_path / "saved")[1], state)
+
+
+def test_generations_are_numbered_on_after_damage(tmp_path):
+    buffer, state = filled()
+    for _ in range(3):
+        jrb.save(tmp_path, buffer, state, keep=5)
+    (tmp_path / "manifest.json").write_text("{")
+    state = buffer.empty(state)
+    jrb.save(tmp_path, buffer, state, keep=5)
+    jrb.save(tmp_path, buffer, state, keep=5)
+    assert checkpoint.generations(tmp_path) == [1, 2, 3, 4]  # 3 was damaged, and is another one
+    assert int(buffer.size(jrb.load(tmp_path, generation=3)[1])) == 0
+    assert int(buffer.size(jrb.load(tmp_path, generation=2)[1])) == 24
+
+
+def test_what_cannot_be_saved_is_said(tmp_path):
+    buffer, state = filled()
+    with pytest.raises(TypeError, match="outside jit"):
+        jax.jit(lambda state: jrb.save(tmp_path / "x", buffer, state))(state)
+    gone = jax.tree.map(jnp.copy, state)
+    jax.jit(buffer.add, donate_argnums=0)(gone, testing.rows(TED, jnp.float32(0), 3))
+    with pytest.raises(ValueError, match="donated"):
+        jrb.save(tmp_path / "x", buffer, gone)
+    with pytest.raises(TypeError, match="leaf 'writer/cursor': expected an array, got int"):
+        jrb.save(tmp_path / "x", buffer, state.replace(writer=state.writer.replace(cursor=1)))
+    mix = jrb.Mix((buffer, buffer), (0.5, 0.5))
+    with pytest.raises(ValueError, match="tuple of 2 states"):
+        jrb.save(tmp_path / "x", mix, (state, state, state))
+    with pytest.raises(TypeError, match="path"):
+        jrb.save(3, buffer, state)
+    with pytest.raises(ValueError, match="keep"):
+        jrb.save(tmp_path / "x.h5", buffer, state, layout="h5", keep=2)
+    assert os.listdir(tmp_path) == []
+    jrb.save(tmp_path / "new" / "x.h5", buffer, state, layout="h5")
+    with pytest.raises(ValueError, match="generation"):
+        jrb.load(tmp_path / "new" / "x.h5", generation=1)
+    with pytest.raises(TypeError, match=r"load\(path, buffer\)"):
+        jrb.load(tmp_path / "new" / "x.h5", state)
+
+
+def test_an_h5_file_takes_any_name(tmp_path):
+    example = {".": jnp.zeros(1), "item": {"a/b": jnp.int32(0), "%": jnp.int32(0)}, "": jnp.int8(0)}
+    example |= {"a/": jnp.zeros(2), "a": {"": jnp.zeros(3), "..": (jnp.bool_(False),)}, "é": 0.0}
+    buffer, state = filled(example=example)
+    there_and_back(tmp_path / "file.h5", buffer, state, "h5")
+    there_and_back(tmp_path / "native", buffer, state)

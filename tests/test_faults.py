@@ -199,6 +199,13 @@ def test_older_generations_stay_as_long_as_asked(tmp_path):
     assert len(list(tmp_path.glob("manifest*"))) == 1
 
 
+def test_more_generations_may_be_asked_for_than_there_are(tmp_path):
+    for stamp in range(1, 8):
+        stores.save(tmp_path, stores.contents(stamp), keep=20)
+    for generation in range(1, 8):
+        assert stores.read(tmp_path, generation) == stores.contents(generation)
+
+
 def test_a_damaged_store_is_saved_over(tmp_path):
     stores.save(tmp_path, stores.contents(1))
     (tmp_path / manifest.NAME).write_text("{")

@@ -198,3 +198,30 @@ def test_what_prefetch_refuses():
         jrb.prefetch(buffer, state, KEY, 0)
     with pytest.raises(TypeError, match="key"):
         jrb.prefetch(buffer, state, 0)
+
+
+def test_a_program_ends_while_a_dropped_iterator_still_draws():
+    script = """
+import jax, jax.numpy as jnp, numpy as np, jrb
+buffer = jrb.ReplayBuffer(50_000, batch_size=20_000)
+state = buffer.extend(buffer.init({"x": jnp.zeros(50)}), {"x": np.ones((50_000, 50), np.float32)})
+for batch in jrb.prefetch(buffer, state, jax.random.key(0)):
+    break
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_epochs_and_prefetch_are_given_by_mistake():
+    buffer, state = filled()
+    with pytest.raises(TypeError, match="expected a ReplayBuffer and its state"):
+        jrb.epochs(state, buffer, KEY)
+    with pytest.raises(TypeError, match="under vmap"):
+        jrb.epochs(buffer, jax.tree.map(lambda leaf: leaf[None], state), KEY)
+    with pytest.raises(TypeError, match="The order"):
+        jrb.prefetch(state, buffer, KEY)
+    with (
+        jrb.prefetch(buffer, iter([state]).__next__, KEY) as batches,
+        pytest.raises(RuntimeError, match="StopIteration"),
+    ):
+        list(batches)

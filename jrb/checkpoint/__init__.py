@@ -4,6 +4,9 @@ import os
 from types import EllipsisType
 from typing import Any
 
+import jax
+
+from jrb import checks
 from jrb.checkpoint import background, h5, migrate, native, template
 from jrb.checkpoint.background import Save
 from jrb.checkpoint.flashbax import read_flashbax, read_vault
@@ -62,10 +65,11 @@ def save(
         OSError: the disk is full or broken; what was there before is still there.
         ValueError: the state is not one of this buffer.
     """
-    path = os.fspath(path)
-    background.settle(path)
+    path = _settled(path)
     template.check_buffer(buffer, "save")
     if layout == "h5":
+        if keep:
+            raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
         h5.save(path, buffer, state, compression, fletcher32)
         return
     _check_native(layout, compression, fletcher32, keep)
@@ -91,8 +95,7 @@ def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
     Raises:
         As `save`, and what went wrong with the save before.
     """
-    path = os.fspath(path)
-    background.settle(path)
+    path = _settled(path)
     template.check_buffer(buffer, "save_async")
     _check_native("native", None, False, keep)
     return background.start(path, native.Pending(path, buffer, state, copy=True), keep)
@@ -144,20 +147,33 @@ def load(
         DamagedError: a file is not what was written; the message names leaf, block and file.
         ValueError: another version, dtype, shape, structure or capacity, with the leaf's name.
     """
-    path = os.fspath(path)
-    background.settle(path)
+    path = _settled(path)
+    if generation is not None:
+        checks.count("generation", generation)
     if os.path.isfile(path):
+        if generation is not None:
+            raise ValueError("generation: expected None for an HDF5 file, which holds but one.")
         buffer, state = h5.load(path, buffer, example, device)
     else:
         buffer, state = native.load(path, buffer, example, generation, device)
     if capacity is None and num_envs is ...:
         return buffer, state
-    return migrate.migrated(buffer, state, capacity, num_envs)
+    buffer, state = migrate.migrated(buffer, state, capacity, num_envs)
+    return buffer, state if device is None else jax.device_put(state, device)
+
+
+def _settled(path: Path) -> str:
+    """The path, absolute, when nothing is under way for it."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: expected a path, got {path!r}. The order is (path, buffer, state).")
+    absolute = os.path.abspath(os.fsdecode(os.fspath(path)))
+    background.settle(absolute)
+    return absolute
 
 
 def generations(path: Path) -> list[int]:
     """The generations that a checkpoint has, oldest first; one more than `keep` at most."""
-    return manifest.generations(os.fspath(path))
+    return manifest.generations(_settled(path))
 
 
 def verify(path: Path) -> list[str]:
@@ -169,5 +185,5 @@ def verify(path: Path) -> list[str]:
     Raises:
         FileNotFoundError: there is no checkpoint.
     """
-    path = os.fspath(path)
+    path = _settled(path)
     return h5.verify(path) if os.path.isfile(path) else native.verify(path)

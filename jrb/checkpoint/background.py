@@ -1,5 +1,6 @@
 """Saves that go on while the program does."""
 
+import atexit
 import os
 import threading
 
@@ -36,6 +37,13 @@ class Save:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+@atexit.register
+def _report() -> None:
+    """What went wrong and nobody asked for is at least shown when the program ends."""
+    for save in list(_running.values()):
+        save.wait()
 
 
 def start(path: str, pending: Pending, keep: int) -> Save:

@@ -46,6 +46,8 @@ def decode(node: Json, where: str = "buffer") -> Any:
     """
     if node is None or isinstance(node, bool | int | float | str):
         return node
+    if not isinstance(node, dict) or not node.keys() & {"tuple", "named", "part"}:
+        raise UnknownError(f"{where}: expected a description, got {node!r}.")
     if "tuple" in node:
         parts = node["tuple"]
         return tuple(decode(part, f"{where}[{number}]") for number, part in enumerate(parts))
@@ -120,7 +122,7 @@ def encode_structure(tree: Any) -> Json:
     node = _encode_node(tree)
     try:
         same = jax.tree.structure(decode_structure(node)) == jax.tree.structure(tree)
-    except UnknownError:
+    except Exception:  # whatever the constructors of somebody's classes raise
         same = False
     if same:
         return node

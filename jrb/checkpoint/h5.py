@@ -17,6 +17,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from typing import Any, cast
+from urllib.parse import quote
 
 import h5py
 import jax
@@ -35,6 +36,7 @@ from jrb.layouts.names import Leaves
 from jrb.layouts.nested import pieces as trajectories
 
 FORMAT, VERSION = "jrb-h5", 1
+_SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _SMALLEST = 2000  # times smaller than the data is no compressed data
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
@@ -49,6 +51,7 @@ def save(path: str, buffer: Any, state: Any, compression: str | None, fletcher32
         )
     if os.path.isdir(path):
         raise ValueError(f"{path}: expected a file with layout='h5', found a folder.")
+    files.make_folder(os.path.dirname(path))
     temporary = path + ".new"
     lock = files.lock(temporary)
     try:
@@ -61,7 +64,7 @@ def save(path: str, buffer: Any, state: Any, compression: str | None, fletcher32
         files.remove(temporary)
         raise
     finally:
-        os.close(lock)
+        files.unlock(lock)
 
 
 def _write(
@@ -112,7 +115,15 @@ def _items(buffer: ReplayBuffer, state: Any, spec: Any, slots: np.ndarray) -> Le
 
 
 def _names(spec: Any) -> list[str]:
-    return ["item" if name == "." else name for name in template.leaf_names(spec)]
+    """Names of datasets: those of the leaves, but that no name has a path or a dot in it."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(spec)]
+    return ["/".join(map(_name, path)) or "item" for path in paths]
+
+
+def _name(key: Any) -> str:
+    name = jax.tree_util.keystr((key,), simple=True)
+    name = quote(name, safe=_SAFE, errors="surrogatepass") or "%"
+    return name.replace(".", "%2E") if name in (".", "..") else name
 
 
 def _put(
@@ -255,7 +266,7 @@ def verify(path: str) -> list[str]:
     try:
         with h5py.File(path, "r", locking=False) as file:
             return list(_damages(path, file))
-    except OSError as error:
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
         return [f"{path}: expected a checkpoint in HDF5, got {error!r}."]
 
 

@@ -62,13 +62,27 @@ class Dump(NamedTuple):
         state = buffer.init(spec)
         first = self.info["cursor"] % rows if self.info["full"] and rows else 0
         order = (first + np.arange(rows)) % max(rows, 1)  # oldest first
-        order = order[max(0, rows - ring.rows) :]
-        start = first if rows == ring.rows else 0
-        state = _at_row(state, start)
+        in_time = buffer.writer.in_time
+        order = order[max(0, rows - ring.rows) :] if in_time else order
+        start = first if rows == ring.rows and in_time else 0
+        state = self._begun(buffer, state, start, rows)
         for piece in pieces(order, pytree.nbytes(spec) * ring.envs):
             rows_ = jax.tree.map(operator.itemgetter(piece), self.items)
             state = writable(buffer).extend(state, rows_)
         return self._with_priorities(buffer, state, order, start)
+
+    def _begun(
+        self, buffer: ReplayBuffer, state: BufferState, start: int, rows: int
+    ) -> BufferState:
+        """An empty state whose next row is `start`; what came before that, nobody knows."""
+        if start:
+            writer = state.writer.replace(cursor=jnp.int32(start))
+            state = state.replace(writer=writer)  # pyright: ignore
+        if hasattr(buffer.unit, "resume") and (self.info["full"] or rows > buffer.ring.rows):
+            before = jnp.full(buffer.ring.envs, jnp.iinfo(jnp.int32).max)
+            unit = buffer.unit.resume(state.unit, before)  # pyright: ignore
+            state = state.replace(unit=unit)  # pyright: ignore
+        return state
 
     def _with_priorities(
         self, buffer: ReplayBuffer, state: BufferState, order: np.ndarray, start: int
@@ -77,6 +91,12 @@ class Dump(NamedTuple):
         assign = getattr(buffer.sampler, "assign", None)
         if "priorities" not in self.info or assign is None:
             return state
+        if not buffer.writer.in_time:
+            raise ValueError(
+                f"into: expected a writer that keeps the order of time, got "
+                f"{type(buffer.writer).__name__}: nobody knows to which places the priorities "
+                "belong. Leave them out of info."
+            )
         ring = buffer.ring
         rows = (start + np.arange(len(order))) % ring.rows
         slots = rows[:, None] * ring.envs + np.arange(ring.envs)
@@ -84,14 +104,6 @@ class Dump(NamedTuple):
         most = self.info.get("max_priority")
         sampler = assign(state.sampler, jnp.asarray(slots.reshape(-1)), values.reshape(-1), most)
         return state.replace(sampler=sampler)  # pyright: ignore
-
-
-def _at_row(state: BufferState, row: int) -> BufferState:
-    """An empty state whose next row is this one."""
-    if not row or not hasattr(state.writer, "cursor"):
-        return state
-    writer = state.writer.replace(cursor=jnp.int32(row))
-    return state.replace(writer=writer)  # pyright: ignore
 
 
 def writable(buffer: ReplayBuffer) -> ReplayBuffer:

@@ -43,7 +43,8 @@ def reader(leaf: Any) -> Callable[[int, int], Any]:
     width = leaf.dtype.itemsize
 
     def read(start: int, stop: int) -> memoryview:
-        return view(np.asarray(_cut(leaf, start // width, (stop - start) // width)))
+        with jax.enable_x64(True):  # for places beyond 2^31
+            return view(np.asarray(_cut(leaf, np.int64(start // width), (stop - start) // width)))
 
     return read
 

@@ -38,6 +38,7 @@ def migrated(
     )
     if target.ring == buffer.ring:
         return target, state
+    _check_parts(target, state, target.ring.envs != buffer.ring.envs)
     slots, cuts = _chosen(buffer, target, state)
     new = _filled(buffer, target, state, slots, cuts)
     adopt = getattr(target.sampler, "adopt", None)
@@ -46,6 +47,22 @@ def migrated(
         sampler = adopt(new.sampler, state.sampler, jnp.asarray(slots.reshape(-1)), places)
         new = new.replace(sampler=sampler)  # pyright: ignore
     return target, new
+
+
+def _check_parts(target: ReplayBuffer, state: BufferState, dealt: bool) -> None:
+    """Raises where a part could not tell what lies before a seam, or in which order to go on."""
+    if dealt and hasattr(target.unit, "resume"):
+        raise ValueError(
+            f"num_envs: expected that of the checkpoint with {type(target.unit).__name__}, which "
+            "would need frames from behind the seams. Load with it, or with another unit."
+        )
+    if dealt and getattr(target.sampler, "in_order", False):
+        unread = target.sampler.ready(state.sampler, None, None)  # pyright: ignore
+        if bool(unread):
+            raise ValueError(
+                f"num_envs: expected that of the checkpoint with {type(target.sampler).__name__}, "
+                "whose order would be lost. Draw what is left first."
+            )
 
 
 def _chosen(
@@ -93,6 +110,9 @@ def _filled(
     spec = buffer.stored(state)
     into = replaying(target)
     new = target.blank(spec)
+    if hasattr(target.unit, "resume") and len(slots):
+        before = target.unit.rows_before(state.unit, slots[0])  # pyright: ignore
+        new = new.replace(unit=target.unit.resume(new.unit, before))  # pyright: ignore
     row_bytes = pytree.nbytes(spec) * slots.shape[1]
     for piece in pieces(np.arange(len(slots)), row_bytes):
         items = buffer.take(state, jnp.asarray(slots[piece]))

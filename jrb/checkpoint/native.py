@@ -79,12 +79,12 @@ def _sources(
         fresh = _fresh_slots(buffer, state, previous)
     sources = []
     for name, leaf in zip(template.leaf_names(state), jax.tree.leaves(state), strict=True):
-        words, spans = memory.raw(leaf), None
+        words, spans, edge = memory.raw(leaf), None, 0
         told = id(leaf) in by_slot and memory.on_host(words)
         if told and fresh is not None:
-            spans = _spans(words, buffer.capacity, *fresh)
+            spans, edge = _spans(words, buffer.capacity, *fresh)
         size, kind = words.size * words.dtype.itemsize, tuple(template.kind(leaf))
-        sources.append(Source(name, kind, size, memory.reader(words), told, spans))
+        sources.append(Source(name, kind, size, memory.reader(words), told, spans, edge))
     return sources
 
 
@@ -97,7 +97,9 @@ def _tells_what_is_new(buffer: Any, batch: tuple[int, ...]) -> bool:
 
 def _fresh_slots(buffer: Any, state: Any, previous: Body | None) -> tuple[int, int] | None:
     """The first slot written since the last save, and how many were; None if nobody knows."""
-    if previous is None:
+    if previous is None or _binding(previous["meta"].get("buffer")) != _binding(
+        describe.encode(buffer)
+    ):
         return None
     names = template.leaf_names({"writer": state.writer})
     known = {leaf["name"]: leaf for leaf in previous["leaves"]}
@@ -116,14 +118,17 @@ def _fresh_slots(buffer: Any, state: Any, previous: Body | None) -> tuple[int, i
     return row * ring.envs, count * ring.envs
 
 
-def _spans(leaf: Any, capacity: int, first: int, count: int) -> list[tuple[int, int]] | None:
-    """The bytes of the slots that were written, and of all rows beyond the ring."""
+def _spans(
+    leaf: Any, capacity: int, first: int, count: int
+) -> tuple[list[tuple[int, int]] | None, int]:
+    """The bytes of the slots that were written, and of all rows beyond the ring; and the first."""
     if not leaf.shape or leaf.shape[0] < capacity:
-        return None
+        return None, 0
     width = leaf.size // leaf.shape[0] * leaf.dtype.itemsize
     end = min(first + count, capacity)
     rows = [(first, end), (0, first + count - end), (capacity, leaf.shape[0])]
-    return [(start * width, stop * width) for start, stop in rows if start < stop]
+    spans = [(start * width, stop * width) for start, stop in rows if start < stop]
+    return spans, first * width
 
 
 def save(path: str, buffer: Any, state: Any, keep: int) -> None:
@@ -174,7 +179,9 @@ def matched(saved: describe.Json, buffer: Any) -> Any:
     Batch size and transforms may differ: no state depends on them.
     """
     if buffer is None:
-        return describe.decode(saved)
+        buffer = describe.decode(saved)
+        template.check_buffer(buffer, "load")
+        return buffer
     template.check_buffer(buffer, "load")
     lines = describe.differences(_binding(saved), _binding(describe.encode(buffer)))
     if lines:

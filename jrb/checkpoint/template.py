@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.core
 
 from jrb import pytree
 from jrb.buffer import ReplayBuffer
@@ -14,10 +15,33 @@ from jrb.mix import Mix
 def check_buffer(buffer: Any, verb: str) -> None:
     """Raises unless it is a description that can be saved."""
     if not isinstance(buffer, ReplayBuffer | Mix):
+        order = "(path, buffer)" if verb == "load" else "(path, buffer, state)"
         raise TypeError(
             f"{verb}: expected a ReplayBuffer or a Mix, got {type(buffer).__name__}. The order is "
-            "save(path, buffer, state)."
+            f"{verb}{order}."
         )
+
+
+def check_arrays(buffer: Any, state: Any) -> None:
+    """Raises unless all leaves of a state are arrays that are there."""
+    if isinstance(buffer, Mix) and (
+        not isinstance(state, tuple) or len(state) != len(buffer.buffers)
+    ):
+        raise ValueError(
+            f"save: expected a tuple of {len(buffer.buffers)} states, one for each buffer of the "
+            "mix, got something else."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        where = f"save: leaf '{pytree.leaf_name(path)}'"
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(f"{where}: expected an array, got a tracer. Save outside jit.")
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(f"{where}: expected an array, got {type(leaf).__name__}.")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"{where}: expected an array that is there, got one that was donated. Save the "
+                "state that came back."
+            )
 
 
 def stored(buffer: ReplayBuffer | Mix, state: Any) -> Any:
@@ -53,6 +77,7 @@ def read_off(buffer: ReplayBuffer | Mix, state: Any) -> tuple[Any, tuple[int, ..
     Raises:
         ValueError, TypeError: it is no state of this buffer; the message names a leaf.
     """
+    check_arrays(buffer, state)
     specs = pytree.spec_of(state, "save")
     for axes in range(4):
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)

@@ -15,6 +15,9 @@ SMALLEST, LARGEST, MOST = 1 << 16, 1 << 20, 256
 EXTENT = 32 << 20
 """Bytes of the largest file of blocks."""
 
+WITNESS = 16 << 20
+"""Bytes of the largest array that is looked at as a whole to tell one history from another."""
+
 _STRIDE = 8191  # bytes; a prime, so that it meets every column of a table
 
 Sums = tuple[int, int, int]
@@ -30,8 +33,9 @@ class Source:
         size: bytes.
         read: from a start and a stop to those bytes; where `fresh` is given, without a copy.
         by_slot: whether `fresh` tells what changed, so that blocks need not be compared.
-        fresh: pairs of a start and a stop, the bytes that may have changed since the last save;
-            None for all.
+        fresh: pairs of a start and a stop, the bytes that may have changed since the last save if
+            that was of the same history; None for all.
+        edge: the byte before which the newest ones were at the last save.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Source:
     read: Callable[[int, int], Bytes]
     by_slot: bool = False
     fresh: list[tuple[int, int]] | None = None
+    edge: int = 0
 
 
 def block_size(size: int) -> int:
@@ -56,6 +61,13 @@ def bounds(size: int, block: int) -> list[tuple[int, int]]:
 def sums(data: Bytes, compared: bool) -> Sums:
     """The three sums of a block; the second one is 0 unless blocks are to be compared."""
     return zlib.crc32(data), zlib.adler32(data) if compared else 0, sample(data)
+
+
+def is_fresh(source: Source, start: int, stop: int) -> bool:
+    """Whether some bytes of a block may have changed."""
+    return source.fresh is None or any(
+        first < stop and start < last for first, last in source.fresh
+    )
 
 
 def check(data: Bytes) -> int:

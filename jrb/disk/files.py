@@ -162,6 +162,12 @@ def lock(path: str) -> int:
         os.close(file)  # it was renamed or removed meanwhile
 
 
+def unlock(file: int) -> None:
+    """Gives a lock back, also for the copies that a fork has made of the file."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
 def _is_at(file: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(file), os.stat(path))

@@ -87,6 +87,8 @@ def _check(body: Body) -> None:
         raise TypeError("meta")
     names = set()
     for leaf in body["leaves"]:
+        if not isinstance(leaf["name"], str) or not isinstance(leaf["kind"], list):
+            raise TypeError("leaf")
         names.add(leaf["name"])
         _natural(leaf["size"])
         given = len(bytes.fromhex(leaf["bytes"])) if "bytes" in leaf else _check_blocks(leaf)
@@ -98,7 +100,9 @@ def _check(body: Body) -> None:
 
 def _check_blocks(leaf: Leaf) -> int:
     _natural(leaf["block"])
-    if not leaf["block"] or len(leaf["blocks"]) != -(-leaf["size"] // leaf["block"]):
+    if not 0 < leaf["block"] <= blocks.LARGEST or len(leaf["blocks"]) != -(
+        -leaf["size"] // leaf["block"]
+    ):
         raise ValueError(f"leaf {leaf['name']}: blocks")
     for block in leaf["blocks"]:
         if len(block) != 6:

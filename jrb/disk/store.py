@@ -81,20 +81,22 @@ class Saving:
             self.generation = _next_generation(path, self.previous)
             self._old, self._waste = _leaves(self.previous), _wasteful(self.previous)
         except BaseException:
-            os.close(self._lock)
+            files.unlock(self._lock)
             raise
 
     def close(self) -> None:
         """Gives the lock back."""
-        os.close(self._lock)
+        files.unlock(self._lock)
 
     def plan(self, sources: list[Source]) -> list[Task]:
         """The blocks that may have changed since the last save."""
+        old = self._old
+        foreign = any(_is_foreign(source, old.get(source.name)) for source in sources)
         wanted = [
             Part(leaf, *block)
             for leaf, source in enumerate(sources)
             if source.size > manifest.INLINE
-            for block in _suspects(source, self._old.get(source.name), self._waste)
+            for block in _suspects(source, old.get(source.name), self._waste, foreign)
         ]
         return [Task(run) for run in _runs(wanted, sum(source.size for source in sources))]
 
@@ -116,10 +118,16 @@ class Saving:
             self._publish(body, keep)
         except OSError as error:
             error.add_note(f"{self.path}: the save failed; what was there before is whole.")
-            with contextlib.suppress(OSError, ValueError):
-                _collect(self.path, keep, manifest.read(self.path))
+            self._withdraw()
             raise
         _collect(self.path, keep, body)
+
+    def _withdraw(self) -> None:
+        """Removes what a save left that failed before its moment."""
+        with contextlib.suppress(OSError, ValueError):
+            newest = manifest.read(self.path)
+            if newest["generation"] != self.generation:
+                _collect(self.path, len(manifest.older(self.path)), newest)
 
     def _written(self, sources: list[Source], tasks: list[Task]) -> list[Leaf]:
         """The entries of the manifest, after all blocks were written."""
@@ -188,7 +196,8 @@ def _next_generation(path: str, previous: Body | None) -> int:
     if previous is not None:
         return previous["generation"] + 1
     names = os.listdir(os.path.join(path, manifest.FOLDER))
-    return max((int(name[:12]) for name in names if _FILE.fullmatch(name)), default=0) + 1
+    numbers = [int(name[:12]) for name in names if _FILE.fullmatch(name)]
+    return max([0, *numbers, *manifest.older(path)]) + 1
 
 
 def _leaves(body: Body | None) -> dict[str, Leaf]:
@@ -214,22 +223,41 @@ def _known(source: Source, old: Leaf | None) -> list[list] | None:
 
 
 def _suspects(
-    source: Source, old: Leaf | None, waste: set[tuple[int, int]]
+    source: Source, old: Leaf | None, waste: set[tuple[int, int]], foreign: bool
 ) -> list[tuple[int, int, int]]:
     """Number, start and stop of the blocks that may have to be written."""
     bounds = blocks.bounds(source.size, blocks.block_size(source.size))
     everything = [(number, start, stop) for number, (start, stop) in enumerate(bounds)]
     known = _known(source, old)
-    if known is None or source.fresh is None:
+    if known is None or source.fresh is None or foreign:
         return everything
-    wanted = []
-    for (number, start, stop), entry in zip(everything, known, strict=True):
-        fresh = any(first < stop and start < last for first, last in source.fresh)
-        if not fresh and entry[5] != blocks.sample(source.read(start, stop)):
-            return everything  # it comes from elsewhere: nothing is known of it
-        if fresh or tuple(entry[:2]) in waste:
-            wanted.append((number, start, stop))
-    return wanted
+    return [
+        block
+        for block, entry in zip(everything, known, strict=True)
+        if blocks.is_fresh(source, *block[1:]) or tuple(entry[:2]) in waste
+    ]
+
+
+def _is_foreign(source: Source, old: Leaf | None) -> bool:
+    """Whether an array is of another history than the one saved last, which its clock cannot tell.
+
+    Then something differs where nothing was written since. Small arrays are compared as a whole.
+    Of large ones, every block by a sample, and the last one that was full at the last save as a
+    whole: histories that part differ where they are new.
+    """
+    known = _known(source, old)
+    if known is None or source.fresh is None:
+        return False
+    bounds = blocks.bounds(source.size, blocks.block_size(source.size))
+    edge = source.edge // blocks.block_size(source.size) - 1
+    for number, ((start, stop), entry) in enumerate(zip(bounds, known, strict=True)):
+        if blocks.is_fresh(source, start, stop):
+            continue
+        whole = source.size <= blocks.WITNESS or number == edge % len(bounds)
+        data = source.read(start, stop)
+        if (whole and blocks.check(data) != entry[3]) or blocks.sample(data) != entry[5]:
+            return True
+    return False
 
 
 def _wasteful(body: Body | None) -> set[tuple[int, int]]:
@@ -262,10 +290,11 @@ def _runs(wanted: list[Part], total: int) -> Iterator[list[Part]]:
 def _collect(path: str, keep: int, newest: Body) -> None:
     """Removes older generations beyond `keep`, and the files that no manifest names."""
     older = [number for number in manifest.older(path) if number != newest["generation"]]
-    for number in older[: len(older) - keep]:
+    first = max(0, len(older) - keep)
+    for number in older[:first]:
         files.remove(os.path.join(path, manifest.older_name(number)))
     named = set(_named(newest))
-    for number in older[len(older) - keep :] if keep else []:
+    for number in older[first:]:
         with contextlib.suppress(DamagedError):
             named |= set(_named(manifest.read(path, number)))
     folder = os.path.join(path, manifest.FOLDER)
@@ -381,21 +410,27 @@ def read_pieces(path: str, leaf: Leaf, piece: int) -> Iterator[tuple[int, bytear
 
 def damages(path: str) -> list[str]:
     """All that is wrong with a store and its older generations, a line each."""
-    try:
-        numbers = manifest.generations(path)
-    except DamagedError as error:
-        return [str(error)]
-    found: dict[str, None] = {}  # in order, each once
-    for number in reversed(numbers):
+    while True:
         try:
-            body = manifest.read(path, number)
+            newest = manifest.read(path)["generation"]
         except DamagedError as error:
-            found[str(error)] = None
-            continue
-        for leaf in body["leaves"]:
-            for block, (start, stop, _) in enumerate(manifest.parts(leaf)):
-                try:
-                    read_block(path, leaf, block, memoryview(bytearray(stop - start)))
-                except (DamagedError, OSError) as error:
-                    found[str(error)] = None
-    return list(found)
+            return [str(error)]
+        found: dict[str, None] = {}  # in order, each once
+        for number in reversed(manifest.generations(path)):
+            found.update(dict.fromkeys(_damages(path, number)))
+        if not found or manifest.read(path)["generation"] == newest:
+            return list(found)
+
+
+def _damages(path: str, generation: int) -> Iterator[str]:
+    try:
+        body = manifest.read(path, generation)
+    except (DamagedError, FileNotFoundError) as error:
+        yield str(error)
+        return
+    for leaf in body["leaves"]:
+        for block, (start, stop, _) in enumerate(manifest.parts(leaf)):
+            try:
+                read_block(path, leaf, block, memoryview(bytearray(stop - start)))
+            except (DamagedError, OSError) as error:
+                yield str(error)

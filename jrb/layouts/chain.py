@@ -45,7 +45,7 @@ def chain(leaves: Leaves, keys: Keys, cuts: np.ndarray) -> Chain:
     for flag in (keys.done, keys.terminated, keys.truncated):
         if path_name(flag) in leaves:
             array = np.asarray(leaves[path_name(flag)])
-            ends |= array.reshape(*ends.shape, -1).astype(bool).any(axis=-1)
+            ends |= array.astype(bool).any(axis=tuple(range(2, array.ndim)))
     flagged, shared = ends.copy(), {}
     for name, twin in pairs(leaves, keys).items():
         breaks = differ(leaves[twin], leaves[name]) & ~flagged

@@ -30,11 +30,12 @@ def _flatten(items: Any, prefix: str, leaves: Leaves, what: str) -> None:
             raise ValueError(f"{what}: expected names without a slash, got {key!r}. Rename it.")
         if hasattr(entry, "shape") and hasattr(entry, "dtype"):
             leaves[name] = entry
-        elif isinstance(entry, Mapping):
+        elif isinstance(entry, Mapping) and entry:
             _flatten(entry, name + "/", leaves, what)
         else:
             raise TypeError(
-                f"{what}: leaf '{name}': expected an array or a dict, got {type(entry).__name__}."
+                f"{what}: leaf '{name}': expected an array or a dict of arrays, got "
+                f"{type(entry).__name__}{' without any' * isinstance(entry, Mapping)}."
             )
 
 

@@ -149,6 +149,19 @@ class FrameStack:
         )
         return Stacks(back=back, length=length[-1], line=anchors, unit=inner), own
 
+    def rows_before(self, state: Stacks, slots: jax.Array) -> jax.Array:
+        """How many rows of its episode came before each slot, int32, up to k - 1."""
+        return state.back[slots].astype(jnp.int32)
+
+    def resume(self, state: Stacks, before: jax.Array) -> Stacks:
+        """An empty state whose next rows have so many rows of their episodes behind them.
+
+        Args:
+            state: without rows.
+            before: int32 `[E]`; those rows are not held, so that no stack may reach them.
+        """
+        return state.replace(length=jnp.minimum(before, self.k))  # pyright: ignore
+
     def _cut(self, ring: Ring, held: Held, write: Write, reach: Any) -> jax.Array:
         """The slots at the ring's tail whose stacks reach beyond it, int32 `[(k - 1) E]`."""
         most = (self.k - 1) * ring.envs
