@@ -1,12 +1,13 @@
 """jrb: the replay buffer for JAX."""
 
 from jrb import checkpoint, layouts, ring, sum_tree, testing, transforms, types
-from jrb.buffer import BufferState, ReplayBuffer, Sample
+from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save
 from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
 from jrb.mix import Mix
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
+from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage
 from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
 from jrb.writers import Immutable, MaxValue, RoundRobin

@@ -7,62 +7,16 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jrb import checks, display, order, outside, pytree
-from jrb.keys import TED, Keys, path_name
+from jrb import checks, compiled, outside, pytree
+from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
+from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
 from jrb.transforms import run
 from jrb.types import Item, Sampler, Storage, Unit, Writer
 from jrb.units import Transition
 from jrb.writers import RoundRobin
-
-
-@pytree.state
-class BufferState:
-    """All arrays of a buffer. N capacity, E environments.
-
-    Attributes:
-        storage: the items, for `DeviceStorage` their pytree with leaves `[N, ...]`.
-        writer: where the next row goes; for `RoundRobin` a `jrb.ring.Clock`.
-        sampler: what the sampler remembers.
-        unit: what the unit remembers.
-    """
-
-    storage: Any
-    writer: Any
-    sampler: Any
-    unit: Any
-
-    def __repr__(self) -> str:
-        return display.text(self)
-
-    def _repr_html_(self) -> str:
-        return display.html(self)
-
-
-@pytree.state
-class Sample:
-    """One batch. B batch, L window.
-
-    Attributes:
-        data: the items, leaves `[B, ...]` or `[B, L, ...]`.
-        indices: int32 `[B]`, the slots of the anchors.
-        probabilities: float32 `[B]`, with which each anchor was drawn; 0 where nothing was.
-        weights: float32 `[B]`, importance weights; 1 where they mean nothing, 0 where nothing was
-            drawn.
-        mask: bool `[B]` or `[B, L]`, which entries are real.
-        info: what the unit has to say, a dict of arrays.
-        stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
-    """
-
-    data: Any
-    indices: jax.Array
-    probabilities: jax.Array
-    weights: jax.Array
-    mask: jax.Array
-    info: dict[str, jax.Array]
-    stamp: jax.Array
 
 
 @pytree.component
@@ -187,12 +141,12 @@ class ReplayBuffer:
         """
         if self._on_host:
             mask = None if mask is None else checks.mask("add", mask, ())[None]
-            return outside.extend(self, state, [item], mask, "add", _write)
+            return outside.extend(self, state, [item], mask, "add")
         stored = self._to_stored(state, item, self._lead(), "add")
         rows = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), stored)
         if mask is not None:
             mask = checks.mask("add", mask, ())[None]
-        return _write(self, state, rows, mask)
+        return compiled.write(self, state, rows, mask)
 
     def extend(self, state: BufferState, items: Item, mask: jax.Array | None = None) -> BufferState:
         """Writes T timesteps, time first; of more than the ring holds, the last ones.
@@ -210,12 +164,12 @@ class ReplayBuffer:
             TypeError: another dtype than the example's, or a mask that is not bool.
         """
         if self._on_host:
-            return outside.extend(self, state, items, mask, "extend", _write)
+            return outside.extend(self, state, items, mask, "extend")
         length = checks.length(items)
         rows = self._to_stored(state, items, (length, *self._lead()), "extend")
         if mask is not None:
             mask = checks.mask("extend", mask, (length,))
-        return _write(self, state, rows, mask) if length else state
+        return compiled.write(self, state, rows, mask) if length else state
 
     def sample(
         self,
@@ -278,8 +232,8 @@ class ReplayBuffer:
             beta = checks.number("beta", beta)
         self._check_ready(state, batch_size)
         if self._on_host:
-            return outside.draw(self, state, key, int(batch_size), beta, _draw)
-        return _draw(self, state, key, int(batch_size), beta)
+            return outside.draw(self, state, key, int(batch_size), beta)
+        return compiled.draw(self, state, key, int(batch_size), beta)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
@@ -313,8 +267,8 @@ class ReplayBuffer:
             shapes.append(sample_or_indices.shape)
         priorities = checks.priorities(priorities, shapes)
         if self._on_host:
-            return outside.update(self, state, sample_or_indices, priorities, _update)
-        return _update(self, state, sample_or_indices, priorities)
+            return outside.update(self, state, sample_or_indices, priorities)
+        return compiled.update(self, state, sample_or_indices, priorities)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """Another exponent for a prioritized sampler; costs O(N).
@@ -349,7 +303,7 @@ class ReplayBuffer:
                 )
         if self._on_host:
             return outside.take(self, state, indices)
-        return _take(self, state, indices)
+        return compiled.take(self, state, indices)
 
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
@@ -367,8 +321,8 @@ class ReplayBuffer:
     def empty(self, state: BufferState) -> BufferState:
         """The state without its items. Samples drawn before stay harmless."""
         if self._on_host:
-            return outside.empty(self, state, _empty)
-        return _empty(self, state)
+            return outside.empty(self, state)
+        return compiled.empty(self, state)
 
     @property
     def _on_host(self) -> bool:
@@ -443,141 +397,3 @@ _LAYOUT = {
     ("extend", True): "timesteps with leaves [T, ...], time first",
     ("extend", False): "timesteps with leaves [T, E, ...], time first, E = num_envs",
 }
-
-
-@jax.jit
-def _write(
-    buffer: ReplayBuffer,
-    state: BufferState,
-    items: Item,
-    mask: jax.Array | None,
-    cuts: jax.Array | None = None,
-) -> BufferState:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]`.
-
-    Time does not go on after the items that `cuts`, bool `[T, E]`, names, though their own done
-    flags do not say so.
-    """
-    ring, keys = buffer.ring, buffer.keys
-    if buffer.num_envs is None:
-        items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
-    held = buffer.writer.held(ring, state.writer)
-    writer, write = buffer.writer.plan(ring, state.writer, items, mask, keys)
-    storage, write = buffer.storage.write(ring, state.storage, held, write, items, keys)
-    if not write.bounded:
-        left = write.gone - jnp.maximum(held.count // ring.envs + write.rows - ring.rows, 0)
-        writer = buffer.writer.shrink(ring, writer, left)
-    if cuts is not None:
-        items = _cut(items, cuts, keys)
-    unit, change = buffer.unit.on_write(ring, state.unit, held, write, items, keys)
-    anchors = buffer.unit.anchors(ring, unit, buffer.writer.held(ring, writer))
-    sampler = buffer.sampler.on_write(ring, state.sampler, change, anchors)
-    return BufferState(storage=storage, writer=writer, sampler=sampler, unit=unit)
-
-
-write_stored = _write
-"""What `extend` calls: for items as they are stored, and for seams in time."""
-
-
-def _cut(items: Item, cuts: jax.Array, keys: Keys) -> Item:
-    """The items as the unit sees them, done where time does not go on."""
-    name = path_name(keys.done)
-
-    def mark(path: tuple, leaf: jax.Array) -> jax.Array:
-        if pytree.leaf_name(path) != name or leaf.dtype != jnp.bool_:
-            return leaf
-        return leaf | cuts.reshape(*cuts.shape, *(1,) * (leaf.ndim - 2))
-
-    return jax.tree_util.tree_map_with_path(mark, items)
-
-
-@functools.partial(jax.jit, static_argnames="batch_size")
-def _draw(
-    buffer: ReplayBuffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | None,
-) -> tuple[BufferState, Sample]:
-    """Sampler, unit, storage, unit, transforms."""
-    ring, unit, keys = buffer.ring, buffer.unit, buffer.keys
-    held = buffer.writer.held(ring, state.writer)
-    anchors = unit.anchors(ring, state.unit, held)
-    sampler, draw = buffer.sampler.draw(ring, state.sampler, anchors, key, batch_size, beta)
-    look = unit.look(ring, state.unit, held, draw.slots, draw.mask, key, keys)
-    raw = buffer.storage.read(ring, state.storage, held, look.where, keys)
-    data, info = unit.reduce(raw, look, keys)
-    data = run.outward(buffer.transforms, data, look.mask, key, keys)
-    sample = Sample(
-        data=data,
-        indices=draw.slots,
-        probabilities=draw.probabilities,
-        weights=draw.weights,
-        mask=look.mask,
-        info=info,
-        stamp=buffer.writer.stamp(ring, state.writer, draw.slots),
-    )
-    state = state.replace(sampler=sampler)  # pyright: ignore
-    return _held(buffer, state, order.token(_read(sample))), sample
-
-
-def _held(buffer: ReplayBuffer, state: BufferState, token: jax.Array) -> BufferState:
-    """The same state, from which no place to write is known before the token."""
-    return state.replace(  # pyright: ignore
-        storage=buffer.storage.hold(state.storage, token),
-        writer=buffer.writer.hold(state.writer, token),
-        unit=buffer.unit.hold(state.unit, token),
-    )
-
-
-def wait(buffer: ReplayBuffer, state: BufferState, sample: Sample) -> BufferState:
-    """The same state, in which later writes wait for what the sample was read from."""
-    return _held(buffer, state, order.token(_read(sample)))
-
-
-@jax.jit
-def _update(
-    buffer: ReplayBuffer,
-    state: BufferState,
-    sample: Sample | jax.Array,
-    priorities: jax.Array,
-) -> BufferState:
-    ring = buffer.ring
-    if isinstance(sample, Sample):
-        current = buffer.writer.stamp(ring, state.writer, sample.indices) == sample.stamp
-        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
-        token = order.token((_read(sample), current))
-        slots, ok = sample.indices + token, current & drawn
-        state = _held(buffer, state, token)
-        if priorities.ndim > 1:
-            priorities = buffer.unit.reduce_priorities(priorities, sample.mask)  # pyright: ignore
-    else:
-        slots, ok = sample, jnp.ones(sample.shape, jnp.bool_)
-    sampler = buffer.sampler.update(ring, state.sampler, slots, priorities, ok)  # pyright: ignore
-    return state.replace(sampler=sampler)  # pyright: ignore
-
-
-def _read(sample: Sample) -> Any:
-    """What a later write must wait for.
-
-    Probabilities and weights are left out, so that nothing computes them if nobody wants them: the
-    indices wait for what a sampler reads.
-    """
-    return sample.data, sample.indices, sample.mask, sample.info, sample.stamp
-
-
-@jax.jit
-def _take(buffer: ReplayBuffer, state: BufferState, indices: jax.Array) -> Item:
-    held = buffer.writer.held(buffer.ring, state.writer)
-    return buffer.storage.read(buffer.ring, state.storage, held, lambda name: indices, buffer.keys)
-
-
-@jax.jit
-def _empty(buffer: ReplayBuffer, state: BufferState) -> BufferState:
-    ring, token = buffer.ring, order.token(state.writer)
-    return BufferState(
-        storage=buffer.storage.reset(ring, state.storage, token),
-        writer=buffer.writer.reset(ring, state.writer, token),
-        sampler=buffer.sampler.reset(ring, state.sampler, token),
-        unit=buffer.unit.reset(ring, state.unit, token),
-    )

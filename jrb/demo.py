@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import buffer as buffers
 from jrb import extras
+from jrb.buffer import ReplayBuffer
 from jrb.samplers import Prioritized
+from jrb.state import BufferState, Sample
 
 gymnax = extras.require("gymnax", "demo")
 optax = extras.require("optax", "demo")
@@ -92,7 +93,7 @@ class Carry(NamedTuple):
     network: Network
     target: Network
     optimizer: Any
-    replay: buffers.BufferState
+    replay: BufferState
     env_state: Any
     observation: jax.Array
     running_return: jax.Array
@@ -208,7 +209,7 @@ class Agent:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.env = Environment(config.env, config.num_envs)
-        self.buffer = buffers.ReplayBuffer(
+        self.buffer = ReplayBuffer(
             capacity=max(1, config.capacity // config.num_envs) * config.num_envs,
             num_envs=config.num_envs,
             batch_size=config.updates * config.batch_size,
@@ -301,7 +302,7 @@ class Agent:
             running_return=jnp.where(done, 0.0, carry.running_return),
         )
 
-    def _learn(self, carry: Carry, sample: buffers.Sample) -> tuple[Carry, jax.Array]:
+    def _learn(self, carry: Carry, sample: Sample) -> tuple[Carry, jax.Array]:
         """U gradient steps on U batches; the errors become priorities, `[U * B]`.
 
         The draw is stratified, so each batch takes every U-th of the strata.

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from jrb import checks
-from jrb.buffer import BufferState, ReplayBuffer, Sample
+from jrb.buffer import ReplayBuffer
 from jrb.samplers import WithoutReplacement
+from jrb.state import BufferState, Sample
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,8 +8,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import bits, buffer, checks, permutation, pytree
-from jrb.buffer import BufferState, ReplayBuffer, Sample
+from jrb import bits, checks, compiled, permutation, pytree
+from jrb.buffer import ReplayBuffer
+from jrb.state import BufferState, Sample
 from jrb.types import Item
 
 States = tuple[BufferState, ...]
@@ -173,7 +174,7 @@ class Mix:
             if hasattr(part.sampler, "update"):
                 after.append(part.update_priority(state, own, priorities))
             else:
-                after.append(buffer.wait(part, state, own))
+                after.append(compiled.wait(part, state, own))
         return tuple(after)
 
     def _pairs(self, states: States) -> list[tuple[ReplayBuffer, BufferState]]:

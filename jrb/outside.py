@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import checks
+from jrb import checks, compiled
 from jrb.storages.objects import Elsewhere
 from jrb.transforms import run
 
@@ -41,7 +41,7 @@ def init(buffer: Any) -> Any:
     return state.replace(storage=buffer.storage.init(buffer.ring, None, buffer.keys))
 
 
-def extend(buffer: Any, state: Any, items: Any, mask: Any, verb: str, write: Callable) -> Any:
+def extend(buffer: Any, state: Any, items: Any, mask: Any, verb: str) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
     rows = _rows(buffer, items, verb)
     if mask is not None:
@@ -52,7 +52,7 @@ def extend(buffer: Any, state: Any, items: Any, mask: Any, verb: str, write: Cal
     blanks = {"item": np.zeros((len(rows), buffer.ring.envs), np.uint8)}
     if buffer.num_envs is None:
         blanks = {"item": blanks["item"][:, 0]}
-    after = write(bare(buffer), inner, blanks, mask)
+    after = compiled.write(bare(buffer), inner, blanks, mask)
     storage = buffer.storage.put(state.storage, np.asarray(after.storage), rows)
     return after.replace(storage=storage)
 
@@ -73,9 +73,9 @@ def _rows(buffer: Any, items: Any, verb: str) -> list[list[Any]]:
     return [[run.inward(buffer.transforms, item) for item in row] for row in rows]
 
 
-def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any, jitted: Callable):
+def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) -> tuple[Any, Any]:
     """Draws slots inside `jit`, and fetches the objects."""
-    inner, sample = jitted(bare(buffer), without_items(state), key, batch_size, beta)
+    inner, sample = compiled.draw(bare(buffer), without_items(state), key, batch_size, beta)
     slots, mask = np.asarray(sample.indices), np.asarray(sample.mask)
     found = buffer.storage.get(state.storage, np.where(mask, slots, 0))
     objects = [item if drawn else None for item, drawn in zip(found, mask.tolist(), strict=True)]
@@ -89,15 +89,15 @@ def take(buffer: Any, state: Any, indices: jax.Array) -> list[Any]:
     return buffer.storage.get(state.storage, np.asarray(jnp.ravel(indices)))
 
 
-def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array, jitted: Callable) -> Any:
+def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:
     """New priorities."""
     if hasattr(sample, "data"):
         sample = sample.replace(data=None)
-    after = jitted(bare(buffer), without_items(state), sample, priorities)
+    after = compiled.update(bare(buffer), without_items(state), sample, priorities)
     return after.replace(storage=state.storage)
 
 
-def empty(buffer: Any, state: Any, jitted: Callable) -> Any:
+def empty(buffer: Any, state: Any) -> Any:
     """The state without its items."""
-    after = jitted(bare(buffer), without_items(state))
+    after = compiled.empty(bare(buffer), without_items(state))
     return after.replace(storage=buffer.storage.emptied(buffer.ring, state.storage))

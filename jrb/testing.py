@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import pytree
-from jrb.buffer import BufferState, ReplayBuffer, Sample
+from jrb.buffer import ReplayBuffer
+from jrb.state import BufferState, Sample
 
 Make = Callable[[int], ReplayBuffer]
 Step = Callable[[BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]

@@ -4,6 +4,7 @@ Most of the time goes into compiling: what LLVM does to the loops is left out, w
 in what XLA computes, nor in where it copies.
 """
 
+import gc
 import os
 
 os.environ["XLA_FLAGS"] = (
@@ -16,6 +17,8 @@ import hypothesis
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+gc.set_threshold(200_000, 20, 100)  # what JAX has compiled stays, and is much to look through
 
 hypothesis.settings.register_profile(
     "jrb", deadline=None, max_examples=40, derandomize=True, print_blob=True

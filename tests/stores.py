@@ -22,7 +22,7 @@ if __name__ == "__main__":  # the package without what its __init__ imports
     package.__path__ = [os.path.join(ROOT, "jrb")]
     sys.modules["jrb"] = package
 
-from jrb.disk import files, manifest, store  # noqa: E402
+from jrb.disk import files, manifest, reading, store, threads  # noqa: E402
 from jrb.disk.blocks import Source  # noqa: E402
 from jrb.disk.errors import DamagedError, LockedError  # noqa: E402
 
@@ -78,16 +78,16 @@ def read(path, generation=None):
     """All arrays of a store, or None if there is none."""
 
     def use(body):
-        store.check_sizes(path, body)
+        reading.check_sizes(path, body)
         found = {}
         for leaf in body["leaves"]:
             target = bytearray(leaf["size"])
-            store.read_leaf(path, leaf, memoryview(target))
+            reading.read_leaf(path, leaf, memoryview(target))
             found[leaf["name"]] = bytes(target)
         return found
 
     try:
-        return store.snapshot(path, use, generation)
+        return reading.snapshot(path, use, generation)
     except FileNotFoundError:
         return None
 
@@ -162,7 +162,7 @@ def judged(path, old, new, as_planned):
     if not as_planned:
         return "not as planned"
     save(path, contents(3))
-    if read(path) != contents(3) or store.damages(path):
+    if read(path) != contents(3) or reading.damages(path):
         return "the next save failed"
     left = {name for name in os.listdir(path) if "new" in name}
     named = {
@@ -285,7 +285,7 @@ def flip(path, seed):
                 same = read(path) == contents(1)
                 missed.append([name, place, "same" if same else "WRONG"])
             except ValueError as error:
-                if os.path.basename(name) not in str(error) or not store.damages(path):
+                if os.path.basename(name) not in str(error) or not reading.damages(path):
                     missed.append([name, place, str(error)])
         with open(name, "wb") as file:
             file.write(data)
@@ -377,7 +377,7 @@ def second(path):
 def main():
     """Runs a scenario."""
     name, path, *rest = sys.argv[1:]
-    store.WORKERS = 1 if name == "power" else store.WORKERS
+    threads.WORKERS = 1 if name == "power" else threads.WORKERS
     arguments = [int(part) if part.isdigit() else part for part in rest]
     json.dump(globals()[name](path, *arguments), sys.stdout)
 

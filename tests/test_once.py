@@ -53,7 +53,7 @@ def played(rows, envs, room, calls, sampler=None):
 
 
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 def test_every_item_comes_back_and_rows_leave_only_for_room(data):
     rows, envs, room = data.draw(st.sampled_from(RINGS))
     calls = data.draw(commands(envs, rows))

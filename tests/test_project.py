@@ -18,6 +18,8 @@ LAYERS = [
     {"rows"},
     {"line", "episodes"},
     {"writers", "storages", "samplers", "units", "transforms"},
+    {"state"},
+    {"compiled"},
     {"outside"},
     {"buffer"},
     {"testing", "demo", "mix"},

@@ -149,7 +149,7 @@ def check(unit, expected, rings, data):
 
 
 def random_streams(test):
-    return hypothesis.settings(max_examples=30)(hypothesis.given(data=st.data())(test))
+    return hypothesis.settings(max_examples=20)(hypothesis.given(data=st.data())(test))
 
 
 def n_step(n, discount, strict):

@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import buffer as buffers
-from jrb import pytree
+from jrb import compiled, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import describe, memory, native, template
 from jrb.checkpoint.items import pieces, replaying
@@ -230,7 +229,7 @@ def _replayed(
         items = jax.tree.unflatten(jax.tree.structure(spec), rows)
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        state = buffers.write_stored(into, state, items, None)
+        state = compiled.write(into, state, items, None)
     return state
 
 

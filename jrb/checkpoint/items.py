@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import pytree
-from jrb.buffer import BufferState, ReplayBuffer
+from jrb.buffer import ReplayBuffer
+from jrb.state import BufferState
 from jrb.writers import Immutable, RoundRobin
 
 _PIECE = 8 << 20

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import buffer as buffers
-from jrb import pytree
-from jrb.buffer import BufferState, ReplayBuffer
+from jrb import compiled, pytree
+from jrb.buffer import ReplayBuffer
 from jrb.checkpoint.items import pieces, replaying
+from jrb.state import BufferState
 
 
 def migrated(
@@ -119,5 +119,5 @@ def _filled(
         seams = None if cuts is None else jnp.asarray(cuts[piece])
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        new = buffers.write_stored(into, new, items, None, seams)
+        new = compiled.write(into, new, items, None, seams)
     return new

@@ -10,7 +10,7 @@ import numpy as np
 from jrb import pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import describe, memory, template
-from jrb.disk import manifest, store
+from jrb.disk import manifest, reading, store
 from jrb.disk.blocks import Source
 from jrb.disk.errors import DamagedError
 from jrb.disk.manifest import Body
@@ -141,7 +141,7 @@ def load(
 ) -> tuple[Any, Any]:
     """Loads; see `jrb.checkpoint.load`."""
     use = functools.partial(_restored, path, buffer, example, device)
-    return store.snapshot(path, use, generation)
+    return reading.snapshot(path, use, generation)
 
 
 def _restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> tuple[Any, Any]:
@@ -159,7 +159,7 @@ def _restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> 
     except KeyError as error:
         raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
     leaves = matched_leaves(path, body, want)
-    store.check_sizes(path, body)
+    reading.check_sizes(path, body)
     arrays = [
         memory.restored(spec, functools.partial(_read, path, leaf), device) for spec, leaf in leaves
     ]
@@ -169,8 +169,8 @@ def _restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> 
 def _read(path: str, leaf: manifest.Leaf, target: memoryview | None) -> Any:
     """Fills the target with an array's bytes; or gives them in pieces."""
     if target is None:
-        return store.read_pieces(path, leaf, memory.PIECE)
-    return store.read_leaf(path, leaf, target)
+        return reading.read_pieces(path, leaf, memory.PIECE)
+    return reading.read_leaf(path, leaf, target)
 
 
 def matched(saved: describe.Json, buffer: Any) -> Any:
@@ -248,4 +248,4 @@ def verify(path: str) -> list[str]:
     """All that is wrong; see `jrb.checkpoint.verify`."""
     if not os.path.isdir(path):
         raise FileNotFoundError(f"{path}: expected a checkpoint, found no folder there.")
-    return store.damages(path)
+    return reading.damages(path)

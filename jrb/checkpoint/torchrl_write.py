@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import pytree
-from jrb.buffer import BufferState, ReplayBuffer
+from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import memory
 from jrb.checkpoint import torchrl_files as dump
 from jrb.checkpoint.items import pieces
@@ -23,6 +23,7 @@ from jrb.disk import files
 from jrb.layouts import chain, flat, names
 from jrb.layouts.names import Leaves
 from jrb.samplers import Prioritized
+from jrb.state import BufferState
 
 _RESERVED = ("shape", "device", "_type", *dump.ABOUT)
 _TENSORDICT = "<class 'tensordict._td.TensorDict'>"

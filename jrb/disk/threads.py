@@ -7,7 +7,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def share(work: Callable[[T], None], tasks: Iterable[T], workers: int) -> None:
+WORKERS = 2
+"""Threads that write or read at a time."""
+
+
+def share(work: Callable[[T], None], tasks: Iterable[T]) -> None:
     """Does all tasks; what a task raises comes out after the threads have ended.
 
     The executors of the standard library take no work any more once the program is ending, and a
@@ -27,7 +31,7 @@ def share(work: Callable[[T], None], tasks: Iterable[T], workers: int) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=run) for _ in range(workers)]
+    threads = [threading.Thread(target=run) for _ in range(WORKERS)]
     for thread in threads:
         thread.start()
     for thread in threads:

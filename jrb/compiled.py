@@ -1,0 +1,153 @@
+"""What is compiled of a buffer's verbs: how its parts work together.
+
+A buffer is anything with the attributes of `jrb.ReplayBuffer`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrb import order, pytree
+from jrb.keys import Keys, path_name
+from jrb.state import BufferState, Sample
+from jrb.transforms import run
+from jrb.types import Item
+
+
+@jax.jit
+def write(
+    buffer: Any,
+    state: BufferState,
+    items: Item,
+    mask: jax.Array | None,
+    cuts: jax.Array | None = None,
+) -> BufferState:
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`.
+
+    Time does not go on after the items that `cuts`, bool `[T, E]`, names, though their own done
+    flags do not say so.
+    """
+    ring, keys = buffer.ring, buffer.keys
+    if buffer.num_envs is None:
+        items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
+    held = buffer.writer.held(ring, state.writer)
+    writer, write = buffer.writer.plan(ring, state.writer, items, mask, keys)
+    storage, write = buffer.storage.write(ring, state.storage, held, write, items, keys)
+    if not write.bounded:
+        left = write.gone - jnp.maximum(held.count // ring.envs + write.rows - ring.rows, 0)
+        writer = buffer.writer.shrink(ring, writer, left)
+    if cuts is not None:
+        items = _cut(items, cuts, keys)
+    unit, change = buffer.unit.on_write(ring, state.unit, held, write, items, keys)
+    anchors = buffer.unit.anchors(ring, unit, buffer.writer.held(ring, writer))
+    sampler = buffer.sampler.on_write(ring, state.sampler, change, anchors)
+    return BufferState(storage=storage, writer=writer, sampler=sampler, unit=unit)
+
+
+def _cut(items: Item, cuts: jax.Array, keys: Keys) -> Item:
+    """The items as the unit sees them, done where time does not go on."""
+    name = path_name(keys.done)
+
+    def mark(path: tuple, leaf: jax.Array) -> jax.Array:
+        if pytree.leaf_name(path) != name or leaf.dtype != jnp.bool_:
+            return leaf
+        return leaf | cuts.reshape(*cuts.shape, *(1,) * (leaf.ndim - 2))
+
+    return jax.tree_util.tree_map_with_path(mark, items)
+
+
+@functools.partial(jax.jit, static_argnames="batch_size")
+def draw(
+    buffer: Any,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | None,
+) -> tuple[BufferState, Sample]:
+    """Sampler, unit, storage, unit, transforms."""
+    ring, unit, keys = buffer.ring, buffer.unit, buffer.keys
+    held = buffer.writer.held(ring, state.writer)
+    anchors = unit.anchors(ring, state.unit, held)
+    sampler, draw = buffer.sampler.draw(ring, state.sampler, anchors, key, batch_size, beta)
+    look = unit.look(ring, state.unit, held, draw.slots, draw.mask, key, keys)
+    raw = buffer.storage.read(ring, state.storage, held, look.where, keys)
+    data, info = unit.reduce(raw, look, keys)
+    data = run.outward(buffer.transforms, data, look.mask, key, keys)
+    sample = Sample(
+        data=data,
+        indices=draw.slots,
+        probabilities=draw.probabilities,
+        weights=draw.weights,
+        mask=look.mask,
+        info=info,
+        stamp=buffer.writer.stamp(ring, state.writer, draw.slots),
+    )
+    state = state.replace(sampler=sampler)  # pyright: ignore
+    return _held(buffer, state, order.token(_read(sample))), sample
+
+
+def _held(buffer: Any, state: BufferState, token: jax.Array) -> BufferState:
+    """The same state, from which no place to write is known before the token."""
+    return state.replace(  # pyright: ignore
+        storage=buffer.storage.hold(state.storage, token),
+        writer=buffer.writer.hold(state.writer, token),
+        unit=buffer.unit.hold(state.unit, token),
+    )
+
+
+def wait(buffer: Any, state: BufferState, sample: Sample) -> BufferState:
+    """The same state, in which later writes wait for what the sample was read from."""
+    return _held(buffer, state, order.token(_read(sample)))
+
+
+@jax.jit
+def update(
+    buffer: Any,
+    state: BufferState,
+    sample: Sample | jax.Array,
+    priorities: jax.Array,
+) -> BufferState:
+    """New priorities for anchors that still hold what was drawn."""
+    ring = buffer.ring
+    if isinstance(sample, Sample):
+        current = buffer.writer.stamp(ring, state.writer, sample.indices) == sample.stamp
+        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+        token = order.token((_read(sample), current))
+        slots, ok = sample.indices + token, current & drawn
+        state = _held(buffer, state, token)
+        if priorities.ndim > 1:
+            priorities = buffer.unit.reduce_priorities(priorities, sample.mask)  # pyright: ignore
+    else:
+        slots, ok = sample, jnp.ones(sample.shape, jnp.bool_)
+    sampler = buffer.sampler.update(ring, state.sampler, slots, priorities, ok)  # pyright: ignore
+    return state.replace(sampler=sampler)  # pyright: ignore
+
+
+def _read(sample: Sample) -> Any:
+    """What a later write must wait for.
+
+    Probabilities and weights are left out, so that nothing computes them if nobody wants them: the
+    indices wait for what a sampler reads.
+    """
+    return sample.data, sample.indices, sample.mask, sample.info, sample.stamp
+
+
+@jax.jit
+def take(buffer: Any, state: BufferState, indices: jax.Array) -> Item:
+    """The items at slots."""
+    held = buffer.writer.held(buffer.ring, state.writer)
+    return buffer.storage.read(buffer.ring, state.storage, held, lambda name: indices, buffer.keys)
+
+
+@jax.jit
+def empty(buffer: Any, state: BufferState) -> BufferState:
+    """The state without its items."""
+    ring, token = buffer.ring, order.token(state.writer)
+    return BufferState(
+        storage=buffer.storage.reset(ring, state.storage, token),
+        writer=buffer.writer.reset(ring, state.writer, token),
+        sampler=buffer.sampler.reset(ring, state.sampler, token),
+        unit=buffer.unit.reset(ring, state.unit, token),
+    )

@@ -1,0 +1,54 @@
+"""The arrays of a buffer, and those of a batch."""
+
+from typing import Any
+
+import jax
+
+from jrb import display, pytree
+
+
+@pytree.state
+class BufferState:
+    """All arrays of a buffer. N capacity, E environments.
+
+    Attributes:
+        storage: the items, for `DeviceStorage` their pytree with leaves `[N, ...]`.
+        writer: where the next row goes; for `RoundRobin` a `jrb.ring.Clock`.
+        sampler: what the sampler remembers.
+        unit: what the unit remembers.
+    """
+
+    storage: Any
+    writer: Any
+    sampler: Any
+    unit: Any
+
+    def __repr__(self) -> str:
+        return display.text(self)
+
+    def _repr_html_(self) -> str:
+        return display.html(self)
+
+
+@pytree.state
+class Sample:
+    """One batch. B batch, L window.
+
+    Attributes:
+        data: the items, leaves `[B, ...]` or `[B, L, ...]`.
+        indices: int32 `[B]`, the slots of the anchors.
+        probabilities: float32 `[B]`, with which each anchor was drawn; 0 where nothing was.
+        weights: float32 `[B]`, importance weights; 1 where they mean nothing, 0 where nothing was
+            drawn.
+        mask: bool `[B]` or `[B, L]`, which entries are real.
+        info: what the unit has to say, a dict of arrays.
+        stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
+    """
+
+    data: Any
+    indices: jax.Array
+    probabilities: jax.Array
+    weights: jax.Array
+    mask: jax.Array
+    info: dict[str, jax.Array]
+    stamp: jax.Array
