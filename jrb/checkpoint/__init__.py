@@ -47,9 +47,10 @@ def save(
     """Saves a buffer and its state.
 
     A reader sees the old checkpoint or the new one, never a mixture, also after a crash at any
-    moment. Only blocks that changed since the last save to this path are written. Which these are
-    is told from the writer's state and a sample of the rest, so that rows which were written stay
-    as they are: change stored rows by hand, a few bytes here and there, and save to a new path.
+    moment. Only blocks that changed since the last save to this path are written. In the items of
+    a ring these are told by its writer, after a check that the state goes on from the one saved
+    last. That check looks at arrays above 16 MB here and there only: where you have changed a few
+    bytes of rows that were saved before by hand, save to a new path.
 
     Args:
         path: of a folder, made if it is not there; with `layout="h5"` of a file.

@@ -39,7 +39,8 @@ def on_host(leaf: Any) -> bool:
 def reader(leaf: Any) -> Callable[[int, int], Any]:
     """From a start and a stop to those bytes of an array, without a copy if it is on the host."""
     if on_host(leaf):
-        return lambda start, stop: view(np.asarray(leaf))[start:stop]
+        whole = view(np.asarray(leaf))
+        return lambda start, stop: whole[start:stop]
     width = leaf.dtype.itemsize
 
     def read(start: int, stop: int) -> memoryview:
