@@ -3,12 +3,13 @@
 from jrb import checkpoint, layouts, ring, sum_tree, testing, transforms, types
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save
+from jrb.disk.errors import StaleError
 from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
 from jrb.mix import Mix
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.state import BufferState, Sample
-from jrb.storages import DeviceStorage, ListStorage
+from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
 from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
 from jrb.writers import Immutable, MaxValue, RoundRobin
 
@@ -24,6 +25,7 @@ __all__ = [
     "Keys",
     "ListStorage",
     "MaxValue",
+    "MemmapStorage",
     "Mix",
     "NStep",
     "Prioritized",
@@ -32,6 +34,8 @@ __all__ = [
     "RoundRobin",
     "Sample",
     "Sequence",
+    "SpillStorage",
+    "StaleError",
     "Transition",
     "Uniform",
     "WithoutReplacement",

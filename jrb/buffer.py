@@ -7,12 +7,13 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from jrb import checks, compiled, outside, pytree
+from jrb import checks, outside, pytree
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
+from jrb.storages.objects import refusal
 from jrb.transforms import run
 from jrb.types import Item, Sampler, Storage, Unit, Writer
 from jrb.units import Transition
@@ -74,7 +75,7 @@ class ReplayBuffer:
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
         self.unit.check(self.ring, self.sampler, self.writer)
-        if self._on_host and not isinstance(self.unit, Transition):
+        if outside.of_objects(self) and not isinstance(self.unit, Transition):
             raise ValueError(
                 f"unit: expected jrb.Transition() with {type(self.storage).__name__}, which cannot "
                 f"look into its objects, got {type(self.unit).__name__}."
@@ -106,26 +107,24 @@ class ReplayBuffer:
         Args:
             example: one transition, arrays or `jax.ShapeDtypeStruct`s without leading axes; only
                 shapes and dtypes matter.
-            device: where all arrays are made: a device, a sharding, or a state of shardings; None
-                for the default device. Items to be added have to be there too, or nowhere in
-                particular; `jax.device_put` brings a `Sample` elsewhere.
+            device: where all arrays are made: a device, a sharding, or, with all items on the
+                device, a state of shardings; None for the default device. Items to be added have to
+                be there too, or nowhere in particular; `jax.device_put` brings a `Sample`
+                elsewhere.
 
         Raises:
             TypeError: a leaf is no array, or of a dtype that JAX would change.
+            ValueError: the folder of a storage on the host holds something.
+            OSError: there is no room on its disk.
         """
-        if self._on_host:
-            return outside.init(self)
-        spec = self._stored_spec(example)
-        if device is None:
-            return self.blank(spec)
-        if isinstance(device, jax.Device):
-            device = jax.sharding.SingleDeviceSharding(device)
-        return jax.jit(lambda: self.blank(spec), out_shardings=device)()
+        spec = None if outside.of_objects(self) else self._stored_spec(example)
+        return outside.init(self, spec, device)
 
     def nbytes(self, example: Item) -> int:
-        """The bytes that `init(example)` allocates, without allocating them."""
-        spec = self._stored_spec(example)
-        return pytree.nbytes(jax.eval_shape(lambda: self.blank(spec)))
+        """The bytes in arrays and files that `init(example)` allocates, told without it."""
+        if outside.of_objects(self):
+            raise refusal()
+        return outside.nbytes(self, self._stored_spec(example))
 
     def add(self, state: BufferState, item: Item, mask: jax.Array | None = None) -> BufferState:
         """Writes one timestep.
@@ -139,14 +138,13 @@ class ReplayBuffer:
             ValueError: another structure or shape than the example's.
             TypeError: another dtype than the example's, or a mask that is not bool.
         """
-        if self._on_host:
-            mask = None if mask is None else checks.mask("add", mask, ())[None]
-            return outside.extend(self, state, [item], mask, "add")
-        stored = self._to_stored(state, item, self._lead(), "add")
-        rows = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), stored)
         if mask is not None:
             mask = checks.mask("add", mask, ())[None]
-        return compiled.write(self, state, rows, mask)
+        if outside.of_objects(self):
+            return outside.write_objects(self, state, [item], mask, "add")
+        stored = self._to_stored(state, item, self._lead(), "add")
+        rows = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), stored)
+        return outside.write(self, state, rows, mask)
 
     def extend(self, state: BufferState, items: Item, mask: jax.Array | None = None) -> BufferState:
         """Writes T timesteps, time first; of more than the ring holds, the last ones.
@@ -163,13 +161,13 @@ class ReplayBuffer:
             ValueError: another structure or shape than the example's, or leaves of unequal T.
             TypeError: another dtype than the example's, or a mask that is not bool.
         """
-        if self._on_host:
-            return outside.extend(self, state, items, mask, "extend")
+        if outside.of_objects(self):
+            return outside.write_objects(self, state, items, mask, "extend")
         length = checks.length(items)
         rows = self._to_stored(state, items, (length, *self._lead()), "extend")
         if mask is not None:
             mask = checks.mask("extend", mask, (length,))
-        return compiled.write(self, state, rows, mask) if length else state
+        return outside.write(self, state, rows, mask) if length else state
 
     def sample(
         self,
@@ -230,10 +228,7 @@ class ReplayBuffer:
         checks.key(key)
         if beta is not None:
             beta = checks.number("beta", beta)
-        self._check_ready(state, batch_size)
-        if self._on_host:
-            return outside.draw(self, state, key, int(batch_size), beta)
-        return compiled.draw(self, state, key, int(batch_size), beta)
+        return outside.draw(self, state, key, int(batch_size), beta)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
@@ -266,9 +261,7 @@ class ReplayBuffer:
             sample_or_indices = checks.indices("update_priority", sample_or_indices)
             shapes.append(sample_or_indices.shape)
         priorities = checks.priorities(priorities, shapes)
-        if self._on_host:
-            return outside.update(self, state, sample_or_indices, priorities)
-        return compiled.update(self, state, sample_or_indices, priorities)
+        return outside.update(self, state, sample_or_indices, priorities)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """Another exponent for a prioritized sampler; costs O(N).
@@ -301,9 +294,7 @@ class ReplayBuffer:
                 raise ValueError(
                     f"take: expected indices in [0, {self.capacity}), got {indices[wrong][0]}."
                 )
-        if self._on_host:
-            return outside.take(self, state, indices)
-        return compiled.take(self, state, indices)
+        return outside.take(self, state, indices)
 
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
@@ -316,18 +307,11 @@ class ReplayBuffer:
             state: is only read.
             batch_size: B of the draw; None for the buffer's.
         """
-        return self._ready(state, self.batch_size if batch_size is None else batch_size)
+        return outside.ready(self, state, self.batch_size if batch_size is None else batch_size)
 
     def empty(self, state: BufferState) -> BufferState:
         """The state without its items. Samples drawn before stay harmless."""
-        if self._on_host:
-            return outside.empty(self, state)
-        return compiled.empty(self, state)
-
-    @property
-    def _on_host(self) -> bool:
-        """Whether the storage holds no arrays, and is called between the jitted parts."""
-        return getattr(self.storage, "on_host", False)
+        return outside.empty(self, state)
 
     def _lead(self) -> tuple[int, ...]:
         return () if self.num_envs is None else (self.num_envs,)
@@ -339,16 +323,6 @@ class ReplayBuffer:
         if not jax.tree.leaves(spec):
             raise ValueError("init: expected at least one leaf, got an empty pytree.")
         return spec
-
-    def blank(self, spec: Item) -> BufferState:
-        """An empty state for items of this spec as they are stored, behind all inverses."""
-        ring = self.ring
-        return BufferState(
-            storage=self.storage.init(ring, spec, self.keys),
-            writer=self.writer.init(ring, spec, self.keys),
-            sampler=self.sampler.init(ring),
-            unit=self.unit.init(ring, spec, self.keys),
-        )
 
     def stored(self, state: BufferState) -> Item:
         """The spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
@@ -368,20 +342,6 @@ class ReplayBuffer:
         )
         pytree.check_like(spec, items, verb, f"Give {_LAYOUT[verb, self.num_envs is None]}.")
         return items
-
-    def _ready(self, state: BufferState, batch_size: int | None) -> jax.Array:
-        held = self.writer.held(self.ring, state.writer)
-        anchors = self.unit.anchors(self.ring, state.unit, held)
-        return self.sampler.ready(state.sampler, anchors, batch_size)
-
-    def _check_ready(self, state: BufferState, batch_size: int) -> None:
-        ready = self._ready(state, batch_size)
-        if not isinstance(ready, jax.core.Tracer) and not bool(ready):
-            raise ValueError(
-                f"sample: expected something to draw, got a buffer of size {self.size(state)} in "
-                f"which {type(self.sampler).__name__} finds nothing. Add items first; can_sample "
-                "tells when there are enough."
-            )
 
     def _require(self, method: str, verb: str) -> None:
         if not hasattr(self.sampler, method):

@@ -11,9 +11,21 @@ import jax.numpy as jnp
 
 from jrb import order, pytree
 from jrb.keys import Keys, path_name
+from jrb.ring import Held
 from jrb.state import BufferState, Sample
 from jrb.transforms import run
-from jrb.types import Item
+from jrb.types import Draw, Item, Look
+
+
+def blank(buffer: Any, spec: Item) -> BufferState:
+    """An empty state for items of this spec as they are stored, behind all inverses."""
+    ring = buffer.ring
+    return BufferState(
+        storage=buffer.storage.init(ring, spec, buffer.keys),
+        writer=buffer.writer.init(ring, spec, buffer.keys),
+        sampler=buffer.sampler.init(ring),
+        unit=buffer.unit.init(ring, spec, buffer.keys),
+    )
 
 
 @jax.jit
@@ -67,25 +79,97 @@ def draw(
     beta: jax.Array | None,
 ) -> tuple[BufferState, Sample]:
     """Sampler, unit, storage, unit, transforms."""
-    ring, unit, keys = buffer.ring, buffer.unit, buffer.keys
-    held = buffer.writer.held(ring, state.writer)
-    anchors = unit.anchors(ring, state.unit, held)
-    sampler, draw = buffer.sampler.draw(ring, state.sampler, anchors, key, batch_size, beta)
-    look = unit.look(ring, state.unit, held, draw.slots, draw.mask, key, keys)
-    raw = buffer.storage.read(ring, state.storage, held, look.where, keys)
-    data, info = unit.reduce(raw, look, keys)
-    data = run.outward(buffer.transforms, data, look.mask, key, keys)
-    sample = Sample(
+    sampler, chosen = _choose(buffer, state, key, batch_size, beta)
+    sample = _finish(buffer, state, chosen, key)
+    state = state.replace(sampler=sampler)  # pyright: ignore
+    return _held(buffer, state, order.token(_read(sample))), sample
+
+
+def _choose(
+    buffer: Any, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
+) -> tuple[Any, Draw]:
+    """The sampler's part."""
+    held = buffer.writer.held(buffer.ring, state.writer)
+    anchors = buffer.unit.anchors(buffer.ring, state.unit, held)
+    return buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
+
+
+def _look(buffer: Any, state: BufferState, draw: Draw, key: jax.Array) -> tuple[Held, Look]:
+    """What the unit wants to read."""
+    held = buffer.writer.held(buffer.ring, state.writer)
+    unit = buffer.unit
+    return held, unit.look(buffer.ring, state.unit, held, draw.slots, draw.mask, key, buffer.keys)
+
+
+def _finish(buffer: Any, state: BufferState, draw: Draw, key: jax.Array) -> Sample:
+    """Storage, unit and transforms."""
+    held, look = _look(buffer, state, draw, key)
+    raw = buffer.storage.read(buffer.ring, state.storage, held, look.where, buffer.keys)
+    data, info = buffer.unit.reduce(raw, look, buffer.keys)
+    data = run.outward(buffer.transforms, data, look.mask, key, buffer.keys)
+    return _sample(buffer, state, draw, data, look.mask, info)
+
+
+def _sample(
+    buffer: Any, state: BufferState, draw: Draw, data: Any, mask: jax.Array, info: Any
+) -> Sample:
+    return Sample(
         data=data,
         indices=draw.slots,
         probabilities=draw.probabilities,
         weights=draw.weights,
-        mask=look.mask,
+        mask=mask,
         info=info,
-        stamp=buffer.writer.stamp(ring, state.writer, draw.slots),
+        stamp=buffer.writer.stamp(buffer.ring, state.writer, draw.slots),
     )
-    state = state.replace(sampler=sampler)  # pyright: ignore
-    return _held(buffer, state, order.token(_read(sample))), sample
+
+
+@functools.partial(jax.jit, static_argnames=("batch_size", "names"))
+def choose(
+    buffer: Any,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | None,
+    names: tuple[str, ...] | None,
+) -> tuple[Any, Sample, tuple[jax.Array, Any] | None]:
+    """The first half of a draw from a storage on the host.
+
+    Returns:
+        The sampler's state; the sample without data; and what `finish` and the storage need to
+        know: which anchors were drawn, and the places at which the leaves with these names are
+        read. None for the last without names, where they are all read at the anchors.
+    """
+    sampler, drawn = _choose(buffer, state, key, batch_size, beta)
+    held, look = _look(buffer, state, drawn, key)
+    sample = _sample(buffer, state, drawn, None, look.mask, look.info)
+    if names is None:
+        return sampler, sample, None
+    where = [look.where(name) for name in names]
+    places = buffer.storage.locate(buffer.ring, state.storage, held, where)
+    return sampler, sample, (drawn.mask, places)
+
+
+@functools.partial(jax.jit, static_argnames="batch_size")
+def ready(buffer: Any, state: BufferState, batch_size: int | None) -> jax.Array:
+    """Whether a draw gives at least one item, bool `[]`."""
+    held = buffer.writer.held(buffer.ring, state.writer)
+    anchors = buffer.unit.anchors(buffer.ring, state.unit, held)
+    return buffer.sampler.ready(state.sampler, anchors, batch_size)
+
+
+@jax.jit
+def finish(
+    buffer: Any, state: BufferState, sample: Sample, mask: jax.Array, key: jax.Array
+) -> Sample:
+    """The second half, with a storage that reads what was fetched."""
+    chosen = Draw(
+        slots=sample.indices,
+        probabilities=sample.probabilities,
+        weights=sample.weights,
+        mask=mask,
+    )
+    return _finish(buffer, state, chosen, key)
 
 
 def _held(buffer: Any, state: BufferState, token: jax.Array) -> BufferState:

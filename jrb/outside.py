@@ -1,4 +1,8 @@
-"""The verbs for items that lie outside JAX: jitted parts, and the storage between them."""
+"""The verbs, wherever the items lie.
+
+Where a storage keeps them on the host, a verb outside `jit` is host code around jitted parts; in
+all other cases it is the jitted verb.
+"""
 
 import dataclasses
 import functools
@@ -7,54 +11,113 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
-from jrb import checks, compiled
-from jrb.storages.objects import Elsewhere
+from jrb import checks, compiled, pytree
+from jrb.storages import DeviceStorage
+from jrb.storages.elsewhere import Elsewhere
+from jrb.storages.objects import refusal
 from jrb.transforms import run
+from jrb.units import Transition
+
+
+def on_host(buffer: Any) -> bool:
+    """Whether the storage keeps items on the host."""
+    return getattr(getattr(buffer, "storage", None), "on_host", False)
+
+
+def of_objects(buffer: Any) -> bool:
+    """Whether items are no arrays."""
+    return getattr(buffer.storage, "of_objects", False)
 
 
 @functools.lru_cache(maxsize=64)
 def bare(buffer: Any) -> Any:
-    """The same buffer without its items, for what happens inside `jit`."""
-    return dataclasses.replace(buffer, storage=Elsewhere(), transforms=())
+    """The same buffer without its items, for the jitted parts."""
+    transforms = () if of_objects(buffer) else buffer.transforms
+    return dataclasses.replace(buffer, storage=buffer.storage.inner, transforms=transforms)
 
 
-def without_items(state: Any) -> Any:
-    """The state for `bare`.
-
-    Raises:
-        TypeError: inside `jit`.
-    """
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)):
-        raise TypeError(
-            "ListStorage: expected to be called outside jit, vmap and scan, as it holds Python "
-            "objects. Use jrb.DeviceStorage() there, with items of arrays."
-        )
-    return state.replace(storage=None)
+@functools.lru_cache(maxsize=64)
+def on_device(buffer: Any) -> Any:
+    """The same buffer with its items on the device: its states have the same items."""
+    if of_objects(buffer):
+        raise refusal()
+    return dataclasses.replace(buffer, storage=DeviceStorage()) if on_host(buffer) else buffer
 
 
-def init(buffer: Any) -> Any:
-    """An empty state."""
-    state = bare(buffer).blank(None)
-    return state.replace(storage=buffer.storage.init(buffer.ring, None, buffer.keys))
+def _is_traced(*arguments: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
 
-def extend(buffer: Any, state: Any, items: Any, mask: Any, verb: str) -> Any:
+def _is_inside(buffer: Any, *arguments: Any) -> bool:
+    """Whether the jitted verb is wanted. Raises where there is none."""
+    if not on_host(buffer):
+        return True
+    inside = _is_traced(arguments)
+    if inside and of_objects(buffer):
+        raise refusal()
+    return inside
+
+
+def _lowered(buffer: Any, state: Any) -> Any:
+    return state.replace(storage=buffer.storage.lower(state.storage))
+
+
+def init(buffer: Any, spec: Any, device: Any) -> Any:
+    """An empty state; `spec` is that of an item as it is stored."""
+    if not on_host(buffer):
+        return _blank(buffer, spec, device)
+    state = _blank(bare(buffer), spec, device)
+    storage = buffer.storage.make(buffer.ring, spec, state.storage)
+    if device is not None:
+        storage = jax.device_put(storage, device)
+    return state.replace(storage=storage)
+
+
+def _blank(buffer: Any, spec: Any, device: Any) -> Any:
+    if device is None:
+        return compiled.blank(buffer, spec)
+    if isinstance(device, jax.Device):
+        device = jax.sharding.SingleDeviceSharding(device)
+    return jax.jit(lambda: compiled.blank(buffer, spec), out_shardings=device)()
+
+
+def nbytes(buffer: Any, spec: Any) -> int:
+    """The bytes that `init` allocates, on the device and on the host."""
+    if not on_host(buffer):
+        return pytree.nbytes(jax.eval_shape(lambda: compiled.blank(buffer, spec)))
+    inner = pytree.nbytes(jax.eval_shape(lambda: compiled.blank(bare(buffer), spec)))
+    return inner + VERSION_BYTES + sum(buffer.storage.nbytes(buffer.ring, spec).values())
+
+
+VERSION_BYTES = 8
+"""Bytes of the number by which a state knows its rows on the host."""
+
+
+def write(buffer: Any, state: Any, items: Any, mask: Any, cuts: Any = None) -> Any:
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb.compiled.write`)."""
+    if _is_inside(buffer, state, items, mask):
+        return compiled.write(buffer, state, items, mask, cuts)
+    after = compiled.write(bare(buffer), _lowered(buffer, state), items, mask, cuts)
+    if _is_traced(after):
+        return compiled.write(buffer, state, items, mask, cuts)
+    return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
+
+
+def write_objects(buffer: Any, state: Any, items: Any, mask: Any, verb: str) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
+    if _is_inside(buffer, state, mask):
+        raise refusal()
     rows = _rows(buffer, items, verb)
     if mask is not None:
         mask = checks.mask(verb, mask, (len(rows),))
     if not rows:
         return state
-    inner = without_items(state)
-    blanks = {"item": np.zeros((len(rows), buffer.ring.envs), np.uint8)}
-    if buffer.num_envs is None:
-        blanks = {"item": blanks["item"][:, 0]}
-    after = compiled.write(bare(buffer), inner, blanks, mask)
-    storage = buffer.storage.put(state.storage, np.asarray(after.storage), rows)
-    return after.replace(storage=storage)
+    blanks = np.zeros((len(rows), buffer.ring.envs), np.uint8)
+    blanks = blanks[:, 0] if buffer.num_envs is None else blanks
+    after = compiled.write(bare(buffer), _lowered(buffer, state), {"item": blanks}, mask)
+    return after.replace(storage=buffer.storage.put(state.storage, after.storage, rows))
 
 
 def _rows(buffer: Any, items: Any, verb: str) -> list[list[Any]]:
@@ -74,30 +137,85 @@ def _rows(buffer: Any, items: Any, verb: str) -> list[list[Any]]:
 
 
 def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) -> tuple[Any, Any]:
-    """Draws slots inside `jit`, and fetches the objects."""
-    inner, sample = compiled.draw(bare(buffer), without_items(state), key, batch_size, beta)
-    slots, mask = np.asarray(sample.indices), np.asarray(sample.mask)
-    found = buffer.storage.get(state.storage, np.where(mask, slots, 0))
+    """Draws slots inside `jit`, fetches the items, and goes on inside `jit` if there is more to do.
+
+    Raises:
+        ValueError: outside `jit`, there is nothing to draw.
+    """
+    if _is_inside(buffer, state, key, beta):
+        if not _is_traced(state):
+            drawable = ready(buffer, state, batch_size)
+            if not _is_traced(drawable) and not drawable:
+                raise _nothing(buffer, state)
+        return compiled.draw(buffer, state, key, batch_size, beta)
+    inner, lowered, plain = bare(buffer), _lowered(buffer, state), _is_plain(buffer)
+    names = None if plain else buffer.storage.names(state.storage)
+    with buffer.storage.drawing(state.storage):
+        sampler, sample, rest = compiled.choose(inner, lowered, key, batch_size, beta, names)
+        if _is_traced(sample.mask):  # all arguments are constants of a jitted function
+            return compiled.draw(buffer, state, key, batch_size, beta)
+        mask, places = (sample.mask, None) if rest is None else rest
+        if not np.asarray(mask).any():
+            raise _nothing(buffer, state)
+        fetched = buffer.storage.fetch(state.storage, sample.indices, places)
+    if of_objects(buffer):
+        sample = sample.replace(data=_collated(buffer, fetched, sample.mask, key))
+    elif plain:
+        sample = sample.replace(data=fetched)
+    else:
+        sample = compiled.finish(inner, lowered.replace(storage=fetched), sample, mask, key)
+    return state.replace(sampler=sampler), sample
+
+
+def ready(buffer: Any, state: Any, batch_size: int | None) -> jax.Array:
+    """Whether a draw gives at least one item, bool `[]`."""
+    return compiled.ready(buffer, state.replace(storage=None), batch_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_plain(buffer: Any) -> bool:
+    """Whether items are drawn as they are stored, at the anchors."""
+    plain = isinstance(buffer.storage.inner, Elsewhere) and isinstance(buffer.unit, Transition)
+    return plain and (of_objects(buffer) or not buffer.transforms)
+
+
+def _nothing(buffer: Any, state: Any) -> ValueError:
+    return ValueError(
+        f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
+        f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
+        "there are enough."
+    )
+
+
+def _collated(buffer: Any, found: list[Any], mask: jax.Array, key: jax.Array) -> Any:
     objects = [item if drawn else None for item, drawn in zip(found, mask.tolist(), strict=True)]
     data = objects if buffer.storage.collate is None else buffer.storage.collate(objects)
-    data = run.outward(buffer.transforms, data, sample.mask, key, buffer.keys)
-    return inner.replace(storage=state.storage), sample.replace(data=data)
+    return run.outward(buffer.transforms, data, mask, key, buffer.keys)
 
 
-def take(buffer: Any, state: Any, indices: jax.Array) -> list[Any]:
-    """The objects at slots."""
-    return buffer.storage.get(state.storage, np.asarray(jnp.ravel(indices)))
+def take(buffer: Any, state: Any, indices: jax.Array) -> Any:
+    """The items at slots of any shape; objects in one list."""
+    if _is_inside(buffer, state, indices):
+        return compiled.take(buffer, state, indices)
+    if of_objects(buffer):
+        return buffer.storage.at(state.storage, np.asarray(indices).reshape(-1))
+    hosted = buffer.storage.hosted(state.storage)
+    return hosted.host.fetch(hosted.version, [np.asarray(indices)] * len(hosted.host.names))
 
 
 def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:
     """New priorities."""
+    if _is_inside(buffer, state, sample, priorities):
+        return compiled.update(buffer, state, sample, priorities)
     if hasattr(sample, "data"):
         sample = sample.replace(data=None)
-    after = compiled.update(bare(buffer), without_items(state), sample, priorities)
+    after = compiled.update(bare(buffer), _lowered(buffer, state), sample, priorities)
     return after.replace(storage=state.storage)
 
 
 def empty(buffer: Any, state: Any) -> Any:
     """The state without its items."""
-    after = compiled.empty(bare(buffer), without_items(state))
-    return after.replace(storage=buffer.storage.emptied(buffer.ring, state.storage))
+    if _is_inside(buffer, state):
+        return compiled.empty(buffer, state)
+    after = compiled.empty(bare(buffer), _lowered(buffer, state))
+    return after.replace(storage=buffer.storage.emptied(state.storage, after.storage))

@@ -11,7 +11,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb.ring import Clock, Ring
 from jrb.types import Write
+
+
+def in_turn(ring: Ring, clock: Clock, length: int, mask: jax.Array | None) -> tuple[Clock, Write]:
+    """T rows written one after the other around a ring; of more than R, the last R.
+
+    Args:
+        ring: its shape.
+        clock: where it stands.
+        length: T.
+        mask: bool `[T]`, the rows to write; None for all.
+    """
+    single = mask is None and length == 1
+    written = jnp.ones(length, jnp.bool_) if mask is None else mask
+    if single:
+        passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
+    else:
+        passed = jnp.cumsum(written, dtype=jnp.int32)
+        kept = written & (passed > passed[-1] - ring.rows)
+        starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
+        starts = jnp.where(kept, starts, ring.capacity)
+    write = Write(
+        starts=starts,
+        slots=ring.row_slots(starts),
+        written=written,
+        passed=passed,
+        gone=jnp.maximum(clock.count - ring.rows + passed[-1], 0),
+        consecutive=single,
+    )
+    return ring.advance(clock, write.rows), write
 
 
 def put(array: jax.Array, write: Write, rows: jax.Array) -> jax.Array:

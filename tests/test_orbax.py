@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import checkpoint
+from jrb import checkpoint, prng
 from jrb.checkpoint import native
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -36,7 +36,7 @@ def filled(rows=400, start=0):
 
 def raw(state):
     """All arrays of a state on the host, copied."""
-    return [np.array(native.memory.raw(leaf)) for leaf in jax.tree.leaves(state)]
+    return [np.array(prng.raw(leaf)) for leaf in jax.tree.leaves(state)]
 
 
 def assert_same(one, other):

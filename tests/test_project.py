@@ -14,7 +14,7 @@ LAYERS = [
     {"extras", "disk"},
     {"pytree", "order"},
     {"keys", "ring", "bits", "tree", "display", "checks"},
-    {"types", "permutation", "sum_tree", "layouts"},
+    {"types", "permutation", "sum_tree", "layouts", "prng"},
     {"rows"},
     {"line", "episodes"},
     {"writers", "storages", "samplers", "units", "transforms"},

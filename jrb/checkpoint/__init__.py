@@ -1,5 +1,6 @@
 """Checkpoints: a buffer and its state on a disk, exact, and whole after any crash."""
 
+import functools
 import os
 from types import EllipsisType
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 import jax
 
 from jrb import checks
-from jrb.checkpoint import background, h5, migrate, native, template
+from jrb.checkpoint import background, h5, hosted, migrate, native, own, template
 from jrb.checkpoint.background import Save
 from jrb.checkpoint.flashbax import read_flashbax, read_vault
 from jrb.checkpoint.items import Dump
 from jrb.checkpoint.torchrl import read_torchrl, write_torchrl
-from jrb.disk import manifest
+from jrb.disk import manifest, reading
 from jrb.disk.errors import DamagedError, LockedError
+from jrb.disk.manifest import Body
 
 __all__ = [
     "DamagedError",
@@ -74,7 +76,11 @@ def save(
         h5.save(path, buffer, state, compression, fletcher32)
         return
     _check_native(layout, compression, fletcher32, keep)
-    native.save(path, buffer, state, keep)
+    if own.is_own(path, buffer, state):
+        _check_own(keep)
+        own.save(buffer, state)
+    else:
+        native.save(path, buffer, state, keep)
 
 
 def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
@@ -99,7 +105,21 @@ def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
     path = _settled(path)
     template.check_buffer(buffer, "save_async")
     _check_native("native", None, False, keep)
-    return background.start(path, native.Pending(path, buffer, state, copy=True), keep)
+    if own.is_own(path, buffer, state):
+        _check_own(keep)
+        own.save(buffer, state)
+        return background.start(path, None, keep)
+    with hosted.reading(buffer, state):
+        pending = native.Pending(path, buffer, state, copy=True)
+    return background.start(path, pending, keep)
+
+
+def _check_own(keep: int) -> None:
+    if keep:
+        raise ValueError(
+            f"keep: expected 0 for the path of the storage itself, whose rows are written in "
+            f"place, got {keep}. Save to another path to keep older generations."
+        )
 
 
 def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) -> None:
@@ -156,11 +176,17 @@ def load(
             raise ValueError("generation: expected None for an HDF5 file, which holds but one.")
         buffer, state = h5.load(path, buffer, example, device)
     else:
-        buffer, state = native.load(path, buffer, example, generation, device)
+        restored = functools.partial(_restored, path, buffer, example, device)
+        buffer, state = reading.snapshot(path, restored, generation)
     if capacity is None and num_envs is ...:
         return buffer, state
     buffer, state = migrate.migrated(buffer, state, capacity, num_envs)
     return buffer, state if device is None else jax.device_put(state, device)
+
+
+def _restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> tuple[Any, Any]:
+    restored = own.restored if "table" in body else native.restored
+    return restored(path, buffer, example, device, body)
 
 
 def _settled(path: Path) -> str:
@@ -187,4 +213,4 @@ def verify(path: Path) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    return h5.verify(path) if os.path.isfile(path) else native.verify(path)
+    return h5.verify(path) if os.path.isfile(path) else native.verify(path) + own.damages(path)

@@ -13,14 +13,15 @@ _running: dict[str, "Save"] = {}
 class Save:
     """A save under way, in a thread that a program waits for before it ends."""
 
-    def __init__(self, pending: Pending, keep: int) -> None:
+    def __init__(self, pending: Pending | None, keep: int) -> None:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(pending, keep), name="jrb-save")
         self._thread.start()
 
-    def _run(self, pending: Pending, keep: int) -> None:
+    def _run(self, pending: Pending | None, keep: int) -> None:
         try:
-            pending.finish(keep)
+            if pending is not None:
+                pending.finish(keep)
         except BaseException as error:
             self._error = error
 
@@ -46,8 +47,8 @@ def _report() -> None:
         save.wait()
 
 
-def start(path: str, pending: Pending, keep: int) -> Save:
-    """Begins to write; nothing else may be under way for this path."""
+def start(path: str, pending: Pending | None, keep: int) -> Save:
+    """Begins to write, if there is something left; nothing else may be under way there."""
     with _lock:
         save = _running[os.path.realpath(path)] = Save(pending, keep)
     return save

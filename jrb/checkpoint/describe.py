@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import pytree
+from jrb import prng, pytree
 
 Json = Any
 
@@ -184,21 +184,13 @@ def _field_names(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
-
-
 def dtype_name(dtype: Any) -> str:
     """`bfloat16`, or `key:threefry2x32` for keys.
 
     Raises:
         TypeError: keys of an implementation that JAX does not bring.
     """
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return str(np.dtype(dtype))
-    for name in _IMPLEMENTATIONS:
-        if jax.random.key(0, impl=name).dtype == dtype:
-            return f"key:{name}"
-    raise TypeError(f"expected keys of {', '.join(_IMPLEMENTATIONS)}, got {dtype}.")
+    return f"key:{prng.implementation(dtype)}" if prng.is_keys(dtype) else str(np.dtype(dtype))
 
 
 def dtype_of(name: str) -> Any:
@@ -208,12 +200,10 @@ def dtype_of(name: str) -> Any:
         UnknownError: there is none.
     """
     kind, _, implementation = name.partition(":")
-    if kind == "key" and implementation in _IMPLEMENTATIONS:
-        return jax.random.key(0, impl=implementation).dtype
     try:
-        dtype = jnp.dtype(name)
-    except TypeError as error:
+        dtype = prng.dtype_of(implementation) if kind == "key" else jnp.dtype(name)
+    except (KeyError, TypeError) as error:
         raise UnknownError(f"expected a dtype that JAX knows, got {name!r}.") from error
-    if dtype.kind in "OSUMm" or dtype.fields is not None:
+    if kind != "key" and (dtype.kind in "OSUMm" or dtype.fields is not None):
         raise UnknownError(f"expected a dtype of numbers, got {name!r}.")
     return dtype

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import compiled, pytree
+from jrb import outside, prng, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import describe, memory, native, template
 from jrb.checkpoint.items import pieces, replaying
@@ -89,7 +89,7 @@ def _write(
     rest = {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
     group = file.create_group(_STATE)
     for name, leaf in zip(template.leaf_names(rest), jax.tree.leaves(rest), strict=True):
-        _put(group, name, np.asarray(memory.raw(leaf)), options, describe.dtype_name(leaf.dtype))
+        _put(group, name, np.asarray(prng.raw(leaf)), options, describe.dtype_name(leaf.dtype))
     text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
     _put(file, _ABOUT, text, {})
     file.attrs.update(format=FORMAT, version=VERSION)
@@ -104,12 +104,12 @@ def _slots(buffer: ReplayBuffer, state: Any) -> np.ndarray:
 
 def _items(buffer: ReplayBuffer, state: Any, spec: Any, slots: np.ndarray) -> Leaves:
     """The items there, on the host, leaves `[T, E, ...]` by name; keys as their words."""
-    specs = [memory.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
+    specs = [prng.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     found = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in specs]
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
         items = buffer.take(state, jnp.asarray(slots[piece], jnp.int32))
         for whole, leaf in zip(found, jax.tree.leaves(items), strict=True):
-            whole[piece] = np.asarray(memory.raw(leaf))
+            whole[piece] = np.asarray(prng.raw(leaf))
     return dict(zip(_names(spec), found, strict=True))
 
 
@@ -199,13 +199,13 @@ def _get(path: str, group: h5py.Group, name: str) -> np.ndarray:
 
 def _restored(path: str, file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
     array = _get(path, file, name)
-    inner = memory.raw_spec(spec)
+    inner = prng.raw_spec(spec)
     if array.shape != inner.shape or array.dtype.itemsize != inner.dtype.itemsize:
         raise ValueError(
             f"{path}: leaf '{name}': expected {inner.dtype}{list(inner.shape)}, got "
             f"{array.dtype}{list(array.shape)}."
         )
-    return memory.wrapped(jnp.array(array.view(inner.dtype), copy=True), spec.dtype)
+    return prng.wrapped(jnp.array(array.view(inner.dtype), copy=True), spec.dtype)
 
 
 def _replayed(
@@ -213,7 +213,7 @@ def _replayed(
 ) -> Any:
     """A state into whose storage all items were written, at their slots."""
     into = replaying(buffer)
-    state = into.blank(spec)
+    state = outside.init(into, spec, None)
     if not about["rows"]:
         return state
     first = int(_get(path, file, f"{_STATE}/writer/cursor")) if buffer.writer.in_time else 0
@@ -229,7 +229,7 @@ def _replayed(
         items = jax.tree.unflatten(jax.tree.structure(spec), rows)
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        state = compiled.write(into, state, items, None)
+        state = outside.write(into, state, items, None)
     return state
 
 
@@ -241,7 +241,7 @@ def _leaves(
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
     ends = ends.reshape(int(environments.max()) + 1, about["rows"])
-    names, raws = _names(spec), [memory.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
+    names, raws = _names(spec), [prng.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     parts: dict[str, list[np.ndarray]] = {}
     for number in range(len(lengths)):
         group = cast(h5py.Group, file[f"{_TRAJECTORIES}/{number:06d}"])
@@ -257,7 +257,7 @@ def _leaves(
 
 
 def _unraw(words: np.ndarray, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    return memory.wrapped(jnp.asarray(words), spec.dtype)
+    return prng.wrapped(jnp.asarray(words), spec.dtype)
 
 
 def verify(path: str) -> list[str]:

@@ -9,24 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb.checkpoint import describe
+from jrb import prng
+from jrb.disk.table import aligned
 
 PIECE = 8 << 20
 """Bytes that are on their way at a time."""
-
-_ALIGNMENT = 64  # bytes
-
-
-def raw(leaf: Any) -> Any:
-    """The array itself, or the words of an array of keys."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    return leaf
-
-
-def raw_spec(spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of `raw`."""
-    return jax.eval_shape(raw, spec)
 
 
 def on_host(leaf: Any) -> bool:
@@ -73,16 +60,16 @@ def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Any = None) -> 
             bytes, in order, without gaps.
         device: a device or a sharding; None for the default one.
     """
-    inner = raw_spec(spec)
+    inner = prng.raw_spec(spec)
     size = inner.size * inner.dtype.itemsize
     if size > PIECE and not _goes_to_cpu(device):
         array = _filled(inner, read(None))
     else:
-        host: Any = _aligned(size)
+        host: Any = aligned((size,))
         read(memoryview(host))
         array = host.view(inner.dtype).reshape(inner.shape)
         array = jnp.array(array, copy=True) if size <= PIECE else jax.device_put(array)
-    array = wrapped(array, spec.dtype)
+    array = prng.wrapped(array, spec.dtype)
     return array if device is None else jax.device_put(array, device)
 
 
@@ -91,20 +78,6 @@ def _goes_to_cpu(device: Any) -> bool:
         return jax.default_backend() == "cpu"
     devices = getattr(device, "device_set", {device})
     return all(one.platform == "cpu" for one in devices)
-
-
-def _aligned(size: int) -> np.ndarray:
-    """So many bytes, where XLA takes them without a copy."""
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + size]
-
-
-def wrapped(words: jax.Array, dtype: Any) -> jax.Array:
-    """The array of this dtype that `raw` makes these words of."""
-    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return words
-    return jax.random.wrap_key_data(words, impl=describe.dtype_name(dtype).partition(":")[2])
 
 
 def _filled(spec: Any, pieces: Iterator[tuple[int, Any]]) -> jax.Array:

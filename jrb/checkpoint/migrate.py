@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import compiled, pytree
+from jrb import outside, pytree
 from jrb.buffer import ReplayBuffer
+from jrb.checkpoint import hosted
 from jrb.checkpoint.items import pieces, replaying
 from jrb.state import BufferState
 
@@ -32,12 +33,12 @@ def migrated(
             "states under vmap. Load it as it is."
         )
     target = dataclasses.replace(
-        buffer,
+        hosted.prepared(buffer, given=False),
         capacity=buffer.capacity if capacity is None else capacity,
         num_envs=buffer.num_envs if num_envs is ... else num_envs,
     )
     if target.ring == buffer.ring:
-        return target, state
+        return buffer, state
     _check_parts(target, state, target.ring.envs != buffer.ring.envs)
     slots, cuts = _chosen(buffer, target, state)
     new = _filled(buffer, target, state, slots, cuts)
@@ -109,7 +110,7 @@ def _filled(
     """An empty state of the target, and these items written to it."""
     spec = buffer.stored(state)
     into = replaying(target)
-    new = target.blank(spec)
+    new = outside.init(target, spec, None)
     if hasattr(target.unit, "resume") and len(slots):
         before = target.unit.rows_before(state.unit, slots[0])  # pyright: ignore
         new = new.replace(unit=target.unit.resume(new.unit, before))  # pyright: ignore
@@ -119,5 +120,5 @@ def _filled(
         seams = None if cuts is None else jnp.asarray(cuts[piece])
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        new = compiled.write(into, new, items, None, seams)
+        new = outside.write(into, new, items, None, seams)
     return new

@@ -2,14 +2,15 @@
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jrb import pytree
+from jrb import outside, prng, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, memory, template
+from jrb.checkpoint import describe, hosted, memory, template
 from jrb.disk import manifest, reading, store
 from jrb.disk.blocks import Source
 from jrb.disk.errors import DamagedError
@@ -30,6 +31,7 @@ class Pending:
 
     def __init__(self, path: str, buffer: Any, state: Any, copy: bool) -> None:
         spec, batch = template.read_off(buffer, state)
+        plain, arrays = hosted.exported(buffer, state)
         self.meta = {
             "kind": KIND,
             "buffer": describe.encode(buffer),
@@ -38,7 +40,7 @@ class Pending:
         }
         self.saving = store.Saving(path)
         try:
-            self.sources = _sources(buffer, state, batch, self.saving.previous)
+            self.sources = sources(plain, arrays, batch, self.saving.previous, self.meta)
             self.tasks = self.saving.plan(self.sources)
             if copy:
                 self._copy()
@@ -69,23 +71,29 @@ def _forgotten(source: Source) -> Source:
     return Source(source.name, source.kind, source.size, lambda start, stop: data[start:stop])
 
 
-def _sources(
-    buffer: Any, state: Any, batch: tuple[int, ...], previous: Body | None
+def sources(
+    buffer: Any,
+    state: Any,
+    batch: tuple[int, ...],
+    previous: Body | None,
+    meta: dict[str, Any] | None = None,
 ) -> list[Source]:
     """The arrays of a state; and of each, what may have changed since the last save."""
     by_slot, fresh = set(), None
     if _tells_what_is_new(buffer, batch):
         by_slot = {id(leaf) for leaf in jax.tree.leaves(buffer.storage.slotted(state.storage))}
-        fresh = _fresh_slots(buffer, state, previous)
-    sources = []
+        fresh = _fresh_slots(buffer, state, previous, meta)
+    found = []
     for name, leaf in zip(template.leaf_names(state), jax.tree.leaves(state), strict=True):
-        words, spans, edge = memory.raw(leaf), None, 0
-        told = id(leaf) in by_slot and memory.on_host(words)
+        here = isinstance(leaf, hosted.Leaf)
+        words, spans, edge = leaf.raw if here else prng.raw(leaf), None, 0
+        told = id(leaf) in by_slot and (here or memory.on_host(words))
         if told and fresh is not None:
             spans, edge = _spans(words, buffer.capacity, *fresh)
         size, kind = words.size * words.dtype.itemsize, tuple(template.kind(leaf))
-        sources.append(Source(name, kind, size, memory.reader(words), told, spans, edge))
-    return sources
+        read = leaf.read if here else memory.reader(words)
+        found.append(Source(name, kind, size, read, told, spans, edge))
+    return found
 
 
 def _tells_what_is_new(buffer: Any, batch: tuple[int, ...]) -> bool:
@@ -95,11 +103,13 @@ def _tells_what_is_new(buffer: Any, batch: tuple[int, ...]) -> bool:
     return hasattr(buffer.writer, "written_since") and hasattr(buffer.storage, "slotted")
 
 
-def _fresh_slots(buffer: Any, state: Any, previous: Body | None) -> tuple[int, int] | None:
+def _fresh_slots(
+    buffer: Any, state: Any, previous: Body | None, meta: dict[str, Any] | None
+) -> tuple[int, int] | None:
     """The first slot written since the last save, and how many were; None if nobody knows."""
-    if previous is None or _binding(previous["meta"].get("buffer")) != _binding(
-        describe.encode(buffer)
-    ):
+    if previous is None or meta is None:
+        return None
+    if _binding(previous["meta"].get("buffer")) != _binding(meta["buffer"]):
         return None
     names = template.leaf_names({"writer": state.writer})
     known = {leaf["name"]: leaf for leaf in previous["leaves"]}
@@ -133,44 +143,52 @@ def _spans(
 
 def save(path: str, buffer: Any, state: Any, keep: int) -> None:
     """Saves now; see `jrb.checkpoint.save`."""
-    Pending(path, buffer, state, copy=False).finish(keep)
+    with hosted.reading(buffer, state):
+        Pending(path, buffer, state, copy=False).finish(keep)
 
 
-def load(
-    path: str, buffer: Any, example: Any, generation: int | None, device: Any
-) -> tuple[Any, Any]:
-    """Loads; see `jrb.checkpoint.load`."""
-    use = functools.partial(_restored, path, buffer, example, device)
-    return reading.snapshot(path, use, generation)
+def load(path: str, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
+    """Loads the newest generation; see `jrb.checkpoint.load`."""
+    return reading.snapshot(path, functools.partial(restored, path, buffer, example, device))
 
 
-def _restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> tuple[Any, Any]:
-    meta = body["meta"]
+def restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> tuple[Any, Any]:
+    """The buffer and its state, from a manifest."""
+    meta, given = body["meta"], buffer is not None
     if meta.get("kind") != KIND:
         raise ValueError(
             f"{path}: expected a checkpoint of a buffer, got one of kind {meta.get('kind')!r}."
         )
     try:
-        buffer = matched(meta["buffer"], buffer)
-        want = template.batched(
-            template.blank(buffer, stored_spec(meta["items"], buffer, example)),
-            tuple(meta["batch"]),
-        )
+        buffer = hosted.prepared(matched(meta["buffer"], buffer), given)
+        spec = stored_spec(meta["items"], buffer, example)
+        want = template.batched(template.blank(buffer, spec), tuple(meta["batch"]))
     except KeyError as error:
         raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
     leaves = matched_leaves(path, body, want)
     reading.check_sizes(path, body)
+    places = hosted.sinks(buffer, spec, want)
     arrays = [
-        memory.restored(spec, functools.partial(_read, path, leaf), device) for spec, leaf in leaves
+        memory.restored(kind, reader(path, leaf), device)
+        if sink is None
+        else sink(reader(path, leaf)(None))
+        for (kind, leaf), sink in zip(
+            leaves, map(hosted.sink, jax.tree.leaves(places)), strict=True
+        )
     ]
-    return buffer, jax.tree.unflatten(jax.tree.structure(want), arrays)
+    state = jax.tree.unflatten(jax.tree.structure(want), arrays)
+    return buffer, hosted.attached(buffer, state, places)
 
 
-def _read(path: str, leaf: manifest.Leaf, target: memoryview | None) -> Any:
-    """Fills the target with an array's bytes; or gives them in pieces."""
-    if target is None:
-        return reading.read_pieces(path, leaf, memory.PIECE)
-    return reading.read_leaf(path, leaf, target)
+def reader(path: str, leaf: manifest.Leaf) -> Callable[[memoryview | None], Any]:
+    """Fills a memoryview with an array's bytes; or, from None, gives them in pieces."""
+
+    def read(target: memoryview | None) -> Any:
+        if target is None:
+            return reading.read_pieces(path, leaf, memory.PIECE)
+        return reading.read_leaf(path, leaf, target)
+
+    return read
 
 
 def matched(saved: describe.Json, buffer: Any) -> Any:
@@ -198,8 +216,16 @@ def _binding(node: describe.Json) -> describe.Json:
         return [_binding(entry) for entry in node]
     if not isinstance(node, dict):
         return node
-    free = ("batch_size", "transforms")
-    return {key: _binding(entry) for key, entry in node.items() if key not in free}
+    free = {"batch_size", "transforms"}
+    if "part" in node:
+        free |= set(getattr(describe.find_class(node["part"]), "unbound", ()))
+    return {
+        key: {name: _binding(field) for name, field in entry.items() if name not in free}
+        if key == "fields"
+        else _binding(entry)
+        for key, entry in node.items()
+        if key not in free
+    }
 
 
 def stored_spec(node: describe.Json, buffer: Any, example: Any) -> Any:
@@ -207,15 +233,20 @@ def stored_spec(node: describe.Json, buffer: Any, example: Any) -> Any:
     if example is None:
         return pytree.spec_of(describe.decode_structure(node), "load")
     if not isinstance(buffer, ReplayBuffer):
-        given = tuple(part.stored(part.init(example)) for part in buffer.buffers)
+        given = tuple(_stored(part, example) for part in buffer.buffers)
     else:
-        given = buffer.stored(jax.eval_shape(lambda: buffer.init(example)))
+        given = _stored(buffer, example)
     if "unknown" in node:
         saved = [describe.decode_structure(leaf) for leaf in node["leaves"]]
         pytree.check_like(saved, jax.tree.leaves(given), "load: example", _MEND)
     else:
         pytree.check_like(describe.decode_structure(node), given, "load: example", _MEND)
     return given
+
+
+def _stored(buffer: Any, example: Any) -> Any:
+    plain = outside.on_device(buffer)
+    return plain.stored(jax.eval_shape(lambda: plain.init(example)))
 
 
 _MEND = "Pass a transition like those that were saved, or leave example= out."
@@ -232,7 +263,7 @@ def matched_leaves(path: str, body: Body, want: Any) -> list[tuple[Any, manifest
         )
     pairs = []
     for name, spec in zip(names, jax.tree.leaves(want), strict=True):
-        inner = memory.raw_spec(spec)
+        inner = prng.raw_spec(spec)
         size = inner.size * inner.dtype.itemsize
         kind, leaf = template.kind(spec), found[name]
         if leaf["kind"] != kind or leaf["size"] != size:

@@ -76,7 +76,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
             ValueError: another version, dtype, shape, structure or description.
         """
         how: Any = BufferRestore() if args is None else args
-        return native.load(_path(directory), how.buffer, how.example, None, how.device)
+        return native.load(_path(directory), how.buffer, how.example, how.device)
 
 
 @ocp.args.register_with_handler(BufferHandler, for_save=True)

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.core
 
-from jrb import pytree
+from jrb import compiled, outside, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe
+from jrb.checkpoint import describe, hosted
 from jrb.mix import Mix
 
 
@@ -63,7 +63,8 @@ def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
 def _blank(buffer: ReplayBuffer, structure: Any, leaves: tuple, x64: bool) -> Any:
     """The same, remembered: a program saves the same state again and again."""
     del x64
-    return jax.eval_shape(lambda: buffer.blank(jax.tree.unflatten(structure, leaves)))
+    spec = jax.tree.unflatten(structure, leaves)
+    return jax.eval_shape(lambda: compiled.blank(outside.on_device(buffer), spec))
 
 
 def batched(tree: Any, batch: tuple[int, ...]) -> Any:
@@ -77,6 +78,7 @@ def read_off(buffer: ReplayBuffer | Mix, state: Any) -> tuple[Any, tuple[int, ..
     Raises:
         ValueError, TypeError: it is no state of this buffer; the message names a leaf.
     """
+    buffer, state = hosted.exported(buffer, state)
     check_arrays(buffer, state)
     specs = pytree.spec_of(state, "save")
     for axes in range(4):
@@ -121,6 +123,6 @@ def leaf_names(tree: Any) -> list[str]:
     return list(names)
 
 
-def kind(spec: jax.ShapeDtypeStruct) -> list:
+def kind(spec: Any) -> list:
     """Dtype and shape for a manifest."""
     return [describe.dtype_name(spec.dtype), list(spec.shape)]

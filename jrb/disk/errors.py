@@ -7,3 +7,7 @@ class DamagedError(ValueError):
 
 class LockedError(RuntimeError):
     """Another process, or another thread, is writing there."""
+
+
+class StaleError(ValueError):
+    """What a state speaks of is not there any more: rows on the host were overwritten since."""

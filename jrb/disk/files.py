@@ -93,6 +93,39 @@ def sync_folder(path: str) -> None:
         os.close(folder)
 
 
+def make_file(path: str, size: int, reserve: bool) -> None:
+    """A new file of zeros; what stood there is gone.
+
+    Args:
+        path: of the file.
+        size: bytes.
+        reserve: whether the disk sets the room aside now, or finds it when it is written to.
+
+    Raises:
+        OSError: there is no room; then there is no file.
+    """
+    _announce("create", path)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        _announce("fallocate", path, size)
+        if reserve and size:
+            os.posix_fallocate(file, 0, size)
+        else:
+            os.ftruncate(file, size)
+    except OSError as error:
+        os.unlink(path)
+        error.filename = path
+        raise
+    finally:
+        os.close(file)
+
+
+def truncate(file: int, path: str, size: int) -> None:
+    """Cuts an open file."""
+    _announce("truncate", path, size)
+    os.ftruncate(file, size)
+
+
 def open_to_read(path: str) -> int:
     """A file, opened.
 
@@ -100,8 +133,21 @@ def open_to_read(path: str) -> int:
         DamagedError: it is a link, or no plain file.
         OSError: it is not there, or may not be read.
     """
+    return _open_plain(path, os.O_RDONLY)
+
+
+def open_to_write(path: str) -> int:
+    """A file, opened to be read and written.
+
+    Raises:
+        As `open_to_read`.
+    """
+    return _open_plain(path, os.O_RDWR)
+
+
+def _open_plain(path: str, how: int) -> int:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise DamagedError(f"{path}: expected a plain file, found a link.") from error
@@ -160,6 +206,24 @@ def lock(path: str) -> int:
         if _is_at(file, path):
             return file
         os.close(file)  # it was renamed or removed meanwhile
+
+
+def share_lock(file: int) -> bool:
+    """Takes a lock of an open file that others may share; whether that was possible."""
+    return _try_lock(file, fcntl.LOCK_SH)
+
+
+def is_shared(file: int) -> bool:
+    """Whether somebody else has a lock of an open file."""
+    return not _try_lock(file, fcntl.LOCK_EX)
+
+
+def _try_lock(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def unlock(file: int) -> None:

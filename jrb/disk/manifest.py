@@ -10,6 +10,11 @@ there; and `leaves`, one entry for each array:
   block is in, its offset there, and its three sums (see `jrb.disk.blocks`).
 
 Files are called by two numbers, so that no manifest can name a path.
+
+Where rows are written in place (see `jrb.disk.live`) the body has a `table` too: `capacity`, the
+rows there is room for; `held`, those below which checksums hold; and `columns`, each with the
+`name` of its leaf, from which the file's name follows, its `kind`, the `width` of a row in bytes,
+and `sums`, CRC-32 of each block.
 """
 
 import json
@@ -20,6 +25,7 @@ from typing import Any
 
 from jrb.disk import blocks, files
 from jrb.disk.errors import DamagedError
+from jrb.disk.table import Column
 
 FORMAT, VERSION = "jrb", 1
 NAME, FOLDER = "manifest.json", "blocks"
@@ -96,6 +102,26 @@ def _check(body: Body) -> None:
             raise ValueError(f"leaf {leaf['name']}: {given} bytes for {leaf['size']}")
     if len(names) != len(body["leaves"]):
         raise ValueError("leaves of the same name")
+    if "table" in body:
+        _check_table(body["table"])
+
+
+def _check_table(table: Body) -> None:
+    """Raises unless the numbers of the rows fit together."""
+    _natural(table["capacity"])
+    _natural(table["held"])
+    if not table["held"] <= table["capacity"]:
+        raise ValueError("table: held")
+    for entry in table["columns"]:
+        if not isinstance(entry["name"], str) or not isinstance(entry["kind"], list):
+            raise TypeError("column")
+        _natural(entry["width"])
+        for number in entry["sums"]:
+            _natural(number)
+        column = Column(entry["name"], tuple(map(str, entry["kind"])), entry["width"])
+        size = column.width * table["held"]
+        if len(entry["sums"]) != -(-size // column.block(table["capacity"])):
+            raise ValueError(f"column {column.name}: sums")
 
 
 def _check_blocks(leaf: Leaf) -> int:

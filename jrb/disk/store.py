@@ -59,6 +59,7 @@ class Saving:
 
     Args:
         path: of the store; made if it is not there.
+        lock: of a store that is open to be written in place; None to take it.
 
     Raises:
         LockedError: somebody else is writing.
@@ -66,23 +67,30 @@ class Saving:
         OSError: it cannot be written to.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, lock: int | None = None) -> None:
         self.path = path
-        _check_free(path)
+        check_free(path)
         files.make_folder(path)
-        self._lock = files.lock(os.path.join(path, "lock"))
+        self._mine = lock is None
+        self._lock = files.lock(os.path.join(path, "lock")) if lock is None else lock
         try:
             files.make_folder(os.path.join(path, manifest.FOLDER))
             self.previous = _previous(path)
+            if self._mine and "table" in (self.previous or {}):
+                raise ValueError(
+                    f"{path}: expected a checkpoint or an empty folder, found a store whose rows "
+                    "are written in place. Save its own state there, or save to another path."
+                )
             self.generation = _next_generation(path, self.previous)
             self._old, self._waste = _leaves(self.previous), _wasteful(self.previous)
         except BaseException:
-            files.unlock(self._lock)
+            self.close()
             raise
 
     def close(self) -> None:
         """Gives the lock back."""
-        files.unlock(self._lock)
+        if self._mine:
+            files.unlock(self._lock)
 
     def plan(self, sources: list[Source]) -> list[Task]:
         """The blocks that may have changed since the last save."""
@@ -96,7 +104,14 @@ class Saving:
         ]
         return [Task(run) for run in _runs(wanted, sum(source.size for source in sources))]
 
-    def commit(self, meta: dict[str, Any], sources: list[Source], tasks: list[Task], keep: int):
+    def commit(
+        self,
+        meta: dict[str, Any],
+        sources: list[Source],
+        tasks: list[Task],
+        keep: int,
+        table: dict[str, Any] | None = None,
+    ) -> None:
         """Writes what changed, and makes it the newest generation.
 
         Args:
@@ -104,6 +119,7 @@ class Saving:
             sources: the arrays.
             tasks: what `plan` said of them.
             keep: how many older generations stay.
+            table: of rows that were written in place.
 
         Raises:
             OSError: the disk is full or broken; what was there before is still there.
@@ -111,7 +127,7 @@ class Saving:
         try:
             leaves = self._written(sources, tasks)
             body = {"generation": self.generation, "meta": meta, "leaves": leaves}
-            self._publish(body, keep)
+            self._publish(body if table is None else {**body, "table": table}, keep)
         except OSError as error:
             error.add_note(f"{self.path}: the save failed; what was there before is whole.")
             self._withdraw()
@@ -160,12 +176,17 @@ class Saving:
             older = os.path.join(self.path, manifest.older_name(self.previous["generation"]))
             if not os.path.exists(older):
                 files.link(current, older)
-        temporary = os.path.join(self.path, _TEMPORARY)
-        files.write_new(temporary, [manifest.encode(body)])
-        files.replace(temporary, current)
+        publish(self.path, body)
 
 
-def _check_free(path: str) -> None:
+def publish(path: str, body: Body) -> None:
+    """Puts a manifest in the place of another."""
+    temporary = os.path.join(path, _TEMPORARY)
+    files.write_new(temporary, [manifest.encode(body)])
+    files.replace(temporary, os.path.join(path, manifest.NAME))
+
+
+def check_free(path: str) -> None:
     """Raises if there is something that no store put there."""
     if not os.path.lexists(path):
         return

@@ -1,5 +1,7 @@
 """Work shared by a few threads, also while the program is ending."""
 
+import os
+import queue
 import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -38,3 +40,44 @@ def share(work: Callable[[T], None], tasks: Iterable[T]) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def both(one: Callable[[], object], other: Callable[[], object]) -> None:
+    """Does two things at a time, by a thread that waits for such work; for short ones."""
+    done, errors = threading.Lock(), []
+    done.acquire()
+
+    def work() -> None:
+        try:
+            one()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.release()
+
+    _helper().put(work)
+    try:
+        other()
+    finally:
+        done.acquire()
+    if errors:
+        raise errors[0]
+
+
+def _helper() -> "queue.SimpleQueue[Callable[[], None]]":
+    """What the waiting thread takes its work from; each process has its own."""
+    global _work
+    with _starting:
+        if _work is None or _work[0] != os.getpid():
+            _work = os.getpid(), queue.SimpleQueue()
+            threading.Thread(target=_serve, args=_work[1:], name="jrb-help", daemon=True).start()
+        return _work[1]
+
+
+def _serve(work: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    while True:
+        work.get()()
+
+
+_work: "tuple[int, queue.SimpleQueue[Callable[[], None]]] | None" = None
+_starting = threading.Lock()

@@ -1,15 +1,19 @@
 """Python objects of any kind, on the host."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
 
 from jrb import pytree
+from jrb.disk.errors import StaleError
 from jrb.keys import Keys
 from jrb.ring import Held, Ring
+from jrb.storages.elsewhere import Elsewhere
 from jrb.types import Item, Where, Write
 
 
@@ -67,23 +71,48 @@ class ListStorage:
 
     @property
     def on_host(self) -> bool:
+        """Whether verbs outside `jit` reach the items between jitted parts."""
+        return True
+
+    @property
+    def of_objects(self) -> bool:
         """Whether items are no arrays, and verbs work outside `jit` only."""
         return True
 
+    @property
+    def inner(self) -> Elsewhere:
+        """What stands for this storage in jitted parts."""
+        return Elsewhere()
+
     def init(self, ring: Ring, spec: Item, keys: Keys) -> Objects:
         """An empty shelf."""
-        del spec, keys
+        del keys
+        return self.make(ring, spec, None)
+
+    def make(self, ring: Ring, spec: Item, inner: Any) -> Objects:
+        """The same, with the state of `inner`."""
+        del spec, inner
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
-    def put(self, state: Objects, slots: np.ndarray, objects: list[list[Any]]) -> Objects:
-        """Puts rows of objects at slots `[T, E]`, those of N or more left out.
+    def lower(self, state: Objects) -> None:
+        """The state of `inner`: nothing."""
+        del state
+
+    def drawing(self, state: Objects) -> AbstractContextManager[None]:
+        """A time during which a draw goes on."""
+        del state
+        return contextlib.nullcontext()
+
+    def put(self, state: Objects, inner: jax.Array, objects: list[list[Any]]) -> Objects:
+        """Puts rows of objects at the slots `[T, E]` of `inner`, those of N or more left out.
 
         Raises:
-            ValueError: the state is not the newest.
+            StaleError: the state is not the newest.
         """
         shelf = state.shelf
+        slots = np.asarray(inner)
         if state.version != shelf.writes:
-            raise ValueError(
+            raise StaleError(
                 "ListStorage: expected the newest state, got one that has been written to before. "
                 "States share their objects: go on with the state that the last write returned."
             )
@@ -94,42 +123,47 @@ class ListStorage:
                     shelf.objects[slot], shelf.written[slot] = item, shelf.writes
         return Objects(shelf=shelf, version=shelf.writes)
 
-    def get(self, state: Objects, slots: np.ndarray) -> list[Any]:
+    def fetch(self, state: Objects, slots: jax.Array, places: Any) -> list[Any]:
         """The objects at slots `[B]`.
 
         Raises:
-            ValueError: one of them was overwritten after this state was made.
+            StaleError: one of them was overwritten after this state was made.
         """
+        del places
+        return self.at(state, np.asarray(slots))
+
+    def at(self, state: Objects, slots: np.ndarray) -> list[Any]:
+        """The same."""
         shelf = state.shelf
         if (shelf.written[slots] > state.version).any():
-            raise ValueError(
+            raise StaleError(
                 "ListStorage: expected a state whose objects are still there, got one of which "
                 "something was overwritten since. Draw from the state that the last write returned."
             )
         return [shelf.objects[slot] for slot in slots.tolist()]
 
-    def emptied(self, ring: Ring, state: Objects) -> Objects:
+    def emptied(self, state: Objects, inner: Any) -> Objects:
         """A shelf of one's own."""
-        del state
-        return Objects(shelf=Shelf(ring.capacity), version=0)
+        del inner
+        return Objects(shelf=Shelf(len(state.shelf.objects)), version=0)
 
     def spec(self, ring: Ring, state: Objects, keys: Keys) -> Item:
         """Raises: objects have no shapes."""
-        raise _refusal()
+        raise refusal()
 
     def write(
         self, ring: Ring, state: Objects, held: Held, write: Write, items: Item, keys: Keys
     ) -> tuple[Objects, Write]:
         """Raises: this is for inside `jit`."""
-        raise _refusal()
+        raise refusal()
 
     def read(self, ring: Ring, state: Objects, held: Held, where: Where, keys: Keys) -> Item:
         """Raises: this is for inside `jit`."""
-        raise _refusal()
+        raise refusal()
 
     def reset(self, ring: Ring, state: Objects, token: jax.Array) -> Objects:
         """Raises: this is for inside `jit`."""
-        raise _refusal()
+        raise refusal()
 
     def hold(self, state: Objects, token: jax.Array) -> Objects:
         """The same."""
@@ -137,44 +171,9 @@ class ListStorage:
         return state
 
 
-def _refusal() -> TypeError:
+def refusal() -> TypeError:
+    """What is said where there are no arrays."""
     return TypeError(
         "ListStorage: expected to be called outside jit, vmap, scan and checkpoints, with Python "
         "objects. Use jrb.DeviceStorage() there, with items of arrays."
     )
-
-
-@pytree.component
-class Elsewhere:
-    """Stands in for a storage on the host: says where it would write, and reads nothing."""
-
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> None:
-        """Nothing."""
-        del ring, spec, keys
-
-    def spec(self, ring: Ring, state: Any, keys: Keys) -> Item:
-        """Nothing."""
-        del ring, keys
-        return state
-
-    def write(
-        self, ring: Ring, state: Any, held: Held, write: Write, items: Item, keys: Keys
-    ) -> tuple[jax.Array, Write]:
-        """The slots, int32 `[T, E]`, in place of a state."""
-        del ring, state, held, items, keys
-        return write.slots, write
-
-    def read(self, ring: Ring, state: Any, held: Held, where: Where, keys: Keys) -> Item:
-        """Nothing."""
-        del ring, held, where, keys
-        return state
-
-    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
-        """Nothing."""
-        del ring, token
-        return state
-
-    def hold(self, state: Any, token: jax.Array) -> Any:
-        """Nothing."""
-        del token
-        return state

@@ -3,9 +3,8 @@
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 
-from jrb import pytree
+from jrb import pytree, rows
 from jrb.keys import Keys
 from jrb.ring import Clock, Held, Ring
 from jrb.types import Item, Write
@@ -27,25 +26,7 @@ class RoundRobin:
     ) -> tuple[Clock, Write]:
         """The rows after the cursor. Of more than R rows, the last R are written."""
         del keys
-        length = jax.tree.leaves(items)[0].shape[0]
-        single = mask is None and length == 1
-        written = jnp.ones(length, jnp.bool_) if mask is None else mask
-        if single:
-            passed, starts = jnp.ones(1, jnp.int32), state.cursor[None] * ring.envs
-        else:
-            passed = jnp.cumsum(written, dtype=jnp.int32)
-            kept = written & (passed > passed[-1] - ring.rows)
-            starts = ring.row_after(state.cursor, passed - 1) * ring.envs
-            starts = jnp.where(kept, starts, ring.capacity)
-        write = Write(
-            starts=starts,
-            slots=ring.row_slots(starts),
-            written=written,
-            passed=passed,
-            gone=jnp.maximum(state.count - ring.rows + passed[-1], 0),
-            consecutive=single,
-        )
-        return ring.advance(state, write.rows), write
+        return rows.in_turn(ring, state, jax.tree.leaves(items)[0].shape[0], mask)
 
     def held(self, ring: Ring, state: Clock) -> Held:
         """The last rows, oldest first."""

@@ -1,0 +1,310 @@
+"""All rows on the host, the newest ones on the device too."""
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jrb import checks, order, prng, pytree, rows
+from jrb.keys import TED, Keys
+from jrb.ring import Clock, Held, Ring
+from jrb.storages import host
+from jrb.storages.elsewhere import Places, places
+from jrb.storages.host import Hosted
+from jrb.types import Item, Where, Write
+
+
+@pytree.state
+class Hot:
+    """The newest rows, on the device.
+
+    Attributes:
+        items: leaves `[H, ...]`.
+        clock: where they lie; a ring of its own.
+    """
+
+    items: Item
+    clock: Clock
+
+
+@pytree.state
+class Spilled:
+    """The state of a storage that spills.
+
+    Attributes:
+        hot: the newest rows.
+        hosted: all rows.
+    """
+
+    hot: Hot
+    hosted: Hosted
+
+
+@pytree.state
+class Merging:
+    """Hot rows, and cold ones that were fetched for a batch.
+
+    Attributes:
+        hot: the newest rows.
+        cold: for each leaf, rows `[K, ...]`.
+        at: for each leaf, int32 `[K]`, where in the batch they belong; its size for nowhere.
+    """
+
+    hot: Hot
+    cold: tuple[Any, ...]
+    at: tuple[Any, ...]
+
+
+@pytree.component
+class HotRing:
+    """The newest rows of a ring, and what stands for the rest of it in jitted parts."""
+
+    capacity: int
+
+    def ring(self, ring: Ring) -> Ring:
+        """The shape of the hot ring."""
+        return Ring(rows=min(self.capacity // ring.envs, ring.rows), envs=ring.envs)
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Hot:
+        """No rows."""
+        del keys
+        hot = self.ring(ring)
+        items = jax.tree.map(lambda leaf: jnp.zeros((hot.capacity, *leaf.shape), leaf.dtype), spec)
+        return Hot(items=items, clock=hot.start())
+
+    def spec(self, ring: Ring, state: Hot, keys: Keys) -> Item:
+        """What one slot holds."""
+        del ring, keys
+        kind = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        return jax.tree.map(kind, state.items)
+
+    def written(self, ring: Ring, state: Hot, write: Write, items: Item) -> Hot:
+        """The last of the rows put where they belong."""
+        mask = None if write.consecutive else write.written
+        clock, put = rows.in_turn(self.ring(ring), state.clock, write.passed.size, mask)
+        new = jax.tree.map(
+            lambda leaf, new: rows.put(leaf, put, lax.stop_gradient(new)), state.items, items
+        )
+        return Hot(items=new, clock=clock)
+
+    def write(
+        self, ring: Ring, state: Hot, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[tuple[Hot, jax.Array], Write]:
+        """The hot rows, and the slots, int32 `[T, E]`."""
+        del held, keys
+        return (self.written(ring, state, write, items), write.slots), write
+
+    def where(self, ring: Ring, state: Hot, held: Held, slots: jax.Array) -> Any:
+        """For slots, int32 `[...]`: their places among the hot rows, and whether they are there."""
+        hot = self.ring(ring)
+        back = (held.count - 1 - ring.place(held, slots)) // ring.envs
+        here = (back >= 0) & (back < state.clock.count)
+        row = hot.row_after(state.clock.cursor, jnp.where(here, hot.rows - 1 - back, 0))
+        return row * ring.envs + slots % ring.envs, here
+
+    def locate(self, ring: Ring, state: Hot, held: Held, where: list[jax.Array]) -> Places:
+        """The slots at which leaves are read, and which of them are hot."""
+        return places(where, lambda slots: (slots, self.where(ring, state, held, slots)[1]))
+
+    def read(self, ring: Ring, state: Merging, held: Held, where: Where, keys: Keys) -> Item:
+        """Hot rows, and those that were fetched in their places."""
+        del keys
+        leaves, structure = jax.tree.flatten(state.hot.items)
+        names = pytree.leaf_names(state.hot.items)
+        read = []
+        for name, leaf, cold, at in zip(names, leaves, state.cold, state.at, strict=True):
+            slots = where(name)
+            row, _ = self.where(ring, state.hot, held, slots.reshape(-1))
+            merged = rows.get(leaf, row).at[at].set(cold, mode="drop")
+            read.append(merged.reshape(*slots.shape, *leaf.shape[1:]))
+        return jax.tree.unflatten(structure, read)
+
+    def reset(self, ring: Ring, state: Hot, token: jax.Array) -> Hot:
+        """No rows."""
+        del token
+        return state.replace(clock=self.ring(ring).emptied(state.clock))  # pyright: ignore
+
+    def hold(self, state: Any, token: jax.Array) -> Any:
+        """The same, its cursor not known before the token."""
+        if not isinstance(state, Hot):
+            return state
+        clock = state.clock.replace(cursor=state.clock.cursor + token)  # pyright: ignore
+        return state.replace(clock=clock)  # pyright: ignore
+
+
+def _cold(slots: np.ndarray, hot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The slots that are not hot, and where in the batch they stand.
+
+    In few lengths, so that little is compiled: none, or an eighth of the batch times a power of 2.
+    """
+    flat, cold = slots.reshape(-1), np.flatnonzero(~hot.reshape(-1))
+    if not len(cold):
+        return flat[:0], cold.astype(np.int32)
+    length = -(-len(flat) // 8)
+    while length < len(cold):
+        length *= 2
+    at = np.full(min(length, len(flat)), len(flat), np.int32)
+    at[: len(cold)] = cold
+    return flat[np.where(at < len(flat), at, cold[0])], at
+
+
+@pytree.component
+class SpillStorage:
+    """Keeps all items in files on the host, and the newest ones in a ring on the device too.
+
+    Draws are, bit for bit, those of a `DeviceStorage` of the whole capacity: what is hot is read on
+    the device, the rest on the host. Writes go to the device at once, and to the files by a thread;
+    what goes wrong there comes out at the next call. Otherwise as `jrb.MemmapStorage`. Rows must
+    come in the order of time.
+
+    Attributes:
+        path: of a folder that is not there, or is empty; None for a temporary one.
+        hot_capacity: H, how many items are on the device, a multiple of E; at most N are.
+        prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
+    """
+
+    path: str | os.PathLike[str] | None
+    hot_capacity: int
+    prealloc: bool = True
+    unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", host.checked_path("SpillStorage", self.path))
+        checks.count("hot_capacity", self.hot_capacity, 2**31 - 1)
+        object.__setattr__(self, "hot_capacity", int(self.hot_capacity))
+        checks.flag("prealloc", self.prealloc)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether rows must come in the order of time."""
+        return True
+
+    @property
+    def on_host(self) -> bool:
+        """Whether verbs outside `jit` reach the items between jitted parts."""
+        return True
+
+    @property
+    def inner(self) -> HotRing:
+        """What stands for this storage in jitted parts."""
+        return HotRing(self.hot_capacity)
+
+    def init(self, ring: Ring, spec: Item, keys: Keys) -> Spilled:
+        """Files and arrays full of zeros. Raises if there is no room for them."""
+        return self.make(ring, spec, self.inner.init(ring, spec, keys))
+
+    def make(self, ring: Ring, spec: Item, inner: Hot) -> Spilled:
+        """The same, with the state of `inner`."""
+        checks.divides("hot_capacity", self.hot_capacity, ring.envs)
+        hosted = host.init(self.path, self.prealloc, ring.capacity, spec)
+        return Spilled(hot=inner, hosted=hosted)
+
+    def nbytes(self, ring: Ring, spec: Item) -> dict[str, int]:
+        """The bytes of each leaf's file."""
+        return host.nbytes(ring.capacity, spec)
+
+    def attach(self, ring: Ring, hosted: Hosted, held: Held) -> Spilled:
+        """The state for rows that were in the files before: the newest ones are made hot again."""
+        hot = self.inner.ring(ring)
+        count = min(int(held.count) // ring.envs, hot.rows)
+        first = int(held.first) + int(held.count) - count * ring.envs
+        slots = (first + np.arange(count * ring.envs)) % ring.capacity
+        newest = hosted.host.fetch(hosted.version, [slots] * len(hosted.host.names))
+        state = self.inner.init(ring, hosted.host.spec, TED)
+        clock = hot.advance(state.clock, jnp.int32(count))
+        put = lambda leaf, new: leaf.at[: len(slots)].set(new)
+        items = jax.tree.map(put, state.items, newest)
+        return Spilled(hot=Hot(items=items, clock=clock), hosted=hosted)
+
+    def hosted(self, state: Spilled) -> Hosted:
+        """What a state knows of its rows."""
+        return state.hosted
+
+    def spec(self, ring: Ring, state: Spilled, keys: Keys) -> Item:
+        """What one slot holds."""
+        del ring, keys
+        return state.hosted.host.spec
+
+    # Outside jit.
+
+    def lower(self, state: Spilled) -> Hot:
+        """The state of `inner`: the hot rows."""
+        return state.hot
+
+    def drawing(self, state: Spilled) -> AbstractContextManager[None]:
+        """A time during which nothing is overwritten."""
+        return state.hosted.host.live.drawing()
+
+    def put(self, state: Spilled, inner: tuple[Hot, jax.Array], items: Item) -> Spilled:
+        """Puts items, leaves `[T, E, ...]` or `[T, ...]`, at the slots that `inner` gave."""
+        hot, slots = inner
+        leaves = map(prng.raw, jax.tree.leaves(items))
+        host_ = state.hosted.host
+        version = host_.put_behind(state.hosted.version, slots, *leaves, patient=True)
+        return Spilled(hot=hot, hosted=Hosted(version=jnp.asarray(version), host=host_))
+
+    def names(self, state: Spilled) -> tuple[str, ...]:
+        """Those of the leaves."""
+        return state.hosted.host.names
+
+    def fetch(self, state: Spilled, slots: jax.Array, places: Places) -> Merging:
+        """The hot rows, and those of the others that a batch needs."""
+        chosen = [_cold(np.asarray(slots), np.asarray(hot)) for slots, hot in places.found]
+        at = [chosen[index] for index in places.index]
+        cold = state.hosted.host.fetch(
+            state.hosted.version, [one for one, _ in at], host.device_of(slots)
+        )
+        leaves = tuple(jax.tree.leaves(cold))
+        return Merging(hot=state.hot, cold=leaves, at=tuple(place for _, place in at))
+
+    def emptied(self, state: Spilled, inner: Hot) -> Spilled:
+        """No hot rows."""
+        return Spilled(hot=inner, hosted=state.hosted)
+
+    # Inside jit.
+
+    def write(
+        self, ring: Ring, state: Spilled, held: Held, write: Write, items: Item, keys: Keys
+    ) -> tuple[Spilled, Write]:
+        """To the device, and a call to the host."""
+        del held, keys
+        hot = self.inner.written(ring, state.hot, write, items)
+        leaves = [lax.stop_gradient(prng.raw(leaf)) for leaf in jax.tree.leaves(items)]
+        host_, version = state.hosted.host, state.hosted.version
+        version = host.call(host_.put_behind, host.VERSION, version, write.slots, *leaves)
+        return Spilled(hot=hot, hosted=Hosted(version=version, host=host_)), write
+
+    def read(self, ring: Ring, state: Spilled, held: Held, where: Where, keys: Keys) -> Item:
+        """From the device, and what is not there by a call to the host."""
+        del keys
+        names = state.hosted.host.names
+        where_hot = lambda slots: (slots, *self.inner.where(ring, state.hot, held, slots))
+        found = places([where(name) for name in names], where_hot)
+        at = found.each(lambda one: one)
+        slots = found.each(lambda one: jnp.where(one[2], -1, one[0]))
+        cold = state.hosted.host.items(state.hosted.host.call(state.hosted.version, slots))
+        leaves, structure = jax.tree.flatten(state.hot.items)
+        pairs = list(zip(leaves, at, strict=True))
+        hot = order.once(lambda: [rows.get(leaf, row) for leaf, (_, row, _) in pairs])
+        merged = [
+            jnp.where(here.reshape(*here.shape, *(1,) * (warm.ndim - here.ndim)), warm, rest)
+            for warm, rest, (_, _, here) in zip(hot, jax.tree.leaves(cold), at, strict=True)
+        ]
+        return jax.tree.unflatten(structure, merged)
+
+    def reset(self, ring: Ring, state: Spilled, token: jax.Array) -> Spilled:
+        """No hot rows."""
+        emptied = self.inner.reset(ring, state.hot, token)
+        return self.hold(Spilled(hot=emptied, hosted=state.hosted), token)
+
+    def hold(self, state: Spilled, token: jax.Array) -> Spilled:
+        """The same state, its cursor and version not known before the token."""
+        version = state.hosted.version + token.astype(jnp.uint32)
+        return Spilled(
+            hot=self.inner.hold(state.hot, token),
+            hosted=Hosted(version=version, host=state.hosted.host),
+        )
