@@ -117,6 +117,7 @@ class ReplayBuffer:
             ValueError: the folder of a storage on the host holds something.
             OSError: there is no room on its disk.
         """
+        outside.check_init(self, example)
         spec = None if outside.of_objects(self) else self._stored_spec(example)
         return outside.init(self, spec, device)
 

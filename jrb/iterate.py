@@ -11,6 +11,7 @@ import jax
 
 from jrb import checks
 from jrb.buffer import ReplayBuffer
+from jrb.disk.errors import StaleError
 from jrb.samplers import WithoutReplacement
 from jrb.state import BufferState, Sample
 
@@ -222,6 +223,18 @@ def _close_all() -> None:
         thread.join()
 
 
+def _newest(buffer: Any, newest: Callable[[], Any], key: jax.Array) -> Any:
+    """A draw from the newest state, made again where its rows were overwritten meanwhile."""
+    state = newest()
+    while True:
+        try:
+            return buffer.sample(state, key)
+        except StaleError:
+            last, state = state, newest()
+            if state is last:
+                raise
+
+
 def prefetch(
     buffer: Any,
     state_or_fn: Any,
@@ -241,7 +254,8 @@ def prefetch(
     the state to draw from. Batch n is drawn after batch n - depth was taken: what happened to the
     state before that is seen by batch n, so that new priorities arrive at most `depth` batches
     late. Such a function must not return a state that is donated before the draw is over: update
-    a state that is only replaced, and samplers that consume are only looked at.
+    a state that is only replaced, and samplers that consume are only looked at. Where rows on the
+    host were overwritten while they were drawn, it is called again for a newer state.
 
     Args:
         buffer: a `ReplayBuffer` or a `Mix`, with a batch size.
@@ -273,7 +287,7 @@ def prefetch(
     def draw(number: int) -> Any:
         here = jax.random.fold_in(key, number)
         if callable(state_or_fn):
-            sample = buffer.sample(state_or_fn(), here)
+            sample = _newest(buffer, state_or_fn, here)
         else:
             states[0], sample = buffer.draw(states[0], here)
         if device is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jrb import checks, compiled, pytree
@@ -62,6 +63,15 @@ def _is_inside(buffer: Any, *arguments: Any) -> bool:
 
 def _lowered(buffer: Any, state: Any) -> Any:
     return state.replace(storage=buffer.storage.lower(state.storage))
+
+
+def check_init(buffer: Any, example: Any) -> None:
+    """Raises inside `jit` if there are files to be made."""
+    if on_host(buffer) and not of_objects(buffer) and _is_traced(example, jnp.zeros(())):
+        raise TypeError(
+            "init: expected to be called outside jit, vmap and scan, as it makes files. Make the "
+            "state before, and pass it as an argument."
+        )
 
 
 def init(buffer: Any, spec: Any, device: Any) -> Any:

@@ -246,6 +246,8 @@ def crashed(before, path, log, stop, rng):
                 ):
                     file.seek(rest[0])
                     file.write(rest[1])
+        elif operation == "truncate" and os.path.exists(place):
+            os.truncate(place, rest[0])
         elif operation in NAMING and (synced(folder, number) or rng.random() < 0.5):
             name_again(operation, place, *rest)
 

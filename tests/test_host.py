@@ -1,6 +1,10 @@
 """Storages on the host: bit for bit what a buffer on the device gives."""
 
+import errno
 import functools
+import gc
+import pathlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +12,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb.disk import files
 
 KEY = jax.random.key(3)
 EXAMPLE = {
@@ -115,3 +120,315 @@ def test_draws_inside_jit_are_those_of_the_device(storage, unit):
 
     other = jrb.ReplayBuffer(storage=STORAGES[storage](), **parts)
     same(train(jrb.ReplayBuffer(**parts)), train(other))
+
+
+def pair(storage=None, **parts):
+    """A buffer on the host with items of two numbers, and its state."""
+    storage = jrb.MemmapStorage() if storage is None else storage
+    parts = {"capacity": 8, "batch_size": 16, "storage": storage, **parts}
+    buffer = jrb.ReplayBuffer(**parts)
+    return buffer, buffer.init({"x": jnp.zeros(2)})
+
+
+def numbered(*numbers):
+    return {"x": jnp.stack([jnp.array([n, -n], jnp.float32) for n in numbers])}
+
+
+BOTH = [lambda path=None: jrb.MemmapStorage(path), lambda path=None: jrb.SpillStorage(path, 2)]
+
+
+@pytest.mark.parametrize("storage", BOTH)
+def test_a_stale_state_is_refused(storage):
+    buffer, state = pair(storage())
+    state = buffer.extend(state, numbered(*range(8)))
+    newer = buffer.extend(state, numbered(8, 9))
+    with pytest.raises(jrb.StaleError, match="overwritten since"):
+        buffer.sample(state, KEY, 64)
+    with pytest.raises(jrb.StaleError, match="newest state"):
+        buffer.add(state, {"x": jnp.zeros(2)})
+    with pytest.raises(jrb.StaleError, match="overwritten since"):
+        buffer.take(state, jnp.arange(8))
+    np.testing.assert_array_equal(buffer.take(state, jnp.arange(2, 8))["x"][:, 0], range(2, 8))
+    np.testing.assert_array_equal(buffer.take(newer, jnp.arange(4))["x"][:, 0], [8, 9, 2, 3])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"StaleError.*overwritten since"):
+        jax.block_until_ready(jax.jit(buffer.sample, static_argnums=2)(state, KEY, 64))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"StaleError.*newest state"):
+        jax.block_until_ready(jax.jit(buffer.add)(state, {"x": jnp.zeros(2)}))
+    assert buffer.sample(newer, KEY).data["x"].shape == (16, 2)
+
+
+@pytest.mark.parametrize("storage", BOTH)
+def test_vmap_is_refused_with_what_to_do(storage):
+    buffer, state = pair(storage())
+    state = buffer.add(state, {"x": jnp.zeros(2)})
+    keys = jax.random.split(KEY, 3)
+    with pytest.raises(TypeError, match=r"num_envs=E in place of E"):
+        jax.vmap(buffer.sample, (None, 0))(state, keys)
+    with pytest.raises(TypeError, match=r"larger batch"):
+        jax.vmap(buffer.add, (None, 0))(state, {"x": jnp.zeros((3, 2))})
+    with pytest.raises(TypeError, match=r"init.*outside jit"):
+        jax.vmap(lambda x: buffer.init({"x": x}))(jnp.zeros((3, 2)))
+    with pytest.raises(TypeError, match=r"init.*outside jit"):
+        jax.jit(lambda: buffer.init({"x": jnp.zeros(2)}))()
+
+
+def test_what_is_constant_inside_jit_works_too():
+    buffer, state = pair()
+    state = buffer.extend(state, numbered(*range(5)))
+    expected = buffer.sample(state, KEY)
+    same(expected, jax.jit(lambda: buffer.sample(state, KEY))())
+    same(jax.jit(lambda: buffer.take(state, jnp.arange(3)))(), buffer.take(state, jnp.arange(3)))
+    state = jax.jit(lambda: buffer.extend(state, numbered(7)))()
+    np.testing.assert_array_equal(buffer.take(state, jnp.array([5]))["x"], [[7, -7]])
+
+
+def test_a_condition_inside_jit():
+    buffer, state = pair()
+    add = lambda state: buffer.add(state, {"x": jnp.ones(2)})
+    step = jax.jit(lambda state, on: jax.lax.cond(on, add, lambda state: state, state))
+    for on in (True, False, True, True):
+        state = step(state, on)
+    assert int(buffer.size(state)) == 3
+    np.testing.assert_array_equal(buffer.take(state, jnp.arange(4))["x"][:, 0], [1, 1, 1, 0])
+
+
+@pytest.mark.parametrize("storage", BOTH)
+def test_a_second_call_does_not_trace_again(storage):
+    buffer, state = pair(storage())
+    traces = []
+
+    @jax.jit
+    def step(state, item):
+        traces.append(1)
+        return buffer.add(state, item)
+
+    for number in range(5):
+        state = step(state, {"x": jnp.full(2, number, jnp.float32)})
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("storage", BOTH)
+def test_memory_is_known_before(storage, tmp_path):
+    buffer = jrb.ReplayBuffer(
+        capacity=12, num_envs=2, sampler=jrb.Prioritized(), storage=storage(tmp_path / "store")
+    )
+    told = buffer.nbytes(EXAMPLE)
+    assert not (tmp_path / "store").exists()
+    state = buffer.init(EXAMPLE)
+    files = sum(name.stat().st_size for name in tmp_path.rglob("*.bin"))
+    assert files == sum(leaf.size * leaf.dtype.itemsize for leaf in _raw(plain_items()))
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.dtype != KEY.dtype)
+    keys = sum(
+        jax.random.key_data(leaf).nbytes
+        for leaf in jax.tree.leaves(state)
+        if leaf.dtype == KEY.dtype
+    )
+    assert told == files + arrays + keys
+    sizes = buffer.storage.nbytes(buffer.ring, jax.tree.map(jnp.asarray, EXAMPLE))
+    assert sizes["next/observation"] == (tmp_path / "store/next/observation.bin").stat().st_size
+
+
+def plain_items():
+    return jrb.ReplayBuffer(capacity=12).init(EXAMPLE).storage
+
+
+def _raw(tree):
+    return [
+        jax.random.key_data(leaf) if leaf.dtype == KEY.dtype else leaf
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def test_files_are_raw_rows(tmp_path):
+    buffer, state = pair(jrb.MemmapStorage(tmp_path / "store"))
+    state = buffer.extend(state, numbered(*range(10)))
+    rows = np.fromfile(tmp_path / "store/x.bin", np.float32).reshape(8, 2)
+    np.testing.assert_array_equal(rows[:, 0], [8, 9, 2, 3, 4, 5, 6, 7])
+
+
+def test_temporary_folders_go_with_the_last_state():
+    buffer, state = pair()
+    folder = pathlib.Path(state.storage.host.live.path)
+    other = buffer.add(state, {"x": jnp.zeros(2)})
+    del state
+    gc.collect()
+    assert folder.exists()
+    del other
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("writer", [jrb.MaxValue("x"), jrb.RoundRobin()])
+def test_writers(writer):
+    parts = {"capacity": 4, "batch_size": 8, "writer": writer}
+    plain = jrb.ReplayBuffer(**parts)
+    other = jrb.ReplayBuffer(storage=jrb.MemmapStorage(), **parts)
+    state, hosted = plain.init({"x": 0.0}), other.init({"x": 0.0})
+    for numbers in ([3, 1], [4, 1, 5], [9, 2, 6, 5, 3, 5]):
+        rows = {"x": jnp.array(numbers, jnp.float32)}
+        state, hosted = plain.extend(state, rows), other.extend(hosted, rows)
+        same(plain.sample(state, KEY), other.sample(hosted, KEY))
+
+
+def test_what_spills_must_come_in_the_order_of_time():
+    with pytest.raises(ValueError, match="order of time"):
+        jrb.ReplayBuffer(8, writer=jrb.MaxValue("x"), storage=jrb.SpillStorage(None, 2))
+    buffer = jrb.ReplayBuffer(8, num_envs=4, storage=jrb.SpillStorage(None, 6))
+    with pytest.raises(ValueError, match=r"hot_capacity: expected a multiple of num_envs = 4"):
+        buffer.init({"x": 0.0})
+
+
+@pytest.mark.parametrize("wrong", [7, ("a",), 0.5])
+def test_a_path_is_a_path(wrong):
+    with pytest.raises(TypeError, match="path: expected a path"):
+        jrb.MemmapStorage(wrong)
+
+
+def test_items_of_any_kind():
+    for example in (jnp.zeros(3), jnp.float32(0), {"a/b": jnp.zeros((0,)), "..": jnp.int8(0)}):
+        plain, other = jrb.ReplayBuffer(4), jrb.ReplayBuffer(4, storage=jrb.MemmapStorage())
+        state, hosted = plain.init(example), other.init(example)
+        rows = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1, leaf + 2]), example)
+        for _ in range(2):
+            state, hosted = plain.extend(state, rows), other.extend(hosted, rows)
+        same(plain.sample(state, KEY, 8), other.sample(hosted, KEY, 8))
+
+
+def test_numpy_items_and_transforms():
+    twice = lambda data: {"x": data["x"] * 2}
+    buffer, state = pair(transforms=(twice,))
+    state = buffer.extend(state, {"x": np.ones((3, 2), np.float32)})
+    state = buffer.add(state, {"x": np.ones(2, np.float32)})
+    np.testing.assert_array_equal(buffer.sample(state, KEY).data["x"], np.full((16, 2), 2.0))
+
+
+def test_wrong_items_are_refused_and_nothing_is_written():
+    buffer, state = pair()
+    with pytest.raises(ValueError, match="leaf 'x': expected shape"):
+        buffer.add(state, {"x": jnp.zeros(3)})
+    with pytest.raises(TypeError, match="leaf 'x': expected dtype"):
+        buffer.add(state, {"x": jnp.zeros(2, jnp.int32)})
+    with pytest.raises(ValueError, match="expected something to draw"):
+        buffer.sample(state, KEY)
+    state = buffer.add(state, {"x": jnp.ones(2)})
+    assert int(buffer.size(state)) == 1
+
+
+def test_a_mix_of_device_and_host():
+    example = {"x": jnp.zeros(2)}
+    replay = jrb.ReplayBuffer(8, sampler=jrb.Prioritized())
+    demos = jrb.ReplayBuffer(8, storage=jrb.MemmapStorage())
+    mix = jrb.Mix((demos, replay), (0.5, 0.5), batch_size=8)
+    one, other = mix.init(example)
+    states = demos.extend(one, numbered(1, 2)), replay.extend(other, numbered(3, 4))
+    sample = mix.sample(states, KEY)
+    assert set(np.asarray(sample.data["x"][:4, 0])) <= {1, 2}
+    assert set(np.asarray(sample.data["x"][4:, 0])) <= {3, 4}
+    states = mix.update_priority(states, sample, jnp.ones(8))
+    same(mix.sample(states, KEY).indices, jax.jit(mix.sample)(states, KEY).indices)
+
+
+@pytest.mark.parametrize("storage", BOTH)
+def test_prefetch_and_epochs(storage):
+    buffer, state = pair(storage())
+    state = buffer.extend(state, numbered(*range(8)))
+    with jrb.prefetch(buffer, state, KEY) as batches:
+        for number in range(5):
+            same(next(batches), buffer.sample(state, jax.random.fold_in(KEY, number)))
+    seen = [
+        int(x)
+        for batch in jrb.epochs(buffer, state, KEY, 3)
+        for x in batch.data["x"][batch.mask, 0]
+    ]
+    assert sorted(seen) == list(range(8))
+
+
+@pytest.mark.parametrize("storage", BOTH)
+def test_threads_extend_and_sample_at_once(storage):
+    buffer, state = pair(storage(), capacity=64)
+    newest = [buffer.extend(state, numbered(*range(64)))]
+    drawn, errors, over = [0], [], threading.Event()
+
+    def draw(seed):
+        number = 0
+        while not over.is_set() and not errors:
+            number += 1
+            try:
+                sample = buffer.sample(newest[0], jax.random.fold_in(jax.random.key(seed), number))
+            except jrb.StaleError:
+                continue  # a write came between the state and the draw
+            except BaseException as error:
+                errors.append(error)
+                return
+            x, slots = np.asarray(sample.data["x"]), np.asarray(sample.indices)
+            if not np.array_equal(x[:, 0], -x[:, 1]) or (x[:, 0] % 64 != slots).any():
+                errors.append(x)
+            drawn[0] += 1
+
+    workers = [threading.Thread(target=draw, args=(seed,)) for seed in range(2)]
+    for worker in workers:
+        worker.start()
+    for start in range(64, 64 + 3000 * 16, 16):
+        newest[0] = buffer.extend(newest[0], numbered(*range(start, start + 16)))
+        if drawn[0] > 30 or errors:
+            break
+    over.set()
+    for worker in workers:
+        worker.join()
+    assert not errors
+    assert drawn[0] > 30
+
+
+def test_prefetch_draws_again_where_rows_went_meanwhile():
+    buffer, state = pair()
+    old = buffer.extend(state, numbered(*range(8)))
+    new = buffer.extend(old, numbered(*range(8, 16)))
+    states = iter([old, new, new, new])
+    with jrb.prefetch(buffer, lambda: next(states), KEY, depth=1) as batches:
+        same(next(batches), buffer.sample(new, jax.random.fold_in(KEY, 0)))
+    with jrb.prefetch(buffer, lambda: old, KEY) as batches, pytest.raises(jrb.StaleError):
+        next(batches)
+
+
+def test_a_write_to_the_disk_that_failed_comes_out_later(monkeypatch):
+    buffer, state = pair(jrb.SpillStorage(None, 2))
+    state = buffer.extend(state, numbered(*range(8)))
+    buffer.take(state, jnp.arange(8))
+
+    def strike(operation, *rest):
+        if operation == "pwrite":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "hook", strike)
+    state = buffer.add(state, {"x": jnp.zeros(2)})
+    with pytest.raises(OSError, match="No space left on device"):
+        buffer.take(state, jnp.arange(8))
+    with pytest.raises(OSError, match="No space left on device"):
+        buffer.add(state, {"x": jnp.zeros(2)})
+
+
+def test_a_write_that_failed_can_be_made_again(monkeypatch):
+    buffer, state = pair()
+    state = buffer.extend(state, numbered(*range(8)))
+
+    def strike(operation, *rest):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "hook", strike)
+        with pytest.raises(OSError, match="No space left on device"):
+            buffer.add(state, {"x": jnp.ones(2)})
+    with pytest.raises(jrb.StaleError):
+        buffer.take(state, jnp.arange(8))
+    state = buffer.add(state, {"x": jnp.full(2, 9.0)})
+    np.testing.assert_array_equal(
+        buffer.take(state, jnp.arange(8))["x"][:, 0], [9, 1, 2, 3, 4, 5, 6, 7]
+    )
+
+
+def test_another_device():
+    devices = jax.devices()
+    buffer = jrb.ReplayBuffer(8, batch_size=4, storage=jrb.MemmapStorage())
+    state = buffer.init({"x": jnp.zeros(2)}, device=devices[-1])
+    state = buffer.extend(state, jax.device_put(numbered(1, 2), devices[-1]))
+    assert buffer.sample(state, KEY).data["x"].devices() == {devices[-1]}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
@@ -127,17 +126,10 @@ def init(path: Any, prealloc: bool, capacity: int, spec: Item) -> Hosted:
     """A new store for N items.
 
     Raises:
-        TypeError: inside `jit`.
         ValueError, OSError: as `jrb.disk.opening.create`.
     """
-    version = jnp.zeros(2, jnp.uint32)
-    if isinstance(version, jax.core.Tracer):
-        raise TypeError(
-            "init: expected to be called outside jit, vmap and scan, as it makes files. Make the "
-            "state before, and pass it as an argument."
-        )
     live = create(path, columns(spec), capacity, prealloc)
-    return Hosted(version=version, host=Host(live, spec))
+    return Hosted(version=jnp.zeros(2, jnp.uint32), host=Host(live, spec))
 
 
 def columns(spec: Item) -> tuple[Column, ...]:

@@ -1,0 +1,191 @@
+"""What rows written in place survive: the table of faults, with tests/lives.py."""
+
+import errno
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jrb.disk import manifest, opening
+from jrb.disk.errors import DamagedError
+from jrb.disk.table import Column
+from tests import lives
+
+SCRIPT = pathlib.Path(lives.__file__)
+
+
+def scenario(name, path, *rest):
+    """What a process without JAX found."""
+    command = [sys.executable, str(SCRIPT), name, str(path), *map(str, rest)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def check(found, name):
+    """Everything was as committed, first the old state, and in the end the new one."""
+    assert found["operations"] > 20
+    assert set(found["outcomes"]) == lives.WORK[name][2]
+    order = [outcome or 0 for outcome in found["outcomes"]]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("name", lives.WORK)
+def test_a_process_killed_at_any_operation_leaves_what_was_committed(name, tmp_path):
+    check(scenario("kill", tmp_path / "store", name), name)
+
+
+def test_a_process_killed_while_it_undoes_a_crash_leaves_what_was_committed(tmp_path):
+    found = scenario("kill_twice", tmp_path / "store")
+    assert found["operations"] > 5
+    assert set(found["outcomes"]) == {75}
+
+
+@pytest.mark.parametrize("name", lives.WORK)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_at_any_operation_leaves_what_was_committed(name, code, tmp_path):
+    check(scenario("fail", tmp_path / "store", name, code), name)
+
+
+@pytest.mark.parametrize("name", lives.WORK)
+@pytest.mark.parametrize("seed", range(3))
+def test_power_lost_at_any_operation_leaves_what_was_committed(name, seed, tmp_path):
+    check(scenario("power", tmp_path / "store", name, seed), name)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_store_that_could_not_be_made_is_made_the_next_time(code, tmp_path):
+    found = scenario("make", tmp_path / "store", code)
+    assert found["operations"] > 10
+    assert set(found["outcomes"]) == {"raised"}
+
+
+def test_files_that_may_not_be_as_large_are_an_error_and_are_removed(tmp_path):
+    assert scenario("large", tmp_path / "store") == ["EFBIG", ["lock", "manifest.json"]]
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    found = scenario("flip", tmp_path / "store", 0)
+    assert found["flips"] > 500
+    assert found["missed"] == []
+
+
+def test_every_cut_is_noticed(tmp_path):
+    found = scenario("truncate", tmp_path / "store")
+    assert found["cuts"] == 10
+    assert found["missed"] == []
+
+
+def test_readers_see_what_was_committed_while_another_process_writes(tmp_path):
+    found = scenario("meet", tmp_path / "store", 60)
+    assert found["torn"] == 0
+    assert found["generations"] > 5
+    assert found["last"] > 1000
+
+
+def test_a_second_writer_is_turned_away(tmp_path):
+    assert scenario("rivals", tmp_path / "store") == ["refused", 75, 75, 76]
+
+
+def edited(path, change):
+    """A manifest changed by hand, with a checksum that fits."""
+    name = path / manifest.NAME
+    body = manifest.read(path)
+    change(body["table"])
+    name.write_bytes(manifest.encode(body))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.update(capacity=10**15),
+        lambda table: table.update(held=10**15),
+        lambda table: table.update(held=-1),
+        lambda table: table["columns"][0].update(width=10**15),
+        lambda table: table["columns"][0].update(name="../../../etc/passwd"),
+        lambda table: table["columns"][0].update(name="/etc/passwd"),
+        lambda table: table["columns"][0]["sums"].pop(),
+        lambda table: table["columns"][0].pop("width"),
+    ],
+)
+def test_a_forged_manifest_is_refused(change, tmp_path):
+    lives.prepared(tmp_path / "store", 20)
+    edited(tmp_path / "store", change)
+    with pytest.raises(DamagedError):
+        lives.opened(str(tmp_path / "store"))
+
+
+def test_links_are_not_followed(tmp_path):
+    lives.prepared(tmp_path / "store", 20)
+    (tmp_path / "store" / "x.bin").rename(tmp_path / "elsewhere")
+    (tmp_path / "store" / "x.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedError, match="link"):
+        lives.opened(str(tmp_path / "store"))
+
+
+def test_a_log_of_slots_that_are_not_there_counts_for_nothing(tmp_path):
+    ring = lives.prepared(tmp_path / "store", 75)
+    ring.write(3)
+    del ring
+    log = next((tmp_path / "store" / "undo").iterdir())
+    log.write_bytes(log.read_bytes()[:-1])
+    with pytest.raises(DamagedError, match=r"x\.bin.*block"):
+        lives.opened(str(tmp_path / "store"))
+
+
+NAMES = ["..", ".", "a/b", "", "blocks", "undo/x", "manifest.json", "lock", "\0", "ä", "a b", "/x"]
+
+
+def test_names_of_leaves_stay_below_the_folder(tmp_path):
+    columns = tuple(Column(name, ("uint8", ()), 1) for name in NAMES)
+    files = [column.file for column in columns]
+    assert len(set(files)) == len(files)
+    root = tmp_path / "store"
+    opening.create(str(root), columns, 4, prealloc=False)
+    found = {str(name.relative_to(root)) for name in root.rglob("*.bin")}
+    assert found == set(files)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        opening.create(str(tmp_path), lives.COLUMNS, 4, prealloc=True)
+    assert [name.name for name in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_store_with_something_saved_is_not_made_again(tmp_path):
+    lives.prepared(tmp_path / "store", 5)
+    with pytest.raises(ValueError, match=r"jrb\.load"):
+        opening.create(str(tmp_path / "store"), lives.COLUMNS, 4, prealloc=True)
+
+
+def test_a_commit_costs_what_changed(tmp_path, monkeypatch):
+    ring = lives.prepared(tmp_path / "store", 75)
+    looked = []
+    whole = lives.live.zlib.crc32
+    monkeypatch.setattr(
+        lives.live.zlib, "crc32", lambda data: looked.append(len(data)) or whole(data)
+    )
+    ring.commit()
+    assert sum(looked) < 10_000
+    looked.clear()
+    ring.write(1)
+    looked.clear()
+    ring.commit()
+    assert sum(looked) < 2 * 65536 + 10_000
+
+
+def test_logs_go_when_nobody_reads_them(tmp_path):
+    ring = lives.prepared(tmp_path / "store", 75)
+    logs = lambda: sorted(int(name.name) for name in (tmp_path / "store" / "undo").iterdir())
+    reader = lives.opened(str(tmp_path / "store"))
+    for _ in range(3):
+        ring.write(4)
+        ring.commit()
+    assert logs() == [2, 3, 4, 5]
+    assert lives.content(reader) == 75
+    del reader
+    ring.commit()
+    assert logs() == [6]
