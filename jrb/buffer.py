@@ -327,6 +327,7 @@ class ReplayBuffer:
 
     def stored(self, state: BufferState) -> Item:
         """The spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
+        outside.check_state(self, state)
         return self.storage.spec(self.ring, state.storage, self.keys)
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:

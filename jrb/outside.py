@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import checks, compiled, pytree
+from jrb.state import BufferState
 from jrb.storages import DeviceStorage
 from jrb.storages.elsewhere import Elsewhere
-from jrb.storages.objects import refusal
+from jrb.storages.host import Hosted
+from jrb.storages.objects import Objects, refusal
+from jrb.storages.spill import Spilled
 from jrb.transforms import run
 from jrb.units import Transition
 
@@ -47,6 +50,27 @@ def on_device(buffer: Any) -> Any:
     return dataclasses.replace(buffer, storage=DeviceStorage()) if on_host(buffer) else buffer
 
 
+def check_state(buffer: Any, state: Any) -> None:
+    """Raises unless the state has its items where the buffer keeps them."""
+    kind = getattr(buffer.storage, "state_type", None)
+    found = getattr(state, "storage", None)
+    if isinstance(found, _HOSTED) if kind is None else not isinstance(found, kind):
+        raise TypeError(
+            f"expected a state of this buffer, whose storage is {type(buffer.storage).__name__}, "
+            f"got one that has its items in {type(found).__name__}. Pass the state that its init "
+            "made."
+        )
+    capacity = getattr(found, "capacity", buffer.capacity)
+    if kind is not None and capacity != buffer.capacity:
+        raise ValueError(
+            f"expected a state of this buffer, of capacity {buffer.capacity}, got one of capacity "
+            f"{capacity}."
+        )
+
+
+_HOSTED = (Hosted, Spilled, Objects)
+
+
 def _is_traced(*arguments: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
@@ -62,7 +86,8 @@ def _is_inside(buffer: Any, *arguments: Any) -> bool:
 
 
 def _lowered(buffer: Any, state: Any) -> Any:
-    return state.replace(storage=buffer.storage.lower(state.storage))
+    lower = buffer.storage.lower(state.storage)
+    return BufferState(storage=lower, writer=state.writer, sampler=state.sampler, unit=state.unit)
 
 
 def check_init(buffer: Any, example: Any) -> None:
@@ -107,6 +132,7 @@ VERSION_BYTES = 8
 
 def write(buffer: Any, state: Any, items: Any, mask: Any, cuts: Any = None) -> Any:
     """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb.compiled.write`)."""
+    check_state(buffer, state)
     if _is_inside(buffer, state, items, mask):
         return compiled.write(buffer, state, items, mask, cuts)
     after = compiled.write(bare(buffer), _lowered(buffer, state), items, mask, cuts)
@@ -117,6 +143,7 @@ def write(buffer: Any, state: Any, items: Any, mask: Any, cuts: Any = None) -> A
 
 def write_objects(buffer: Any, state: Any, items: Any, mask: Any, verb: str) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
+    check_state(buffer, state)
     if _is_inside(buffer, state, mask):
         raise refusal()
     rows = _rows(buffer, items, verb)
@@ -152,7 +179,8 @@ def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) ->
     Raises:
         ValueError: outside `jit`, there is nothing to draw.
     """
-    if _is_inside(buffer, state, key, beta):
+    check_state(buffer, state)
+    if _is_inside(buffer, key, state.storage):  # what else is traced shows below
         if not _is_traced(state):
             drawable = ready(buffer, state, batch_size)
             if not _is_traced(drawable) and not drawable:
@@ -162,7 +190,7 @@ def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) ->
     names = None if plain else buffer.storage.names(state.storage)
     with buffer.storage.drawing(state.storage):
         sampler, sample, rest = compiled.choose(inner, lowered, key, batch_size, beta, names)
-        if _is_traced(sample.mask):  # all arguments are constants of a jitted function
+        if _is_inside(buffer, sample.mask):
             return compiled.draw(buffer, state, key, batch_size, beta)
         mask, places = (sample.mask, None) if rest is None else rest
         if not np.asarray(mask).any():
@@ -205,6 +233,7 @@ def _collated(buffer: Any, found: list[Any], mask: jax.Array, key: jax.Array) ->
 
 def take(buffer: Any, state: Any, indices: jax.Array) -> Any:
     """The items at slots of any shape; objects in one list."""
+    check_state(buffer, state)
     if _is_inside(buffer, state, indices):
         return compiled.take(buffer, state, indices)
     if of_objects(buffer):
@@ -215,6 +244,7 @@ def take(buffer: Any, state: Any, indices: jax.Array) -> Any:
 
 def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:
     """New priorities."""
+    check_state(buffer, state)
     if _is_inside(buffer, state, sample, priorities):
         return compiled.update(buffer, state, sample, priorities)
     if hasattr(sample, "data"):
@@ -225,6 +255,7 @@ def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:
 
 def empty(buffer: Any, state: Any) -> Any:
     """The state without its items."""
+    check_state(buffer, state)
     if _is_inside(buffer, state):
         return compiled.empty(buffer, state)
     after = compiled.empty(bare(buffer), _lowered(buffer, state))

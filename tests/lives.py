@@ -222,6 +222,37 @@ def fail(path, name, code):
     return {"operations": total, "outcomes": outcomes}
 
 
+def go_on(path):
+    """Raises at every operation of a commit; the same process goes on, and is killed then."""
+    ring = prepared(path, 75)
+    ring.write(7)
+    total = operations(ring.commit)
+    outcomes = []
+
+    def strike(*_):
+        raise OSError(errno.EIO, "broken")
+
+    for number in range(1, total + 1):
+        del ring
+        left()
+        ring = prepared(path, 75)
+        ring.write(7)
+        files.hook = At(number, strike)
+        try:
+            ring.commit()
+            outcomes.append("nothing raised")
+        except OSError:
+            files.hook = None
+            ring.write(30)
+            crash = path + ".crash"
+            shutil.rmtree(crash, ignore_errors=True)
+            shutil.copytree(path, crash)
+            outcomes.append(judged(crash, {75, 82}))
+        files.hook = None
+        ring.commit()
+    return {"operations": total, "outcomes": outcomes}
+
+
 def power(path, name, seed):
     """Cuts the power at every operation: what was not synced is there, or not, at random."""
     count, work, allowed = WORK[name]

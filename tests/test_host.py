@@ -1,5 +1,6 @@
 """Storages on the host: bit for bit what a buffer on the device gives."""
 
+import copy
 import errno
 import functools
 import gc
@@ -66,9 +67,16 @@ def same(one, other):
         np.testing.assert_array_equal(np.asarray(raw(a)), np.asarray(raw(b)))
 
 
-@pytest.mark.parametrize("envs", [None, 2])
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("storage", STORAGES)
+CASES = [
+    ("memmap", "transition", None),
+    ("memmap", "sequence", 2),
+    ("spill", "transition", None),
+    ("spill", "stack", 2),
+    ("spill all", "n-step", 2),
+]
+
+
+@pytest.mark.parametrize(("storage", "unit", "envs"), CASES)
 def test_draws_are_those_of_the_device(storage, unit, envs):
     parts = {"capacity": 12, "num_envs": envs, "batch_size": 16, "unit": UNITS[unit]}
     parts["sampler"] = jrb.Prioritized()
@@ -95,8 +103,7 @@ def test_draws_are_those_of_the_device(storage, unit, envs):
     same(plain.sample(state, KEY), other.sample(hosted, KEY))
 
 
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("storage", "unit"), [("memmap", "stack"), ("spill", "sequence")])
 def test_draws_inside_jit_are_those_of_the_device(storage, unit):
     parts = {"capacity": 12, "num_envs": 2, "batch_size": 8, "unit": UNITS[unit]}
     parts["sampler"] = jrb.Prioritized()
@@ -285,7 +292,9 @@ def test_a_path_is_a_path(wrong):
 
 
 def test_items_of_any_kind():
-    for example in (jnp.zeros(3), jnp.float32(0), {"a/b": jnp.zeros((0,)), "..": jnp.int8(0)}):
+    odd = {"a/b": 0.0, "a": {"b": 1.0}, "..": jnp.int8(0), ".": 2.0, "items": 3.0, "%": 4.0}
+    odd = jax.tree.map(jnp.asarray, odd | {"": jnp.zeros((0, 3)), "lock": {"x": 5.0}})
+    for example in (jnp.zeros(3), jnp.float32(0), odd):
         plain, other = jrb.ReplayBuffer(4), jrb.ReplayBuffer(4, storage=jrb.MemmapStorage())
         state, hosted = plain.init(example), other.init(example)
         rows = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1, leaf + 2]), example)
@@ -432,3 +441,49 @@ def test_another_device():
     state = buffer.init({"x": jnp.zeros(2)}, device=devices[-1])
     state = buffer.extend(state, jax.device_put(numbered(1, 2), devices[-1]))
     assert buffer.sample(state, KEY).data["x"].devices() == {devices[-1]}
+
+
+def test_what_goes_wrong_in_the_background_never_hangs(monkeypatch):
+    buffer, state = pair(jrb.SpillStorage(None, 2))
+
+    def strike(operation, *rest):
+        raise MemoryError
+
+    monkeypatch.setattr(files, "hook", strike)
+    state = buffer.add(state, {"x": jnp.zeros(2)})
+    with pytest.raises(RuntimeError, match="writing rows failed: MemoryError"):
+        buffer.take(state, jnp.arange(8))
+
+
+def test_states_of_other_buffers_are_told_apart():
+    memmap, hosted = pair()
+    spill, spilled = pair(jrb.SpillStorage(None, 2))
+    plain = jrb.ReplayBuffer(8, batch_size=4)
+    state = plain.extend(plain.init({"x": jnp.zeros(2)}), numbered(1, 2))
+    hosted = memmap.extend(hosted, numbered(1, 2))
+    for buffer, other in ((memmap, state), (memmap, spilled), (spill, hosted), (plain, hosted)):
+        with pytest.raises(TypeError, match="expected a state of this buffer"):
+            buffer.sample(other, KEY)
+        with pytest.raises(TypeError, match="expected a state of this buffer"):
+            buffer.add(other, {"x": jnp.zeros(2)})
+    with pytest.raises(ValueError, match="of capacity 16, got one of capacity 8"):
+        jrb.ReplayBuffer(16, storage=jrb.MemmapStorage()).add(hosted, {"x": jnp.zeros(2)})
+
+
+def test_states_are_not_pickled():
+    _, state = pair()
+    with pytest.raises(TypeError, match=r"saved by jrb\.save"):
+        copy.deepcopy(state)
+
+
+@pytest.mark.parametrize(
+    "example", [{"a": 0, "a.bin": {"b": 0}}, {"x" * 300: 0}], ids=["folder", "long"]
+)
+def test_names_that_files_cannot_have_are_refused(example):
+    with pytest.raises(ValueError, match="Rename it"):
+        jrb.ReplayBuffer(4, storage=jrb.MemmapStorage()).init(example)
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(ValueError, match="path: expected a path"):
+        jrb.MemmapStorage("")

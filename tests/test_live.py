@@ -5,10 +5,12 @@ import json
 import pathlib
 import subprocess
 import sys
+import threading
 
+import numpy as np
 import pytest
 
-from jrb.disk import manifest, opening
+from jrb.disk import files, manifest, opening
 from jrb.disk.errors import DamagedError
 from jrb.disk.table import Column
 from tests import lives
@@ -47,6 +49,12 @@ def test_a_process_killed_while_it_undoes_a_crash_leaves_what_was_committed(tmp_
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_at_any_operation_leaves_what_was_committed(name, code, tmp_path):
     check(scenario("fail", tmp_path / "store", name, code), name)
+
+
+def test_a_commit_that_fails_at_any_operation_can_be_followed_by_writes(tmp_path):
+    found = scenario("go_on", tmp_path / "store")
+    assert found["operations"] > 10
+    assert set(found["outcomes"]) == {75, 82}
 
 
 @pytest.mark.parametrize("name", lives.WORK)
@@ -189,3 +197,113 @@ def test_logs_go_when_nobody_reads_them(tmp_path):
     del reader
     ring.commit()
     assert logs() == [6]
+
+
+@pytest.fixture
+def hooked():
+    """Sets the hook of all file operations for the time of a test."""
+
+    def set_(hook):
+        files.hook = hook
+
+    yield set_
+    files.hook = None
+
+
+def test_a_gather_that_began_before_the_first_write_leaves_the_log_alone(tmp_path, hooked):
+    lives.prepared(str(tmp_path / "store"), 75)
+    lives.left()
+    ring = lives.opened(str(tmp_path / "store"))
+    kept, taken = threading.Event(), ring.store.table.take
+
+    def take(*arguments):
+        rows = taken(*arguments)
+        if not writer.is_alive() and not kept.is_set():
+            writer.start()
+            kept.wait(60)
+        return rows
+
+    def hook(operation, path, *rest):
+        if operation == "fsync" and "undo" in path:
+            kept.set()
+
+    writer = threading.Thread(target=ring.write, args=(3,))
+    ring.store.table.take = take
+    hooked(hook)
+    stamps = np.arange(15, 75)
+    found = ring.store.take(0, [stamps % 60, stamps % 60])
+    assert all(map(np.array_equal, found, lives.rows(stamps)))
+    writer.join()
+    ring.write(40)
+    assert lives.content(lives.opened(str(tmp_path / "store"))) == 75
+
+
+def test_a_log_that_goes_while_somebody_opens_it_is_not_relied_on(tmp_path, hooked):
+    path = str(tmp_path / "store")
+    ring, opened = lives.prepared(path, 75), []
+
+    def look():
+        try:
+            opened.append(opening.open_unchecked(path, body))
+        except DamagedError:
+            opened.append(None)
+
+    def hook(operation, name, *rest):
+        if operation == "unlink" and "undo" in name and not opened and not reader.is_alive():
+            reader.start()
+
+    reader, body = threading.Thread(target=look), manifest.read(path)
+    hooked(hook)
+    ring.commit()
+    reader.join()
+    for _ in range(3):
+        ring.write(60)
+        ring.commit()
+    if opened[0] is not None:
+        stamps = np.arange(15, 75)
+        found = opened[0].take(0, [stamps % 60, stamps % 60])
+        assert all(map(np.array_equal, found, lives.rows(stamps)))
+
+
+def test_what_a_crash_has_left_is_synced_before_it_is_relied_on(tmp_path, hooked):
+    path = str(tmp_path / "store")
+    ring = lives.prepared(path, 75)
+    ring.write(3)
+    del ring
+    lives.left()
+    ring, seen = lives.opened(path), []
+    hooked(lambda operation, name, *rest: seen.append((operation, "undo" in name)))
+    ring.write(1)
+    synced, written = seen.index(("fsync", True)), seen.index(("pwrite", False))
+    assert synced < written
+
+
+def test_a_chunk_that_could_not_be_synced_is_written_again(tmp_path, hooked):
+    path = str(tmp_path / "store")
+    ring = lives.prepared(path, 75)
+
+    def hook(operation, name, *rest):
+        if operation == "fsync":
+            raise OSError(errno.EIO, "broken")
+
+    hooked(hook)
+    with pytest.raises(OSError, match="broken"):
+        ring.write(3)
+    hooked(None)
+    size = lambda: next((tmp_path / "store" / "undo").iterdir()).stat().st_size
+    before = size()
+    ring.write(3)
+    assert size() == before
+    assert lives.content(lives.opened(path)) == 75
+
+
+def test_a_reader_of_many_generations_has_few_files_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(lives.live, "FEW", 4)
+    path = str(tmp_path / "store")
+    ring = lives.prepared(path, 75)
+    reader = lives.opened(path)
+    for number in range(40):
+        ring.write(number % 7)
+        ring.commit()
+        assert lives.content(reader) == 75
+        assert len(reader.store._logs) <= 5

@@ -26,7 +26,7 @@ import numpy as np
 
 from jrb import outside, prng, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, memory, native, template
+from jrb.checkpoint import describe, hosted, memory, native, template
 from jrb.checkpoint.items import pieces, replaying
 from jrb.disk import files
 from jrb.disk.errors import DamagedError
@@ -152,7 +152,8 @@ def load(path: str, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
 
 def _read(path: str, file: h5py.File, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
     about = _about(path, file)
-    buffer = native.matched(about["buffer"], buffer)
+    given = buffer is not None
+    buffer = hosted.prepared(native.matched(about["buffer"], buffer), given)
     spec = native.stored_spec(about["items"], buffer, example)
     want = template.blank(buffer, spec)
     state = _replayed(path, file, buffer, spec, about)

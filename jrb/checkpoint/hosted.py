@@ -20,12 +20,14 @@ class Leaf:
 
     Attributes:
         host: where it is.
+        version: of the state.
         number: of its column.
         shape: N, and that of an item.
         dtype: as items have it.
     """
 
     host: Host
+    version: int
     number: int
     shape: tuple[int, ...]
     dtype: Any
@@ -42,7 +44,7 @@ class Leaf:
 
     def read(self, start: int, stop: int) -> memoryview:
         """The bytes from a start to a stop."""
-        return self.host.live.read(self.number, start, stop)
+        return self.host.live.read(self.version, self.number, start, stop)
 
     def fill(self, pieces: Iterator[tuple[int, Any]]) -> np.ndarray:
         """Writes bytes at offsets, all of them; what comes back stands for the leaf."""
@@ -73,12 +75,13 @@ def of(buffer: Any, state: Any) -> Hosted:
 def leaves(hosted: Hosted) -> Any:
     """All items, as a pytree of `Leaf`s."""
     capacity, host = hosted.host.live.table.capacity, hosted.host
+    version = number(hosted.version)
     specs, structure = jax.tree.flatten(host.spec)
     return jax.tree.unflatten(
         structure,
         [
-            Leaf(host, number, (capacity, *spec.shape), spec.dtype)
-            for number, spec in enumerate(specs)
+            Leaf(host, version, column, (capacity, *spec.shape), spec.dtype)
+            for column, spec in enumerate(specs)
         ],
     )
 

@@ -35,9 +35,12 @@ class Behind:
         with self._changed:
             self._waiting.append((version, slots, [leaf.copy() for leaf in rows]))
             self._size += size
-            if not self._working:
-                self._working = True
+            idle, self._working = not self._working, True
+        if idle:
+            try:
                 threading.Thread(target=self._work, name="jrb-spill", daemon=True).start()
+            except RuntimeError:  # no thread is to be had, as when the program ends
+                self._work()
         return version
 
     def _work(self) -> None:

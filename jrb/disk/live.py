@@ -32,6 +32,9 @@ from jrb.disk.threads import share
 CHUNK = 16 << 20
 """Bytes of the largest chunk of an undo log that is written at once."""
 
+FEW = 32
+"""Logs that a reader has open."""
+
 _FIRST = 1 << 20  # bytes of the first one
 
 writing: "weakref.WeakValueDictionary[str, Live]" = weakref.WeakValueDictionary()
@@ -57,11 +60,14 @@ class Live:
         self._dirty = [np.zeros(_count(rows, column), bool) for column in rows.columns]
         self._kept = np.zeros(rows.capacity, bool)
         self._ahead = _FIRST
-        self._logs: list[undo.Log] = []
+        self._mine: undo.Log | None = None  # for what this one overwrites
+        self._logs: list[undo.Log] = []  # of what others do
+        self._folded: undo.Log | None = None
+        self._next = self.generation
         self._lock = lock
         self.version = self._done = 0
         self._written = np.zeros(rows.capacity, np.int64)
-        self._error: OSError | None = None
+        self._error: BaseException | None = None
         self._ousted = False
         self._draws: set[object] = set()
         self._gathers: set[object] = set()
@@ -98,11 +104,22 @@ class Live:
         """
         with self._among(self._gathers):
             each = {id(slots): slots for slots in places}.values()
-            newest = max((int(self._written[s].max()) for s in each if s.size), default=0)
-            if newest > version or self._ousted:
-                raise _stale(self.path)
-            self._wait_for(newest)
+            for slots in each:
+                self._check_there(version, slots)
             return [self._rows(number, slots) for number, slots in enumerate(places)]
+
+    def _let_gathers_end(self) -> None:
+        """Waits for those that are under way."""
+        with self._changed:
+            gathers = set(self._gathers)
+            self._changed.wait_for(lambda: not gathers & self._gathers)
+
+    def _check_there(self, version: int, slots: np.ndarray) -> None:
+        """Returns when rows are in their files. Raises if they were overwritten since."""
+        newest = int(self._written[slots].max()) if slots.size else 0
+        if newest > version or self._ousted:
+            raise _stale(self.path)
+        self._wait_for(newest)
 
     def _rows(self, number: int, slots: np.ndarray) -> np.ndarray:
         writes, rows = self._lock is not None, self.table.take(number, slots)
@@ -125,18 +142,36 @@ class Live:
     def _current_logs(self) -> list[undo.Log]:
         """All logs since this generation, its own first, with what writers have added."""
         with self._reading:
-            logs = self._logs
             with contextlib.suppress(FileNotFoundError):
                 while True:
-                    logs.append(self._log(self.generation + len(logs), writable=False))
-            for log in logs:
+                    self._logs.append(self._log(self._next, writable=False))
+                    self._next += 1
+            for log in self._logs:
                 log.refresh()
-            return list(logs)
+            if self._logs[0].is_removed:
+                raise _stale(self.path)
+            if len(self._logs) > FEW:
+                self._fold()
+            return [*self._logs[:1], *([self._folded] if self._folded else []), *self._logs[1:]]
+
+    def _fold(self) -> None:
+        """Puts logs that grow no more into one, so that few files are open."""
+        folded = self._folded or undo.private(self._widths, self.table.capacity)
+        for log in self._logs[1:-1]:
+            slots = log.slots()
+            slots = slots[(folded.find(slots) < 0) & (self._logs[0].find(slots) < 0)]
+            entries = log.find(slots)
+            if len(slots):
+                folded.append(slots, [log.rows(n, entries) for n in range(len(self._widths))])
+        self._logs[1:-1], self._folded = [], folded
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        return tuple(column.width for column in self.table.columns)
 
     def _log(self, generation: int, writable: bool) -> undo.Log:
-        widths = tuple(column.width for column in self.table.columns)
         path = undo.path_of(self.path, generation)
-        return undo.Log(path, widths, self.table.capacity, writable)
+        return undo.Log(path, self._widths, self.table.capacity, writable)
 
     def hold(self) -> None:
         """Keeps the log of this generation, and all later ones, from being removed.
@@ -148,9 +183,10 @@ class Live:
             log = self._log(self.generation, writable=False)
             if files.share_lock(log.file):
                 break
-        if not os.fstat(log.file).st_nlink:
+        if log.is_removed:
             raise FileNotFoundError(log.path)
         self._logs.append(log)
+        self._next = self.generation + 1
 
     def sums(self, number: int) -> np.ndarray:
         """The checksums of a column's blocks, uint32."""
@@ -160,7 +196,7 @@ class Live:
         """What is wrong with a block of what was opened; nothing if it is whole."""
         column = self.table.columns[number]
         parts = bounds(self._held * column.width, column.block(self.table.capacity))
-        found = zlib.crc32(self.read(number, *parts[block]))
+        found = zlib.crc32(self.read(0, number, *parts[block]))
         if found == self._sums[number][block]:
             return ""
         return (
@@ -169,11 +205,19 @@ class Live:
             f"{parts[block][0]} on were damaged."
         )
 
-    def read(self, number: int, start: int, stop: int) -> memoryview:
-        """The bytes of a column from a start to a stop."""
+    def read(self, version: int, number: int, start: int, stop: int) -> memoryview:
+        """The bytes of a column from a start to a stop.
+
+        Raises:
+            StaleError: one of its rows was overwritten after this version.
+        """
         width = self.table.columns[number].width
+        if start == stop:
+            return memoryview(b"")
         slots = np.arange(start // width, -(-stop // width))
-        rows = self._rows(number, slots).reshape(-1)
+        with self._among(self._gathers):
+            self._check_there(version, slots)
+            rows = self._rows(number, slots).reshape(-1)
         offset = int(slots[0]) * width
         return rows[start - offset : stop - offset].data
 
@@ -225,8 +269,7 @@ class Live:
                     under_way = set(self._draws)
                     self._changed.wait_for(lambda: not under_way & self._draws)
                 self._written[slots] = version + 1
-                gathers = set(self._gathers)
-                self._changed.wait_for(lambda: not gathers & self._gathers)
+            self._let_gathers_end()
             if advance:
                 self.version = version + 1
             return version + 1
@@ -269,16 +312,22 @@ class Live:
         wanted = wanted[~self._kept[wanted]]
         if not len(wanted):
             return
-        log, each = self._logs[0], max(sum(c.width for c in self.table.columns), 1)
+        log, each = self._mine, max(sum(self._widths), 1)
+        if log is None:
+            raise LockedError(f"{self.path}: expected a store that writes.")
         following = (int(wanted[-1]) + 1 + np.arange(self._ahead // each)) % self._held
         following = following[: self._held]
         following = following[~self._kept[following]]
         wanted = np.concatenate([wanted, np.setdiff1d(following, wanted)])
-        step = max(CHUNK // each, 1)
-        for start in range(0, len(wanted), step):
-            part = wanted[start : start + step]
-            log.append(part, [self.table.take(n, part) for n in range(len(self.table.columns))])
-        log.sync()
+        step, before = max(CHUNK // each, 1), log.chunks
+        try:
+            for start in range(0, len(wanted), step):
+                part = wanted[start : start + step]
+                log.append(part, [self.table.take(n, part) for n in range(len(self._widths))])
+            log.sync()
+        except BaseException:
+            log.cut(before)
+            raise
         self._kept[wanted] = True
         self._ahead = min(2 * self._ahead, CHUNK)
 
@@ -323,13 +372,15 @@ class Live:
         rows = Table(self.path, self.table.columns, self.table.capacity, writable=True)
         log = self._log(self.generation, writable=True)
         log.refresh()
-        slots = log.slots()
+        slots = np.unique(log.slots())
+        if len(slots):
+            log.sync()
         for number in range(len(rows.columns)):
             rows.put(number, slots, log.rows(number, log.find(slots)))
         if len(slots):
             rows.sync(list(range(len(rows.columns))))
         self._kept[slots] = True
-        self.table, self._logs, self._lock = rows, [log], lock
+        self.table, self._mine, self._lock = rows, log, lock
         self._unlock = _unlocking(self, lock)
 
     def oust(self) -> int:
@@ -337,7 +388,9 @@ class Live:
         with self._turn:
             with contextlib.suppress(OSError):
                 self._wait_for(self.version)
-            lock, self._lock, self._ousted = self._lock, None, True
+            lock, self._ousted = self._lock, True
+            self._let_gathers_end()
+            self._lock = None
             if lock is None:
                 raise LockedError(f"{self.path}: expected a store that writes.")
             self._unlock.detach()
@@ -349,7 +402,7 @@ class Live:
         if error is None:
             try:
                 self.apply(slots, rows)
-            except OSError as caught:
+            except BaseException as caught:
                 error = caught
         with self._changed:
             self._done, self._error = version, error
@@ -368,9 +421,12 @@ class Live:
 
     def _check_whole(self) -> None:
         if self._error is not None:
-            error = OSError(self._error.errno, f"{self._error.strerror}: {self.path}")
+            cause = self._error
+            error: Exception = RuntimeError(f"{self.path}: writing rows failed: {cause!r}.")
+            if isinstance(cause, OSError):
+                error = OSError(cause.errno, f"{cause.strerror}: {self.path}")
             error.add_note("Rows are lost: load the path to go on from what was saved last.")
-            raise error from self._error
+            raise error from cause
 
     # Saving.
 
@@ -401,8 +457,14 @@ class Live:
                 "held": self._filled,
                 "columns": [entry_of(*pair) for pair in zip(columns, sums, strict=True)],
             }
-            saving.commit(meta, sources, saving.plan(sources), 0, entry)
+            try:
+                saving.commit(meta, sources, saving.plan(sources), 0, entry)
+            except BaseException:
+                if manifest.read(self.path)["generation"] == saving.generation:
+                    self._moved_on(saving.generation, sums)  # it failed after its moment
+                raise
             self._moved_on(saving.generation, sums)
+            _forget(self.path, saving.generation)
 
     def _new_sums(self) -> list[np.ndarray]:
         """The checksums of all blocks, those computed that may have changed."""
@@ -429,8 +491,9 @@ class Live:
         self._ahead = _FIRST
         for dirty in self._dirty:
             dirty[:] = False
-        self._logs = [self._log(generation, writable=True)]
-        _forget(self.path, generation)
+        self._mine = self._log(generation, writable=True)
+        self._let_gathers_end()  # some began when this one did not write
+        self._logs = []
 
 
 def _forget(path: str, newest: int) -> None:
@@ -443,9 +506,9 @@ def _forget(path: str, newest: int) -> None:
         try:
             if files.is_shared(file):
                 return
+            files.remove(name)  # while nobody else can begin to share it
         finally:
             os.close(file)
-        files.remove(name)
 
 
 def _unlocking(live: Live, lock: int) -> Any:

@@ -52,7 +52,10 @@ def _made(path: str, columns: tuple[Column, ...], capacity: int, prealloc: bool)
     files.make_folder(path)
     rival = writing.get(path)
     if rival is not None:
-        raise ValueError(_occupied(path))
+        raise ValueError(
+            f"{path}: expected nothing there, found a store that a state of this process is in. "
+            "Go on with that state, or let go of it first."
+        )
     lock = files.lock(os.path.join(path, "lock"))
     try:
         _clear(path)
@@ -100,13 +103,14 @@ def reopen(path: str, body: Body) -> Live:
         DamagedError: a file is not what was written; the message names leaf, block and file.
     """
     path = os.path.realpath(path)
-    live = _opened(path, body)
+    live = open_unchecked(path, body)
     for damage in _damages(live):
         raise DamagedError(damage)
     return live
 
 
-def _opened(path: str, body: Body) -> Live:
+def open_unchecked(path: str, body: Body) -> Live:
+    """The same without a look at the rows."""
     entry = body["table"]
     live = Live(path, Table(path, _columns(body), entry["capacity"], writable=False), body, None)
     try:
@@ -120,7 +124,7 @@ def _opened(path: str, body: Body) -> Live:
 def damages(path: str, body: Body) -> list[str]:
     """All that is wrong with the rows, a line each."""
     try:
-        return list(_damages(_opened(os.path.realpath(path), body)))
+        return list(_damages(open_unchecked(os.path.realpath(path), body)))
     except (DamagedError, OSError) as error:
         return [str(error)]
 

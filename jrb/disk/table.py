@@ -23,7 +23,7 @@ SMALLEST, MOST = 1 << 16, 4096
 LARGE = 1 << 19
 """Bytes of a gather that two threads share."""
 
-_RESERVED = ("blocks", "undo")
+_RESERVED = ("blocks", "undo", "lock", "manifest.json", "manifest.json.new")
 _ALIGNMENT = 64  # bytes; where XLA takes memory without a copy
 
 
@@ -32,7 +32,8 @@ class Column:
     """One leaf of all rows.
 
     Attributes:
-        name: of the leaf, such as `next/observation`.
+        name: of the leaf, such as `next/observation`, in which a part has no `/`, and `%` stands
+            for itself as `%25`; `.` for items that are one array.
         kind: dtype and shape of an item, for the owner.
         width: bytes of a row.
     """
@@ -46,7 +47,7 @@ class Column:
         """The file's name, below the folder of the store."""
         if self.name == ".":
             return "items.bin"
-        first, *others = [quote(part, safe="", errors="surrogatepass") for part in _parts(self)]
+        first, *others = [quote(part, safe="%", errors="surrogatepass") for part in _parts(self)]
         first = f"%{ord(first[0]):02X}{first[1:]}" if first in _RESERVED else first
         return os.path.join(*[_visible(part) for part in (first, *others)]) + ".bin"
 

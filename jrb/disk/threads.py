@@ -55,7 +55,12 @@ def both(one: Callable[[], object], other: Callable[[], object]) -> None:
         finally:
             done.release()
 
-    _helper().put(work)
+    helper = _helper()
+    if helper is None:
+        one()
+        other()
+        return
+    helper.put(work)
     try:
         other()
     finally:
@@ -64,13 +69,17 @@ def both(one: Callable[[], object], other: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def _helper() -> "queue.SimpleQueue[Callable[[], None]]":
-    """What the waiting thread takes its work from; each process has its own."""
+def _helper() -> "queue.SimpleQueue[Callable[[], None]] | None":
+    """What the waiting thread takes its work from; None if no thread starts any more."""
     global _work
     with _starting:
         if _work is None or _work[0] != os.getpid():
-            _work = os.getpid(), queue.SimpleQueue()
-            threading.Thread(target=_serve, args=_work[1:], name="jrb-help", daemon=True).start()
+            work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+            try:
+                threading.Thread(target=_serve, args=(work,), name="jrb-help", daemon=True).start()
+            except RuntimeError:
+                return None
+            _work = os.getpid(), work
         return _work[1]
 
 

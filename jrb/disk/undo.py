@@ -10,6 +10,7 @@ column the rows. What comes behind the last whole chunk was not synced, and coun
 import mmap
 import os
 import struct
+import tempfile
 import weakref
 import zlib
 from typing import Any
@@ -32,6 +33,15 @@ def numbers(store: str) -> list[int]:
     folder = os.path.join(store, FOLDER)
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(int(name) for name in names if name.isdigit())
+
+
+def private(widths: tuple[int, ...], capacity: int) -> "Log":
+    """An empty log of one's own, which nobody else sees and which goes by itself."""
+    file, path = tempfile.mkstemp(prefix="jrb-")
+    os.close(file)
+    log = Log(path, widths, capacity, writable=True)
+    os.unlink(path)
+    return log
 
 
 def create(store: str, generation: int) -> None:
@@ -59,7 +69,8 @@ class Log:
         self._offsets: list[int] = []  # of the rows of each chunk
         self._firsts: list[int] = []  # the number of its first entry
         self._count = 0
-        self._entries: np.ndarray | None = None  # by slot
+        self._slots: list[np.ndarray] = []  # of each chunk
+        self._index: tuple[np.ndarray, np.ndarray] | None = None  # slots in order, their entries
         self._map: Any = b""
 
     def refresh(self) -> None:
@@ -77,25 +88,33 @@ class Log:
             self._learn(slots)
 
     def _learn(self, slots: np.ndarray) -> None:
-        if self._entries is None:
-            self._entries = np.full(self._capacity, -1, np.int64)
-        self._entries[slots] = self._count + np.arange(len(slots))
+        self._slots.append(slots)
         self._firsts.append(self._count)
         self._offsets.append(self._end + _HEAD.size + 4 * len(slots))
         self._count += len(slots)
         self._end = self._offsets[-1] + len(slots) * sum(self._widths)
+        self._index = None
 
     def find(self, slots: np.ndarray) -> np.ndarray:
         """The entries, int64, that rows at slots have here; -1 for none."""
-        if self._entries is None:
+        if not self._count:
             return np.full(len(slots), -1, np.int64)
-        return self._entries[slots]
+        if self._index is None:
+            known = self.slots()
+            order = np.argsort(known, kind="stable")
+            self._index = known[order], order
+        known, entries = self._index
+        at = np.minimum(np.searchsorted(known, slots), len(known) - 1)
+        return np.where(known[at] == slots, entries[at], -1)
 
     def slots(self) -> np.ndarray:
-        """All slots that have an entry."""
-        if self._entries is None:
-            return np.zeros(0, np.int64)
-        return np.flatnonzero(self._entries >= 0)
+        """The slots of all entries, in order."""
+        return np.concatenate([np.zeros(0, np.int64), *self._slots])
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the file has no name any more."""
+        return not os.fstat(self.file).st_nlink
 
     def rows(self, column: int, entries: np.ndarray) -> np.ndarray:
         """The rows of a column, uint8 `[B, width]`, that these entries keep."""
@@ -110,6 +129,19 @@ class Log:
             kept = np.frombuffer(self._map, np.uint8, count * width, offset).reshape(count, width)
             rows[here] = kept[entries[here] - firsts[chunk]]
         return rows
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return len(self._slots)
+
+    def cut(self, chunks: int) -> None:
+        """Forgets all but so many chunks: the others could not be synced."""
+        while len(self._slots) > chunks:
+            gone = len(self._slots.pop())
+            self._end = self._offsets.pop() - _HEAD.size - 4 * gone
+            self._count = self._firsts.pop()
+        self._index = None
 
     def append(self, slots: np.ndarray, columns: list[np.ndarray]) -> None:
         """Keeps rows, uint8 `[B, width]` of each column, at slots `[B]`; to be synced."""

@@ -35,6 +35,12 @@ class Host:
         self._behind = Behind(live)
         self._raw = [prng.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A state whose rows are on the host: expected to be saved by jrb.save, not to be "
+            "pickled or copied."
+        )
+
     def put(self, version: Any, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
         """Writes leaves `[T, E, ...]` at slots `[T, E]`, those of N or more left out.
 
@@ -121,6 +127,11 @@ class Hosted:
     version: jax.Array
     host: Host = dataclasses.field(metadata={"static": True})
 
+    @property
+    def capacity(self) -> int:
+        """N."""
+        return self.host.live.table.capacity
+
 
 def init(path: Any, prealloc: bool, capacity: int, spec: Item) -> Hosted:
     """A new store for N items.
@@ -133,13 +144,33 @@ def init(path: Any, prealloc: bool, capacity: int, spec: Item) -> Hosted:
 
 
 def columns(spec: Item) -> tuple[Column, ...]:
-    """The columns of a store for such items."""
-    found = []
+    """The columns of a store for such items.
+
+    Raises:
+        ValueError: names of leaves that cannot be told apart as files, or are too long.
+    """
+    found, files = [], {"": ""}
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         raw = prng.raw_spec(leaf)
         kind = (str(leaf.dtype), tuple(leaf.shape))
-        found.append(Column(pytree.leaf_name(path), kind, raw.size * raw.dtype.itemsize))
+        name = "/".join(map(_part, path)) if path else "."
+        found.append(Column(name, kind, raw.size * raw.dtype.itemsize))
+        file = found[-1].file
+        taken = [other for other in files if f"{other}/".startswith(f"{file}/")]
+        taken += [other for other in files if other and file.startswith(f"{other}/")]
+        if taken or max(map(len, file.split("/"))) > 250:
+            raise ValueError(
+                f"init: leaf '{pytree.leaf_name(path)}': expected a name that no other leaf has, "
+                f"and that a file can have, got {file[:80]!r}. Rename it."
+            )
+        files[file] = name
     return tuple(found)
+
+
+def _part(key: Any) -> str:
+    """A part of a name, without what has a meaning in it."""
+    name = jax.tree_util.keystr((key,), simple=True).replace("%", "%25").replace("/", "%2F")
+    return "%2E" if name == "." else name
 
 
 def device_of(array: jax.Array) -> Any:
@@ -149,6 +180,10 @@ def device_of(array: jax.Array) -> Any:
 
 def checked_path(name: str, path: Any) -> str | None:
     """A path as a string."""
+    if path is not None and not path:
+        raise ValueError(
+            f"{name}: path: expected a path, or None for a temporary one, got {path!r}."
+        )
     if path is None or isinstance(path, str | os.PathLike):
         return None if path is None else os.fsdecode(os.fspath(path))
     raise TypeError(f"{name}: path: expected a path, or None for a temporary one, got {path!r}.")

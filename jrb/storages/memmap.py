@@ -24,19 +24,22 @@ class MemmapStorage:
 
     Sampler, writer and priorities stay on the device. Outside `jit`, verbs read and write between
     jitted parts; inside, and in `scan`, they call the host, in the order of the program; under
-    `vmap` they are refused. The files of a leaf `next/observation` is `next/observation.bin`, its
-    rows raw bytes in the order of the slots.
+    `vmap` they are refused. The file of a leaf `next/observation` is `next/observation.bin`, raw rows
+    in the order of the slots.
 
     States share their rows: an older one, of which something was overwritten since, may neither be
     written to nor draw that (`jrb.StaleError`). `jrb.save` to the path is a commit, which costs
     what changed, and `jrb.load` of the path opens it again, after a crash too, exactly as it was
     committed. One process may write; any number may load and read, each what was committed when it
-    did. Of the threads of a process one may write while others draw: a write waits for draws that
-    are under way.
+    did; files that somebody cuts short meanwhile bring a process down, as mappings do. Of the
+    threads of a process one may write while others draw: a write waits for draws that are under
+    way. Where a process loads a path that it writes already, the state that is written to first
+    goes on, and the other is stale.
 
     Attributes:
         path: of a folder that is not there, or is empty; None for a temporary one, which is removed
-            with the last state, or with the program.
+            with the last state, or with the program. A state that went through `jit` is also held
+            by JAX, until the program ends or calls `jax.clear_caches()`.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
 
     Example:
@@ -49,6 +52,7 @@ class MemmapStorage:
 
     path: str | os.PathLike[str] | None = None
     prealloc: bool = True
+    state_type: ClassVar[type] = Hosted
     unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc")
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -45,6 +45,11 @@ class Objects:
     shelf: Shelf
     version: int
 
+    @property
+    def capacity(self) -> int:
+        """N."""
+        return len(self.shelf.objects)
+
 
 @pytree.component
 class ListStorage:
@@ -68,6 +73,7 @@ class ListStorage:
     """
 
     collate: Callable[[list[Any]], Any] | None = None
+    state_type: ClassVar[type] = Objects
 
     @property
     def on_host(self) -> bool:

@@ -43,6 +43,11 @@ class Spilled:
     hot: Hot
     hosted: Hosted
 
+    @property
+    def capacity(self) -> int:
+        """N."""
+        return self.hosted.capacity
+
 
 @pytree.state
 class Merging:
@@ -170,6 +175,7 @@ class SpillStorage:
     path: str | os.PathLike[str] | None
     hot_capacity: int
     prealloc: bool = True
+    state_type: ClassVar[type] = Spilled
     unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc")
 
     def __post_init__(self) -> None:

@@ -1,0 +1,190 @@
+"""Stores of rows on the host, saved and loaded: what comes back is what was committed."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import checkpoint
+from jrb.checkpoint import hosted
+from tests.test_host import EXAMPLE, KEY, numbered, same, steps
+
+STORAGES = {
+    "memmap": lambda path: jrb.MemmapStorage(path),
+    "spill": lambda path: jrb.SpillStorage(path, 4),
+}
+
+
+def made(path, storage="memmap", rows=9):
+    """A buffer with something in it, and its state."""
+    buffer = jrb.ReplayBuffer(
+        capacity=12,
+        num_envs=2,
+        batch_size=8,
+        sampler=jrb.Prioritized(),
+        unit=jrb.NStep(2, 0.9),
+        storage=STORAGES[storage](path),
+    )
+    state = buffer.extend(buffer.init(EXAMPLE), steps(1, rows, 2))
+    sample = buffer.sample(state, KEY)
+    return buffer, buffer.update_priority(state, sample, jnp.arange(8.0))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_load_gives_what_was_committed(storage, tmp_path):
+    path = tmp_path / "store"
+    buffer, state = made(path, storage)
+    jrb.save(path, buffer, state)
+    expected = buffer.sample(state, KEY)
+    later = buffer.extend(state, steps(2, 4, 2))
+    again, restored = jrb.load(path)
+    assert again == buffer
+    same(again.sample(restored, KEY), expected)
+    assert checkpoint.verify(path) == []
+    jrb.save(path, buffer, later)
+    same(again.sample(restored, KEY), expected)  # as long as it is open
+    buffer, state = jrb.load(path, buffer=buffer)
+    same(buffer.sample(state, KEY), buffer.sample(later, KEY))
+    state = buffer.extend(state, steps(3, 2, 2))  # takes over from the other in this process
+    with pytest.raises(jrb.StaleError):
+        buffer.sample(later, KEY)
+    with pytest.raises(jrb.StaleError):
+        buffer.extend(later, steps(3, 1, 2))
+    with pytest.raises(jrb.StaleError, match="somebody has saved since"):
+        again.extend(restored, steps(3, 1, 2))
+    jrb.save(path, buffer, state)
+    assert checkpoint.verify(path) == []
+    assert checkpoint.generations(path) == [4]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_run_goes_on_as_if_it_had_never_been_killed(storage, tmp_path):
+    script = """
+import os, signal, sys
+from tests.test_own import *
+buffer, state = made(sys.argv[1], sys.argv[2])
+jrb.save(sys.argv[1], buffer, state)
+state = buffer.extend(state, steps(7, 5, 2))
+buffer.sample(state, KEY)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = tmp_path / "store"
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    command = [sys.executable, "-c", script, str(path), storage]
+    assert subprocess.run(command, check=False, cwd=root).returncode == -signal.SIGKILL
+    whole, state = made(tmp_path / "whole", storage)
+    buffer, restored = jrb.load(path)
+    for number in range(3):
+        key = jax.random.fold_in(KEY, number)
+        same(buffer.sample(restored, key), whole.sample(state, key))
+        rows = steps(number, 3, 2)
+        restored, state = buffer.extend(restored, rows), whole.extend(state, rows)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_another_path_is_a_checkpoint_like_any_other(storage, tmp_path):
+    buffer, state = made(tmp_path / "store", storage)
+    other = tmp_path / "checkpoint"
+    for rows in (steps(2, 1, 2), steps(3, 2, 2)):
+        jrb.save(other, buffer, state, keep=1)
+        expected, state = state, buffer.extend(state, rows)
+    jrb.checkpoint.save_async(other, buffer, state, keep=1).wait()
+    assert len(checkpoint.generations(other)) == 2
+    again, restored = jrb.load(other)
+    assert again.storage.path is None  # the store itself may still be in use
+    same(again.sample(restored, KEY), buffer.sample(state, KEY))
+    with pytest.raises(jrb.StaleError):
+        jrb.save(other, buffer, expected)
+    third = dataclasses.replace(buffer, storage=STORAGES[storage](tmp_path / "third"))
+    _, restored = jrb.load(other, buffer=third)
+    same(third.sample(restored, KEY), buffer.sample(state, KEY))
+    jrb.save(tmp_path / "third", third, restored)
+    same(third.sample(jrb.load(tmp_path / "third")[1], KEY), buffer.sample(state, KEY))
+
+
+def test_an_hdf5_file(tmp_path):
+    buffer, state = made(tmp_path / "store")
+    jrb.save(tmp_path / "replay.h5", buffer, state, layout="h5")
+    again, restored = jrb.load(tmp_path / "replay.h5")
+    assert again.storage.path is None
+    same(again.sample(restored, KEY), buffer.sample(state, KEY))
+
+
+def test_another_capacity_is_a_temporary_store(tmp_path):
+    buffer, state = made(tmp_path / "store")
+    jrb.save(tmp_path / "store", buffer, state)
+    larger, more = jrb.load(tmp_path / "store", capacity=20, num_envs=4)
+    assert (larger.capacity, larger.num_envs, larger.storage.path) == (20, 4, None)
+    assert int(larger.size(more)) == 12
+    assert int(buffer.size(buffer.extend(state, steps(2, 1, 2)))) == 12
+
+
+def test_a_folder_that_was_moved(tmp_path):
+    buffer, state = made(tmp_path / "store")
+    jrb.save(tmp_path / "store", buffer, state)
+    expected = buffer.sample(state, KEY)
+    del state
+    shutil.move(tmp_path / "store", tmp_path / "moved")
+    again, restored = jrb.load(tmp_path / "moved")
+    assert os.fspath(again.storage.path) == str(tmp_path / "moved")
+    same(again.sample(restored, KEY), expected)
+    jrb.save(tmp_path / "moved", again, again.extend(restored, steps(2, 1, 2)))
+
+
+def test_a_mix_with_a_store(tmp_path):
+    demos = jrb.ReplayBuffer(8, storage=jrb.MemmapStorage(tmp_path / "store"))
+    mix = jrb.Mix((demos, jrb.ReplayBuffer(8)), (0.5, 0.5), batch_size=8)
+    one, other = mix.init({"x": jnp.zeros(2)})
+    states = (
+        demos.extend(one, numbered(1, 2)),
+        mix.buffers[1].extend(other, numbered(3)),
+    )
+    jrb.save(tmp_path / "checkpoint", mix, states)
+    again, restored = jrb.load(tmp_path / "checkpoint")
+    same(again.sample(restored, KEY), mix.sample(states, KEY))
+
+
+def test_a_save_elsewhere_notices_what_is_overwritten_meanwhile():
+    buffer = jrb.ReplayBuffer(4, storage=jrb.MemmapStorage())
+    state = buffer.extend(buffer.init({"x": jnp.zeros(2)}), numbered(1, 2, 3, 4))
+    leaf = hosted.leaves(state.storage)["x"]
+    np.testing.assert_array_equal(np.frombuffer(leaf.read(0, 16), np.float32), [1, -1, 2, -2])
+    jax.block_until_ready(jax.jit(buffer.add)(state, {"x": jnp.zeros(2)}))
+    with pytest.raises(jrb.StaleError):
+        leaf.read(0, 16)
+
+
+def test_nothing_was_saved_yet(tmp_path):
+    buffer = jrb.ReplayBuffer(4, storage=jrb.MemmapStorage(tmp_path / "store"))
+    state = buffer.init({"x": 0.0})
+    with pytest.raises(FileNotFoundError, match="nothing was"):
+        jrb.load(tmp_path / "store")
+    with pytest.raises(ValueError, match="of this process"):
+        buffer.init({"x": 0.0})
+    del state
+    state = buffer.init({"y": 0})  # nothing is lost
+    jrb.save(tmp_path / "store", buffer, state)
+    with pytest.raises(ValueError, match=r"jrb\.load"):
+        buffer.init({"x": 0.0})
+
+
+def test_what_cannot_be(tmp_path):
+    buffer, state = made(tmp_path / "store")
+    with pytest.raises(ValueError, match="keep: expected 0"):
+        jrb.save(tmp_path / "store", buffer, state, keep=1)
+    plain = jrb.ReplayBuffer(4)
+    with pytest.raises((ValueError, jrb.checkpoint.LockedError)):
+        jrb.save(tmp_path / "store", plain, plain.init({"x": 0.0}))
+    with pytest.raises(ValueError, match="expected a state of this buffer"):
+        jrb.save(tmp_path / "other", buffer, plain.init({"x": 0.0}))
+    jrb.save(tmp_path / "store", buffer, state)
+    with pytest.raises(ValueError, match="capacity"):
+        jrb.load(tmp_path / "store", buffer=dataclasses.replace(buffer, capacity=24))
