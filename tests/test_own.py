@@ -1,6 +1,7 @@
 """Stores of rows on the host, saved and loaded: what comes back is what was committed."""
 
 import dataclasses
+import gc
 import os
 import shutil
 import signal
@@ -170,8 +171,11 @@ def test_nothing_was_saved_yet(tmp_path):
     with pytest.raises(ValueError, match="of this process"):
         buffer.init({"x": 0.0})
     del state
+    gc.collect()
     state = buffer.init({"y": 0})  # nothing is lost
     jrb.save(tmp_path / "store", buffer, state)
+    del state
+    gc.collect()
     with pytest.raises(ValueError, match=r"jrb\.load"):
         buffer.init({"x": 0.0})
 

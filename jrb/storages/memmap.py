@@ -24,8 +24,8 @@ class MemmapStorage:
 
     Sampler, writer and priorities stay on the device. Outside `jit`, verbs read and write between
     jitted parts; inside, and in `scan`, they call the host, in the order of the program; under
-    `vmap` they are refused. The file of a leaf `next/observation` is `next/observation.bin`, raw rows
-    in the order of the slots.
+    `vmap` they are refused. The file of a leaf `next/observation` is `next/observation.bin`, raw
+    rows in the order of the slots.
 
     States share their rows: an older one, of which something was overwritten since, may neither be
     written to nor draw that (`jrb.StaleError`). `jrb.save` to the path is a commit, which costs
