@@ -1,7 +1,7 @@
 """Storages on the host beside NumPy, TorchRL and the device; and a loop with prefetch.
 
 `python -m benchmarks.host` (extra `bench`; with torchrl installed, it is measured too) fills stores
-of 7 GB: give `--folder` on the disk to be measured. All programs of a table run in turn in one
+of 7 GB: give `--folder` on the disk to be measured. What is compared runs in turn, in one
 process; the ratios are medians of the ratios of each round.
 """
 
@@ -134,19 +134,20 @@ def frames(capacity: int, rounds: int, folder: str) -> tuple[list[dict], dict[st
         rows = np.take(plain, rng.integers(0, capacity, 256), axis=0)
         jax.block_until_ready(jax.device_put(rows))
 
-    programs: Programs = {
-        "numpy": numpy_take,
+    ours: Programs = {
         "jrb": lambda number: jax.block_until_ready(buffer.sample(state, keys[number])),
         "jrb in jit": lambda number: jax.block_until_ready(jitted(state, keys[number])),
     }
+    plain_take = "NumPy's take and device_put"
+    others: Programs = {plain_take: numpy_take}
     if HAS_TORCHRL:
-        programs["TorchRL"] = torchrl_frames(capacity, 256, os.path.join(folder, "torchrl"))
+        others["TorchRL's memmap"] = torchrl_frames(capacity, 256, os.path.join(folder, "torchrl"))
         os.sync()
-    times = in_turn(programs, rounds, "draws of frames")
-    rows = [row(times, "memmap over NumPy's take and device_put", "jrb", "numpy")]
-    rows.append(row(times, "memmap inside jit over the same", "jrb in jit", "numpy"))
-    if HAS_TORCHRL:
-        rows.append(row(times, "memmap over TorchRL's memmap", "jrb", "TorchRL"))
+    rows = []
+    for one, other in [("jrb", name) for name in others] + [("jrb in jit", plain_take)]:
+        pair = {other: others[other], one: ours[one]}
+        times = in_turn(pair, rounds, f"{one}, {other}")
+        rows.append(row(times, f"memmap, {one}, over {other}", one, other))
     rows.append(prefetch(buffer, state, max(rounds // 40, 5)))
     return rows, memory
 

@@ -85,6 +85,19 @@ def draw(
     return _held(buffer, state, order.token(_read(sample))), sample
 
 
+@functools.partial(jax.jit, static_argnames="batch_size")
+def sample(
+    buffer: Any, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
+) -> tuple[Any, Sample]:
+    """The same for outside `jit`, where all arrays that it returned would be copied.
+
+    Returns:
+        The sampler's state, and the sample.
+    """
+    sampler, chosen = _choose(buffer, state, key, batch_size, beta)
+    return sampler, _finish(buffer, state, chosen, key)
+
+
 def _choose(
     buffer: Any, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
 ) -> tuple[Any, Draw]:
@@ -94,20 +107,28 @@ def _choose(
     return buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
 
 
-def _look(buffer: Any, state: BufferState, draw: Draw, key: jax.Array) -> tuple[Held, Look]:
+def _look(
+    buffer: Any, state: BufferState, slots: jax.Array, mask: jax.Array, key: jax.Array
+) -> tuple[Held, Look]:
     """What the unit wants to read."""
     held = buffer.writer.held(buffer.ring, state.writer)
-    unit = buffer.unit
-    return held, unit.look(buffer.ring, state.unit, held, draw.slots, draw.mask, key, buffer.keys)
+    return held, buffer.unit.look(buffer.ring, state.unit, held, slots, mask, key, buffer.keys)
 
 
 def _finish(buffer: Any, state: BufferState, draw: Draw, key: jax.Array) -> Sample:
     """Storage, unit and transforms."""
-    held, look = _look(buffer, state, draw, key)
+    held, look = _look(buffer, state, draw.slots, draw.mask, key)
+    data, info = _read_at(buffer, state, held, look, key)
+    return _sample(buffer, state, draw, data, look.mask, info)
+
+
+def _read_at(
+    buffer: Any, state: BufferState, held: Held, look: Look, key: jax.Array
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Data and info of a sample."""
     raw = buffer.storage.read(buffer.ring, state.storage, held, look.where, buffer.keys)
     data, info = buffer.unit.reduce(raw, look, buffer.keys)
-    data = run.outward(buffer.transforms, data, look.mask, key, buffer.keys)
-    return _sample(buffer, state, draw, data, look.mask, info)
+    return run.outward(buffer.transforms, data, look.mask, key, buffer.keys), info
 
 
 def _sample(
@@ -141,7 +162,7 @@ def choose(
         read. None for the last without names, where they are all read at the anchors.
     """
     sampler, drawn = _choose(buffer, state, key, batch_size, beta)
-    held, look = _look(buffer, state, drawn, key)
+    held, look = _look(buffer, state, drawn.slots, drawn.mask, key)
     sample = _sample(buffer, state, drawn, None, look.mask, look.info)
     if names is None:
         return sampler, sample, None
@@ -160,16 +181,11 @@ def ready(buffer: Any, state: BufferState, batch_size: int | None) -> jax.Array:
 
 @jax.jit
 def finish(
-    buffer: Any, state: BufferState, sample: Sample, mask: jax.Array, key: jax.Array
-) -> Sample:
-    """The second half, with a storage that reads what was fetched."""
-    chosen = Draw(
-        slots=sample.indices,
-        probabilities=sample.probabilities,
-        weights=sample.weights,
-        mask=mask,
-    )
-    return _finish(buffer, state, chosen, key)
+    buffer: Any, state: BufferState, slots: jax.Array, mask: jax.Array, key: jax.Array
+) -> tuple[Any, dict[str, jax.Array]]:
+    """The second half, with a storage that reads what was fetched: data and info of the sample."""
+    held, look = _look(buffer, state, slots, mask, key)
+    return _read_at(buffer, state, held, look, key)
 
 
 def _held(buffer: Any, state: BufferState, token: jax.Array) -> BufferState:

@@ -174,20 +174,27 @@ def _rows(buffer: Any, items: Any, verb: str) -> list[list[Any]]:
 
 
 def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) -> tuple[Any, Any]:
-    """Draws slots inside `jit`, fetches the items, and goes on inside `jit` if there is more to do.
+    """The state, and a sample.
 
     Raises:
         ValueError: outside `jit`, there is nothing to draw.
     """
     check_state(buffer, state)
-    if _is_inside(buffer, key, state.storage):  # what else is traced shows below
-        if not _is_traced(state):
-            drawable = ready(buffer, state, batch_size)
-            if not _is_traced(drawable) and not drawable:
-                raise _nothing(buffer, state)
+    if not _is_inside(buffer, key, state.storage):  # what else is traced shows later
+        return _draw_outside(buffer, state, key, batch_size, beta)
+    if _is_traced(state, key, drawable := ready(buffer, state, batch_size)):
         return compiled.draw(buffer, state, key, batch_size, beta)
+    if not drawable:
+        raise _nothing(buffer, state)
+    sampler, sample = compiled.sample(buffer, state, key, batch_size, beta)
+    return state.replace(sampler=sampler), sample
+
+
+def _draw_outside(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) -> Any:
+    """Draws slots inside `jit`, fetches the items, and goes on inside if there is more to do."""
     inner, lowered, plain = bare(buffer), _lowered(buffer, state), _is_plain(buffer)
-    names = None if plain else buffer.storage.names(state.storage)
+    at_anchors = plain and isinstance(inner.storage, Elsewhere)
+    names = None if at_anchors else buffer.storage.names(state.storage)
     with buffer.storage.drawing(state.storage):
         sampler, sample, rest = compiled.choose(inner, lowered, key, batch_size, beta, names)
         if _is_inside(buffer, sample.mask):
@@ -201,7 +208,9 @@ def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) ->
     elif plain:
         sample = sample.replace(data=fetched)
     else:
-        sample = compiled.finish(inner, lowered.replace(storage=fetched), sample, mask, key)
+        lowered = lowered.replace(storage=fetched)
+        data, info = compiled.finish(inner, lowered, sample.indices, mask, key)
+        sample = sample.replace(data=data, info=info)
     return state.replace(sampler=sampler), sample
 
 
@@ -212,9 +221,8 @@ def ready(buffer: Any, state: Any, batch_size: int | None) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _is_plain(buffer: Any) -> bool:
-    """Whether items are drawn as they are stored, at the anchors."""
-    plain = isinstance(buffer.storage.inner, Elsewhere) and isinstance(buffer.unit, Transition)
-    return plain and (of_objects(buffer) or not buffer.transforms)
+    """Whether items are drawn as they are stored."""
+    return isinstance(buffer.unit, Transition) and (of_objects(buffer) or not buffer.transforms)
 
 
 def _nothing(buffer: Any, state: Any) -> ValueError:
@@ -245,18 +253,25 @@ def take(buffer: Any, state: Any, indices: jax.Array) -> Any:
 def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:
     """New priorities."""
     check_state(buffer, state)
-    if _is_inside(buffer, state, sample, priorities):
+    if _is_traced(state, sample, priorities):
         return compiled.update(buffer, state, sample, priorities)
     if hasattr(sample, "data"):
         sample = sample.replace(data=None)
-    after = compiled.update(bare(buffer), _lowered(buffer, state), sample, priorities)
+    after = compiled.update(_without_items(buffer), state.replace(storage=None), sample, priorities)
     return after.replace(storage=state.storage)
+
+
+@functools.lru_cache(maxsize=64)
+def _without_items(buffer: Any) -> Any:
+    """The same buffer for verbs that leave its items alone: returned, they would be copied."""
+    return dataclasses.replace(buffer, storage=Elsewhere(), transforms=())
 
 
 def empty(buffer: Any, state: Any) -> Any:
     """The state without its items."""
     check_state(buffer, state)
-    if _is_inside(buffer, state):
+    if _is_traced(state):
         return compiled.empty(buffer, state)
-    after = compiled.empty(bare(buffer), _lowered(buffer, state))
-    return after.replace(storage=buffer.storage.emptied(state.storage, after.storage))
+    after = compiled.empty(_without_items(buffer), state.replace(storage=None))
+    storage = buffer.storage.reset(buffer.ring, state.storage, jnp.int32(0))
+    return after.replace(storage=storage)

@@ -361,3 +361,15 @@ def test_states_that_hold_no_arrays_still_show_themselves():
     assert "int" in repr(jax.tree.map(lambda leaf: 0, state))
     jax.jit(buffer.add, donate_argnums=0)(state, number(1))
     assert "donated" in repr(state)
+
+
+def test_outside_jit_a_draw_and_an_update_do_not_return_the_items():
+    buffer = jrb.ReplayBuffer(4096, batch_size=8, sampler=jrb.Prioritized())
+    state = buffer.init({"x": jnp.zeros(256)})
+    state = buffer.add(state, {"x": jnp.ones(256)})
+    where = state.storage["x"].unsafe_buffer_pointer()
+    after, sample = buffer.draw(state, jax.random.key(0))
+    assert after.storage["x"].unsafe_buffer_pointer() == where
+    after = buffer.update_priority(after, sample, jnp.ones(8))
+    assert after.storage["x"].unsafe_buffer_pointer() == where
+    assert buffer.empty(after).storage["x"].unsafe_buffer_pointer() == where

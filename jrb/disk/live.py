@@ -78,23 +78,9 @@ class Live:
 
     # Reading.
 
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
+    def drawing(self) -> "_Among":
         """A time during which a draw may go on before rows are overwritten."""
-        with self._among(self._draws):
-            yield
-
-    @contextlib.contextmanager
-    def _among(self, group: set[object]) -> Iterator[None]:
-        me = object()
-        with self._changed:
-            group.add(me)
-        try:
-            yield
-        finally:
-            with self._changed:
-                group.discard(me)
-                self._changed.notify_all()
+        return _Among(self._draws, self._changed)
 
     def take(self, version: int, places: list[np.ndarray]) -> list[np.ndarray]:
         """Rows of every column, uint8 `[B, width]`, at slots `[B]`.
@@ -102,10 +88,12 @@ class Live:
         Raises:
             StaleError: one of them was overwritten after this version.
         """
-        with self._among(self._gathers):
-            each = {id(slots): slots for slots in places}.values()
-            for slots in each:
-                self._check_there(version, slots)
+        with _Among(self._gathers, self._changed):
+            last = None
+            for slots in places:
+                if slots is not last:
+                    self._check_there(version, slots)
+                last = slots
             return [self._rows(number, slots) for number, slots in enumerate(places)]
 
     def _let_gathers_end(self) -> None:
@@ -125,9 +113,8 @@ class Live:
         writes, rows = self._lock is not None, self.table.take(number, slots)
         if not writes:
             self._restore(number, slots, rows)
-        beyond = slots >= self._filled  # zeros, and what a crash has left
-        if beyond.any():
-            rows[beyond] = 0
+        if slots.size and slots.max() >= self._filled:  # zeros, and what a crash has left
+            rows[slots >= self._filled] = 0
         return rows
 
     def _restore(self, number: int, slots: np.ndarray, rows: np.ndarray) -> None:
@@ -215,7 +202,7 @@ class Live:
         if start == stop:
             return memoryview(b"")
         slots = np.arange(start // width, -(-stop // width))
-        with self._among(self._gathers):
+        with _Among(self._gathers, self._changed):
             self._check_there(version, slots)
             rows = self._rows(number, slots).reshape(-1)
         offset = int(slots[0]) * width
@@ -494,6 +481,24 @@ class Live:
         self._mine = self._log(generation, writable=True)
         self._let_gathers_end()  # some began when this one did not write
         self._logs = []
+
+
+class _Among:
+    """A time that somebody spends in a group."""
+
+    __slots__ = ("_changed", "_group", "_me")
+
+    def __init__(self, group: set[object], changed: threading.Condition) -> None:
+        self._group, self._changed, self._me = group, changed, object()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._group.add(self._me)
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._group.discard(self._me)
+            self._changed.notify_all()
 
 
 def _forget(path: str, newest: int) -> None:

@@ -8,6 +8,7 @@ disk is an error and what was written is no memory of this process.
 import contextlib
 import dataclasses
 import itertools
+import math
 import mmap
 import os
 import weakref
@@ -16,12 +17,12 @@ from urllib.parse import quote
 
 import numpy as np
 
-from jrb.disk import files, threads
+from jrb.disk import files
 from jrb.disk.errors import DamagedError
 
 SMALLEST, MOST = 1 << 16, 4096
-LARGE = 1 << 19
-"""Bytes of a gather that two threads share."""
+SMALL = 1 << 17
+"""Bytes of a gather below which another copy does not matter."""
 
 _RESERVED = ("blocks", "undo", "lock", "manifest.json", "manifest.json.new")
 _ALIGNMENT = 64  # bytes; where XLA takes memory without a copy
@@ -90,15 +91,10 @@ class Table:
 
     def take(self, number: int, slots: np.ndarray) -> np.ndarray:
         """Rows of a column, uint8 `[B, width]`, at slots `[B]`, all in range."""
-        rows = aligned((len(slots), self.columns[number].width))
-        if rows.nbytes < LARGE or len(slots) < 2:
-            return np.take(self.rows[number], slots, axis=0, out=rows, mode="clip")
-        half, whole = len(slots) // 2, self.rows[number]
-        threads.both(
-            lambda: np.take(whole, slots[:half], axis=0, out=rows[:half], mode="clip"),
-            lambda: np.take(whole, slots[half:], axis=0, out=rows[half:], mode="clip"),
-        )
-        return rows
+        whole, width = self.rows[number], self.columns[number].width
+        if len(slots) * width < SMALL:
+            return whole[slots]
+        return np.take(whole, slots, axis=0, out=aligned((len(slots), width)), mode="clip")
 
     def put(self, number: int, slots: np.ndarray, rows: np.ndarray) -> None:
         """Writes rows, uint8 `[B, width]`, at slots `[B]`.
@@ -193,7 +189,7 @@ def runs(slots: np.ndarray) -> list[tuple[int, int]]:
 
 def aligned(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
     """An empty array where XLA takes it without a copy."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return memory[first : first + size].view(dtype).reshape(shape)

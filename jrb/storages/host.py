@@ -73,17 +73,18 @@ class Host:
     def take(self, version: Any, places: list[Any]) -> list[np.ndarray]:
         """The leaves at slots of any shape, one array of slots for each; zeros at -1."""
         flat = {id(slots): np.asarray(slots).reshape(-1) for slots in places}
-        kept = {name: np.flatnonzero(slots >= 0) for name, slots in flat.items()}
-        some = {name: slots[kept[name]] for name, slots in flat.items()}
-        rows = self.live.take(number(version), [some[id(slots)] for slots in places])
-        rows = [
-            leaf if len(leaf) == slots.size else _spread(leaf, kept[id(slots)], slots.size)
-            for leaf, slots in zip(rows, places, strict=True)
-        ]
-        return [
-            leaf.view(spec.dtype).reshape(*np.shape(slots), *spec.shape)
-            for leaf, spec, slots in zip(rows, self._raw, places, strict=True)
-        ]
+        kept = dict(flat)
+        for name, slots in flat.items():
+            if slots.size and slots.min() < 0:
+                kept[name] = slots[slots >= 0]
+        rows = self.live.take(number(version), [kept[id(slots)] for slots in places])
+        found = []
+        for leaf, spec, slots in zip(rows, self._raw, places, strict=True):
+            every = flat[id(slots)]
+            if len(leaf) < len(every):
+                leaf = _spread(leaf, every >= 0)
+            found.append(leaf.view(spec.dtype).reshape(*slots.shape, *spec.shape))
+        return found
 
     def fetch(self, version: Any, places: list[Any], device: Any = None) -> Item:
         """The items at slots of any shape, on a device; None for the default one."""
@@ -205,10 +206,10 @@ def words(version: int) -> np.ndarray:
     return np.array([version >> 32, version & 0xFFFFFFFF], np.uint32)
 
 
-def _spread(rows: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
-    """So many rows, these ones at their places, the others zero."""
-    whole = np.zeros((count, rows.shape[1]), np.uint8)
-    whole[at] = rows
+def _spread(rows: np.ndarray, here: np.ndarray) -> np.ndarray:
+    """A row for each place, these ones where they are, zeros elsewhere."""
+    whole = np.zeros((len(here), rows.shape[1]), np.uint8)
+    whole[here] = rows
     return whole
 
 

@@ -123,11 +123,6 @@ class MemmapStorage:
         each = [at] * len(state.host.names) if places is None else places.each(np.asarray)
         return state.host.fetch(state.version, each, host.device_of(slots))
 
-    def emptied(self, state: Hosted, inner: Any) -> Hosted:
-        """The same rows: what they hold is not looked at again."""
-        del inner
-        return state
-
     # Inside jit.
 
     def write(

@@ -1,5 +1,6 @@
 """All rows on the host, the newest ones on the device too."""
 
+import functools
 import os
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -47,21 +48,6 @@ class Spilled:
     def capacity(self) -> int:
         """N."""
         return self.hosted.capacity
-
-
-@pytree.state
-class Merging:
-    """Hot rows, and cold ones that were fetched for a batch.
-
-    Attributes:
-        hot: the newest rows.
-        cold: for each leaf, rows `[K, ...]`.
-        at: for each leaf, int32 `[K]`, where in the batch they belong; its size for nowhere.
-    """
-
-    hot: Hot
-    cold: tuple[Any, ...]
-    at: tuple[Any, ...]
 
 
 @pytree.component
@@ -112,46 +98,55 @@ class HotRing:
         return row * ring.envs + slots % ring.envs, here
 
     def locate(self, ring: Ring, state: Hot, held: Held, where: list[jax.Array]) -> Places:
-        """The slots at which leaves are read, and which of them are hot."""
-        return places(where, lambda slots: (slots, self.where(ring, state, held, slots)[1]))
+        """The slots at which leaves are read, their places among the hot rows, and which are."""
+        return places(where, lambda slots: (slots, *self.where(ring, state, held, slots)))
 
-    def read(self, ring: Ring, state: Merging, held: Held, where: Where, keys: Keys) -> Item:
-        """Hot rows, and those that were fetched in their places."""
-        del keys
-        leaves, structure = jax.tree.flatten(state.hot.items)
-        names = pytree.leaf_names(state.hot.items)
-        read = []
-        for name, leaf, cold, at in zip(names, leaves, state.cold, state.at, strict=True):
-            slots = where(name)
-            row, _ = self.where(ring, state.hot, held, slots.reshape(-1))
-            merged = rows.get(leaf, row).at[at].set(cold, mode="drop")
-            read.append(merged.reshape(*slots.shape, *leaf.shape[1:]))
-        return jax.tree.unflatten(structure, read)
+    def read(self, ring: Ring, state: Any, held: Held, where: Where, keys: Keys) -> Item:
+        """The state itself: what was fetched."""
+        del ring, held, where, keys
+        return state
 
     def reset(self, ring: Ring, state: Hot, token: jax.Array) -> Hot:
         """No rows."""
         del token
         return state.replace(clock=self.ring(ring).emptied(state.clock))  # pyright: ignore
 
-    def hold(self, state: Any, token: jax.Array) -> Any:
+    def hold(self, state: Hot, token: jax.Array) -> Hot:
         """The same, its cursor not known before the token."""
-        if not isinstance(state, Hot):
-            return state
         clock = state.clock.replace(cursor=state.clock.cursor + token)  # pyright: ignore
         return state.replace(clock=clock)  # pyright: ignore
+
+
+@jax.jit
+def _gathered(leaves: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
+    """Rows of each leaf, one after the other."""
+    return [rows.get(leaf, row.reshape(-1)) for leaf, row in zip(leaves, at, strict=True)]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _merged(
+    hot: list[jax.Array], cold: list[jax.Array], at: list[jax.Array], like: list[jax.Array]
+) -> list[jax.Array]:
+    """Rows into which others are put, in the shapes of `like`."""
+    found = []
+    for warm, rest, start, slots in zip(hot, cold, at, like, strict=True):
+        row = rows.put_blocks(warm, start, rest[:, None]) if start.size else warm
+        found.append(row.reshape(*slots.shape, *row.shape[1:]))
+    return found
 
 
 def _cold(slots: np.ndarray, hot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The slots that are not hot, and where in the batch they stand.
 
-    In few lengths, so that little is compiled: none, or an eighth of the batch times a power of 2.
+    In few lengths, so that little is compiled: none, or an eighth of the batch and then half more,
+    again and again.
     """
     flat, cold = slots.reshape(-1), np.flatnonzero(~hot.reshape(-1))
     if not len(cold):
         return flat[:0], cold.astype(np.int32)
     length = -(-len(flat) // 8)
     while length < len(cold):
-        length *= 2
+        length += -(-length // 2)
     at = np.full(min(length, len(flat)), len(flat), np.int32)
     at[: len(cold)] = cold
     return flat[np.where(at < len(flat), at, cold[0])], at
@@ -257,19 +252,17 @@ class SpillStorage:
         """Those of the leaves."""
         return state.hosted.host.names
 
-    def fetch(self, state: Spilled, slots: jax.Array, places: Places) -> Merging:
-        """The hot rows, and those of the others that a batch needs."""
-        chosen = [_cold(np.asarray(slots), np.asarray(hot)) for slots, hot in places.found]
-        at = [chosen[index] for index in places.index]
-        cold = state.hosted.host.fetch(
-            state.hosted.version, [one for one, _ in at], host.device_of(slots)
-        )
-        leaves = tuple(jax.tree.leaves(cold))
-        return Merging(hot=state.hot, cold=leaves, at=tuple(place for _, place in at))
-
-    def emptied(self, state: Spilled, inner: Hot) -> Spilled:
-        """No hot rows."""
-        return Spilled(hot=inner, hosted=state.hosted)
+    def fetch(self, state: Spilled, slots: jax.Array, places: Places) -> Item:
+        """The items there: hot ones on the device, which the host does not wait for."""
+        del slots
+        host_ = state.hosted.host
+        each = places.each(lambda one: one)
+        hot = _gathered(jax.tree.leaves(state.hot.items), [row for _, row, _ in each])
+        at = places.each(lambda one: _cold(np.asarray(one[0]), np.asarray(one[2])))
+        cold = host_.items(host_.take(state.hosted.version, [slots for slots, _ in at]))
+        leaves, structure = jax.tree.flatten(cold)
+        merged = _merged(hot, leaves, [place for _, place in at], [one for one, *_ in each])
+        return jax.tree.unflatten(structure, merged)
 
     # Inside jit.
 
