@@ -193,7 +193,7 @@ class ReplayBuffer:
             ValueError: there is nothing to draw (only outside `jit`; inside, `mask` is False and
                 `weights` is 0), or no batch size.
         """
-        return self.draw(state, key, batch_size, beta)[1]
+        return self._drawn(state, key, batch_size, beta)[1]
 
     def draw(
         self,
@@ -219,6 +219,11 @@ class ReplayBuffer:
         Raises:
             ValueError: as for `sample`.
         """
+        after, sample = self._drawn(state, key, batch_size, beta)
+        return outside.after_draw(state, after), sample
+
+    def _drawn(self, state: BufferState, key: jax.Array, batch_size: Any, beta: Any) -> Any:
+        """What a draw leaves behind (see `jrb.outside.draw`), and a sample."""
         batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError(

@@ -119,7 +119,7 @@ def _finish(buffer: Any, state: BufferState, draw: Draw, key: jax.Array) -> Samp
     """Storage, unit and transforms."""
     held, look = _look(buffer, state, draw.slots, draw.mask, key)
     data, info = _read_at(buffer, state, held, look, key)
-    return _sample(buffer, state, draw, data, look.mask, info)
+    return Sample(data=data, **_fields(buffer, state, draw, look.mask, info))
 
 
 def _read_at(
@@ -131,18 +131,18 @@ def _read_at(
     return run.outward(buffer.transforms, data, look.mask, key, buffer.keys), info
 
 
-def _sample(
-    buffer: Any, state: BufferState, draw: Draw, data: Any, mask: jax.Array, info: Any
-) -> Sample:
-    return Sample(
-        data=data,
-        indices=draw.slots,
-        probabilities=draw.probabilities,
-        weights=draw.weights,
-        mask=mask,
-        info=info,
-        stamp=buffer.writer.stamp(buffer.ring, state.writer, draw.slots),
-    )
+def _fields(
+    buffer: Any, state: BufferState, draw: Draw, mask: jax.Array, info: Any
+) -> dict[str, Any]:
+    """The fields of a sample but its data."""
+    return {
+        "indices": draw.slots,
+        "probabilities": draw.probabilities,
+        "weights": draw.weights,
+        "mask": mask,
+        "info": info,
+        "stamp": buffer.writer.stamp(buffer.ring, state.writer, draw.slots),
+    }
 
 
 @functools.partial(jax.jit, static_argnames=("batch_size", "names"))
@@ -153,17 +153,17 @@ def choose(
     batch_size: int,
     beta: jax.Array | None,
     names: tuple[str, ...] | None,
-) -> tuple[Any, Sample, tuple[jax.Array, Any] | None]:
+) -> tuple[Any, dict[str, Any], tuple[jax.Array, Any] | None]:
     """The first half of a draw from a storage on the host.
 
     Returns:
-        The sampler's state; the sample without data; and what `finish` and the storage need to
-        know: which anchors were drawn, and the places at which the leaves with these names are
-        read. None for the last without names, where they are all read at the anchors.
+        The sampler's state; the fields of the sample but data; and what `finish` and the storage
+        need to know: which anchors were drawn, and the places at which the leaves with these names
+        are read. None for the last without names, where they are all read at the anchors.
     """
     sampler, drawn = _choose(buffer, state, key, batch_size, beta)
     held, look = _look(buffer, state, drawn.slots, drawn.mask, key)
-    sample = _sample(buffer, state, drawn, None, look.mask, look.info)
+    sample = _fields(buffer, state, drawn, look.mask, look.info)
     if names is None:
         return sampler, sample, None
     where = [look.where(name) for name in names]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import checks, compiled, pytree
-from jrb.state import BufferState
+from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
 from jrb.storages.elsewhere import Elsewhere
 from jrb.storages.host import Hosted
@@ -174,7 +174,7 @@ def _rows(buffer: Any, items: Any, verb: str) -> list[list[Any]]:
 
 
 def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) -> tuple[Any, Any]:
-    """The state, and a sample.
+    """The sampler's state, or that of the whole buffer inside `jit`, and a sample.
 
     Raises:
         ValueError: outside `jit`, there is nothing to draw.
@@ -186,8 +186,12 @@ def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) ->
         return compiled.draw(buffer, state, key, batch_size, beta)
     if not drawable:
         raise _nothing(buffer, state)
-    sampler, sample = compiled.sample(buffer, state, key, batch_size, beta)
-    return state.replace(sampler=sampler), sample
+    return compiled.sample(buffer, state, key, batch_size, beta)
+
+
+def after_draw(state: Any, drawn: Any) -> Any:
+    """The state after a draw."""
+    return drawn if isinstance(drawn, BufferState) else state.replace(sampler=drawn)
 
 
 def _draw_outside(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) -> Any:
@@ -196,22 +200,19 @@ def _draw_outside(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta
     at_anchors = plain and isinstance(inner.storage, Elsewhere)
     names = None if at_anchors else buffer.storage.names(state.storage)
     with buffer.storage.drawing(state.storage):
-        sampler, sample, rest = compiled.choose(inner, lowered, key, batch_size, beta, names)
-        if _is_inside(buffer, sample.mask):
+        sampler, fields, rest = compiled.choose(inner, lowered, key, batch_size, beta, names)
+        if _is_inside(buffer, fields["mask"]):
             return compiled.draw(buffer, state, key, batch_size, beta)
-        mask, places = (sample.mask, None) if rest is None else rest
+        mask, places = (fields["mask"], None) if rest is None else rest
         if not np.asarray(mask).any():
             raise _nothing(buffer, state)
-        fetched = buffer.storage.fetch(state.storage, sample.indices, places)
+        data = buffer.storage.fetch(state.storage, fields["indices"], places)
     if of_objects(buffer):
-        sample = sample.replace(data=_collated(buffer, fetched, sample.mask, key))
-    elif plain:
-        sample = sample.replace(data=fetched)
-    else:
-        lowered = lowered.replace(storage=fetched)
-        data, info = compiled.finish(inner, lowered, sample.indices, mask, key)
-        sample = sample.replace(data=data, info=info)
-    return state.replace(sampler=sampler), sample
+        data = _collated(buffer, data, fields["mask"], key)
+    elif not plain:
+        lowered = lowered.replace(storage=data)
+        data, fields["info"] = compiled.finish(inner, lowered, fields["indices"], mask, key)
+    return sampler, Sample(data=data, **fields)
 
 
 def ready(buffer: Any, state: Any, batch_size: int | None) -> jax.Array:

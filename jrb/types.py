@@ -192,6 +192,9 @@ class Writer(Protocol):
 class Storage(Protocol):
     """Puts rows at slots, gets rows at slots.
 
+    One that keeps items on the host says so by `on_host = True`, and has, besides, the methods by
+    which verbs outside `jit` reach it between jitted parts: see `MemmapStorage`.
+
     One may have `slotted(state)`, the arrays `[N or more, ...]` whose row s is changed only when
     slot s is written, for all s below N: a checkpoint then looks only there for what is new.
     """

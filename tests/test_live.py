@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from jrb.disk import files, manifest, opening
+from jrb.disk import files, manifest, opening, past
 from jrb.disk.errors import DamagedError
 from jrb.disk.table import Column
 from tests import lives
@@ -298,7 +298,7 @@ def test_a_chunk_that_could_not_be_synced_is_written_again(tmp_path, hooked):
 
 
 def test_a_reader_of_many_generations_has_few_files_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(lives.live, "FEW", 4)
+    monkeypatch.setattr(past, "FEW", 4)
     path = str(tmp_path / "store")
     ring = lives.prepared(path, 75)
     reader = lives.opened(path)
@@ -306,4 +306,4 @@ def test_a_reader_of_many_generations_has_few_files_open(tmp_path, monkeypatch):
         ring.write(number % 7)
         ring.commit()
         assert lives.content(reader) == 75
-        assert len(reader.store._logs) <= 5
+        assert len(reader.store._past._later) <= 4

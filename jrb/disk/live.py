@@ -26,14 +26,12 @@ from jrb.disk import files, manifest, store, table, undo
 from jrb.disk.blocks import Source, bounds
 from jrb.disk.errors import LockedError, StaleError
 from jrb.disk.manifest import Body
+from jrb.disk.past import Past
 from jrb.disk.table import Column, Table
 from jrb.disk.threads import share
 
 CHUNK = 16 << 20
 """Bytes of the largest chunk of an undo log that is written at once."""
-
-FEW = 32
-"""Logs that a reader has open."""
 
 _FIRST = 1 << 20  # bytes of the first one
 
@@ -51,7 +49,9 @@ class Live:
         version: the number of the last write.
     """
 
-    def __init__(self, path: str, rows: Table, body: Body, lock: int | None) -> None:
+    def __init__(
+        self, path: str, rows: Table, body: Body, lock: int | None = None, past: Past | None = None
+    ) -> None:
         self.path, self.table = path, rows
         self.generation: int = body["generation"]
         self._held: int = body["table"]["held"]
@@ -60,10 +60,8 @@ class Live:
         self._dirty = [np.zeros(_count(rows, column), bool) for column in rows.columns]
         self._kept = np.zeros(rows.capacity, bool)
         self._ahead = _FIRST
-        self._mine: undo.Log | None = None  # for what this one overwrites
-        self._logs: list[undo.Log] = []  # of what others do
-        self._folded: undo.Log | None = None
-        self._next = self.generation
+        self._log: undo.Log | None = None  # for what this one overwrites
+        self._past = past  # of what others do
         self._lock = lock
         self.version = self._done = 0
         self._written = np.zeros(rows.capacity, np.int64)
@@ -73,7 +71,6 @@ class Live:
         self._gathers: set[object] = set()
         self._changed = threading.Condition()
         self._turn = threading.RLock()
-        self._reading = threading.Lock()
         self._unlock: Any = None if lock is None else _unlocking(self, lock)
 
     # Reading.
@@ -110,70 +107,20 @@ class Live:
         self._wait_for(newest)
 
     def _rows(self, number: int, slots: np.ndarray) -> np.ndarray:
-        writes, rows = self._lock is not None, self.table.take(number, slots)
-        if not writes:
-            self._restore(number, slots, rows)
+        past, rows = self._past, self.table.take(number, slots)
+        if past is not None:
+            past.restore(number, slots, rows)
         if slots.size and slots.max() >= self._filled:  # zeros, and what a crash has left
             rows[slots >= self._filled] = 0
         return rows
-
-    def _restore(self, number: int, slots: np.ndarray, rows: np.ndarray) -> None:
-        """Puts rows that a writer has overwritten since this generation back into their places."""
-        open_ = np.ones(len(slots), bool)
-        for log in self._current_logs():
-            entries = log.find(slots)
-            here = open_ & (entries >= 0)
-            rows[here] = log.rows(number, entries[here])
-            open_ &= ~here
-
-    def _current_logs(self) -> list[undo.Log]:
-        """All logs since this generation, its own first, with what writers have added."""
-        with self._reading:
-            with contextlib.suppress(FileNotFoundError):
-                while True:
-                    self._logs.append(self._log(self._next, writable=False))
-                    self._next += 1
-            for log in self._logs:
-                log.refresh()
-            if self._logs[0].is_removed:
-                raise _stale(self.path)
-            if len(self._logs) > FEW:
-                self._fold()
-            return [*self._logs[:1], *([self._folded] if self._folded else []), *self._logs[1:]]
-
-    def _fold(self) -> None:
-        """Puts logs that grow no more into one, so that few files are open."""
-        folded = self._folded or undo.private(self._widths, self.table.capacity)
-        for log in self._logs[1:-1]:
-            slots = log.slots()
-            slots = slots[(folded.find(slots) < 0) & (self._logs[0].find(slots) < 0)]
-            entries = log.find(slots)
-            if len(slots):
-                folded.append(slots, [log.rows(n, entries) for n in range(len(self._widths))])
-        self._logs[1:-1], self._folded = [], folded
 
     @property
     def _widths(self) -> tuple[int, ...]:
         return tuple(column.width for column in self.table.columns)
 
-    def _log(self, generation: int, writable: bool) -> undo.Log:
-        path = undo.path_of(self.path, generation)
-        return undo.Log(path, self._widths, self.table.capacity, writable)
-
-    def hold(self) -> None:
-        """Keeps the log of this generation, and all later ones, from being removed.
-
-        Raises:
-            FileNotFoundError: it was removed already.
-        """
-        while True:
-            log = self._log(self.generation, writable=False)
-            if files.share_lock(log.file):
-                break
-        if log.is_removed:
-            raise FileNotFoundError(log.path)
-        self._logs.append(log)
-        self._next = self.generation + 1
+    def _open_log(self) -> undo.Log:
+        path = undo.path_of(self.path, self.generation)
+        return undo.Log(path, self._widths, self.table.capacity, writable=True)
 
     def sums(self, number: int) -> np.ndarray:
         """The checksums of a column's blocks, uint32."""
@@ -299,7 +246,7 @@ class Live:
         wanted = wanted[~self._kept[wanted]]
         if not len(wanted):
             return
-        log, each = self._mine, max(sum(self._widths), 1)
+        log, each = self._log, max(sum(self._widths), 1)
         if log is None:
             raise LockedError(f"{self.path}: expected a store that writes.")
         following = (int(wanted[-1]) + 1 + np.arange(self._ahead // each)) % self._held
@@ -357,7 +304,7 @@ class Live:
     def _begin(self, lock: int) -> None:
         """Undoes what a crash has left."""
         rows = Table(self.path, self.table.columns, self.table.capacity, writable=True)
-        log = self._log(self.generation, writable=True)
+        log = self._open_log()
         log.refresh()
         slots = np.unique(log.slots())
         if len(slots):
@@ -367,13 +314,14 @@ class Live:
         if len(slots):
             rows.sync(list(range(len(rows.columns))))
         self._kept[slots] = True
-        self.table, self._mine, self._lock = rows, log, lock
+        self.table, self._log, self._lock = rows, log, lock
+        self._past = None
         self._unlock = _unlocking(self, lock)
 
     def oust(self) -> int:
         """Gives the lock to another that is opened in the same process; this one is of no use."""
         with self._turn:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._wait_for(self.version)
             lock, self._ousted = self._lock, True
             self._let_gathers_end()
@@ -478,9 +426,7 @@ class Live:
         self._ahead = _FIRST
         for dirty in self._dirty:
             dirty[:] = False
-        self._mine = self._log(generation, writable=True)
-        self._let_gathers_end()  # some began when this one did not write
-        self._logs = []
+        self._log = self._open_log()
 
 
 class _Among:

@@ -12,6 +12,7 @@ from jrb.disk import files, manifest, store, table, undo
 from jrb.disk.errors import DamagedError
 from jrb.disk.live import Live, entry_of, writing
 from jrb.disk.manifest import Body
+from jrb.disk.past import Past
 from jrb.disk.table import Column, Table
 from jrb.disk.threads import share
 
@@ -111,14 +112,15 @@ def reopen(path: str, body: Body) -> Live:
 
 def open_unchecked(path: str, body: Body) -> Live:
     """The same without a look at the rows."""
-    entry = body["table"]
-    live = Live(path, Table(path, _columns(body), entry["capacity"], writable=False), body, None)
+    columns, capacity = _columns(body), body["table"]["capacity"]
+    rows = Table(path, columns, capacity, writable=False)
+    widths = tuple(column.width for column in columns)
     try:
-        live.hold()
+        past = Past(path, body["generation"], widths, capacity)
     except FileNotFoundError:
         name = undo.path_of(path, body["generation"])
         raise DamagedError(f"{name}: expected a file, found none.") from None
-    return live
+    return Live(path, rows, body, past=past)
 
 
 def damages(path: str, body: Body) -> list[str]:
