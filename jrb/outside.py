@@ -182,7 +182,8 @@ def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) ->
     check_state(buffer, state)
     if not _is_inside(buffer, key, state.storage):  # what else is traced shows later
         return _draw_outside(buffer, state, key, batch_size, beta)
-    if _is_traced(state, key, drawable := ready(buffer, state, batch_size)):
+    drawable = None if _is_traced(state, key) else ready(buffer, state, batch_size)
+    if drawable is None or _is_traced(drawable):
         return compiled.draw(buffer, state, key, batch_size, beta)
     if not drawable:
         raise _nothing(buffer, state)

@@ -70,7 +70,6 @@ def same(one, other):
 CASES = [
     ("memmap", "transition", None),
     ("memmap", "sequence", 2),
-    ("spill", "transition", None),
     ("spill", "stack", 2),
     ("spill all", "n-step", 2),
 ]
@@ -83,9 +82,9 @@ def test_draws_are_those_of_the_device(storage, unit, envs):
     plain = jrb.ReplayBuffer(**parts)
     other = jrb.ReplayBuffer(storage=STORAGES[storage](), **parts)
     state, hosted = plain.init(EXAMPLE), other.init(EXAMPLE)
-    for number, time in enumerate([1, 2, 4, 1, 3, 20, 2]):
+    for number, time in enumerate([1, 4, 1, 4, 4, 20, 1]):
         rows = steps(number, time, envs)
-        mask = jnp.arange(time) % 3 != 2 if number % 2 else None
+        mask = jnp.arange(time) % 3 != 2 if time == 4 else None
         state, hosted = plain.extend(state, rows, mask), other.extend(hosted, rows, mask)
         if not bool(plain.can_sample(state)):
             continue

@@ -149,7 +149,7 @@ def check(unit, expected, rings, data):
 
 
 def random_streams(test):
-    return hypothesis.settings(max_examples=20)(hypothesis.given(data=st.data())(test))
+    return hypothesis.settings(max_examples=14)(hypothesis.given(data=st.data())(test))
 
 
 def n_step(n, discount, strict):
@@ -176,8 +176,9 @@ def n_step(n, discount, strict):
     return expected
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(("n", "discount"), [(1, 0.5), (3, 0.5)])
+@pytest.mark.parametrize(
+    ("n", "discount", "strict"), [(1, 0.5, False), (3, 0.5, False), (3, 0.5, True)]
+)
 @random_streams
 def test_n_step(n, discount, strict, data):
     unit = jrb.NStep(n, discount, strict=strict)
@@ -206,7 +207,7 @@ def sequence(length, burn_in, short):
 
 @pytest.mark.parametrize(
     ("length", "burn_in", "short"),
-    [(1, 0, "drop"), (3, 0, "pad"), (3, 2, "drop"), (3, 2, "pad"), (1, 4, "pad")],
+    [(3, 0, "pad"), (3, 2, "drop"), (3, 2, "pad"), (1, 4, "pad")],
 )
 @random_streams
 def test_sequence(length, burn_in, short, data):
@@ -292,7 +293,7 @@ def test_windows_of_stacked_frames(short, data):
         assert drawn.data["action"][b, step] == entry["action"]
 
 
-@pytest.mark.parametrize(("length", "short"), [(1, "pad"), (3, "drop"), (3, "pad")])
+@pytest.mark.parametrize(("length", "short"), [(3, "drop"), (3, "pad")])
 @random_streams
 def test_every_episode_alike(length, short, data):
     rows, envs = data.draw(st.sampled_from([(length, 1), (length + 1, 2), (12, 3)]))

@@ -54,6 +54,10 @@ def save(
     last. That check looks at arrays above 16 MB here and there only: where you have changed a few
     bytes of rows that were saved before by hand, save to a new path.
 
+    Where `path` is that of the buffer's own storage on the host (`jrb.MemmapStorage`), this is a
+    commit: rows are in their files already, and it costs what changed. Elsewhere it writes all of
+    them.
+
     Args:
         path: of a folder, made if it is not there; with `layout="h5"` of a file.
         buffer: the description, a `ReplayBuffer` or a `Mix`.
@@ -88,7 +92,8 @@ def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
 
     What is to be written is copied to host memory before this returns: at first everything, later
     what changed. Then the state may be donated. If the save fails, the next call of `save`,
-    `save_async` or `load` with this path raises, and so does `wait`. A program that ends waits.
+    `save_async` or `load` with this path raises, and so does `wait`. A program that ends waits. A
+    commit of a storage on the host to its own path is over when this returns.
 
     Args:
         path: of a folder.
@@ -145,6 +150,10 @@ def load(
     device: Any = None,
 ) -> tuple[Any, Any]:
     """Loads what was saved: the next draws are, bit for bit, those of an uninterrupted run.
+
+    From the path of a storage on the host, that is opened, after a look at all of its rows; others
+    may write there meanwhile, and the first write from here takes their place when they are gone.
+    Items on the host from any other checkpoint go to a temporary store, or to that of `buffer`.
 
     Args:
         path: of a checkpoint, in either layout.
