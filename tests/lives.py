@@ -13,24 +13,18 @@ import resource
 import shutil
 import signal
 import sys
-import types
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if __name__ == "__main__":
+    import bare  # noqa: F401
 
-if __name__ == "__main__":  # the package without what its __init__ imports
-    package = types.ModuleType("jrb")
-    package.__path__ = [os.path.join(ROOT, "jrb")]
-    sys.modules["jrb"] = package
-    sys.path.insert(0, ROOT)
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from jrb.disk import files, live, manifest, opening, reading, threads  # noqa: E402
-from jrb.disk.behind import Behind  # noqa: E402
-from jrb.disk.blocks import Source  # noqa: E402
-from jrb.disk.errors import DamagedError, LockedError  # noqa: E402
-from jrb.disk.table import Column  # noqa: E402
-from tests.stores import At, crashed, operations  # noqa: E402
+from jrb.disk import files, live, manifest, opening, reading, threads
+from jrb.disk.behind import Behind
+from jrb.disk.blocks import Source
+from jrb.disk.errors import DamagedError, LockedError
+from jrb.disk.table import Column
+from tests.stores import At, crashed, operations
 
 CAPACITY = 60
 COLUMNS = (Column("x", ("uint8", (3000,)), 3000), Column("next/y", ("uint8", (4,)), 4))

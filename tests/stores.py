@@ -12,19 +12,14 @@ import shutil
 import signal
 import sys
 import threading
-import types
 import zlib
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if __name__ == "__main__":
+    import bare  # noqa: F401
 
-if __name__ == "__main__":  # the package without what its __init__ imports
-    package = types.ModuleType("jrb")
-    package.__path__ = [os.path.join(ROOT, "jrb")]
-    sys.modules["jrb"] = package
-
-from jrb.disk import files, manifest, reading, store, threads  # noqa: E402
-from jrb.disk.blocks import Source  # noqa: E402
-from jrb.disk.errors import DamagedError, LockedError  # noqa: E402
+from jrb.disk import files, manifest, reading, store, threads
+from jrb.disk.blocks import Source
+from jrb.disk.errors import DamagedError, LockedError
 
 SIZES = {"storage/a": 300_000, "storage/b": 70_000, "small": 8, "none": 0}
 

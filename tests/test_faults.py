@@ -1,9 +1,9 @@
 """What a checkpoint survives: killed processes, lost power, full disks, damaged files, rivals."""
 
 import errno
+import functools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -15,16 +15,9 @@ import jrb
 from jrb.disk import files, manifest, store
 from jrb.disk.errors import DamagedError, LockedError
 from tests import stores
+from tests.scenario import outcome_of
 
-SCRIPT = pathlib.Path(stores.__file__)
-
-
-def scenario(name, path, *rest):
-    """What a process without JAX found."""
-    command = [sys.executable, str(SCRIPT), name, str(path), *map(str, rest)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+scenario = functools.partial(outcome_of, stores)
 
 
 @pytest.mark.parametrize("name", stores.SAVES)
@@ -84,7 +77,7 @@ def test_a_reader_sees_one_save_while_another_process_writes(tmp_path):
 
 
 def test_a_second_writer_is_turned_away_until_the_first_is_killed(tmp_path):
-    command = [sys.executable, str(SCRIPT), "hold", str(tmp_path)]
+    command = [sys.executable, stores.__file__, "hold", str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout.readline() == b"locked\n"
         with pytest.raises(LockedError, match="holds the lock"):

@@ -1,29 +1,19 @@
 """What rows written in place survive: the table of faults, with tests/lives.py."""
 
 import errno
-import json
-import pathlib
-import subprocess
-import sys
+import functools
 import threading
 
 import numpy as np
 import pytest
 
 from jrb.disk import files, manifest, opening, past
-from jrb.disk.errors import DamagedError
+from jrb.disk.errors import DamagedError, StaleError
 from jrb.disk.table import Column
 from tests import lives
+from tests.scenario import outcome_of
 
-SCRIPT = pathlib.Path(lives.__file__)
-
-
-def scenario(name, path, *rest):
-    """What a process without JAX found."""
-    command = [sys.executable, str(SCRIPT), name, str(path), *map(str, rest)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+scenario = functools.partial(outcome_of, lives)
 
 
 def check(found, name):
@@ -307,3 +297,29 @@ def test_a_reader_of_many_generations_has_few_files_open(tmp_path, monkeypatch):
         ring.commit()
         assert lives.content(reader) == 75
         assert len(reader.store._past._later) <= 4
+
+
+def test_rows_that_a_failed_write_has_torn_are_not_committed(tmp_path, hooked):
+    ring = lives.prepared(str(tmp_path / "store"), 75)
+    written = []
+
+    def hook(operation, name, *rest):
+        if operation == "pwrite" and name.endswith(".bin"):
+            written.append(name)
+            if len(written) == 2:
+                raise OSError(errno.ENOSPC, "full")
+
+    hooked(hook)
+    with pytest.raises(OSError, match="full"):
+        ring.write(4)
+    hooked(None)
+    with pytest.raises(StaleError, match="half-written"):
+        ring.commit()
+    ring.write(1)  # fewer than before: the others are torn still
+    with pytest.raises(StaleError, match="half-written"):
+        ring.commit()
+    with pytest.raises(StaleError):
+        lives.content(ring)
+    ring.write(3)
+    ring.commit()
+    assert lives.content(lives.opened(str(tmp_path / "store"))) == 79

@@ -213,9 +213,9 @@ def share_lock(file: int) -> bool:
     return _try_lock(file, fcntl.LOCK_SH)
 
 
-def is_shared(file: int) -> bool:
-    """Whether somebody else has a lock of an open file."""
-    return not _try_lock(file, fcntl.LOCK_EX)
+def lock_alone(file: int) -> bool:
+    """Takes a lock of an open file that nobody else has; whether that was possible."""
+    return _try_lock(file, fcntl.LOCK_EX)
 
 
 def _try_lock(file: int, how: int) -> bool:

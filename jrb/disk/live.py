@@ -34,6 +34,7 @@ CHUNK = 16 << 20
 """Bytes of the largest chunk of an undo log that is written at once."""
 
 _FIRST = 1 << 20  # bytes of the first one
+_TORN = 1 << 62  # the version of a row that a write which failed has left half-written
 
 writing: "weakref.WeakValueDictionary[str, Live]" = weakref.WeakValueDictionary()
 """The stores that this process writes to, by their folders."""
@@ -65,6 +66,7 @@ class Live:
         self._lock = lock
         self.version = self._done = 0
         self._written = np.zeros(rows.capacity, np.int64)
+        self._torn = False  # whether some rows may be
         self._error: BaseException | None = None
         self._ousted = False
         self._draws: set[object] = set()
@@ -188,7 +190,11 @@ class Live:
             self.check_newest(version)
             self._keep(slots)
             version = self.claim(version, slots, patient, advance=False)
-            self.apply(slots, rows)
+            try:
+                self.apply(slots, rows)
+            except BaseException:
+                self._written[slots], self._torn = _TORN, True
+                raise
             self.version = self._done = version
             return version
 
@@ -215,6 +221,15 @@ class Live:
                 f"{self.path}: expected the newest state, got one that has been written to before. "
                 "States share their rows on the host: go on with the state that the last write "
                 "returned, or the one that was loaded last."
+            )
+
+    def _check_untorn(self) -> None:
+        self._torn = self._torn and bool((self._written == _TORN).any())
+        if self._torn:
+            raise StaleError(
+                f"{self.path}: expected whole rows, found some that a write which failed has left "
+                "half-written. Make that write again, or load the path to go on from what was "
+                "saved last."
             )
 
     def apply(self, slots: np.ndarray, rows: list[np.ndarray]) -> None:
@@ -374,14 +389,14 @@ class Live:
             sources: its other arrays.
 
         Raises:
-            StaleError: the state is not the newest one.
+            StaleError: the state is not the newest one, or a write failed and was not made again.
             LockedError: another process writes.
             OSError: the disk is full or broken; what was saved before is still there.
         """
         with self._turn:
             self.own()
-            self.check_newest(version)
-            self._wait_for(version)
+            self.settle(version)
+            self._check_untorn()
             columns = self.table.columns
             self.table.sync([n for n in range(len(columns)) if self._dirty[n].any()])
             sums = self._new_sums()
@@ -455,7 +470,7 @@ def _forget(path: str, newest: int) -> None:
         name = undo.path_of(path, number)
         file = files.open_to_read(name)
         try:
-            if files.is_shared(file):
+            if not files.lock_alone(file):
                 return
             files.remove(name)  # while nobody else can begin to share it
         finally:
