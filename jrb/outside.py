@@ -18,7 +18,7 @@ from jrb import checks, compiled, pytree
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
 from jrb.storages.elsewhere import Elsewhere
-from jrb.storages.host import Hosted
+from jrb.storages.host import VERSION, Hosted
 from jrb.storages.objects import Objects, refusal
 from jrb.storages.spill import Spilled
 from jrb.transforms import run
@@ -123,11 +123,7 @@ def nbytes(buffer: Any, spec: Any) -> int:
     if not on_host(buffer):
         return pytree.nbytes(jax.eval_shape(lambda: compiled.blank(buffer, spec)))
     inner = pytree.nbytes(jax.eval_shape(lambda: compiled.blank(bare(buffer), spec)))
-    return inner + VERSION_BYTES + sum(buffer.storage.nbytes(buffer.ring, spec).values())
-
-
-VERSION_BYTES = 8
-"""Bytes of the number by which a state knows its rows on the host."""
+    return inner + pytree.nbytes(VERSION) + sum(buffer.storage.nbytes(buffer.ring, spec).values())
 
 
 def write(buffer: Any, state: Any, items: Any, mask: Any, cuts: Any = None) -> Any:

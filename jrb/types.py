@@ -193,7 +193,8 @@ class Storage(Protocol):
     """Puts rows at slots, gets rows at slots.
 
     One that keeps items on the host says so by `on_host = True`, and has, besides, the methods by
-    which verbs outside `jit` reach it between jitted parts: see `MemmapStorage`.
+    which verbs outside `jit` reach it between jitted parts: see `MemmapStorage`. One whose items
+    are no arrays has `of_objects = True`, one that needs rows in order of time `in_time = True`.
 
     One may have `slotted(state)`, the arrays `[N or more, ...]` whose row s is changed only when
     slot s is written, for all s below N: a checkpoint then looks only there for what is new.

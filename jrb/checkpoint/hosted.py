@@ -11,7 +11,6 @@ import numpy as np
 from jrb import outside, prng
 from jrb.mix import Mix
 from jrb.storages.host import Host, Hosted, number
-from jrb.storages.spill import Spilled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +63,12 @@ def of(buffer: Any, state: Any) -> Hosted:
         ValueError: it is no state of this buffer.
     """
     found = getattr(state, "storage", None)
-    if not isinstance(found, Hosted | Spilled):
+    if not isinstance(found, buffer.storage.state_type):
         raise ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
         )
-    return found.hosted if isinstance(found, Spilled) else found
+    return buffer.storage.hosted(found)
 
 
 def leaves(hosted: Hosted) -> Any:
@@ -109,9 +108,10 @@ def exported(buffer: Any, state: Any) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def reading(buffer: Any, state: Any) -> Iterator[None]:
     """A time during which no thread overwrites rows."""
-    parts = (
-        zip(buffer.buffers, state, strict=False) if isinstance(buffer, Mix) else [(buffer, state)]
-    )
+    parts = [(buffer, state)]
+    if isinstance(buffer, Mix):
+        states = state if isinstance(state, tuple) else ()
+        parts = list(zip(buffer.buffers, states, strict=False))  # others say what is missing
     with contextlib.ExitStack() as stack:
         for part, its in parts:
             if is_hosted(part):

@@ -150,21 +150,21 @@ def columns(spec: Item) -> tuple[Column, ...]:
     Raises:
         ValueError: names of leaves that cannot be told apart as files, or are too long.
     """
-    found, files = [], {"": ""}
+    found, files = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         raw = prng.raw_spec(leaf)
         kind = (str(leaf.dtype), tuple(leaf.shape))
         name = "/".join(map(_part, path)) if path else "."
         found.append(Column(name, kind, raw.size * raw.dtype.itemsize))
         file = found[-1].file
-        taken = [other for other in files if f"{other}/".startswith(f"{file}/")]
-        taken += [other for other in files if other and file.startswith(f"{other}/")]
+        inside = lambda one, other: f"{one}/".startswith(f"{other}/")
+        taken = [other for other in files if inside(file, other) or inside(other, file)]
         if taken or max(map(len, file.split("/"))) > 250:
             raise ValueError(
                 f"init: leaf '{pytree.leaf_name(path)}': expected a name that no other leaf has, "
                 f"and that a file can have, got {file[:80]!r}. Rename it."
             )
-        files[file] = name
+        files.append(file)
     return tuple(found)
 
 

@@ -52,17 +52,13 @@ class MemmapStorage:
 
     path: str | os.PathLike[str] | None = None
     prealloc: bool = True
+    on_host: ClassVar[bool] = True
     state_type: ClassVar[type] = Hosted
     unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", host.checked_path("MemmapStorage", self.path))
         checks.flag("prealloc", self.prealloc)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether verbs outside `jit` reach the items between jitted parts."""
-        return True
 
     @property
     def inner(self) -> Elsewhere:

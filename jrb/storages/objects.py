@@ -73,17 +73,9 @@ class ListStorage:
     """
 
     collate: Callable[[list[Any]], Any] | None = None
+    on_host: ClassVar[bool] = True
+    of_objects: ClassVar[bool] = True
     state_type: ClassVar[type] = Objects
-
-    @property
-    def on_host(self) -> bool:
-        """Whether verbs outside `jit` reach the items between jitted parts."""
-        return True
-
-    @property
-    def of_objects(self) -> bool:
-        """Whether items are no arrays, and verbs work outside `jit` only."""
-        return True
 
     @property
     def inner(self) -> Elsewhere:

@@ -170,6 +170,8 @@ class SpillStorage:
     path: str | os.PathLike[str] | None
     hot_capacity: int
     prealloc: bool = True
+    in_time: ClassVar[bool] = True
+    on_host: ClassVar[bool] = True
     state_type: ClassVar[type] = Spilled
     unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc")
 
@@ -178,16 +180,6 @@ class SpillStorage:
         checks.count("hot_capacity", self.hot_capacity, 2**31 - 1)
         object.__setattr__(self, "hot_capacity", int(self.hot_capacity))
         checks.flag("prealloc", self.prealloc)
-
-    @property
-    def in_time(self) -> bool:
-        """Whether rows must come in the order of time."""
-        return True
-
-    @property
-    def on_host(self) -> bool:
-        """Whether verbs outside `jit` reach the items between jitted parts."""
-        return True
 
     @property
     def inner(self) -> HotRing:
