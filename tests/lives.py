@@ -15,7 +15,9 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    import bare  # noqa: F401
+    import bare
+
+    bare.install()
 
 import numpy as np
 

@@ -15,7 +15,9 @@ import threading
 import zlib
 
 if __name__ == "__main__":
-    import bare  # noqa: F401
+    import bare
+
+    bare.install()
 
 from jrb.disk import files, manifest, reading, store, threads
 from jrb.disk.blocks import Source
