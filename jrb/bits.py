@@ -4,7 +4,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jrb import order
 
@@ -62,8 +61,20 @@ def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """
     bound = jnp.broadcast_to(n.astype(jnp.uint32), high.shape)
     fraction = high * bound
-    carry = (fraction + lax.mulhi(low, bound)) < fraction
-    return (lax.mulhi(high, bound) + carry.astype(jnp.uint32)).astype(jnp.int32)
+    carry = (fraction + mulhi(low, bound)) < fraction
+    return (mulhi(high, bound) + carry.astype(jnp.uint32)).astype(jnp.int32)
+
+
+def mulhi(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The upper 32 bits of the product of two uint32 of one shape.
+
+    From four products of halves: `lax.mulhi` does not compile in a program of several devices.
+    """
+    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
+    x0, x1, y0, y1 = x & low, x >> half, y & low, y >> half
+    middle = x1 * y0 + ((x0 * y0) >> half)
+    other = x0 * y1 + (middle & low)
+    return x1 * y1 + (middle >> half) + (other >> half)
 
 
 def mix(words: jax.Array) -> jax.Array:

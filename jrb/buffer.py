@@ -277,6 +277,7 @@ class ReplayBuffer:
             ValueError: alpha is a negative number.
         """
         self._require("set_alpha", "set_alpha")
+        outside.check_state(self, state)
         sampler = self.sampler.set_alpha(state.sampler, alpha)  # pyright: ignore
         return state.replace(sampler=sampler)  # pyright: ignore
 
@@ -304,6 +305,7 @@ class ReplayBuffer:
 
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
+        outside.check_state(self, state)
         return self.writer.held(self.ring, state.writer).count
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
@@ -313,6 +315,7 @@ class ReplayBuffer:
             state: is only read.
             batch_size: B of the draw; None for the buffer's.
         """
+        outside.check_state(self, state)
         return outside.ready(self, state, self.batch_size if batch_size is None else batch_size)
 
     def empty(self, state: BufferState) -> BufferState:

@@ -17,17 +17,6 @@ from jrb.transforms import run
 from jrb.types import Draw, Item, Look
 
 
-def blank(buffer: Any, spec: Item) -> BufferState:
-    """An empty state for items of this spec as they are stored, behind all inverses."""
-    ring = buffer.ring
-    return BufferState(
-        storage=buffer.storage.init(ring, spec, buffer.keys),
-        writer=buffer.writer.init(ring, spec, buffer.keys),
-        sampler=buffer.sampler.init(ring),
-        unit=buffer.unit.init(ring, spec, buffer.keys),
-    )
-
-
 @jax.jit
 def write(
     buffer: Any,
@@ -55,7 +44,9 @@ def write(
     unit, change = buffer.unit.on_write(ring, state.unit, held, write, items, keys)
     anchors = buffer.unit.anchors(ring, unit, buffer.writer.held(ring, writer))
     sampler = buffer.sampler.on_write(ring, state.sampler, change, anchors)
-    return BufferState(storage=storage, writer=writer, sampler=sampler, unit=unit)
+    return state.replace(  # pyright: ignore
+        storage=storage, writer=writer, sampler=sampler, unit=unit
+    )
 
 
 def _cut(items: Item, cuts: jax.Array, keys: Keys) -> Item:
@@ -245,7 +236,7 @@ def take(buffer: Any, state: BufferState, indices: jax.Array) -> Item:
 def empty(buffer: Any, state: BufferState) -> BufferState:
     """The state without its items."""
     ring, token = buffer.ring, order.token(state.writer)
-    return BufferState(
+    return state.replace(  # pyright: ignore
         storage=buffer.storage.reset(ring, state.storage, token),
         writer=buffer.writer.reset(ring, state.writer, token),
         sampler=buffer.sampler.reset(ring, state.sampler, token),

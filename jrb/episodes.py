@@ -187,9 +187,9 @@ def _without_lost(
 ) -> Episodes:
     """The episodes of which enough rows are among the last `rows_held`."""
     room, env = state.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
-    some = jnp.arange(min(write.written.size, ring.rows) // enough + 2, dtype=jnp.int32)[:, None]
 
-    def leave(state: Episodes) -> Episodes:
+    def leave(state: Episodes, most: int) -> Episodes:
+        some = jnp.arange(most, dtype=jnp.int32)[:, None]
         last = order.once(lambda: state.last[(state.head + some) % room, env])
         runs = (some == state.count - 1) & (state.length >= enough)
         age = state.now - 1 - last
@@ -199,10 +199,14 @@ def _without_lost(
             head=(state.head + lost) % room, count=state.count - lost
         )
 
+    few = min(write.written.size, ring.rows) // enough + 2
     if write.bounded:
-        return leave(state)
-    passes = order.at_least(write.gone) // max(1, (some.size - 2) * enough) + 1
-    return lax.fori_loop(0, passes, lambda _, state: leave(state), state)
+        return leave(state, few)
+    passes = order.at_least(write.gone) // max(1, (few - 2) * enough) + 1
+    return lax.platform_dependent(
+        cpu=lambda: order.loop(passes, lambda _, state: leave(state, few), state),
+        default=lambda: leave(state, room),  # all at once: the passes would be unknown
+    )
 
 
 def _clipped(state: Episodes, ring: Ring) -> Episodes:

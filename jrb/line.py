@@ -187,18 +187,22 @@ def _remove_prefix(
     ring: Ring, line: Line, leaving: Callable[[jax.Array], jax.Array], write: Write, chunk: int
 ) -> tuple[Line, jax.Array]:
     """All who leave before the first who stays; the line, and their number."""
-    place = jnp.arange(chunk, dtype=jnp.int32)
 
-    def leave(_: jax.Array, both: tuple[Line, jax.Array]) -> tuple[Line, jax.Array]:
+    def leave(both: tuple[Line, jax.Array], most: int) -> tuple[Line, jax.Array]:
         line, count = both
+        place = jnp.arange(most, dtype=jnp.int32)
         slots = order.once(lambda: rows.get(line.slots, ring.slot_after(line.head, place)))
         stays = (place >= line.count) | ~leaving(slots)
-        gone = jnp.min(jnp.where(stays, place, chunk))
+        gone = jnp.min(jnp.where(stays, place, most))
         head = ring.slot_after(line.head, gone)
         return line.replace(head=head, count=line.count - gone), count + gone  # pyright: ignore
 
+    start = (line, jnp.zeros_like(line.count))
     trips = order.at_least(write.gone) * ring.envs // chunk + 1
-    return lax.fori_loop(0, trips, leave, (line, jnp.zeros_like(line.count)))
+    return lax.platform_dependent(
+        cpu=lambda: order.loop(trips, lambda _, both: leave(both, chunk), start),
+        default=lambda: leave(start, ring.capacity),  # all at once: the trips would be unknown
+    )
 
 
 def _together(prefix: jax.Array, rest: Left) -> Left:

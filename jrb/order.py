@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jrb import versions
+
 T = TypeVar("T")
 
 
@@ -33,14 +35,42 @@ def once(compute: Callable[[], T]) -> T:
     hidden = lax.platform_dependent(
         cpu=lambda: lax.optimization_barrier(jnp.bool_(True)), default=lambda: jnp.bool_(True)
     )
-    out = jax.eval_shape(compute)
-    blank = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out)
-    return lax.cond(hidden, compute, blank)
+    out = jax.eval_shape(compute)  # with the axes of a mesh that the results vary over
+    return lax.cond(hidden, compute, lambda: jax.tree.map(jnp.zeros_like, out))
 
 
 def opaque(value: int) -> jax.Array:
-    """An int32 constant that XLA's CPU compiler does not fold."""
-    return lax.optimization_barrier(jnp.int32(value))
+    """An int32 constant that XLA's CPU compiler does not fold; a plain one elsewhere."""
+    constant = jnp.int32(value)
+    return lax.platform_dependent(
+        cpu=lambda: lax.optimization_barrier(constant), default=lambda: constant
+    )
+
+
+def loop(
+    trips: jax.Array | int, body: Callable[[jax.Array, T], T], carry: T, unroll: int | None = None
+) -> T:
+    """`lax.fori_loop(0, trips, body, carry)`, inside `jax.shard_map` too.
+
+    There a carry must vary, from the start, over those axes of the mesh over which what the body
+    makes of it does.
+    """
+    if versions.in_shard_map():
+        carry = _as_varying(body, carry)
+    return lax.fori_loop(0, trips, body, carry, unroll=unroll)
+
+
+def _as_varying(body: Callable[[jax.Array, T], T], carry: T) -> T:
+    """The carry, of the type that the body leaves it in."""
+    axes_of = lambda tree: [versions.varying_axes(jax.typeof(x)) for x in jax.tree.leaves(tree)]
+    while True:
+        after = jax.eval_shape(body, 0, carry)
+        leaves, structure = jax.tree.flatten(carry)
+        wanted = [versions.varying_axes(leaf) for leaf in jax.tree.leaves(after)]
+        if all(want <= have for want, have in zip(wanted, axes_of(carry), strict=True)):
+            return carry
+        leaves = map(versions.vary, leaves, wanted)
+        carry = jax.tree.unflatten(structure, leaves)
 
 
 @jax.custom_batching.custom_vmap
@@ -62,7 +92,10 @@ def _at_least_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax
 def overwrite(array: jax.Array, value: jax.Array | float, token: jax.Array) -> jax.Array:
     """`array` filled with `value`, in its own memory if it is donated, after the token."""
     filled = lambda _, array: jnp.where(token == 0, jnp.asarray(value, array.dtype), array)
-    return lax.fori_loop(0, opaque(1), filled, array)
+    # On the CPU the loop, of one turn, keeps the fill apart from what is computed beside it.
+    return lax.platform_dependent(
+        cpu=lambda: loop(opaque(1), filled, array), default=lambda: filled(0, array)
+    )
 
 
 def token(reads: Any) -> jax.Array:

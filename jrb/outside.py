@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import checks, compiled, pytree
+from jrb import checks, compiled, expected, pytree
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
 from jrb.storages.elsewhere import Elsewhere
@@ -51,21 +51,32 @@ def on_device(buffer: Any) -> Any:
 
 
 def check_state(buffer: Any, state: Any) -> None:
-    """Raises unless the state has its items where the buffer keeps them."""
+    """Raises unless it is a state of this description, with its items where the buffer keeps them.
+
+    Raises:
+        TypeError, ValueError: as `jrb.expected.check`.
+    """
+    if not isinstance(state, BufferState):
+        what = "a tuple, as a Mix has" if isinstance(state, tuple) else type(state).__name__
+        raise TypeError(
+            f"expected a state of this buffer, a BufferState, got {what}. Pass what init, add and "
+            "the other verbs return."
+        )
     kind = getattr(buffer.storage, "state_type", None)
-    found = getattr(state, "storage", None)
+    found = state.storage
     if isinstance(found, _HOSTED) if kind is None else not isinstance(found, kind):
         raise TypeError(
             f"expected a state of this buffer, whose storage is {type(buffer.storage).__name__}, "
             f"got one that has its items in {type(found).__name__}. Pass the state that its init "
             "made."
         )
-    capacity = getattr(found, "capacity", buffer.capacity)
-    if kind is not None and capacity != buffer.capacity:
-        raise ValueError(
-            f"expected a state of this buffer, of capacity {buffer.capacity}, got one of capacity "
-            f"{capacity}."
-        )
+    if kind is None:
+        expected.check(buffer, state)
+    elif of_objects(buffer):
+        expected.check(bare(buffer), state.replace(storage=None), {})
+    else:
+        spec = buffer.storage.spec(buffer.ring, state.storage, buffer.keys)
+        expected.check(bare(buffer), _lowered(buffer, state), spec)
 
 
 _HOSTED = (Hosted, Spilled, Objects)
@@ -86,8 +97,7 @@ def _is_inside(buffer: Any, *arguments: Any) -> bool:
 
 
 def _lowered(buffer: Any, state: Any) -> Any:
-    lower = buffer.storage.lower(state.storage)
-    return BufferState(storage=lower, writer=state.writer, sampler=state.sampler, unit=state.unit)
+    return state.replace(storage=buffer.storage.lower(state.storage))
 
 
 def check_init(buffer: Any, example: Any) -> None:
@@ -112,17 +122,17 @@ def init(buffer: Any, spec: Any, device: Any) -> Any:
 
 def _blank(buffer: Any, spec: Any, device: Any) -> Any:
     if device is None:
-        return compiled.blank(buffer, spec)
+        return expected.blank(buffer, spec)
     if isinstance(device, jax.Device):
         device = jax.sharding.SingleDeviceSharding(device)
-    return jax.jit(lambda: compiled.blank(buffer, spec), out_shardings=device)()
+    return jax.jit(lambda: expected.blank(buffer, spec), out_shardings=device)()
 
 
 def nbytes(buffer: Any, spec: Any) -> int:
     """The bytes that `init` allocates, on the device and on the host."""
     if not on_host(buffer):
-        return pytree.nbytes(jax.eval_shape(lambda: compiled.blank(buffer, spec)))
-    inner = pytree.nbytes(jax.eval_shape(lambda: compiled.blank(bare(buffer), spec)))
+        return pytree.nbytes(jax.eval_shape(lambda: expected.blank(buffer, spec)))
+    inner = pytree.nbytes(jax.eval_shape(lambda: expected.blank(bare(buffer), spec)))
     return inner + pytree.nbytes(VERSION) + sum(buffer.storage.nbytes(buffer.ring, spec).values())
 
 

@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb import bits
+from jrb import bits, order
 
-_DOUBLE_ROUNDS = 12  # eight rounds leave a bias that can be seen for n from 5 to 20
+_ROUNDS = 64  # a pair keeps about 0.6 of what was seen of it before in each; for any n below 2^31
 
 
 def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
     """Where a random permutation of 0 .. n - 1 sends each `i`.
 
-    A Feistel network on pairs from a x b >= n, with a = ceil(sqrt n); what falls on n or above is
-    sent through it again, until it lies below ("cycle walking"). It uses no memory beside the seed.
+    In each round a random number k pairs every x with (k - x) mod n, and a random bit of the pair
+    says whether the two change places. It uses no memory beside the seed.
 
     Args:
         seed: uint32 `[2]`.
@@ -23,42 +23,23 @@ def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
     Returns:
         int32 `[B]`, in [0, n); distinct for distinct `i`.
 
-    Reference: Black and Rogaway, 2002, "Ciphers with arbitrary finite domains" (method 3).
+    Reference: Hoang, Morris and Rogaway, 2012, "An enciphering scheme based on a card shuffle"
+    (swap-or-not).
     """
     size = jnp.maximum(n, 1).astype(jnp.uint32)
-    columns = _ceil_sqrt(size)
-    rows = (size + columns - jnp.uint32(1)) // columns
+    number = jnp.arange(_ROUNDS, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    words = bits.mix(bits.mix(number + seed[0]) ^ seed[1])
+    salts = bits.mix(words ^ jnp.uint32(0x85EBCA6B))
+    sums = bits.mulhi(words, jnp.broadcast_to(size, words.shape))
 
-    def double_round(step: jax.Array, pair: tuple) -> tuple:
-        row, column = pair
-        column = _shift(column, _scramble(seed, 2 * step, row), columns)
-        return _shift(row, _scramble(seed, 2 * step + 1, column), rows), column
+    def swap_or_not(turn: jax.Array, x: jax.Array) -> jax.Array:
+        other = sums[turn] - x  # modulo 2^32: what is negative is at least 2^31, so above n
+        other = jnp.where(other >= size, other + size, other)
+        swaps = bits.mix(jnp.maximum(x, other) ^ salts[turn]) & jnp.uint32(1)
+        return jnp.where(swaps == 1, other, x)
 
-    def encrypt(x: jax.Array) -> jax.Array:
-        row, column = lax.fori_loop(0, _DOUBLE_ROUNDS, double_round, (x // columns, x % columns))
-        return row * columns + column
-
-    walk = lax.while_loop(
-        lambda x: jnp.any(x >= size),
-        lambda x: jnp.where(x >= size, encrypt(x), x),
-        encrypt(i.astype(jnp.uint32)),
+    rounds = lambda unroll: order.loop(_ROUNDS, swap_or_not, i.astype(jnp.uint32), unroll)
+    # Each turn of a loop is a kernel on a GPU; on the CPU, what is written out is slower.
+    return lax.platform_dependent(cpu=lambda: rounds(1), default=lambda: rounds(8)).astype(
+        jnp.int32
     )
-    return walk.astype(jnp.int32)
-
-
-def _ceil_sqrt(n: jax.Array) -> jax.Array:
-    guess = jnp.sqrt(n.astype(jnp.float32)).astype(jnp.uint32)
-    guess = guess - (guess * guess > n).astype(jnp.uint32)
-    return guess + (guess * guess < n).astype(jnp.uint32)
-
-
-def _scramble(seed: jax.Array, step: jax.Array, x: jax.Array) -> jax.Array:
-    return bits.mix(
-        bits.mix(x + seed[0]) ^ (seed[1] + jnp.uint32(0x9E3779B9) * step.astype(jnp.uint32))
-    )
-
-
-def _shift(x: jax.Array, word: jax.Array, n: jax.Array) -> jax.Array:
-    """(x + a random number below n) mod n."""
-    moved = x + lax.mulhi(word, jnp.broadcast_to(n, word.shape))
-    return jnp.where(moved >= n, moved - n, moved)

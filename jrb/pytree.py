@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar, dataclass_transform
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,8 +39,19 @@ def is_component(cls: Any) -> bool:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def state(cls: type[T]) -> type[T]:
-    """Makes `cls` a state: an immutable pytree of arrays."""
-    return chex.dataclass(frozen=True)(cls)  # pyright: ignore[reportReturnType]
+    """Makes `cls` a state: an immutable pytree of arrays, built from keywords.
+
+    `state.replace(field=...)` is another one with other fields. What a field made by `static()`
+    holds is no leaf: it is a part of the structure.
+    """
+    made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    made.replace = dataclasses.replace  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.tree_util.register_dataclass(made)
+
+
+def static(default: Any) -> Any:
+    """A field of a state that is no array, and the same in all states that are mapped together."""
+    return dataclasses.field(default=default, metadata={"static": True})
 
 
 def _check_static(owner: str, name: str, value: Any) -> None:
@@ -61,7 +71,15 @@ def _check_static(owner: str, name: str, value: Any) -> None:
 
 def leaf_name(path: tuple[Any, ...]) -> str:
     """`next/reward` for a key path of `jax.tree_util`; the whole item has the name `.`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "."
+    return "/".join(map(part_name, path)) or "."
+
+
+def part_name(part: Any) -> str:
+    """The name of one part of a key path: a key, a number, or that of an attribute."""
+    for kind in ("key", "idx", "name"):
+        if hasattr(part, kind):
+            return str(getattr(part, kind))
+    return str(part)
 
 
 def leaf_names(tree: Any) -> list[str]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb import order
 from jrb.ring import Clock, Ring
 from jrb.types import Write
 
@@ -113,9 +114,9 @@ def _put_one_by_one(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.
 
     def put(t: jax.Array, leaf: jax.Array) -> jax.Array:
         write = lambda _, leaf: lax.dynamic_update_slice_in_dim(leaf, rows[t], starts[t], axis=0)
-        return lax.fori_loop(0, kept[t], write, leaf)  # once, or not at all
+        return order.loop(kept[t], write, leaf)  # once, or not at all
 
-    return lax.fori_loop(0, rows.shape[0], put, leaf)
+    return order.loop(rows.shape[0], put, leaf)
 
 
 @jax.custom_batching.custom_vmap
@@ -127,9 +128,9 @@ def _move_one_by_one(leaf: jax.Array, sources: jax.Array, targets: jax.Array) ->
             row = lax.dynamic_slice_in_dim(leaf, sources[k], 1, axis=0)
             return lax.dynamic_update_slice_in_dim(leaf, row, targets[k], axis=0)
 
-        return lax.fori_loop(0, kept[k], one, leaf)
+        return order.loop(kept[k], one, leaf)
 
-    return lax.fori_loop(0, targets.size, move, leaf)
+    return order.loop(targets.size, move, leaf)
 
 
 @_move_one_by_one.def_vmap

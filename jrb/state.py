@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from jrb import display, pytree
+from jrb.ring import Ring
 
 
 @pytree.state
@@ -16,12 +17,21 @@ class BufferState:
         writer: where the next row goes; for `RoundRobin` a `jrb.ring.Clock`.
         sampler: what the sampler remembers.
         unit: what the unit remembers.
+        ring: the shape of the ring that it was made for; no array.
     """
 
     storage: Any
     writer: Any
     sampler: Any
     unit: Any
+    ring: Ring | None = pytree.static(None)
+
+    def __len__(self) -> int:
+        """Raises: the number of items is an array, which `size` gives."""
+        raise TypeError(
+            "len(state): expected buffer.size(state), which gives the transitions that it holds, "
+            "and buffer.capacity, which gives those that it has room for."
+        )
 
     def __repr__(self) -> str:
         return display.text(self)

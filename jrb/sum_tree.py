@@ -17,7 +17,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jrb import bits, order
 from jrb import tree as trees
@@ -176,7 +175,7 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
 
     root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
     room = trees.room_for(mass.size, tree.branching)
-    node, _, room = lax.fori_loop(0, tree.depth + 1, step, (root, mass, room))
+    node, _, room = order.loop(tree.depth + 1, step, (root, mass, room))
     child = node & jnp.uint32(tree.branching - 1)
     mine = jnp.arange(tree.branching, dtype=jnp.uint32)[None, :] == child[:, None]
     leaf = (node - jnp.uint32(tree.leaf)).astype(jnp.int32)

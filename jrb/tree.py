@@ -12,6 +12,7 @@ difference: nothing drifts, and a value that goes leaves nothing behind.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,16 @@ def check_branching(branching: int) -> None:
         )
 
 
+def _most_leaves(branching: int) -> int:
+    """The most leaves of a tree whose nodes, a little over b / (b - 1) a leaf, int32 can number."""
+    below = lambda capacity: Tree(jnp.zeros(0), capacity, branching, "sum").leaf + capacity
+    few, many = 1, 2**31 - 1
+    while few < many:
+        middle = (few + many + 1) // 2
+        few, many = (middle, many) if below(middle) < 2**31 - branching else (few, middle - 1)
+    return few
+
+
 def init(capacity: int, branching: int | None, reduction: str) -> Tree:
     """A tree whose leaves are all neutral: 0, or an infinity."""
     if branching is None:
@@ -114,6 +125,13 @@ def init(capacity: int, branching: int | None, reduction: str) -> Tree:
     if capacity < 1:
         raise ValueError(f"capacity: expected at least 1, got {capacity}.")
     check_branching(branching)
+    most = _most_leaves(branching)
+    if capacity > most:
+        raise ValueError(
+            f"capacity: expected at most {most}, as a tree of branching {branching} has no more "
+            f"nodes than int32 can number, got {capacity}. Use several buffers, or a larger "
+            "branching."
+        )
     shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
     padded = -(-capacity // branching) * branching if shape.depth else capacity
     return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
@@ -153,8 +171,8 @@ def root(tree: Tree) -> jax.Array:
 
 
 def leaves(tree: Tree) -> jax.Array:
-    """All leaves, float32 `[N]`."""
-    return tree.nodes[tree.leaf : tree.leaf + tree.capacity]
+    """All leaves, float32 `[N]`; with axes before that, if `vmap` has put some."""
+    return tree.nodes[..., tree.leaf : tree.leaf + tree.capacity]
 
 
 def get(tree: Tree, indices: jax.Array) -> jax.Array:
@@ -173,7 +191,7 @@ def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
         row = order.once(lambda: lax.dynamic_slice_in_dim(tree.nodes, first, tree.branching))
         return first + jnp.argmin(row).astype(jnp.int32)
 
-    return least, lax.fori_loop(0, tree.depth, descend, node) - tree.leaf
+    return least, order.loop(tree.depth, descend, node) - tree.leaf
 
 
 def room_for(batch_size: int, width: int) -> jax.Array:
@@ -282,7 +300,7 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
 
     room = room_for(node.size, tree.branching)
     column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
-    nodes, _, _ = lax.fori_loop(0, levels, climb, (tree.nodes, column, room))
+    nodes, _, _ = order.loop(levels, climb, (tree.nodes, column, room))
     return tree.replace(nodes)
 
 
@@ -314,3 +332,17 @@ def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
 def set_all(tree: Tree, values: jax.Array) -> Tree:
     """Sets all N leaves."""
     return set_run(tree, jnp.int32(0), values)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def over(capacity: int, branching: int, reduction: str, values: jax.Array) -> Tree:
+    """A tree over these leaves, float32 `[..., N]`; axes before the last are those of `vmap`."""
+    make = lambda values: set_all(init(capacity, branching, reduction), values)
+    for _ in values.shape[:-1]:
+        make = jax.vmap(make)
+    return make(values)
+
+
+def is_tree(thing: Any) -> bool:
+    """Whether it is a tree: for `jax.tree.map(..., is_leaf=is_tree)`."""
+    return isinstance(thing, Tree)

@@ -11,7 +11,7 @@ from jrb import extras
 ROOT = pathlib.Path(jrb.__file__).parent
 
 LAYERS = [
-    {"extras", "disk"},
+    {"extras", "disk", "versions"},
     {"pytree", "order"},
     {"keys", "ring", "bits", "tree", "display", "checks"},
     {"types", "permutation", "sum_tree", "layouts", "prng"},
@@ -19,7 +19,7 @@ LAYERS = [
     {"line", "episodes"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"state"},
-    {"compiled"},
+    {"compiled", "expected"},
     {"outside"},
     {"buffer"},
     {"testing", "demo", "mix"},

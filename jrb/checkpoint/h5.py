@@ -86,7 +86,7 @@ def _write(
             about["trajectories"].append([environment, length])
             for name, leaf in rows.items():
                 _put(group, name, leaf, options)
-    rest = {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
+    rest = template.packed({"writer": state.writer, "sampler": state.sampler, "unit": state.unit})
     group = file.create_group(_STATE)
     for name, leaf in zip(template.leaf_names(rest), jax.tree.leaves(rest), strict=True):
         _put(group, name, np.asarray(prng.raw(leaf)), options, describe.dtype_name(leaf.dtype))
@@ -120,8 +120,7 @@ def _names(spec: Any) -> list[str]:
 
 
 def _name(key: Any) -> str:
-    name = jax.tree_util.keystr((key,), simple=True)
-    name = quote(name, safe=_SAFE, errors="surrogatepass") or "%"
+    name = quote(pytree.part_name(key), safe=_SAFE, errors="surrogatepass") or "%"
     return name.replace(".", "%2E") if name in (".", "..") else name
 
 
@@ -158,11 +157,13 @@ def _read(path: str, file: h5py.File, buffer: Any, example: Any, device: Any) ->
     want = template.blank(buffer, spec)
     state = _replayed(path, file, buffer, spec, about)
     rest = {"writer": want.writer, "sampler": want.sampler, "unit": want.unit}
+    packed = template.packed(rest)
     arrays = [
         _restored(path, file, f"{_STATE}/{name}", leaf)
-        for name, leaf in zip(template.leaf_names(rest), jax.tree.leaves(rest), strict=True)
+        for name, leaf in zip(template.leaf_names(packed), jax.tree.leaves(packed), strict=True)
     ]
-    state = state.replace(**jax.tree.unflatten(jax.tree.structure(rest), arrays))
+    parts = template.unpacked(rest, jax.tree.unflatten(jax.tree.structure(packed), arrays))
+    state = state.replace(**parts, ring=buffer.ring)
     return buffer, state if device is None else jax.device_put(state, device)
 
 

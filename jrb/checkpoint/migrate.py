@@ -27,7 +27,8 @@ def migrated(
         TypeError: a mix, or states side by side under `vmap`.
         ValueError: a capacity that the number of environments does not divide.
     """
-    if not isinstance(buffer, ReplayBuffer) or jnp.ndim(buffer.size(state)):
+    single = isinstance(buffer, ReplayBuffer)
+    if not single or buffer.writer.held(buffer.ring, state.writer).count.ndim:
         raise TypeError(
             "load: capacity, num_envs: expected a checkpoint of a single buffer, got a Mix, or "
             "states under vmap. Load it as it is."
@@ -110,7 +111,7 @@ def _filled(
     """An empty state of the target, and these items written to it."""
     spec = buffer.stored(state)
     into = replaying(target)
-    new = outside.init(target, spec, None)
+    new = outside.init(into, spec, None)
     if hasattr(target.unit, "resume") and len(slots):
         before = target.unit.rows_before(state.unit, slots[0])  # pyright: ignore
         new = new.replace(unit=target.unit.resume(new.unit, before))  # pyright: ignore
@@ -121,4 +122,4 @@ def _filled(
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
         new = outside.write(into, new, items, None, seams)
-    return new
+    return new.replace(ring=target.ring)

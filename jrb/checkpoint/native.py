@@ -83,7 +83,7 @@ def sources(
     if _tells_what_is_new(buffer, batch):
         by_slot = {id(leaf) for leaf in jax.tree.leaves(buffer.storage.slotted(state.storage))}
         fresh = _fresh_slots(buffer, state, previous, meta)
-    found = []
+    found, state = [], template.packed(state)
     for name, leaf in zip(template.leaf_names(state), jax.tree.leaves(state), strict=True):
         here = isinstance(leaf, hosted.Leaf)
         words, spans, edge = leaf.raw if here else prng.raw(leaf), None, 0
@@ -165,9 +165,10 @@ def restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> t
         want = template.batched(template.blank(buffer, spec), tuple(meta["batch"]))
     except KeyError as error:
         raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
-    leaves = matched_leaves(path, body, want)
+    packed = template.packed(want)
+    leaves = matched_leaves(path, body, packed)
     reading.check_sizes(path, body)
-    places = hosted.sinks(buffer, spec, want)
+    places = hosted.sinks(buffer, spec, packed)
     arrays = [
         memory.restored(kind, reader(path, leaf), device)
         if sink is None
@@ -176,7 +177,7 @@ def restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> t
             leaves, map(hosted.sink, jax.tree.leaves(places)), strict=True
         )
     ]
-    state = jax.tree.unflatten(jax.tree.structure(want), arrays)
+    state = template.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), arrays))
     return buffer, hosted.attached(buffer, state, places)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jrb import compiled, outside
+from jrb import expected, outside
 from jrb.checkpoint import describe, hosted, memory, native, template
 from jrb.disk import manifest, opening, reading
 from jrb.disk.errors import DamagedError
@@ -51,13 +51,14 @@ def restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> t
     except KeyError as error:
         raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
     _check_columns(path, buffer, spec, body)
-    want = jax.eval_shape(lambda: compiled.blank(outside.on_device(buffer), spec))
+    want = jax.eval_shape(lambda: expected.blank(outside.on_device(buffer), spec))
     want = want.replace(storage=None)  # pyright: ignore
-    pairs = native.matched_leaves(path, body, want)
+    packed = template.packed(want)
+    pairs = native.matched_leaves(path, body, packed)
     reading.check_sizes(path, body)
     live = opening.reopen(path, body)
     arrays = [memory.restored(spec, native.reader(path, leaf), device) for spec, leaf in pairs]
-    state = jax.tree.unflatten(jax.tree.structure(want), arrays)
+    state = template.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), arrays))
     state = hosted.attach(buffer, state, Host(live, spec))
     return buffer, state if device is None else jax.device_put(state, device)
 

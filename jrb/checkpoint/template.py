@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 
-from jrb import compiled, outside, pytree
+from jrb import expected, outside, pytree
+from jrb import tree as trees
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, hosted
+from jrb.checkpoint import describe, hosted, memory
 from jrb.mix import Mix
 
 
@@ -48,7 +50,7 @@ def stored(buffer: ReplayBuffer | Mix, state: Any) -> Any:
     """The specs of the items, of each buffer of a mix."""
     if isinstance(buffer, Mix):
         return tuple(stored(*pair) for pair in zip(buffer.buffers, state, strict=True))
-    return buffer.stored(state)
+    return buffer.storage.spec(buffer.ring, state.storage, buffer.keys)
 
 
 def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
@@ -56,7 +58,7 @@ def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
     if isinstance(buffer, Mix):
         return tuple(blank(*pair) for pair in zip(buffer.buffers, spec, strict=True))
     leaves, structure = jax.tree.flatten(spec)
-    return _blank(buffer, structure, tuple(leaves), jax.enable_x64.value)
+    return _blank(buffer, structure, tuple(leaves), jax.config.jax_enable_x64)
 
 
 @functools.lru_cache(maxsize=16)
@@ -64,7 +66,37 @@ def _blank(buffer: ReplayBuffer, structure: Any, leaves: tuple, x64: bool) -> An
     """The same, remembered: a program saves the same state again and again."""
     del x64
     spec = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(lambda: compiled.blank(outside.on_device(buffer), spec))
+    return jax.eval_shape(lambda: expected.blank(outside.on_device(buffer), spec))
+
+
+def packed(state: Any) -> Any:
+    """A state, or its specs, with the leaves of every tree in place of all its nodes.
+
+    Nodes depend on the branching, and that on the backend.
+    """
+
+    def leaves(part: Any) -> Any:
+        if not trees.is_tree(part):
+            return part
+        if isinstance(part.nodes, jax.ShapeDtypeStruct):
+            shape = (*part.nodes.shape[:-1], part.capacity)
+            return jax.ShapeDtypeStruct(shape, part.nodes.dtype)
+        if memory.on_host(part.nodes):
+            part = part.replace(np.asarray(part.nodes))  # so that the leaves are no copy
+        return trees.leaves(part)
+
+    return jax.tree.map(leaves, state, is_leaf=trees.is_tree)
+
+
+def unpacked(want: Any, state: Any) -> Any:
+    """The state, like the specs `want`, of which `packed` made this."""
+
+    def whole(spec: Any, part: Any) -> Any:
+        if not trees.is_tree(spec):
+            return part
+        return trees.over(spec.capacity, spec.branching, spec.reduction, part)
+
+    return jax.tree.map(whole, want, state, is_leaf=trees.is_tree)
 
 
 def batched(tree: Any, batch: tuple[int, ...]) -> Any:
@@ -99,8 +131,21 @@ def read_off(buffer: ReplayBuffer | Mix, state: Any) -> tuple[Any, tuple[int, ..
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
         ) from error
-    pytree.check_like(want, specs, "save", "Save the state that this very buffer made.")
+    mend = "Save the state that this very buffer made."
+    pytree.check_like(_plain(want), _plain(specs), "save", mend)
+    for part, its in zip(*_each(buffer, state), strict=True):
+        outside.check_state(part, its)
     raise ValueError("save: expected a state of this buffer, got another.")
+
+
+def _plain(tree: Any) -> Any:
+    """The tree as leaves by name, without what is static in it."""
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+def _each(buffer: ReplayBuffer | Mix, state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The buffers of a mix and their states, or the buffer and its state."""
+    return (buffer.buffers, state) if isinstance(buffer, Mix) else ((buffer,), (state,))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -132,8 +132,16 @@ class Prioritized:
             rest = Held(first=ring.slot_after(gone.first, done), count=gone.count - done)
             return self._clear(ring, state, ring.run(rest, chunk))
 
+        def clear_at_once() -> Priorities:
+            slots = jnp.arange(ring.capacity, dtype=jnp.int32)
+            raw = jnp.where(ring.place(gone, slots) < gone.count, _NO_ANCHOR, state.raw)
+            return self._put(state.replace(raw=raw), raw, trees.set_all)  # pyright: ignore
+
         trips = (order.at_least(gone.count) + chunk - 1) // chunk
-        return lax.fori_loop(0, trips, clear, state)
+        return lax.platform_dependent(
+            cpu=lambda: order.loop(trips, clear, state),
+            default=clear_at_once,  # the trips would be unknown
+        )
 
     def _clear(self, ring: Ring, state: Priorities, slots: jax.Array) -> Priorities:
         gone = jnp.full(slots.shape, _NO_ANCHOR, jnp.float32)

@@ -76,7 +76,8 @@ def draw_of(anchors: Anchors, chosen: jax.Array, mask: jax.Array, key: jax.Array
         key: the draw's key, for anchors that stand for more than a slot.
     """
     slots, within = anchors.nth(chosen, key)
-    share = within / jnp.maximum(anchors.count, 1).astype(jnp.float32)
+    # Not divided by the count: XLA rounds a quotient of quotients otherwise in a batch than alone.
+    share = within * (1 / jnp.maximum(anchors.count, 1).astype(jnp.float32))
     return Draw(
         slots=slots,
         probabilities=jnp.where(mask, share, 0.0),

@@ -170,7 +170,7 @@ def columns(spec: Item) -> tuple[Column, ...]:
 
 def _part(key: Any) -> str:
     """A part of a name, without what has a meaning in it."""
-    name = jax.tree_util.keystr((key,), simple=True).replace("%", "%25").replace("/", "%2F")
+    name = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
     return "%2E" if name == "." else name
 
 

@@ -119,7 +119,7 @@ def write(
     if write.written.size == 1:
         kept, state, rows_held = step(0, carry)
     else:
-        kept, state, rows_held = lax.fori_loop(0, write.written.size, step, carry)
+        kept, state, rows_held = order.loop(write.written.size, step, carry)
     gone = held.count // ring.envs + write.rows - rows_held
 
     def put(path: tuple, leaf: jax.Array) -> jax.Array:

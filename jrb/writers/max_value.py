@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jrb import order, pytree
 from jrb import tree as trees
@@ -82,7 +81,7 @@ class MaxValue:
         wanted = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
         place = lambda i, carry: _place(ring, ranks[i], wanted[i], i, carry)
         slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
-        state, slots = lax.fori_loop(0, ranks.size, place, (state, slots))
+        state, slots = order.loop(ranks.size, place, (state, slots))
         number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
         here = order.once(lambda: state.stamps.at[slots].get(mode="fill", fill_value=0))
         slots = jnp.where(here == number, slots, ring.capacity)

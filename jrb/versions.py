@@ -1,0 +1,54 @@
+"""What differs between the versions of JAX that jrb runs on, in one place.
+
+JAX 0.5 knows no axes of a mesh that are explicit, and no arrays that vary over some axes of a mesh
+and not over others; what asks for these finds none there.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+Axes = frozenset[Any]
+
+_HAS_MESH_IN_TYPES = hasattr(jax, "typeof")
+_CAST = getattr(lax, "pcast", None)
+_CAST_BEFORE = getattr(lax, "pvary", None)  # its name from JAX 0.6 on
+
+
+def varying_axes(aval: Any) -> Axes:
+    """The axes of a mesh over which an array of this type varies, inside `jax.shard_map`."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return getattr(aval, "vma", None) or getattr(manual, "varying", None) or frozenset()
+
+
+def in_shard_map() -> bool:
+    """Whether arrays may vary over the axes of a mesh."""
+    if not _HAS_MESH_IN_TYPES:
+        return False
+    return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def vary(array: jax.Array, axes: Axes) -> jax.Array:
+    """The same array, of a type that varies over these axes too."""
+    missing = tuple(axes - varying_axes(jax.typeof(array)))
+    if not missing:
+        return array
+    if _CAST is not None:
+        return _CAST(array, missing, to="varying")
+    return array if _CAST_BEFORE is None else _CAST_BEFORE(array, missing)
+
+
+def explicit_axes(array: Any) -> tuple[Any, ...]:
+    """The explicit axes of a mesh over which an array is cut, as its type says."""
+    if not _HAS_MESH_IN_TYPES:
+        return ()
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    explicit = set(getattr(mesh, "explicit_axes", ()))
+    named = [
+        name
+        for part in getattr(sharding, "spec", ()) or ()
+        for name in (part if isinstance(part, tuple) else (part,))
+    ]
+    return tuple(name for name in named if name in explicit)
