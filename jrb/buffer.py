@@ -281,6 +281,45 @@ class ReplayBuffer:
         sampler = self.sampler.set_alpha(state.sampler, alpha)  # pyright: ignore
         return state.replace(sampler=sampler)  # pyright: ignore
 
+    def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
+        """The environments begin anew: nothing crosses from the newest row to the next one.
+
+        No window, n-step return or stack of frames goes on from what is held now to what is added
+        next, though no flag says that an episode ended: for environments that are reset in the
+        middle of one, such as after a restart of the program. What is stored stays as it is.
+
+        Args:
+            state: may be donated.
+            mask: bool `[E]`, or `[]` for all or none; None for all.
+
+        Raises:
+            TypeError: a mask that is not bool, or a unit of one's own without `truncate`.
+            ValueError: a mask of another shape.
+
+        Example:
+            >>> import jax.numpy as jnp, jrb
+            >>> buffer = jrb.ReplayBuffer(10, batch_size=1, unit=jrb.NStep(3, 1.0))
+            >>> step = {"next": {"reward": jnp.float32(1), "done": False}}
+            >>> state = buffer.add(buffer.init(step), step)
+            >>> state = buffer.truncate(state)                   # the environment is reset
+            >>> state = buffer.add(state, step)
+            >>> sorted(buffer.sample(state, jax.random.key(0), 9).info["steps"].tolist())[-1]
+            1
+        """
+        if not hasattr(self.unit, "truncate"):
+            raise TypeError(
+                f"truncate: expected a unit with a method truncate, got "
+                f"{type(self.unit).__name__}. See jrb.types.Unit."
+            )
+        envs = self.ring.envs
+        if mask is None:
+            mask = jnp.ones(envs, jnp.bool_)
+        elif jnp.shape(mask) != (envs,):
+            mask = jnp.broadcast_to(checks.mask("truncate", mask, ()), (envs,))
+        else:
+            mask = checks.mask("truncate", mask, (envs,))
+        return outside.truncate(self, state, mask)
+
     def take(self, state: BufferState, indices: jax.Array) -> Item:
         """The items at these slots, as they are stored: without unit and transforms.
 

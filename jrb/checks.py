@@ -63,7 +63,11 @@ def mask(verb: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     if array.shape != shape:
         raise ValueError(
             f"{verb}: mask: expected shape {shape}, got {array.shape}. "
-            "It says which rows of time are written, for all environments alike."
+            + (
+                "It says which environments begin anew: one flag for each, or a single one."
+                if verb == "truncate"
+                else "It says which rows of time are written, for all environments alike."
+            )
         )
     return array
 

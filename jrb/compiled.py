@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb import order, pytree
-from jrb.keys import Keys, path_name
+from jrb.keys import Keys
 from jrb.ring import Held
 from jrb.state import BufferState, Sample
 from jrb.transforms import run
@@ -50,13 +50,14 @@ def write(
 
 
 def _cut(items: Item, cuts: jax.Array, keys: Keys) -> Item:
-    """The items as the unit sees them, done where time does not go on."""
-    name = path_name(keys.done)
+    """The items as the unit sees them, an end flagged where time does not go on."""
+    flag = next(iter(keys.flags(items)), None)
 
     def mark(path: tuple, leaf: jax.Array) -> jax.Array:
-        if pytree.leaf_name(path) != name or leaf.dtype != jnp.bool_:
+        if pytree.leaf_name(path) != flag:
             return leaf
-        return leaf | cuts.reshape(*cuts.shape, *(1,) * (leaf.ndim - 2))
+        cut = cuts.reshape(*cuts.shape, *(1,) * (leaf.ndim - 2))
+        return jnp.where(cut, jnp.ones((), leaf.dtype), leaf)
 
     return jax.tree_util.tree_map_with_path(mark, items)
 
@@ -223,6 +224,19 @@ def _read(sample: Sample) -> Any:
     indices wait for what a sampler reads.
     """
     return sample.data, sample.indices, sample.mask, sample.info, sample.stamp
+
+
+@jax.jit
+def truncate(buffer: Any, state: BufferState, which: jax.Array) -> BufferState:
+    """Some environments, bool `[E]`, begin anew after the newest row."""
+    ring, held = buffer.ring, buffer.writer.held(buffer.ring, state.writer)
+    unit, change = buffer.unit.truncate(ring, state.unit, held, which)
+    state = state.replace(unit=unit)  # pyright: ignore
+    if change is None:
+        return state
+    anchors = buffer.unit.anchors(ring, unit, held)
+    sampler = buffer.sampler.on_write(ring, state.sampler, change, anchors)
+    return state.replace(sampler=sampler)  # pyright: ignore
 
 
 @jax.jit

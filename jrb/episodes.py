@@ -3,6 +3,8 @@
 N capacity, E environments, R = N / E rows, T time, B batch.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,21 +18,65 @@ _STARTS = 1  # the number that `bits.fold` gets for starts within episodes
 
 
 def check(spec: Item, keys: Keys) -> None:
-    """Raises unless the items have a done flag: one bool."""
-    done = keys.get(spec, "done")
-    where = f"done: leaf '{path_name(keys.done)}'"
-    if not hasattr(done, "shape"):
+    """Raises unless the items have a flag that says where episodes end, one number each."""
+    for name, flag in _flags(spec, keys).items():
+        where = f"done: leaf '{name}'"
+        if not hasattr(flag, "shape"):
+            raise ValueError(
+                f"{where}: expected a leaf, got {pytree.leaf_names(flag)} below it. "
+                "Name the right one with keys=jrb.Keys(done=...)."
+            )
+        if flag.shape not in ((), (1,)):
+            raise ValueError(
+                f"{where}: expected shape () or (1,) for one transition, got {flag.shape}. "
+                "Reduce it: an episode ends for an environment as a whole."
+            )
+        kinds = (jnp.bool_, jnp.integer, jnp.floating)
+        if not any(jnp.issubdtype(flag.dtype, kind) for kind in kinds):
+            raise TypeError(
+                f"{where}: expected a bool, integer or floating dtype, got {flag.dtype}. "
+                "Compare it, as done > 0."
+            )
+
+
+def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
+    """Which rows end an episode: those of which any flag that the items have is not zero.
+
+    Args:
+        items: leaves `[T, E, ...]`.
+        keys: how they are keyed.
+        lead: how many axes come before those of an item.
+
+    Returns:
+        Bool `[T, E]`.
+    """
+    flags = _flags(items, keys).values()
+    marked = [(flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead]) for flag in flags]
+    return functools.reduce(jnp.logical_or, marked)
+
+
+def _flags(item: Item, keys: Keys) -> dict[str, jax.Array]:
+    """The flags that say where episodes end, by name; at least one."""
+    flags = keys.flags(item)
+    if not flags:
         raise ValueError(
-            f"{where}: expected a leaf, got {pytree.leaf_names(done)} below it. "
-            "Name the right one with keys=jrb.Keys(done=...)."
+            f"done: expected a leaf at '{path_name(keys.done)}', '{path_name(keys.terminated)}' or "
+            f"'{path_name(keys.truncated)}', got an item with the leaves {pytree.leaf_names(item)}."
+            " Name the right ones with keys=jrb.Keys(done=..., terminated=..., truncated=...)."
         )
-    if done.shape:
-        raise ValueError(
-            f"{where}: expected shape () for one transition, got {done.shape}. "
-            "Squeeze it: an episode ends for an environment as a whole."
-        )
-    if done.dtype != jnp.bool_:
-        raise TypeError(f"{where}: expected dtype bool, got {done.dtype}. Compare it, as done > 0.")
+    return flags
+
+
+def newest(ring: Ring, held: Held, which: jax.Array) -> jax.Array:
+    """The slots of the newest row, int32 `[E]`; N where not `which` (bool `[E]`), or no row is."""
+    row = ring.slot_after(held.first, jnp.maximum(held.count - ring.envs, 0))
+    slots = row + jnp.arange(ring.envs, dtype=jnp.int32)
+    return jnp.where(which & (held.count > 0), slots, ring.capacity)
+
+
+def mark_newest(ring: Ring, held: Held, ended: jax.Array, which: jax.Array) -> jax.Array:
+    """`ended`, bool `[N]`, with the newest rows of some environments (bool `[E]`) ends too."""
+    return ended.at[newest(ring, held, which)].set(True, mode="drop")
 
 
 def lengths(before: jax.Array, done: jax.Array, write: Write, most: int) -> jax.Array:
@@ -267,6 +313,14 @@ def extent(
     age = (newest - last).astype(jnp.int32)
     part = jnp.minimum((last - first + 1).astype(jnp.int32), rows_held - age)
     return age, part
+
+
+def truncated(state: Episodes, which: jax.Array, enough: int) -> Episodes:
+    """The same, the running episodes of some environments (bool `[E]`) ended by the newest row."""
+    room, env = state.first.shape[0], jnp.arange(which.shape[0], dtype=jnp.int32)
+    at = jnp.where(which & (state.length >= enough), (state.head + state.count - 1) % room, room)
+    last = state.last.at[at, env].set(state.now - 1, mode="drop")
+    return state.replace(last=last, length=jnp.where(which, 0, state.length))  # pyright: ignore
 
 
 def reset(state: Episodes, token: jax.Array) -> Episodes:

@@ -45,6 +45,16 @@ class Keys:
             )
         return found
 
+    def flags(self, item: Any) -> dict[str, Any]:
+        """What says that an episode ends: those of done, terminated and truncated that there are.
+
+        Returns:
+            From names of leaves to the leaves of `item`.
+        """
+        paths = (self.done, self.terminated, self.truncated)
+        found = {path_name(path): lookup(item, path) for path in paths}
+        return {name: leaf for name, leaf in found.items() if leaf is not None}
+
     def is_next(self, name: str) -> bool:
         """Whether the leaf of this name tells what came after the action.
 

@@ -66,6 +66,18 @@ def anchors(ring: Ring, line: Line) -> Anchors:
     return Anchors(count=line.count, nth=nth)
 
 
+def look_back(ring: Ring) -> Write:
+    """No row, from which `rows_back` counts: the newest one is 0 rows back."""
+    return Write(
+        starts=jnp.full(1, ring.capacity, jnp.int32),
+        slots=jnp.full((1, ring.envs), ring.capacity, jnp.int32),
+        written=jnp.ones(1, jnp.bool_),
+        passed=jnp.zeros(1, jnp.int32),
+        gone=jnp.zeros((), jnp.int32),
+        consecutive=False,
+    )
+
+
 def rows_back(ring: Ring, held: Held, write: Write, back: jax.Array, which: jax.Array) -> jax.Array:
     """The slots that lie some rows back from each row that is written, if they are still held.
 

@@ -269,6 +269,15 @@ def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:
     return after.replace(storage=state.storage)
 
 
+def truncate(buffer: Any, state: Any, which: jax.Array) -> Any:
+    """The state after which nothing of some environments, bool `[E]`, goes on."""
+    check_state(buffer, state)
+    if _is_traced(state, which):
+        return compiled.truncate(buffer, state, which)
+    after = compiled.truncate(_without_items(buffer), state.replace(storage=None), which)
+    return after.replace(storage=state.storage)
+
+
 @functools.lru_cache(maxsize=64)
 def _without_items(buffer: Any) -> Any:
     """The same buffer for verbs that leave its items alone: returned, they would be copied."""

@@ -43,9 +43,11 @@ class Episodes:
             return
         for env, item in enumerate(row):
             slot = self.cursor * self.envs + env
+            ends = any(item.get(flag) for flag in ("done", "terminated", "truncated"))
             entry = dict(item, time=self.time, episode=self.number[env], slot=slot, env=env)
+            entry["ends"] = ends
             self.held[env] = (self.held[env] + [entry])[-self.rows :]
-            self.number[env] += bool(item["done"])
+            self.number[env] += ends
         self.time, self.cursor = self.time + 1, (self.cursor + 1) % self.rows
 
     def extend(self, rows, mask=None):
@@ -55,6 +57,13 @@ class Episodes:
     def empty(self):
         self.held, self.cursor = [[] for _ in range(self.envs)], 0
         self.number = [number + 1 for number in self.number]
+
+    def truncate(self, which):
+        """The environments begin anew: their newest transitions are the last of their episodes."""
+        for env in range(self.envs):
+            if which[env] and self.held[env] and not self.held[env][-1]["ends"]:
+                self.held[env][-1]["ends"] = True
+                self.number[env] += 1
 
     def all(self):
         return [entry for rows in self.held for entry in rows]

@@ -45,7 +45,7 @@ class Stream:
             item = {"frame": self.frames[env], "after": after, "action": self.number()}
             item |= {"done": done, "truncated": truncated, "reward": float(self.number() % 13) - 6}
             items.append(item)
-            self.frames[env] = self.number() if done else after
+            self.frames[env] = self.number() if done or truncated else after
         return items
 
 
@@ -68,33 +68,44 @@ def compiled(unit, rows, envs):
         sampler=jrb.Uniform(replacement=False),
         unit=unit,
     )
-    return buffer, *map(jax.jit, (buffer.add, buffer.extend, buffer.sample, buffer.empty))
+    verbs = (buffer.add, buffer.extend, buffer.sample, buffer.empty, buffer.truncate)
+    return buffer, *map(jax.jit, verbs)
 
 
 @st.composite
-def commands(draw, envs, rows):
-    """Calls with the done flags of their rows; episodes of length one and long ones."""
+def commands(draw, envs, rows, truncates=False):
+    """Calls with the flags of their rows; episodes of length one and long ones.
+
+    Of `truncate`, in place of a mask over time, which environments begin anew.
+    """
     often = draw(st.sampled_from([0.02, 0.2, 0.6]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     calls = []
     for _ in range(draw(st.integers(1, 12))):
-        verb = draw(st.sampled_from(["add", "add", "extend", "extend", "long", "empty"]))
-        length = {"add": 1, "extend": CHUNK, "long": 2 * rows + 1, "empty": 0}[verb]
-        done = rng.random((length, envs)) < often
+        some = ["add", "add", "extend", "extend", "long", "empty"] + ["truncate"] * truncates
+        verb = draw(st.sampled_from(some))
+        length = {"add": 1, "extend": CHUNK, "long": 2 * rows + 1}.get(verb, 0)
+        flags = rng.random((length, envs, 2)) < often / 2
         mask = rng.random(length) < 0.8 if draw(st.booleans()) else np.ones(length, bool)
-        calls.append((verb, np.stack([done, rng.random(done.shape) < 0.5], -1).tolist(), mask))
+        if verb == "truncate":
+            mask = rng.random(envs) < 0.7
+        calls.append((verb, flags.tolist(), mask))
     return calls
 
 
 def played(unit, rows, envs, calls):
     """The buffer's state and the model after the calls, and when each episode began."""
-    buffer, add, extend, sample, empty = compiled(unit, rows, envs)
+    buffer, add, extend, sample, empty, truncate = compiled(unit, rows, envs)
     state, model, stream = buffer.init(EXAMPLE), reference.Episodes(rows, envs), Stream(envs)
     begins = {}
     for verb, dones, mask in calls:
         if verb == "empty":
             state = empty(state)
             model.empty()
+            continue
+        if verb == "truncate":
+            state = truncate(state, mask)
+            model.truncate(mask)
             continue
         written = [stream.row(flags) for flags in dones]
         items = arrays(written)
@@ -145,7 +156,7 @@ RINGS = [(rows, envs) for rows, envs, _ in CASES]
 
 def check(unit, expected, rings, data):
     rows, envs = data.draw(st.sampled_from(rings))
-    agree(unit, rows, envs, data.draw(commands(envs, rows)), expected)
+    agree(unit, rows, envs, data.draw(commands(envs, rows, truncates=True)), expected)
 
 
 def random_streams(test):
@@ -156,7 +167,7 @@ def n_step(n, discount, strict):
     def expected(model, entry, begins):
         window = model.ahead(entry, n)
         last = window[-1]
-        if strict and len(window) < n and not last["done"]:
+        if strict and len(window) < n and not last["ends"]:
             return None
         total = 0.0
         for row in reversed(window):
@@ -277,7 +288,7 @@ def test_windows_of_stacked_frames(short, data):
 
     rows, envs = data.draw(st.sampled_from([(5, 1), (6, 2), (13, 3)]))
     unit = jrb.FrameStack(k, unit=jrb.Sequence(length, burn_in=burn_in, short=short))
-    calls = data.draw(commands(envs, rows))
+    calls = data.draw(commands(envs, rows, truncates=True))
     agree(unit, rows, envs, calls, expected)
     _, state, sample, model, begins = played(unit, rows, envs, calls)
     drawn = jax.tree.map(np.asarray, sample(state, KEY))
@@ -298,7 +309,7 @@ def test_windows_of_stacked_frames(short, data):
 def test_every_episode_alike(length, short, data):
     rows, envs = data.draw(st.sampled_from([(length, 1), (length + 1, 2), (12, 3)]))
     unit = jrb.Sequence(length, over="episodes", short=short)
-    calls = data.draw(commands(envs, rows))
+    calls = data.draw(commands(envs, rows, truncates=True))
     buffer, state, sample, model, begins = played(unit, rows, envs, calls)
     anchors = {}
     for entry in model.all():
@@ -326,7 +337,15 @@ def prioritized(unit, rows, envs):
         rows * envs, num_envs=envs, batch_size=8, sampler=jrb.Prioritized(eps=0.0), unit=unit
     )
     return buffer, *map(
-        jax.jit, (buffer.add, buffer.extend, buffer.sample, buffer.update_priority, buffer.empty)
+        jax.jit,
+        (
+            buffer.add,
+            buffer.extend,
+            buffer.sample,
+            buffer.update_priority,
+            buffer.empty,
+            buffer.truncate,
+        ),
     )
 
 
@@ -342,18 +361,22 @@ MEMBERS = [
 @random_streams
 def test_priorities_are_held_just_where_anchors_are(unit, expected, data):
     rows, envs = data.draw(st.sampled_from([(4, 1), (5, 2), (11, 3)]))
-    buffer, add, extend, sample, update, empty = prioritized(unit, rows, envs)
+    buffer, add, extend, sample, update, empty, truncate = prioritized(unit, rows, envs)
     state, model, stream = buffer.init(EXAMPLE), reference.Episodes(rows, envs), Stream(envs)
     begins, late = {}, None
-    for number, (verb, dones, mask) in enumerate(data.draw(commands(envs, rows))):
+    calls = data.draw(commands(envs, rows, truncates=True))
+    for number, (verb, dones, mask) in enumerate(calls):
         written = [stream.row(flags) for flags in dones]
-        for row, is_written in zip(written, mask, strict=True):
+        for row, is_written in zip(written, mask if written else [], strict=True):
             for env in range(envs):
                 begins.setdefault((env, model.number[env]), model.time)
             model.add(row, is_written)
         if verb == "empty":
             state = empty(state)
             model.empty()
+        elif verb == "truncate":
+            state = truncate(state, mask)
+            model.truncate(mask)
         elif verb == "add":
             state = add(state, jax.tree.map(lambda leaf: leaf[0], arrays(written)), mask[0])
         else:
@@ -473,7 +496,7 @@ def test_goals_come_from_where_they_should(strategy, data):
         next_goal=None,
     )
     rows, envs = data.draw(st.sampled_from([(1, 1), (4, 2), (12, 3)]))
-    calls = data.draw(commands(envs, rows))
+    calls = data.draw(commands(envs, rows, truncates=True))
     _, state, sample, model, _ = played(unit, rows, envs, calls)
     by_slot = {entry["slot"]: entry for entry in model.all()}
     for key in jax.random.split(KEY, 3):
@@ -708,17 +731,90 @@ def test_episodes_and_priorities_are_refused_together():
 
 
 @pytest.mark.parametrize("unit", [jrb.NStep(2, 0.9), jrb.Sequence(2), jrb.FrameStack(2)], ids=repr)
-def test_the_done_flag_must_be_one_bool(unit):
+def test_a_flag_must_be_one_number(unit):
     buffer = jrb.ReplayBuffer(8, unit=unit)
-    item = lambda done: {"observation": jnp.zeros(2), "next": {"reward": jnp.float32(0), **done}}
-    with pytest.raises(
-        ValueError, match=r"'next/done', got an item.*'next/terminated'.*Keys\(done"
-    ):
-        buffer.init(item({"terminated": jnp.bool_(False)}))
-    with pytest.raises(ValueError, match=r"'next/done': expected shape \(\).*got \(1,\)"):
-        buffer.init(item({"done": jnp.zeros(1, bool)}))
-    with pytest.raises(TypeError, match="'next/done': expected dtype bool, got float32"):
-        buffer.init(item({"done": jnp.float32(0)}))
+    item = lambda flag: {"observation": jnp.zeros(2), "next": {"reward": jnp.float32(0), **flag}}
+    with pytest.raises(ValueError, match=r"'next/done', 'next/terminated' or.*Keys\(done"):
+        buffer.init(item({"over": jnp.bool_(False)}))
+    with pytest.raises(ValueError, match=r"'next/done': expected shape \(\) or \(1,\).*got \(2,\)"):
+        buffer.init(item({"done": jnp.zeros(2, bool)}))
+    with pytest.raises(TypeError, match="'next/truncated': expected a bool.*got complex64"):
+        buffer.init(item({"done": jnp.bool_(False), "truncated": jnp.complex64(0)}))
+
+
+FLAGGED = [
+    jrb.NStep(3, 0.5),
+    jrb.NStep(3, 0.5, strict=True),
+    jrb.Sequence(3),
+    jrb.Sequence(3, burn_in=2, short="pad"),
+    jrb.Sequence(2, over="episodes"),
+    jrb.FrameStack(3),
+]
+
+
+@pytest.mark.parametrize("unit", FLAGGED, ids=repr)
+def test_an_episode_ends_where_any_flag_says_so(unit):
+    """Three flags of any dtype, of shape () or (1,), mean what one bool for all of them means."""
+    rng = np.random.default_rng(0)
+    flags = rng.random((3, 40, 2)) < 0.1
+    number = np.arange(80, dtype=np.float32).reshape(40, 2)
+
+    def drawn(**flags):
+        rows = {
+            "observation": number,
+            "next": {"observation": number + 0.5, "reward": number, **flags},
+        }
+        buffer = jrb.ReplayBuffer(
+            60, num_envs=2, batch_size=60, unit=unit, sampler=jrb.Uniform(replacement=False)
+        )
+        state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], rows))
+        sample = buffer.sample(buffer.extend(state, rows), KEY)
+        return sample.indices, sample.mask, sample.data["observation"], sample.info
+
+    want = drawn(done=flags.any(axis=0))
+    nan = np.where(flags[1], np.float32("nan"), np.float32(0))
+    others = [
+        {"terminated": flags[0] | flags[2], "truncated": flags[1]},
+        {"done": flags[0], "terminated": flags[1], "truncated": flags[2]},
+        {"done": flags[0][..., None], "terminated": nan, "truncated": flags[2].astype(np.int8)},
+        {"truncated": flags.any(axis=0)[..., None].astype(np.float16) * np.float16(-0.5)},
+    ]
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, drawn(**other), want)
+
+
+def test_truncation_by_another_name_ends_a_return():
+    keys = jrb.Keys(reward="r", done="term", truncated="trunc", next_observation="next_obs")
+    buffer = jrb.ReplayBuffer(
+        6, batch_size=6, unit=jrb.NStep(3, 1.0), keys=keys, sampler=jrb.Uniform(replacement=False)
+    )
+    rows = {"r": jnp.ones(6), "term": jnp.zeros(6, bool), "trunc": jnp.arange(6) == 2}
+    sample = buffer.sample(buffer.extend(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows), KEY)
+    by_slot = dict(zip(sample.indices.tolist(), sample.data["r"].tolist(), strict=True))
+    assert by_slot == {0: 3, 1: 2, 2: 1, 3: 3, 4: 2, 5: 1}
+
+
+@pytest.mark.parametrize("unit", FLAGGED, ids=repr)
+def test_rewards_and_flags_of_shape_1_are_as_those_of_no_shape(unit):
+    rng = np.random.default_rng(1)
+    flat = {"reward": rng.random((40, 2)).astype(np.float32), "done": rng.random((40, 2)) < 0.2}
+    number = np.arange(80, dtype=np.float32).reshape(40, 2)
+
+    def drawn(after):
+        rows = {"observation": number, "next": {"observation": number + 0.5, **after}}
+        buffer = jrb.ReplayBuffer(
+            60, num_envs=2, batch_size=60, unit=unit, sampler=jrb.Uniform(replacement=False)
+        )
+        state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], rows))
+        return buffer.sample(buffer.extend(state, rows), KEY)
+
+    one, other = drawn(flat), drawn({name: leaf[..., None] for name, leaf in flat.items()})
+    np.testing.assert_array_equal(one.indices, other.indices)
+    for name, leaf in flat.items():
+        wide = other.data["next"][name]
+        assert wide.dtype == leaf.dtype
+        assert wide.shape == (*one.data["next"][name].shape, 1)
+        np.testing.assert_array_equal(one.data["next"][name], wide[..., 0])
 
 
 def test_what_a_unit_needs_is_named():

@@ -12,6 +12,7 @@ from jrb import outside, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import hosted
 from jrb.checkpoint.items import pieces, replaying
+from jrb.ring import Held
 from jrb.state import BufferState
 
 
@@ -80,20 +81,28 @@ def _chosen(
     first = int(held.first) + np.arange(rows, dtype=np.int64) * old.envs
     slots = (first[:, None] + np.arange(old.envs)) % old.capacity
     kept = slots[max(0, rows - target.capacity // old.envs) :].astype(np.int32)
+    ends = _ends(buffer, state, held, kept)
     if old.envs == new.envs:
-        return kept, None
-    return _dealt(kept, new.envs)
+        return kept, ends
+    return _dealt(kept, ends, new.envs)
 
 
-def _dealt(slots: np.ndarray, envs: int) -> tuple[np.ndarray, np.ndarray]:
+def _ends(buffer: ReplayBuffer, state: BufferState, held: Held, slots: np.ndarray) -> np.ndarray:
+    """After which rows the unit knows that time does not go on: more than their flags may say."""
+    if not hasattr(buffer.unit, "ends"):
+        return np.zeros(slots.shape, bool)
+    return np.array(buffer.unit.ends(buffer.ring, state.unit, held, jnp.asarray(slots)))
+
+
+def _dealt(slots: np.ndarray, ends: np.ndarray, envs: int) -> tuple[np.ndarray, np.ndarray]:
     """Streams `[T, E]`, laid end to end and cut into `envs` of equal length; and the seams."""
     surplus = slots.size % envs  # of the oldest row
-    streams = [
+    ends[-1:] = True
+    whole = lambda rows: [
         stream[number < surplus :] if surplus <= slots.shape[1] else stream
-        for number, stream in enumerate(slots.T)
+        for number, stream in enumerate(rows.T)
     ]
-    line = np.concatenate(streams)
-    seams = np.concatenate([np.arange(len(stream)) == len(stream) - 1 for stream in streams])
+    line, seams = np.concatenate(whole(slots)), np.concatenate(whole(ends))
     over = line.size % envs  # more environments than there were items in a row
     line, seams = line[over:], seams[over:]
     lanes = seams.reshape(envs, len(line) // envs)

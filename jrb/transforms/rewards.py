@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb import checks, pytree
+from jrb import checks, episodes, pytree
 from jrb.keys import Path, path_name
 from jrb.transforms.structure import with_leaf
 from jrb.types import Batch, Item
@@ -33,7 +33,7 @@ class RewardToGo:
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, with one leaf `[B, L, ...]` more."""
-        reward, done = batch.keys.get(data, "reward"), batch.keys.get(data, "done")
+        reward = batch.keys.get(data, "reward")
         if batch.mask.ndim != 2:
             raise ValueError(
                 f"RewardToGo: leaf '{path_name(batch.keys.reward)}': expected windows [B, L], got "
@@ -44,6 +44,7 @@ class RewardToGo:
                 f"RewardToGo: leaf '{path_name(batch.keys.reward)}': expected a floating dtype, "
                 f"got {reward.dtype}. Use Cast before."
             )
+        done = episodes.ends(data, batch.keys)
         lift = lambda x: x.reshape(*x.shape, *(1,) * (reward.ndim - 2))
         real, goes_on = lift(batch.mask), lift(batch.mask & ~done)
         rows = [jnp.moveaxis(x, 1, 0) for x in (reward, real, goes_on)]

@@ -1,5 +1,6 @@
 """Stacks of frames, built when they are drawn from frames that are stored once."""
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -70,11 +71,22 @@ class FrameStack:
             raise ValueError(
                 "FrameStack: unit: expected a unit of single frames, got a FrameStack."
             )
-        if getattr(self.unit, "over", "steps") != "steps":
+        if getattr(self.unit, "lag", ...) is None:
             raise ValueError(
                 "FrameStack: expected a unit whose anchors are rows, got over='episodes'. "
                 "Use over='steps'."
             )
+        if not isinstance(getattr(self.unit, "lag", None), int):
+            raise TypeError(
+                f"FrameStack: unit: expected one that says by how many rows its anchors may lag, "
+                f"got {type(self.unit).__name__} without it. Give it a `lag`, 0 if its anchors "
+                "enter in the order of their rows (see jrb.types.Unit)."
+            )
+
+    @property
+    def lag(self) -> int:
+        """That of the inner unit; and stacks leave early."""
+        return self.k - 1 + (self.unit.lag or 0)
 
     def init(self, ring: Ring, spec: Item, keys: Keys) -> Stacks:
         """No rows. Raises if the items have no done flag, or nothing at one of the paths."""
@@ -127,13 +139,12 @@ class FrameStack:
     ) -> tuple[Stacks, Change]:
         """Anchors of the inner unit enter; they leave when the ring's tail cuts their stack."""
         inner, change = self.unit.on_write(ring, state.unit, held, write, items, keys)
-        length = episodes.lengths(state.length, keys.get(items, "done"), write, self.k)
+        length = episodes.lengths(state.length, episodes.ends(items, keys), write, self.k)
         later = rows.after(write, line.waited(state.line))  # `back` was read for the line
         back = rows.put(state.back, later, (length[:-1] - 1).astype(state.back.dtype))
         reach = lambda slots: rows.get(back, slots).astype(jnp.int32)
         entered = _still_whole(ring, held, write, change.entered, reach)
-        slack = self.k - 1 + getattr(self.unit, "n", 1) - 1
-        anchors, own = line.after_write(ring, state.line, held, write, entered, slack, reach)
+        anchors, own = line.after_write(ring, state.line, held, write, entered, self.lag, reach)
         cut = self._cut(ring, held, write, reach)
         anchors = line.hold(anchors, jnp.minimum(jnp.min(cut, initial=0), 0))
         own = Change(
@@ -148,6 +159,29 @@ class FrameStack:
             moved=own.moved,
         )
         return Stacks(back=back, length=length[-1], line=anchors, unit=inner), own
+
+    def truncate(
+        self, ring: Ring, state: Stacks, held: Held, which: jax.Array
+    ) -> tuple[Stacks, Change | None]:
+        """As the inner unit does; the next rows begin stacks anew."""
+        inner, change = self.unit.truncate(ring, state.unit, held, which)
+        state = state.replace(  # pyright: ignore
+            unit=inner, length=jnp.where(which, 0, state.length)
+        )
+        if change is None:
+            return state, None
+        now, reach = line.look_back(ring), functools.partial(self.rows_before, state)
+        entered = _still_whole(ring, held, now, change.entered, reach)
+        anchors, own = line.after_write(ring, state.line, held, now, entered, slack=0)
+        return state.replace(line=anchors), own  # pyright: ignore
+
+    def ends(self, ring: Ring, state: Stacks, held: Held, slots: jax.Array) -> jax.Array:
+        """Those after which a stack begins anew, and those that the inner unit knows."""
+        after = ring.slot_after(slots, ring.envs)
+        last = ring.place(held, slots) >= held.count - ring.envs
+        running = state.length[slots % ring.envs] > 0
+        begins = jnp.where(last, ~running, state.back[after] == 0) & (self.k > 1)
+        return begins | self.unit.ends(ring, state.unit, held, slots)
 
     def rows_before(self, state: Stacks, slots: jax.Array) -> jax.Array:
         """How many rows of its episode came before each slot, int32, up to k - 1."""

@@ -1,7 +1,7 @@
 """Goals chosen in hindsight."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ class Hindsight:
     """Transitions, some of them as if their goal had been one that was reached.
 
     With probability `ratio` the goal becomes what was achieved after a row g, in the observation
-    and in the next one, and the reward is computed anew. Done flags stay. `Sample.info` has
-    `relabeled`, bool `[B]`.
+    and in the next one, and the reward is computed anew; done flags too, where `terminated` is
+    given, else they stay. `Sample.info` has `relabeled`, bool `[B]`.
 
     Attributes:
         reward: from what was achieved and the goal, leaves of one transition, to its reward; must
@@ -46,6 +46,9 @@ class Hindsight:
         achieved: the path to what was achieved.
         goal: the path to the goal.
         next_goal: the path to the goal in the next observation, None if there is none.
+        terminated: from what was achieved and the goal, to whether the episode terminates there,
+            bool; must work under `vmap`. What is relabeled has that in its leaf `terminated`, and
+            in its leaf `done` that or its own `truncated`. None leaves both as they are.
 
     Reference: Andrychowicz et al., 2017, "Hindsight experience replay", sections 3.3 and 4.5.
     """
@@ -56,12 +59,16 @@ class Hindsight:
     achieved: Path = ("next", "observation", "achieved_goal")
     goal: Path = ("observation", "desired_goal")
     next_goal: Path | None = ("next", "observation", "desired_goal")
+    terminated: Callable[[Any, Any], jax.Array] | None = None
+    lag: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         checks.choice("strategy", self.strategy, ("future", "final", "episode", "random"))
         checks.fraction("ratio", self.ratio)
         if not callable(self.reward):
             raise TypeError(f"Hindsight: reward: expected a function, got {self.reward!r}.")
+        if self.terminated is not None and not callable(self.terminated):
+            raise TypeError(f"Hindsight: terminated: expected a function, got {self.terminated!r}.")
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Rows in order of time."""
@@ -92,10 +99,25 @@ class Hindsight:
         self, ring: Ring, state: Goals, held: Held, write: Write, items: Item, keys: Keys
     ) -> tuple[Goals, Change]:
         """What is written enters; what it overwrites left."""
-        done = keys.get(items, "done")
+        done = episodes.ends(items, keys)
         after, _, which = episodes.after_write(ring, state.episodes, held, write, done, 1)
         state = Goals(episodes=after, which=rows.put(state.which, write, which))
         return state, every_slot(ring, held, write)
+
+    def truncate(
+        self, ring: Ring, state: Goals, held: Held, which: jax.Array
+    ) -> tuple[Goals, None]:
+        """The running episodes end."""
+        del ring, held
+        after = episodes.truncated(state.episodes, which, 1)
+        return state.replace(episodes=after), None  # pyright: ignore
+
+    def ends(self, ring: Ring, state: Goals, held: Held, slots: jax.Array) -> jax.Array:
+        """Those whose successor is of another episode."""
+        last = ring.place(held, slots) >= held.count - ring.envs
+        over = state.episodes.length[slots % ring.envs] == 0
+        other = state.which[slots] != state.which[ring.slot_after(slots, ring.envs)]
+        return jnp.where(last, over, other)
 
     def anchors(self, ring: Ring, state: Goals, held: Held) -> Anchors:
         """All that is held."""
@@ -151,20 +173,45 @@ class Hindsight:
                 choose(leaf[:, 1], goal) for leaf, goal in zip(reached, old, strict=True)
             ]
         data = _with_leaves(raw, new)
+        reward = self._anew(self.reward, "reward", data, keys.get(data, "reward"))
+        found = {path_name(keys.reward): [choose(reward, keys.get(data, "reward"))]}
+        for name, flag in self._flags(data, keys).items():
+            found[name] = [choose(flag, keys.flags(data)[name])]
+        return _with_leaves(data, found), look.info
+
+    def _anew(self, function: Callable, what: str, data: Item, old: jax.Array) -> jax.Array:
+        """What a function makes of achievements and goals, in the shape of `old`, `[B, ...]`."""
         part = lambda path: find(data, path, "Hindsight")
-        old = keys.get(data, "reward")
-        reward = jax.vmap(self.reward)(part(self.achieved), part(self.goal))
-        if reward.shape != old.shape:
+        new = jax.vmap(function)(part(self.achieved), part(self.goal))
+        item = lambda array: array.shape[1:]
+        if item(new) != item(old) and {item(new), item(old)} != {(), (1,)}:
             raise ValueError(
-                f"Hindsight: reward: expected shape {old.shape[1:]} for one transition, got "
-                f"{reward.shape[1:]}. Reduce it over the parts of the goal."
+                f"Hindsight: {what}: expected shape {item(old)} for one transition, got "
+                f"{item(new)}. Reduce it over the parts of the goal."
             )
-        if reward.dtype != old.dtype:
+        dtype = old.dtype if what == "reward" else jnp.bool_
+        if new.dtype != dtype:
             raise TypeError(
-                f"Hindsight: reward: expected dtype {old.dtype}, got {reward.dtype}. "
+                f"Hindsight: {what}: expected dtype {dtype}, got {new.dtype}. "
                 "Cast it in the function."
             )
-        return _with_leaves(data, {path_name(keys.reward): [choose(reward, old)]}), look.info
+        return new.reshape(old.shape)
+
+    def _flags(self, data: Item, keys: Keys) -> dict[str, jax.Array]:
+        """The flags that are computed anew, by name, in their own dtypes."""
+        there = keys.flags(data)
+        done, over, cut = map(path_name, (keys.done, keys.terminated, keys.truncated))
+        if self.terminated is None or not there.keys() & {done, over}:
+            return {}
+        like = there.get(over, there.get(done))
+        ends = self._anew(self.terminated, "terminated", data, like)
+        found = {over: ends}
+        found[done] = ends | _is_set(there[cut]).reshape(ends.shape) if cut in there else ends
+        return {
+            name: found[name].reshape(there[name].shape).astype(there[name].dtype)
+            for name in (done, over)
+            if name in there
+        }
 
     def reset(self, ring: Ring, state: Goals, token: jax.Array) -> Goals:
         """No rows."""
@@ -178,6 +225,10 @@ class Hindsight:
         return state.replace(  # pyright: ignore
             episodes=episodes.hold(state.episodes, token)
         )
+
+
+def _is_set(flag: jax.Array) -> jax.Array:
+    return flag != jnp.zeros((), flag.dtype)
 
 
 def _with_leaves(data: Item, new: dict[str, list[jax.Array]]) -> Item:

@@ -55,6 +55,11 @@ class NStep:
         checks.fraction("discount", self.discount)
         checks.flag("strict", self.strict)
 
+    @property
+    def lag(self) -> int:
+        """Rows wait for others, if strict; at the end of an episode they do not."""
+        return self.n - 1 if self.strict else 0
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring has n rows, in order of time."""
         checks.window("NStep: n", self.n, ring.rows)
@@ -80,14 +85,14 @@ class NStep:
         self, ring: Ring, state: Steps, held: Held, write: Write, items: Item, keys: Keys
     ) -> tuple[Steps, Change]:
         """Rows enter when written; if strict, when their return is complete."""
-        done = keys.get(items, "done")
+        done = episodes.ends(items, keys)
         ended = rows.put(state.ended, write, done)
         if state.line is None or state.length is None:
             return state.replace(ended=ended), every_slot(ring, held, write)  # pyright: ignore
         length = episodes.lengths(state.length, done, write, self.n)
         complete = self._complete(ring, held, write, done, length[:-1])
         anchors, change = line.after_write(
-            ring, state.line, held, write, complete, slack=self.n - 1 if ring.envs > 1 else 0
+            ring, state.line, held, write, complete, slack=self.lag if ring.envs > 1 else 0
         )
         return Steps(ended=ended, length=length[-1], line=anchors), change
 
@@ -101,6 +106,26 @@ class NStep:
         back = jnp.arange(self.n - 1, -1, -1, dtype=jnp.int32)
         here = (back < length[..., None]) & (done[..., None] | (back == self.n - 1))
         return line.rows_back(ring, held, write, back, here)
+
+    def truncate(
+        self, ring: Ring, state: Steps, held: Held, which: jax.Array
+    ) -> tuple[Steps, Change | None]:
+        """The newest rows end their episodes; if strict, returns that waited are complete."""
+        ended = episodes.mark_newest(ring, held, state.ended, which)
+        if state.line is None or state.length is None:
+            return state.replace(ended=ended), None  # pyright: ignore
+        now = line.look_back(ring)
+        back = jnp.arange(self.n - 2, -1, -1, dtype=jnp.int32)  # n - 1 back was complete before
+        waiting = (which & (held.count > 0))[:, None] & (back < state.length[:, None])
+        entered = line.rows_back(ring, held, now, back, waiting[None])
+        anchors, change = line.after_write(ring, state.line, held, now, entered, slack=0)
+        length = jnp.where(which, 0, state.length)
+        return Steps(ended=ended, length=length, line=anchors), change
+
+    def ends(self, ring: Ring, state: Steps, held: Held, slots: jax.Array) -> jax.Array:
+        """Those that were written or truncated so."""
+        del ring, held
+        return rows.get(state.ended, slots)
 
     def anchors(self, ring: Ring, state: Steps, held: Held) -> Anchors:
         """All that is held; if strict, the rows with a complete return."""

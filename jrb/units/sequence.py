@@ -19,13 +19,13 @@ class Windows:
     """What windows must know before they read; what a description does not need is None.
 
     Attributes:
-        ended: bool `[N]`, which slots end an episode, for padding and burn-in.
+        ended: bool `[N]`, which slots end an episode.
         length: int32 `[E]`, the rows of the running episode, up to L.
         line: the anchors, where only whole windows are drawn.
         episodes: the episodes, where these are drawn.
     """
 
-    ended: jax.Array | None
+    ended: jax.Array
     length: jax.Array | None
     line: Line | None
     episodes: Episodes | None
@@ -73,6 +73,11 @@ class Sequence:
         """The rows that must follow an anchor, itself included."""
         return self.length if self.short == "drop" else 1
 
+    @property
+    def lag(self) -> int | None:
+        """All whole windows wait for as many rows; episodes are no rows."""
+        return 0 if self.over == "steps" else None
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring holds a window, in order of time; episodes are drawn by a fitting sampler."""
         checks.window("Sequence: burn_in + length", self.burn_in + self.length, ring.rows)
@@ -93,10 +98,9 @@ class Sequence:
     def init(self, ring: Ring, spec: Item, keys: Keys) -> Windows:
         """No rows. Raises if the items have no done flag."""
         episodes.check(spec, keys)
-        flags = self.burn_in > 0 or self.short == "pad"
         whole = self.over == "steps" and self.short == "drop"
         return Windows(
-            ended=jnp.zeros(ring.capacity, jnp.bool_) if flags else None,
+            ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if whole else None,
             line=line.init(ring) if whole else None,
             episodes=episodes.init(ring, self._enough) if self.over == "episodes" else None,
@@ -106,8 +110,8 @@ class Sequence:
         self, ring: Ring, state: Windows, held: Held, write: Write, items: Item, keys: Keys
     ) -> tuple[Windows, Change]:
         """A row enters when written; whole windows do with their last row."""
-        done = keys.get(items, "done")
-        ended = None if state.ended is None else rows.put(state.ended, write, done)
+        done = episodes.ends(items, keys)
+        ended = rows.put(state.ended, write, done)
         state = state.replace(ended=ended)  # pyright: ignore
         if state.line is not None and state.length is not None:
             length = episodes.lengths(state.length, done, write, self.length)
@@ -122,6 +126,24 @@ class Sequence:
             )
             return state.replace(episodes=after), change  # pyright: ignore
         return state, every_slot(ring, held, write)
+
+    def truncate(
+        self, ring: Ring, state: Windows, held: Held, which: jax.Array
+    ) -> tuple[Windows, None]:
+        """The newest rows end their episodes."""
+        table, length = state.episodes, state.length
+        truncated = Windows(
+            ended=episodes.mark_newest(ring, held, state.ended, which),
+            length=None if length is None else jnp.where(which, 0, length),
+            line=state.line,
+            episodes=None if table is None else episodes.truncated(table, which, self._enough),
+        )
+        return truncated, None
+
+    def ends(self, ring: Ring, state: Windows, held: Held, slots: jax.Array) -> jax.Array:
+        """Those that were written or truncated so."""
+        del ring, held
+        return rows.get(state.ended, slots)
 
     def anchors(self, ring: Ring, state: Windows, held: Held) -> Anchors:
         """The first rows of windows."""
@@ -144,9 +166,9 @@ class Sequence:
         """Every leaf at every row of the window."""
         del key, keys
         before, after = jnp.int32(0), jnp.int32(self.length)
-        if state.ended is not None and self.short == "pad":
+        if self.short == "pad":
             after = episodes.steps_ahead(ring, held, state.ended, slots, self.length)[:, None]
-        if state.ended is not None and self.burn_in:
+        if self.burn_in:
             before = episodes.steps_back(ring, held, state.ended, slots, self.burn_in)[:, None]
         step = jnp.arange(-self.burn_in, self.length, dtype=jnp.int32)
         real = mask[:, None] & (step >= -before) & (step < after)

@@ -1,6 +1,6 @@
 """One anchor, one transition."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jrb.types import Anchors, Change, Item, Look, Sampler, Write, Writer
 @pytree.component
 class Transition:
     """Every slot that holds an item is an anchor, and stands for that item."""
+
+    lag: ClassVar[int] = 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Fits everything but a queue of items without an order of time."""
@@ -56,6 +58,18 @@ class Transition:
         """The items as they are."""
         del keys
         return raw, look.info
+
+    def truncate(
+        self, ring: Ring, state: dict[str, Any], held: Held, which: jax.Array
+    ) -> tuple[dict[str, Any], None]:
+        """Nothing crosses from one row to the next."""
+        del ring, held, which
+        return state, None
+
+    def ends(self, ring: Ring, state: dict[str, Any], held: Held, slots: jax.Array) -> jax.Array:
+        """Nothing is known of ends."""
+        del ring, state, held
+        return jnp.zeros(slots.shape, jnp.bool_)
 
     def reset(self, ring: Ring, state: dict[str, Any], token: jax.Array) -> dict[str, Any]:
         """Nothing to forget."""
