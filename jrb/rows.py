@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jrb import order
@@ -50,14 +49,9 @@ def put(array: jax.Array, write: Write, rows: jax.Array) -> jax.Array:
 
     A slice for consecutive slots, else a scatter of items; what `write` drops is left out.
     """
-    scatter = lambda: _put_items(array, write.slots, rows)
-    if _is_widened(array.dtype):
-        items = (write.starts.size, -1, *rows.shape[2:])
-        one_by_one = lambda: _put_one_by_one(array, write.starts, rows.reshape(items))
-        return lax.platform_dependent(cpu=one_by_one, default=scatter)
     if write.consecutive:
         return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
-    return scatter()
+    return _put_items(array, write.slots, rows)
 
 
 def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -99,12 +93,6 @@ def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows `[T, E, ...]` at slots, int32 `[T, E]`; those of N are left out."""
     items = rows.reshape(slots.size, *rows.shape[2:])
     return leaf.at[slots.reshape(-1)].set(items, mode="drop")
-
-
-def _is_widened(dtype: np.dtype) -> bool:
-    """Whether XLA's CPU compiler scatters such a dtype in a wider copy of the whole array."""
-    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return not extended and np.dtype(dtype).isbuiltin != 1  # bfloat16, float8, int4, ...
 
 
 @jax.custom_batching.custom_vmap

@@ -16,7 +16,7 @@ LAYERS = [
     {"keys", "ring", "bits", "tree", "display", "checks"},
     {"types", "permutation", "sum_tree", "layouts", "prng"},
     {"rows"},
-    {"line", "episodes"},
+    {"line", "episodes", "columns"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"state"},
     {"compiled", "expected"},

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jrb import outside, prng
+from jrb import columns, outside, prng
 from jrb.mix import Mix
 from jrb.storages.host import Host, Hosted, number
 
@@ -76,13 +77,14 @@ def leaves(hosted: Hosted) -> Any:
     capacity, host = hosted.host.live.table.capacity, hosted.host
     version = number(hosted.version)
     specs, structure = jax.tree.flatten(host.spec)
-    return jax.tree.unflatten(
-        structure,
-        [
-            Leaf(host, version, column, (capacity, *spec.shape), spec.dtype)
-            for column, spec in enumerate(specs)
-        ],
-    )
+
+    def leaf(number: int, spec: Any) -> Any:
+        make = functools.partial(Leaf, host, version, number, (capacity, *spec.shape))
+        if not columns.is_small(spec.dtype):
+            return make(spec.dtype)
+        return columns.Packed(make(columns.word_dtype(spec.dtype)), np.dtype(spec.dtype))
+
+    return jax.tree.unflatten(structure, [leaf(*each) for each in enumerate(specs)])
 
 
 def exported(buffer: Any, state: Any) -> tuple[Any, Any]:

@@ -1,12 +1,12 @@
 """Arrays on the device, one per leaf, `[N, ...]`."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jrb import checks, order, pytree, rows
+from jrb import checks, columns, order, pytree
 from jrb.keys import Keys
 from jrb.ring import Held, Ring
 from jrb.storages import once as shared
@@ -15,7 +15,7 @@ from jrb.types import Item, Where, Write
 
 @pytree.component
 class DeviceStorage:
-    """Keeps every leaf of the items in one array `[N, ...]` of the leaf's own dtype.
+    """Keeps every leaf of the items in one array `[N, ...]`, bit for bit (see `jrb.columns`).
 
     Attributes:
         once: whether observations are stored once: a next observation that is, bit for bit, the
@@ -44,7 +44,7 @@ class DeviceStorage:
         """Zeros."""
         if self.once:
             return shared.init(ring, spec, keys, self._room(ring))
-        return jax.tree.map(lambda leaf: jnp.zeros((ring.capacity, *leaf.shape), leaf.dtype), spec)
+        return jax.tree.map(lambda leaf: columns.room(ring.capacity, leaf), spec)
 
     def _room(self, ring: Ring) -> int:
         room = max(ring.capacity // 32, ring.envs) if self.room is None else self.room
@@ -62,8 +62,7 @@ class DeviceStorage:
     def spec(self, ring: Ring, state: Any, keys: Keys) -> Item:
         """What one slot holds."""
         del ring, keys
-        items = state.items if self.once else state
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), items)
+        return columns.spec(state.items if self.once else state)
 
     def write(
         self, ring: Ring, state: Any, held: Held, write: Write, items: Item, keys: Keys
@@ -72,8 +71,8 @@ class DeviceStorage:
         if self.once:
             pairs = shared.pairs(self.spec(ring, state, keys), keys)
             return shared.write(ring, state, held, write, items, pairs)
-        put = lambda leaf, new: rows.put(leaf, write, lax.stop_gradient(new))
-        return jax.tree.map(put, state, items), write
+        put = lambda column, new: columns.put(column, write, columns.packed(new))
+        return jax.tree.map(put, state, items, is_leaf=columns.is_column), write
 
     def read(self, ring: Ring, state: Any, held: Held, where: Where, keys: Keys) -> Item:
         """One gather of whole items per leaf."""
@@ -81,10 +80,11 @@ class DeviceStorage:
             pairs = shared.pairs(self.spec(ring, state, keys), keys)
             return shared.read(ring, state, held, where, pairs)
 
-        def get(path: tuple, leaf: jax.Array) -> jax.Array:
-            return rows.get(leaf, where(pytree.leaf_name(path)))
+        def get(path: tuple, column: columns.Column) -> jax.Array:
+            return columns.get(column, where(pytree.leaf_name(path)))
 
-        return order.once(lambda: jax.tree_util.tree_map_with_path(get, state))
+        every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
+        return order.once(lambda: every(get, state))
 
     def slotted(self, state: Any) -> Item:
         """The items; not where next observations are."""

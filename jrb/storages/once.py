@@ -10,13 +10,14 @@ termination, truncation, automatic resets, and data that was put together. The p
 first out. Where it has no room, the oldest rows leave, up to the one whose entry is needed.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb import order, pytree, rows
+from jrb import columns, order, pytree, rows
 from jrb.keys import Keys, path_name
 from jrb.ring import Held, Ring
 from jrb.types import Item, Where, Write
@@ -65,7 +66,7 @@ def init(ring: Ring, spec: Item, keys: Keys, room: int) -> Shared:
     def zeros(path: tuple, leaf: Any) -> jax.Array:
         name = pytree.leaf_name(path)
         more = room + ring.envs if name in shared.values() else 0
-        return jnp.zeros((0 if name in shared else ring.capacity + more, *leaf.shape), leaf.dtype)
+        return columns.room(0 if name in shared else ring.capacity + more, leaf)
 
     return Shared(
         items=jax.tree_util.tree_map_with_path(zeros, spec),
@@ -78,8 +79,7 @@ def init(ring: Ring, spec: Item, keys: Keys, room: int) -> Shared:
 
 def read(ring: Ring, state: Shared, held: Held, where: Where, shared: dict[str, str]) -> Item:
     """One gather per leaf: next observations from the array of the observations."""
-    names = pytree.leaf_names(state.items)
-    named = dict(zip(names, jax.tree.leaves(state.items), strict=True))
+    named = columns.named(state.items)
     sources: dict[int, jax.Array] = {}
 
     def source(slots: jax.Array) -> jax.Array:
@@ -87,14 +87,16 @@ def read(ring: Ring, state: Shared, held: Held, where: Where, shared: dict[str, 
             sources[id(slots)] = _source(ring, state, held, slots)
         return sources[id(slots)]
 
-    at = {name: where(name) for name in names}
+    at = {name: where(name) for name in named}
     at = {name: source(slots) if name in shared else slots for name, slots in at.items()}
 
-    def get(path: tuple, leaf: jax.Array) -> jax.Array:
+    def get(path: tuple, column: columns.Column) -> jax.Array:
+        del column
         name = pytree.leaf_name(path)
-        return rows.get(named[shared.get(name, name)], at[name])
+        return columns.get(named[shared.get(name, name)], at[name])
 
-    return order.once(lambda: jax.tree_util.tree_map_with_path(get, state.items))
+    every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
+    return order.once(lambda: every(get, state.items))
 
 
 def _source(ring: Ring, state: Shared, held: Held, slots: jax.Array) -> jax.Array:
@@ -110,10 +112,9 @@ def write(
     ring: Ring, state: Shared, held: Held, write: Write, items: Item, shared: dict[str, str]
 ) -> tuple[Shared, Write]:
     """One row after the other; all else at once."""
-    names = pytree.leaf_names(items)
-    new = dict(zip(names, jax.tree.leaves(items), strict=True))
-    old = dict(zip(names, jax.tree.leaves(state.items), strict=True))
-    kept = {name: old[name] for name in shared.values()}
+    new = {name: columns.packed(leaf) for name, leaf in columns.named(items).items()}
+    old = columns.named(state.items)
+    kept = {name: columns.array(old[name]) for name in shared.values()}
     step = lambda t, carry: _write_row(ring, held, write, new, shared, t, carry)
     carry = (kept, state, held.count // ring.envs)
     if write.written.size == 1:
@@ -122,15 +123,14 @@ def write(
         kept, state, rows_held = order.loop(write.written.size, step, carry)
     gone = held.count // ring.envs + write.rows - rows_held
 
-    def put(path: tuple, leaf: jax.Array) -> jax.Array:
+    def put(path: tuple, column: columns.Column) -> columns.Column:
         name = pytree.leaf_name(path)
-        if name in shared:
-            return leaf
-        return kept[name] if name in kept else rows.put(leaf, write, lax.stop_gradient(new[name]))
+        if name in kept:
+            return columns.with_array(column, kept[name])
+        return column if name in shared else columns.put(column, write, new[name])
 
-    state = state.replace(  # pyright: ignore
-        items=jax.tree_util.tree_map_with_path(put, state.items)
-    )
+    items = jax.tree_util.tree_map_with_path(put, state.items, is_leaf=columns.is_column)
+    state = state.replace(items=items)  # pyright: ignore
     return state, _shortened(ring, held, write, gone)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb import checks, order, prng, pytree, rows
+from jrb import checks, columns, order, prng, pytree, rows
 from jrb.keys import TED, Keys
 from jrb.ring import Clock, Held, Ring
 from jrb.storages import host
@@ -64,22 +64,20 @@ class HotRing:
         """No rows."""
         del keys
         hot = self.ring(ring)
-        items = jax.tree.map(lambda leaf: jnp.zeros((hot.capacity, *leaf.shape), leaf.dtype), spec)
+        items = jax.tree.map(lambda leaf: columns.room(hot.capacity, leaf), spec)
         return Hot(items=items, clock=hot.start())
 
     def spec(self, ring: Ring, state: Hot, keys: Keys) -> Item:
         """What one slot holds."""
         del ring, keys
-        kind = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-        return jax.tree.map(kind, state.items)
+        return columns.spec(state.items)
 
     def written(self, ring: Ring, state: Hot, write: Write, items: Item) -> Hot:
         """The last of the rows put where they belong."""
         mask = None if write.consecutive else write.written
         clock, put = rows.in_turn(self.ring(ring), state.clock, write.passed.size, mask)
-        new = jax.tree.map(
-            lambda leaf, new: rows.put(leaf, put, lax.stop_gradient(new)), state.items, items
-        )
+        write_to = lambda column, new: columns.put(column, put, columns.packed(new))
+        new = jax.tree.map(write_to, state.items, items, is_leaf=columns.is_column)
         return Hot(items=new, clock=clock)
 
     def write(
@@ -209,8 +207,10 @@ class SpillStorage:
         newest = hosted.host.fetch(hosted.version, [slots] * len(hosted.host.names))
         state = self.inner.init(ring, hosted.host.spec, TED)
         clock = hot.advance(state.clock, jnp.int32(count))
-        put = lambda leaf, new: leaf.at[: len(slots)].set(new)
-        items = jax.tree.map(put, state.items, newest)
+        put = lambda column, new: columns.with_array(
+            column, columns.array(column).at[: len(slots)].set(columns.packed(new))
+        )
+        items = jax.tree.map(put, state.items, newest, is_leaf=columns.is_column)
         return Spilled(hot=Hot(items=items, clock=clock), hosted=hosted)
 
     def hosted(self, state: Spilled) -> Hosted:
@@ -253,8 +253,10 @@ class SpillStorage:
         at = places.each(lambda one: _cold(np.asarray(one[0]), np.asarray(one[2])))
         cold = host_.items(host_.take(state.hosted.version, [slots for slots, _ in at]))
         leaves, structure = jax.tree.flatten(cold)
-        merged = _merged(hot, leaves, [place for _, place in at], [one for one, *_ in each])
-        return jax.tree.unflatten(structure, merged)
+        words = list(map(columns.packed, leaves))
+        merged = _merged(hot, words, [place for _, place in at], [one for one, *_ in each])
+        found = map(columns.unpacked, merged, [leaf.dtype for leaf in leaves])
+        return jax.tree.unflatten(structure, found)
 
     # Inside jit.
 
@@ -278,14 +280,19 @@ class SpillStorage:
         at = found.each(lambda one: one)
         slots = found.each(lambda one: jnp.where(one[2], -1, one[0]))
         cold = state.hosted.host.items(state.hosted.host.call(state.hosted.version, slots))
-        leaves, structure = jax.tree.flatten(state.hot.items)
-        pairs = list(zip(leaves, at, strict=True))
-        hot = order.once(lambda: [rows.get(leaf, row) for leaf, (_, row, _) in pairs])
+        leaves, structure = jax.tree.flatten(cold)
+        pairs = list(zip(jax.tree.leaves(state.hot.items), at, strict=True))
+        hot = order.once(lambda: [rows.get(words, row) for words, (_, row, _) in pairs])
         merged = [
-            jnp.where(here.reshape(*here.shape, *(1,) * (warm.ndim - here.ndim)), warm, rest)
-            for warm, rest, (_, _, here) in zip(hot, jax.tree.leaves(cold), at, strict=True)
+            jnp.where(
+                here.reshape(*here.shape, *(1,) * (warm.ndim - here.ndim)),
+                warm,
+                columns.packed(rest),
+            )
+            for warm, rest, (_, _, here) in zip(hot, leaves, at, strict=True)
         ]
-        return jax.tree.unflatten(structure, merged)
+        found = map(columns.unpacked, merged, [leaf.dtype for leaf in leaves])
+        return jax.tree.unflatten(structure, found)
 
     def reset(self, ring: Ring, state: Spilled, token: jax.Array) -> Spilled:
         """No hot rows."""
