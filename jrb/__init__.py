@@ -6,7 +6,9 @@ from jrb.checkpoint import load, save
 from jrb.disk.errors import StaleError
 from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
+from jrb.loops import jitted
 from jrb.mix import Mix
+from jrb.outside import CopyWarning
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
@@ -18,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "TED",
     "BufferState",
+    "CopyWarning",
     "DeviceStorage",
     "FrameStack",
     "Hindsight",
@@ -41,6 +44,7 @@ __all__ = [
     "WithoutReplacement",
     "checkpoint",
     "epochs",
+    "jitted",
     "layouts",
     "load",
     "prefetch",

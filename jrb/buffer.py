@@ -1,13 +1,12 @@
 """The replay buffer: five parts, one composition."""
 
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
-from jrb import checks, outside, pytree
+from jrb import casting, checks, outside, pytree
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
@@ -45,6 +44,11 @@ class ReplayBuffer:
             data to data, or one of `jrb.transforms`. One with a method `inverse` is undone on the
             way in, item by item.
         keys: where the parts of a transition lie in an item.
+        min_size: the transitions that must be held before anything is drawn; until then
+            `can_sample` is False, `sample` raises outside `jit`, and inside it `mask` is False.
+        cast: whether items of other dtypes are converted to those that are stored: NumPy's float64
+            and int64 to what JAX keeps (an integer that does not fit is an error), floats to
+            floats, integers to larger ones, and bool to integer to float. If not, they are errors.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -64,6 +68,8 @@ class ReplayBuffer:
     storage: Storage = DeviceStorage()
     transforms: tuple[Any, ...] = ()
     keys: Keys = TED
+    min_size: int | None = None
+    cast: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sampler", "unit", "writer", "storage"):
@@ -74,6 +80,9 @@ class ReplayBuffer:
             checks.multiple(self.capacity, self.num_envs)
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
+        if self.min_size is not None:
+            checks.count("min_size", self.min_size, self.capacity)
+        checks.flag("cast", self.cast)
         self.unit.check(self.ring, self.sampler, self.writer)
         if outside.of_objects(self) and not isinstance(self.unit, Transition):
             raise ValueError(
@@ -82,7 +91,12 @@ class ReplayBuffer:
             )
         if getattr(self.storage, "in_time", False):
             checks.in_time(type(self.storage).__name__, self.writer)
-        for name in ("capacity", "num_envs", "batch_size"):  # NumPy's integers have a dtype
+        for name in (
+            "capacity",
+            "num_envs",
+            "batch_size",
+            "min_size",
+        ):  # NumPy's integers have a dtype
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else int(value))
         if not isinstance(self.keys, Keys):
@@ -94,6 +108,33 @@ class ReplayBuffer:
                 f"transforms: expected a tuple of functions, got {self.transforms!r}. "
                 "Write (f,) for a single one."
             )
+
+    @classmethod
+    def rounded(cls, capacity: int, num_envs: int | None = None, **parts: Any) -> Self:
+        """A buffer of at most this capacity: rounded down to a multiple of `num_envs`.
+
+        For capacities that come from a configuration, as most libraries take them.
+
+        Args:
+            capacity: at least `num_envs`.
+            num_envs: E, or None.
+            parts: what else the description takes.
+
+        Example:
+            >>> import jrb
+            >>> jrb.ReplayBuffer.rounded(1_000_000, num_envs=1024).capacity
+            999424
+        """
+        checks.count("capacity", capacity)
+        if num_envs is not None:
+            checks.count("num_envs", num_envs)
+            if capacity < num_envs:
+                raise ValueError(
+                    f"capacity: expected at least num_envs = {num_envs}, got {capacity}: a row has "
+                    "a slot for each environment."
+                )
+            capacity = capacity // num_envs * num_envs
+        return cls(capacity=capacity, num_envs=num_envs, **parts)
 
     @property
     def ring(self) -> Ring:
@@ -133,7 +174,8 @@ class ReplayBuffer:
         Args:
             state: may be donated.
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
-            mask: bool `[]`; nothing is written if it is False. None writes.
+            mask: bool `[]`; nothing is written if it is False, under `vmap` for each buffer by
+                itself, where a `lax.cond` around the call would copy the ring. None writes.
 
         Raises:
             ValueError: another structure or shape than the example's.
@@ -153,7 +195,9 @@ class ReplayBuffer:
         Args:
             state: may be donated.
             items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
-            mask: bool `[T]`; rows where it is False are not written, as if they were not there.
+            mask: bool `[T]`; rows where it is False are not written, as if they were not there. For
+                each buffer by itself under `vmap`, where a `lax.cond` around the call would copy
+                the ring.
 
         Returns:
             The state after T times `add`, however the rows are cut into calls.
@@ -190,8 +234,8 @@ class ReplayBuffer:
             this key would give.
 
         Raises:
-            ValueError: there is nothing to draw (only outside `jit`; inside, `mask` is False and
-                `weights` is 0), or no batch size.
+            ValueError: there is nothing to draw, or less than `min_size` is held (only outside
+                `jit`; inside, `mask` is False and `weights` is 0); or no batch size.
         """
         return self._drawn(state, key, batch_size, beta)[1]
 
@@ -331,15 +375,10 @@ class ReplayBuffer:
             Leaves `[..., *item]`.
 
         Raises:
-            ValueError: an index is out of range (only outside `jit`).
+            ValueError: an index is out of range, or nothing is held there (only outside `jit`).
         """
         indices = checks.indices("take", indices)
-        if not isinstance(indices, jax.core.Tracer):
-            wrong = (indices < 0) | (indices >= self.capacity)
-            if bool(wrong.any()):
-                raise ValueError(
-                    f"take: expected indices in [0, {self.capacity}), got {indices[wrong][0]}."
-                )
+        checks.in_range("take", indices, self.capacity)
         return outside.take(self, state, indices)
 
     def size(self, state: BufferState) -> jax.Array:
@@ -349,6 +388,9 @@ class ReplayBuffer:
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises.
+
+        One item is enough to draw a batch with replacement. A learner that is to wait for more says
+        so by `ReplayBuffer(min_size=...)`.
 
         Args:
             state: is only read.
@@ -365,6 +407,8 @@ class ReplayBuffer:
         return () if self.num_envs is None else (self.num_envs,)
 
     def _stored_spec(self, example: Item) -> Item:
+        if self.cast:
+            example = casting.kept(example, "init")
         spec = jax.eval_shape(
             functools.partial(run.inward, self.transforms), pytree.spec_of(example, "init")
         )
@@ -379,6 +423,8 @@ class ReplayBuffer:
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
         """Items as the storage takes them, leaves `[*lead, ...]`, or an error."""
+        if self.cast:
+            items = casting.kept(items, verb)
         if any(hasattr(transform, "inverse") for transform in self.transforms):
             checks.lead(items, lead, verb)
             inverse = functools.partial(run.inward, self.transforms)
@@ -389,6 +435,8 @@ class ReplayBuffer:
             lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype),
             self.stored(state),
         )
+        if self.cast:
+            items = casting.to_spec(spec, items, verb)
         pytree.check_like(spec, items, verb, f"Give {_LAYOUT[verb, self.num_envs is None]}.")
         return items
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,12 +73,28 @@ def mask(verb: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     return array
 
 
+METHODS = {
+    "sampler": ("init", "on_write", "draw", "ready", "reset"),
+    "unit": ("check", "init", "on_write", "anchors", "look", "reduce", "reset", "hold"),
+    "writer": ("init", "plan", "held", "stamp", "shrink", "reset", "hold"),
+    "storage": ("init", "spec", "write", "read", "reset", "hold"),
+}
+"""What a part of each kind must have; `jrb.types` says what they mean."""
+
+
 def part(name: str, value: Any) -> None:
-    """An instance, not a class or a string."""
+    """An instance, not a class or a string, with the methods of its kind."""
     if isinstance(value, type | str):
         raise TypeError(
             f"{name}: expected a part, got {value!r}. Make one, such as jrb.Uniform() or "
             "jrb.DeviceStorage()."
+        )
+    missing = [method for method in METHODS[name] if not callable(getattr(value, method, None))]
+    if missing:
+        raise TypeError(
+            f"{name}: expected a part with the methods {', '.join(METHODS[name])}, got "
+            f"{type(value).__name__} without {', '.join(missing)}. See jrb.types."
+            f"{name.capitalize()}."
         )
 
 
@@ -102,6 +119,24 @@ def indices(verb: str, value: Any) -> jax.Array:
         kept = where(fits, array, array.dtype.type(0)).astype(jnp.int32)
         array = kept - (~fits).astype(jnp.int32)
     return jnp.asarray(array.astype(jnp.int32))
+
+
+def in_range(verb: str, indices: jax.Array, size: int) -> None:
+    """Indices in [0, size), as far as they are known."""
+    if isinstance(indices, jax.core.Tracer):
+        return
+    known = np.asarray(indices)
+    wrong = (known < 0) | (known >= size)
+    if wrong.any():
+        raise ValueError(f"{verb}: expected indices in [0, {size}), got {known[wrong][0]}.")
+
+
+def real_numbers(name: str, value: Any) -> jax.Array:
+    """An array of real numbers, as float32."""
+    array = jnp.asarray(value)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
+    return array.astype(jnp.float32)
 
 
 def flag(name: str, value: Any) -> None:
@@ -144,16 +179,11 @@ def in_time(name: str, writer: Any) -> None:
 
 def priorities(value: Any, shapes: list[tuple[int, ...]]) -> jax.Array:
     """Real numbers of one of these shapes, as float32; the first is that of the indices."""
-    array = jnp.asarray(value)
+    array = real_numbers("update_priority: priorities", value)
     if len(shapes[0]) != 1:
         raise ValueError(
             f"update_priority: indices: expected shape (B,), got {shapes[0]}. Flatten them, or "
             "vmap over the states too."
-        )
-    real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
-    if not real:
-        raise TypeError(
-            f"update_priority: priorities: expected real numbers, got dtype {array.dtype}."
         )
     if array.shape not in shapes:
         raise ValueError(
@@ -161,7 +191,7 @@ def priorities(value: Any, shapes: list[tuple[int, ...]]) -> jax.Array:
             f"each that was drawn, got {array.shape}. Reduce the errors to that, such as "
             "jnp.abs(td_error)."
         )
-    return array.astype(jnp.float32)
+    return array
 
 
 def length(items: Any) -> int:

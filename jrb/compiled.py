@@ -96,7 +96,22 @@ def _choose(
     """The sampler's part."""
     held = buffer.writer.held(buffer.ring, state.writer)
     anchors = buffer.unit.anchors(buffer.ring, state.unit, held)
-    return buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
+    drawn = buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
+    return drawn if buffer.min_size is None else _if_enough(buffer, held, state.sampler, *drawn)
+
+
+def _if_enough(buffer: Any, held: Held, before: Any, after: Any, draw: Draw) -> tuple[Any, Draw]:
+    """A draw, or nothing and the sampler as it was while less than `min_size` is held."""
+    enough = held.count >= buffer.min_size
+    keep = lambda new, old: new if new is old else jnp.where(enough, new, old)
+    some = lambda leaf: jnp.where(enough, leaf, jnp.zeros_like(leaf))
+    draw = Draw(
+        slots=draw.slots,
+        probabilities=some(draw.probabilities),
+        weights=some(draw.weights),
+        mask=some(draw.mask),
+    )
+    return jax.tree.map(keep, after, before), draw
 
 
 def _look(
@@ -168,7 +183,8 @@ def ready(buffer: Any, state: BufferState, batch_size: int | None) -> jax.Array:
     """Whether a draw gives at least one item, bool `[]`."""
     held = buffer.writer.held(buffer.ring, state.writer)
     anchors = buffer.unit.anchors(buffer.ring, state.unit, held)
-    return buffer.sampler.ready(state.sampler, anchors, batch_size)
+    found = buffer.sampler.ready(state.sampler, anchors, batch_size)
+    return found if buffer.min_size is None else found & (held.count >= buffer.min_size)
 
 
 @jax.jit

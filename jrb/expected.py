@@ -27,10 +27,15 @@ def blank(buffer: Any, spec: Item) -> BufferState:
     return BufferState(
         storage=buffer.storage.init(ring, spec, buffer.keys),
         writer=buffer.writer.init(ring, spec, buffer.keys),
-        sampler=buffer.sampler.init(ring),
+        sampler=_told(buffer.sampler.init(ring)),
         unit=buffer.unit.init(ring, spec, buffer.keys),
         ring=ring,
     )
+
+
+def _told(sampler: Any) -> Any:
+    """A sampler's state that will be told of every anchor, from the first on."""
+    return sampler.replace(told=True) if getattr(sampler, "told", None) is False else sampler
 
 
 def check(buffer: Any, state: Any, spec: Item | None = None) -> None:
@@ -124,6 +129,11 @@ def _other_part(buffer: Any, state: BufferState, spec: Item | None) -> TypeError
     for part in _PARTS:
         if want is not None and _alike(getattr(want, part), getattr(state, part)):
             continue
+        if getattr(getattr(state, part), "told", None) is False:
+            return TypeError(
+                f"expected a state whose sampler was told of all its anchors, got one on which a "
+                f"new state of {type(buffer.sampler).__name__} was put by hand. {_MEND}"
+            )
         wanted = "" if want is None else f", {_shape(getattr(want, part))}"
         name = type(getattr(buffer, part)).__name__
         if want is None:

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import bits, checks, compiled, permutation, pytree
+from jrb import bits, checks, compiled, outside, permutation, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
 from jrb.types import Item
@@ -178,6 +178,11 @@ class Mix:
         return tuple(after)
 
     def _pairs(self, states: States) -> list[tuple[ReplayBuffer, BufferState]]:
+        if not isinstance(states, tuple | list):
+            raise TypeError(
+                f"states: expected a tuple of {len(self.buffers)} states, as init of the mix makes "
+                f"it, got {type(states).__name__}."
+            )
         if len(states) != len(self.buffers):
             raise ValueError(
                 f"states: expected one for each of {len(self.buffers)} buffers, got {len(states)}."
@@ -197,17 +202,30 @@ class Mix:
         A buffer of which nothing is needed may be empty.
         """
         after, parts = [], []
-        for number, (part, state) in enumerate(self._pairs(states)):
+        for number, (_, state) in enumerate(self._pairs(states)):
             drawn: Any = (state, None)
             if counts[number]:
-                draw = part.draw if needed[number] else jax.jit(part.draw, static_argnums=2)
-                drawn = draw(state, keys[number], counts[number], beta)
+                drawn = self._draw_one(number, state, keys[number], counts[number], beta, needed)
                 source = jnp.full(counts[number], number, jnp.int32)
                 sample = drawn[1].replace(info={**drawn[1].info, "source": source})
                 drawn = (drawn[0], sample)
             after.append(drawn[0])
             parts.append(drawn[1])
         return tuple(after), parts
+
+    def _draw_one(
+        self,
+        number: int,
+        state: BufferState,
+        key: jax.Array,
+        count: int,
+        beta: Any,
+        needed: tuple[int, ...],
+    ) -> tuple[BufferState, Sample]:
+        part, quiet = self.buffers[number], not needed[number]
+        beta = None if beta is None else checks.number("beta", beta)
+        after, sample = outside.draw(part, state, key, count, beta, quiet)
+        return outside.after_draw(state, after), sample
 
     def _given_shares(self, proportions: Any, batch_size: int) -> jax.Array:
         if not isinstance(proportions, jax.core.Tracer):

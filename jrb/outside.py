@@ -6,6 +6,7 @@ all other cases it is the jitted verb.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import checks, compiled, expected, pytree
+from jrb import checks, compiled, display, expected, pytree
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
 from jrb.storages.elsewhere import Elsewhere
@@ -140,11 +141,51 @@ def write(buffer: Any, state: Any, items: Any, mask: Any, cuts: Any = None) -> A
     """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb.compiled.write`)."""
     check_state(buffer, state)
     if _is_inside(buffer, state, items, mask):
+        if not _is_traced(state, items, mask):
+            _warn_of_copies(buffer, state)
         return compiled.write(buffer, state, items, mask, cuts)
     after = compiled.write(bare(buffer), _lowered(buffer, state), items, mask, cuts)
     if _is_traced(after):
         return compiled.write(buffer, state, items, mask, cuts)
     return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
+
+
+def fill(buffer: Any, state: Any, items: Any, cuts: Any = None) -> Any:
+    """The same for a state that nobody else has: outside `jit` too, it is written in place."""
+    if on_host(buffer):
+        return write(buffer, state, items, None, cuts)
+    check_state(buffer, state)
+    return _written_in_place(buffer, state, items, None, cuts)
+
+
+_written_in_place = jax.jit(compiled.write, donate_argnums=1)
+
+
+class CopyWarning(UserWarning):
+    """A write outside `jit` copies the buffer, as nobody donated its state."""
+
+
+_WARNED: set[Any] = set()
+
+
+def _warn_of_copies(buffer: Any, state: Any) -> None:
+    """Says once for each description that its states are large, and what to do."""
+    if buffer in _WARNED:
+        return
+    size = pytree.nbytes(state)
+    if size <= _MUCH:
+        return
+    _WARNED.add(buffer)
+    warnings.warn(
+        f"add, extend: outside jit each call copies the whole buffer, {display.bytes_text(size)}. "
+        "Use the verbs of jrb.jitted(buffer), which write in place, or call the verb in a function "
+        "under jax.jit(..., donate_argnums=...).",
+        CopyWarning,
+        stacklevel=4,
+    )
+
+
+_MUCH = 1_000_000  # bytes
 
 
 def write_objects(buffer: Any, state: Any, items: Any, mask: Any, verb: str) -> Any:
@@ -179,21 +220,37 @@ def _rows(buffer: Any, items: Any, verb: str) -> list[list[Any]]:
     return [[run.inward(buffer.transforms, item) for item in row] for row in rows]
 
 
-def draw(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) -> tuple[Any, Any]:
+def draw(
+    buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any, quiet: bool = False
+) -> tuple[Any, Any]:
     """The sampler's state, or that of the whole buffer inside `jit`, and a sample.
 
     Raises:
-        ValueError: outside `jit`, there is nothing to draw.
+        ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
     """
     check_state(buffer, state)
-    if not _is_inside(buffer, key, state.storage):  # what else is traced shows later
-        return _draw_outside(buffer, state, key, batch_size, beta)
-    drawable = None if _is_traced(state, key) else ready(buffer, state, batch_size)
-    if drawable is None or _is_traced(drawable):
-        return compiled.draw(buffer, state, key, batch_size, beta)
-    if not drawable:
-        raise _nothing(buffer, state)
-    return compiled.sample(buffer, state, key, batch_size, beta)
+    if _is_inside(buffer, key, state.storage):  # what else is traced shows later
+        drawable = None if _is_traced(state, key) else ready(buffer, state, batch_size)
+        if drawable is None or _is_traced(drawable):
+            return compiled.draw(buffer, state, key, batch_size, beta)
+        if not drawable and not quiet:
+            raise _nothing(buffer, state)
+        after, sample = compiled.sample(_fixed(buffer), state, key, batch_size, beta)
+    else:
+        drawn = _draw_outside(_fixed(buffer), state, key, batch_size, beta, quiet)
+        if drawn is None:
+            return compiled.draw(buffer, state, key, batch_size, beta)
+        after, sample = drawn
+    first = len(_fixed(buffer).transforms)
+    rest = (buffer.transforms[first:], sample.data, sample.mask, key, buffer.keys, first)
+    return after, sample.replace(data=run.outward(*rest))
+
+
+@functools.lru_cache(maxsize=64)
+def _fixed(buffer: Any) -> Any:
+    """The same buffer up to the first transform that must be called outside `jit`."""
+    transforms = buffer.transforms[: run.fixed(buffer.transforms)]
+    return dataclasses.replace(buffer, transforms=transforms)
 
 
 def after_draw(state: Any, drawn: Any) -> Any:
@@ -201,17 +258,22 @@ def after_draw(state: Any, drawn: Any) -> Any:
     return drawn if isinstance(drawn, BufferState) else state.replace(sampler=drawn)
 
 
-def _draw_outside(buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any) -> Any:
-    """Draws slots inside `jit`, fetches the items, and goes on inside if there is more to do."""
+def _draw_outside(
+    buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any, quiet: bool
+) -> tuple[Any, Sample] | None:
+    """Draws slots inside `jit`, fetches the items, and goes on inside if there is more to do.
+
+    None where this is called inside `jit` after all.
+    """
     inner, lowered, plain = bare(buffer), _lowered(buffer, state), _is_plain(buffer)
     at_anchors = plain and isinstance(inner.storage, Elsewhere)
     names = None if at_anchors else buffer.storage.names(state.storage)
     with buffer.storage.drawing(state.storage):
         sampler, fields, rest = compiled.choose(inner, lowered, key, batch_size, beta, names)
         if _is_inside(buffer, fields["mask"]):
-            return compiled.draw(buffer, state, key, batch_size, beta)
+            return None
         mask, places = (fields["mask"], None) if rest is None else rest
-        if not np.asarray(mask).any():
+        if not np.asarray(mask).any() and not quiet:
             raise _nothing(buffer, state)
         data = buffer.storage.fetch(state.storage, fields["indices"], places)
     if of_objects(buffer):
@@ -237,8 +299,12 @@ def _nothing(buffer: Any, state: Any) -> ValueError:
     return ValueError(
         f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
         f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
-        "there are enough."
+        f"there are enough{_for_min_size(buffer)}."
     )
+
+
+def _for_min_size(buffer: Any) -> str:
+    return "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
 
 
 def _collated(buffer: Any, found: list[Any], mask: jax.Array, key: jax.Array) -> Any:
@@ -250,12 +316,24 @@ def _collated(buffer: Any, found: list[Any], mask: jax.Array, key: jax.Array) ->
 def take(buffer: Any, state: Any, indices: jax.Array) -> Any:
     """The items at slots of any shape; objects in one list."""
     check_state(buffer, state)
+    if not _is_traced(state, indices):
+        _check_held(buffer, state, np.asarray(indices))
     if _is_inside(buffer, state, indices):
         return compiled.take(buffer, state, indices)
     if of_objects(buffer):
         return buffer.storage.at(state.storage, np.asarray(indices).reshape(-1))
     hosted = buffer.storage.hosted(state.storage)
     return hosted.host.fetch(hosted.version, [np.asarray(indices)] * len(hosted.host.names))
+
+
+def _check_held(buffer: Any, state: Any, slots: np.ndarray) -> None:
+    held = buffer.writer.held(buffer.ring, state.writer)
+    empty = (slots.astype(np.int64) - int(held.first)) % buffer.capacity >= int(held.count)
+    if empty.any():
+        raise ValueError(
+            f"take: expected slots that hold items, got {slots[empty][0]}, which holds none: "
+            f"{int(held.count)} are held, from slot {int(held.first)} on."
+        )
 
 
 def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:

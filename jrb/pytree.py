@@ -41,12 +41,15 @@ def is_component(cls: Any) -> bool:
 def state(cls: type[T]) -> type[T]:
     """Makes `cls` a state: an immutable pytree of arrays, built from keywords.
 
-    `state.replace(field=...)` is another one with other fields. What a field made by `static()`
-    holds is no leaf: it is a part of the structure.
+    `state.replace(field=...)` is another one with other fields. Leaves are in the order of their
+    names. What a field made by `static()` holds is no leaf: it is a part of the structure.
     """
     made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
     made.replace = dataclasses.replace  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.tree_util.register_dataclass(made)
+    fields = dataclasses.fields(made)
+    fixed = [field.name for field in fields if field.metadata.get("static")]
+    arrays = sorted({field.name for field in fields} - set(fixed))
+    return jax.tree_util.register_dataclass(made, arrays, fixed)
 
 
 def static(default: Any) -> Any:
@@ -121,7 +124,8 @@ def _leaf_spec(where: str, leaf: Any) -> jax.ShapeDtypeStruct:
         if kept != dtype:
             raise TypeError(
                 f"{where}: expected a dtype that JAX keeps, got {dtype}, which becomes {kept}. "
-                f"Cast it with .astype({kept}), or set jax_enable_x64."
+                f"Cast it with .astype({kept}), or make the buffer with cast=True, or set "
+                "jax_enable_x64."
             )
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
@@ -148,7 +152,7 @@ def check_like(expected: Any, got: Any, what: str, mend: str) -> None:
         if leaf.dtype != want.dtype:
             raise TypeError(
                 f"{where}: expected dtype {want.dtype}, got {leaf.dtype}. "
-                "Cast it yourself: the buffer never does."
+                "Cast it yourself: the buffer never does, unless it is made with cast=True."
             )
 
 

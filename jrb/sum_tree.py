@@ -18,7 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jrb import bits, order
+from jrb import bits, checks, order
 from jrb import tree as trees
 from jrb.tree import Tree
 
@@ -34,8 +34,10 @@ def init(capacity: int, branching: int | None = None) -> Tree:
             this backend.
 
     Raises:
+        TypeError: a capacity that is no integer.
         ValueError: a capacity or branching out of range.
     """
+    checks.count("capacity", capacity)
     return trees.init(capacity, branching, "sum")
 
 
@@ -45,10 +47,21 @@ def total(tree: Tree) -> jax.Array:
     return trees.root(tree)
 
 
-@jax.jit
 def get(tree: Tree, indices: jax.Array) -> jax.Array:
-    """The masses of these leaves, float32 `[B]`; `indices` is int32 `[B]`, in [0, N)."""
-    return trees.get(tree, indices)
+    """The masses of these leaves, float32 like `indices`: integers `[...]`, in [0, N).
+
+    Raises:
+        TypeError: indices that are no integers.
+        ValueError: one that is out of range (only outside `jit`; inside, it is clipped).
+    """
+    indices = checks.indices("sum_tree.get", indices)
+    checks.in_range("sum_tree.get", indices, tree.capacity)
+    return _get(tree, indices)
+
+
+@jax.jit
+def _get(tree: Tree, indices: jax.Array) -> jax.Array:
+    return trees.get(tree, indices.reshape(-1)).reshape(indices.shape)
 
 
 @jax.jit
@@ -65,20 +78,35 @@ def bounded(tree: Tree, masses: jax.Array) -> jax.Array:
     return jnp.minimum(masses, 2.0**125 / tree.capacity)
 
 
-@jax.jit
 def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     """Sets leaves; the last one wins where an index stands twice.
 
     Args:
         tree: N leaves. It may be donated.
-        indices: int32 `[B]`. Those outside [0, N) are left out.
-        masses: float32 `[B]`. Those that are negative, NaN or infinite are left out: the leaf stays
-            as it was. Those whose sum could be infinite are lowered (see `bounded`).
+        indices: integers `[B]`. Those outside [0, N) are left out.
+        masses: real numbers `[B]`, used as float32. Those that are negative, NaN or infinite are
+            left out: the leaf stays as it was. Those whose sum could be infinite are lowered (see
+            `bounded`).
 
     Returns:
         The new tree. The cost grows with B and log N.
+
+    Raises:
+        TypeError: indices that are no integers, or masses that are no real numbers.
+        ValueError: arrays that are not of one shape `[B]`.
     """
-    masses = masses.astype(jnp.float32)
+    indices = checks.indices("sum_tree.update", indices)
+    masses = checks.real_numbers("sum_tree.update: masses", masses)
+    if indices.ndim != 1 or masses.shape != indices.shape:
+        raise ValueError(
+            f"sum_tree.update: expected indices and masses of one shape (B,), got {indices.shape} "
+            f"and {masses.shape}. Put a single one in a list."
+        )
+    return _update(tree, indices, masses)
+
+
+@jax.jit
+def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
     index = jnp.where(good, indices.astype(jnp.uint32), jnp.uint32(tree.capacity))
     node = jnp.where(good, index + jnp.uint32(tree.leaf), jnp.uint32(tree.nodes.size))
@@ -86,24 +114,31 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     return trees.set_leaves(tree.replace(nodes), index, bounded(tree, masses), keep)
 
 
-@jax.jit
 def find(tree: Tree, mass: jax.Array) -> jax.Array:
     """The leaves at these points of the line on which all masses lie end to end.
 
     Args:
         tree: N leaves.
-        mass: float32 `[B]`, in [0, total). Points beyond either end get the nearest leaf of
-            positive mass.
+        mass: real numbers `[...]`, used as float32, in [0, total). Points beyond either end get the
+            nearest leaf of positive mass.
 
     Returns:
-        int32 `[B]`: the first i with `mass` below the sum of the leaves 0 to i. A leaf of mass 0 is
-        never found, unless all are: then it is leaf 0.
+        int32 like `mass`: the first i with `mass` below the sum of the leaves 0 to i. A leaf of
+        mass 0 is never found, unless all are: then it is leaf 0.
+
+    Raises:
+        TypeError: points that are no real numbers.
     """
+    mass = checks.real_numbers("sum_tree.find: mass", mass)
+    return _find(tree, mass.reshape(-1)).reshape(mass.shape)
+
+
+@jax.jit
+def _find(tree: Tree, mass: jax.Array) -> jax.Array:
     found, _ = _descend(tree, jnp.where(mass > 0, mass, 0.0), None)
     return jnp.where(total(tree) > 0, found, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("batch_size", "stratified"))
 def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True) -> jax.Array:
     """Draws leaves in proportion to their mass, with replacement.
 
@@ -118,7 +153,18 @@ def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True)
 
     Returns:
         int32 `[B]`. If no leaf has mass, all are equally likely.
+
+    Raises:
+        TypeError, ValueError: no key, or no positive batch size.
     """
+    checks.key(key)
+    checks.count("batch_size", batch_size)
+    checks.flag("stratified", stratified)
+    return _sample(tree, key, int(batch_size), stratified)
+
+
+@functools.partial(jax.jit, static_argnames=("batch_size", "stratified"))
+def _sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool) -> jax.Array:
     words, indices, _, mass = draw(tree, key, batch_size, stratified)
     anywhere = bits.below(jnp.int32(tree.capacity), *words)
     return jnp.where(mass > 0, indices, anywhere)

@@ -234,11 +234,23 @@ class Storage(Protocol):
 class Unit(Protocol):
     """What does one anchor stand for?
 
+    Two methods are for units that know where episodes end. `truncate(ring, state, held, which)`
+    ends those of some environments, bool `[E]`, at the newest row, and returns the state and a
+    `Change`, or None where no anchors come or go. `ends(ring, state, held, slots)`, bool like
+    `slots`, says after which rows time does not go on.
+
+    Attributes:
+        lag: by how many rows an anchor may be older than one that entered before it; 0 if anchors
+            enter in the order of their rows, None if anchors are no rows. Units that hold another
+            ask it for this.
+
     A unit whose items are windows may have `reduce_priorities(priorities, mask)`, from one for each
     row, float32 `[B, L]`, to one for each anchor, `[B]`; and `priority_shapes(mask_shape)`, the
     shapes that it takes. One that must know of rows which are not held any more has
     `rows_before(state, slots)` and `resume(state, before)`: see `FrameStack`.
     """
+
+    lag: ClassVar[int | None]
 
     def check(self, ring: Ring, sampler: "Sampler", writer: Writer) -> None:
         """Raises if the unit does not fit the ring or another part."""

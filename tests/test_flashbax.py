@@ -86,8 +86,8 @@ def drawn(buffer, state, seed=0):
 
 
 def numbers(buffer, state):
-    """The number that each slot holds, `[R, E]`."""
-    slots = jnp.arange(buffer.capacity).reshape(buffer.ring.rows, buffer.ring.envs)
+    """The number that each slot holds, `[R, E]`, of a ring that has not come round or is full."""
+    slots = jnp.arange(int(buffer.size(state))).reshape(-1, buffer.ring.envs)
     return np.asarray(buffer.take(state, slots)["number"])
 
 

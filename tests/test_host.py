@@ -195,7 +195,7 @@ def test_a_condition_inside_jit():
     for on in (True, False, True, True):
         state = step(state, on)
     assert int(buffer.size(state)) == 3
-    np.testing.assert_array_equal(buffer.take(state, jnp.arange(4))["x"][:, 0], [1, 1, 1, 0])
+    np.testing.assert_array_equal(buffer.take(state, jnp.arange(3))["x"][:, 0], [1, 1, 1])
 
 
 @pytest.mark.parametrize("storage", BOTH)
@@ -451,7 +451,7 @@ def test_what_goes_wrong_in_the_background_never_hangs(monkeypatch):
     monkeypatch.setattr(files, "hook", strike)
     state = buffer.add(state, {"x": jnp.zeros(2)})
     with pytest.raises(RuntimeError, match="writing rows failed: MemoryError"):
-        buffer.take(state, jnp.arange(8))
+        buffer.take(state, jnp.arange(1))
 
 
 def test_states_of_other_buffers_are_told_apart():

@@ -204,7 +204,8 @@ def test_a_program_ends_while_a_dropped_iterator_still_draws():
     script = """
 import jax, jax.numpy as jnp, numpy as np, jrb
 buffer = jrb.ReplayBuffer(50_000, batch_size=20_000)
-state = buffer.extend(buffer.init({"x": jnp.zeros(50)}), {"x": np.ones((50_000, 50), np.float32)})
+items = {"x": np.ones((50_000, 50), np.float32)}
+state = jrb.jitted(buffer).extend(buffer.init({"x": jnp.zeros(50)}), items)
 for batch in jrb.prefetch(buffer, state, jax.random.key(0)):
     break
 """

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(jrb.__file__).parent
 LAYERS = [
     {"extras", "disk", "versions"},
     {"pytree", "order"},
-    {"keys", "ring", "bits", "tree", "display", "checks"},
+    {"keys", "ring", "bits", "tree", "display", "checks", "casting"},
     {"types", "permutation", "sum_tree", "layouts", "prng"},
     {"rows"},
     {"line", "episodes", "columns"},
@@ -23,6 +23,7 @@ LAYERS = [
     {"outside"},
     {"buffer"},
     {"testing", "demo", "mix"},
+    {"loops"},
     {"demo_report", "checkpoint", "iterate"},
     {"cli"},
     {"__init__"},

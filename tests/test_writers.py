@@ -53,7 +53,7 @@ def test_the_best_stay(capacity, envs, calls):
             if mask[place // envs]:
                 model.add(rank, int(number_))
     assert int(buffer.size(state)) == len(model.held)
-    got = buffer.take(state, jnp.arange(capacity, dtype=jnp.int32))
+    got = buffer.take(state, jnp.arange(int(buffer.size(state)), dtype=jnp.int32))
     for slot, (rank, number) in model.held.items():
         assert (float(got["rank"][slot]), int(got["id"][slot])) == (rank, number)
 

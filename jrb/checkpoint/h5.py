@@ -231,7 +231,7 @@ def _replayed(
         items = jax.tree.unflatten(jax.tree.structure(spec), rows)
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        state = outside.write(into, state, items, None)
+        state = outside.fill(into, state, items)
     return state
 
 

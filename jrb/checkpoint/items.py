@@ -11,6 +11,7 @@ import numpy as np
 
 from jrb import pytree
 from jrb.buffer import ReplayBuffer
+from jrb.loops import jitted
 from jrb.state import BufferState
 from jrb.writers import Immutable, RoundRobin
 
@@ -66,10 +67,10 @@ class Dump(NamedTuple):
         in_time = buffer.writer.in_time
         order = order[max(0, rows - ring.rows) :] if in_time else order
         start = first if rows == ring.rows and in_time else 0
-        state = self._begun(buffer, state, start, rows)
+        state, verbs = self._begun(buffer, state, start, rows), jitted(writable(buffer))
         for piece in pieces(order, pytree.nbytes(spec) * ring.envs):
             rows_ = jax.tree.map(operator.itemgetter(piece), self.items)
-            state = writable(buffer).extend(state, rows_)
+            state = verbs.extend(state, rows_)
         return self._with_priorities(buffer, state, order, start)
 
     def _begun(

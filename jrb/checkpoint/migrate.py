@@ -130,5 +130,5 @@ def _filled(
         seams = None if cuts is None else jnp.asarray(cuts[piece])
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        new = outside.write(into, new, items, None, seams)
+        new = outside.fill(into, new, items, seams)
     return new.replace(ring=target.ring)

@@ -195,7 +195,7 @@ def reader(path: str, leaf: manifest.Leaf) -> Callable[[memoryview | None], Any]
 def matched(saved: describe.Json, buffer: Any) -> Any:
     """The description that was saved, or the one that was given if it is the same.
 
-    Batch size and transforms may differ: no state depends on them.
+    Batch size, `min_size`, `cast` and transforms may differ: no state depends on them.
     """
     if buffer is None:
         buffer = describe.decode(saved)
@@ -217,7 +217,7 @@ def _binding(node: describe.Json) -> describe.Json:
         return [_binding(entry) for entry in node]
     if not isinstance(node, dict):
         return node
-    free = {"batch_size", "transforms"}
+    free = {"batch_size", "transforms", "min_size", "cast"}
     if "part" in node:
         free |= set(getattr(describe.find_class(node["part"]), "unbound", ()))
     return {

@@ -34,6 +34,7 @@ class Priorities:
         highest: float32 `[]`, the greatest p seen so far, 1 at first.
         alpha: float32 `[]`.
         refused: uint32 `[]`, how many priorities were NaN, infinite or negative.
+        told: whether it belongs to a buffer, which tells it of all anchors; no array.
     """
 
     raw: jax.Array
@@ -43,6 +44,7 @@ class Priorities:
     highest: jax.Array
     alpha: jax.Array
     refused: jax.Array
+    told: bool = pytree.static(False)
 
 
 @pytree.component
@@ -296,7 +298,7 @@ class Prioritized:
         self, state: Priorities, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
     ) -> Priorities:
         """What each tree keeps of the priorities `raw`, put into it."""
-        mass = sum_tree.bounded(state.masses, (jnp.maximum(raw, 0.0) + self.eps) ** state.alpha)
+        mass = sum_tree.bounded(state.masses, _power(raw, self.eps, state.alpha))
         mass = jnp.where(raw < 0, 0.0, mass)
         least = jnp.where(mass > 0, mass, jnp.inf)
         return state.replace(  # pyright: ignore
@@ -312,15 +314,29 @@ class Prioritized:
 
     def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
         """As at the start; only alpha stays."""
-        return Priorities(
+        return state.replace(  # pyright: ignore
             raw=order.overwrite(state.raw, _NO_ANCHOR, token),
             masses=trees.cleared(state.masses, token),
             smallest=None if state.smallest is None else trees.cleared(state.smallest, token),
             largest=None if state.largest is None else trees.cleared(state.largest, token),
             highest=jnp.ones_like(state.highest),
-            alpha=state.alpha,
             refused=jnp.zeros_like(state.refused),
         )
+
+
+def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
+    """(raw + eps)^alpha, also where the sum is too small for arithmetic, which takes it for 0.
+
+    A number below 2^-126 is a whole number of 2^-149, which its bits are: that is raised to alpha
+    in its place, and scaled.
+    """
+    if eps >= _SMALLEST:
+        return (jnp.maximum(raw, 0.0) + eps) ** alpha
+    tiny = np.float32(eps).view(np.int32)  # how many of 2^-149
+    parts = lax.bitcast_convert_type(raw, jnp.int32)
+    is_tiny = (parts >= 0) & (parts < 1 << 23)
+    base = jnp.where(is_tiny, (parts + tiny).astype(jnp.float32), jnp.maximum(raw, 0.0))
+    return base**alpha * jnp.where(is_tiny, jnp.exp2(-149.0 * alpha), 1.0)
 
 
 @jax.jit

@@ -17,9 +17,11 @@ class Unread:
 
     Attributes:
         count: int32 `[]`, the anchors not drawn yet, always the newest ones.
+        told: whether it belongs to a buffer, which tells it of all anchors; no array.
     """
 
     count: jax.Array
+    told: bool = pytree.static(False)
 
 
 @pytree.component
@@ -44,7 +46,8 @@ class Queue:
         before = anchors.count + change.left_count - change.entered_count
         unread = state.count + change.entered_count
         lost = change.left_from(jnp.maximum(before - state.count, 0))
-        return Unread(count=jnp.clip(unread - lost, 0, anchors.count))
+        count = jnp.clip(unread - lost, 0, anchors.count)
+        return state.replace(count=count)  # pyright: ignore
 
     def draw(
         self,
@@ -61,7 +64,8 @@ class Queue:
         mask = place < state.count
         chosen = jnp.where(mask, anchors.count - state.count + place, 0)
         taken = jnp.minimum(state.count, batch_size)
-        return Unread(count=state.count - taken), draw_of(anchors, chosen, mask, key)
+        after = state.replace(count=state.count - taken)  # pyright: ignore
+        return after, draw_of(anchors, chosen, mask, key)
 
     def ready(self, state: Unread, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether something is in the queue."""
@@ -70,10 +74,10 @@ class Queue:
 
     def reset(self, ring: Ring, state: Unread, token: jax.Array) -> Unread:
         """An empty queue."""
-        del state, token
-        return self.init(ring)
+        del ring, token
+        return state.replace(count=jnp.zeros_like(state.count))  # pyright: ignore
 
     def adopt(self, state: Unread, old: Unread, slots: jax.Array, places: jax.Array) -> Unread:
         """What was drawn from another buffer's queue is not drawn again."""
         del slots, places
-        return Unread(count=jnp.minimum(state.count, old.count))
+        return state.replace(count=jnp.minimum(state.count, old.count))  # pyright: ignore

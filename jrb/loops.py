@@ -1,0 +1,192 @@
+"""The verbs of a buffer, compiled, for loops in Python."""
+
+import functools
+from typing import Any
+
+import jax
+
+from jrb import casting, outside, pytree
+from jrb.buffer import ReplayBuffer
+from jrb.mix import Mix
+from jrb.state import BufferState, Sample
+from jrb.types import Item
+
+
+@functools.lru_cache(maxsize=64)
+def jitted(buffer: Any) -> "Jitted | JittedMix":
+    """The same verbs, each compiled, in place: for loops in Python.
+
+    Outside `jit`, a verb that changes a state copies it. These donate the state that they are
+    given: it is written in place, and the object that was passed may not be used again. **Go on
+    with the state that comes back.** What was drawn stays valid.
+
+    As inside `jit`, a draw from an empty buffer does not raise: `mask` is False and `weights` 0.
+    Items with dtypes that JAX would change are handled as everywhere else: an error, or converted
+    where the buffer has `cast=True`. Storages on the host work between jitted parts in any case:
+    their verbs are those of the buffer.
+
+    Args:
+        buffer: a `ReplayBuffer` or a `Mix`.
+
+    Returns:
+        An object with the verbs of the buffer.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(capacity=1000, batch_size=32)
+        >>> verbs = jrb.jitted(buffer)
+        >>> state = verbs.init({"x": jnp.zeros(3)})
+        >>> for number in range(5):
+        ...     state = verbs.add(state, {"x": jnp.full(3, float(number))})
+        >>> verbs.sample(state, jax.random.key(0)).data["x"].shape
+        (32, 3)
+    """
+    if isinstance(buffer, Mix):
+        return JittedMix(buffer)
+    if not isinstance(buffer, ReplayBuffer):
+        raise TypeError(f"jitted: expected a ReplayBuffer or a Mix, got {type(buffer).__name__}.")
+    return Jitted(buffer)
+
+
+class Jitted:
+    """Compiled verbs of a buffer; made by `jitted`. They take and return what its own do.
+
+    Attributes:
+        buffer: whose verbs they are.
+    """
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+        writes, reads = _compilers(outside.on_host(buffer))
+        self._add, self._extend = writes(buffer.add), writes(buffer.extend)
+        self._update = writes(buffer.update_priority)
+        self._truncate, self._empty = writes(buffer.truncate), writes(buffer.empty)
+        self._set_alpha = writes(buffer.set_alpha)
+        self._draw = writes(buffer.draw, static_argnames="batch_size")
+        self._sample = reads(buffer.sample, static_argnames="batch_size")
+        self._can_sample = reads(buffer.can_sample, static_argnames="batch_size")
+        self._size = reads(buffer.size)
+        self.init, self.nbytes, self.take = buffer.init, buffer.nbytes, buffer.take
+
+    def add(self, state: BufferState, item: Item, mask: Any = None) -> BufferState:
+        """As `ReplayBuffer.add`; the state is donated."""
+        return self._add(state, self._accepted(item, "add"), mask)
+
+    def extend(self, state: BufferState, items: Item, mask: Any = None) -> BufferState:
+        """As `ReplayBuffer.extend`; the state is donated."""
+        return self._extend(state, self._accepted(items, "extend"), mask)
+
+    def sample(
+        self,
+        state: BufferState,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+    ) -> Sample:
+        """As `ReplayBuffer.sample`; the state is only read."""
+        return self._sample(state, key, batch_size=batch_size, beta=beta)
+
+    def draw(
+        self,
+        state: BufferState,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[BufferState, Sample]:
+        """As `ReplayBuffer.draw`; the state is donated."""
+        return self._draw(state, key, batch_size=batch_size, beta=beta)
+
+    def update_priority(
+        self, state: BufferState, sample_or_indices: Any, priorities: Any
+    ) -> BufferState:
+        """As `ReplayBuffer.update_priority`; the state is donated."""
+        return self._update(state, _without_data(sample_or_indices), priorities)
+
+    def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
+        """As `ReplayBuffer.set_alpha`; the state is donated."""
+        return self._set_alpha(state, alpha)
+
+    def truncate(self, state: BufferState, mask: Any = None) -> BufferState:
+        """As `ReplayBuffer.truncate`; the state is donated."""
+        return self._truncate(state, mask)
+
+    def empty(self, state: BufferState) -> BufferState:
+        """As `ReplayBuffer.empty`; the state is donated."""
+        return self._empty(state)
+
+    def size(self, state: BufferState) -> jax.Array:
+        """As `ReplayBuffer.size`."""
+        return self._size(state)
+
+    def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
+        """As `ReplayBuffer.can_sample`."""
+        return self._can_sample(state, batch_size=batch_size)
+
+    def _accepted(self, items: Item, verb: str) -> Item:
+        """The items, none of which `jit` would change without a word."""
+        if all(map(casting.is_kept, jax.tree.leaves(items))):
+            return items
+        if self.buffer.cast:
+            return casting.kept(items, verb)
+        pytree.spec_of(items, verb)  # raises
+        return items
+
+
+class JittedMix:
+    """Compiled verbs of a mix; made by `jitted`. They take and return what its own do.
+
+    Attributes:
+        mix: whose verbs they are.
+    """
+
+    def __init__(self, mix: Mix) -> None:
+        self.mix = mix
+        writes, reads = _compilers(any(map(outside.on_host, mix.buffers)))
+        self._draw = writes(mix.draw, static_argnames="batch_size")
+        self._sample = reads(mix.sample, static_argnames="batch_size")
+        self._update = writes(mix.update_priority)
+        self.size, self.can_sample = reads(mix.size), reads(mix.can_sample)
+        self.init, self.nbytes = mix.init, mix.nbytes
+
+    def sample(
+        self,
+        states: Any,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+        proportions: Any = None,
+    ) -> Sample:
+        """As `Mix.sample`; the states are only read."""
+        return self._sample(states, key, batch_size=batch_size, beta=beta, proportions=proportions)
+
+    def draw(
+        self,
+        states: Any,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+        proportions: Any = None,
+    ) -> tuple[Any, Sample]:
+        """As `Mix.draw`; the states are donated."""
+        return self._draw(states, key, batch_size=batch_size, beta=beta, proportions=proportions)
+
+    def update_priority(self, states: Any, sample: Sample, priorities: Any) -> Any:
+        """As `Mix.update_priority`; the states are donated."""
+        return self._update(states, _without_data(sample), priorities)
+
+
+def _compilers(on_host: bool) -> tuple[Any, Any]:
+    """What compiles verbs that change a state, and those that only read it."""
+    if on_host:
+        return _as_it_is, _as_it_is
+    return functools.partial(jax.jit, donate_argnums=0), jax.jit
+
+
+def _as_it_is(verb: Any, **options: Any) -> Any:
+    del options
+    return verb
+
+
+def _without_data(sample: Any) -> Any:
+    """A sample without its items: fewer arrays to hand over."""
+    return sample.replace(data=None) if isinstance(sample, Sample) else sample
