@@ -4,6 +4,7 @@ JAX 0.5 knows no axes of a mesh that are explicit, and no arrays that vary over 
 and not over others; what asks for these finds none there.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -14,6 +15,14 @@ Axes = frozenset[Any]
 _HAS_MESH_IN_TYPES = hasattr(jax, "typeof")
 _CAST = getattr(lax, "pcast", None)
 _CAST_BEFORE = getattr(lax, "pvary", None)  # its name from JAX 0.6 on
+
+
+def enable_x64() -> AbstractContextManager[Any]:
+    """A time in which 64 bits are enabled."""
+    make = getattr(jax, "enable_x64", None)
+    if make is None:
+        from jax.experimental import enable_x64 as make
+    return make(True)
 
 
 def varying_axes(aval: Any) -> Axes:

@@ -1,4 +1,4 @@
-"""One setting for all tests: two simulated devices, strict dtypes, warnings as errors.
+"""One setting for all tests: eight simulated devices, strict dtypes, warnings as errors.
 
 Most of the time goes into compiling: what LLVM does to the loops is left out, which changes nothing
 in what XLA computes, nor in where it copies.
@@ -9,7 +9,7 @@ import os
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=2"
+    + " --xla_force_host_platform_device_count=8"
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 

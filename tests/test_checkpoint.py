@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import checkpoint, prng, pytree, testing, tree
+from jrb import checkpoint, prng, pytree, testing, tree, versions
 from jrb.checkpoint import memory
 from jrb.disk import blocks, files, manifest
 
@@ -177,7 +177,7 @@ def _saved(tmp_path, buffer, state, layout):
 
 
 def test_64_bits(tmp_path):
-    with jax.enable_x64(True):
+    with versions.enable_x64():
         buffer, state = filled(example={"x": jnp.float64(0), "n": jnp.int64(0)}, envs=None)
         there_and_back(tmp_path, buffer, state)
     with pytest.raises(TypeError, match=r"leaf 'n'.*int64.*jax_enable_x64"):

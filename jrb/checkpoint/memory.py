@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb import prng
+from jrb import prng, versions
 from jrb.disk.table import aligned
 
 PIECE = 8 << 20
@@ -31,7 +31,7 @@ def reader(leaf: Any) -> Callable[[int, int], Any]:
     width = leaf.dtype.itemsize
 
     def read(start: int, stop: int) -> memoryview:
-        with jax.enable_x64(True):  # for places beyond 2^31
+        with versions.enable_x64():  # for places beyond 2^31
             return view(np.asarray(_cut(leaf, np.int64(start // width), (stop - start) // width)))
 
     return read
@@ -83,7 +83,7 @@ def _goes_to_cpu(device: Any) -> bool:
 def _filled(spec: Any, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
     """An array that never lies on the host as a whole."""
     array = jnp.zeros(spec.size, spec.dtype)
-    with jax.enable_x64(True):  # for places beyond 2^31
+    with versions.enable_x64():  # for places beyond 2^31
         for start, piece in pieces:
             block = np.frombuffer(piece, spec.dtype)
             array = _fill(array, block, np.int64(start // spec.dtype.itemsize))

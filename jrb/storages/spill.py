@@ -117,19 +117,20 @@ class HotRing:
 
 @jax.jit
 def _gathered(leaves: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
-    """Rows of each leaf, one after the other."""
-    return [rows.get(leaf, row.reshape(-1)) for leaf, row in zip(leaves, at, strict=True)]
+    """Rows of each leaf, `[*slots, ...]`."""
+    return [rows.get(leaf, row) for leaf, row in zip(leaves, at, strict=True)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _merged(
-    hot: list[jax.Array], cold: list[jax.Array], at: list[jax.Array], like: list[jax.Array]
+    hot: list[jax.Array], cold: list[jax.Array], at: list[jax.Array]
 ) -> list[jax.Array]:
-    """Rows into which others are put, in the shapes of `like`."""
+    """Rows `[*slots, ...]` into which others are put, at places among them, one after the other."""
     found = []
-    for warm, rest, start, slots in zip(hot, cold, at, like, strict=True):
-        row = rows.put_blocks(warm, start, rest[:, None]) if start.size else warm
-        found.append(row.reshape(*slots.shape, *row.shape[1:]))
+    for warm, rest, start in zip(hot, cold, at, strict=True):
+        line = warm.reshape(-1, *rest.shape[1:])
+        line = rows.put_blocks(line, start, rest[:, None]) if start.size else line
+        found.append(line.reshape(warm.shape))
     return found
 
 
@@ -254,7 +255,7 @@ class SpillStorage:
         cold = host_.items(host_.take(state.hosted.version, [slots for slots, _ in at]))
         leaves, structure = jax.tree.flatten(cold)
         words = list(map(columns.packed, leaves))
-        merged = _merged(hot, words, [place for _, place in at], [one for one, *_ in each])
+        merged = _merged(hot, words, [place for _, place in at])
         found = map(columns.unpacked, merged, [leaf.dtype for leaf in leaves])
         return jax.tree.unflatten(structure, found)
 

@@ -1,0 +1,156 @@
+"""Programs of several devices: a buffer on each, as in jax.pmap, jax.shard_map, and a sharded vmap.
+
+What eight devices do, each with a buffer of its own, equals what eight separate buffers do, bit for
+bit; no device talks to another, and nothing of a ring's size is allocated.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jrb
+from jrb import testing
+
+D, E, B = jax.device_count(), 2, 8
+pytestmark = [
+    pytest.mark.devices,
+    pytest.mark.skipif(D < 2, reason="needs several devices"),
+    pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map"),
+]
+
+EXAMPLE = {
+    "observation": jnp.zeros(4),
+    "next": {
+        "observation": jnp.zeros(4),
+        "reward": jnp.float32(0),
+        "done": jnp.bool_(False),
+    },
+}
+SAMPLERS = {
+    "uniform": jrb.Uniform(),
+    "distinct": jrb.Uniform(replacement=False),
+    "epochs": jrb.WithoutReplacement(),
+    "queue": jrb.Queue(),
+    "prioritized": jrb.Prioritized(),
+    "buffer": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer", stratified=False),
+}
+HINDSIGHT = jrb.Hindsight(
+    lambda achieved, goal: -jnp.abs(achieved[0] - goal[0]),
+    achieved=("next", "observation"),
+    goal="observation",
+    next_goal=None,
+)
+UNITS = {
+    "transition": jrb.Transition(),
+    "n-step": jrb.NStep(3, 0.9),
+    "strict n-step": jrb.NStep(3, 0.9, strict=True),
+    "windows": jrb.Sequence(4),
+    "padded": jrb.Sequence(4, burn_in=2, short="pad"),
+    "episodes": jrb.Sequence(3, over="episodes"),
+    "stacks": jrb.FrameStack(3),
+    "hindsight": HINDSIGHT,
+}
+REFUSED = {("episodes", name) for name in ("queue", "prioritized")}
+KINDS = ("uniform", "epochs", "queue", "prioritized")
+CASES = [(u, s, {}) for u in UNITS for s in KINDS if (u, s) not in REFUSED]
+CASES += [(u, s, {}) for u in ("transition", "strict n-step") for s in ("distinct", "buffer")]
+CASES += [
+    ("stacks", "prioritized", {"storage": jrb.DeviceStorage(once=True)}),
+    ("transition", "epochs", {"storage": jrb.DeviceStorage(once=True)}),
+    ("transition", "prioritized", {"writer": jrb.MaxValue(("next", "reward"))}),
+]
+MODES = ["shard_map", "shard_map, unchecked", "explicit mesh", "vmap", "pmap"]
+COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
+
+
+def buffer_of(unit, sampler, capacity=32, **parts):
+    return jrb.ReplayBuffer(
+        capacity, num_envs=E, batch_size=B, sampler=SAMPLERS[sampler], unit=UNITS[unit], **parts
+    )
+
+
+def rows(key, *lead):
+    return testing.rows(EXAMPLE, jax.random.uniform(key) * 9, *lead)
+
+
+def program(buffer):
+    """Every verb, in orders that promise to copy nothing."""
+
+    def run(state, key):
+        keys = jax.random.split(key, 8)
+        state = buffer.extend(state, rows(keys[0], 9, E))
+        state = buffer.add(state, rows(keys[1], E), mask=jax.random.uniform(keys[2]) < 0.5)
+        state, first = buffer.draw(state, keys[3])
+        state = buffer.truncate(state, mask=jnp.arange(E) == 0)
+        state = buffer.add(state, rows(keys[4], E))
+        second = buffer.sample(state, keys[5])
+        taken = buffer.take(state, second.indices)
+        if hasattr(buffer.sampler, "update"):
+            priorities = jnp.abs(second.probabilities) + 0.25
+            state = buffer.update_priority(state, second, priorities)
+            state = buffer.set_alpha(state, 0.5)
+        facts = buffer.size(state), buffer.can_sample(state)
+        return buffer.empty(state), (first, second, taken, facts)
+
+    return run
+
+
+def mapped(mode, run):
+    """The program on every device, and how its arguments lie."""
+    explicit = mode == "explicit mesh"
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((D,), ("data",), axis_types=(kind,))
+    spec = PartitionSpec("data")
+    sharding = NamedSharding(mesh, spec)
+    if mode == "pmap":
+        return jax.pmap(run, donate_argnums=0), sharding
+    if mode == "vmap":
+        return jax.jit(jax.vmap(run), donate_argnums=0), sharding
+    over = jax.shard_map(
+        jax.vmap(run),
+        mesh=mesh,
+        in_specs=(spec, spec),
+        out_specs=spec,
+        check_vma=mode != "shard_map, unchecked",
+    )
+    return jax.jit(over, donate_argnums=0), sharding
+
+
+def without_placement(text):
+    """A program without what it says of its arguments beside their types."""
+    return re.sub(r"(%arg\d+: tensor<[^>]*>) \{[^\n]*?\}(?=, %arg|\) ->)", r"\1", text)
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def assert_same(one, other):
+    names = jax.tree_util.tree_leaves_with_path(one)
+    for (path, got), want in zip(names, jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(("unit", "sampler", "parts"), CASES, ids=lambda case: str(case))
+def test_each_device_does_what_a_buffer_of_its_own_does(unit, sampler, parts):
+    buffer = buffer_of(unit, sampler, **parts)
+    run = program(buffer)
+    keys = jax.random.split(jax.random.key(0), D)
+    alone = jax.jit(run)
+    want = stacked([alone(buffer.init(EXAMPLE), key) for key in keys])
+    known = set()
+    for mode in MODES:
+        run_all, sharding = mapped(mode, run)
+        states = jax.device_put(stacked([buffer.init(EXAMPLE)] * D), sharding)
+        lowered = run_all.lower(states, jax.device_put(keys, sharding))
+        text = without_placement(lowered.as_text())
+        if text in known:  # the very same program: what it does was looked at
+            continue
+        known.add(text)
+        compiled = lowered.compile()
+        assert_same(compiled(states, jax.device_put(keys, sharding)), want)
+        assert not [name for name in COLLECTIVES if name in compiled.as_text()], mode
