@@ -208,6 +208,8 @@ class ReplayBuffer:
         """
         if outside.of_objects(self):
             return outside.write_objects(self, state, items, mask, "extend")
+        if self.cast:
+            items = casting.kept(items, "extend")
         length = checks.length(items)
         rows = self._to_stored(state, items, (length, *self._lead()), "extend")
         if mask is not None:

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import bits, checks, compiled, outside, permutation, pytree
+from jrb import bits, checks, outside, permutation, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
 from jrb.types import Item
@@ -174,7 +174,7 @@ class Mix:
             if hasattr(part.sampler, "update"):
                 after.append(part.update_priority(state, own, priorities))
             else:
-                after.append(compiled.wait(part, state, own))
+                after.append(outside.wait(part, state, own))
         return tuple(after)
 
     def _pairs(self, states: States) -> list[tuple[ReplayBuffer, BufferState]]:
@@ -287,6 +287,7 @@ def _joined(parts: list[Sample]) -> Sample:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
+@jax.jit
 def _chosen(parts: list[Any], shares: jax.Array, key: jax.Array) -> Sample:
     """So many of each part as `shares` (int32 `[K]`) says, chosen at random."""
     size = parts[0].indices.shape[0]

@@ -347,6 +347,11 @@ def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:
     return after.replace(storage=state.storage)
 
 
+def wait(buffer: Any, state: Any, sample: Any) -> Any:
+    """The same state, in which later writes wait for the sample's reads; outside `jit` all do."""
+    return compiled.wait(buffer, state, sample) if _is_traced(state, sample) else state
+
+
 def truncate(buffer: Any, state: Any, which: jax.Array) -> Any:
     """The state after which nothing of some environments, bool `[E]`, goes on."""
     check_state(buffer, state)

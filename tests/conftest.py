@@ -4,6 +4,7 @@ Most of the time goes into compiling: what LLVM does to the loops is left out, w
 in what XLA computes, nor in where it copies.
 """
 
+import contextlib
 import gc
 import os
 
@@ -15,6 +16,8 @@ os.environ["XLA_FLAGS"] = (
 
 import hypothesis
 import jax
+import jax.monitoring
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -24,3 +27,18 @@ hypothesis.settings.register_profile(
     "jrb", deadline=None, max_examples=40, derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("jrb")
+
+
+@pytest.fixture
+def compilations():
+    """A context in which programs that are compiled are counted."""
+    events = []
+    listen = lambda name, duration, **_: events.append(name)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+
+    @contextlib.contextmanager
+    def counted():
+        before = len(events)
+        yield lambda: sum("backend_compile" in name for name in events[before:])
+
+    return counted

@@ -87,11 +87,13 @@ def program(buffer):
         state, first = buffer.draw(state, keys[3])
         state = buffer.truncate(state, mask=jnp.arange(E) == 0)
         state = buffer.add(state, rows(keys[4], E))
-        second = buffer.sample(state, keys[5])
-        taken = buffer.take(state, second.indices)
+        taken = buffer.take(state, first.indices)
+        second = None  # inside jit, sample is what draw returns beside the state
+        if isinstance(buffer.sampler, jrb.Uniform):
+            second = buffer.sample(state, keys[5])
         if hasattr(buffer.sampler, "update"):
-            priorities = jnp.abs(second.probabilities) + 0.25
-            state = buffer.update_priority(state, second, priorities)
+            priorities = jnp.abs(first.probabilities) + 0.25
+            state = buffer.update_priority(state, first, priorities)
             state = buffer.set_alpha(state, 0.5)
         facts = buffer.size(state), buffer.can_sample(state)
         return buffer.empty(state), (first, second, taken, facts)
@@ -143,7 +145,10 @@ def test_each_device_does_what_a_buffer_of_its_own_does(unit, sampler, parts):
     alone = jax.jit(run)
     want = stacked([alone(buffer.init(EXAMPLE), key) for key in keys])
     known = set()
+    once = getattr(buffer.storage, "once", False)
     for mode in MODES:
+        if once and mode == "vmap":
+            continue  # it sees many rings as one, which a sharded axis would have to gather
         run_all, sharding = mapped(mode, run)
         states = jax.device_put(stacked([buffer.init(EXAMPLE)] * D), sharding)
         lowered = run_all.lower(states, jax.device_put(keys, sharding))

@@ -95,7 +95,11 @@ def test_states_of_many_buffers_are_for_vmap(inside):
 
 def test_something_else_is_no_state():
     mix = jrb.Mix((BASE, BASE), (0.5, 0.5), batch_size=4)
-    for other, text in (((filled(BASE),) * 2, "as a Mix has"), ({}, "got dict"), (None, "NoneType")):
+    for other, text in (
+        ((filled(BASE),) * 2, "as a Mix has"),
+        ({}, "got dict"),
+        (None, "NoneType"),
+    ):
         with pytest.raises(TypeError, match=text):
             BASE.sample(other, KEY)
     with pytest.raises(TypeError, match="expected a tuple of 2 states.*got BufferState"):

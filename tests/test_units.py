@@ -789,7 +789,9 @@ def test_truncation_by_another_name_ends_a_return():
         6, batch_size=6, unit=jrb.NStep(3, 1.0), keys=keys, sampler=jrb.Uniform(replacement=False)
     )
     rows = {"r": jnp.ones(6), "term": jnp.zeros(6, bool), "trunc": jnp.arange(6) == 2}
-    sample = buffer.sample(buffer.extend(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows), KEY)
+    sample = buffer.sample(
+        buffer.extend(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows), KEY
+    )
     by_slot = dict(zip(sample.indices.tolist(), sample.data["r"].tolist(), strict=True))
     assert by_slot == {0: 3, 1: 2, 2: 1, 3: 3, 4: 2, 5: 1}
 

@@ -80,6 +80,8 @@ class Prioritized:
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "eps"):
             _check_number(name, getattr(self, name))
+        if 0 < self.eps < _SMALLEST:
+            raise ValueError(f"eps: expected 0, or at least {_SMALLEST:.3g}, got {self.eps}.")
         if self.normalize not in ("batch", "buffer", None):
             raise ValueError(
                 f"normalize: expected 'batch', 'buffer' or None, got {self.normalize!r}."
@@ -325,18 +327,16 @@ class Prioritized:
 
 
 def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
-    """(raw + eps)^alpha, also where the sum is too small for arithmetic, which takes it for 0.
+    """(raw + eps)^alpha, also of numbers that arithmetic takes for 0, as they are below 2^-126.
 
-    A number below 2^-126 is a whole number of 2^-149, which its bits are: that is raised to alpha
-    in its place, and scaled.
+    Such a number is m 2^-149, with its bits for m: so (m 2^-23)^alpha is scaled by 2^(-126 alpha).
     """
-    if eps >= _SMALLEST:
+    if eps:
         return (jnp.maximum(raw, 0.0) + eps) ** alpha
-    tiny = np.float32(eps).view(np.int32)  # how many of 2^-149
-    parts = lax.bitcast_convert_type(raw, jnp.int32)
-    is_tiny = (parts >= 0) & (parts < 1 << 23)
-    base = jnp.where(is_tiny, (parts + tiny).astype(jnp.float32), jnp.maximum(raw, 0.0))
-    return base**alpha * jnp.where(is_tiny, jnp.exp2(-149.0 * alpha), 1.0)
+    bits = lax.bitcast_convert_type(raw, jnp.int32)
+    is_tiny = (bits > 0) & (bits < 1 << 23)
+    base = jnp.where(is_tiny, bits.astype(jnp.float32) * 2.0**-23, jnp.maximum(raw, 0.0))
+    return base**alpha * jnp.where(is_tiny, jnp.exp2(-126.0 * alpha), 1.0)
 
 
 @jax.jit

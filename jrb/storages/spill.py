@@ -122,9 +122,7 @@ def _gathered(leaves: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _merged(
-    hot: list[jax.Array], cold: list[jax.Array], at: list[jax.Array]
-) -> list[jax.Array]:
+def _merged(hot: list[jax.Array], cold: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
     """Rows `[*slots, ...]` into which others are put, at places among them, one after the other."""
     found = []
     for warm, rest, start in zip(hot, cold, at, strict=True):

@@ -1,0 +1,265 @@
+"""Loops in Python: compiled verbs, copies that are told, items of NumPy's dtypes, no retraces."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+
+KEY = jax.random.key(0)
+EXAMPLE = {
+    "observation": jnp.zeros(3),
+    "action": jnp.int32(0),
+    "next": {"observation": jnp.zeros(3), "reward": jnp.float32(0), "done": jnp.bool_(False)},
+}
+
+
+def row(number, *lead):
+    fill = lambda leaf: np.full((*lead, *leaf.shape), number).astype(leaf.dtype)
+    filled = jax.tree.map(fill, EXAMPLE)
+    filled["next"]["done"][...] = False
+    return filled
+
+
+PARTS = [
+    {},
+    {"sampler": jrb.Prioritized(), "unit": jrb.NStep(2, 0.9)},
+    {"sampler": jrb.Queue()},
+    {"sampler": jrb.WithoutReplacement(), "unit": jrb.Sequence(2)},
+    {"storage": jrb.MemmapStorage()},
+]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=repr)
+def test_compiled_verbs_do_what_the_buffer_does(parts):
+    buffer = jrb.ReplayBuffer(20, num_envs=2, batch_size=4, **parts)
+    verbs, (mine, state) = jrb.jitted(buffer), (buffer.init(EXAMPLE), buffer.init(EXAMPLE))
+    for number in range(4):
+        mine = verbs.extend(mine, row(number, 2, 2))
+        mine = verbs.add(mine, row(number, 2), mask=number != 1)
+        state = buffer.extend(state, row(number, 2, 2))
+        state = buffer.add(state, row(number, 2), mask=number != 1)
+    mine, one = verbs.draw(mine, KEY)
+    state, other = buffer.draw(state, KEY)
+    jax.tree.map(np.testing.assert_array_equal, one.data, other.data)
+    if hasattr(buffer.sampler, "update"):
+        mine = verbs.update_priority(mine, one, jnp.arange(4.0))
+        state = buffer.update_priority(state, other, jnp.arange(4.0))
+        mine, state = verbs.set_alpha(mine, 0.3), buffer.set_alpha(state, 0.3)
+    mine, state = verbs.truncate(mine), buffer.truncate(state)
+    one, other = verbs.sample(mine, KEY, 3), buffer.sample(state, KEY, 3)
+    np.testing.assert_array_equal(one.indices, other.indices)
+    np.testing.assert_allclose(one.weights, other.weights, rtol=1e-6)
+    assert int(verbs.size(mine)) == int(buffer.size(state))
+    assert bool(verbs.can_sample(mine)) == bool(buffer.can_sample(state))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        verbs.take(mine, one.indices),
+        buffer.take(state, other.indices),
+    )
+    assert int(verbs.size(verbs.empty(mine))) == 0
+
+
+def test_what_is_given_is_donated_and_what_is_read_is_not():
+    buffer = jrb.ReplayBuffer(2000, batch_size=4, sampler=jrb.Prioritized())
+    verbs = jrb.jitted(buffer)
+    state = verbs.init({"x": jnp.zeros(256)})
+    where = state.storage["x"].unsafe_buffer_pointer()
+    for number in range(3):
+        old, state = state, verbs.add(state, {"x": np.full(256, number, np.float32)})
+        assert old.storage["x"].is_deleted()
+    sample = verbs.sample(state, KEY)
+    state = verbs.update_priority(state, sample, np.ones(4))
+    state, _ = verbs.draw(state, KEY)
+    assert state.storage["x"].unsafe_buffer_pointer() == where
+    assert sample.data["x"].shape == (4, 256)
+
+
+def test_compiled_verbs_are_made_once_and_trace_once(compilations):
+    buffer = jrb.ReplayBuffer(20, batch_size=4)
+    assert jrb.jitted(buffer) is jrb.jitted(jrb.ReplayBuffer(20, batch_size=4))
+    verbs = jrb.jitted(buffer)
+    state = verbs.add(verbs.init(EXAMPLE), row(0))
+    verbs.sample(state, KEY)
+    with compilations() as count:
+        for number in range(3):
+            state = verbs.add(state, row(number))
+            verbs.sample(state, jax.random.key(number))
+    assert count() == 0
+
+
+def test_from_nothing_compiled_verbs_draw_nothing():
+    verbs = jrb.jitted(jrb.ReplayBuffer(20, batch_size=4))
+    sample = verbs.sample(verbs.init(EXAMPLE), KEY)
+    assert not sample.mask.any()
+    assert not sample.weights.any()
+    with pytest.raises(TypeError, match="expected a ReplayBuffer or a Mix"):
+        jrb.jitted(3)
+
+
+def test_compiled_verbs_of_a_mix():
+    one = jrb.ReplayBuffer(20, sampler=jrb.Prioritized())
+    other = jrb.ReplayBuffer(10)
+    mix = jrb.Mix((one, other), (0.5, 0.5), batch_size=4)
+    states = one.add(one.init(EXAMPLE), row(1)), other.add(other.init(EXAMPLE), row(2))
+    verbs = jrb.jitted(mix)
+    want = mix.sample(states, KEY)
+    got = verbs.sample(states, KEY)
+    np.testing.assert_array_equal(got.data["action"], want.data["action"])
+    states, sample = verbs.draw(states, KEY, proportions=jnp.array([0.25, 0.75]))
+    states = verbs.update_priority(states, sample, jnp.full(4, 5.0))
+    assert float(states[0].sampler.raw[0]) == 5.0
+    assert verbs.size(states).tolist() == [1, 1]
+
+
+# Copies.
+
+
+def test_a_large_copy_is_told_once():
+    buffer = jrb.ReplayBuffer(5000, batch_size=2)
+    state = buffer.init({"x": jnp.zeros(64)})
+    with pytest.warns(jrb.CopyWarning, match=r"copies the whole buffer, 1\.3 MB.*jrb\.jitted"):
+        state = buffer.add(state, {"x": jnp.ones(64)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.add(state, {"x": jnp.ones(64)})
+
+
+def test_what_copies_little_or_nothing_is_silent():
+    small = jrb.ReplayBuffer(100, batch_size=2)
+    small.add(small.init({"x": jnp.zeros(64)}), {"x": jnp.ones(64)})
+    large = jrb.ReplayBuffer(6000, batch_size=2)
+    state = jax.jit(large.add)(large.init({"x": jnp.zeros(64)}), {"x": jnp.ones(64)})
+    large.draw(state, KEY)
+    hosted = jrb.ReplayBuffer(7000, batch_size=2, storage=jrb.MemmapStorage())
+    hosted.add(hosted.init({"x": jnp.zeros(64)}), {"x": jnp.ones(64)})
+
+
+# Dtypes that JAX would change.
+
+STEP = {"observation": np.zeros(2), "action": np.int64(3), "reward": np.float64(0.5), "end": False}
+
+
+@pytest.mark.parametrize("make", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
+def test_wide_dtypes_are_one_error_everywhere(make):
+    buffer = jrb.ReplayBuffer(10, batch_size=2)
+    with pytest.raises(TypeError, match=r"leaf 'action': .* int64, .*cast=True"):
+        make(buffer).init(STEP)
+    state = buffer.init(jax.tree.map(jnp.asarray, STEP))
+    with pytest.raises(TypeError, match=r"leaf 'action': .* int64, .*cast=True"):
+        make(buffer).add(state, STEP)
+    many = jax.tree.map(lambda leaf: np.stack([leaf] * 3), STEP)
+    with pytest.raises(TypeError, match=r"leaf 'action': .* int64, .*cast=True"):
+        make(buffer).extend(state, many)
+
+
+@pytest.mark.parametrize("make", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
+def test_wide_dtypes_are_converted_where_asked_for(make):
+    buffer = jrb.ReplayBuffer(10, batch_size=2, cast=True)
+    verbs = make(buffer)
+    state = verbs.init(STEP)
+    assert {name: str(leaf.dtype) for name, leaf in buffer.stored(state).items()} == {
+        "observation": "float32",
+        "action": "int32",
+        "reward": "float32",
+        "end": "bool",
+    }
+    state = verbs.add(state, STEP)
+    state = verbs.add(state, STEP | {"reward": 2, "observation": np.ones(2, np.float16)})
+    state = verbs.extend(state, jax.tree.map(lambda leaf: np.stack([leaf] * 3), STEP))
+    items = buffer.take(state, jnp.arange(5))
+    assert items["reward"].tolist() == [0.5, 2.0, 0.5, 0.5, 0.5]
+    assert items["action"].tolist() == [3] * 5
+    with pytest.raises(ValueError, match=r"'action': expected integers that int32 holds"):
+        verbs.add(state, STEP | {"action": np.int64(2**40)})
+    with pytest.raises(TypeError, match=r"'end': expected dtype bool, got float32"):
+        verbs.add(state, STEP | {"end": np.float64(0)})
+
+
+@pytest.mark.parametrize("make", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
+def test_integers_go_into_no_smaller_dtype(make):
+    buffer = jrb.ReplayBuffer(10, batch_size=2, cast=True)
+    state = buffer.init({"x": jnp.uint8(0)})
+    with pytest.raises(TypeError, match="'x': expected dtype uint8, got int32"):
+        make(buffer).add(state, {"x": np.int64(3)})
+
+
+# Nothing is compiled anew.
+
+UNITS = [jrb.Transition(), jrb.NStep(2, 0.9, strict=True), jrb.Sequence(2), jrb.FrameStack(2)]
+SAMPLERS = [
+    jrb.Uniform(),
+    jrb.Uniform(replacement=False),
+    jrb.WithoutReplacement(),
+    jrb.Queue(),
+    jrb.Prioritized(),
+]
+COMPOSITIONS = [{"unit": unit} for unit in UNITS[1:]]
+COMPOSITIONS += [{"sampler": sampler} for sampler in SAMPLERS]
+COMPOSITIONS += [
+    {"writer": jrb.MaxValue(("next", "reward"))},
+    {"storage": jrb.DeviceStorage(once=True)},
+    {"storage": jrb.MemmapStorage()},
+    {"storage": jrb.SpillStorage(None, 16)},
+    {"transforms": (jrb.transforms.Scale(2.0),)},
+    {"min_size": 2, "cast": True},
+]
+
+
+@pytest.mark.parametrize("parts", COMPOSITIONS, ids=repr)
+def test_no_eager_verb_compiles_at_its_second_call(parts, compilations):
+    buffer = jrb.ReplayBuffer(16, num_envs=2, batch_size=2, **parts)
+    state = buffer.extend(buffer.init(EXAMPLE), row(1, 6, 2))
+
+    def once(number, state):
+        key = jax.random.fold_in(KEY, number)
+        state = buffer.add(buffer.extend(state, row(number, 3, 2)), row(number, 2))
+        state = buffer.add(state, row(number, 2), mask=np.bool_(True))
+        state, sample = buffer.draw(state, key)
+        sample = buffer.sample(state, key)
+        if hasattr(buffer.sampler, "update"):
+            state = buffer.update_priority(state, sample, np.ones(2, np.float32))
+            buffer.sample(buffer.set_alpha(state, 0.5), key, beta=0.4)
+        buffer.take(state, np.array([0, 1]))
+        bool(buffer.can_sample(state)), int(buffer.size(state))
+        buffer.truncate(state), buffer.truncate(state, np.array([True, False]))
+        return state
+
+    state = once(1, once(0, state))
+    with compilations() as count:
+        once(2, state)
+    assert count() == 0
+
+
+def test_no_verb_of_a_mix_compiles_at_its_second_call(compilations):
+    one = jrb.ReplayBuffer(20, sampler=jrb.Prioritized())
+    other = jrb.ReplayBuffer(10)
+    mix = jrb.Mix((one, other), (1.0, 0.0), batch_size=4)
+    states = one.add(one.init(EXAMPLE), row(1)), other.init(EXAMPLE)
+
+    def once(number, states):
+        key = jax.random.fold_in(KEY, number)
+        states, sample = mix.draw(states, key)
+        mix.sample(states, key, proportions=np.array([1.0, 0.0], np.float32))
+        mix.sample(states, key, beta=0.5)
+        return mix.update_priority(states, sample, np.ones(4, np.float32))
+
+    states = once(1, once(0, states))
+    with compilations() as count:
+        once(2, states)
+    assert count() == 0
+
+
+def test_an_eager_transform_sees_a_value_that_changes():
+    scale = {"by": 2.0}
+    change = lambda data: {"x": data["x"] * jnp.float32(scale["by"])}
+    transforms = (jrb.transforms.Scale(10.0, paths=("x",)), change)
+    for storage in (jrb.DeviceStorage(), jrb.MemmapStorage()):
+        buffer = jrb.ReplayBuffer(4, batch_size=1, transforms=transforms, storage=storage)
+        state = buffer.add(buffer.init({"x": jnp.float32(0)}), {"x": jnp.float32(1)})
+        for by in (2.0, 3.0):
+            scale["by"] = by
+            assert buffer.sample(state, KEY).data["x"].tolist() == [10 * by]
