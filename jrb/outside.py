@@ -7,15 +7,15 @@ all other cases it is the jitted verb.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import checks, compiled, display, expected, pytree
+from jrb import checks, compiled, display, expected, pytree, versions
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
 from jrb.storages.elsewhere import Elsewhere
@@ -24,6 +24,28 @@ from jrb.storages.objects import Objects, refusal
 from jrb.storages.spill import Spilled
 from jrb.transforms import run
 from jrb.units import Transition
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _on_meshes(verb: F) -> F:
+    """The same verb, which says what to do where arrays lie on a mesh of explicit axes."""
+
+    @functools.wraps(verb)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return verb(*args, **kwargs)
+        except Exception as error:
+            if not versions.is_of_explicit_mesh(error):
+                raise
+            raise ValueError(
+                "expected a state and items that are not cut over an explicit axis of a mesh, got "
+                f"some for which JAX says: {str(error).splitlines()[0]} Call the verb inside "
+                "jax.shard_map, under jax.vmap for a leading axis of buffers; or make the mesh "
+                "with axis_types=(jax.sharding.AxisType.Auto,)."
+            ) from error
+
+    return cast(F, told)
 
 
 def on_host(buffer: Any) -> bool:
@@ -137,6 +159,7 @@ def nbytes(buffer: Any, spec: Any) -> int:
     return inner + pytree.nbytes(VERSION) + sum(buffer.storage.nbytes(buffer.ring, spec).values())
 
 
+@_on_meshes
 def write(buffer: Any, state: Any, items: Any, mask: Any, cuts: Any = None) -> Any:
     """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb.compiled.write`)."""
     check_state(buffer, state)
@@ -181,7 +204,7 @@ def _warn_of_copies(buffer: Any, state: Any) -> None:
         "Use the verbs of jrb.jitted(buffer), which write in place, or call the verb in a function "
         "under jax.jit(..., donate_argnums=...).",
         CopyWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -220,6 +243,7 @@ def _rows(buffer: Any, items: Any, verb: str) -> list[list[Any]]:
     return [[run.inward(buffer.transforms, item) for item in row] for row in rows]
 
 
+@_on_meshes
 def draw(
     buffer: Any, state: Any, key: jax.Array, batch_size: int, beta: Any, quiet: bool = False
 ) -> tuple[Any, Any]:
@@ -284,6 +308,7 @@ def _draw_outside(
     return sampler, Sample(data=data, **fields)
 
 
+@_on_meshes
 def ready(buffer: Any, state: Any, batch_size: int | None) -> jax.Array:
     """Whether a draw gives at least one item, bool `[]`."""
     return compiled.ready(buffer, state.replace(storage=None), batch_size)
@@ -313,6 +338,7 @@ def _collated(buffer: Any, found: list[Any], mask: jax.Array, key: jax.Array) ->
     return run.outward(buffer.transforms, data, mask, key, buffer.keys)
 
 
+@_on_meshes
 def take(buffer: Any, state: Any, indices: jax.Array) -> Any:
     """The items at slots of any shape; objects in one list."""
     check_state(buffer, state)
@@ -336,6 +362,7 @@ def _check_held(buffer: Any, state: Any, slots: np.ndarray) -> None:
         )
 
 
+@_on_meshes
 def update(buffer: Any, state: Any, sample: Any, priorities: jax.Array) -> Any:
     """New priorities."""
     check_state(buffer, state)
@@ -352,6 +379,7 @@ def wait(buffer: Any, state: Any, sample: Any) -> Any:
     return compiled.wait(buffer, state, sample) if _is_traced(state, sample) else state
 
 
+@_on_meshes
 def truncate(buffer: Any, state: Any, which: jax.Array) -> Any:
     """The state after which nothing of some environments, bool `[E]`, goes on."""
     check_state(buffer, state)
@@ -367,6 +395,7 @@ def _without_items(buffer: Any) -> Any:
     return dataclasses.replace(buffer, storage=Elsewhere(), transforms=())
 
 
+@_on_meshes
 def empty(buffer: Any, state: Any) -> Any:
     """The state without its items."""
     check_state(buffer, state)

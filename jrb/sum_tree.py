@@ -220,7 +220,7 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
         return first + child, mass, room
 
     root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
-    room = trees.room_for(mass.size, tree.branching)
+    room = trees.room_for(tree.nodes, mass.size, tree.branching)
     node, _, room = order.loop(tree.depth + 1, step, (root, mass, room))
     child = node & jnp.uint32(tree.branching - 1)
     mine = jnp.arange(tree.branching, dtype=jnp.uint32)[None, :] == child[:, None]

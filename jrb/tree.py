@@ -194,9 +194,9 @@ def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
     return least, order.loop(tree.depth, descend, node) - tree.leaf
 
 
-def room_for(batch_size: int, width: int) -> jax.Array:
-    """Room for the rows of `read_rows`, and one row more."""
-    return jnp.zeros((batch_size + 1, width), jnp.float32)
+def room_for(array: jax.Array, batch_size: int, width: int) -> jax.Array:
+    """Room for the rows of `read_rows`, and one row more; on the mesh on which the array lies."""
+    return jnp.zeros_like(jnp.broadcast_to(array[0], (batch_size + 1, width)))
 
 
 def read_rows(array: jax.Array, first: jax.Array, room: jax.Array) -> jax.Array:
@@ -239,7 +239,9 @@ def children(tree: Tree, node: jax.Array) -> jax.Array:
 
 def read(array: jax.Array, index: jax.Array) -> jax.Array:
     """`array[index]` for float32 `[N]` and uint32 `[B]`, clipped to [0, N), read just once."""
-    return order.once(lambda: rows_in(read_rows(array, index, room_for(index.size, 1))))[:, 0]
+    return order.once(lambda: rows_in(read_rows(array, index, room_for(array, index.size, 1))))[
+        :, 0
+    ]
 
 
 def put(
@@ -298,7 +300,7 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
         room = read_rows(nodes, children(tree, above), room)
         return put(nodes, above, reduce_rows(tree, rows_in(room))), above, room
 
-    room = room_for(node.size, tree.branching)
+    room = room_for(tree.nodes, node.size, tree.branching)
     column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
     nodes, _, _ = order.loop(levels, climb, (tree.nodes, column, room))
     return tree.replace(nodes)

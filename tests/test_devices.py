@@ -159,3 +159,120 @@ def test_each_device_does_what_a_buffer_of_its_own_does(unit, sampler, parts):
         compiled = lowered.compile()
         assert_same(compiled(states, jax.device_put(keys, sharding)), want)
         assert not [name for name in COLLECTIVES if name in compiled.as_text()], mode
+
+
+# The recipe for a buffer on each device.
+
+
+def one_per_device(step, mesh):
+    spec = PartitionSpec("data")
+    over = jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    return jax.jit(over, donate_argnums=0)
+
+
+def by_vmap(buffer):
+    return jax.vmap(cycle(buffer))
+
+
+def by_index(buffer):
+    def step(states, keys):
+        state, out = cycle(buffer)(jax.tree.map(lambda leaf: leaf[0], states), keys[0])
+        return jax.tree.map(lambda leaf: leaf[None], (state, out))
+
+    return step
+
+
+def cycle(buffer):
+    def step(state, key):
+        state = buffer.add(state, rows(key, E))
+        sample = buffer.sample(state, key)
+        state = buffer.update_priority(state, sample, jnp.abs(sample.data["next"]["reward"]))
+        return state, testing.consumed(sample)
+
+    return step
+
+
+def grown(recipe):
+    """What the temporaries on a device grow by, as a part of what its buffer grows by."""
+    mesh = jax.make_mesh((D,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    temps, sizes = [], []
+    for capacity in (2**15, 2**13):
+        buffer = buffer_of("n-step", "prioritized", capacity)
+        shape = jax.eval_shape(lambda buffer=buffer: buffer.init(EXAMPLE))
+        cut = lambda leaf: jax.ShapeDtypeStruct((D, *leaf.shape), leaf.dtype, sharding=sharding)
+        keys = jax.device_put(jax.random.split(jax.random.key(0), D), sharding)
+        lowered = one_per_device(recipe(buffer), mesh).lower(jax.tree.map(cut, shape), keys)
+        temps.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+        sizes.append(buffer.nbytes(EXAMPLE))
+    return (temps[0] - temps[1]) / (sizes[0] - sizes[1])
+
+
+def test_a_verb_under_vmap_is_in_place_on_every_device():
+    assert grown(by_vmap) < 0.01
+
+
+def test_so_is_one_that_is_taken_out_by_its_index():
+    assert grown(by_index) < 0.01
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_pmap_over_devices_and_vmap_over_update_batches(make_key):
+    """As in Stoix and brax: a buffer for each update batch on each device, keys of both styles."""
+    updates, buffer = 2, buffer_of("windows", "prioritized")
+    keys = jax.random.split(make_key(3), D * updates)
+    keys = keys.reshape(D, updates, *keys.shape[1:])
+    states = stacked([stacked([buffer.init(EXAMPLE)] * updates)] * D)
+
+    def step(state, key):
+        state = buffer.extend(state, rows(key, 6, E))
+        sample = buffer.sample(state, key)
+        error = jnp.abs(sample.data["next"]["reward"])
+        loss = jnp.mean(sample.weights[:, None] * error)
+        return buffer.update_priority(state, sample, error), loss
+
+    def alone(state, key):
+        return jax.lax.scan(step, state, jax.random.split(key, 4))
+
+    def learn(state, key):
+        state, losses = alone(state, key)
+        return state, jax.lax.pmean(losses, "device")
+
+    after, losses = jax.pmap(jax.vmap(learn), axis_name="device", donate_argnums=0)(states, keys)
+    one = jax.jit(alone)
+    want = [[one(buffer.init(EXAMPLE), key)[0] for key in each] for each in keys]
+    assert_same(after, stacked([stacked(each) for each in want]))
+    assert np.asarray(losses).shape == (D, updates, 4)
+    np.testing.assert_array_equal(losses, np.broadcast_to(losses[:1], losses.shape))
+
+
+# Meshes of explicit axes, outside shard_map.
+
+
+def test_explicit_axes_work_where_nothing_is_cut_and_are_refused_where_something_is():
+    mesh = jax.make_mesh((D,), ("data",))
+    cut, whole = (NamedSharding(mesh, PartitionSpec(*names)) for names in (("data",), ()))
+    buffer = buffer_of("n-step", "prioritized")
+    empty = buffer.init(EXAMPLE)
+    state = jax.device_put(empty, whole)
+    keys = jax.random.split(jax.random.key(0), D)
+    run = program(buffer)
+    assert_same(jax.jit(run)(state, jax.device_put(keys[0], whole)), jax.jit(run)(empty, keys[0]))
+    many = buffer_of("transition", "uniform", 4 * D)
+    wide = jrb.ReplayBuffer(4 * D, num_envs=D, batch_size=B)
+    items = jax.device_put(rows(keys[0], D), cut)
+    held = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, cut if leaf.ndim else whole), many.init(EXAMPLE)
+    )
+    states = jax.device_put(stacked([empty] * D), cut)
+    refused = [
+        lambda: jax.jit(wide.add)(jax.device_put(wide.init(EXAMPLE), whole), items),
+        lambda: many.add(held, jax.device_put(rows(keys[0], E), whole)),
+        lambda: jax.jit(jax.vmap(run))(states, jax.device_put(keys, cut)),
+    ]
+    for call in refused:
+        with (
+            jax.set_mesh(mesh),
+            pytest.raises(ValueError, match=r"explicit axis of a mesh.*inside jax\.shard_map"),
+        ):
+            call()

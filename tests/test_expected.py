@@ -51,20 +51,20 @@ def verbs(buffer):
 
 
 OTHERS = {
-    "capacity": (dict(capacity=48), ValueError, "of capacity 24, got one of capacity 48"),
+    "capacity": ({"capacity": 48}, ValueError, "of capacity 24, got one of capacity 48"),
     "environments": (
-        dict(num_envs=3),
+        {"num_envs": 3},
         ValueError,
         "capacity 24 with num_envs=2, got one of capacity 24 with num_envs=3",
     ),
-    "one stream": (dict(num_envs=None), ValueError, "num_envs=2, got one .* num_envs=1"),
-    "sampler": (dict(sampler=jrb.Queue()), TypeError, "whose sampler is"),
-    "unit": (dict(unit=jrb.NStep(3, 0.9)), TypeError, "whose unit is"),
-    "n-step": (dict(unit=jrb.NStep(3, 0.9, strict=True)), TypeError, "whose unit is"),
-    "writer": (dict(writer=jrb.MaxValue(("next", "reward"))), TypeError, "whose writer is"),
-    "storage": (dict(storage=jrb.DeviceStorage(once=True)), TypeError, "whose storage is"),
+    "one stream": ({"num_envs": None}, ValueError, "num_envs=2, got one .* num_envs=1"),
+    "sampler": ({"sampler": jrb.Queue()}, TypeError, "whose sampler is"),
+    "unit": ({"unit": jrb.NStep(3, 0.9)}, TypeError, "whose unit is"),
+    "n-step": ({"unit": jrb.NStep(3, 0.9, strict=True)}, TypeError, "whose unit is"),
+    "writer": ({"writer": jrb.MaxValue(("next", "reward"))}, TypeError, "whose writer is"),
+    "storage": ({"storage": jrb.DeviceStorage(once=True)}, TypeError, "whose storage is"),
     "normalize": (
-        dict(sampler=jrb.Prioritized(normalize="buffer")),
+        {"sampler": jrb.Prioritized(normalize="buffer")},
         TypeError,
         "whose sampler is",
     ),
@@ -120,7 +120,12 @@ def test_swapped_states_of_a_mix_are_refused():
 
 def test_what_no_state_depends_on_may_change():
     state = filled(BASE)
-    free = dict(batch_size=2, writer=jrb.Immutable(), transforms=(lambda data: data,), min_size=2)
+    free = {
+        "batch_size": 2,
+        "writer": jrb.Immutable(),
+        "transforms": (lambda data: data,),
+        "min_size": 2,
+    }
     for name, value in free.items():
         other = dataclasses.replace(BASE, **{name: value})
         assert int(other.size(state)) == 10

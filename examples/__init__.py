@@ -1,0 +1,1 @@
+"""Programs that use jrb, each of which the tests run."""

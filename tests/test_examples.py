@@ -1,0 +1,24 @@
+"""Every program in examples/ runs, and does what it says."""
+
+import jax
+import pytest
+
+from examples import data_parallel
+
+
+@pytest.mark.devices
+@pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="needs a JAX with jax.lax.pcast")
+@pytest.mark.parametrize("devices", [1, jax.device_count()])
+def test_data_parallel_training_learns_the_values(devices):
+    assert data_parallel.run(devices) < 0.1
+
+
+@pytest.mark.devices
+@pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="needs a JAX with jax.lax.pcast")
+def test_data_parallel_training_copies_nothing_of_a_rings_size():
+    def temporaries(capacity):
+        train, start = data_parallel.learner(jax.device_count(), capacity)
+        keys = jax.random.split(jax.random.key(0), (jax.device_count(), 3))
+        return train.lower(*start, keys).compile().memory_analysis().temp_size_in_bytes
+
+    assert abs(temporaries(2**15) - temporaries(2**13)) < 1000
