@@ -1,4 +1,4 @@
-"""Data parallelism: every device has its own environments and its own buffer, and all share a network.
+"""Data parallelism: each device has its own environments and its own buffer, all share a network.
 
     python -m examples.data_parallel --devices 8
 

@@ -15,9 +15,10 @@ from jrb.state import BufferState
 from jrb.types import Item
 
 _PARTS = ("writer", "sampler", "unit", "storage")
-_MEND = (
-    "Pass the state that init of this very description made, or bring the items over: save the "
-    "state with its own description, and jrb.load(path, buffer=...) with the other."
+_MEND = "Pass the state that init of this very description made, or one that came from it."
+_RESIZE = (
+    "To bring the newest rows to another size, save the state with its own description, and load "
+    "it by jrb.load(path, capacity=..., num_envs=...)."
 )
 
 
@@ -79,7 +80,7 @@ def _check(buffer: Any, structure: Any, kinds: tuple, spec: Any) -> None:
     if state.ring != buffer.ring:
         raise ValueError(
             f"expected a state of this buffer, of {_size(buffer.ring, state.ring)}, got one of "
-            f"{_size(state.ring, buffer.ring)}. {_MEND}"
+            f"{_size(state.ring, buffer.ring)}. {_MEND} {_RESIZE}"
         )
     for axes in (1, 2, 3):
         inner = [jax.ShapeDtypeStruct(shape[axes:], dtype) for shape, dtype in kinds]
@@ -115,6 +116,15 @@ def _alike(one: Any, other: Any) -> bool:
     return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
+def _same_leaves(one: Any, other: Any) -> bool:
+    """Whether two trees have the same arrays, whatever else they are."""
+    leaves = lambda tree: [
+        (pytree.leaf_name(path), leaf.shape, leaf.dtype)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    return leaves(one) == leaves(other)
+
+
 def _size(ring: Ring | None, other: Ring | None) -> str:
     """The capacity, and the environments where they make a difference."""
     if ring is None:
@@ -133,6 +143,11 @@ def _other_part(buffer: Any, state: BufferState, spec: Item | None) -> TypeError
             return TypeError(
                 f"expected a state whose sampler was told of all its anchors, got one on which a "
                 f"new state of {type(buffer.sampler).__name__} was put by hand. {_MEND}"
+            )
+        if want is not None and _same_leaves(getattr(want, part), getattr(state, part)):
+            return TypeError(
+                f"expected a state of this buffer, whose {part} is {getattr(buffer, part)!r}, got "
+                f"one that was made for another {type(getattr(buffer, part)).__name__}. {_MEND}"
             )
         wanted = "" if want is None else f", {_shape(getattr(want, part))}"
         name = type(getattr(buffer, part)).__name__

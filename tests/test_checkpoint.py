@@ -32,7 +32,7 @@ TED = {
 }
 
 # Older states are compared with newer ones, so that none may be donated.
-pytestmark = pytest.mark.filterwarnings("ignore::jrb.CopyWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
 
 
 class Named(collections.namedtuple("Named", ["observation", "done"])):

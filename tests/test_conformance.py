@@ -8,6 +8,8 @@ import jrb
 from jrb import bits, pytree, testing
 from jrb.samplers.uniform import draw_of
 
+pytestmark = pytest.mark.slow
+
 SAMPLERS = [
     jrb.Uniform(),
     jrb.Uniform(replacement=False),

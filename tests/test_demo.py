@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("gymnax")
+
 from jrb import cli, demo, demo_report
+
+pytestmark = pytest.mark.slow
 
 SMALL = demo.Config(
     env="CartPole-v1",

@@ -5,6 +5,8 @@ import pytest
 
 from examples import data_parallel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.devices
 @pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="needs a JAX with jax.lax.pcast")

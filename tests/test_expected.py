@@ -84,6 +84,43 @@ def test_every_verb_refuses_a_state_of_another_description(name, sampler, inside
         assert "init of this very description" in str(raised.value), verb
 
 
+LENGTHS = [
+    ({"unit": jrb.Sequence(3)}, {"unit": jrb.Sequence(4)}),
+    ({"unit": jrb.Sequence(3, over="episodes")}, {"unit": jrb.Sequence(4, over="episodes")}),
+    ({"unit": jrb.FrameStack(3)}, {"unit": jrb.FrameStack(4)}),
+    ({"unit": jrb.NStep(3, 0.9, strict=True)}, {"unit": jrb.NStep(4, 0.9, strict=True)}),
+    (
+        {"unit": jrb.FrameStack(2, unit=jrb.Sequence(2))},
+        {"unit": jrb.FrameStack(2, unit=jrb.Sequence(3))},
+    ),
+    (
+        {"writer": jrb.MaxValue(("next", "reward"))},
+        {"writer": jrb.MaxValue(("next", "done"))},
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), LENGTHS, ids=repr)
+def test_parts_of_one_kind_are_told_apart_where_their_states_differ_in_meaning(one, other):
+    state = filled(dataclasses.replace(BASE, **one))
+    buffer = dataclasses.replace(BASE, **other)
+    for call in verbs(buffer).values():
+        with pytest.raises(TypeError, match=r"of this buffer, whose (unit|writer) is"):
+            jax.jit(call)(state)
+
+
+def test_parts_of_one_kind_may_change_where_their_states_do_not():
+    free = [
+        (jrb.NStep(3, 0.9), jrb.NStep(5, 0.5)),
+        (jrb.Sequence(3, eta=0.5), jrb.Sequence(3, eta=1.0)),
+        (jrb.Sequence(3, short="pad"), jrb.Sequence(5, short="pad", burn_in=1)),
+        (jrb.FrameStack(3), jrb.FrameStack(3, pad="zeros")),
+    ]
+    for one, other in free:
+        state = filled(dataclasses.replace(BASE, unit=one))
+        dataclasses.replace(BASE, unit=other).sample(state, KEY)
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["eager", "jit"])
 def test_states_of_many_buffers_are_for_vmap(inside):
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), filled(BASE))
@@ -102,7 +139,7 @@ def test_something_else_is_no_state():
     ):
         with pytest.raises(TypeError, match=text):
             BASE.sample(other, KEY)
-    with pytest.raises(TypeError, match="expected a tuple of 2 states.*got BufferState"):
+    with pytest.raises(TypeError, match=r"expected a tuple of 2 states.*got BufferState"):
         mix.sample(filled(BASE), KEY)
     with pytest.raises(TypeError, match="arrays for leaves, got int"):
         BASE.size(filled(BASE).replace(writer=3))

@@ -17,6 +17,8 @@ from jrb.disk.errors import DamagedError, LockedError
 from tests import stores
 from tests.scenario import outcome_of
 
+pytestmark = pytest.mark.slow
+
 scenario = functools.partial(outcome_of, stores)
 
 

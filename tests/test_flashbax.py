@@ -11,6 +11,8 @@ import pytest
 import jrb
 from jrb import checkpoint
 
+pytestmark = pytest.mark.slow
+
 flashbax = pytest.importorskip("flashbax")
 
 EXPONENT = 0.6

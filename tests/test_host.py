@@ -15,6 +15,8 @@ import pytest
 import jrb
 from jrb.disk import files
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(3)
 EXAMPLE = {
     "observation": jnp.zeros(3, jnp.bfloat16),

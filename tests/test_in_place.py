@@ -7,6 +7,8 @@ import pytest
 import jrb
 from jrb import order, testing
 
+pytestmark = pytest.mark.slow
+
 E, B = 4, 16
 EXAMPLE = {
     "observation": jnp.zeros(16),

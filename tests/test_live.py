@@ -13,6 +13,8 @@ from jrb.disk.table import Column
 from tests import lives
 from tests.scenario import outcome_of
 
+pytestmark = pytest.mark.slow
+
 scenario = functools.partial(outcome_of, lives)
 
 

@@ -11,6 +11,8 @@ from jax.extend.mlir import ir
 import jrb
 from tests import test_devices as devices
 
+pytestmark = pytest.mark.slow
+
 B = devices.B
 DEVICE_CASES = [(u, s, parts) for u, s, parts in devices.CASES]
 

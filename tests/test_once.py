@@ -15,6 +15,8 @@ import jrb
 from tests.reference import OnceModel
 from tests.test_units import EXAMPLE, KEY, Stream, arrays, commands, pick
 
+pytestmark = pytest.mark.slow
+
 RINGS = [(1, 1, 1), (5, 1, 1), (4, 2, 2), (6, 2, 12), (9, 3, 4)]
 
 

@@ -14,6 +14,8 @@ import jrb
 from jrb import checkpoint, prng
 from jrb.checkpoint import native
 
+pytestmark = pytest.mark.slow
+
 ocp = pytest.importorskip("orbax.checkpoint")
 orbax = importlib.import_module("jrb.checkpoint.orbax")
 

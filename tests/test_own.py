@@ -18,6 +18,8 @@ from jrb import checkpoint
 from jrb.checkpoint import hosted
 from tests.test_host import EXAMPLE, KEY, numbered, same, steps
 
+pytestmark = pytest.mark.slow
+
 STORAGES = {
     "memmap": lambda path: jrb.MemmapStorage(path),
     "spill": lambda path: jrb.SpillStorage(path, 4),

@@ -310,8 +310,8 @@ def test_a_denormal_priority_has_its_power_for_mass(alpha):
     raw = np.array([1e-40, 1e-45, 5e-39, 0.0, 2e-38, 3.0], np.float32)
     state = buffer.update_priority(state, jnp.arange(6), raw)
     want = raw.astype(np.float64) ** alpha
-    for state in (state, buffer.set_alpha(state, alpha)):
-        masses = np.asarray(sum_tree.leaves(state.sampler.masses))
+    for its in (state, buffer.set_alpha(state, alpha)):
+        masses = np.asarray(sum_tree.leaves(its.sampler.masses))
         np.testing.assert_allclose(masses, want, rtol=3e-5, atol=1.2e-38)
         assert (masses > 0).tolist() == (want > 1.2e-38).tolist()
     with pytest.raises(ValueError, match="eps: expected 0, or at least"):

@@ -16,6 +16,8 @@ import jrb
 from jrb.checkpoint.torchrl import read_torchrl, write_torchrl
 from jrb.disk.errors import DamagedError
 
+pytestmark = pytest.mark.slow
+
 DATA = pathlib.Path(__file__).parent / "data" / "torchrl"
 DUMPS = sorted(path.stem for path in DATA.glob("*_[12]d_*.npz") if "sampler" not in path.name)
 FLAGS = ("done", "terminated", "truncated")

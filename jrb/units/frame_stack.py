@@ -23,12 +23,14 @@ class Stacks:
         length: int32 `[E]`, the rows of the running episode, up to k.
         line: the anchors.
         unit: the state of the unit whose observations are stacked.
+        k: what the rows were counted for; no array.
     """
 
     back: jax.Array
     length: jax.Array
     line: Line
     unit: Any
+    k: int = pytree.static(0)
 
 
 @pytree.component
@@ -113,6 +115,7 @@ class FrameStack:
             length=jnp.zeros(ring.envs, jnp.int32),
             line=line.init(ring),
             unit=self.unit.init(ring, spec, keys),
+            k=self.k,
         )
 
     def _prefixes(self, keys: Keys) -> list[str]:
@@ -158,7 +161,10 @@ class FrameStack:
             left_from=own.left_from,
             moved=own.moved,
         )
-        return Stacks(back=back, length=length[-1], line=anchors, unit=inner), own
+        state = state.replace(  # pyright: ignore
+            back=back, length=length[-1], line=anchors, unit=inner
+        )
+        return state, own
 
     def truncate(
         self, ring: Ring, state: Stacks, held: Held, which: jax.Array
@@ -318,8 +324,7 @@ class FrameStack:
 
     def reset(self, ring: Ring, state: Stacks, token: jax.Array) -> Stacks:
         """No rows."""
-        return Stacks(
-            back=state.back,
+        return state.replace(  # pyright: ignore
             length=jnp.zeros_like(state.length),
             line=line.reset(state.line, token),
             unit=self.unit.reset(ring, state.unit, token),

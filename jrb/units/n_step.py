@@ -19,11 +19,13 @@ class Steps:
         ended: bool `[N]`, which slots end an episode.
         length: int32 `[E]`, the rows of the running episode, up to n; None unless `strict`.
         line: the anchors; None unless `strict`.
+        n: what they were counted for, no array; None unless `strict`.
     """
 
     ended: jax.Array
     length: jax.Array | None
     line: Line | None
+    n: int | None = pytree.static(None)
 
 
 @pytree.component
@@ -79,6 +81,7 @@ class NStep:
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if self.strict else None,
             line=line.init(ring) if self.strict else None,
+            n=self.n if self.strict else None,
         )
 
     def on_write(
@@ -94,7 +97,8 @@ class NStep:
         anchors, change = line.after_write(
             ring, state.line, held, write, complete, slack=self.lag if ring.envs > 1 else 0
         )
-        return Steps(ended=ended, length=length[-1], line=anchors), change
+        state = state.replace(ended=ended, length=length[-1], line=anchors)  # pyright: ignore
+        return state, change
 
     def _complete(
         self, ring: Ring, held: Held, write: Write, done: jax.Array, length: jax.Array
@@ -120,7 +124,7 @@ class NStep:
         entered = line.rows_back(ring, held, now, back, waiting[None])
         anchors, change = line.after_write(ring, state.line, held, now, entered, slack=0)
         length = jnp.where(which, 0, state.length)
-        return Steps(ended=ended, length=length, line=anchors), change
+        return state.replace(ended=ended, length=length, line=anchors), change  # pyright: ignore
 
     def ends(self, ring: Ring, state: Steps, held: Held, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""
@@ -178,8 +182,7 @@ class NStep:
 
     def reset(self, ring: Ring, state: Steps, token: jax.Array) -> Steps:
         """No rows."""
-        return Steps(
-            ended=state.ended,
+        return state.replace(  # pyright: ignore
             length=None if state.length is None else jnp.zeros_like(state.length),
             line=None if state.line is None else line.reset(state.line, token),
         )

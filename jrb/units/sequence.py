@@ -23,12 +23,14 @@ class Windows:
         length: int32 `[E]`, the rows of the running episode, up to L.
         line: the anchors, where only whole windows are drawn.
         episodes: the episodes, where these are drawn.
+        enough: the rows that anchors were counted for, no array; None where every row is one.
     """
 
     ended: jax.Array
     length: jax.Array | None
     line: Line | None
     episodes: Episodes | None
+    enough: int | None = pytree.static(None)
 
 
 @pytree.component
@@ -104,6 +106,7 @@ class Sequence:
             length=jnp.zeros(ring.envs, jnp.int32) if whole else None,
             line=line.init(ring) if whole else None,
             episodes=episodes.init(ring, self._enough) if self.over == "episodes" else None,
+            enough=self._enough if whole or self.over == "episodes" else None,
         )
 
     def on_write(
@@ -132,10 +135,9 @@ class Sequence:
     ) -> tuple[Windows, None]:
         """The newest rows end their episodes."""
         table, length = state.episodes, state.length
-        truncated = Windows(
+        truncated = state.replace(  # pyright: ignore
             ended=episodes.mark_newest(ring, held, state.ended, which),
             length=None if length is None else jnp.where(which, 0, length),
-            line=state.line,
             episodes=None if table is None else episodes.truncated(table, which, self._enough),
         )
         return truncated, None
@@ -202,8 +204,7 @@ class Sequence:
 
     def reset(self, ring: Ring, state: Windows, token: jax.Array) -> Windows:
         """No rows."""
-        return Windows(
-            ended=state.ended,
+        return state.replace(  # pyright: ignore
             length=None if state.length is None else jnp.zeros_like(state.length),
             line=None if state.line is None else line.reset(state.line, token),
             episodes=None if state.episodes is None else episodes.reset(state.episodes, token),

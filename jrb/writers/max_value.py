@@ -22,12 +22,14 @@ class Ranks:
         stamps: uint32 `[N]`, the number of the item in each slot.
         count: int32 `[]`, the slots that hold items.
         number: uint32 `[]`, the items that came so far, modulo 2^32.
+        key: the path to the ranks; no array.
     """
 
     ranks: Tree
     stamps: jax.Array
     count: jax.Array
     number: jax.Array
+    key: Path = pytree.static("")
 
 
 @pytree.component
@@ -54,6 +56,7 @@ class MaxValue:
             stamps=jnp.zeros(ring.capacity, jnp.uint32),
             count=jnp.zeros((), jnp.int32),
             number=jnp.zeros((), jnp.uint32),
+            key=self.key,
         )
 
     def _check(self, spec: Item) -> None:
@@ -115,7 +118,7 @@ class MaxValue:
     def reset(self, ring: Ring, state: Ranks, token: jax.Array) -> Ranks:
         """Nothing is held; items are counted on, and no slot has the number of an item."""
         del ring
-        return Ranks(
+        return state.replace(  # pyright: ignore
             ranks=trees.cleared(state.ranks, token),
             stamps=order.overwrite(state.stamps, state.number, token),
             count=jnp.minimum(state.count, 0) + token,
@@ -142,10 +145,9 @@ def _place(ring: Ring, rank: jax.Array, wanted: jax.Array, i: jax.Array, carry: 
     taken = wanted & (~full | (rank > lowest))
     slot = jnp.where(full, worst + jnp.minimum(state.count, 0), state.count)
     leaf, at = slot.astype(jnp.uint32)[None], jnp.where(taken, slot, ring.capacity)
-    state = Ranks(
+    state = state.replace(
         ranks=trees.set_leaves(state.ranks, leaf, rank[None], taken[None]),
         stamps=state.stamps.at[at].set(state.number + i.astype(jnp.uint32), mode="drop"),
         count=state.count + (taken & ~full).astype(jnp.int32),
-        number=state.number,
     )
     return state, slots.at[i].set(at)
