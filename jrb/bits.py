@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb import order
 
@@ -61,8 +62,9 @@ def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """
     bound = jnp.broadcast_to(n.astype(jnp.uint32), high.shape)
     fraction = high * bound
-    carry = (fraction + mulhi(low, bound)) < fraction
-    return (mulhi(high, bound) + carry.astype(jnp.uint32)).astype(jnp.int32)
+    halves = _halves(bound)
+    carry = (fraction + _mulhi(_halves(low), halves)) < fraction
+    return (_mulhi(_halves(high), halves) + carry.astype(jnp.uint32)).astype(jnp.int32)
 
 
 def mulhi(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -70,11 +72,22 @@ def mulhi(x: jax.Array, y: jax.Array) -> jax.Array:
 
     From four products of halves: `lax.mulhi` does not compile in a program of several devices.
     """
-    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
-    x0, x1, y0, y1 = x & low, x >> half, y & low, y >> half
-    middle = x1 * y0 + ((x0 * y0) >> half)
-    other = x0 * y1 + (middle & low)
-    return x1 * y1 + (middle >> half) + (other >> half)
+    return _mulhi(_halves(x), _halves(y))
+
+
+_HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The upper and the lower 16 bits."""
+    return x >> _HALF, x & _LOW
+
+
+def _mulhi(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]) -> jax.Array:
+    (x1, x0), (y1, y0) = x, y
+    middle = x1 * y0 + ((x0 * y0) >> _HALF)
+    other = x0 * y1 + (middle & _LOW)
+    return x1 * y1 + (middle >> _HALF) + (other >> _HALF)
 
 
 def mix(words: jax.Array) -> jax.Array:
