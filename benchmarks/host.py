@@ -126,7 +126,7 @@ def frames(capacity: int, rounds: int, folder: str) -> tuple[list[dict], dict[st
     plain = np.memmap(os.path.join(path, "o.bin"), np.uint8, "r", shape=(capacity, *FRAME))
     plain = np.asarray(plain)
     touched(plain)
-    touched(state.storage.host.live.table.rows[0])
+    touched(state.storage.host.store.table.rows[0])
     rng, keys = np.random.default_rng(1), keys_of(rounds + rounds // 20 + 3)
     jitted = jax.jit(buffer.sample)
 
@@ -191,7 +191,7 @@ def spill(capacity: int, rounds: int) -> list[dict]:
     hot, other = filled(jrb.SpillStorage(None, capacity * 9 // 10), capacity, 256)
     device, state = filled(jrb.DeviceStorage(), capacity, 256)
     keys, jitted = keys_of(rounds + rounds // 20 + 3), jax.jit(device.sample)
-    touched(other.storage.hosted.host.live.table.rows[0])
+    touched(other.storage.hosted.host.store.table.rows[0])
     programs: Programs = {
         "spill": lambda number: jax.block_until_ready(hot.sample(other, keys[number])),
         "device": lambda number: jax.block_until_ready(device.sample(state, keys[number])),

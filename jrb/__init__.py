@@ -1,9 +1,9 @@
 """jrb: the replay buffer for JAX."""
 
 from jrb import checkpoint, layouts, ring, sum_tree, testing, transforms, types
+from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save
-from jrb.disk.errors import StaleError
 from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
 from jrb.loops import jitted
@@ -27,6 +27,7 @@ __all__ = [
     "Immutable",
     "Keys",
     "ListStorage",
+    "LostWarning",
     "MaxValue",
     "MemmapStorage",
     "Mix",

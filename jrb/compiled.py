@@ -3,6 +3,7 @@
 A buffer is anything with the attributes of `jrb.ReplayBuffer`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -47,6 +48,23 @@ def write(
     return state.replace(  # pyright: ignore
         storage=storage, writer=writer, sampler=sampler, unit=unit
     )
+
+
+@jax.jit
+def expire(buffer: Any, state: BufferState, items: Item, rows: jax.Array) -> BufferState:
+    """The state without so many of the oldest rows, int32 `[]`; its items are not looked at.
+
+    `items` is a row that is not written, leaves `[1, E, ...]`.
+    """
+    ring, keys, held = buffer.ring, buffer.keys, buffer.writer.held(buffer.ring, state.writer)
+    nothing = jnp.zeros(1, jnp.bool_)
+    writer, write = buffer.writer.plan(ring, state.writer, items, nothing, keys)
+    write = dataclasses.replace(write, gone=rows, bounded=False)
+    writer = buffer.writer.shrink(ring, writer, rows)
+    unit, change = buffer.unit.on_write(ring, state.unit, held, write, items, keys)
+    anchors = buffer.unit.anchors(ring, unit, buffer.writer.held(ring, writer))
+    sampler = buffer.sampler.on_write(ring, state.sampler, change, anchors)
+    return state.replace(writer=writer, sampler=sampler, unit=unit)  # pyright: ignore
 
 
 def _cut(items: Item, cuts: jax.Array, keys: Keys) -> Item:

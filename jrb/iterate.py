@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jrb import checks
+from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer
-from jrb.disk.errors import StaleError
 from jrb.samplers import WithoutReplacement
 from jrb.state import BufferState, Sample
 

@@ -24,6 +24,7 @@ from jrb.storages.objects import Objects, refusal
 from jrb.storages.spill import Spilled
 from jrb.transforms import run
 from jrb.units import Transition
+from jrb.writers import Immutable, RoundRobin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -137,7 +138,7 @@ def init(buffer: Any, spec: Any, device: Any) -> Any:
     if not on_host(buffer):
         return _blank(buffer, spec, device)
     state = _blank(bare(buffer), spec, device)
-    storage = buffer.storage.make(buffer.ring, spec, state.storage)
+    storage = buffer.storage.make(buffer.ring, spec, state.storage, in_time=buffer.writer.in_time)
     if device is not None:
         storage = jax.device_put(storage, device)
     return state.replace(storage=storage)
@@ -156,7 +157,8 @@ def nbytes(buffer: Any, spec: Any) -> int:
     if not on_host(buffer):
         return pytree.nbytes(jax.eval_shape(lambda: expected.blank(buffer, spec)))
     inner = pytree.nbytes(jax.eval_shape(lambda: expected.blank(bare(buffer), spec)))
-    return inner + pytree.nbytes(VERSION) + sum(buffer.storage.nbytes(buffer.ring, spec).values())
+    sizes = buffer.storage.nbytes(buffer.ring, spec, in_time=buffer.writer.in_time)
+    return inner + pytree.nbytes(VERSION) + sum(sizes.values())
 
 
 @_on_meshes
@@ -170,7 +172,13 @@ def write(buffer: Any, state: Any, items: Any, mask: Any, cuts: Any = None) -> A
     after = compiled.write(bare(buffer), _lowered(buffer, state), items, mask, cuts)
     if _is_traced(after):
         return compiled.write(buffer, state, items, mask, cuts)
-    return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
+    return _put(buffer, state, after, items)
+
+
+def _put(buffer: Any, state: Any, after: Any, items: Any) -> Any:
+    """The state after a write whose rows are put to the host; an interrupt takes that back."""
+    with buffer.storage.writing(state.storage):
+        return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
 
 
 def fill(buffer: Any, state: Any, items: Any, cuts: Any = None) -> Any:
@@ -182,6 +190,15 @@ def fill(buffer: Any, state: Any, items: Any, cuts: Any = None) -> Any:
 
 
 _written_in_place = jax.jit(compiled.write, donate_argnums=1)
+
+
+def expire(buffer: Any, state: Any, spec: Any, rows: int) -> Any:
+    """The state, without items, that has so many of the oldest rows no more."""
+    row = (1, buffer.ring.envs)
+    blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
+    writer = RoundRobin() if isinstance(buffer.writer, Immutable) else buffer.writer
+    plain = dataclasses.replace(_without_items(buffer), writer=writer)
+    return compiled.expire(plain, state, blanks, jnp.int32(rows))
 
 
 class CopyWarning(UserWarning):
@@ -224,7 +241,7 @@ def write_objects(buffer: Any, state: Any, items: Any, mask: Any, verb: str) -> 
     blanks = np.zeros((len(rows), buffer.ring.envs), np.uint8)
     blanks = blanks[:, 0] if buffer.num_envs is None else blanks
     after = compiled.write(bare(buffer), _lowered(buffer, state), {"item": blanks}, mask)
-    return after.replace(storage=buffer.storage.put(state.storage, after.storage, rows))
+    return _put(buffer, state, after, rows)
 
 
 def _rows(buffer: Any, items: Any, verb: str) -> list[list[Any]]:

@@ -139,10 +139,6 @@ class Look:
 class Writer(Protocol):
     """Which slots do these rows go to?
 
-    A writer that can tell which rows were written since an earlier state of its may have
-    `written_since(ring, then, now)`, from two states to the first row and the number of rows, on
-    the host: a checkpoint then looks only there for what is new.
-
     Attributes:
         in_time: whether rows lie around the ring in the order in which they came. Units that need
             more than one row ask for it.

@@ -1,18 +1,25 @@
 """One setting for all tests: eight simulated devices, strict dtypes, warnings as errors.
 
-Most of the time goes into compiling: what LLVM does to the loops is left out, which changes nothing
-in what XLA computes, nor in where it copies.
+Most of the time goes into compiling: what is done to make the loops fast is left out, which changes
+nothing in what XLA computes, nor in where it copies.
 """
 
 import contextlib
 import gc
+import importlib.metadata
 import os
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8"
-    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+]
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 9):
+    FLAGS += [  # older ones do not know them all
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
 import hypothesis
 import jax

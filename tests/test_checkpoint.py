@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -18,8 +17,10 @@ import pytest
 
 import jrb
 from jrb import checkpoint, prng, pytree, testing, tree, versions
+from jrb._store import files, generation
+from jrb._store.files import Folder
+from jrb._store.lock import Lock
 from jrb.checkpoint import memory
-from jrb.disk import blocks, files, manifest
 
 TED = {
     "observation": jnp.zeros(3),
@@ -303,7 +304,7 @@ def test_a_state_of_another_buffer_is_refused(tmp_path):
 
 
 def test_no_checkpoint_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="found no manifest"):
+    with pytest.raises(FileNotFoundError, match="found none there"):
         jrb.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         jrb.load(tmp_path / "nowhere")
@@ -326,10 +327,10 @@ def test_generations(tmp_path):
 
 
 def written(work):
-    """The bytes of blocks that some work writes."""
+    """The bytes that some work writes."""
     sizes = []
     files.hook = lambda operation, path, *rest: (
-        sizes.append(len(rest[1])) if operation == "pwrite" and "blocks" in path else None
+        sizes.append(len(rest[1])) if operation == "pwrite" else None
     )
     try:
         work()
@@ -367,11 +368,21 @@ def test_another_state_is_not_taken_for_the_one_before(tmp_path):
         there_and_back(tmp_path, buffer, state)
 
 
+def hold_threads(go):
+    """A hook that lets other threads than this one name no file before an event."""
+
+    def hold(operation, *rest):
+        if operation == "replace" and threading.current_thread() is not threading.main_thread():
+            go.wait(60)
+
+    return hold
+
+
 def test_a_background_save_holds_what_the_state_was(tmp_path):
     buffer, state = filled(sampler=jrb.Prioritized(), example={"x": jnp.zeros(10_000)})
     kept = jax.tree.map(jnp.copy, state)
     go = threading.Event()
-    files.hook = lambda operation, path, *rest: go.wait() if operation == "create" else None
+    files.hook = hold_threads(go)
     try:
         save = checkpoint.save_async(tmp_path, buffer, state)
         add = jax.jit(buffer.add, donate_argnums=0)
@@ -412,7 +423,7 @@ def test_what_goes_wrong_in_the_background_comes_out_at_the_next_call(tmp_path):
     assert_same(jrb.load(tmp_path)[1], state)
     with pytest.raises(OSError, match="No space left") as caught:
         failing().wait()
-    assert "is whole" in caught.value.__notes__[0]
+    assert "has not happened" in caught.value.__notes__[0]
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save_async(tmp_path, buffer, state)
     there_and_back(tmp_path, buffer, state)
@@ -445,13 +456,6 @@ def test_on_a_device_of_ones_choice(tmp_path):
         _, back = jrb.load(tmp_path / name, device=device)
         assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(back))
         assert_same(back, state)
-
-
-def test_blocks_are_neither_many_nor_large():
-    for size in (1025, 70_000, 10**6, 10**8, 10**11):
-        block = blocks.block_size(size)
-        assert blocks.SMALLEST <= block <= blocks.LARGEST
-        assert len(blocks.bounds(min(size, 10**8), block)) <= max(256, size // blocks.LARGEST + 1)
 
 
 # Migration
@@ -651,10 +655,10 @@ def test_an_h5_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
         files.hook = None
     assert_same(jrb.load(path)[1], state)
     assert os.listdir(tmp_path) == ["file.h5"]
-    lock = files.lock(str(path) + ".new")
+    lock = Lock(Folder(os.fspath(tmp_path)), "file.h5.new")
     with pytest.raises(checkpoint.LockedError):
         jrb.save(path, buffer, state, layout="h5")
-    os.close(lock)
+    lock.release()
 
 
 def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
@@ -668,11 +672,11 @@ def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
 
 
 def forged(path, change):
-    """A manifest with other contents, and a checksum that fits."""
-    name = path / manifest.NAME
-    body = json.loads(name.read_text())["body"]
-    change(body["meta"])
-    name.write_bytes(manifest.encode(body))
+    """A generation that says something else, with checksums that fit."""
+    opened = generation.newest(Folder(os.fspath(path)))
+    arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
+    change(opened.body["meta"])
+    generation.write(Folder(os.fspath(path)), opened.body, arrays)
 
 
 @pytest.mark.parametrize(
@@ -709,8 +713,11 @@ def test_a_capacity_that_the_files_do_not_hold_is_refused(tmp_path):
 def test_a_program_that_ends_waits_for_its_saves(tmp_path):
     script = """
 import sys, threading, jax.numpy as jnp, jrb
-from jrb.disk import files
-files.hook = lambda name, *rest: threading.main_thread().join() if name == "create" else None
+from jrb._store import files
+def hook(name, *rest):
+    if name == "replace" and threading.current_thread() is not threading.main_thread():
+        threading.main_thread().join()
+files.hook = hook
 buffer = jrb.ReplayBuffer(1000)
 jrb.checkpoint.save_async(sys.argv[1], buffer, buffer.init({"x": jnp.zeros(5000)}))
 """
@@ -721,11 +728,11 @@ jrb.checkpoint.save_async(sys.argv[1], buffer, buffer.init({"x": jnp.zeros(5000)
 def test_flipped_bits_name_the_leaf_and_the_block(tmp_path):
     buffer, state = filled(example={"x": jnp.zeros(30_000)})
     jrb.save(tmp_path, buffer, state)
-    name = sorted((tmp_path / "blocks").iterdir())[0]
+    name = tmp_path / "rows" / "storage" / "x.bin"
     data = bytearray(name.read_bytes())
     data[70_000] ^= 4
     name.write_bytes(data)
-    message = rf"{name.name}: leaf 'storage/x', block 1: expected the checksum"
+    message = rf"{name.name}: leaf 'storage/x', block 0: expected the checksum"
     with pytest.raises(checkpoint.DamagedError, match=message):
         jrb.load(tmp_path)
     assert len(checkpoint.verify(tmp_path)) == 1
@@ -760,7 +767,7 @@ def test_going_on_from_an_older_generation_is_not_mixed_with_what_came_after(tmp
 
 
 def test_large_arrays_of_another_run_are_noticed_at_their_newest_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "WITNESS", 0)
+    monkeypatch.setattr(checkpoint.rows, "WITNESS", 0)
     example = {"done": jnp.bool_(False)}
     buffer = jrb.ReplayBuffer(1_000_000)
     rng = np.random.default_rng(0)
@@ -821,7 +828,7 @@ def test_a_background_save_goes_where_it_was_sent(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     go = threading.Event()
-    files.hook = lambda operation, path, *rest: go.wait() if operation == "create" else None
+    files.hook = hold_threads(go)
     try:
         save = checkpoint.save_async("saved", buffer, state)
         monkeypatch.chdir(tmp_path / "elsewhere")
@@ -838,12 +845,12 @@ def test_generations_are_numbered_on_after_damage(tmp_path):
     buffer, state = filled()
     for _ in range(3):
         jrb.save(tmp_path, buffer, state, keep=5)
-    (tmp_path / "manifest.json").write_text("{")
+    (tmp_path / "generation-000000000003").write_text("{")
     state = buffer.empty(state)
     jrb.save(tmp_path, buffer, state, keep=5)
     jrb.save(tmp_path, buffer, state, keep=5)
-    assert checkpoint.generations(tmp_path) == [1, 2, 3, 4]  # 3 was damaged, and is another one
-    assert int(buffer.size(jrb.load(tmp_path, generation=3)[1])) == 0
+    assert checkpoint.generations(tmp_path) == [1, 2, 3, 4, 5]
+    assert int(buffer.size(jrb.load(tmp_path, generation=4)[1])) == 0
     assert int(buffer.size(jrb.load(tmp_path, generation=2)[1])) == 24
 
 
@@ -878,3 +885,22 @@ def test_an_h5_file_takes_any_name(tmp_path):
     buffer, state = filled(example=example)
     there_and_back(tmp_path / "file.h5", buffer, state, "h5")
     there_and_back(tmp_path / "native", buffer, state)
+
+
+def test_older_generations_of_a_mix_stay_as_long_as_asked(tmp_path):
+    one = jrb.ReplayBuffer(8, storage=jrb.DeviceStorage())
+    mix = jrb.Mix((one, dataclasses.replace(one, capacity=4)), (0.5, 0.5), batch_size=4)
+    states = mix.init({"x": jnp.zeros(2)})
+    jrb.save(tmp_path, one, states[0])  # a single buffer was there before
+    for number in range(5):
+        rows = {"x": jnp.full((2, 2), float(number))}
+        states = tuple(b.extend(s, rows) for b, s in zip(mix.buffers, states, strict=True))
+        assert jrb.save(tmp_path, mix, states, keep=1) == number + 2
+        if number == 3:
+            before = states
+    assert checkpoint.generations(tmp_path) == [5, 6]
+    assert_same(jrb.load(tmp_path)[1], states)
+    assert_same(jrb.load(tmp_path, generation=5)[1], before)
+    assert checkpoint.verify(tmp_path) == []
+    checkpoint.save_async(tmp_path, mix, before).wait()
+    assert_same(jrb.load(tmp_path)[1], before)

@@ -12,7 +12,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint, prng
-from jrb.checkpoint import native
+from jrb.checkpoint import folder
 
 pytestmark = pytest.mark.slow
 
@@ -103,13 +103,13 @@ def test_another_program_restores_without_a_description(tmp_path):
 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path, monkeypatch):
-    go_on, save = threading.Event(), native.save
+    go_on, save = threading.Event(), folder.save
 
     def late(*args):
         assert go_on.wait(60)
         save(*args)
 
-    monkeypatch.setattr(native, "save", late)
+    monkeypatch.setattr(folder, "save", late)
     add = jax.jit(BUFFER.add, donate_argnums=0)
     state = filled()
     expected, structure = raw(state), jax.tree.structure(state)
@@ -144,7 +144,7 @@ def test_a_flipped_bit_is_found(tmp_path):
         flip_a_bit(tmp_path / "0" / "buffer")
         with pytest.raises(checkpoint.DamagedError, match=r"leaf '.*', block 0"):
             manager.restore(0, args=restore_args())
-    assert len(native.verify(str(tmp_path / "0" / "buffer" / orbax.FOLDER))) == 1
+    assert len(folder.verify(str(tmp_path / "0" / "buffer" / orbax.FOLDER))) == 1
 
 
 @pytest.mark.parametrize("kind", ["Checkpointer", "AsyncCheckpointer"])
@@ -222,7 +222,7 @@ def test_a_full_disk_is_told_and_leaves_the_older_step(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(native, "save", full)
+            patch.setattr(folder, "save", full)
             manager.save(1, args=save_args(filled(start=9)))
             with pytest.raises(OSError, match="No space left"):
                 manager.wait_until_finished()

@@ -11,7 +11,7 @@ from jrb import extras
 ROOT = pathlib.Path(jrb.__file__).parent
 
 LAYERS = [
-    {"extras", "disk", "versions"},
+    {"extras", "_store", "versions"},
     {"pytree", "order"},
     {"keys", "ring", "bits", "tree", "display", "checks", "casting"},
     {"types", "permutation", "sum_tree", "layouts", "prng"},

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb._store.errors import DamagedError
 from jrb.checkpoint.torchrl import read_torchrl, write_torchrl
-from jrb.disk.errors import DamagedError
 
 pytestmark = pytest.mark.slow
 
@@ -336,7 +336,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
         if operation == "replace":
             raise OSError("full")
 
-    monkeypatch.setattr(jrb.disk.files, "hook", fail)
+    monkeypatch.setattr(jrb._store.files, "hook", fail)
     with pytest.raises(OSError, match="full"):
         write_torchrl(tmp_path / "dump", buffer, state)
     assert os.listdir(tmp_path) == []

@@ -1,6 +1,5 @@
 """Checkpoints: a buffer and its state on a disk, exact, and whole after any crash."""
 
-import functools
 import os
 from types import EllipsisType
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import jax
 
 from jrb import checks
-from jrb.checkpoint import background, h5, hosted, migrate, native, own, template
+from jrb._store.errors import DamagedError, LockedError
+from jrb.checkpoint import background, folder, h5, migrate, template
 from jrb.checkpoint.background import Save
 from jrb.checkpoint.flashbax import read_flashbax, read_vault
 from jrb.checkpoint.items import Dump
 from jrb.checkpoint.torchrl import read_torchrl, write_torchrl
-from jrb.disk import manifest, reading
-from jrb.disk.errors import DamagedError, LockedError
-from jrb.disk.manifest import Body
 
 __all__ = [
     "DamagedError",
@@ -45,14 +42,14 @@ def save(
     layout: str = "native",
     compression: str | None = None,
     fletcher32: bool = False,
-) -> None:
+) -> int:
     """Saves a buffer and its state.
 
     A reader sees the old checkpoint or the new one, never a mixture, also after a crash at any
-    moment. Only blocks that changed since the last save to this path are written. In the items of
-    a ring these are told by its writer, after a check that the state goes on from the one saved
-    last. That check looks at arrays above 16 MB here and there only: where you have changed a few
-    bytes of rows that were saved before by hand, save to a new path.
+    moment. Of the items, only those that are new since the last save to this path are written: the
+    writer tells them, after a check that the state goes on from the one saved last. That check
+    looks at more than 16 MB of items here and there only: where you have changed a few bytes of
+    items that were saved before by hand, save to a new path.
 
     Where `path` is that of the buffer's own storage on the host (`jrb.MemmapStorage`), this is a
     commit: rows are in their files already, and it costs what changed. Elsewhere it writes all of
@@ -67,6 +64,9 @@ def save(
         compression: with "h5", of its datasets, such as "gzip".
         fletcher32: with "h5", whether its datasets have checksums.
 
+    Returns:
+        The number of the generation; 0 for a file.
+
     Raises:
         LockedError: somebody else is saving there.
         OSError: the disk is full or broken; what was there before is still there.
@@ -77,14 +77,10 @@ def save(
     if layout == "h5":
         if keep:
             raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
-        h5.save(path, buffer, state, compression, fletcher32)
-        return
+        h5.save(path, buffer, state, {"compression": compression, "fletcher32": fletcher32})
+        return 0
     _check_native(layout, compression, fletcher32, keep)
-    if own.is_own(path, buffer, state):
-        _check_own(keep)
-        own.save(buffer, state)
-    else:
-        native.save(path, buffer, state, keep)
+    return folder.save(path, buffer, state, keep)
 
 
 def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
@@ -110,21 +106,8 @@ def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
     path = _settled(path)
     template.check_buffer(buffer, "save_async")
     _check_native("native", None, False, keep)
-    if own.is_own(path, buffer, state):
-        _check_own(keep)
-        own.save(buffer, state)
-        return background.start(path, None, keep)
-    with hosted.reading(buffer, state):
-        pending = native.Pending(path, buffer, state, copy=True)
-    return background.start(path, pending, keep)
-
-
-def _check_own(keep: int) -> None:
-    if keep:
-        raise ValueError(
-            f"keep: expected 0 for the path of the storage itself, whose rows are written in "
-            f"place, got {keep}. Save to another path to keep older generations."
-        )
+    pending = folder.pending(path, buffer, state, keep, copy=True)
+    return background.start(path, None if isinstance(pending, int) else pending, keep)
 
 
 def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) -> None:
@@ -185,17 +168,11 @@ def load(
             raise ValueError("generation: expected None for an HDF5 file, which holds but one.")
         buffer, state = h5.load(path, buffer, example, device)
     else:
-        restored = functools.partial(_restored, path, buffer, example, device)
-        buffer, state = reading.snapshot(path, restored, generation)
+        buffer, state = folder.load(path, buffer, example, device, generation)
     if capacity is None and num_envs is ...:
         return buffer, state
     buffer, state = migrate.migrated(buffer, state, capacity, num_envs)
     return buffer, state if device is None else jax.device_put(state, device)
-
-
-def _restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> tuple[Any, Any]:
-    restored = own.restored if "table" in body else native.restored
-    return restored(path, buffer, example, device, body)
 
 
 def _settled(path: Path) -> str:
@@ -209,7 +186,7 @@ def _settled(path: Path) -> str:
 
 def generations(path: Path) -> list[int]:
     """The generations that a checkpoint has, oldest first; one more than `keep` at most."""
-    return manifest.generations(_settled(path))
+    return folder.generations(_settled(path))
 
 
 def verify(path: Path) -> list[str]:
@@ -222,4 +199,4 @@ def verify(path: Path) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    return h5.verify(path) if os.path.isfile(path) else native.verify(path) + own.damages(path)
+    return h5.verify(path) if os.path.isfile(path) else folder.verify(path)

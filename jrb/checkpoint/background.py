@@ -5,6 +5,7 @@ import os
 import threading
 
 from jrb.checkpoint.native import Pending
+from jrb.checkpoint.parts import Pending as Parts
 
 _lock = threading.Lock()
 _running: dict[str, "Save"] = {}
@@ -13,12 +14,12 @@ _running: dict[str, "Save"] = {}
 class Save:
     """A save under way, in a thread that a program waits for before it ends."""
 
-    def __init__(self, pending: Pending | None, keep: int) -> None:
+    def __init__(self, pending: Pending | Parts | None, keep: int) -> None:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(pending, keep), name="jrb-save")
         self._thread.start()
 
-    def _run(self, pending: Pending | None, keep: int) -> None:
+    def _run(self, pending: Pending | Parts | None, keep: int) -> None:
         try:
             if pending is not None:
                 pending.finish(keep)
@@ -43,11 +44,17 @@ class Save:
 @atexit.register
 def _report() -> None:
     """What went wrong and nobody asked for is at least shown when the program ends."""
+    errors = []
     for save in list(_running.values()):
-        save.wait()
+        try:
+            save.wait()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
-def start(path: str, pending: Pending | None, keep: int) -> Save:
+def start(path: str, pending: Pending | Parts | None, keep: int) -> Save:
     """Begins to write, if there is something left; nothing else may be under way there."""
     with _lock:
         save = _running[os.path.realpath(path)] = Save(pending, keep)

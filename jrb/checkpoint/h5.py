@@ -12,6 +12,7 @@ float8, int4) is stored as unsigned integers of its size, keys as their words; t
 tells which. The file is written beside the old one, synced, and renamed.
 """
 
+import errno
 import json
 import os
 import zlib
@@ -25,11 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import outside, prng, pytree
+from jrb._store import files
+from jrb._store.errors import DamagedError
+from jrb._store.files import Folder
+from jrb._store.lock import Lock
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, hosted, memory, native, template
+from jrb.checkpoint import describe, hosted, matching, memory, native, template
 from jrb.checkpoint.items import pieces, replaying
-from jrb.disk import files
-from jrb.disk.errors import DamagedError
+from jrb.checkpoint.shelter import Shelter
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
 from jrb.layouts.nested import pieces as trajectories
@@ -40,7 +44,7 @@ _SMALLEST = 2000  # times smaller than the data is no compressed data
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
 
-def save(path: str, buffer: Any, state: Any, compression: str | None, fletcher32: bool) -> None:
+def save(path: str, buffer: Any, state: Any, options: dict[str, Any]) -> None:
     """Saves; see `jrb.checkpoint.save`."""
     spec, batch = template.read_off(buffer, state)
     if not isinstance(buffer, ReplayBuffer) or batch:
@@ -51,19 +55,36 @@ def save(path: str, buffer: Any, state: Any, compression: str | None, fletcher32
     if os.path.isdir(path):
         raise ValueError(f"{path}: expected a file with layout='h5', found a folder.")
     files.make_folder(os.path.dirname(path))
-    temporary = path + ".new"
-    lock = files.lock(temporary)
+    folder, name = Folder(os.path.dirname(path)), os.path.basename(path)
+    temporary = name + ".new"
+    lock = Lock(folder, temporary)
     try:
-        with h5py.File(temporary, "w", locking=False) as file:
-            options = {"compression": compression, "fletcher32": fletcher32}
-            _write(file, buffer, state, spec, options)
-        files.sync(lock, temporary)
-        files.replace(temporary, path)
+        _write_sheltered(folder, temporary, buffer, state, spec, options)
+        for damage in verify(folder.path_of(temporary)):
+            raise OSError(errno.EIO, f"what was written is not what is there: {damage}", path)
+        folder.replace(temporary, name)
+        folder.sync()
     except BaseException:
-        files.remove(temporary)
+        folder.remove(temporary)
         raise
     finally:
-        files.unlock(lock)
+        lock.release()
+
+
+def _write_sheltered(
+    folder: Folder, name: str, buffer: ReplayBuffer, state: Any, spec: Any, options: dict[str, Any]
+) -> None:
+    """Writes the file; HDF5 itself never sees what goes wrong on the disk."""
+    opened = folder.open(name, os.O_RDWR)
+    try:
+        files.resize(opened, folder.path_of(name), 0, reserve=False)
+        shelter = Shelter(opened, folder.path_of(name))
+        with h5py.File(shelter, "w") as file:
+            _write(file, buffer, state, spec, options)
+        shelter.check()
+        files.sync(opened, folder.path_of(name))
+    finally:
+        os.close(opened)
 
 
 def _write(
@@ -152,8 +173,8 @@ def load(path: str, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
 def _read(path: str, file: h5py.File, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
     about = _about(path, file)
     given = buffer is not None
-    buffer = hosted.prepared(native.matched(about["buffer"], buffer), given)
-    spec = native.stored_spec(about["items"], buffer, example)
+    buffer = hosted.prepared(matching.matched(about["buffer"], buffer), given)
+    spec = matching.stored_spec(about["items"], buffer, example)
     want = template.blank(buffer, spec)
     state = _replayed(path, file, buffer, spec, about)
     rest = {"writer": want.writer, "sampler": want.sampler, "unit": want.unit}
@@ -181,7 +202,7 @@ def _about(path: str, file: h5py.File) -> dict[str, Any]:
 
 def _get(path: str, group: h5py.Group, name: str) -> np.ndarray:
     """A dataset as it was stored, checked."""
-    dataset = group[name]
+    dataset = _plain(path, group, name)
     if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
         raise DamagedError(f"{path}: leaf '{name}': expected a plain dataset.")
     if dataset.nbytes > _SMALLEST * dataset.id.get_storage_size():
@@ -197,6 +218,15 @@ def _get(path: str, group: h5py.Group, name: str) -> np.ndarray:
             f"{zlib.crc32(memory.view(array)):08x}: its bytes were damaged."
         )
     return array
+
+
+def _plain(path: str, group: h5py.Group, name: str) -> Any:
+    """What is in a group; links to other places are not followed."""
+    for part in name.split("/"):
+        if not isinstance(group.get(part, getlink=True), h5py.HardLink | None):
+            raise DamagedError(f"{path}: leaf '{name}': expected no link.")
+        group = cast(h5py.Group, group[part])
+    return group
 
 
 def _restored(path: str, file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
@@ -240,13 +270,15 @@ def _leaves(
 ) -> list[np.ndarray]:
     """The items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
     environments, lengths = np.asarray(about["trajectories"], np.int64).T
+    if lengths.sum() > buffer.capacity or (lengths < 1).any() or (environments < 0).any():
+        raise DamagedError(f"{path}: expected trajectories of at most {buffer.capacity} rows.")
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
     ends = ends.reshape(int(environments.max()) + 1, about["rows"])
     names, raws = _names(spec), [prng.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     parts: dict[str, list[np.ndarray]] = {}
     for number in range(len(lengths)):
-        group = cast(h5py.Group, file[f"{_TRAJECTORIES}/{number:06d}"])
+        group = cast(h5py.Group, _plain(path, file, f"{_TRAJECTORIES}/{number:06d}"))
         for name in [name for name in names if name in group]:
             parts.setdefault(name, []).append(_get(path, group, name))
     kinds = dict(zip(names, raws, strict=True))

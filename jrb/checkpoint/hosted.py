@@ -3,15 +3,18 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jrb import columns, outside, prng
+from jrb import columns, outside
+from jrb._store.store import Store
 from jrb.mix import Mix
-from jrb.storages.host import Host, Hosted, number
+from jrb.storages.host import Host, Hosted, number, words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,23 +36,13 @@ class Leaf:
     dtype: Any
 
     @property
-    def size(self) -> int:
-        """How many numbers, or keys, there are."""
-        return int(np.prod(self.shape))
+    def width(self) -> int:
+        """Bytes of a row."""
+        return self.host.store.table.columns[self.number].width
 
-    @property
-    def raw(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the words."""
-        return prng.raw_spec(jax.ShapeDtypeStruct(self.shape, self.dtype))
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """The bytes from a start to a stop."""
-        return self.host.live.read(self.version, self.number, start, stop)
-
-    def fill(self, pieces: Iterator[tuple[int, Any]]) -> np.ndarray:
-        """Writes bytes at offsets, all of them; what comes back stands for the leaf."""
-        self.host.live.fill(self.number, pieces)
-        return np.zeros(0, np.uint8)
+    def rows(self, slots: np.ndarray) -> np.ndarray:
+        """The bytes of some rows, uint8 `[B, width]`."""
+        return self.host.store.take_column(self.version, self.number, slots)
 
 
 def is_hosted(buffer: Any) -> bool:
@@ -72,9 +65,14 @@ def of(buffer: Any, state: Any) -> Hosted:
     return buffer.storage.hosted(found)
 
 
+def is_own(path: str, buffer: Any, state: Any) -> bool:
+    """Whether a path is that of the store in which this state has its rows."""
+    return is_hosted(buffer) and of(buffer, state).host.store.path == os.path.realpath(path)
+
+
 def leaves(hosted: Hosted) -> Any:
     """All items, as a pytree of `Leaf`s."""
-    capacity, host = hosted.host.live.table.capacity, hosted.host
+    capacity, host = hosted.capacity, hosted.host
     version = number(hosted.version)
     specs, structure = jax.tree.flatten(host.spec)
 
@@ -103,21 +101,16 @@ def exported(buffer: Any, state: Any) -> tuple[Any, Any]:
         return buffer, state
     device = outside.on_device(buffer)  # raises for objects
     hosted = of(buffer, state)
-    hosted.host.live.settle(number(hosted.version))
+    hosted.host.store.check_newest(number(hosted.version))
     return device, state.replace(storage=leaves(hosted))
 
 
 @contextlib.contextmanager
 def reading(buffer: Any, state: Any) -> Iterator[None]:
-    """A time during which no thread overwrites rows."""
-    parts = [(buffer, state)]
-    if isinstance(buffer, Mix):
-        states = state if isinstance(state, tuple) else ()
-        parts = list(zip(buffer.buffers, states, strict=False))  # others say what is missing
+    """A time during which no other thread overwrites rows."""
     with contextlib.ExitStack() as stack:
-        for part, its in parts:
-            if is_hosted(part):
-                stack.enter_context(of(part, its).host.live.drawing())
+        if is_hosted(buffer):
+            stack.enter_context(of(buffer, state).host.store.drawing.entered())
         yield
 
 
@@ -127,46 +120,23 @@ def prepared(buffer: Any, given: bool) -> Any:
     A store of its own path may still be in use: without a description, the items go to a temporary
     one.
     """
-    if isinstance(buffer, Mix):
-        parts = tuple(prepared(part, given) for part in buffer.buffers)
-        return dataclasses.replace(buffer, buffers=parts)
     if given or not is_hosted(buffer):
         return buffer
     return dataclasses.replace(buffer, storage=dataclasses.replace(buffer.storage, path=None))
 
 
-def sinks(buffer: Any, spec: Any, want: Any) -> Any:
-    """A tree like `want`, the specs of a state: a `Leaf` of a new store, or None for an array."""
-    if isinstance(buffer, Mix):
-        parts = zip(buffer.buffers, spec, want, strict=True)
-        return tuple(sinks(*part) for part in parts)
-    nothing = jax.tree.map(lambda leaf: _NOWHERE, want)
-    if not is_hosted(buffer):
-        return nothing
-    hosted = of(buffer, outside.init(buffer, spec, None))
-    return nothing.replace(storage=leaves(hosted))
-
-
-_NOWHERE = object()
-
-
-def sink(leaf: Any) -> Callable[[Iterator[tuple[int, Any]]], Any] | None:
-    """What takes the bytes of a leaf, if it goes to the host."""
-    return leaf.fill if isinstance(leaf, Leaf) else None
-
-
-def attached(buffer: Any, state: Any, places: Any) -> Any:
-    """A state whose items were filled into sinks."""
-    if isinstance(buffer, Mix):
-        parts = zip(buffer.buffers, state, places, strict=True)
-        return tuple(attached(*part) for part in parts)
-    if not is_hosted(buffer):
-        return state
-    return attach(buffer, state, jax.tree.leaves(places.storage)[0].host)
+def filled(buffer: Any, spec: Any, store: Store, pieces: Iterator[np.ndarray]) -> Host:
+    """A new store of a buffer, which has the rows of another, read piece by piece."""
+    host = of(buffer, outside.init(buffer, spec, None)).host
+    for slots in pieces:
+        found = store.take(store.version, [slots] * len(host.names))
+        if any(leaf.any() for leaf in found):
+            host.store.put(host.store.version, slots, found)
+    return host
 
 
 def attach(buffer: Any, state: Any, host: Host) -> Any:
     """The state that knows of rows which are in their files."""
     held = buffer.writer.held(buffer.ring, state.writer)
-    hosted = Hosted(version=jax.numpy.zeros(2, jax.numpy.uint32), host=host)
+    hosted = Hosted(version=jnp.asarray(words(host.store.version)), host=host)
     return state.replace(storage=buffer.storage.attach(buffer.ring, hosted, held))

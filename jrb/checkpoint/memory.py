@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jrb import prng, versions
-from jrb.disk.table import aligned
+from jrb._store.table import aligned
 
 PIECE = 8 << 20
 """Bytes that are on their way at a time."""

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import extras
-from jrb.checkpoint import memory, native, template
+from jrb.checkpoint import folder, memory, template
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
 
@@ -54,7 +54,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
     def save(self, directory: Any, args: "BufferSave") -> None:
         """Writes the state, and returns when that is done."""
         _check(args)
-        native.save(_path(directory), args.buffer, args.state, 0)
+        folder.save(_path(directory), args.buffer, args.state, 0)
 
     async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
         """Copies the state to host memory; then it may be donated.
@@ -76,7 +76,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
             ValueError: another version, dtype, shape, structure or description.
         """
         how: Any = BufferRestore() if args is None else args
-        return native.load(_path(directory), how.buffer, how.example, how.device)
+        return folder.load(_path(directory), how.buffer, how.example, how.device)
 
 
 @ocp.args.register_with_handler(BufferHandler, for_save=True)
@@ -134,4 +134,4 @@ def _copied(leaf: Any) -> Any:
 
 
 async def _write(path: str, buffer: Any, state: Any) -> None:
-    native.save(path, buffer, state, 0)
+    folder.save(path, buffer, state, 0)

@@ -1,66 +1,78 @@
-"""Stores whose rows are written in place: a save to their own path, and a load of it."""
+"""Stores on the host: a save to their own path, and a load of it."""
 
 import dataclasses
 import os
+import warnings
 from typing import Any
 
 import jax
 
-from jrb import expected, outside
-from jrb.checkpoint import describe, hosted, memory, native, template
-from jrb.disk import manifest, opening, reading
-from jrb.disk.errors import DamagedError
-from jrb.disk.manifest import Body
+from jrb import outside
+from jrb._store import opening
+from jrb._store.errors import DamagedError, LostWarning
+from jrb._store.generation import Generation
+from jrb._store.store import Store
+from jrb.checkpoint import hosted, matching, memory, rows, template
 from jrb.storages.host import Host, columns, number
 
 KIND = "store"
 
 
-def is_own(path: str, buffer: Any, state: Any) -> bool:
-    """Whether a path is that of the store in which this state has its rows."""
-    if not hosted.is_hosted(buffer):
-        return False
-    return hosted.of(buffer, state).host.live.path == os.path.realpath(path)
-
-
-def save(buffer: Any, state: Any) -> None:
+def save(buffer: Any, state: Any, keep: int) -> int:
     """Makes what was written the newest generation."""
-    spec, _ = template.read_off(buffer, state)
-    meta = {
-        "kind": KIND,
-        "buffer": describe.encode(buffer),
-        "items": describe.encode_structure(spec),
-    }
-    mine = hosted.of(buffer, state)
-    bare, rest = outside.bare(buffer), state.replace(storage=None)
-    sources = native.sources(bare, rest, (), None)
-    mine.host.live.commit(number(mine.version), meta, sources)
-
-
-def restored(path: str, buffer: Any, example: Any, device: Any, body: Body) -> tuple[Any, Any]:
-    """The buffer and its state as they were committed; the first write takes the lock."""
-    meta = body["meta"]
-    if not meta:
-        raise FileNotFoundError(
-            f"{path}: expected a store with something saved, found one to which nothing was. "
-            "jrb.save(path, buffer, state) does that."
+    if keep:
+        raise ValueError(
+            "keep: expected 0 for the path of the storage itself, where there is room for one "
+            f"generation, got {keep}. Save to another path to keep older ones."
         )
-    try:
-        buffer = _at(native.matched(meta["buffer"], buffer), path)
-        spec = native.stored_spec(meta["items"], buffer, example)
-    except KeyError as error:
-        raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
-    _check_columns(path, buffer, spec, body)
-    want = jax.eval_shape(lambda: expected.blank(outside.on_device(buffer), spec))
-    want = want.replace(storage=None)  # pyright: ignore
+    meta, _ = matching.about(KIND, buffer, state)
+    mine, rest = hosted.of(buffer, state), state.replace(storage=None)
+    packed = template.packed(rest)
+    leaves = map(rows.array_bytes, jax.tree.leaves(packed))
+    arrays = dict(zip(template.leaf_names(packed), leaves, strict=True))
+    kinds = matching.kinds(rest, arrays)
+    return mine.host.store.commit(number(mine.version), meta, kinds, arrays)
+
+
+def reopened(
+    path: str, buffer: Any, example: Any, device: Any, opened: Generation, store: Store
+) -> tuple[Any, Any]:
+    """The buffer and its state as they were committed; the first write takes the lock."""
+    buffer, spec, _ = matching.described(path, opened, KIND, buffer, example)
+    buffer = _at(buffer, path)
+    _check_columns(path, buffer, spec, opened)
+    want = template.blank(buffer, spec).replace(storage=None)
     packed = template.packed(want)
-    pairs = native.matched_leaves(path, body, packed)
-    reading.check_sizes(path, body)
-    live = opening.reopen(path, body)
-    arrays = [memory.restored(spec, native.reader(path, leaf), device) for spec, leaf in pairs]
-    state = template.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), arrays))
-    state = hosted.attach(buffer, state, Host(live, spec))
+    places = matching.places(path, opened, packed, without_rows=True)
+    opening.check(store, rows=True)
+    leaves = [
+        memory.restored(leaf, rows.reader(store, opened, name, None, 1), device)
+        for leaf, (name, _) in zip(jax.tree.leaves(packed), places, strict=True)
+    ]
+    state = template.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
+    if len(store.lost):
+        state = _without(path, buffer, spec, state, store)
+    host = Host(store, spec, buffer.writer.in_time)
+    state = hosted.attach(buffer, state, host)
     return buffer, state if device is None else jax.device_put(state, device)
+
+
+def _without(path: str, buffer: Any, spec: Any, state: Any, store: Store) -> Any:
+    """The state without the oldest rows, of which some are gone."""
+    ring, held = buffer.ring, buffer.writer.held(buffer.ring, state.writer)
+    back = (store.lost - int(held.first)) % ring.capacity
+    gone = int(back[back < int(held.count)].max(initial=-1)) // ring.envs + 1
+    if not gone:
+        return state
+    warnings.warn(
+        f"{path}: {gone * ring.envs} of the {int(held.count)} items that generation "
+        f"{store.generation} had are gone, the oldest ones: more was written after it than there "
+        "is room for beside the ring, and not saved. Save more often, or make the storage with a "
+        "larger slack=.",
+        LostWarning,
+        stacklevel=2,
+    )
+    return outside.expire(buffer, state, spec, gone)
 
 
 def _at(buffer: Any, path: str) -> Any:
@@ -71,26 +83,12 @@ def _at(buffer: Any, path: str) -> Any:
     return dataclasses.replace(buffer, storage=dataclasses.replace(buffer.storage, path=path))
 
 
-def _check_columns(path: str, buffer: Any, spec: Any, body: Body) -> None:
+def _check_columns(path: str, buffer: Any, spec: Any, opened: Generation) -> None:
     """Raises unless the rows are those of the description."""
-    entry, want = body["table"], columns(spec)
-    found = [(column["name"], column["width"]) for column in entry["columns"]]
-    if entry["capacity"] != buffer.capacity or found != [(c.name, c.width) for c in want]:
+    slots, want = opened.body["table"]["slots"], columns(spec)
+    found = [(column.name, column.width) for column in opened.columns]
+    if slots != buffer.capacity or found != [(c.name, c.width) for c in want]:
         raise DamagedError(
-            f"{path}: expected {buffer.capacity} rows of {[c.name for c in want]}, found "
-            f"{entry['capacity']} of {[name for name, _ in found]}."
+            f"{path}: expected {buffer.capacity} rows of {[c.name for c in want]}, found {slots} "
+            f"of {[name for name, _ in found]}."
         )
-
-
-def damages(path: str) -> list[str]:
-    """All that is wrong with the rows, a line each; nothing for other checkpoints."""
-    while True:
-        try:
-            body = manifest.read(path)
-            if not body["meta"] or "table" not in body:
-                return []
-            found = opening.damages(path, body)
-            if not found or manifest.read(path)["generation"] == body["generation"]:
-                return found
-        except DamagedError:
-            return []  # said by others

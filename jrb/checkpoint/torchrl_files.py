@@ -15,8 +15,8 @@ import h5py
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.disk import files
-from jrb.disk.errors import DamagedError
+from jrb._store import files
+from jrb._store.errors import DamagedError
 
 Key = tuple[str, ...]
 Leaves = dict[Key, np.ndarray]

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import pytree
+from jrb._store import files
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import memory
 from jrb.checkpoint import torchrl_files as dump
 from jrb.checkpoint.items import pieces
-from jrb.disk import files
 from jrb.layouts import chain, flat, names
 from jrb.layouts.names import Leaves
 from jrb.samplers import Prioritized

@@ -1,8 +1,9 @@
 """Rows that lie on the host: what a state knows of them, and how jitted code reaches them."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,10 +12,11 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jrb import prng, pytree
-from jrb.disk.behind import Behind
-from jrb.disk.live import Live
-from jrb.disk.opening import create
-from jrb.disk.table import Column
+from jrb._store.errors import StaleError
+from jrb._store.opening import create
+from jrb._store.store import Store
+from jrb._store.table import Column
+from jrb.ring import Ring
 from jrb.types import Item
 
 VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -24,15 +26,15 @@ class Host:
     """The rows of one buffer, which all its states share.
 
     Attributes:
-        live: the store.
+        store: where they are.
         spec: one item, `jax.ShapeDtypeStruct`s.
         names: of its leaves.
+        expiring: whether rows that a commit has promised may go when the ring comes round to them.
     """
 
-    def __init__(self, live: Live, spec: Item) -> None:
-        self.live, self.spec = live, spec
+    def __init__(self, store: Store, spec: Item, expiring: bool) -> None:
+        self.store, self.spec, self.expiring = store, spec, expiring
         self.names = tuple(pytree.leaf_names(spec))
-        self._behind = Behind(live)
         self._raw = [prng.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
 
     def __reduce__(self) -> Any:
@@ -54,17 +56,26 @@ class Host:
             The version of the state after the write, uint32 `[2]`.
         """
         at, rows = self.rows(slots, leaves)
-        return words(self.live.put(number(version), at, rows, patient))
+        return words(self.store.put(number(version), at, rows, self.expiring, patient))
 
-    def put_behind(self, version: Any, slots: Any, *leaves: Any, patient: bool = False) -> Any:
-        """The same by a thread; what goes wrong on the disk comes out at the next call."""
-        at, rows = self.rows(slots, leaves)
-        return words(self._behind.put(number(version), at, rows, patient))
+    @contextlib.contextmanager
+    def writing(self, version: Any) -> Iterator[None]:
+        """A time after which, if something interrupts it, this version is the newest again."""
+        before = number(version)
+        is_newest = before == self.store.version
+        try:
+            yield
+        except StaleError:
+            raise  # another was faster
+        except BaseException:
+            if is_newest:
+                self.store.take_back(before)
+            raise
 
     def rows(self, slots: Any, leaves: tuple[Any, ...]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Slots, int64 `[B]`, and the bytes of each leaf there, uint8 `[B, width]`."""
         at = np.asarray(slots).reshape(-1).astype(np.int64)
-        kept = at < self.live.table.capacity
+        kept = at < self.store.slots
         rows = [_bytes(np.asarray(leaf), len(at)) for leaf in leaves]
         if not kept.all():
             at, rows = at[kept], [leaf[kept] for leaf in rows]
@@ -77,7 +88,7 @@ class Host:
         for name, slots in flat.items():
             if slots.size and slots.min() < 0:
                 kept[name] = slots[slots >= 0]
-        rows = self.live.take(number(version), [kept[id(slots)] for slots in places])
+        rows = self.store.take(number(version), [kept[id(slots)] for slots in places])
         found = []
         for leaf, spec, slots in zip(rows, self._raw, places, strict=True):
             every = flat[id(slots)]
@@ -131,17 +142,39 @@ class Hosted:
     @property
     def capacity(self) -> int:
         """N."""
-        return self.host.live.table.capacity
+        return self.host.store.slots
 
 
-def init(path: Any, prealloc: bool, capacity: int, spec: Item) -> Hosted:
+def init(path: Any, prealloc: bool, slack: float, ring: Ring, spec: Item, in_time: bool) -> Hosted:
     """A new store for N items.
 
+    Args:
+        path: of its folder; None for a temporary one.
+        prealloc: whether room is set aside on the disk now.
+        slack: how much room there is beside N, as a part of it, for what is written between two
+            commits.
+        ring: the ring's shape.
+        spec: of an item.
+        in_time: whether rows are written in the order of time.
+
     Raises:
-        ValueError, OSError: as `jrb.disk.opening.create`.
+        ValueError, OSError: as `jrb._store.opening.create`.
     """
-    live = create(path, columns(spec), capacity, prealloc)
-    return Hosted(version=jnp.zeros(2, jnp.uint32), host=Host(live, spec))
+    made, room = columns(spec), _room(path, slack, ring, spec, in_time)
+    store = create(path, made, ring.capacity, room, prealloc)
+    return Hosted(jnp.zeros(2, jnp.uint32), Host(store, spec, in_time or path is None))
+
+
+def _room(path: Any, slack: float, ring: Ring, spec: Item, in_time: bool) -> int:
+    """P, for how many rows there is room."""
+    width = max(sum(column.width for column in columns(spec)), 1)
+    beside = max(ring.envs, min(_BESIDE // width, ring.capacity))
+    if path is not None:  # what is saved is not written over; but in time, where there is no room
+        beside = max(beside, int(slack * ring.capacity) if in_time else ring.capacity)
+    return ring.capacity + beside
+
+
+_BESIDE = 8 << 20  # bytes: writes of less happen as a whole or not at all
 
 
 def columns(spec: Item) -> tuple[Column, ...]:
@@ -153,7 +186,7 @@ def columns(spec: Item) -> tuple[Column, ...]:
     found, files = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         raw = prng.raw_spec(leaf)
-        kind = (str(leaf.dtype), tuple(leaf.shape))
+        kind = (str(leaf.dtype), str(list(leaf.shape)))
         name = "/".join(map(_part, path)) if path else "."
         found.append(Column(name, kind, raw.size * raw.dtype.itemsize))
         file = found[-1].file
@@ -190,9 +223,19 @@ def checked_path(name: str, path: Any) -> str | None:
     raise TypeError(f"{name}: path: expected a path, or None for a temporary one, got {path!r}.")
 
 
-def nbytes(capacity: int, spec: Item) -> dict[str, int]:
-    """The bytes of each leaf's file."""
-    return {column.name: column.width * capacity for column in columns(spec)}
+def check_slack(slack: Any) -> None:
+    """Raises unless it is a part of N."""
+    if isinstance(slack, bool) or not isinstance(slack, int | float) or not slack >= 0:
+        raise ValueError(
+            f"slack: expected a number of at least 0, the room beside N as a part of it, got "
+            f"{slack!r}."
+        )
+
+
+def nbytes(path: Any, slack: float, ring: Ring, spec: Item, in_time: bool) -> dict[str, int]:
+    """The bytes of each leaf's file, and of the numbers of the rows."""
+    room = _room(path, slack, ring, spec, in_time)
+    return {".numbers": 8 * room} | {one.name: one.width * room for one in columns(spec)}
 
 
 def number(version: Any) -> int:

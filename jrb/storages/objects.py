@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jrb import pytree
-from jrb.disk.errors import StaleError
+from jrb._store.errors import StaleError
 from jrb.keys import Keys
 from jrb.ring import Held, Ring
 from jrb.storages.elsewhere import Elsewhere
@@ -85,11 +85,11 @@ class ListStorage:
     def init(self, ring: Ring, spec: Item, keys: Keys) -> Objects:
         """An empty shelf."""
         del keys
-        return self.make(ring, spec, None)
+        return self.make(ring, spec, None, in_time=True)
 
-    def make(self, ring: Ring, spec: Item, inner: Any) -> Objects:
+    def make(self, ring: Ring, spec: Item, inner: Any, in_time: bool) -> Objects:
         """The same, with the state of `inner`."""
-        del spec, inner
+        del spec, inner, in_time
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
     def lower(self, state: Objects) -> None:
@@ -120,6 +120,11 @@ class ListStorage:
                 if slot < len(shelf.objects):
                     shelf.objects[slot], shelf.written[slot] = item, shelf.writes
         return Objects(shelf=shelf, version=shelf.writes)
+
+    def writing(self, state: Objects) -> AbstractContextManager[None]:
+        """A time during which objects are put."""
+        del state
+        return contextlib.nullcontext()
 
     def fetch(self, state: Objects, slots: jax.Array, places: Any) -> list[Any]:
         """The objects at slots `[B]`.

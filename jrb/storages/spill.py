@@ -154,29 +154,31 @@ class SpillStorage:
     """Keeps all items in files on the host, and the newest ones in a ring on the device too.
 
     Draws are, bit for bit, those of a `DeviceStorage` of the whole capacity: what is hot is read on
-    the device, the rest on the host. Writes go to the device at once, and to the files by a thread;
-    what goes wrong there comes out at the next call. Otherwise as `jrb.MemmapStorage`. Rows must
+    the device, the rest on the host. Writes go to both. Otherwise as `jrb.MemmapStorage`. Rows must
     come in the order of time.
 
     Attributes:
         path: of a folder that is not there, or is empty; None for a temporary one.
         hot_capacity: H, how many items are on the device, a multiple of E; at most N are.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
+        slack: the room beside N for what is written between two commits, as a part of N.
     """
 
     path: str | os.PathLike[str] | None
     hot_capacity: int
     prealloc: bool = True
+    slack: float = 0.25
     in_time: ClassVar[bool] = True
     on_host: ClassVar[bool] = True
     state_type: ClassVar[type] = Spilled
-    unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc")
+    unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc", "slack")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", host.checked_path("SpillStorage", self.path))
         checks.count("hot_capacity", self.hot_capacity, 2**31 - 1)
         object.__setattr__(self, "hot_capacity", int(self.hot_capacity))
         checks.flag("prealloc", self.prealloc)
+        host.check_slack(self.slack)
 
     @property
     def inner(self) -> HotRing:
@@ -185,17 +187,17 @@ class SpillStorage:
 
     def init(self, ring: Ring, spec: Item, keys: Keys) -> Spilled:
         """Files and arrays full of zeros. Raises if there is no room for them."""
-        return self.make(ring, spec, self.inner.init(ring, spec, keys))
+        return self.make(ring, spec, self.inner.init(ring, spec, keys), in_time=True)
 
-    def make(self, ring: Ring, spec: Item, inner: Hot) -> Spilled:
+    def make(self, ring: Ring, spec: Item, inner: Hot, in_time: bool) -> Spilled:
         """The same, with the state of `inner`."""
         checks.divides("hot_capacity", self.hot_capacity, ring.envs)
-        hosted = host.init(self.path, self.prealloc, ring.capacity, spec)
+        hosted = host.init(self.path, self.prealloc, self.slack, ring, spec, in_time)
         return Spilled(hot=inner, hosted=hosted)
 
-    def nbytes(self, ring: Ring, spec: Item) -> dict[str, int]:
-        """The bytes of each leaf's file."""
-        return host.nbytes(ring.capacity, spec)
+    def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> dict[str, int]:
+        """The bytes of each leaf's file, and of the numbers of the rows."""
+        return host.nbytes(self.path, self.slack, ring, spec, in_time)
 
     def attach(self, ring: Ring, hosted: Hosted, held: Held) -> Spilled:
         """The state for rows that were in the files before: the newest ones are made hot again."""
@@ -229,15 +231,19 @@ class SpillStorage:
 
     def drawing(self, state: Spilled) -> AbstractContextManager[None]:
         """A time during which nothing is overwritten."""
-        return state.hosted.host.live.drawing()
+        return state.hosted.host.store.drawing.entered()
 
     def put(self, state: Spilled, inner: tuple[Hot, jax.Array], items: Item) -> Spilled:
         """Puts items, leaves `[T, E, ...]` or `[T, ...]`, at the slots that `inner` gave."""
         hot, slots = inner
         leaves = map(prng.raw, jax.tree.leaves(items))
         host_ = state.hosted.host
-        version = host_.put_behind(state.hosted.version, slots, *leaves, patient=True)
+        version = host_.put(state.hosted.version, slots, *leaves, patient=True)
         return Spilled(hot=hot, hosted=Hosted(version=jnp.asarray(version), host=host_))
+
+    def writing(self, state: Spilled) -> AbstractContextManager[None]:
+        """A time after which, if something interrupts it, this state is the newest again."""
+        return state.hosted.host.writing(state.hosted.version)
 
     def names(self, state: Spilled) -> tuple[str, ...]:
         """Those of the leaves."""
@@ -267,7 +273,7 @@ class SpillStorage:
         hot = self.inner.written(ring, state.hot, write, items)
         leaves = [lax.stop_gradient(prng.raw(leaf)) for leaf in jax.tree.leaves(items)]
         host_, version = state.hosted.host, state.hosted.version
-        version = host.call(host_.put_behind, host.VERSION, version, write.slots, *leaves)
+        version = host.call(host_.put, host.VERSION, version, write.slots, *leaves)
         return Spilled(hot=hot, hosted=Hosted(version=version, host=host_)), write
 
     def read(self, ring: Ring, state: Spilled, held: Held, where: Where, keys: Keys) -> Item:

@@ -48,9 +48,3 @@ class RoundRobin:
     def hold(self, state: Clock, token: jax.Array) -> Clock:
         """The same clock, its cursor not known before the token."""
         return state.replace(cursor=state.cursor + token)  # pyright: ignore
-
-    def written_since(self, ring: Ring, then: Clock, now: Clock) -> tuple[int, int]:
-        """The first row written after `then`, and how many rows were, at most all R."""
-        since = lambda clock: int(clock.lap) * ring.rows + int(clock.cursor)
-        count = (since(now) - since(then)) % (ring.rows << 32)
-        return int(then.cursor), min(count, ring.rows)

@@ -11,3 +11,7 @@ class LockedError(RuntimeError):
 
 class StaleError(ValueError):
     """What a state speaks of is not there any more: rows on the host were overwritten since."""
+
+
+class LostWarning(UserWarning):
+    """Some of the oldest rows that a commit had promised are gone: the ring came round to them."""

@@ -1,0 +1,290 @@
+"""Every operation on files that must survive a fault, one function each.
+
+`hook`, where it is set, is called before every operation that changes something, with its name, the
+path, and what else it takes; it may count, note down, raise an `OSError`, or kill the process.
+Tests set it.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jrb._store.errors import DamagedError
+
+Bytes = bytes | bytearray | memoryview
+
+hook: Callable[..., Any] | None = None
+
+_PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def announce(operation: str, path: str, *rest: Any) -> None:
+    """Calls the hook."""
+    if hook is not None:
+        hook(operation, path, *rest)
+
+
+class Folder:
+    """An open folder: what is done in it is done there, wherever somebody moves it meanwhile.
+
+    Names may have several parts, such as `rows/next/observation.bin`. Links are never followed.
+
+    Args:
+        path: of a folder that is there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.realpath(path)
+        self._file = os.open(self.path, _FOLDER)
+        weakref.finalize(self, os.close, self._file)
+
+    def path_of(self, name: str) -> str:
+        """The whole path of a name."""
+        return os.path.join(self.path, name)
+
+    def check(self) -> None:
+        """Raises unless the path still leads here.
+
+        Raises:
+            OSError: the folder was renamed, removed, or replaced by another.
+        """
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
+                return
+        raise OSError(
+            errno.ESTALE,
+            "expected the folder that was opened, found that it was renamed, removed or replaced; "
+            "load it from where it is now",
+            self.path,
+        )
+
+    def is_same(self, other: "Folder") -> bool:
+        """Whether both are one folder."""
+        return os.path.samestat(os.fstat(self._file), os.fstat(other._file))
+
+    def names(self, name: str = ".") -> list[str]:
+        """What is in the folder, or in one below it; nothing where there is none."""
+        try:
+            with self._at(name) as (folder, last):
+                inside = os.open(last, _FOLDER | _PLAIN, dir_fd=folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        try:
+            return sorted(os.listdir(inside))
+        finally:
+            os.close(inside)
+
+    @contextlib.contextmanager
+    def _at(self, name: str) -> Iterator[tuple[int, str]]:
+        """The open folder in which the last part of a name is, and that part."""
+        *folders, last = name.split("/")
+        opened = [self._file]
+        try:
+            for part in folders:
+                opened.append(self._inside(part, opened[-1], name))
+            yield opened[-1], last
+        finally:
+            for file in opened[1:]:
+                os.close(file)
+
+    def _inside(self, part: str, folder: int, name: str) -> int:
+        try:
+            return os.open(part, _FOLDER | _PLAIN, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise DamagedError(
+                    f"{self.path_of(name)}: expected folders on the way, found '{part}', a link or "
+                    "a file."
+                ) from error
+            raise
+
+    def open(self, name: str, how: int = os.O_RDONLY) -> int:
+        """A plain file, opened.
+
+        Raises:
+            DamagedError: it is a link, or no plain file.
+            OSError: it is not there, or may not be opened so.
+        """
+        with self._at(name) as (folder, last):
+            try:
+                file = os.open(last, how | _PLAIN, 0o666, dir_fd=folder)
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    path = self.path_of(name)
+                    raise DamagedError(f"{path}: expected a plain file, found a link.") from error
+                raise
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            path = self.path_of(name)
+            raise DamagedError(f"{path}: expected a plain file, found something else.")
+        return file
+
+    def read(self, name: str) -> bytes:
+        """All of a file."""
+        with os.fdopen(self.open(name), "rb") as file:
+            return file.read()
+
+    def make(self, name: str) -> None:
+        """A new folder, and those on the way to it, where there are none."""
+        parts = name.split("/")
+        for count in range(1, len(parts) + 1):
+            path = "/".join(parts[:count])
+            with self._at(path) as (folder, last):
+                announce("mkdir", self.path_of(path))
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(last, dir_fd=folder)
+            self.sync(os.path.dirname(path) or ".")
+
+    def create(self, name: str) -> int:
+        """A new file, opened to be read and written; what stood there is gone."""
+        announce("create", self.path_of(name))
+        return self.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
+    def write_new(self, name: str, parts: list[Bytes]) -> None:
+        """A new file with these bytes, synced; what stood there is gone."""
+        file, path = self.create(name), self.path_of(name)
+        try:
+            offset = 0
+            for part in parts:
+                offset += write_at(file, path, offset, part)
+            sync(file, path)
+        finally:
+            os.close(file)
+
+    def replace(self, source: str, target: str) -> None:
+        """Renames a file over another in the same folder; `sync` makes that last."""
+        announce("replace", self.path_of(source), self.path_of(target))
+        with self._at(source) as (folder, one), self._at(target) as (_, other):
+            os.replace(one, other, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        announce("unlink", self.path_of(name))
+        with contextlib.suppress(FileNotFoundError), self._at(name) as (folder, last):
+            os.unlink(last, dir_fd=folder)
+
+    def clear(self, name: str, sign: str = "") -> None:
+        """Removes a folder and all that is in it; links are removed, not followed.
+
+        One file may be its sign, the last that goes: until then the folder can be told by it.
+        """
+        inside = self.names(name)
+        for inner in [one for one in inside if one != sign]:
+            path = f"{name}/{inner}"
+            with self._at(path) as (folder, last):
+                found = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISDIR(found.st_mode):
+                self.clear(path)
+            else:
+                self.remove(path)
+        if sign in inside:
+            self.sync(name)
+            self.remove(f"{name}/{sign}")
+        announce("rmdir", self.path_of(name))
+        with contextlib.suppress(FileNotFoundError), self._at(name) as (folder, last):
+            os.rmdir(last, dir_fd=folder)
+
+    def sync(self, name: str = ".") -> None:
+        """What was created, renamed and removed in a folder is on the disk afterwards."""
+        path = os.path.normpath(self.path_of(name))
+        announce("fsync", path)
+        with self._at(name) as (folder, last):
+            inside = os.open(last, _FOLDER | _PLAIN, dir_fd=folder)
+        try:
+            os.fsync(inside)
+        finally:
+            os.close(inside)
+
+
+def make_folder(path: str) -> None:
+    """A new folder, if there is none."""
+    if not os.path.isdir(path):
+        announce("mkdir", path)
+        os.makedirs(path, exist_ok=True)
+        above = Folder(os.path.dirname(os.path.abspath(path)))
+        above.sync()
+
+
+def write_at(file: int, path: str, offset: int, data: Bytes) -> int:
+    """Writes all of the data at an offset; a write that falls short goes on, or raises."""
+    left = memoryview(data).cast("B")
+    announce("pwrite", path, offset, left)
+    size = len(left)
+    while left:
+        written = os.pwrite(file, left, offset)
+        offset, left = offset + written, left[written:]
+    return size
+
+
+def read_at(file: int, path: str, offset: int, target: memoryview) -> None:
+    """Fills the target from an offset in a file on.
+
+    Raises:
+        DamagedError: the file is too short.
+    """
+    done = 0
+    while done < len(target):
+        count = os.preadv(file, [target[done:]], offset + done)
+        if not count:
+            raise DamagedError(
+                f"{path}: expected {offset + len(target)} bytes, found {offset + done}."
+            )
+        done += count
+
+
+def sync(file: int, path: str) -> None:
+    """What was written to an open file is on the disk afterwards."""
+    announce("fsync", path)
+    os.fsync(file)
+
+
+def resize(file: int, path: str, size: int, reserve: bool) -> None:
+    """Gives an open file a size, zeros at its end.
+
+    Args:
+        file: opened to be written.
+        path: of it.
+        size: bytes.
+        reserve: whether the disk sets the room aside now, or finds it when it is written to.
+
+    Raises:
+        OSError: there is no room.
+    """
+    announce("resize", path, size)
+    try:
+        if reserve and size:
+            os.posix_fallocate(file, 0, size)
+        else:
+            os.ftruncate(file, size)
+    except OSError as error:
+        error.filename = path
+        raise
+
+
+# The same for single files, by their paths.
+
+
+def read_all(path: str) -> bytes:
+    """All of a file."""
+    return _above(path).read(os.path.basename(path))
+
+
+def write_new(path: str, parts: list[Bytes]) -> None:
+    """A new file with these bytes, synced; what stood there is gone."""
+    _above(path).write_new(os.path.basename(path), parts)
+
+
+def replace(source: str, target: str) -> None:
+    """Renames a file or a folder, over what stood there, and syncs the folder."""
+    announce("replace", source, target)
+    os.replace(source, target)
+    _above(target).sync()
+
+
+def _above(path: str) -> Folder:
+    return Folder(os.path.dirname(os.path.abspath(path)))

@@ -1,0 +1,273 @@
+"""The file of one generation: what a commit has promised.
+
+`generation-000000000007` begins with a line of JSON, `format`, `version`, and length and checksum
+of what follows: a line of JSON, the body; then the bytes of arrays, one after the other. The body
+has
+
+* `generation`, the number of the commit; `rows`, the number of the newest row;
+* `meta`, what the owner of the store writes there; None before the first commit;
+* `table`: `folder`, the generation that made it; `slots`, N; `room`, P; and `columns`, each with
+  the `name` of its leaf, its `kind`, the `width` of a row in bytes, and the rows of a `block`;
+* `arrays`: `name`, `kind`, `size` in bytes, and `sum`, CRC-32, of each. Those whose names begin
+  with a dot are the store's: where the rows lie, and the checksums of their blocks.
+
+It is written beside the others, synced, and renamed; the newest is the one with the largest number.
+"""
+
+import dataclasses
+import json
+import os
+import weakref
+import zlib
+from typing import Any
+
+import numpy as np
+
+from jrb._store import files
+from jrb._store.errors import DamagedError
+from jrb._store.files import Folder
+from jrb._store.places import of_runs
+from jrb._store.table import Column
+
+FORMAT, VERSION = "jrb", 2
+_PREFIX, _NEW = "generation-", "generation.new"
+_LARGEST_HEAD = 200  # bytes of the first line
+
+Body = dict[str, Any]
+
+
+def name_of(generation: int) -> str:
+    """The name of the file."""
+    return f"{_PREFIX}{generation:012d}"
+
+
+def numbers(folder: Folder) -> list[int]:
+    """The generations that are there, oldest first; 0 is a store to which nothing was saved."""
+    found = [name.removeprefix(_PREFIX) for name in folder.names()]
+    numbers = [int(number) for number in found if number.isascii() and number.isdigit()]
+    there = set(folder.names())
+    return sorted(number for number in numbers if name_of(number) in there)
+
+
+def blank(columns: tuple[Column, ...], slots: int, room: int) -> Body:
+    """The body of a store to which nothing was saved."""
+    return body_of(0, 0, None, table_of(0, slots, room, columns), [])
+
+
+def body_of(number: int, rows: int, meta: Any, table: Body, arrays: list[Body]) -> Body:
+    """A body; of arrays the names and kinds."""
+    return {"generation": number, "rows": rows, "meta": meta, "table": table, "arrays": arrays}
+
+
+def table_of(folder: int, slots: int, room: int, columns: tuple[Column, ...]) -> Body:
+    """What a body says of a table."""
+    entries = [dataclasses.asdict(column) for column in columns]
+    return {"folder": folder, "slots": slots, "room": room, "columns": entries}
+
+
+def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
+    """Writes a generation and gives it its name; `Folder.sync` makes that last.
+
+    Args:
+        folder: of the store.
+        body: without the sizes and sums of arrays, which are filled in.
+        arrays: the bytes of each of `body["arrays"]`, by name.
+    """
+    data = [memoryview(arrays[entry["name"]]) for entry in body["arrays"]]
+    for entry, array in zip(body["arrays"], data, strict=True):
+        entry.update(size=array.nbytes, sum=zlib.crc32(array))
+    text = json.dumps(body, separators=(",", ":")).encode() + b"\n"
+    head = {"format": FORMAT, "version": VERSION, "size": len(text), "sum": zlib.crc32(text)}
+    first = json.dumps(head, separators=(",", ":")).encode() + b"\n"
+    folder.write_new(_NEW, [first, text, *data])
+    folder.replace(_NEW, name_of(body["generation"]))
+
+
+class Generation:
+    """A generation that was opened, its body checked.
+
+    Args:
+        folder: of the store.
+        number: of the generation.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        DamagedError: it is not what was written.
+        ValueError: it is of a newer version.
+    """
+
+    def __init__(self, folder: Folder, number: int) -> None:
+        self.path = folder.path_of(name_of(number))
+        self._file, self.number = folder.open(name_of(number)), number
+        weakref.finalize(self, os.close, self._file)  # what is open stays when its name goes
+        self.body, self._begin = _read(self._file, self.path)
+        size = os.fstat(self._file).st_size
+        if self.body["generation"] != number:
+            raise DamagedError(f"{self.path}: is generation {self.body['generation']}, renamed.")
+        wanted = self._begin + sum(entry["size"] for entry in self.body["arrays"])
+        if size != wanted:
+            raise DamagedError(f"{self.path}: expected {wanted} bytes, found {size}.")
+
+    @property
+    def arrays(self) -> dict[str, Body]:
+        """The entries of all arrays, by name."""
+        return {entry["name"]: entry for entry in self.body["arrays"]}
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of the table."""
+        return tuple(
+            Column(entry["name"], tuple(map(str, entry["kind"])), entry["width"], entry["block"])
+            for entry in self.body["table"]["columns"]
+        )
+
+    def read(self, name: str, target: memoryview) -> None:
+        """Fills the target with an array, checked.
+
+        Raises:
+            DamagedError: it is not what was written.
+        """
+        offset = self._begin
+        for entry in self.body["arrays"]:
+            if entry["name"] == name:
+                break
+            offset += entry["size"]
+        else:
+            raise DamagedError(f"{self.path}: leaf '{name}': expected an array, found none.")
+        files.read_at(self._file, self.path, offset, target)
+        if zlib.crc32(target) != entry["sum"]:
+            raise DamagedError(
+                f"{self.path}: leaf '{name}': expected the checksum {entry['sum']:08x}, found "
+                f"{zlib.crc32(target):08x}: the bytes from {offset} on were damaged."
+            )
+
+    def array(self, name: str, dtype: Any) -> np.ndarray:
+        """An array of the store's own."""
+        size = self.arrays.get(name, {"size": 0})["size"]
+        target = bytearray(size)
+        self.read(name, memoryview(target))
+        return np.frombuffer(bytes(target[: size - size % np.dtype(dtype).itemsize]), dtype)
+
+    def places(self) -> np.ndarray:
+        """The place of every slot, int64 `[N]`.
+
+        Raises:
+            DamagedError: they do not fit into the table.
+        """
+        table = self.body["table"]
+        try:
+            runs = self.array(".places", np.int64).reshape(-1, 3)
+            return of_runs(runs, table["slots"], table["room"])
+        except ValueError as error:
+            raise DamagedError(f"{self.path}: {error}.") from error
+
+    def sums(self) -> list[np.ndarray]:
+        """The checksums of the blocks of each column, uint32."""
+        room, found = self.body["table"]["room"], []
+        for number, column in enumerate(self.columns):
+            found.append(self.array(f".sums/{number}", np.uint32).copy())
+            if len(found[-1]) != -(-room // column.block):
+                raise DamagedError(f"{self.path}: leaf '{column.name}': other blocks than rows.")
+        return found
+
+
+def newest(folder: Folder) -> Generation:
+    """The newest generation.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedError: it is not what was written; the message names the one before it.
+    """
+    while True:
+        there = numbers(folder)
+        if not there:
+            raise FileNotFoundError(
+                f"{folder.path}: expected a checkpoint, found none there. Save one first, or look "
+                "at the path."
+            )
+        try:
+            return Generation(folder, there[-1])
+        except FileNotFoundError:
+            continue  # a newer one has come, and it was removed
+        except DamagedError as error:
+            if len(there) > 1:
+                error.add_note(f"There is an older one: load(path, generation={there[-2]}).")
+            raise
+
+
+def _read(file: int, path: str) -> tuple[Body, int]:
+    """The body, and where the arrays begin."""
+    size = os.fstat(file).st_size
+    start = os.pread(file, _LARGEST_HEAD, 0)
+    first, line, _ = start.partition(b"\n")
+    try:
+        head = json.loads(first)
+        kind, version = head["format"], head["version"]
+        if kind == FORMAT and type(version) is int and version > VERSION:
+            raise _NewerError(version)
+        length, checksum = head["size"], head["sum"]
+        if kind != FORMAT or not line or type(length) is not int or not 0 < length <= size:
+            raise ValueError("its first line is another")
+    except _NewerError as error:
+        raise ValueError(
+            f"{path}: expected version {VERSION} or older, got version {error}. A newer jrb wrote "
+            "this; install that one."
+        ) from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DamagedError(f"{path}: expected a generation of a store, got {error!r}.") from error
+    text = os.pread(file, length, len(first) + 1)
+    if zlib.crc32(text) != checksum:
+        raise DamagedError(
+            f"{path}: expected the checksum {checksum!r}, found {zlib.crc32(text)}: it was damaged,"
+            " or edited by hand."
+        )
+    try:
+        body = json.loads(text)
+        _check(body)
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+        raise DamagedError(f"{path}: expected the body of a generation, got {error!r}.") from error
+    return body, len(first) + 1 + length
+
+
+class _NewerError(Exception):
+    """The version of a newer jrb."""
+
+
+def _check(body: Body) -> None:
+    """Raises unless all is of the right type, and all numbers fit together."""
+    for number in (body["generation"], body["rows"]):
+        _natural(number)
+    if body["rows"] >= 1 << 47:
+        raise ValueError("rows")
+    if not isinstance(body["meta"], dict | None):
+        raise TypeError("meta")
+    table = body["table"]
+    for number in (table["folder"], table["slots"], table["room"]):
+        _natural(number)
+    if table["slots"] > table["room"]:
+        raise ValueError("more slots than room")
+    for entry in table["columns"]:
+        _named(entry)
+        _natural(entry["width"])
+        _natural(entry["block"])
+        if not entry["block"]:
+            raise ValueError("block")
+    if len({entry["block"] for entry in table["columns"]}) > 1:
+        raise ValueError("blocks of different size")
+    for entry in body["arrays"]:
+        _named(entry)
+        _natural(entry["size"])
+        _natural(entry["sum"])
+    for entries in (table["columns"], body["arrays"]):
+        if len({entry["name"] for entry in entries}) != len(entries):
+            raise ValueError("two of the same name")
+
+
+def _named(entry: Any) -> None:
+    if not isinstance(entry["name"], str) or not isinstance(entry["kind"], list):
+        raise TypeError("name, kind")
+
+
+def _natural(value: Any) -> None:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(repr(value))

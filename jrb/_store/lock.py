@@ -1,0 +1,116 @@
+"""The right to write in a folder."""
+
+import errno
+import os
+import weakref
+
+from jrb._store import files
+from jrb._store.errors import LockedError
+from jrb._store.files import Folder
+
+NAME = "lock"
+
+
+class Lock:
+    """The right to write in a folder, of this process alone, until it is released.
+
+    The system takes it back when the process ends, however it ends. A process that was forked off
+    does not have it.
+
+    Args:
+        folder: what is written in.
+        name: of the file that is locked.
+
+    Raises:
+        LockedError: somebody else has it.
+    """
+
+    def __init__(self, folder: Folder, name: str = NAME) -> None:
+        self._folder, self._name, self._process = folder, name, os.getpid()
+        files.announce("lock", folder.path_of(name))
+        self._file = -1
+        while self._file < 0:
+            self._file = _locked(folder, name)
+            if not self._is_there():  # renamed or removed meanwhile
+                os.close(self._file)
+                self._file = -1
+        _held.add(self)
+        self._end = weakref.finalize(self, _release, self._file, self._process)
+
+    def _is_there(self) -> bool:
+        try:
+            now = self._folder.open(self._name)
+        except OSError:
+            return False
+        try:
+            return os.path.samestat(os.fstat(now), os.fstat(self._file))
+        finally:
+            os.close(now)
+
+    def check(self) -> None:
+        """Raises unless the lock is still held, and the folder still where it was.
+
+        Raises:
+            LockedError: this is another process than the one that took it, or it was released.
+            OSError: the folder, or the lock in it, was renamed, removed or replaced.
+        """
+        if self._file < 0 or self._process != os.getpid():
+            raise LockedError(
+                f"{self._folder.path}: expected the process that opened the store, got one that "
+                "was forked off from it. Write in one process only."
+            )
+        self._folder.check()
+        if not self._is_there():
+            path = self._folder.path_of(self._name)
+            raise OSError(errno.ESTALE, "expected the lock that was taken, found it gone", path)
+
+    def release(self) -> None:
+        """Gives it back, once."""
+        self._end()
+        self._file = -1
+
+    def forget(self) -> None:
+        """In a process that was forked off: lets go of the file, the lock stays with the other."""
+        self._end.detach()
+        os.close(self._file)
+        self._file = -1
+
+
+def _locked(folder: Folder, name: str) -> int:
+    try:
+        import fcntl
+    except ImportError as error:  # Windows
+        raise OSError(errno.ENOSYS, "expected a system that has flock", folder.path) from error
+    file = folder.open(name, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+        os.close(file)
+        if isinstance(error, OSError):
+            raise LockedError(
+                f"{folder.path}: expected no other writer, but one holds the lock. Wait until it "
+                "is done, or write to another path."
+            ) from error
+        raise
+    return file
+
+
+def _release(file: int, process: int) -> None:
+    if os.getpid() == process:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)  # also where a fork has not let go of its copy yet
+        os.close(file)
+
+
+_held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_held):
+        if lock._file >= 0:  # pyright: ignore[reportPrivateUsage]
+            lock.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,286 @@
+"""Makes stores, opens them, and says what is wrong with them."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+
+from jrb._store import files, generation, table
+from jrb._store.errors import DamagedError
+from jrb._store.files import Folder
+from jrb._store.generation import Generation
+from jrb._store.lock import Lock
+from jrb._store.places import NEVER, Places
+from jrb._store.store import Store, folder_of, is_table, writing
+from jrb._store.table import Column, Table
+from jrb._store.threads import share
+
+
+def create(
+    path: str | None, columns: tuple[Column, ...], slots: int, room: int, reserve: bool
+) -> Store:
+    """A new store, to which nothing is saved yet, and which this process writes.
+
+    Args:
+        path: of the folder; None for a temporary one that goes with the store.
+        columns: of the rows.
+        slots: N.
+        room: P, for how many rows there is room, at least N.
+        reserve: whether the disk sets the room aside now.
+
+    Raises:
+        ValueError: the folder holds something.
+        LockedError: another process writes there.
+        OSError: there is no room, or it cannot be written to.
+    """
+    columns = table.blocked(columns, slots, room)
+    if path is not None:
+        return _made(os.path.realpath(path), columns, slots, room, reserve)
+    path = os.path.realpath(tempfile.mkdtemp(prefix="jrb-"))
+    try:
+        store = _made(path, columns, slots, room, reserve)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    weakref.finalize(store, _discard, path, os.getpid())
+    return store
+
+
+def _discard(path: str, process: int) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _made(path: str, columns: tuple[Column, ...], slots: int, room: int, reserve: bool) -> Store:
+    if path in writing and os.path.exists(path):
+        raise ValueError(
+            f"{path}: expected nothing there, found a store that a state of this process is in. "
+            "Go on with that state, or let go of it first."
+        )
+    _check_free(path)
+    files.make_folder(path)
+    folder = Folder(path)
+    lock = Lock(folder)
+    try:
+        _check_free(path)  # another process may have made one meanwhile
+        store = _begun(folder, columns, slots, room, reserve, lock)
+    except BaseException:
+        lock.release()
+        raise
+    writing[path] = store
+    return store
+
+
+def _check_free(path: str) -> None:
+    """Raises unless there is nothing, or a store to which nothing was saved."""
+    if not os.path.lexists(path):
+        return
+    if not os.path.isdir(path):
+        raise ValueError(f"{path}: expected nothing there, found a file.")
+    folder = Folder(path)
+    there = generation.numbers(folder)
+    if there and there != [0]:
+        raise ValueError(
+            f"{path}: expected nothing there, found a store. Open it with jrb.load(path), or "
+            "remove it."
+        )
+    others = set(folder.names()) - {"lock", "generation.new", "rows", generation.name_of(0)}
+    if others or (not there and "rows" in folder.names()):
+        raise ValueError(
+            f"{path}: expected an empty folder, found '{min(others or {'rows'})}' in it. Choose "
+            "another path."
+        )
+
+
+def _begun(
+    folder: Folder, columns: tuple[Column, ...], slots: int, room: int, reserve: bool, lock: Lock
+) -> Store:
+    """A store with an empty table, in a folder where there is none."""
+    folder.clear(folder_of(0), sign=table.NUMBERS)
+    generation.write(folder, generation.blank(columns, slots, room), {})
+    folder.sync()
+    return _with_table(folder, columns, slots, room, reserve, lock, 0, 0)
+
+
+def _with_table(
+    folder: Folder,
+    columns: tuple[Column, ...],
+    slots: int,
+    room: int,
+    reserve: bool,
+    lock: Lock,
+    number: int,
+    table_folder: int,
+) -> Store:
+    table.make(folder, folder_of(table_folder), columns, room, reserve)
+    rows = Table(folder, folder_of(table_folder), columns, room, writable=True)
+    places = Places(np.full(slots, NEVER, np.int64), room)
+    store = Store(folder, rows, places, number, table_folder, reserve, lock)
+    store.keep_all()
+    return store
+
+
+def to_save(path: str, columns: tuple[Column, ...], slots: int) -> Store:
+    """The store at a path, made if there is none, with a table of these columns; it has the lock.
+
+    Where the last save had other columns, or is damaged, the table is a new one.
+
+    Raises:
+        LockedError: somebody else writes there.
+        ValueError: there is something else.
+    """
+    columns = table.blocked(columns, slots, slots)
+    files.make_folder(path)
+    folder = Folder(path)
+    lock = Lock(folder)
+    try:
+        there = generation.numbers(folder)
+        others = [name for name in folder.names() if is_table(name)]
+        if not there and others:
+            raise ValueError(
+                f"{path}: expected a checkpoint, or no folder '{others[0]}', found that and "
+                "nothing else of a checkpoint. Choose another path."
+            )
+        if there in ([], [0]):
+            return _begun(folder, columns, slots, slots, False, lock)
+        with contextlib.suppress(DamagedError):
+            last = generation.newest(folder)
+            if last.columns == columns and last.body["table"]["slots"] == slots:
+                store = _opened(folder, last)
+                store.table.check_numbers()
+                if not len(store.lost):
+                    store.begin(lock)
+                    return store
+        number = there[-1]
+        folder.clear(folder_of(number + 1), sign=table.NUMBERS)
+        return _with_table(folder, columns, slots, slots, False, lock, number, number + 1)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def reopen(path: str, number: int | None = None, check: bool = True) -> Store:
+    """A store as a generation describes it, to be read; its first write takes the lock.
+
+    Rows that were promised, but overwritten since without a commit, count as never written: a
+    warning says how many.
+
+    Args:
+        path: of the folder.
+        number: of the generation; None for the newest.
+        check: whether all rows are looked at.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedError: a file is not what was written; the message names leaf, block and file.
+    """
+    while True:
+        folder = folder_at(path)
+        opened = generation.newest(folder) if number is None else at(folder, number)
+        if not opened.number:
+            raise FileNotFoundError(
+                f"{path}: expected a store with something saved, found one to which nothing was. "
+                "jrb.save(path, buffer, state) does that."
+            )
+        try:
+            return _checked(_opened(folder, opened), check)
+        except (DamagedError, FileNotFoundError):
+            if number is not None or generation.numbers(folder)[-1:] == [opened.number]:
+                raise  # else the next generation has come meanwhile
+
+
+def _checked(store: Store, whole: bool) -> Store:
+    if whole:
+        check(store, rows=True)
+    return store
+
+
+def check(store: Store, rows: bool) -> None:
+    """Raises `DamagedError` unless the numbers of the rows, and the rows, are what was written."""
+    store.table.check_numbers()
+    for damage in _damages(store) if rows else ():
+        raise DamagedError(damage)
+
+
+def folder_at(path: str) -> Folder:
+    """The folder of a store.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    try:
+        return Folder(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"{path}: expected a checkpoint, found no folder there. Save one first, or look at the "
+            "path."
+        ) from None
+
+
+def at(folder: Folder, number: int) -> Generation:
+    """A generation.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    try:
+        return Generation(folder, number)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{folder.path}: expected generation {number}, found {generation.numbers(folder)}. "
+            "Save with keep=n to keep n older ones."
+        ) from None
+
+
+def _opened(folder: Folder, opened: Generation) -> Store:
+    body = opened.body["table"]
+    rows = Table(folder, folder_of(body["folder"]), opened.columns, body["room"], writable=False)
+    places = Places(opened.places(), body["room"], opened.body["rows"])
+    store = Store(folder, rows, places, opened.number, body["folder"])
+    store.adopt(opened)
+    return store
+
+
+def damages(path: str) -> list[str]:
+    """All that is wrong with a store and its older generations, a line each."""
+    folder = folder_at(path)
+    while True:
+        there = generation.numbers(folder)
+        if not there:
+            generation.newest(folder)  # raises
+        found = [line for number in reversed(there) for line in _damages_of(folder, number)]
+        if not found or generation.numbers(folder)[-1:] == there[-1:]:
+            return list(dict.fromkeys(found))
+
+
+def _damages_of(folder: Folder, number: int) -> list[str]:
+    try:
+        opened = Generation(folder, number)
+        if not number:
+            return []
+        for entry in opened.body["arrays"]:
+            opened.array(entry["name"], np.uint8)
+        store = _opened(folder, opened)
+        store.table.check_numbers()
+        return list(_damages(store))
+    except (DamagedError, OSError) as error:
+        return [str(error)]
+
+
+def _damages(store: Store) -> Iterator[str]:
+    found: list[tuple[int, int, str]] = []
+
+    def check(task: tuple[int, int]) -> None:
+        damage = store.damage(*task)
+        if damage:
+            found.append((*task, damage))
+
+    share(check, store.blocks())
+    if found and store.is_overtaken():
+        yield from _damages(store)
+    else:
+        yield from (damage for *_, damage in sorted(found))

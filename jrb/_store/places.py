@@ -1,0 +1,171 @@
+"""Which row lies where in a table, and where the next one goes.
+
+A row is known by a *slot*, of which there are N, and lies at a *place*, of which there are P. Rows
+are numbered in the order in which they were ever written. A new row never goes to the place of the
+one that it takes the slot from: free places stand in a line, and are used in turn. So a ring of
+time is written round and round, and what a kept generation names stays where it is, until that
+generation goes, or the line is empty.
+"""
+
+import numpy as np
+
+NEVER, LOST = -1, -2
+"""What stands for the place of a slot that was never written, and of one whose row is gone."""
+
+
+class Places:
+    """The places of all slots.
+
+    Attributes:
+        of: int64 `[N]`, the place of each slot, or `NEVER`, or `LOST`.
+        kept: bool `[P]`, places that a generation names which must stay.
+        version: the number of the newest row, rows being counted from 1.
+        following: the number that the next row will have.
+        numbered: of how many places at the head of the line the table knows those numbers.
+        last: the place that was written last, -1 for none.
+    """
+
+    def __init__(self, of: np.ndarray, room: int, version: int = 0) -> None:
+        self.of, self.version, self.following, self.numbered = of, version, version + 1, 0
+        self.kept = np.zeros(room, bool)
+        self._line = np.zeros(room, np.int64)
+        self._head, self.last, self.free = 0, -1, 0
+        self._left: list[np.ndarray] = []
+        self._before: tuple | None = None
+        self._under_way = False
+        self.line_up()
+
+    @property
+    def room(self) -> int:
+        """P."""
+        return len(self.kept)
+
+    def named(self) -> np.ndarray:
+        """The places that slots have, bool `[P]`."""
+        named = np.zeros(self.room, bool)
+        named[self.of[self.of >= 0]] = True
+        return named
+
+    def line_up(self) -> None:
+        """All places that nothing names stand in line, from the one written last on, around."""
+        first = self.next(self.numbered)
+        busy = self.kept | self.named()
+        busy[first] = True
+        free = np.flatnonzero(~busy)
+        turn = np.searchsorted(free, self.last, side="right")
+        line = np.concatenate([first, free[turn:], free[:turn]])
+        self._line[: len(line)] = line
+        self._head, self.free, self._left, self._before = 0, len(line), [], None
+
+    def next(self, count: int) -> np.ndarray:
+        """The first places in the line, int64 `[count]`."""
+        at = self._head + np.arange(count)
+        return self._line[at % max(self.room, 1)]
+
+    def assign(self, slots: np.ndarray, expiring: bool) -> None:
+        """Gives slots the first places in the line; it happens, or it does not.
+
+        Args:
+            slots: int64 `[B]`, each once.
+            expiring: whether their old rows may be given up where a generation still names them.
+        """
+        self.settle()
+        new, old, count = self.next(len(slots)), self.of[slots], len(slots)
+        self._before = (slots, old, self._marks())
+        self._under_way = True
+        self.of[slots] = new
+        self._head = (self._head + count) % self.room
+        self.free, self.numbered = self.free - count, self.numbered - count
+        self.version, self.following = self.following + count - 1, self.following + count
+        self.last = int(new[-1])
+        self._let_go(old[old >= 0], expiring)
+        self._under_way = False
+
+    def _marks(self) -> tuple:
+        marks = self._head, self.free, self.numbered, self.version, self.following, self.last
+        return *marks, list(self._left)
+
+    def _let_go(self, old: np.ndarray, expiring: bool) -> None:
+        waiting = self.kept[old]
+        self._append(old[~waiting])
+        if expiring and waiting.any():
+            self._left.append(old[waiting])
+
+    def _append(self, places: np.ndarray) -> None:
+        at = self._head + self.free + np.arange(len(places))
+        self._line[at % self.room] = places
+        self.free += len(places)
+
+    def settle(self) -> None:
+        """Takes an assignment back that something interrupted."""
+        if self._under_way:
+            self._revert()
+
+    def take_back(self, version: int) -> None:
+        """Takes the last assignment back if it made another version of this one."""
+        self.settle()
+        if self._before is not None and self._before[2][3] == version != self.version:
+            self._under_way = True
+            self._revert()
+
+    def _revert(self) -> None:
+        if self._before is not None:
+            slots, old, marks = self._before
+            self.of[slots] = old
+            self._head, self.free, self.numbered, self.version = marks[:4]
+            self.following, self.last, self._left = marks[4], marks[5], list(marks[6])
+        self._under_way, self._before = False, None
+
+    def give_up(self, count: int) -> None:
+        """Puts places into the line whose rows left the ring, though a generation names them.
+
+        At least as many as asked for, if there are, those that left first.
+        """
+        self._before = None
+        while self._left and count > 0:
+            self._append(self._left[0])
+            count -= len(self._left.pop(0))
+
+    def release(self, slots: np.ndarray, count: int) -> None:
+        """Puts the places of some of these slots into the line; their rows are lost."""
+        self._before = None
+        slots = slots[self.of[slots] >= 0][:count]
+        places = self.of[slots]
+        self.of[slots] = LOST
+        self._append(places)
+
+    def grow(self, room: int) -> None:
+        """Makes room for so many rows."""
+        line, new = self.next(self.free), np.arange(self.room, room)
+        self.kept = np.concatenate([self.kept, np.zeros(len(new), bool)])
+        self._line = np.zeros(room, np.int64)
+        self._line[: len(line)], self._head, self.free = line, 0, len(line)
+        self._before = None
+        self._append(new)
+
+
+def runs_of(of: np.ndarray) -> np.ndarray:
+    """The places of slots as runs, int64 `[K, 3]`: a slot, its place, and how many follow both."""
+    slots = np.flatnonzero(of >= 0)
+    places = of[slots]
+    breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(places) != 1)) + 1
+    edges = np.concatenate([[0], breaks, [len(slots)]]) if len(slots) else np.zeros(1, np.int64)
+    return np.stack([slots[edges[:-1]], places[edges[:-1]], np.diff(edges)], axis=1)
+
+
+def of_runs(runs: np.ndarray, slots: int, room: int) -> np.ndarray:
+    """The places of N slots, from runs.
+
+    Raises:
+        ValueError: runs that overlap, or that are not within the table.
+    """
+    for starts, most in ((runs[:, 0], slots), (runs[:, 1], room)):
+        order = np.argsort(starts)
+        first, length = starts[order], runs[order, 2]
+        after = np.append(first[1:], most)
+        if len(runs) and ((length < 1).any() or first[0] < 0 or (after - first < length).any()):
+            raise ValueError("expected runs of places without a gap or an overlap")
+    of = np.full(slots, NEVER, np.int64)
+    for slot, place, length in runs.tolist():
+        of[slot : slot + length] = np.arange(place, place + length)
+    return of

@@ -1,0 +1,596 @@
+"""A store of rows on a disk: written as a ring, committed as a whole, never over what it promised.
+
+```
+generation-000000000007     what the last commit has promised (see `jrb._store.generation`)
+rows/next/observation.bin   the rows of a leaf (see `jrb._store.table`)
+rows/.numbers               which row lies at which place, or will
+lock                        of the process that writes
+```
+
+A row is written to a free place (see `jrb._store.places`), so what the last commit names stays as
+it is, and a commit has nothing to do but to sync the rows and to write one file. There is nothing
+to be undone after a crash. Only where a ring has no free place left since the last commit, the
+oldest rows that it promised go, after the numbers of their places have changed on the disk: a
+reader, and whoever opens the store after a crash, finds by the numbers which rows are gone.
+"""
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jrb._store import generation as generations
+from jrb._store.errors import DamagedError, StaleError
+from jrb._store.files import Folder
+from jrb._store.gate import Gate
+from jrb._store.generation import Body, Generation
+from jrb._store.lock import Lock
+from jrb._store.places import LOST, NEVER, Places, runs_of
+from jrb._store.table import NUMBERS, Table
+from jrb._store.threads import share
+
+writing: "weakref.WeakValueDictionary[str, Store]" = weakref.WeakValueDictionary()
+"""The stores that this process writes to, by their folders."""
+
+
+class Store:
+    """A store as it is open in this process; see `jrb._store.opening`.
+
+    All states of a buffer share it. Each is known by its version, the number of the newest row that
+    it knows of; only the newest may be written to, and of others rows that are still there are
+    read. The first write takes the lock.
+
+    Args:
+        folder: where it is.
+        table: the rows.
+        places: where they lie.
+        number: of the generation that is open.
+        reserve: whether room is set aside on the disk when the table grows.
+        lock: of one who writes already.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        table: Table,
+        places: Places,
+        number: int,
+        table_folder: int,
+        reserve: bool = False,
+        lock: Lock | None = None,
+    ) -> None:
+        self.folder, self.table, self.generation = folder, table, number
+        self.drawing = Gate()
+        self._places, self._table_folder = places, table_folder
+        self._reserve, self._lock, self._ousted = reserve, lock, False
+        self._sums = [np.zeros(0, np.uint32) for _ in table.columns]
+        self._summed = np.zeros(table.room, bool)  # the places that the sums are over
+        self._touched = np.zeros(table.room, bool)  # written since
+        self._unsynced = np.zeros(table.room, bool)  # summed, but not synced since
+        self._kept: dict[int, np.ndarray] = {}  # places by generation
+        self._folders: dict[int, int] = {}  # those of tables, by generation
+        self.lost = np.zeros(0, np.int64)  # slots whose rows were promised, but are gone
+        self._turn, self._writer = threading.RLock(), 0
+
+    def adopt(self, opened: Generation) -> None:
+        """Takes over the checksums of the generation that is open, and leaves out rows that went.
+
+        They went because the ring came round to them before the next commit. As the rest of their
+        block cannot be checked any more, that goes too.
+        """
+        self._sums = opened.sums()
+        self.is_overtaken()
+        self._summed = self._places.named()
+
+    def is_overtaken(self) -> bool:
+        """Whether rows went since this was asked last; they are left out then."""
+        of, gone = self._places.of, self.gone()
+        if len(gone):
+            blocks = np.unique(of[gone] // self._block)
+            gone = np.flatnonzero((of >= 0) & np.isin(of // self._block, blocks))
+            for column in self._sums:
+                column[blocks] = 0
+            of[gone] = NEVER
+            self._summed = self._places.named()
+        self.lost = np.concatenate([self.lost, gone])
+        return len(gone) > 0
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """The blocks of what was committed or opened: number of the column, number of the block."""
+        blocks = np.unique(np.flatnonzero(self._summed) // self._block).tolist()
+        return [(number, block) for number in range(len(self._sums)) for block in blocks]
+
+    @property
+    def _block(self) -> int:
+        """Rows of a block."""
+        return self.table.columns[0].block if self.table.columns else 1
+
+    @property
+    def path(self) -> str:
+        """Of the folder."""
+        return self.folder.path
+
+    @property
+    def slots(self) -> int:
+        """N, how many rows there can be."""
+        return len(self._places.of)
+
+    @property
+    def version(self) -> int:
+        """Of the newest state."""
+        return self._places.version
+
+    # Reading.
+
+    def take(self, version: int, slots: list[np.ndarray]) -> list[np.ndarray]:
+        """Rows of every column, uint8 `[B, width]`, at slots `[B]`; zeros where none was written.
+
+        Raises:
+            StaleError: one of them was overwritten after this version.
+        """
+        found, looked = [], {}
+        for number, at in enumerate(slots):
+            if id(at) not in looked:
+                looked[id(at)] = self._there(version, at)
+            found.append(self._rows(number, looked[id(at)]))
+        for places in looked.values():  # while they were read, one may have been overwritten
+            self._check_there(version, places)
+        return found
+
+    def take_column(self, version: int, number: int, slots: np.ndarray) -> np.ndarray:
+        """The same of one column."""
+        places = self._there(version, slots)
+        rows = self._rows(number, places)
+        self._check_there(version, places)
+        return rows
+
+    def _there(self, version: int, slots: np.ndarray) -> np.ndarray:
+        places = self._places.of[slots]
+        self._check_there(version, places)
+        return places
+
+    def _check_there(self, version: int, places: np.ndarray) -> None:
+        newer = self.table.newer(places, version)
+        if (newer & (places != NEVER)).any() or (places == LOST).any() or self._ousted:
+            raise StaleError(
+                f"{self.path}: expected a state whose rows are still there, got one of which some "
+                "that were asked for were overwritten since. Draw from the state that the last "
+                "write returned, or load the path again."
+            )
+
+    def _rows(self, number: int, places: np.ndarray) -> np.ndarray:
+        rows = self.table.take(number, places)
+        if places.size and places.min() < 0:
+            rows[places < 0] = 0
+        return rows
+
+    def read_column(self, number: int, target: np.ndarray) -> None:
+        """Fills the target, uint8 `[N, width]`, with all rows of a column, checked.
+
+        Raises:
+            DamagedError: a block is not what was written.
+            StaleError: some of it was overwritten meanwhile.
+        """
+        of = self._places.of
+        slots = np.full(self.table.room, NEVER)
+        slots[of[of >= 0]] = np.flatnonzero(of >= 0)
+
+        def read(block: int) -> None:
+            part = slice(block * self._block, (block + 1) * self._block)
+            found = self.table.read_block(number, part, slots[part], target)
+            if found != self._sums[number][block]:
+                expected = int(self._sums[number][block])
+                raise DamagedError(self.table.damage(number, block, expected, found))
+
+        try:
+            share(read, [block for column, block in self.blocks() if column == number])
+        except DamagedError:
+            self._check_there(self.version, of[of >= 0])
+            raise
+        target[of < 0] = 0
+
+    def numbers(self, slots: np.ndarray) -> np.ndarray:
+        """The numbers of rows, those of slots that were never written 0."""
+        places = self._places.of[slots]
+        return np.where(places >= 0, self.table.numbers_at(places), 0)
+
+    def is_new_table(self) -> bool:
+        """Whether no generation has this table yet."""
+        return self._folders.get(self.generation) != self._table_folder
+
+    def is_blank(self, slots: np.ndarray) -> bool:
+        """Whether none of some slots was ever written."""
+        return bool((self._places.of[slots] == NEVER).all())
+
+    def gone(self) -> np.ndarray:
+        """The slots whose rows this store has promised, but that are there no more."""
+        of = self._places.of
+        return np.flatnonzero((of >= 0) & self.table.newer(of, self.version))
+
+    def check_newest(self, version: int) -> None:
+        """Raises `StaleError` unless this is the version of the newest state."""
+        self._places.settle()
+        if self._ousted or version != self.version:
+            raise StaleError(
+                f"{self.path}: expected the newest state, got one that has been written to before. "
+                "States share their rows on the host: go on with the state that the last write "
+                "returned, or the one that was loaded last."
+            )
+
+    # Writing.
+
+    def put(
+        self,
+        version: int,
+        slots: np.ndarray,
+        rows: list[np.ndarray],
+        expiring: bool = True,
+        patient: bool = True,
+    ) -> int:
+        """Writes rows, uint8 `[B, width]` of every column, at slots `[B]`, each at most once.
+
+        Where it fails, nothing has happened; but where there are fewer free places than rows, the
+        old rows of these slots may be lost, which draws and commits then say.
+
+        Args:
+            version: of the state; it must be the newest.
+            slots: int64.
+            rows: of every column.
+            expiring: whether rows that were promised may go where the line is empty, because the
+                ring has come round to them; otherwise the table grows.
+            patient: whether draws of other threads that are under way are waited for.
+
+        Returns:
+            The version of the state that knows of them.
+
+        Raises:
+            StaleError: the state is not the newest one.
+            LockedError: another process writes.
+            OSError: the disk is full or broken.
+        """
+        with self._turn:
+            self.own()
+            self.check_newest(version)
+            if not len(slots):
+                return version
+            self._make_room(slots, expiring)
+            places = self._places.next(len(slots))
+            self._touched[places] = True
+            for number, column in enumerate(rows):
+                self.table.put(number, places, column)
+            if patient:
+                self.drawing.wait()
+            self._writer = threading.get_ident()
+            self._places.assign(slots, expiring)
+            return self.version
+
+    def take_back(self, version: int) -> None:
+        """Makes this version the newest again, if this thread made the last write to it.
+
+        For one that was interrupted after it had happened: nobody has the state that knows of it.
+        """
+        with self._turn:
+            if self._writer == threading.get_ident():
+                self._places.take_back(version)
+
+    def _make_room(self, slots: np.ndarray, expiring: bool) -> None:
+        """Sees to it that there are free places, and that their numbers are known."""
+        places, count = self._places, len(slots)
+        chunk = max(count, places.room // 16)
+        if places.free < count and expiring:
+            places.give_up(chunk - places.free)
+            if places.free < count:
+                places.release(slots, count - places.free)
+        if places.free < count:
+            self._grow(places.room + max(count - places.free, places.room // 8))
+        if places.numbered < count:
+            self._number(min(chunk, places.free))
+
+    def _number(self, count: int) -> None:
+        """Numbers the places at the head of the line, for good where a generation names them."""
+        places = self._places
+        line = places.next(count)[places.numbered :]
+        numbers = places.following + np.arange(places.numbered, count)
+        self.table.number(line, numbers, lasting=bool(places.kept[line].any()))
+        places.kept[line], places.numbered = False, count
+
+    def _grow(self, room: int) -> None:
+        room = max(room, len(self._touched))  # where an interrupt came between
+        more = lambda mask: _longer(mask, room)
+        self.table.grow(room, self._reserve)
+        self._touched, self._summed = more(self._touched), more(self._summed)
+        self._unsynced = more(self._unsynced)
+        self._kept = {number: more(mask) for number, mask in self._kept.items()}
+        self._places.grow(room)
+
+    def own(self) -> None:
+        """Makes this the one that writes.
+
+        Raises:
+            LockedError: another process writes.
+            StaleError: another has committed since this one was opened.
+        """
+        with self._turn:
+            if self._lock is not None and not self._ousted:
+                self._lock.check()
+                return
+            self.folder.check()
+            self._check_generation()
+            rival = writing.get(self.path)
+            if rival is not None and not rival.folder.is_same(self.folder):
+                rival = None
+            lock = Lock(self.folder) if rival is None else rival.oust()
+            try:
+                lock.check()
+                self._check_generation()
+                self.begin(lock)
+            except BaseException:
+                self._lock = None
+                lock.release() if rival is None else rival.reinstate(lock)
+                raise
+            writing[self.path] = self
+
+    def _check_generation(self) -> None:
+        there = generations.numbers(self.folder)
+        if self._ousted or not there or there[-1] != self.generation:
+            raise StaleError(
+                f"{self.path}: expected generation {self.generation}, which was loaded, found "
+                f"{there[-1:]}: somebody has saved since. Load it again."
+            )
+
+    def begin(self, lock: Lock) -> None:
+        """Opens the files to write, and finds out what is free."""
+        folder, old = folder_of(self._table_folder), self.table
+        self.table = Table(self.folder, folder, old.columns, old.room, writable=True)
+        places = self._places
+        places.of[self.gone()] = LOST
+        places.following = max(self.table.highest(), places.version) + 1
+        places.last = self.table.newest(places.of[places.of >= 0])
+        self._lock = lock
+        self.keep_all()
+
+    def keep_all(self) -> None:
+        """Notes down which places the generations name that are there."""
+        for number in generations.numbers(self.folder):
+            try:
+                kept = Generation(self.folder, number)
+            except DamagedError:
+                continue  # nothing of it can be kept
+            self._folders[number] = kept.body["table"]["folder"]
+            if self._folders[number] == self._table_folder and number:
+                self._kept[number] = self._named_by(kept)
+        self._free()
+
+    def _named_by(self, kept: Generation) -> np.ndarray:
+        """The places that a generation names and whose rows are still there, bool `[P]`."""
+        if kept.number == self.generation:
+            return self._summed.copy()
+        of, named = kept.places(), np.zeros(self.table.room, bool)
+        of = of[of >= 0]
+        named[of[~self.table.newer(of, kept.body["rows"])]] = True
+        return named
+
+    def _free(self) -> None:
+        """Puts places into the line that nothing names any more."""
+        self._places.kept = np.zeros(self.table.room, bool)
+        for mask in self._kept.values():
+            self._places.kept |= mask
+        self._places.line_up()
+
+    def oust(self) -> Lock:
+        """Gives the lock to another that is opened in the same process; this one is of no use."""
+        with self._turn:
+            self._ousted = True
+            if self._lock is None:
+                raise StaleError(f"{self.path}: expected a store that writes.")
+            lock, self._lock = self._lock, None
+            return lock
+
+    def reinstate(self, lock: Lock) -> None:
+        """Takes the lock back from one that could not be opened after all."""
+        self._lock, self._ousted = lock, False
+
+    def forked(self) -> None:
+        """In a process that was forked off: forgets what other threads held then."""
+        self._turn, self.drawing = threading.RLock(), Gate()
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        with self._turn:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                writing.pop(self.path, None)
+                lock.release()
+
+    # Committing.
+
+    def commit(
+        self,
+        version: int,
+        meta: Any,
+        kinds: dict[str, list],
+        arrays: dict[str, Any],
+        keep: int | None = 0,
+    ) -> int:
+        """Makes all that was written the next generation.
+
+        Args:
+            version: of the state; it must be the newest.
+            meta: what the owner wants to know, for JSON.
+            kinds: of its other arrays, for JSON, by name.
+            arrays: their bytes.
+            keep: how many older generations stay; None for all, until `expire`.
+
+        Returns:
+            The number of the generation.
+
+        Raises:
+            StaleError: the state is not the newest one, or some of its rows are lost.
+            LockedError: another process writes.
+            OSError: the disk is full or broken. A note says whether it has happened.
+        """
+        with self._turn:
+            self.own()
+            self.check_newest(version)
+            self._check_whole()
+            number, named = self.generation + 1, self._places.named()
+            try:
+                self._settle(named)
+                body, inner = self._body(number, meta, kinds)
+                generations.write(self.folder, body, {**arrays, **inner})
+                self._moved_on(number, named)
+                self.folder.sync()
+            except BaseException as error:
+                happened = number in generations.numbers(self.folder)
+                if happened:
+                    self._moved_on(number, named)
+                error.add_note(_OUTCOMES[happened])
+                raise
+            try:
+                self.folder.check()
+                if keep is not None:
+                    self.expire(set(generations.numbers(self.folder)[-1 - keep :]))
+            except BaseException as error:
+                error.add_note(_OUTCOMES[2])
+                raise
+            return number
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a folder is a table, or what is left of one."""
+        inside = self.folder.names(name)
+        return not inside or NUMBERS in inside
+
+    def _check_whole(self) -> None:
+        if (self._places.of == LOST).any():
+            raise StaleError(
+                f"{self.path}: expected whole rows, found some that were lost: a write failed, or "
+                "another process went on from what was loaded here. Make that write again, or load "
+                "the path to go on from what was saved last."
+            )
+
+    def _settle(self, named: np.ndarray) -> None:
+        """Sums up the blocks that changed, and takes all rows to the disk, both at once."""
+        touched = self._touched | self._unsynced
+        changed = self._touched | (named != self._summed)
+        if self._unsynced.any():  # a sync failed: the system may believe that it is done with them
+            self._write_again(self._unsynced & ~self._touched)
+        syncs = [functools.partial(self.table.sync, n) for n in range(len(self.table.columns))]
+        try:
+            self._sum_up(named, changed, syncs if touched.any() else [])
+        except BaseException:
+            self._sum_up(named, changed, [])  # by which they will be told then
+            self._unsynced, self._touched[:] = touched, False
+            raise
+        self._unsynced[:] = False
+        self._touched[:] = False
+
+    def _write_again(self, places: np.ndarray) -> None:
+        """Writes rows that a sync has failed for, if they are still what they were."""
+        blocks = set((np.flatnonzero(places) // self._block).tolist())
+        blocks -= set((np.flatnonzero(self._touched & self._summed) // self._block).tolist())
+        for number in range(len(self.table.columns)):
+            for block in sorted(blocks):
+                self._check_block(number, block)
+            self.table.again(number, np.flatnonzero(places))
+
+    def _sum_up(
+        self, named: np.ndarray, changed: np.ndarray, others: list[Callable[[], None]]
+    ) -> None:
+        """Computes the sums of the blocks of places that changed, and does other things beside."""
+        blocks = np.unique(np.flatnonzero(changed) // self._block).tolist()
+        count = -(-self.table.room // self._block)
+        sums = [_longer(column, count) for column in self._sums]
+        stays, changes = self._summed & named, self._summed & self._touched
+
+        def compute(number: int, block: int) -> None:
+            part = slice(block * self._block, (block + 1) * self._block)
+            if stays[part].any() and not changes[part].any():
+                self._check_block(number, block)  # or what was damaged would count as right
+            sums[number][block] = self.table.sum_of(number, block, named)
+
+        each = [(number, block) for number in range(len(sums)) for block in blocks]
+        share(_call, [*others, *(functools.partial(compute, *task) for task in each)])
+        self._sums, self._summed = sums, named
+
+    def damage(self, number: int, block: int) -> str:
+        """What is wrong with a block of what was committed or opened; nothing if it is whole."""
+        return self.table.check(number, block, self._summed, int(self._sums[number][block]))
+
+    def _check_block(self, number: int, block: int) -> None:
+        damage = self.damage(number, block)
+        if damage:
+            raise DamagedError(damage)
+
+    def _body(self, number: int, meta: Any, kinds: dict[str, list]) -> tuple[Body, dict[str, Any]]:
+        """What the generation's file says of it, and the store's own arrays."""
+        inner: dict[str, Any] = {".places": runs_of(self._places.of).tobytes()}
+        inner |= {f".sums/{n}": column.tobytes() for n, column in enumerate(self._sums)}
+        entries = [{"name": name, "kind": kind} for name, kind in kinds.items()]
+        entries += [{"name": name, "kind": []} for name in inner]
+        table = self.table
+        about = generations.table_of(self._table_folder, self.slots, table.room, table.columns)
+        body = generations.body_of(number, self.version, meta, about, entries)
+        return body, inner
+
+    def _moved_on(self, number: int, named: np.ndarray) -> None:
+        self._kept[number], self._folders[number] = named, self._table_folder
+        self._places.kept |= named
+        self.generation = number
+
+    def expire(self, kept: set[int]) -> None:
+        """Removes the generations that need not stay, and frees what only they named."""
+        known = {*generations.numbers(self.folder), *self._kept, *self._folders}
+        expired = sorted(known - kept)
+        for number in expired:
+            self.folder.remove(generations.name_of(number))
+        if expired:
+            self.folder.sync()
+        for number in expired:
+            self._kept.pop(number, None)
+            self._folders.pop(number, None)
+        used = {folder_of(folder) for folder in (self._table_folder, *self._folders.values())}
+        for name in self.folder.names():
+            if is_table(name) and name not in used and self._is_ours(name):
+                self.folder.clear(name, sign=NUMBERS)
+        self._free()
+
+
+_OUTCOMES = (
+    "It has not happened: what was saved before is still there.",
+    "It has happened, but may not survive a loss of power before the next save.",
+    "It has happened, and lasts; what it makes superfluous is still there.",
+)
+
+
+def _call(task: Callable[[], None]) -> None:
+    task()
+
+
+def is_table(name: str) -> bool:
+    """Whether a folder of this name may be that of a table."""
+    return name == folder_of(0) or (name.startswith("rows-") and name[5:].isdecimal())
+
+
+def folder_of(generation: int) -> str:
+    """The folder of the table that a generation has made."""
+    return f"rows-{generation}" if generation else "rows"
+
+
+def _longer(array: np.ndarray, length: int) -> np.ndarray:
+    """An array with zeros behind it."""
+    return np.concatenate([array, np.zeros(length - len(array), array.dtype)])
+
+
+def _forget_writers() -> None:
+    """In a process that was forked off, which writes nowhere."""
+    for store in list(writing.values()):
+        store.forked()
+    writing.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_writers)

@@ -1,0 +1,311 @@
+"""Columns of P rows, each a raw file; and a file of the numbers of rows.
+
+The row at place p of a column begins at byte p times its width. A file is called like its leaf
+(`next/observation.bin`). Rows are read through a mapping and written by `pwrite`, so that a full
+disk is an error and what was written is no memory of this process. `.numbers` holds, for each
+place, the number of the row that lies there, or that will be written there next: it changes before
+the row does, and so tells whoever read a row whether that was still the one it wanted. The number
+is in the high 48 bits of a word; the low 16 bits are a check of it.
+"""
+
+import dataclasses
+import itertools
+import math
+import mmap
+import os
+import weakref
+import zlib
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from jrb._store import files
+from jrb._store.errors import DamagedError
+from jrb._store.files import Folder
+
+SMALLEST, MOST = 1 << 16, 4096
+SMALL = 1 << 17
+"""Bytes of a gather below which another copy does not matter."""
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # of no pattern: the golden ratio's
+_ALIGNMENT = 64  # bytes; where XLA takes memory without a copy
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One leaf of all rows.
+
+    Attributes:
+        name: of the leaf, such as `next/observation`, in which a part has no `/`, and `%` stands
+            for itself as `%25`; `.` for items that are one array.
+        kind: dtype and shape of an item, for the owner.
+        width: bytes of a row.
+        block: rows of a block, the unit of checksums.
+    """
+
+    name: str
+    kind: tuple
+    width: int
+    block: int = 0
+
+    @property
+    def file(self) -> str:
+        """The file's name, in the folder of the table."""
+        if self.name == ".":
+            return "items.bin"
+        parts = [quote(part, safe="%", errors="surrogatepass") for part in self.name.split("/")]
+        return "/".join(map(_visible, parts)) + ".bin"
+
+
+def blocked(columns: tuple[Column, ...], slots: int, room: int) -> tuple[Column, ...]:
+    """The columns with blocks for a table of N rows with room for P.
+
+    They are of 64 kB in all, or there are 4096 of them; and so small that none holds the newest
+    rows of a ring and the oldest ones too, between which nothing lies but the rest of the room.
+    """
+    width = max(sum(column.width for column in columns), 1)
+    block = max(SMALLEST // width, -(-slots // MOST))
+    block = max(1, min(block, (room - slots) // 2)) if room > slots else max(1, block)
+    return tuple(dataclasses.replace(column, block=block) for column in columns)
+
+
+def _visible(part: str) -> str:
+    """Never empty, and never `..`."""
+    return "%2E" + part[1:] if part.startswith(".") else part or "%"
+
+
+_NUMBERS = Column("numbers", (), 8)
+NUMBERS = ".numbers"
+"""The name of the file of the numbers, which no leaf has."""
+
+
+class Table:
+    """The open files of all columns.
+
+    Args:
+        folder: the store's.
+        name: of the table's folder in it.
+        columns: of the rows.
+        room: P.
+        writable: whether rows will be written.
+
+    Raises:
+        DamagedError: a file is missing, or too short.
+    """
+
+    def __init__(
+        self, folder: Folder, name: str, columns: tuple[Column, ...], room: int, writable: bool
+    ) -> None:
+        self.columns, self.room, self.writable = columns, room, writable
+        names = [f"{name}/{column.file}" for column in columns] + [f"{name}/{NUMBERS}"]
+        self.paths = [folder.path_of(one) for one in names]
+        self._files: list[int] = []
+        weakref.finalize(self, _close, self._files)
+        how = os.O_RDWR if writable else os.O_RDONLY
+        for one, column in zip(names, (*columns, _NUMBERS), strict=True):
+            self._files.append(_open(folder, one, column.width * room, how))
+        self._map()
+
+    def _map(self) -> None:
+        pairs = zip(self._files, (*self.columns, _NUMBERS), strict=True)
+        *self.rows, numbers = [_mapped(file, self.room, column.width) for file, column in pairs]
+        self._words = numbers.reshape(-1).view(np.uint64)
+
+    def newer(self, places: np.ndarray, number: int) -> np.ndarray:
+        """Whether the row at each place has a higher number than this one."""
+        return self._words[places] > np.uint64(number << 16 | 0xFFFF)
+
+    def highest(self) -> int:
+        """The highest number of all."""
+        return int(self._words.max(initial=0)) >> 16
+
+    def newest(self, places: np.ndarray) -> int:
+        """That one of some places at which the row with the highest number is; -1 if of none."""
+        return int(places[self._words[places].argmax()]) if len(places) else -1
+
+    def check_numbers(self) -> None:
+        """Raises `DamagedError` unless all numbers are what was written."""
+        words = np.array(self._words)
+        wrong = np.flatnonzero(words != _words(np.arange(self.room), words >> np.uint64(16)))
+        if len(wrong):
+            raise DamagedError(
+                f"{self.paths[-1]}: leaf '.numbers': the number of place {wrong[0]} was damaged."
+            )
+
+    def take(self, number: int, places: np.ndarray) -> np.ndarray:
+        """Rows of a column, uint8 `[B, width]`, at places `[B]`, all in range."""
+        whole, width = self.rows[number], self.columns[number].width
+        if len(places) * width < SMALL:
+            return whole[places]
+        return np.take(whole, places, axis=0, out=aligned((len(places), width)), mode="clip")
+
+    def put(self, number: int, places: np.ndarray, rows: np.ndarray) -> None:
+        """Writes rows, uint8 `[B, width]`, at places `[B]`.
+
+        Raises:
+            OSError: the disk is full or broken; some of the rows may be written.
+        """
+        width = rows.shape[1]
+        for start, stop in runs(places) if width else ():
+            data, offset = rows[start:stop].reshape(-1).data, int(places[start]) * width
+            files.write_at(self._files[number], self.paths[number], offset, data)
+
+    def number(self, places: np.ndarray, numbers: np.ndarray, lasting: bool) -> None:
+        """Says which rows will be written at places, int64 `[B]`; on the disk too if `lasting`."""
+        self.put(-1, places, _words(places, numbers.astype(np.uint64))[:, None].view(np.uint8))
+        if lasting:
+            self.sync(-1)
+
+    def again(self, number: int, places: np.ndarray) -> None:
+        """Writes rows once more, as they are, so that the next sync takes them to the disk."""
+        step = max(1, (4 << 20) // max(self.columns[number].width, 1))
+        for start in range(0, len(places), step):
+            part = places[start : start + step]
+            self.put(number, part, self.take(number, part))
+
+    def sync(self, number: int) -> None:
+        """What was written to a column is on the disk afterwards; -1 for the numbers."""
+        files.sync(self._files[number], self.paths[number])
+
+    def read_block(self, number: int, part: slice, slots: np.ndarray, target: np.ndarray) -> int:
+        """Reads the rows of a block to where they belong.
+
+        Args:
+            number: of the column.
+            part: the places of the block.
+            slots: int64, to which row of the target each of them goes; negative for none.
+            target: uint8 `[N, width]`.
+
+        Returns:
+            Their checksum.
+        """
+        named = np.flatnonzero(slots >= 0)
+        rows = slots[named]
+        in_line = len(runs(named)) == 1 and len(runs(rows)) == 1
+        inner = target[rows[0] : rows[-1] + 1] if in_line else np.empty_like(target[rows])
+        if in_line:
+            self._read(number, part.start + int(named[0]), inner)
+        else:
+            for start, stop in runs(named):
+                self._read(number, part.start + int(named[start]), inner[start:stop])
+            target[rows] = inner
+        return zlib.crc32(inner.reshape(-1).data) if inner.size else 0
+
+    def _read(self, number: int, place: int, target: np.ndarray) -> None:
+        if target.size:
+            offset = place * target.shape[1]
+            view = target.reshape(-1).data
+            files.read_at(self._files[number], self.paths[number], offset, view)
+
+    def numbers_at(self, places: np.ndarray) -> np.ndarray:
+        """The numbers of the rows at places, uint64."""
+        return self._words[places] >> np.uint64(16)
+
+    def grow(self, room: int, reserve: bool) -> None:
+        """Makes room for so many rows.
+
+        Raises:
+            OSError: there is none; then nothing has changed.
+        """
+        for number, column in enumerate((*self.columns, _NUMBERS)):
+            files.resize(self._files[number], self.paths[number], room * column.width, reserve)
+            self.sync(number)
+        self.room = room
+        self._map()
+
+    def sum_of(self, number: int, block: int, named: np.ndarray) -> int:
+        """The checksum, CRC-32, of those rows of a block that are named, bool `[P]`."""
+        size = self.columns[number].block
+        part = slice(block * size, (block + 1) * size)
+        rows = self.rows[number][part]
+        whole = rows if named[part].all() else rows[named[part]]
+        return zlib.crc32(whole.reshape(-1).data) if whole.size else 0
+
+    def check(self, number: int, block: int, named: np.ndarray, expected: int) -> str:
+        """What is wrong with a block of a column; nothing if its rows have that checksum."""
+        found = self.sum_of(number, block, named)
+        return "" if found == expected else self.damage(number, block, expected, found)
+
+    def damage(self, number: int, block: int, expected: int, found: int) -> str:
+        """What is said of a block whose rows are not what was written."""
+        column = self.columns[number]
+        return (
+            f"{self.paths[number]}: leaf '{column.name}', block {block}: expected the checksum "
+            f"{expected:08x}, found {found:08x}: the bytes from "
+            f"{block * column.block * column.width} on were damaged."
+        )
+
+
+def _words(places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Numbers with their checks, uint64; 0 for a place that never had one."""
+    mixed = (numbers + places.astype(np.uint64) * _ODD) * _ODD
+    words = numbers << np.uint64(16) | mixed >> np.uint64(48)
+    return np.where(numbers == 0, np.uint64(0), words)
+
+
+def _close(numbers: list[int]) -> None:
+    for number in numbers:
+        os.close(number)
+
+
+def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, reserve: bool) -> None:
+    """Makes the files of a table, full of zeros.
+
+    Raises:
+        OSError: there is no room for them; then there are none.
+    """
+    try:
+        folder.make(name)
+        for column in (_NUMBERS, *columns):  # by the first of which the folder can be told
+            file = f"{name}/{column.file if column is not _NUMBERS else NUMBERS}"
+            folder.make(os.path.dirname(file))
+            opened = folder.create(file)
+            try:
+                size = column.width * room
+                files.resize(opened, folder.path_of(file), size, reserve or column is _NUMBERS)
+                files.sync(opened, folder.path_of(file))
+            finally:
+                os.close(opened)
+            folder.sync(os.path.dirname(file))
+    except OSError:
+        folder.clear(name, sign=NUMBERS)
+        raise
+
+
+def _open(folder: Folder, name: str, size: int, how: int) -> int:
+    path = folder.path_of(name)
+    try:
+        file = folder.open(name, how)
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: expected {size} bytes, found no file.") from None
+    found = os.fstat(file).st_size
+    if found < size:
+        os.close(file)
+        raise DamagedError(f"{path}: expected {size} bytes, found {found}.")
+    return file
+
+
+def _mapped(file: int, room: int, width: int) -> np.ndarray:
+    """The rows, uint8 `[P, width]`, as they are in the file at any time."""
+    if not width * room:
+        return np.zeros((room, width), np.uint8)
+    whole: Any = mmap.mmap(file, room * width, prot=mmap.PROT_READ)
+    return np.frombuffer(whole, np.uint8).reshape(room, width)
+
+
+def runs(places: np.ndarray) -> list[tuple[int, int]]:
+    """Where places follow one another: pairs of a start and a stop in the array."""
+    if not len(places):
+        return []
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    edges = [0, *breaks.tolist(), len(places)]
+    return list(itertools.pairwise(edges))
+
+
+def aligned(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
+    """An empty array where XLA takes it without a copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)

@@ -1,0 +1,66 @@
+"""A checkpoint in a folder, whatever is in it: one buffer, a mix, or a storage's own rows."""
+
+from typing import Any
+
+from jrb._store import generation, opening
+from jrb._store.errors import DamagedError, StaleError
+from jrb._store.files import Folder
+from jrb.checkpoint import hosted, native, own, parts
+from jrb.mix import Mix
+
+
+def save(path: str, buffer: Any, state: Any, keep: int) -> int:
+    """Saves now; the number of the generation."""
+    saved = pending(path, buffer, state, keep, copy=False)
+    return saved if isinstance(saved, int) else saved.finish(keep)
+
+
+def pending(
+    path: str, buffer: Any, state: Any, keep: int, copy: bool
+) -> "native.Pending | parts.Pending | int":
+    """A save that is to be finished, or the number of the generation if it is over already.
+
+    Args:
+        path: of the folder.
+        buffer: the description.
+        state: its state.
+        keep: how many older generations stay.
+        copy: whether what will be written is copied now, so that the state may change.
+    """
+    if isinstance(buffer, Mix):
+        return parts.Pending(path, buffer, state, copy)
+    if hosted.is_own(path, buffer, state):
+        return own.save(buffer, state, keep)
+    with hosted.reading(buffer, state):
+        return native.Pending(path, buffer, state, copy)
+
+
+def load(path: str, buffer: Any, example: Any, device: Any, number: int | None = None) -> Any:
+    """Loads a generation, the newest one if none is named: a description and its state."""
+    folder = opening.folder_at(path)
+    while True:
+        there = generation.numbers(folder)[-1:]
+        try:
+            return _load(path, folder, buffer, example, device, number)
+        except (DamagedError, FileNotFoundError, StaleError):
+            if number is not None or generation.numbers(folder)[-1:] == there:
+                raise  # else the next generation has come meanwhile
+
+
+def _load(
+    path: str, folder: Folder, buffer: Any, example: Any, device: Any, number: int | None
+) -> Any:
+    opened = generation.newest(folder) if number is None else opening.at(folder, number)
+    if (opened.body["meta"] or {}).get("kind") == parts.KIND:
+        return parts.restored(path, buffer, example, device, opened)
+    return native.load(path, buffer, example, device, number)
+
+
+def verify(path: str) -> list[str]:
+    """All that is wrong, a line each."""
+    return opening.damages(path) + parts.damages(path)
+
+
+def generations(path: str) -> list[int]:
+    """The generations that are there, oldest first."""
+    return [number for number in generation.numbers(opening.folder_at(path)) if number]

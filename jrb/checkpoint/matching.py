@@ -1,0 +1,152 @@
+"""What a checkpoint says of a buffer, and whether that is what is wanted."""
+
+from typing import Any
+
+import jax
+
+from jrb import outside, prng, pytree
+from jrb._store.errors import DamagedError
+from jrb._store.generation import Generation
+from jrb.buffer import ReplayBuffer
+from jrb.checkpoint import describe, rows, template
+
+
+def about(kind: str, buffer: Any, state: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """What a checkpoint says of a state, and the axes that `vmap` has put before it."""
+    spec, batch = template.read_off(buffer, state)
+    items = describe.encode_structure(spec)
+    said = {"kind": kind, "buffer": describe.encode(buffer), "items": items}
+    return {**said, "batch": list(batch)}, batch
+
+
+def kinds(state: Any, arrays: dict[str, Any]) -> dict[str, list[str]]:
+    """What must be known of each array to read it."""
+    packed = template.packed(state)
+    leaves = dict(zip(template.leaf_names(packed), jax.tree.leaves(packed), strict=True))
+    return {name: list(rows.kind_of(leaves[name.removesuffix(rows.BEYOND)])) for name in arrays}
+
+
+def described(
+    path: str, opened: Generation, kind: str, buffer: Any, example: Any
+) -> tuple[Any, Any, bool]:
+    """The description, the specs of its items, and whether the description was given."""
+    meta, given = opened.body["meta"] or {}, buffer is not None
+    if meta.get("kind") != kind:
+        raise ValueError(
+            f"{path}: expected a checkpoint of a buffer, got one of kind {meta.get('kind')!r}."
+        )
+    try:
+        buffer = matched(meta["buffer"], buffer)
+        return buffer, stored_spec(meta["items"], buffer, example), given
+    except (KeyError, AttributeError) as error:
+        raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
+
+
+def batch_of(path: str, opened: Generation) -> tuple[int, ...]:
+    """The axes that `vmap` has put before the state."""
+    batch = opened.body["meta"].get("batch")
+    if not isinstance(batch, list) or not all(type(n) is int and n >= 0 for n in batch):
+        raise DamagedError(f"{path}: expected the axes of a state, got {batch!r}.")
+    return tuple(batch)
+
+
+def places(
+    path: str, opened: Generation, packed: Any, without_rows: bool = False
+) -> list[tuple[str, int | None]]:
+    """The name of each leaf of a state, and the number of the column that it is in, if it is.
+
+    Args:
+        path: of the checkpoint.
+        opened: its generation.
+        packed: the specs of the state.
+        without_rows: whether the state is meant to have only the arrays.
+
+    Raises:
+        DamagedError: there are others.
+        ValueError: they are of another dtype or shape.
+    """
+    columns = {column.name: (n, column.kind) for n, column in enumerate(opened.columns)}
+    columns = {} if without_rows else columns
+    arrays = opened.arrays
+    there = {name for name in (*columns, *arrays) if not name.startswith(".")}
+    there = {name for name in there if not name.endswith(rows.BEYOND)}
+    names, found = template.leaf_names(packed), []
+    odd = sorted(set(names) ^ there)
+    if odd:
+        raise DamagedError(
+            f"{path}: leaf '{odd[0]}': expected the leaves {names}, got {sorted(there)}."
+        )
+    for name, leaf in zip(names, jax.tree.leaves(packed), strict=True):
+        number, kind = columns.get(name, (None, None))
+        kind = tuple(arrays[name]["kind"]) if kind is None else kind
+        inner = prng.raw_spec(leaf)
+        size = inner.size * inner.dtype.itemsize
+        wrong = number is None and arrays[name]["size"] != size
+        if kind != rows.kind_of(leaf) or wrong:
+            raise ValueError(
+                f"{path}: leaf '{name}': expected {rows.kind_of(leaf)} of {size} bytes, got "
+                f"{kind}. Another jrb, or another setting of jax_enable_x64, wrote it."
+            )
+        found.append((name, number))
+    return found
+
+
+def matched(saved: describe.Json, buffer: Any) -> Any:
+    """The description that was saved, or the one that was given if it is the same.
+
+    Batch size, `min_size`, `cast` and transforms may differ: no state depends on them.
+    """
+    if buffer is None:
+        buffer = describe.decode(saved)
+        template.check_buffer(buffer, "load")
+        return buffer
+    template.check_buffer(buffer, "load")
+    lines = describe.differences(binding(saved), binding(describe.encode(buffer)))
+    if lines:
+        raise ValueError(
+            f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
+            "capacity and num_envs by load(..., capacity=, num_envs=)."
+        )
+    return buffer
+
+
+def binding(node: describe.Json) -> describe.Json:
+    """An encoded description without what no state depends on."""
+    if isinstance(node, list):
+        return [binding(entry) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    free = {"batch_size", "transforms", "min_size", "cast"}
+    if "part" in node:
+        free |= set(getattr(describe.find_class(node["part"]), "unbound", ()))
+    return {
+        key: {name: binding(field) for name, field in entry.items() if name not in free}
+        if key == "fields"
+        else binding(entry)
+        for key, entry in node.items()
+        if key not in free
+    }
+
+
+def stored_spec(node: describe.Json, buffer: Any, example: Any) -> Any:
+    """The specs of the stored items; those of an example must be the same."""
+    if example is None:
+        return pytree.spec_of(describe.decode_structure(node), "load")
+    if not isinstance(buffer, ReplayBuffer):
+        given = tuple(_stored(part, example) for part in buffer.buffers)
+    else:
+        given = _stored(buffer, example)
+    if "unknown" in node:
+        saved = [describe.decode_structure(leaf) for leaf in node["leaves"]]
+        pytree.check_like(saved, jax.tree.leaves(given), "load: example", _MEND)
+    else:
+        pytree.check_like(describe.decode_structure(node), given, "load: example", _MEND)
+    return given
+
+
+def _stored(buffer: Any, example: Any) -> Any:
+    plain = outside.on_device(buffer)
+    return plain.stored(jax.eval_shape(lambda: plain.init(example)))
+
+
+_MEND = "Pass a transition like those that were saved, or leave example= out."

@@ -1,0 +1,283 @@
+"""A state as what lies in rows, slot by slot, and the arrays that do not.
+
+N capacity, V the buffers that `vmap` has put side by side. Slot s of buffer v is row v * N + s.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import prng
+from jrb._store import table
+from jrb._store.errors import DamagedError
+from jrb._store.generation import Generation
+from jrb._store.store import Store
+from jrb._store.table import Column
+from jrb.checkpoint import describe, hosted, memory, template
+
+PIECE = 16 << 20
+"""Bytes of the rows that are on their way at a time."""
+
+WITNESS = 16 << 20
+"""Bytes of the largest table that is looked at as a whole to tell one history from another."""
+
+BEYOND = "#beyond"
+"""Stands behind the name of an array that holds what a leaf has besides its N rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The leaves of a state that lie in rows.
+
+    Attributes:
+        columns: one for each.
+        leaves: their arrays, on the host `[V, N or more, width]` of uint8, or a `hosted.Leaf`, or
+            an array of another device.
+        buffers: V.
+        capacity: N.
+    """
+
+    columns: tuple[Column, ...]
+    leaves: tuple[Any, ...]
+    buffers: int
+    capacity: int
+
+    @property
+    def count(self) -> int:
+        """V * N."""
+        return self.buffers * self.capacity
+
+    def take(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The bytes of rows `[B]` of each leaf, uint8 `[B, width]`."""
+        return [self._taken(*pair, rows) for pair in zip(self.columns, self.leaves, strict=True)]
+
+    def _taken(self, column: Column, leaf: Any, rows: np.ndarray) -> np.ndarray:
+        if isinstance(leaf, hosted.Leaf):
+            return leaf.rows(rows)
+        if isinstance(leaf, np.ndarray):
+            buffer, slot = rows // self.capacity, rows % self.capacity
+            runs = table.runs(rows)
+            if len(runs) == 1 and buffer[0] == buffer[-1]:
+                return leaf[buffer[0], slot[0] : slot[-1] + 1]
+            return leaf[buffer, slot]
+        return self._fetched(column, leaf, rows)
+
+    def _fetched(self, column: Column, leaf: jax.Array, rows: np.ndarray) -> np.ndarray:
+        """The same from another device."""
+        read, length = memory.reader(leaf), leaf.size * leaf.dtype.itemsize // self.buffers
+        place = rows // self.capacity * (length // max(column.width, 1)) + rows % self.capacity
+        found = [
+            np.frombuffer(
+                read(int(place[a]) * column.width, (int(place[b - 1]) + 1) * column.width), np.uint8
+            )
+            for a, b in table.runs(place)
+        ]
+        return np.concatenate(found).reshape(len(rows), column.width)
+
+    def pieces(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """Some rows, a few megabytes at a time."""
+        width = max(sum(column.width for column in self.columns), 1)
+        step = max(1, PIECE // width)
+        for start in range(0, len(rows), step):
+            yield rows[start : start + step]
+
+
+def split(buffer: Any, state: Any, batch: tuple[int, ...]) -> tuple[Rows, dict[str, Any]]:
+    """The rows of a state of one buffer, and its other arrays by name, as bytes."""
+    state = template.packed(state)
+    names, leaves = template.leaf_names(state), jax.tree.leaves(state)
+    slotted = getattr(buffer.storage, "slotted", None)
+    by_slot = set() if slotted is None else set(map(id, jax.tree.leaves(slotted(state.storage))))
+    buffers, columns, held, arrays = int(np.prod(batch, dtype=int)), [], [], {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if id(leaf) not in by_slot or leaf.shape[len(batch)] < buffer.capacity:
+            arrays[name] = array_bytes(leaf)
+            continue
+        column, array, beyond = _column(name, leaf, batch, buffers, buffer.capacity)
+        columns.append(column)
+        held.append(array)
+        if beyond is not None:
+            arrays[name + BEYOND] = beyond
+    return Rows(tuple(columns), tuple(held), buffers, buffer.capacity), arrays
+
+
+def array_bytes(leaf: Any) -> Any:
+    """The bytes of an array, keys as their words."""
+    return memory.view(np.asarray(prng.raw(leaf)))
+
+
+def _column(name: str, leaf: Any, batch: tuple[int, ...], buffers: int, capacity: int) -> tuple:
+    """The column of a leaf, what its rows are read from, and the bytes beyond them if there are."""
+    kind = kind_of(leaf)
+    if isinstance(leaf, hosted.Leaf):
+        return Column(name, kind, leaf.width), leaf, None
+    words = prng.raw(leaf)
+    length = words.shape[len(batch)]
+    width = words.size // max(buffers * length, 1) * words.dtype.itemsize
+    column = Column(name, kind, width)
+    if not memory.on_host(words):
+        return column, words, _beyond(np.asarray(words), buffers, length, capacity, width)
+    flat = np.asarray(words)
+    view = np.frombuffer(memory.view(flat), np.uint8).reshape(buffers, length, width)
+    return column, view, _beyond(flat, buffers, length, capacity, width)
+
+
+def _beyond(words: np.ndarray, buffers: int, length: int, capacity: int, width: int) -> Any:
+    if length == capacity:
+        return None
+    view = np.frombuffer(memory.view(words), np.uint8).reshape(buffers, length, width)
+    return memory.view(np.ascontiguousarray(view[:, capacity:]))
+
+
+def kind_of(leaf: Any) -> tuple[str, ...]:
+    """What must be the same for rows to be comparable: dtype and shape."""
+    return (describe.dtype_name(leaf.dtype), str(list(leaf.shape)))
+
+
+def changed(
+    store: Store, rows: Rows, last: Generation | None, buffer: Any, state: Any, batch: tuple
+) -> np.ndarray:
+    """The rows that the last generation of a store has not, or has otherwise; int64, in order.
+
+    The writer's stamps tell them, if the state goes on from the one that was saved: tables of up to
+    16 MB are compared as a whole where nothing should have changed, larger ones here and there, and
+    where they were newest at the last save. If something differs, it is all rows.
+    """
+    every = np.arange(rows.count)
+    then = None if last is None else _writer_of(last, state)
+    if then is None:
+        return every
+    stamps = lambda writer: np.asarray(_stamps(buffer, len(batch), writer)).reshape(-1)
+    new = stamps(then) != stamps(state.writer)
+    old = _witnesses(store, rows, np.flatnonzero(~new))
+    same = all(
+        np.array_equal(one, other)
+        for piece in rows.pieces(old)
+        for one, other in zip(
+            rows.take(piece), store.take(store.version, [piece] * len(rows.columns)), strict=True
+        )
+    )
+    return every[new] if same else every
+
+
+def _writer_of(last: Generation, state: Any) -> Any:
+    """The writer's state as it was saved; None if it was another kind of writer."""
+    leaves, structure = jax.tree.flatten(state.writer)
+    names, entries, found = template.leaf_names({"writer": state.writer}), last.arrays, []
+    for name, leaf in zip(names, leaves, strict=True):
+        if name not in entries or entries[name]["kind"] != list(kind_of(leaf)):
+            return None
+        try:
+            found.append(last.array(name, leaf.dtype).reshape(leaf.shape))
+        except (DamagedError, ValueError):
+            return None
+    return jax.tree.unflatten(structure, found)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _stamps(buffer: Any, axes: int, writer: Any) -> jax.Array:
+    """The stamps of all slots, uint32 `[V, N]`."""
+    slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    stamp = lambda writer: buffer.writer.stamp(buffer.ring, writer, slots)
+    for _ in range(axes):
+        stamp = jax.vmap(stamp)
+    return stamp(writer)
+
+
+def _witnesses(store: Store, rows: Rows, old: np.ndarray) -> np.ndarray:
+    """Those of some rows that are compared."""
+    width = max(sum(column.width for column in rows.columns), 1)
+    if rows.count * width <= WITNESS:
+        return old
+    most = max(WITNESS // width, 1)
+    newest = old[np.argsort(store.numbers(old), kind="stable")[-most:]]
+    return np.union1d(newest, old[:: max(1, len(old) // 1024)])
+
+
+def pieces(
+    store: Store, rows: Rows, which: np.ndarray
+) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    """Rows and their bytes; those of zeros that were never written are left out."""
+    for piece in rows.pieces(which):
+        found = rows.take(piece)
+        if not store.is_blank(piece) or any(leaf.any() for leaf in found):
+            yield piece, found
+
+
+def ranges(store: Store) -> Iterator[np.ndarray]:
+    """All slots of a store, a few megabytes at a time."""
+    width = max(sum(column.width for column in store.table.columns), 1)
+    step = max(1, PIECE // width)
+    for start in range(0, store.slots, step):
+        yield np.arange(start, min(start + step, store.slots))
+
+
+def reader(
+    store: Store, opened: Generation, name: str, column: int | None, buffers: int
+) -> Callable[[memoryview | None], Any]:
+    """Fills a memoryview with a leaf's bytes; or, from None, gives them in pieces."""
+
+    def fill(target: memoryview) -> None:
+        if column is None:
+            opened.read(name, target)
+            return
+        beyond = opened.arrays.get(name + BEYOND)
+        rest = None if beyond is None else opened.array(name + BEYOND, np.uint8)
+        read(store, column, buffers, rest, target)
+
+    def whole() -> Iterator[tuple[int, Any]]:
+        size = opened.arrays[name if column is None else name + BEYOND]["size"]
+        if column is not None:
+            size += store.slots * store.table.columns[column].width
+        target = bytearray(size)
+        fill(memoryview(target))
+        yield 0, target
+
+    def read_to(target: memoryview | None) -> Any:
+        if target is not None:
+            return fill(target)
+        if column is None or name + BEYOND in opened.arrays:
+            return whole()
+        return _in_pieces(store, column)
+
+    return read_to
+
+
+def _in_pieces(store: Store, column: int) -> Iterator[tuple[int, Any]]:
+    """The rows of a column, after a look at all of them."""
+    for number, block in store.blocks():
+        damage = store.damage(number, block) if number == column else ""
+        if damage:
+            raise DamagedError(damage)
+    width = store.table.columns[column].width
+    step = max(1, memory.PIECE // max(width, 1))
+    for start in range(0, store.slots, step):
+        slots = np.arange(start, min(start + step, store.slots))
+        yield start * width, store.take_column(store.version, column, slots).reshape(-1).data
+
+
+def read(store: Store, number: int, buffers: int, beyond: Any, target: memoryview) -> None:
+    """Fills the target with the bytes of a leaf, checked.
+
+    Args:
+        store: where its rows are.
+        number: of its column.
+        buffers: V.
+        beyond: the bytes beyond its rows; None if there are none.
+        target: as many bytes as the leaf has.
+    """
+    width = store.table.columns[number].width
+    whole = np.frombuffer(target, np.uint8)
+    if beyond is None:
+        store.read_column(number, whole.reshape(store.slots, width))
+        return
+    inner, capacity = np.zeros((store.slots, width), np.uint8), store.slots // buffers
+    store.read_column(number, inner)
+    view = whole.reshape(buffers, -1, width)
+    view[:, :capacity] = inner.reshape(buffers, capacity, width)
+    view[:, capacity:] = np.frombuffer(beyond, np.uint8).reshape(buffers, -1, width)

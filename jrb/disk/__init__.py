@@ -1,1 +1,0 @@
-"""What survives a crash on a disk. Nothing here needs JAX."""

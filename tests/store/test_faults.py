@@ -1,0 +1,129 @@
+"""Stores under faults: kills, lost power, broken disks, interrupts, forks, moved folders.
+
+The scenarios run in processes of their own, which never load JAX: see `faults.py`.
+"""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.store import faults
+
+SCRIPT = os.path.join(os.path.dirname(__file__), "faults.py")
+pytestmark = pytest.mark.faults
+
+
+def run(name, folder, *arguments):
+    """What a scenario found."""
+    path = folder / "store"
+    command = [sys.executable, SCRIPT, name, str(path), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def check(found, name):
+    """Each outcome is something that was committed, and both old and new occurred."""
+    assert found["operations"] > 10
+    assert set(found["outcomes"]) == faults.WORK[name][2]
+
+
+@pytest.mark.parametrize("name", faults.WORK)
+def test_a_process_killed_at_any_operation_leaves_what_was_committed(name, tmp_path):
+    check(run("kill", tmp_path, name), name)
+
+
+def test_a_process_killed_at_any_operation_after_a_crash_leaves_what_was_committed(tmp_path):
+    check(run("kill_twice", tmp_path), "wrapped")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hundred_kills_at_any_moment_lose_nothing(seed, tmp_path):
+    found = run("at_random", tmp_path, seed, 100)
+    assert found["outcomes"] == []
+    assert found["written"] > 500
+
+
+@pytest.mark.parametrize("name", faults.WORK)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_at_any_operation_leaves_what_was_committed(name, code, tmp_path):
+    check(run("fail", tmp_path, name, code), name)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_a_process_that_goes_on_after_any_failure_keeps_its_promises(code, tmp_path):
+    assert run("go_on", tmp_path, code)["outcomes"] == []
+
+
+@pytest.mark.parametrize("name", faults.WORK)
+@pytest.mark.parametrize("seed", range(3))
+def test_power_lost_at_any_operation_leaves_what_was_committed(name, seed, tmp_path):
+    check(run("power", tmp_path, name, seed), name)
+
+
+@pytest.mark.parametrize("name", faults.SAVES)
+@pytest.mark.parametrize(
+    ("fault", "code"), [("kill", 0), ("fail", 28), ("fail", 5), ("power", 0), ("power", 1)]
+)
+def test_a_save_leaves_the_old_or_the_new(fault, code, name, tmp_path):
+    found = run("save", tmp_path, fault, name, code)
+    assert found["operations"] > 10
+    assert set(found["outcomes"]) == {"old", "new"}
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_leaves_a_store_that_goes_on(tmp_path):
+    found = run("interrupted", tmp_path)
+    assert found["lines"] > 500
+    assert found["outcomes"] == []
+
+
+def test_a_fork_reads_but_neither_writes_nor_keeps_the_lock(tmp_path):
+    found = run("fork", tmp_path)
+    assert found == {"child": ["refused", "refused", "refused", 75], "parent": 77, "after": 78}
+
+
+def test_a_folder_that_moves_is_noticed_and_nothing_is_written_elsewhere(tmp_path):
+    moved = ["ESTALE", "ESTALE"]
+    found = run("moved", tmp_path)
+    assert found == {
+        "renamed": moved,
+        "removed": moved,
+        "lock": moved,
+        "replaced": [*moved, 20],
+    }
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_store_that_could_not_be_made_is_made_the_next_time(code, tmp_path):
+    assert set(run("make", tmp_path, code)["outcomes"]) == {"raised"}
+
+
+def test_files_that_may_not_be_as_large_are_an_error_and_are_removed(tmp_path):
+    assert run("large", tmp_path) == ["EFBIG", ["generation-000000000000", "lock"]]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_flipped_bit_is_noticed(seed, tmp_path):
+    found = run("flip", tmp_path, seed)
+    assert found["flips"] > 500
+    assert found["missed"] == []
+
+
+def test_every_cut_is_noticed(tmp_path):
+    assert run("truncate", tmp_path) == {"cuts": 8, "missed": []}
+
+
+def test_readers_see_one_commit_or_are_told_that_it_is_gone(tmp_path):
+    found = run("meet", tmp_path, 60)
+    assert found["wrong"] == 0
+    assert found["reads"] > found["stale"]
+
+
+def test_a_second_writer_is_turned_away(tmp_path):
+    assert run("rivals", tmp_path) == ["refused", 75, 75, 76]

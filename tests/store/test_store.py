@@ -1,0 +1,311 @@
+"""Stores: what they promise, what they cost, and what they refuse."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from jrb._store import files, generation, opening, store
+from jrb._store.errors import DamagedError, StaleError
+from jrb._store.files import Folder
+from jrb._store.table import Column
+from tests.store import faults
+
+
+@pytest.fixture
+def path(tmp_path):
+    store.writing.clear()
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def announced():
+    """The operations on files that are made, as they are made."""
+    found = []
+    files.hook = lambda *event: found.append(event)
+    yield found
+    files.hook = None
+
+
+def forged(path, change):
+    """A generation that says something else, with checksums that fit."""
+    folder = Folder(path)
+    opened = generation.newest(folder)
+    arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
+    change(opened.body, arrays)
+    generation.write(folder, opened.body, arrays)
+
+
+def runs(*rows):
+    return np.array(rows, np.int64).tobytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body, _: body["table"].update(slots=10**15),
+        lambda body, _: body["table"].update(room=10**15),
+        lambda body, _: body["table"].update(slots=-5),
+        lambda body, _: body["table"].update(folder="../elsewhere"),
+        lambda body, _: body["table"]["columns"][0].update(width=10**15),
+        lambda body, _: body["table"]["columns"][0].update(block=0),
+        lambda body, _: body["table"]["columns"][0].update(name="../../../etc/passwd"),
+        lambda body, _: body["table"]["columns"][0].update(name="/etc/passwd"),
+        lambda body, _: body["table"]["columns"][0].update(name=["x"]),
+        lambda body, _: body["table"]["columns"][0].pop("width"),
+        lambda body, _: body.update(table=[]),
+        lambda body, _: body.update(rows=-5),
+        lambda body, _: body.update(meta=[[[[]]]]),
+        lambda body, _: body["arrays"].append(body["arrays"][0]),
+        lambda _, arrays: arrays.update({".sums/0": b""}),
+        lambda _, arrays: arrays.update({".places": runs((0, 0, 20), (20, 0, 20))}),
+        lambda _, arrays: arrays.update({".places": runs((0, 70, 20))}),
+        lambda _, arrays: arrays.update({".places": runs((0, -1, 20))}),
+        lambda _, arrays: arrays.update({".places": runs((0, 0, 0))}),
+        lambda _, arrays: arrays.update({".places": runs((0, 0, 10**15))}),
+    ],
+)
+def test_a_forged_generation_is_refused(change, path):
+    faults.prepared(path, 20)
+    forged(path, change)
+    with pytest.raises(DamagedError):
+        faults.opened(path)
+    assert opening.damages(path)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"{", b"[]\n", b"1\n", b"[" * 10**5, b'{"format":"jrb","version":2}\n']
+)
+def test_what_is_no_generation_is_refused(text, path):
+    faults.prepared(path, 20)
+    name = os.path.join(path, generation.name_of(2))
+    with open(name, "wb") as file:
+        file.write(text)
+    with pytest.raises(DamagedError, match=generation.name_of(2)) as caught:
+        faults.opened(path)
+    assert "older" in caught.value.__notes__[0]
+    assert faults.content(faults.opened(path, 1)) == 20
+
+
+def test_a_newer_version_is_refused_by_name(path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "VERSION", generation.VERSION + 1)
+        faults.prepared(path, 20)
+    with pytest.raises(ValueError, match="A newer jrb wrote this"):
+        faults.opened(path)
+
+
+@pytest.mark.parametrize("name", ["rows", "rows/x.bin", "rows/.numbers", generation.name_of(1)])
+def test_links_are_not_followed(name, path, tmp_path):
+    faults.prepared(path, 20)
+    os.rename(os.path.join(path, name), tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", os.path.join(path, name))
+    with pytest.raises(DamagedError, match="link"):
+        faults.opened(path)
+
+
+NAMES = ["..", ".", "a/b", "", "rows", "undo/x", "numbers", "lock", "\0", "ä", "a b", "/x"]
+
+
+def test_names_of_leaves_stay_below_the_folder(path, tmp_path):
+    columns = tuple(Column(name, ("uint8", "[]"), 1) for name in NAMES)
+    names = [column.file for column in columns]
+    assert len(set(names)) == len(names)
+    opening.create(path, columns, 4, 8, reserve=False)
+    root = tmp_path / "store" / "rows"
+    assert {str(name.relative_to(root)) for name in root.rglob("*.bin")} == set(names)
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        faults.created(str(tmp_path))
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+    (tmp_path / "manifest.json").write_text("{}")
+    faults.BEFORE(str(tmp_path))  # a checkpoint may lie beside other files
+    assert (tmp_path / "manifest.json").read_text() == "{}"
+    (tmp_path / "other" / "rows").mkdir(parents=True)
+    with pytest.raises(ValueError, match="rows"):
+        faults.BEFORE(str(tmp_path / "other"))
+
+
+def test_a_store_with_something_saved_is_not_made_again(path):
+    faults.prepared(path, 5)
+    store.writing.clear()
+    with pytest.raises(ValueError, match=r"jrb\.load"):
+        faults.created(path)
+
+
+def test_a_commit_costs_what_changed(path, announced):
+    ring = faults.prepared(path, 75)
+    announced.clear()
+    ring.write(3)
+    ring.commit()
+    written = sum(len(event[3]) for event in announced if event[0] == "pwrite")
+    assert written < 3 * 3004 + 10_000 + 75 * 8
+    assert sum(event[0] == "fsync" for event in announced) <= 6
+
+
+def test_what_was_promised_is_not_written_over_while_there_is_room(path, announced):
+    ring = faults.prepared(path, 75)
+    reader = faults.opened(path)
+    ring.write(faults.SLACK)
+    assert faults.content(reader) == 75
+    announced.clear()
+    ring.write(1)
+    order = [(event[0], os.path.basename(event[1])) for event in announced]
+    assert order[:2] == [("pwrite", ".numbers"), ("fsync", ".numbers")]
+    with pytest.raises(StaleError):
+        faults.content(reader)
+    assert 0 < faults.opened(path).lost < faults.SLACK
+
+
+def test_older_generations_stay_as_long_as_asked(path):
+    for stamp in range(6):
+        faults.Save(range(stamp * 100, stamp * 100 + 40), keep=2)(path)
+    assert generation.numbers(Folder(path)) == [4, 5, 6]
+    assert [faults.saved_at(path, number)[0] for number in (4, 5, 6)] == [300, 400, 500]
+    faults.Save(range(40), keep=0)(path)
+    assert generation.numbers(Folder(path)) == [7]
+    assert opening.damages(path) == []
+    with pytest.raises(FileNotFoundError, match="keep=n"):
+        opening.reopen(path, 5)
+
+
+def test_rows_that_a_failed_sync_may_have_lost_are_written_again(path, announced):
+    ring = faults.prepared(path, 20)
+    ring.write(5)
+    failed = []
+
+    def fail_once(operation, name, *rest):
+        if operation == "fsync" and name.endswith("x.bin") and not failed:
+            failed.append(name)
+            raise OSError(5, "Input/output error")
+        announced.append((operation, name, *rest))
+
+    files.hook = fail_once
+    with pytest.raises(OSError, match="Input/output") as caught:
+        ring.commit()
+    assert "has not happened" in caught.value.__notes__[0]
+    announced.clear()
+    ring.commit()
+    again = [event[1:3] for event in announced if event[0] == "pwrite" and "x.bin" in event[1]]
+    assert again == [(failed[0], 20 * 3000)]
+    assert faults.content(faults.opened(path)) == 25
+
+
+@pytest.mark.parametrize("more", [37, 45, 54])
+def test_a_commit_that_failed_to_sync_can_be_made_after_more_writes(more, path):
+    ring = faults.prepared(path, 75)
+    ring.write(14)
+
+    def fail(operation, name, *rest):
+        if operation == "fsync" and name.endswith("x.bin"):
+            raise OSError(5, "Input/output error")
+
+    files.hook = fail
+    try:
+        with pytest.raises(OSError, match="Input/output"):
+            ring.commit()
+    finally:
+        files.hook = None
+    ring.write(more)
+    ring.commit()
+    assert faults.content(faults.opened(path)) == 89 + more
+
+
+def test_a_commit_does_not_make_damage_valid(path):
+    ring = faults.prepared(path, 20)
+    with open(os.path.join(path, "rows", "x.bin"), "r+b") as file:
+        file.seek(19 * 3000)
+        file.write(b"damage")
+    ring.write(1)
+    with pytest.raises(DamagedError, match="leaf 'x'"):
+        ring.commit()
+
+
+def test_a_damaged_number_is_no_loss_without_a_word(path):
+    faults.BEFORE(path)
+    name = os.path.join(path, "rows", ".numbers")
+    with open(name, "r+b") as file:
+        file.seek(5 * 8 + 6)
+        file.write(b"\x40")
+    with pytest.raises(DamagedError, match="numbers"):
+        opening.reopen(path)
+    faults.SAVES["incremental"](path)  # which writes all of it anew
+    assert faults.SAVES["incremental"].is_at(path)
+
+
+def test_folders_of_others_stay(tmp_path):
+    path = str(tmp_path)
+    (tmp_path / "rows_of_mine").mkdir()
+    (tmp_path / "rows-12").mkdir()
+    (tmp_path / "rows.csv").write_text("1,2")
+    with pytest.raises(ValueError, match="rows-12"):
+        faults.BEFORE(path)
+    (tmp_path / "rows-12").rmdir()
+    faults.BEFORE(path)
+    (tmp_path / "rows-12").mkdir()
+    (tmp_path / "rows-12" / "notes").write_text("...")
+    faults.SAVES["other columns"](path)
+    assert {"rows_of_mine", "rows-12", "rows.csv"} <= set(os.listdir(path))
+    assert "rows" not in os.listdir(path)
+
+
+def test_names_that_only_look_like_generations_count_for_nothing(path):
+    faults.BEFORE(path)
+    for name in ("generation-9", "generation-\u0661", "generation-x"):
+        with open(os.path.join(path, name), "w") as file:
+            file.write("{")
+    assert generation.numbers(Folder(path)) == [1]
+    assert faults.BEFORE.is_at(path)
+
+
+def test_what_an_expiry_could_not_finish_is_freed_by_the_next(path):
+    ring = faults.prepared(path, 60)
+    for _ in range(8):
+        ring.write(5)
+
+        def fail(operation, name, *rest, seen=[]):  # noqa: B006
+            seen.append(operation)
+            if operation == "fsync" and "unlink" in seen:
+                raise OSError(5, "Input/output error")
+
+        files.hook = fail
+        with pytest.raises(OSError, match="Input/output") as caught:
+            ring.commit()
+        files.hook = None
+        assert "has happened, and lasts" in caught.value.__notes__[0]
+    ring.commit()
+    ring.write(15)
+    assert len(faults.opened(path).store.lost) == 0
+
+
+def test_a_takeover_that_fails_leaves_the_writer_as_it_was(path, monkeypatch):
+    ring = faults.prepared(path, 20)
+    ring.write(3)
+    other = faults.opened(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(other.store, "begin", lambda lock: other.store.missing)
+        with pytest.raises(AttributeError):
+            other.write(1)
+    ring.write(2)
+    assert faults.content(ring) == 25
+    other = faults.opened(path)
+    other.write(1)
+    with pytest.raises(StaleError):
+        ring.write(1)
+
+
+def test_a_copy_of_a_folder_is_another_store(path, tmp_path):
+    ring = faults.prepared(path, 20)
+    os.rename(path, path + ".away")
+    shutil.copytree(path + ".away", path)
+    other = faults.opened(path)
+    other.write(1)
+    other.commit()
+    with pytest.raises(OSError, match="renamed"):
+        ring.write(1)
+    assert faults.content(faults.opened(path)) == 21
