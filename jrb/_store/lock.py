@@ -29,13 +29,37 @@ class Lock:
         self._folder, self._name, self._process = folder, name, os.getpid()
         files.announce("lock", folder.path_of(name))
         self._file = -1
-        while self._file < 0:
-            self._file = _locked(folder, name)
-            if not self._is_there():  # renamed or removed meanwhile
-                os.close(self._file)
-                self._file = -1
+        try:
+            self._take()
+            self._end = weakref.finalize(self, _release, self._file, self._process)
+        except BaseException:
+            self._drop()
+            raise
         _held.add(self)
-        self._end = weakref.finalize(self, _release, self._file, self._process)
+
+    def _take(self) -> None:
+        try:
+            import fcntl
+        except ImportError as error:  # Windows
+            path = self._folder.path
+            raise OSError(errno.ENOSYS, "expected a system that has flock", path) from error
+        while True:
+            self._file = self._folder.open(self._name, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise LockedError(
+                    f"{self._folder.path}: expected no other writer, but one holds the lock. Wait "
+                    "until it is done, or write to another path."
+                ) from error
+            if self._is_there():
+                return
+            self._drop()  # it was renamed or removed meanwhile
+
+    def _drop(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
     def _is_there(self) -> bool:
         try:
@@ -74,25 +98,6 @@ class Lock:
         self._end.detach()
         os.close(self._file)
         self._file = -1
-
-
-def _locked(folder: Folder, name: str) -> int:
-    try:
-        import fcntl
-    except ImportError as error:  # Windows
-        raise OSError(errno.ENOSYS, "expected a system that has flock", folder.path) from error
-    file = folder.open(name, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException as error:
-        os.close(file)
-        if isinstance(error, OSError):
-            raise LockedError(
-                f"{folder.path}: expected no other writer, but one holds the lock. Wait until it "
-                "is done, or write to another path."
-            ) from error
-        raise
-    return file
 
 
 def _release(file: int, process: int) -> None:

@@ -1,0 +1,84 @@
+"""An interrupt at any line of a write or a save: nothing hangs, no lock stays, all goes on."""
+
+import gc
+import os
+import shutil
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+ROOT = os.path.dirname(jrb.__file__)
+STEP = 67  # lines; what lies between is met by other storages and in the tests of the store
+STORAGES = {
+    "device": lambda path: jrb.DeviceStorage(),
+    "memmap": lambda path: jrb.MemmapStorage(path),
+    "spill": lambda path: jrb.SpillStorage(path, 4),
+}
+
+
+class Interrupt:
+    """A trace function that interrupts at the k-th line of the package."""
+
+    def __init__(self, number):
+        self.number, self.lines = number, 0
+
+    def __call__(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(ROOT):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def numbered(first, count):
+    return {"x": np.arange(first, first + count, dtype=np.float32)}
+
+
+def attempted(trace, work):
+    """What some work gives, done again if it was interrupted."""
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        return work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return work()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_an_interrupt_at_any_line_of_extend_and_save(storage, tmp_path):
+    number, over = 1, False
+    while not over:
+        path = tmp_path / str(number)
+        buffer = jrb.ReplayBuffer(
+            8, batch_size=4, storage=STORAGES[storage](path), sampler=jrb.Prioritized()
+        )
+        state = buffer.extend(buffer.init({"x": jnp.zeros(())}), numbered(0, 8))
+        jrb.save(path, buffer, state)
+        trace = Interrupt(number)
+        state = attempted(trace, lambda: buffer.extend(state, numbered(8, 3)))  # noqa: B023
+        attempted(trace, lambda: jrb.save(path, buffer, state))  # noqa: B023
+        attempted(trace, lambda: checkpoint.save_async(path, buffer, state).wait())  # noqa: B023
+        over = trace.lines < number
+        again, back = jrb.load(path)
+        held = sorted(np.asarray(again.take(back, jnp.arange(8))["x"]).tolist())
+        assert held == list(range(3, 11)), number
+        assert checkpoint.verify(path) == []
+        del state, back
+        gc.collect()
+        shutil.rmtree(path)
+        number += STEP
+    assert number > 2000
