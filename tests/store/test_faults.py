@@ -14,7 +14,7 @@ import pytest
 from tests.store import faults
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "faults.py")
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
 def run(name, folder, *arguments):
@@ -41,7 +41,6 @@ def test_a_process_killed_at_any_operation_after_a_crash_leaves_what_was_committ
     check(run("kill_twice", tmp_path), "wrapped")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_hundred_kills_at_any_moment_lose_nothing(seed, tmp_path):
     found = run("at_random", tmp_path, seed, 100)
@@ -76,7 +75,6 @@ def test_a_save_leaves_the_old_or_the_new(fault, code, name, tmp_path):
     assert set(found["outcomes"]) == {"old", "new"}
 
 
-@pytest.mark.slow
 def test_an_interrupt_at_any_line_leaves_a_store_that_goes_on(tmp_path):
     found = run("interrupted", tmp_path)
     assert found["lines"] > 500
