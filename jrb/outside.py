@@ -24,7 +24,6 @@ from jrb.storages.objects import Objects, refusal
 from jrb.storages.spill import Spilled
 from jrb.transforms import run
 from jrb.units import Transition
-from jrb.writers import Immutable, RoundRobin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -196,9 +195,7 @@ def expire(buffer: Any, state: Any, spec: Any, rows: int) -> Any:
     """The state, without items, that has so many of the oldest rows no more."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
-    writer = RoundRobin() if isinstance(buffer.writer, Immutable) else buffer.writer
-    plain = dataclasses.replace(_without_items(buffer), writer=writer)
-    return compiled.expire(plain, state, blanks, jnp.int32(rows))
+    return compiled.expire(_without_items(buffer), state, blanks, jnp.int32(rows))
 
 
 class CopyWarning(UserWarning):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import errno
 import functools
 import os
 import subprocess
@@ -904,3 +905,36 @@ def test_older_generations_of_a_mix_stay_as_long_as_asked(tmp_path):
     assert checkpoint.verify(tmp_path) == []
     checkpoint.save_async(tmp_path, mix, before).wait()
     assert_same(jrb.load(tmp_path)[1], before)
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression, tmp_path):
+    buffer, state = filled(example={"x": jnp.zeros(5000)})
+    path = tmp_path / "file.h5"
+    jrb.save(path, buffer, state, layout="h5")
+    seen, fatal = [], [-1]
+
+    def strike(operation, *rest):
+        if operation in ("pwrite", "resize", "fsync"):
+            seen.append(operation)
+            if len(seen) == fatal[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    files.hook = strike
+    try:
+        save = lambda: jrb.save(
+            path, buffer, buffer.empty(state), layout="h5", compression=compression
+        )
+        save()
+        total = len(seen) - 1  # but the folder's sync, after the file has its name
+        jrb.save(path, buffer, state, layout="h5")
+        for fatal[0] in range(1, total + 1):
+            seen.clear()
+            with pytest.raises(OSError, match="No space left"):
+                save()
+            assert os.listdir(tmp_path) == ["file.h5"]
+            assert checkpoint.verify(path) == []
+    finally:
+        files.hook = None
+    assert total > 10
+    assert_same(jrb.load(path)[1], state)

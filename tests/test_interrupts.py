@@ -11,6 +11,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
+from tests.store import faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -21,23 +22,6 @@ STORAGES = {
     "memmap": lambda path: jrb.MemmapStorage(path),
     "spill": lambda path: jrb.SpillStorage(path, 4),
 }
-
-
-class Interrupt:
-    """A trace function that interrupts at the k-th line of the package."""
-
-    def __init__(self, number):
-        self.number, self.lines = number, 0
-
-    def __call__(self, frame, event, _):
-        if not frame.f_code.co_filename.startswith(ROOT):
-            return None
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.number:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
 
 
 def numbered(first, count):
@@ -68,7 +52,7 @@ def test_an_interrupt_at_any_line_of_extend_and_save(storage, tmp_path):
         )
         state = buffer.extend(buffer.init({"x": jnp.zeros(())}), numbered(0, 8))
         jrb.save(path, buffer, state)
-        trace = Interrupt(number)
+        trace = faults.Interrupt(ROOT, number)
         state = attempted(trace, lambda: buffer.extend(state, numbered(8, 3)))  # noqa: B023
         attempted(trace, lambda: jrb.save(path, buffer, state))  # noqa: B023
         attempted(trace, lambda: checkpoint.save_async(path, buffer, state).wait())  # noqa: B023

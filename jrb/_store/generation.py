@@ -43,10 +43,10 @@ def name_of(generation: int) -> str:
 
 def numbers(folder: Folder) -> list[int]:
     """The generations that are there, oldest first; 0 is a store to which nothing was saved."""
-    found = [name.removeprefix(_PREFIX) for name in folder.names()]
-    numbers = [int(number) for number in found if number.isascii() and number.isdigit()]
-    there = set(folder.names())
-    return sorted(number for number in numbers if name_of(number) in there)
+    there = folder.names()
+    ends = [name.removeprefix(_PREFIX) for name in there if name.startswith(_PREFIX)]
+    numbers = [int(end) for end in ends if end.isascii() and end.isdigit()]
+    return sorted(number for number in set(numbers) if name_of(number) in there)
 
 
 def blank(columns: tuple[Column, ...], slots: int, room: int) -> Body:
@@ -127,13 +127,7 @@ class Generation:
         Raises:
             DamagedError: it is not what was written.
         """
-        offset = self._begin
-        for entry in self.body["arrays"]:
-            if entry["name"] == name:
-                break
-            offset += entry["size"]
-        else:
-            raise DamagedError(f"{self.path}: leaf '{name}': expected an array, found none.")
+        offset, entry = self._found(name)
         files.read_at(self._file, self.path, offset, target)
         if zlib.crc32(target) != entry["sum"]:
             raise DamagedError(
@@ -141,12 +135,26 @@ class Generation:
                 f"{zlib.crc32(target):08x}: the bytes from {offset} on were damaged."
             )
 
+    def _found(self, name: str) -> tuple[int, Body]:
+        """Where an array begins, and its entry."""
+        offset = self._begin
+        for entry in self.body["arrays"]:
+            if entry["name"] == name:
+                return offset, entry
+            offset += entry["size"]
+        raise DamagedError(f"{self.path}: leaf '{name}': expected an array, found none.")
+
     def array(self, name: str, dtype: Any) -> np.ndarray:
-        """An array of the store's own."""
-        size = self.arrays.get(name, {"size": 0})["size"]
-        target = bytearray(size)
+        """An array, as numbers of a dtype.
+
+        Raises:
+            DamagedError: it is not there, or not what was written.
+        """
+        target = bytearray(self._found(name)[1]["size"])
         self.read(name, memoryview(target))
-        return np.frombuffer(bytes(target[: size - size % np.dtype(dtype).itemsize]), dtype)
+        if len(target) % np.dtype(dtype).itemsize:
+            raise DamagedError(f"{self.path}: leaf '{name}': expected whole numbers.")
+        return np.frombuffer(target, dtype)
 
     def places(self) -> np.ndarray:
         """The place of every slot, int64 `[N]`.
@@ -165,7 +173,7 @@ class Generation:
         """The checksums of the blocks of each column, uint32."""
         room, found = self.body["table"]["room"], []
         for number, column in enumerate(self.columns):
-            found.append(self.array(f".sums/{number}", np.uint32).copy())
+            found.append(self.array(f".sums/{number}", np.uint32))
             if len(found[-1]) != -(-room // column.block):
                 raise DamagedError(f"{self.path}: leaf '{column.name}': other blocks than rows.")
         return found

@@ -15,7 +15,7 @@ from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb._store.lock import Lock
 from jrb._store.places import NEVER, Places
-from jrb._store.store import Store, folder_of, is_table, writing
+from jrb._store.store import Store, folder_of, is_for_table, is_table, writing
 from jrb._store.table import Column, Table
 from jrb._store.threads import share
 
@@ -139,12 +139,7 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int) -> Store:
     lock = Lock(folder)
     try:
         there = generation.numbers(folder)
-        others = [name for name in folder.names() if is_table(name)]
-        if not there and others:
-            raise ValueError(
-                f"{path}: expected a checkpoint, or no folder '{others[0]}', found that and "
-                "nothing else of a checkpoint. Choose another path."
-            )
+        _check_names(folder, there)
         if there in ([], [0]):
             return _begun(folder, columns, slots, slots, False, lock)
         with contextlib.suppress(DamagedError):
@@ -161,6 +156,17 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int) -> Store:
     except BaseException:
         lock.release()
         raise
+
+
+def _check_names(folder: Folder, there: list[int]) -> None:
+    """Raises if somebody else has something where a table may have to be made."""
+    following = folder_of(there[-1] + 1) if there else ""
+    for name in filter(is_for_table, folder.names()):
+        if not there or (name == following and not is_table(folder, name)):
+            raise ValueError(
+                f"{folder.path}: expected a checkpoint, or nothing called '{name}', found that, "
+                "which belongs to none. Choose another path."
+            )
 
 
 def reopen(path: str, number: int | None = None, check: bool = True) -> Store:
@@ -275,12 +281,12 @@ def _damages(store: Store) -> Iterator[str]:
     found: list[tuple[int, int, str]] = []
 
     def check(task: tuple[int, int]) -> None:
-        damage = store.damage(*task)
+        damage = store.sums.damage(*task)
         if damage:
             found.append((*task, damage))
 
-    share(check, store.blocks())
-    if found and store.is_overtaken():
+    share(check, store.sums.blocks())
+    if found and store.leave_out_gone():
         yield from _damages(store)
     else:
         yield from (damage for *_, damage in sorted(found))

@@ -14,11 +14,9 @@ oldest rows that it promised go, after the numbers of their places have changed 
 reader, and whoever opens the store after a crash, finds by the numbers which rows are gone.
 """
 
-import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +28,7 @@ from jrb._store.gate import Gate
 from jrb._store.generation import Body, Generation
 from jrb._store.lock import Lock
 from jrb._store.places import LOST, NEVER, Places, runs_of
+from jrb._store.sums import Sums, longer
 from jrb._store.table import NUMBERS, Table
 from jrb._store.threads import share
 
@@ -49,8 +48,14 @@ class Store:
         table: the rows.
         places: where they lie.
         number: of the generation that is open.
+        table_folder: the generation that made the table.
         reserve: whether room is set aside on the disk when the table grows.
         lock: of one who writes already.
+
+    Attributes:
+        drawing: lets draws in, which writes of other threads wait for.
+        sums: of what was committed or opened.
+        lost: int64, the slots whose rows were promised, but are gone.
     """
 
     def __init__(
@@ -67,47 +72,32 @@ class Store:
         self.drawing = Gate()
         self._places, self._table_folder = places, table_folder
         self._reserve, self._lock, self._ousted = reserve, lock, False
-        self._sums = [np.zeros(0, np.uint32) for _ in table.columns]
-        self._summed = np.zeros(table.room, bool)  # the places that the sums are over
-        self._touched = np.zeros(table.room, bool)  # written since
-        self._unsynced = np.zeros(table.room, bool)  # summed, but not synced since
+        self.sums = Sums(table)
         self._kept: dict[int, np.ndarray] = {}  # places by generation
         self._folders: dict[int, int] = {}  # those of tables, by generation
-        self.lost = np.zeros(0, np.int64)  # slots whose rows were promised, but are gone
+        self.lost = np.zeros(0, np.int64)
         self._turn, self._writer = threading.RLock(), 0
 
     def adopt(self, opened: Generation) -> None:
-        """Takes over the checksums of the generation that is open, and leaves out rows that went.
+        """Takes over the sums of the generation that is open, and leaves out rows that went."""
+        self.sums.columns, self.sums.named = opened.sums(), self._places.named()
+        self.leave_out_gone()
+
+    def leave_out_gone(self) -> bool:
+        """Leaves out the rows that went since this was done last; whether there were any.
 
         They went because the ring came round to them before the next commit. As the rest of their
         block cannot be checked any more, that goes too.
         """
-        self._sums = opened.sums()
-        self.is_overtaken()
-        self._summed = self._places.named()
-
-    def is_overtaken(self) -> bool:
-        """Whether rows went since this was asked last; they are left out then."""
         of, gone = self._places.of, self.gone()
-        if len(gone):
-            blocks = np.unique(of[gone] // self._block)
-            gone = np.flatnonzero((of >= 0) & np.isin(of // self._block, blocks))
-            for column in self._sums:
-                column[blocks] = 0
-            of[gone] = NEVER
-            self._summed = self._places.named()
+        if not len(gone):
+            return False
+        blocks = np.unique(of[gone] // self.sums.block)
+        gone = np.flatnonzero((of >= 0) & np.isin(of // self.sums.block, blocks))
+        of[gone] = NEVER
+        self.sums.forget(blocks)
         self.lost = np.concatenate([self.lost, gone])
-        return len(gone) > 0
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """The blocks of what was committed or opened: number of the column, number of the block."""
-        blocks = np.unique(np.flatnonzero(self._summed) // self._block).tolist()
-        return [(number, block) for number in range(len(self._sums)) for block in blocks]
-
-    @property
-    def _block(self) -> int:
-        """Rows of a block."""
-        return self.table.columns[0].block if self.table.columns else 1
+        return True
 
     @property
     def path(self) -> str:
@@ -180,14 +170,14 @@ class Store:
         slots[of[of >= 0]] = np.flatnonzero(of >= 0)
 
         def read(block: int) -> None:
-            part = slice(block * self._block, (block + 1) * self._block)
+            part = slice(block * self.sums.block, (block + 1) * self.sums.block)
             found = self.table.read_block(number, part, slots[part], target)
-            if found != self._sums[number][block]:
-                expected = int(self._sums[number][block])
+            expected = int(self.sums.columns[number][block])
+            if found != expected:
                 raise DamagedError(self.table.damage(number, block, expected, found))
 
         try:
-            share(read, [block for column, block in self.blocks() if column == number])
+            share(read, [block for column, block in self.sums.blocks() if column == number])
         except DamagedError:
             self._check_there(self.version, of[of >= 0])
             raise
@@ -259,7 +249,7 @@ class Store:
                 return version
             self._make_room(slots, expiring)
             places = self._places.next(len(slots))
-            self._touched[places] = True
+            self.sums.touch(places)
             for number, column in enumerate(rows):
                 self.table.put(number, places, column)
             if patient:
@@ -299,12 +289,10 @@ class Store:
         places.kept[line], places.numbered = False, count
 
     def _grow(self, room: int) -> None:
-        room = max(room, len(self._touched))  # where an interrupt came between
-        more = lambda mask: _longer(mask, room)
+        room = max(room, self.table.room)  # which is more where an interrupt came between
         self.table.grow(room, self._reserve)
-        self._touched, self._summed = more(self._touched), more(self._summed)
-        self._unsynced = more(self._unsynced)
-        self._kept = {number: more(mask) for number, mask in self._kept.items()}
+        self.sums.grow()
+        self._kept = {number: longer(mask, room) for number, mask in self._kept.items()}
         self._places.grow(room)
 
     def own(self) -> None:
@@ -346,6 +334,7 @@ class Store:
         """Opens the files to write, and finds out what is free."""
         folder, old = folder_of(self._table_folder), self.table
         self.table = Table(self.folder, folder, old.columns, old.room, writable=True)
+        self.sums.table = self.table
         places = self._places
         places.of[self.gone()] = LOST
         places.following = max(self.table.highest(), places.version) + 1
@@ -368,7 +357,7 @@ class Store:
     def _named_by(self, kept: Generation) -> np.ndarray:
         """The places that a generation names and whose rows are still there, bool `[P]`."""
         if kept.number == self.generation:
-            return self._summed.copy()
+            return self.sums.named.copy()
         of, named = kept.places(), np.zeros(self.table.room, bool)
         of = of[of >= 0]
         named[of[~self.table.newer(of, kept.body["rows"])]] = True
@@ -439,7 +428,7 @@ class Store:
             self._check_whole()
             number, named = self.generation + 1, self._places.named()
             try:
-                self._settle(named)
+                self.sums.settle(named)
                 body, inner = self._body(number, meta, kinds)
                 generations.write(self.folder, body, {**arrays, **inner})
                 self._moved_on(number, named)
@@ -459,11 +448,6 @@ class Store:
                 raise
             return number
 
-    def _is_ours(self, name: str) -> bool:
-        """Whether a folder is a table, or what is left of one."""
-        inside = self.folder.names(name)
-        return not inside or NUMBERS in inside
-
     def _check_whole(self) -> None:
         if (self._places.of == LOST).any():
             raise StaleError(
@@ -472,63 +456,10 @@ class Store:
                 "the path to go on from what was saved last."
             )
 
-    def _settle(self, named: np.ndarray) -> None:
-        """Sums up the blocks that changed, and takes all rows to the disk, both at once."""
-        touched = self._touched | self._unsynced
-        changed = self._touched | (named != self._summed)
-        if self._unsynced.any():  # a sync failed: the system may believe that it is done with them
-            self._write_again(self._unsynced & ~self._touched)
-        syncs = [functools.partial(self.table.sync, n) for n in range(len(self.table.columns))]
-        try:
-            self._sum_up(named, changed, syncs if touched.any() else [])
-        except BaseException:
-            self._sum_up(named, changed, [])  # by which they will be told then
-            self._unsynced, self._touched[:] = touched, False
-            raise
-        self._unsynced[:] = False
-        self._touched[:] = False
-
-    def _write_again(self, places: np.ndarray) -> None:
-        """Writes rows that a sync has failed for, if they are still what they were."""
-        blocks = set((np.flatnonzero(places) // self._block).tolist())
-        blocks -= set((np.flatnonzero(self._touched & self._summed) // self._block).tolist())
-        for number in range(len(self.table.columns)):
-            for block in sorted(blocks):
-                self._check_block(number, block)
-            self.table.again(number, np.flatnonzero(places))
-
-    def _sum_up(
-        self, named: np.ndarray, changed: np.ndarray, others: list[Callable[[], None]]
-    ) -> None:
-        """Computes the sums of the blocks of places that changed, and does other things beside."""
-        blocks = np.unique(np.flatnonzero(changed) // self._block).tolist()
-        count = -(-self.table.room // self._block)
-        sums = [_longer(column, count) for column in self._sums]
-        stays, changes = self._summed & named, self._summed & self._touched
-
-        def compute(number: int, block: int) -> None:
-            part = slice(block * self._block, (block + 1) * self._block)
-            if stays[part].any() and not changes[part].any():
-                self._check_block(number, block)  # or what was damaged would count as right
-            sums[number][block] = self.table.sum_of(number, block, named)
-
-        each = [(number, block) for number in range(len(sums)) for block in blocks]
-        share(_call, [*others, *(functools.partial(compute, *task) for task in each)])
-        self._sums, self._summed = sums, named
-
-    def damage(self, number: int, block: int) -> str:
-        """What is wrong with a block of what was committed or opened; nothing if it is whole."""
-        return self.table.check(number, block, self._summed, int(self._sums[number][block]))
-
-    def _check_block(self, number: int, block: int) -> None:
-        damage = self.damage(number, block)
-        if damage:
-            raise DamagedError(damage)
-
     def _body(self, number: int, meta: Any, kinds: dict[str, list]) -> tuple[Body, dict[str, Any]]:
         """What the generation's file says of it, and the store's own arrays."""
         inner: dict[str, Any] = {".places": runs_of(self._places.of).tobytes()}
-        inner |= {f".sums/{n}": column.tobytes() for n, column in enumerate(self._sums)}
+        inner |= {f".sums/{n}": column.tobytes() for n, column in enumerate(self.sums.columns)}
         entries = [{"name": name, "kind": kind} for name, kind in kinds.items()]
         entries += [{"name": name, "kind": []} for name in inner]
         table = self.table
@@ -554,7 +485,7 @@ class Store:
             self._folders.pop(number, None)
         used = {folder_of(folder) for folder in (self._table_folder, *self._folders.values())}
         for name in self.folder.names():
-            if is_table(name) and name not in used and self._is_ours(name):
+            if is_table(self.folder, name) and name not in used:
                 self.folder.clear(name, sign=NUMBERS)
         self._free()
 
@@ -566,23 +497,20 @@ _OUTCOMES = (
 )
 
 
-def _call(task: Callable[[], None]) -> None:
-    task()
+def is_table(folder: Folder, name: str) -> bool:
+    """Whether a folder in a store's is that of a table, or what is left of one."""
+    inside = folder.names(name) if is_for_table(name) else ["another"]
+    return not inside or NUMBERS in inside
 
 
-def is_table(name: str) -> bool:
-    """Whether a folder of this name may be that of a table."""
+def is_for_table(name: str) -> bool:
+    """Whether a table's folder may have this name."""
     return name == folder_of(0) or (name.startswith("rows-") and name[5:].isdecimal())
 
 
 def folder_of(generation: int) -> str:
     """The folder of the table that a generation has made."""
     return f"rows-{generation}" if generation else "rows"
-
-
-def _longer(array: np.ndarray, length: int) -> np.ndarray:
-    """An array with zeros behind it."""
-    return np.concatenate([array, np.zeros(length - len(array), array.dtype)])
 
 
 def _forget_writers() -> None:

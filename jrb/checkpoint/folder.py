@@ -10,11 +10,12 @@ from jrb.mix import Mix
 
 
 def save(path: str, buffer: Any, state: Any, keep: int) -> int:
-    """Saves now; the number of the generation."""
+    """Saves now; the number of the generation. Writes of other threads wait."""
     saved: native.Pending | parts.Pending | int = 0
     try:
-        saved = pending(path, buffer, state, keep, copy=False)
-        return saved if isinstance(saved, int) else saved.finish(keep)
+        with hosted.reading(buffer, state):
+            saved = pending(path, buffer, state, keep, copy=False)
+            return saved if isinstance(saved, int) else saved.finish(keep)
     except BaseException:
         if not isinstance(saved, int):
             saved.close()

@@ -108,9 +108,14 @@ def exported(buffer: Any, state: Any) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def reading(buffer: Any, state: Any) -> Iterator[None]:
     """A time during which no other thread overwrites rows."""
+    pairs = [(buffer, state)]
+    if isinstance(buffer, Mix):
+        states = state if isinstance(state, tuple) else ()  # others say what is missing
+        pairs = list(zip(buffer.buffers, states, strict=False))
     with contextlib.ExitStack() as stack:
-        if is_hosted(buffer):
-            stack.enter_context(of(buffer, state).host.store.drawing.entered())
+        for one, its in pairs:
+            if is_hosted(one):
+                stack.enter_context(of(one, its).host.store.drawing.entered())
         yield
 
 

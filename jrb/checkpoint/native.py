@@ -70,12 +70,6 @@ def _last(store: Store, meta: dict[str, Any]) -> Generation | None:
     return last if matching.binding(then) == matching.binding(meta["buffer"]) else None
 
 
-def save(path: str, buffer: Any, state: Any, keep: int) -> int:
-    """Saves now; see `jrb.checkpoint.save`."""
-    with hosted.reading(buffer, state):
-        return Pending(path, buffer, state, copy=False).finish(keep)
-
-
 def load(
     path: str, buffer: Any, example: Any, device: Any, number: int | None = None
 ) -> tuple[Any, Any]:

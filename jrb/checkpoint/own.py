@@ -12,7 +12,7 @@ from jrb._store import opening
 from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.generation import Generation
 from jrb._store.store import Store
-from jrb.checkpoint import hosted, matching, memory, rows, template
+from jrb.checkpoint import hosted, items, matching, memory, rows, template
 from jrb.storages.host import Host, columns, number
 
 KIND = "store"
@@ -72,7 +72,7 @@ def _without(path: str, buffer: Any, spec: Any, state: Any, store: Store) -> Any
         LostWarning,
         stacklevel=2,
     )
-    return outside.expire(buffer, state, spec, gone)
+    return outside.expire(items.writable(buffer), state, spec, gone)
 
 
 def _at(buffer: Any, path: str) -> Any:

@@ -18,7 +18,7 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
-from jrb.checkpoint import describe, hosted, matching, native, template
+from jrb.checkpoint import describe, matching, native, template
 
 KIND = "mix"
 
@@ -32,8 +32,7 @@ class Pending:
         self.store, self.parts = opening.to_save(path, (), 0), []
         try:
             for number, pair in enumerate(zip(mix.buffers, states, strict=True)):
-                with hosted.reading(*pair):
-                    self.parts.append(native.Pending(_folder(path, number), *pair, copy=copy))
+                self.parts.append(native.Pending(_folder(path, number), *pair, copy=copy))
         except BaseException:
             self.close()
             raise
@@ -72,11 +71,6 @@ def _parts(folder: Folder, number: int) -> list[int]:
 
 def _folder(path: str, number: int) -> str:
     return os.path.join(path, str(number))
-
-
-def save(path: str, mix: Any, states: Any, keep: int) -> int:
-    """Saves now; see `jrb.checkpoint.save`."""
-    return Pending(path, mix, states, copy=False).finish(keep)
 
 
 def restored(path: str, mix: Any, example: Any, device: Any, opened: Generation) -> Any:

@@ -81,10 +81,14 @@ class Rows:
 
     def pieces(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Some rows, a few megabytes at a time."""
-        width = max(sum(column.width for column in self.columns), 1)
-        step = max(1, PIECE // width)
-        for start in range(0, len(rows), step):
-            yield rows[start : start + step]
+        return _in_parts(rows, self.columns, PIECE)
+
+
+def _in_parts(rows: np.ndarray, columns: tuple[Column, ...], size: int) -> Iterator[np.ndarray]:
+    """Some rows, so many at a time as take about `size` bytes in some columns."""
+    step = max(1, size // max(sum(column.width for column in columns), 1))
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
 
 
 def split(buffer: Any, state: Any, batch: tuple[int, ...]) -> tuple[Rows, dict[str, Any]]:
@@ -119,19 +123,14 @@ def _column(name: str, leaf: Any, batch: tuple[int, ...], buffers: int, capacity
     words = prng.raw(leaf)
     length = words.shape[len(batch)]
     width = words.size // max(buffers * length, 1) * words.dtype.itemsize
-    column = Column(name, kind, width)
-    if not memory.on_host(words):
-        return column, words, _beyond(np.asarray(words), buffers, length, capacity, width)
-    flat = np.asarray(words)
-    view = np.frombuffer(memory.view(flat), np.uint8).reshape(buffers, length, width)
-    return column, view, _beyond(flat, buffers, length, capacity, width)
-
-
-def _beyond(words: np.ndarray, buffers: int, length: int, capacity: int, width: int) -> Any:
-    if length == capacity:
-        return None
-    view = np.frombuffer(memory.view(words), np.uint8).reshape(buffers, length, width)
-    return memory.view(np.ascontiguousarray(view[:, capacity:]))
+    beyond = None
+    if length > capacity:
+        after = (slice(None),) * len(batch) + (slice(capacity, None),)
+        beyond = memory.view(np.asarray(words[after]))
+    if memory.on_host(words):
+        words = np.frombuffer(memory.view(np.asarray(words)), np.uint8)
+        words = words.reshape(buffers, length, width)
+    return Column(name, kind, width), words, beyond
 
 
 def kind_of(leaf: Any) -> tuple[str, ...]:
@@ -211,10 +210,7 @@ def pieces(
 
 def ranges(store: Store) -> Iterator[np.ndarray]:
     """All slots of a store, a few megabytes at a time."""
-    width = max(sum(column.width for column in store.table.columns), 1)
-    step = max(1, PIECE // width)
-    for start in range(0, store.slots, step):
-        yield np.arange(start, min(start + step, store.slots))
+    return _in_parts(np.arange(store.slots), store.table.columns, PIECE)
 
 
 def reader(
@@ -250,15 +246,14 @@ def reader(
 
 def _in_pieces(store: Store, column: int) -> Iterator[tuple[int, Any]]:
     """The rows of a column, after a look at all of them."""
-    for number, block in store.blocks():
-        damage = store.damage(number, block) if number == column else ""
+    for number, block in store.sums.blocks():
+        damage = store.sums.damage(number, block) if number == column else ""
         if damage:
             raise DamagedError(damage)
-    width = store.table.columns[column].width
-    step = max(1, memory.PIECE // max(width, 1))
-    for start in range(0, store.slots, step):
-        slots = np.arange(start, min(start + step, store.slots))
-        yield start * width, store.take_column(store.version, column, slots).reshape(-1).data
+    one = store.table.columns[column]
+    for slots in _in_parts(np.arange(store.slots), (one,), memory.PIECE):
+        found = store.take_column(store.version, column, slots)
+        yield int(slots[0]) * one.width, found.reshape(-1).data
 
 
 def read(store: Store, number: int, buffers: int, beyond: Any, target: memoryview) -> None:

@@ -730,13 +730,13 @@ def moved(path):
 
 
 class Interrupt:
-    """A trace function that interrupts at the k-th line of what is in a folder."""
+    """A trace function that interrupts at the k-th line of what is in or below a folder."""
 
     def __init__(self, folder, number):
         self.folder, self.number, self.lines = folder, number, 0
 
     def __call__(self, frame, event, _):
-        if os.path.dirname(frame.f_code.co_filename) != self.folder:
+        if not frame.f_code.co_filename.startswith(self.folder):
             return None
         if event == "line":
             self.lines += 1

@@ -252,6 +252,11 @@ def test_folders_of_others_stay(tmp_path):
     faults.SAVES["other columns"](path)
     assert {"rows_of_mine", "rows-12", "rows.csv"} <= set(os.listdir(path))
     assert "rows" not in os.listdir(path)
+    (tmp_path / "rows-3").mkdir()
+    (tmp_path / "rows-3" / "notes").write_text("...")
+    with pytest.raises(ValueError, match="rows-3"):
+        faults.BEFORE(path)
+    assert os.listdir(tmp_path / "rows-3") == ["notes"]
 
 
 def test_names_that_only_look_like_generations_count_for_nothing(path):
