@@ -5,6 +5,9 @@ are numbered in the order in which they were ever written. A new row never goes 
 one that it takes the slot from: free places stand in a line, and are used in turn. So a ring of
 time is written round and round, and what a kept generation names stays where it is, until that
 generation goes, or the line is empty.
+
+An interrupt may come between any two statements. What belongs together changes in one, or is taken
+back by `settle`; what may be done twice, or left out until places line up anew, needs no more.
 """
 
 import numpy as np
@@ -33,7 +36,7 @@ class Places:
         self._left: list[np.ndarray] = []
         self._before: tuple | None = None
         self._under_way = False
-        self.line_up()
+        self.line_up(self.kept)
 
     @property
     def room(self) -> int:
@@ -46,16 +49,22 @@ class Places:
         named[self.of[self.of >= 0]] = True
         return named
 
-    def line_up(self) -> None:
-        """All places that nothing names stand in line, from the one written last on, around."""
+    def line_up(self, kept: np.ndarray) -> None:
+        """All places that nothing names stand in line, from the one written last on, around.
+
+        Args:
+            kept: bool `[P]`, the places that generations name which must stay.
+        """
         first = self.next(self.numbered)
-        busy = self.kept | self.named()
+        busy = kept | self.named()
         busy[first] = True
         free = np.flatnonzero(~busy)
         turn = np.searchsorted(free, self.last, side="right")
-        line = np.concatenate([first, free[turn:], free[:turn]])
-        self._line[: len(line)] = line
-        self._head, self.free, self._left, self._before = 0, len(line), [], None
+        free = np.concatenate([first, free[turn:], free[:turn]])
+        line = np.zeros(len(kept), np.int64)
+        line[: len(free)] = free
+        self._left, self._before = [], None
+        self.kept, self._line, self._head, self.free = kept, line, 0, len(free)
 
     def next(self, count: int) -> np.ndarray:
         """The first places in the line, int64 `[count]`."""
@@ -123,8 +132,9 @@ class Places:
         """
         self._before = None
         while self._left and count > 0:
-            self._append(self._left[0])
-            count -= len(self._left.pop(0))
+            first = self._left.pop(0)
+            self._append(first)
+            count -= len(first)
 
     def release(self, slots: np.ndarray, count: int) -> None:
         """Puts the places of some of these slots into the line; their rows are lost."""
@@ -136,11 +146,12 @@ class Places:
 
     def grow(self, room: int) -> None:
         """Makes room for so many rows."""
-        line, new = self.next(self.free), np.arange(self.room, room)
-        self.kept = np.concatenate([self.kept, np.zeros(len(new), bool)])
-        self._line = np.zeros(room, np.int64)
-        self._line[: len(line)], self._head, self.free = line, 0, len(line)
+        new = np.arange(self.room, room)
+        kept = np.concatenate([self.kept, np.zeros(len(new), bool)])
+        line = np.zeros(room, np.int64)
+        line[: self.free] = self.next(self.free)
         self._before = None
+        self.kept, self._line, self._head = kept, line, 0
         self._append(new)
 
 

@@ -247,6 +247,7 @@ class Store:
             self.check_newest(version)
             if not len(slots):
                 return version
+            self._fit()
             self._make_room(slots, expiring)
             places = self._places.next(len(slots))
             self.sums.touch(places)
@@ -289,11 +290,16 @@ class Store:
         places.kept[line], places.numbered = False, count
 
     def _grow(self, room: int) -> None:
-        room = max(room, self.table.room)  # which is more where an interrupt came between
         self.table.grow(room, self._reserve)
-        self.sums.grow()
-        self._kept = {number: longer(mask, room) for number, mask in self._kept.items()}
-        self._places.grow(room)
+        self._fit()
+
+    def _fit(self) -> None:
+        """Makes all as large as the table, also where an interrupt came between."""
+        room = self.table.room
+        if self._places.room < room:
+            self.sums.grow()
+            self._kept = {number: longer(mask, room) for number, mask in self._kept.items()}
+            self._places.grow(room)
 
     def own(self) -> None:
         """Makes this the one that writes.
@@ -365,10 +371,10 @@ class Store:
 
     def _free(self) -> None:
         """Puts places into the line that nothing names any more."""
-        self._places.kept = np.zeros(self.table.room, bool)
+        kept = np.zeros(self.table.room, bool)
         for mask in self._kept.values():
-            self._places.kept |= mask
-        self._places.line_up()
+            kept |= mask
+        self._places.line_up(kept)
 
     def oust(self) -> Lock:
         """Gives the lock to another that is opened in the same process; this one is of no use."""
@@ -426,6 +432,7 @@ class Store:
             self.own()
             self.check_newest(version)
             self._check_whole()
+            self._fit()
             number, named = self.generation + 1, self._places.named()
             try:
                 self.sums.settle(named)

@@ -97,7 +97,7 @@ class Table:
     def __init__(
         self, folder: Folder, name: str, columns: tuple[Column, ...], room: int, writable: bool
     ) -> None:
-        self.columns, self.room, self.writable = columns, room, writable
+        self.columns, self.writable = columns, writable
         names = [f"{name}/{column.file}" for column in columns] + [f"{name}/{NUMBERS}"]
         self.paths = [folder.path_of(one) for one in names]
         self._files: list[int] = []
@@ -105,12 +105,13 @@ class Table:
         how = os.O_RDWR if writable else os.O_RDONLY
         for one, column in zip(names, (*columns, _NUMBERS), strict=True):
             self._files.append(_open(folder, one, column.width * room, how))
-        self._map()
+        self._map(room)
 
-    def _map(self) -> None:
+    def _map(self, room: int) -> None:
         pairs = zip(self._files, (*self.columns, _NUMBERS), strict=True)
-        *self.rows, numbers = [_mapped(file, self.room, column.width) for file, column in pairs]
-        self._words = numbers.reshape(-1).view(np.uint64)
+        *rows, numbers = [_mapped(file, room, column.width) for file, column in pairs]
+        words = numbers.reshape(-1).view(np.uint64)
+        self.room, self.rows, self._words = room, rows, words
 
     def newer(self, places: np.ndarray, number: int) -> np.ndarray:
         """Whether the row at each place has a higher number than this one."""
@@ -211,8 +212,7 @@ class Table:
         for number, column in enumerate((*self.columns, _NUMBERS)):
             files.resize(self._files[number], self.paths[number], room * column.width, reserve)
             self.sync(number)
-        self.room = room
-        self._map()
+        self._map(room)
 
     def sum_of(self, number: int, block: int, named: np.ndarray) -> int:
         """The checksum, CRC-32, of those rows of a block that are named, bool `[P]`."""

@@ -54,6 +54,12 @@ class Ring:
         passed = max(0, self.written + count - SLOTS) - max(0, self.written - SLOTS)
         self.written, self.lost = self.written + count, max(0, self.lost - passed)
 
+    def edit(self):
+        """Writes rows anew that stay as they are for a crash; the table may grow."""
+        slots = np.arange(5, 30)
+        stamps = self.written - 1 - (self.written - 1 - slots) % SLOTS
+        self.version = self.store.put(self.version, slots, rows(stamps), expiring=False)
+
     def commit(self, keep=0):
         arrays = {
             "written": str(self.written).encode(),
@@ -136,11 +142,9 @@ def within(ring):
 
 
 def edit(ring):
-    """Writes rows anew that stay as they are for a crash; the table grows."""
+    """Edits, and goes on."""
     for _ in range(3):
-        slots = np.arange(5, 30)
-        stamps = ring.written - 1 - (ring.written - 1 - slots) % SLOTS
-        ring.version = ring.store.put(ring.version, slots, rows(stamps), expiring=False)
+        ring.edit()
     ring.commit()
     ring.write(5)
 
@@ -746,40 +750,56 @@ class Interrupt:
         return self
 
 
-def interrupted(path):
-    """An interrupt at every line of writes and commits: nothing hangs, and all goes on."""
+def interrupted(path, again, stride):
+    """An interrupt at every so-manieth line of writes, edits and commits: all goes on.
+
+    What was interrupted is done again at once, or not at all.
+    """
     here = os.path.dirname(os.path.abspath(files.__file__))
-    outcomes, number, over = [], 0, False
+    outcomes, number, over = [], 1 - stride, False
     while not over:
-        number += 1
+        number += stride
         left()
-        ring = prepared(path, 75)
-        trace = Interrupt(here, number)
-        reached = 75
-        for step in (7, None, 20, None):
+        ring, trace = prepared(path, 75), Interrupt(here, number)
+        reader = opened(path)
+        steps = (4, ring.commit, ring.edit, 5, ring.commit, 20, ring.commit)
+        for step in steps:
+            act = step if callable(step) else functools.partial(ring.write, step)
             try:
                 sys.settrace(trace)
-                ring.write(step) if step else ring.commit()
+                act()
                 sys.settrace(None)
             except KeyboardInterrupt:
                 sys.settrace(None)
-                if step:
+                if step != ring.commit:
                     ring.store.take_back(ring.version)
-                    try:
-                        if content(ring) != ring.written:
-                            outcomes.append([number, "a write that was interrupted was seen"])
-                    except StaleError:
-                        pass  # there was no room but that of the rows themselves
-                    ring.write(step)
-                else:
-                    ring.commit()
-            reached = ring.written
+                lost = is_gone(ring)
+                if again or lost:
+                    act()
+            if content(ring) != ring.written:
+                outcomes.append([number, "not as written"])
         over = trace.lines < number
-        if content(ring) != reached or content(opened(path)) != reached:
-            outcomes.append([number, "not as written"])
-        if opening.damages(path):
-            outcomes.append([number, "damaged"])
+        try:
+            if content(reader) != 75:
+                outcomes.append([number, "a reader sees another"])
+        except StaleError:
+            pass
+        ring.write(7)
+        ring.edit()
+        if content(opened(path)) < ring.written - 7 - 20:
+            outcomes.append([number, "what was promised is gone"])
+        ring.commit()
+        if content(opened(path)) != ring.written or opening.damages(path):
+            outcomes.append([number, "the last commit is not whole"])
     return {"lines": number, "outcomes": outcomes}
+
+
+def is_gone(ring):
+    """Whether rows are lost, as there was no room but their own; else they are what they were."""
+    try:
+        return content(ring) != ring.written
+    except StaleError:
+        return True
 
 
 def at_random(path, seed, kills):

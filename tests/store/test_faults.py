@@ -75,8 +75,9 @@ def test_a_save_leaves_the_old_or_the_new(fault, code, name, tmp_path):
     assert set(found["outcomes"]) == {"old", "new"}
 
 
-def test_an_interrupt_at_any_line_leaves_a_store_that_goes_on(tmp_path):
-    found = run("interrupted", tmp_path)
+@pytest.mark.parametrize("again", [0, 1])
+def test_an_interrupt_at_any_line_leaves_a_store_that_goes_on(again, tmp_path):
+    found = run("interrupted", tmp_path, again, 7)
     assert found["lines"] > 500
     assert found["outcomes"] == []
 
