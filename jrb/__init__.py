@@ -1,6 +1,7 @@
 """jrb: the replay buffer for JAX."""
 
 from jrb import checkpoint, layouts, ring, sum_tree, testing, transforms, types
+from jrb._engine.dispatch import CopyWarning
 from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save
@@ -8,7 +9,6 @@ from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
 from jrb.loops import jitted
 from jrb.mix import Mix
-from jrb.outside import CopyWarning
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage

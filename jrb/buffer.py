@@ -6,15 +6,15 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jrb import casting, checks, outside, pytree
+from jrb._base import casting, checks, pytree
+from jrb._engine import dispatch, transforming
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
-from jrb.storages.objects import refusal
-from jrb.transforms import run
 from jrb.types import Item, Sampler, Storage, Unit, Writer
+from jrb.types.parts import check_part
 from jrb.units import Transition
 from jrb.writers import RoundRobin
 
@@ -72,8 +72,10 @@ class ReplayBuffer:
     cast: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("sampler", "unit", "writer", "storage"):
-            checks.part(name, getattr(self, name))
+        check_part("sampler", self.sampler)
+        check_part("unit", self.unit)
+        check_part("writer", self.writer)
+        check_part("storage", self.storage)
         checks.count("capacity", self.capacity, 2**31 - 1)
         if self.num_envs is not None:
             checks.count("num_envs", self.num_envs)
@@ -84,25 +86,22 @@ class ReplayBuffer:
             checks.count("min_size", self.min_size, self.capacity)
         checks.flag("cast", self.cast)
         self.unit.check(self.ring, self.sampler, self.writer)
-        if outside.of_objects(self) and not isinstance(self.unit, Transition):
+        if self.storage.of_objects and not self.unit.one_row:
             raise ValueError(
                 f"unit: expected jrb.Transition() with {type(self.storage).__name__}, which cannot "
                 f"look into its objects, got {type(self.unit).__name__}."
             )
-        if getattr(self.storage, "in_time", False):
+        if self.storage.in_time:
             checks.in_time(type(self.storage).__name__, self.writer)
-        for name in (
-            "capacity",
-            "num_envs",
-            "batch_size",
-            "min_size",
-        ):  # NumPy's integers have a dtype
-            value = getattr(self, name)
+        numbers = {"capacity": self.capacity, "num_envs": self.num_envs}
+        numbers |= {"batch_size": self.batch_size, "min_size": self.min_size}
+        for name, value in numbers.items():  # NumPy's integers have a dtype
             object.__setattr__(self, name, None if value is None else int(value))
         if not isinstance(self.keys, Keys):
             raise TypeError(f"keys: expected jrb.Keys(...), got {self.keys!r}.")
         if not isinstance(self.transforms, tuple) or not all(
-            callable(transform) or hasattr(transform, "apply") for transform in self.transforms
+            callable(transform) or transforming.method(transform, "apply")
+            for transform in self.transforms
         ):
             raise TypeError(
                 f"transforms: expected a tuple of functions, got {self.transforms!r}. "
@@ -158,15 +157,15 @@ class ReplayBuffer:
             ValueError: the folder of a storage on the host holds something.
             OSError: there is no room on its disk.
         """
-        outside.check_init(self, example)
-        spec = None if outside.of_objects(self) else self._stored_spec(example)
-        return outside.init(self, spec, device)
+        dispatch.check_init(self, example)
+        spec = None if self.storage.of_objects else self._stored_spec(example)
+        return dispatch.init(self, spec, device)
 
     def nbytes(self, example: Item) -> int:
         """The bytes in arrays and files that `init(example)` allocates, told without it."""
-        if outside.of_objects(self):
-            raise refusal()
-        return outside.nbytes(self, self._stored_spec(example))
+        if self.storage.of_objects:
+            raise dispatch.refusal()
+        return dispatch.nbytes(self, self._stored_spec(example))
 
     def add(self, state: BufferState, item: Item, mask: jax.Array | None = None) -> BufferState:
         """Writes one timestep.
@@ -183,11 +182,11 @@ class ReplayBuffer:
         """
         if mask is not None:
             mask = checks.mask("add", mask, ())[None]
-        if outside.of_objects(self):
-            return outside.write_objects(self, state, [item], mask, "add")
+        if self.storage.of_objects:
+            return dispatch.write_objects(self, state, [item], mask, "add")
         stored = self._to_stored(state, item, self._lead(), "add")
         rows = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), stored)
-        return outside.write(self, state, rows, mask)
+        return dispatch.write(self, state, rows, mask)
 
     def extend(self, state: BufferState, items: Item, mask: jax.Array | None = None) -> BufferState:
         """Writes T timesteps, time first; of more than the ring holds, the last ones.
@@ -206,15 +205,15 @@ class ReplayBuffer:
             ValueError: another structure or shape than the example's, or leaves of unequal T.
             TypeError: another dtype than the example's, or a mask that is not bool.
         """
-        if outside.of_objects(self):
-            return outside.write_objects(self, state, items, mask, "extend")
+        if self.storage.of_objects:
+            return dispatch.write_objects(self, state, items, mask, "extend")
         if self.cast:
             items = casting.kept(items, "extend")
         length = checks.length(items)
         rows = self._to_stored(state, items, (length, *self._lead()), "extend")
         if mask is not None:
             mask = checks.mask("extend", mask, (length,))
-        return outside.write(self, state, rows, mask) if length else state
+        return dispatch.write(self, state, rows, mask) if length else state
 
     def sample(
         self,
@@ -266,10 +265,10 @@ class ReplayBuffer:
             ValueError: as for `sample`.
         """
         after, sample = self._drawn(state, key, batch_size, beta)
-        return outside.after_draw(state, after), sample
+        return dispatch.after_draw(state, after), sample
 
     def _drawn(self, state: BufferState, key: jax.Array, batch_size: Any, beta: Any) -> Any:
-        """What a draw leaves behind (see `jrb.outside.draw`), and a sample."""
+        """What a draw leaves behind (see `jrb._engine.dispatch.draw`), and a sample."""
         batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError(
@@ -280,7 +279,7 @@ class ReplayBuffer:
         checks.key(key)
         if beta is not None:
             beta = checks.number("beta", beta)
-        return outside.draw(self, state, key, int(batch_size), beta)
+        return dispatch.draw(self, state, key, int(batch_size), beta)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
@@ -303,17 +302,16 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities, or those given are no real numbers.
             ValueError: another shape than `[B]`.
         """
-        self._require("update", "update_priority")
+        self._require_priorities("update_priority")
         shapes = []
         if isinstance(sample_or_indices, Sample):
             shapes.append(sample_or_indices.indices.shape)
-            of_windows = getattr(self.unit, "priority_shapes", lambda mask: [])
-            shapes.extend(of_windows(sample_or_indices.mask.shape))
+            shapes.extend(self.unit.priority_shapes(sample_or_indices.mask.shape))
         else:
             sample_or_indices = checks.indices("update_priority", sample_or_indices)
             shapes.append(sample_or_indices.shape)
         priorities = checks.priorities(priorities, shapes)
-        return outside.update(self, state, sample_or_indices, priorities)
+        return dispatch.update(self, state, sample_or_indices, priorities)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """Another exponent for a prioritized sampler; costs O(N).
@@ -322,10 +320,10 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities.
             ValueError: alpha is a negative number.
         """
-        self._require("set_alpha", "set_alpha")
-        outside.check_state(self, state)
-        sampler = self.sampler.set_alpha(state.sampler, alpha)  # pyright: ignore
-        return state.replace(sampler=sampler)  # pyright: ignore
+        self._require_priorities("set_alpha")
+        dispatch.check_state(self, state)
+        sampler = self.sampler.set_alpha(state.sampler, alpha)
+        return state.replace(sampler=sampler)
 
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
         """The environments begin anew: nothing crosses from the newest row to the next one.
@@ -352,11 +350,6 @@ class ReplayBuffer:
             >>> sorted(buffer.sample(state, jax.random.key(0), 9).info["steps"].tolist())[-1]
             1
         """
-        if not hasattr(self.unit, "truncate"):
-            raise TypeError(
-                f"truncate: expected a unit with a method truncate, got "
-                f"{type(self.unit).__name__}. See jrb.types.Unit."
-            )
         envs = self.ring.envs
         if mask is None:
             mask = jnp.ones(envs, jnp.bool_)
@@ -364,7 +357,7 @@ class ReplayBuffer:
             mask = jnp.broadcast_to(checks.mask("truncate", mask, ()), (envs,))
         else:
             mask = checks.mask("truncate", mask, (envs,))
-        return outside.truncate(self, state, mask)
+        return dispatch.truncate(self, state, mask)
 
     def take(self, state: BufferState, indices: jax.Array) -> Item:
         """The items at these slots, as they are stored: without unit and transforms.
@@ -381,11 +374,11 @@ class ReplayBuffer:
         """
         indices = checks.indices("take", indices)
         checks.in_range("take", indices, self.capacity)
-        return outside.take(self, state, indices)
+        return dispatch.take(self, state, indices)
 
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
-        outside.check_state(self, state)
+        dispatch.check_state(self, state)
         return self.writer.held(self.ring, state.writer).count
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
@@ -398,12 +391,12 @@ class ReplayBuffer:
             state: is only read.
             batch_size: B of the draw; None for the buffer's.
         """
-        outside.check_state(self, state)
-        return outside.ready(self, state, self.batch_size if batch_size is None else batch_size)
+        dispatch.check_state(self, state)
+        return dispatch.ready(self, state, self.batch_size if batch_size is None else batch_size)
 
     def empty(self, state: BufferState) -> BufferState:
         """The state without its items. Samples drawn before stay harmless."""
-        return outside.empty(self, state)
+        return dispatch.empty(self, state)
 
     def _lead(self) -> tuple[int, ...]:
         return () if self.num_envs is None else (self.num_envs,)
@@ -412,7 +405,7 @@ class ReplayBuffer:
         if self.cast:
             example = casting.kept(example, "init")
         spec = jax.eval_shape(
-            functools.partial(run.inward, self.transforms), pytree.spec_of(example, "init")
+            functools.partial(transforming.inward, self.transforms), pytree.spec_of(example, "init")
         )
         if not jax.tree.leaves(spec):
             raise ValueError("init: expected at least one leaf, got an empty pytree.")
@@ -420,16 +413,16 @@ class ReplayBuffer:
 
     def stored(self, state: BufferState) -> Item:
         """The spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
-        outside.check_state(self, state)
-        return self.storage.spec(self.ring, state.storage, self.keys)
+        dispatch.check_state(self, state)
+        return self.storage.spec(state.storage)
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
         """Items as the storage takes them, leaves `[*lead, ...]`, or an error."""
         if self.cast:
             items = casting.kept(items, verb)
-        if any(hasattr(transform, "inverse") for transform in self.transforms):
+        if transforming.inverses(self.transforms):
             checks.lead(items, lead, verb)
-            inverse = functools.partial(run.inward, self.transforms)
+            inverse = functools.partial(transforming.inward, self.transforms)
             for _ in lead:
                 inverse = jax.vmap(inverse)
             items = inverse(items)
@@ -442,8 +435,8 @@ class ReplayBuffer:
         pytree.check_like(spec, items, verb, f"Give {_LAYOUT[verb, self.num_envs is None]}.")
         return items
 
-    def _require(self, method: str, verb: str) -> None:
-        if not hasattr(self.sampler, method):
+    def _require_priorities(self, verb: str) -> None:
+        if not self.sampler.prioritized:
             raise TypeError(
                 f"{verb}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
                 "Build the buffer with sampler=jrb.Prioritized()."

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from jrb import extras
+from jrb._base import extras
 
 
 def main() -> None:
@@ -26,8 +26,8 @@ def main() -> None:
         out: Annotated[str, option(help="where the picture goes")] = "jrb-demo.png",
     ) -> None:
         """Trains a double DQN with prioritized replay, all of it inside one jit."""
-        from jrb import demo_report
+        from jrb.demo import report
 
-        demo_report.main(env=env, steps=steps, seeds=seeds, seed=seed, out=out)
+        report.main(env=env, steps=steps, seeds=seeds, seed=seed, out=out)
 
     app()

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from jrb import checks
+from jrb._base import checks
+from jrb._engine import steps
 from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.samplers import WithoutReplacement
@@ -92,11 +93,11 @@ def epochs(
     checks.key(key)
     sampler = WithoutReplacement(drop_last=drop_last)
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
-    state = state.replace(sampler=sampler.init(buffer.ring))  # pyright: ignore
-    held = buffer.writer.held(buffer.ring, state.writer)
-    if held.count.ndim:
+    state = state.replace(sampler=sampler.init(buffer.ring))
+    context = steps.context_of(buffer, state.writer)
+    if context.held.count.ndim:
         raise TypeError("epochs: expected a single state, got states under vmap. Take one of them.")
-    count = int(buffer.unit.anchors(buffer.ring, state.unit, held).count)
+    count = int(buffer.unit.anchors(context, state.unit).count)
     each = count // batch_size if drop_last else -(-count // batch_size)
     if not each:
         raise ValueError(

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from jrb import pytree
+from jrb._base import pytree
 
 Path = str | tuple[str, ...]
 """A name, or a tuple of names from the outside in; names reach into dicts and attributes alike."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from jrb import casting, outside, pytree
+from jrb._base import casting, pytree
+from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Mix
 from jrb.state import BufferState, Sample
@@ -57,7 +58,7 @@ class Jitted:
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
-        writes, reads = _compilers(outside.on_host(buffer))
+        writes, reads = _compilers(dispatch.on_host(buffer))
         self._add, self._extend = writes(buffer.add), writes(buffer.extend)
         self._update = writes(buffer.update_priority)
         self._truncate, self._empty = writes(buffer.truncate), writes(buffer.empty)
@@ -141,7 +142,7 @@ class JittedMix:
 
     def __init__(self, mix: Mix) -> None:
         self.mix = mix
-        writes, reads = _compilers(any(map(outside.on_host, mix.buffers)))
+        writes, reads = _compilers(any(map(dispatch.on_host, mix.buffers)))
         self._draw = writes(mix.draw, static_argnames="batch_size")
         self._sample = reads(mix.sample, static_argnames="batch_size")
         self._update = writes(mix.update_priority)

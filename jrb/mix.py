@@ -8,7 +8,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import bits, checks, outside, permutation, pytree
+from jrb._base import checks, permutation, pytree, random_bits
+from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
 from jrb.types import Item
@@ -122,7 +123,7 @@ class Mix:
                 they are scaled); parts whose data differ; a buffer with nothing to draw (outside
                 `jit`; inside, its part of `mask` is False).
         """
-        wasteful = [part.sampler for part in self.buffers if getattr(part.sampler, "consumes", 0)]
+        wasteful = [part.sampler for part in self.buffers if part.sampler.consumes]
         if proportions is not None and wasteful:
             raise ValueError(
                 f"proportions: expected none in the call, with {type(wasteful[0]).__name__}, which "
@@ -161,7 +162,7 @@ class Mix:
         """
         if "source" not in sample.info:
             raise ValueError("update_priority: expected a Sample of this Mix, got one of a buffer.")
-        if not any(hasattr(part.sampler, "update") for part in self.buffers):
+        if not any(part.sampler.prioritized for part in self.buffers):
             raise TypeError(
                 "update_priority: expected a buffer with priorities, got none. "
                 "Build one with sampler=jrb.Prioritized()."
@@ -170,11 +171,11 @@ class Mix:
         for number, (part, state) in enumerate(self._pairs(states)):
             mine = source == number
             mask = sample.mask & mine.reshape(-1, *(1,) * (sample.mask.ndim - 1))
-            own = sample.replace(mask=mask)  # pyright: ignore
-            if hasattr(part.sampler, "update"):
+            own = sample.replace(mask=mask)
+            if part.sampler.prioritized:
                 after.append(part.update_priority(state, own, priorities))
             else:
-                after.append(outside.wait(part, state, own))
+                after.append(dispatch.wait(state, own))
         return tuple(after)
 
     def _pairs(self, states: States) -> list[tuple[ReplayBuffer, BufferState]]:
@@ -224,8 +225,8 @@ class Mix:
     ) -> tuple[BufferState, Sample]:
         part, quiet = self.buffers[number], not needed[number]
         beta = None if beta is None else checks.number("beta", beta)
-        after, sample = outside.draw(part, state, key, count, beta, quiet)
-        return outside.after_draw(state, after), sample
+        after, sample = dispatch.draw(part, state, key, count, beta, quiet)
+        return dispatch.after_draw(state, after), sample
 
     def _given_shares(self, proportions: Any, batch_size: int) -> jax.Array:
         if not isinstance(proportions, jax.core.Tracer):
@@ -295,7 +296,7 @@ def _chosen(parts: list[Any], shares: jax.Array, key: jax.Array) -> Sample:
     source = jnp.sum(place[:, None] >= ends, axis=1, dtype=jnp.int32)
     source = jnp.minimum(source, len(parts) - 1)
     within = place - (ends - shares)[source]
-    seeds = bits.bits(key, (len(parts), 2))
+    seeds = random_bits.bits(key, (len(parts), 2))
     mixed = jnp.stack([permutation.permute(seed, jnp.int32(size), place) for seed in seeds])
     row = source * size + mixed[source, within]
     return jax.tree.map(lambda leaf: leaf[row], _joined(parts))

@@ -10,11 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jrb import order, pytree
+from jrb._base import ordering, pytree
 
 
-@pytree.state
-class Clock:
+class Clock(pytree.State):
     """Where a ring stands, in rows of time.
 
     Attributes:
@@ -23,7 +22,7 @@ class Clock:
         lap: uint32 `[]`, how often the cursor came round, modulo 2^32.
     """
 
-    cursor: jax.Array
+    cursor: jax.Array = pytree.cursor()
     count: jax.Array
     lap: jax.Array
 
@@ -69,15 +68,15 @@ class Ring:
 
     def shrunk(self, clock: Clock, rows: jax.Array) -> Clock:
         """The clock without its oldest `rows` (int32 `[]`) rows."""
-        return clock.replace(count=jnp.maximum(clock.count - rows, 0))  # pyright: ignore
+        return clock.replace(count=jnp.maximum(clock.count - rows, 0))
 
     def emptied(self, clock: Clock) -> Clock:
         """The clock of the emptied ring; no older generation is ever current again.
 
-        What the cursor waited for, it waits for still (see `jrb.order`).
+        What the cursor waited for, it waits for still (see `jrb._base.ordering`).
         """
         return Clock(
-            cursor=order.token(clock.cursor),
+            cursor=ordering.token(clock.cursor),
             count=jnp.zeros_like(clock.count),
             lap=clock.lap + jnp.uint32(2),
         )

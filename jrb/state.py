@@ -1,15 +1,16 @@
-"""The arrays of a buffer, and those of a batch."""
+"""What a buffer is to those who work on it: its description, its arrays, and those of a batch."""
 
-from typing import Any
+from typing import Any, ClassVar, Final, Protocol
 
 import jax
 
-from jrb import display, pytree
+from jrb._base import display, pytree
+from jrb.keys import Keys
 from jrb.ring import Ring
+from jrb.types import Sampler, Unit, Writer
 
 
-@pytree.state
-class BufferState:
+class BufferState(pytree.State):
     """All arrays of a buffer. N capacity, E environments.
 
     Attributes:
@@ -24,7 +25,7 @@ class BufferState:
     writer: Any
     sampler: Any
     unit: Any
-    ring: Ring | None = pytree.static(None)
+    ring: Ring | None = pytree.static(default=None)
 
     def __len__(self) -> int:
         """Raises: the number of items is an array, which `size` gives."""
@@ -40,8 +41,7 @@ class BufferState:
         return display.html(self)
 
 
-@pytree.state
-class Sample:
+class Sample(pytree.State):
     """One batch. B batch, L window.
 
     Attributes:
@@ -62,3 +62,28 @@ class Sample:
     mask: jax.Array
     info: dict[str, jax.Array]
     stamp: jax.Array
+
+
+class Buffer(Protocol):
+    """A description, as `jrb.ReplayBuffer` documents it, for those who work below it."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    capacity: Final[int]
+    num_envs: Final[int | None]
+    batch_size: Final[int | None]
+    sampler: Final[Sampler]
+    unit: Final[Unit]
+    writer: Final[Writer]
+    storage: Final[Any]
+    transforms: Final[tuple[Any, ...]]
+    keys: Final[Keys]
+    min_size: Final[int | None]
+
+    @property
+    def ring(self) -> Ring:
+        """The shape of the ring."""
+        ...
+
+    def size(self, state: BufferState) -> jax.Array:
+        """The transitions held, int32 `[]`."""
+        ...

@@ -18,9 +18,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jrb import bits, checks, order
-from jrb import tree as trees
-from jrb.tree import Tree
+from jrb._base import checks, ordering, random_bits
+from jrb._base import tree as trees
+from jrb._base.tree import Tree
 
 _REDRAW = 2048  # among so many nodes, a float32 is too coarse to go on with what is left of it
 
@@ -166,7 +166,7 @@ def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True)
 @functools.partial(jax.jit, static_argnames=("batch_size", "stratified"))
 def _sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool) -> jax.Array:
     words, indices, _, mass = draw(tree, key, batch_size, stratified)
-    anywhere = bits.below(jnp.int32(tree.capacity), *words)
+    anywhere = random_bits.below(jnp.int32(tree.capacity), *words)
     return jnp.where(mass > 0, indices, anywhere)
 
 
@@ -185,9 +185,11 @@ def draw(
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
         total, float32 `[]`. If that is 0, the leaves and their masses mean nothing.
     """
-    words, top = order.once(lambda: (bits.bits(key, (2, batch_size)), trees.top_row(tree)))
+    words, top = ordering.read(
+        lambda: (random_bits.bits(key, (2, batch_size)), trees.top_row(tree))
+    )
     mass = trees.reduce_rows(tree, top)
-    first, again = bits.unit_interval(words)
+    first, again = random_bits.unit_interval(words)
     if stratified:
         first = (first + jnp.arange(first.size, dtype=jnp.float32)) / first.size
     return words, *_descend(tree, first * mass, again), mass
@@ -221,7 +223,7 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
 
     root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
     room = trees.room_for(tree.nodes, mass.size, tree.branching)
-    node, _, room = order.loop(tree.depth + 1, step, (root, mass, room))
+    node, _, room = ordering.loop(tree.depth + 1, step, (root, mass, room))
     child = node & jnp.uint32(tree.branching - 1)
     mine = jnp.arange(tree.branching, dtype=jnp.uint32)[None, :] == child[:, None]
     leaf = (node - jnp.uint32(tree.leaf)).astype(jnp.int32)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import pytree
+from jrb._base import pytree
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
 
@@ -82,9 +82,9 @@ def temporaries(step: Step, state: BufferState, total: jax.Array, key: jax.Array
         return jax.lax.scan(body, (state, total), None, length=3)[0]
 
     lowered = jax.jit(loop, donate_argnums=0).lower(state, total, key)
-    options = {"xla_backend_optimization_level": 0}  # faster, and the buffers are the same
-    compiled = lowered.compile(options)  # pyright: ignore
-    return compiled.memory_analysis().temp_size_in_bytes  # pyright: ignore
+    options: Any = {"xla_backend_optimization_level": 0}  # faster, and the buffers are the same
+    compiled: Any = lowered.compile(options)
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def growth(make: Make, example: Any, step: Callable[..., Any], agents: int | None = None) -> float:
@@ -122,9 +122,9 @@ def check_description(make: Make) -> None:
     one, other = make(64), make(64)
     _expect(one == other and hash(one) == hash(other), "equal descriptions hash equal")
     _expect(pickle.loads(pickle.dumps(one)) == one, "a description pickles")
-    capacity = jax.jit(lambda buffer: buffer.capacity)
+    capacity: Any = jax.jit(lambda buffer: buffer.capacity)
     _expect(capacity(one) == capacity(other), "a description is a jit argument")
-    _expect(capacity._cache_size() == 1, "an equal description does not retrace")  # pyright: ignore
+    _expect(capacity._cache_size() == 1, "an equal description does not retrace")
 
 
 def check_memory(buffer: ReplayBuffer, example: Any) -> None:
@@ -141,11 +141,12 @@ def check_compiled(buffer: ReplayBuffer, example: Any) -> None:
         state, sample = step(states[-1], jnp.float32(number), key)
         states.append(state)
         samples.append(sample)
-    compiled, state = jax.jit(step), states[0]
+    compiled: Any = jax.jit(step)
+    state = states[0]
     for number, key in enumerate(keys):
         state, sample = compiled(state, jnp.float32(number), key)
         _agree(sample, samples[number], "jit draws what eager draws")
-    _expect(compiled._cache_size() == 1, "a second call does not retrace")  # pyright: ignore
+    _expect(compiled._cache_size() == 1, "a second call does not retrace")
     numbers = jnp.arange(6, dtype=jnp.float32)
     scan = jax.jit(lambda *xs: jax.lax.scan(lambda state, x: step(state, *x), states[0], xs))
     _agree(scan(numbers, keys)[0], states[-1], "scan leaves the state that a loop leaves")
@@ -211,7 +212,7 @@ def _stepper(
     def step(state: BufferState, total: jax.Array, key: jax.Array) -> tuple[BufferState, Sample]:
         state = buffer.extend(state, rows(example, total, 9, *_lead(buffer)))
         state, sample = buffer.draw(state, key)
-        if hasattr(buffer.sampler, "update"):
+        if buffer.sampler.prioritized:
             state = buffer.update_priority(state, sample, total + sample.probabilities)
         return state, sample
 

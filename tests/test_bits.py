@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrb import bits
+from jrb._base import random_bits
 
 SHAPES = [(), (7,), (3, 0), (2, 256), (2, 3, 5)]
 SEEDS = [0, 1, 12345, 2**31 - 1, -1]
 EXTREMES = [0, 1, 2, 2**16, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
 
-below = jax.jit(bits.below)
-mix = jax.jit(bits.mix)
+below = jax.jit(random_bits.below)
+mix = jax.jit(random_bits.mix)
 
 
 def many_keys(impl=None):
@@ -22,7 +22,7 @@ def many_keys(impl=None):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_are_those_of_jax_for_typed_keys(shape):
-    both = lambda key: (bits.bits(key, shape), jax.random.bits(key, shape))
+    both = lambda key: (random_bits.bits(key, shape), jax.random.bits(key, shape))
     mine, theirs = jax.jit(jax.vmap(both))(many_keys())
     assert mine.dtype == theirs.dtype == jnp.uint32
     assert mine.shape == (16, *shape)
@@ -31,46 +31,46 @@ def test_bits_are_those_of_jax_for_typed_keys(shape):
 
 @pytest.mark.parametrize("shape", [(), (2, 256)])
 def test_bits_are_those_of_jax_for_legacy_keys(shape):
-    both = lambda key: (bits.bits(key, shape), jax.random.bits(key, shape))
+    both = lambda key: (random_bits.bits(key, shape), jax.random.bits(key, shape))
     mine, theirs = jax.jit(jax.vmap(both))(jax.random.key_data(many_keys()))
     assert np.array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("key", [jax.random.key(7), jax.random.PRNGKey(7)])
 def test_bits_are_those_of_jax_outside_jit(key):
-    assert np.array_equal(bits.bits(key, (2, 5)), jax.random.bits(key, (2, 5)))
+    assert np.array_equal(random_bits.bits(key, (2, 5)), jax.random.bits(key, (2, 5)))
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_keys_of_other_generators_work(impl):
     key = jax.random.key(3, impl=impl)
     for same in (key, jax.random.split(key)[1]):
-        assert np.array_equal(bits.bits(same, (2, 7)), jax.random.bits(same, (2, 7)))
-    mapped = jax.vmap(lambda key: bits.bits(key, (3,)))(many_keys(impl))
+        assert np.array_equal(random_bits.bits(same, (2, 7)), jax.random.bits(same, (2, 7)))
+    mapped = jax.vmap(lambda key: random_bits.bits(key, (3,)))(many_keys(impl))
     assert mapped.shape == (16, 3)
 
 
 def test_different_keys_give_different_bits():
-    words = np.asarray(jax.vmap(lambda key: bits.bits(key, (64,)))(many_keys()))
+    words = np.asarray(jax.vmap(lambda key: random_bits.bits(key, (64,)))(many_keys()))
     assert len(np.unique(words)) == words.size
 
 
 def test_words_and_seed_are_bits():
     for key in (jax.random.key(5), jax.random.PRNGKey(5), jax.random.key(5, impl="rbg")):
-        assert np.array_equal(bits.words(key, 9), bits.bits(key, (2, 9)))
-        assert np.array_equal(bits.seed(key), bits.bits(key, (2,)))
-        assert bits.seed(key).dtype == jnp.uint32
+        assert np.array_equal(random_bits.words(key, 9), random_bits.bits(key, (2, 9)))
+        assert np.array_equal(random_bits.seed(key), random_bits.bits(key, (2,)))
+        assert random_bits.seed(key).dtype == jnp.uint32
 
 
 def test_seeds_of_different_keys_differ():
-    seeds = np.asarray(jax.vmap(bits.seed)(jax.random.split(jax.random.key(0), 1000)))
+    seeds = np.asarray(jax.vmap(random_bits.seed)(jax.random.split(jax.random.key(0), 1000)))
     assert len(np.unique(seeds, axis=0)) == 1000
 
 
 def test_unit_interval_is_the_upper_24_bits_and_never_1():
     random = np.random.default_rng(0).integers(0, 2**32, 1 << 16, np.uint32)
     words = np.concatenate([random, np.array([*EXTREMES, 255, 256], np.uint32)])
-    found = bits.unit_interval(jnp.asarray(words))
+    found = random_bits.unit_interval(jnp.asarray(words))
     assert found.dtype == jnp.float32
     assert np.array_equal(np.asarray(found, np.float64), (words >> 8) / 2**24)
     assert found.min() == 0
@@ -114,7 +114,7 @@ def test_below_carries_from_the_low_word():
 
 @pytest.mark.parametrize("n", [0, 1, 10, 2**31 - 1])
 def test_below_takes_one_bound_for_all_words(n):
-    high, low = bits.bits(jax.random.key(2), (2, 4096))
+    high, low = random_bits.bits(jax.random.key(2), (2, 4096))
     found = np.asarray(below(jnp.int32(n), high, low))
     bounds = np.full(4096, n, np.int32)
     assert found.tolist() == exact_below(bounds, np.asarray(high), np.asarray(low))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import versions
+from jrb._base import versions
 from tests import reference
 
 KEY = jax.random.key(0)

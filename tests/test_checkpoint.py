@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import checkpoint, prng, pytree, testing, tree, versions
+from jrb import checkpoint, testing
+from jrb._base import prng_keys, pytree, tree, versions
+from jrb._engine import memory
 from jrb._store import files, generation
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
-from jrb.checkpoint import memory
 
 TED = {
     "observation": jnp.zeros(3),
@@ -55,7 +56,7 @@ def filled(rows=20, envs=3, example=TED, **parts):
     items = testing.rows(example, jnp.float32(1), *lead)
     state = buffer.extend(buffer.init(example), items)
     state, sample = buffer.draw(state, jax.random.key(0))
-    if hasattr(buffer.sampler, "update"):
+    if buffer.sampler.prioritized:
         state = buffer.update_priority(state, sample, jnp.array([0.5, 2.0, 3.0, 0.0]))
     return buffer, state
 
@@ -64,8 +65,8 @@ def assert_same(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert bytes(memory.view(np.asarray(prng.raw(a)))) == bytes(
-            memory.view(np.asarray(prng.raw(b)))
+        assert bytes(memory.view(np.asarray(prng_keys.raw(a)))) == bytes(
+            memory.view(np.asarray(prng_keys.raw(b)))
         )
 
 
@@ -140,7 +141,7 @@ def test_the_next_draws_are_those_of_an_uninterrupted_run(name, layout, tmp_path
         def step(state, number):
             state, sample = buffer.draw(state, jax.random.key(number))
             state = buffer.add(state, testing.rows(TED, number.astype(jnp.float32), 3))
-            if hasattr(buffer.sampler, "update"):
+            if buffer.sampler.prioritized:
                 state = buffer.update_priority(state, sample, sample.data["next"]["reward"])
             return state, sample
 

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 import jrb
-from jrb import bits, pytree, testing
+from jrb import testing
+from jrb._base import pytree, random_bits
 from jrb.samplers.uniform import draw_of
+from jrb.types import Sampler
 
 pytestmark = pytest.mark.slow
 
@@ -24,28 +26,16 @@ EXAMPLE = {"x": jnp.zeros(16), "flag": jnp.bool_(False), "next": {"reward": jnp.
 
 
 @pytree.component
-class Newest:
+class Newest(Sampler):
     """Draws among the newest `count` anchors only."""
 
     count: int = 8
 
-    def init(self, ring):
-        return {}
-
-    def on_write(self, ring, state, change, anchors):
-        return state
-
     def draw(self, ring, state, anchors, key, batch_size, beta=None):
         some = jnp.minimum(anchors.count, self.count)
-        back = bits.below(some, *bits.words(key, batch_size))
+        back = random_bits.below(some, *random_bits.words(key, batch_size))
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
         return state, draw_of(anchors, jnp.maximum(anchors.count - 1 - back, 0), mask, key)
-
-    def ready(self, state, anchors, batch_size):
-        return anchors.count > 0
-
-    def reset(self, ring, state, token):
-        return state
 
 
 CASES = [(sampler, 4) for sampler in SAMPLERS]

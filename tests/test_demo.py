@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("gymnax")
 
-from jrb import cli, demo, demo_report
+from jrb import cli
+from jrb.demo import report, training
 
 pytestmark = pytest.mark.slow
 
-SMALL = demo.Config(
+SMALL = training.Config(
     env="CartPole-v1",
     steps=4000,
     num_envs=16,
@@ -35,8 +36,8 @@ def standard_promotion():
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_training_reports_every_chunk(seeds):
     reported = []
-    config = demo.dataclasses.replace(SMALL, seeds=seeds)
-    result = demo.train(config, lambda chunk, mean: reported.append((chunk, mean)))
+    config = training.dataclasses.replace(SMALL, seeds=seeds)
+    result = training.train(config, lambda chunk, mean: reported.append((chunk, mean)))
     assert [chunk for chunk, _ in reported] == list(range(1, 9))
     assert result.returns.shape == result.episodes.shape == (8, seeds)
     assert result.episodes.sum() > 50
@@ -46,13 +47,13 @@ def test_training_reports_every_chunk(seeds):
 
 
 def test_the_same_seed_gives_the_same_training():
-    one, other = demo.train(SMALL), demo.train(SMALL)
+    one, other = training.train(SMALL), training.train(SMALL)
     np.testing.assert_array_equal(one.returns, other.returns)
     np.testing.assert_array_equal(one.priorities, other.priorities)
 
 
 def test_the_last_observation_is_stored_and_a_time_limit_is_no_termination():
-    agent = demo.Agent(SMALL)
+    agent = training.Agent(SMALL)
     agent.env.params = agent.env.params.replace(max_steps_in_episode=3)
     carry, _ = jax.jit(agent.chunk)(agent.init(jax.random.key(0)))
     items = agent.buffer.take(carry.replay, jnp.arange(int(agent.buffer.size(carry.replay))))
@@ -73,7 +74,7 @@ def test_only_termination_ends_the_sum_of_rewards():
     after = {"observation": jnp.zeros((2, 2)), "reward": jnp.array([0.5, 0.5])}
     after |= {"terminated": flags, "truncated": ~flags}
     batch = {"observation": jnp.zeros((2, 2)), "action": jnp.array([0, 0]), "next": after}
-    _, errors = demo.loss(network, network, 0.9, batch, jnp.ones(2))
+    _, errors = training.loss(network, network, 0.9, batch, jnp.ones(2))
     np.testing.assert_allclose(errors, [0.5 + 0.9 * 3 - 1, 0.5], rtol=1e-6)
 
 
@@ -89,7 +90,7 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, monkeypatch, c
 
 
 def test_a_picture_of_many_seeds_shows_their_mean():
-    result = demo.Result(np.ones((8, 3)), np.ones((8, 3)), np.ones(5), 1.0)
-    sheet = demo_report.picture(SMALL, result)
+    result = training.Result(np.ones((8, 3)), np.ones((8, 3)), np.ones(5), 1.0)
+    sheet = report.picture(SMALL, result)
     assert len(sheet.axes[0].lines) == 4
-    assert demo_report.table(SMALL, result).row_count == 3
+    assert report.table(SMALL, result).row_count == 3

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jrb
-from jrb import pytree, testing
+from jrb import testing
+from jrb._base import pytree
 
 D, E, B = jax.device_count(), 2, 8
 pytestmark = [
@@ -86,21 +87,33 @@ def rows(key, *lead):
     return jax.tree_util.tree_map_with_path(leaf, EXAMPLE)
 
 
+@jax.jit
+def drawn(key):
+    """What a program is given: to draw it inside would be most of what is compiled."""
+    keys = jax.random.split(key, 6)
+    return {
+        "many": rows(keys[0], 9, E),
+        "one": rows(keys[1], E),
+        "mask": jax.random.uniform(keys[2]) < 0.5,
+        "other": rows(keys[3], E),
+        "keys": keys[4:],
+    }
+
+
 def program(buffer):
     """Every verb, in orders that promise to copy nothing."""
 
-    def run(state, key):
-        keys = jax.random.split(key, 8)
-        state = buffer.extend(state, rows(keys[0], 9, E))
-        state = buffer.add(state, rows(keys[1], E), mask=jax.random.uniform(keys[2]) < 0.5)
-        state, first = buffer.draw(state, keys[3])
+    def run(state, given):
+        state = buffer.extend(state, given["many"])
+        state = buffer.add(state, given["one"], mask=given["mask"])
+        state, first = buffer.draw(state, given["keys"][0])
         state = buffer.truncate(state, mask=jnp.arange(E) == 0)
-        state = buffer.add(state, rows(keys[4], E))
+        state = buffer.add(state, given["other"])
         taken = buffer.take(state, first.indices)
         second = None  # inside jit, sample is what draw returns beside the state
         if isinstance(buffer.sampler, jrb.Uniform):
-            second = buffer.sample(state, keys[5])
-        if hasattr(buffer.sampler, "update"):
+            second = buffer.sample(state, given["keys"][1])
+        if buffer.sampler.prioritized:
             priorities = jnp.abs(first.probabilities) + 0.25
             state = buffer.update_priority(state, first, priorities)
             state = buffer.set_alpha(state, 0.5)
@@ -165,23 +178,25 @@ def test_each_device_does_what_a_buffer_of_its_own_does(unit, sampler, parts):
     run = program(buffer)
     keys = jax.random.split(jax.random.key(0), D)
     before = filled(buffer, keys)
+    given = jax.vmap(drawn)(keys)
     alone = jax.jit(run)
     each = [jax.tree.map(operator.itemgetter(d), before) for d in range(D)]
-    want = stacked([alone(*pair) for pair in zip(each, keys, strict=True)])
+    its = [jax.tree.map(operator.itemgetter(d), given) for d in range(D)]
+    want = stacked([alone(*pair) for pair in zip(each, its, strict=True)])
     known = set()
     for mode in MODES:
         if mode == "vmap" and getattr(buffer.storage, "once", False):
             continue  # it sees many rings as one, which a sharded axis would have to gather
         run_all, sharding = mapped(mode, run)
-        states, cut_keys = jax.device_put((before, keys), sharding)
-        lowered = run_all.lower(states, cut_keys)
+        states, cut = jax.device_put((before, given), sharding)
+        lowered = run_all.lower(states, cut)
         text = without_placement(lowered.as_text())
         if text in known:  # the very same program: what it does was looked at
             continue
         known.add(text)
         compiled = lowered.compile()
         temporaries = compiled.memory_analysis().temp_size_in_bytes
-        assert_same(compiled(states, cut_keys), want)
+        assert_same(compiled(states, cut), want)
         assert not [name for name in COLLECTIVES if name in compiled.as_text()], mode
         assert temporaries < allowed(buffer), mode
 

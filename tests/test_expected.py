@@ -42,7 +42,7 @@ def verbs(buffer):
         "can_sample": buffer.can_sample,
         "empty": buffer.empty,
     }
-    if hasattr(buffer.sampler, "update"):
+    if buffer.sampler.prioritized:
         found["set_alpha"] = lambda state: buffer.set_alpha(state, 0.5)
         found["update_priority"] = lambda state: buffer.update_priority(
             state, jnp.arange(2), jnp.ones(2)

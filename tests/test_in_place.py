@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jrb
-from jrb import order, testing
+from jrb import testing
+from jrb._base import ordering
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +101,7 @@ def everything(buffer, state, total, key):
     state, sample = buffer.draw(state, key)
     total = total + testing.consumed(sample)
     state = buffer.add(buffer.add(state, rows(total, E)), rows(total + 1, E))
-    if hasattr(buffer.sampler, "update"):
+    if buffer.sampler.prioritized:
         sample = buffer.sample(state, key)
         total = total + testing.consumed(sample)
         priorities = jnp.abs(jnp.sin(total + jnp.arange(B, dtype=jnp.float32)))
@@ -176,7 +177,7 @@ def test_a_bare_sample_before_a_write_is_what_copies(name):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_tie_of_draw_is_what_keeps_draw_then_add_in_place(name, monkeypatch):
-    monkeypatch.setattr(order, "token", lambda reads: jnp.int32(0))
+    monkeypatch.setattr(ordering, "token", lambda reads: jnp.int32(0))
     jax.clear_caches()
     assert growth(name, draw_add) > 0.5
     jax.clear_caches()
@@ -198,8 +199,8 @@ def test_no_dtype_is_widened_and_copied(dtype, agents):
 
 def test_a_read_is_not_repeated_after_a_write():
     def step(array, i):
-        value = order.once(lambda: array[i])
-        array = array.at[i + order.token(value)].set(value + 1)
+        value = ordering.read(lambda: array[i])
+        array = array.at[i + ordering.token(value)].set(value + 1)
         return array, jnp.sin(value) + jnp.cos(value)
 
     def temporaries(size):
@@ -215,5 +216,5 @@ def test_a_read_is_not_repeated_after_a_write():
 def test_a_token_is_zero_whatever_was_read(dtype):
     for value in (0, 1, -1, 3):
         leaf = jnp.full((2, 3), value).astype(dtype)
-        assert int(jax.jit(order.token)((leaf, jnp.zeros((0, 2))))) == 0
-    assert int(order.token(jax.random.split(jax.random.key(1), 3))) == 0
+        assert int(jax.jit(ordering.token)((leaf, jnp.zeros((0, 2))))) == 0
+    assert int(ordering.token(jax.random.split(jax.random.key(1), 3))) == 0

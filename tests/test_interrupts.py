@@ -16,7 +16,7 @@ from tests.store import faults
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 ROOT = os.path.dirname(jrb.__file__)
-STEP = 67  # lines; what lies between is met by other storages and in the tests of the store
+STEP = 131  # lines; what lies between is met by other storages and in the tests of the store
 STORAGES = {
     "device": lambda path: jrb.DeviceStorage(),
     "memmap": lambda path: jrb.MemmapStorage(path),

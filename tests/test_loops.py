@@ -45,7 +45,7 @@ def test_compiled_verbs_do_what_the_buffer_does(parts):
     mine, one = verbs.draw(mine, KEY)
     state, other = buffer.draw(state, KEY)
     jax.tree.map(np.testing.assert_array_equal, one.data, other.data)
-    if hasattr(buffer.sampler, "update"):
+    if buffer.sampler.prioritized:
         mine = verbs.update_priority(mine, one, jnp.arange(4.0))
         state = buffer.update_priority(state, other, jnp.arange(4.0))
         mine, state = verbs.set_alpha(mine, 0.3), buffer.set_alpha(state, 0.3)
@@ -220,7 +220,7 @@ def test_no_eager_verb_compiles_at_its_second_call(parts, compilations):
         state = buffer.add(state, row(number, 2), mask=np.bool_(True))
         state, sample = buffer.draw(state, key)
         sample = buffer.sample(state, key)
-        if hasattr(buffer.sampler, "update"):
+        if buffer.sampler.prioritized:
             state = buffer.update_priority(state, sample, np.ones(2, np.float32))
             buffer.sample(buffer.set_alpha(state, 0.5), key, beta=0.4)
         buffer.take(state, np.array([0, 1]))

@@ -44,7 +44,7 @@ def test_objects_are_drawn_like_their_numbers(sampler):
         assert all(got is thing for got, thing in zip(sample.data, want, strict=True))
         np.testing.assert_array_equal(sample.indices, expected.indices)
         np.testing.assert_array_equal(sample.weights, expected.weights)
-        if hasattr(sampler, "update"):
+        if sampler.prioritized:
             new = jnp.arange(4.0)
             shelf = objects.update_priority(shelf, sample, new)
             state = plain.update_priority(state, expected, new)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import checkpoint, prng
+from jrb import checkpoint
+from jrb._base import prng_keys
 from jrb.checkpoint import folder
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,7 @@ def filled(rows=400, start=0):
 
 def raw(state):
     """All arrays of a state on the host, copied."""
-    return [np.array(prng.raw(leaf)) for leaf in jax.tree.leaves(state)]
+    return [np.array(prng_keys.raw(leaf)) for leaf in jax.tree.leaves(state)]
 
 
 def assert_same(one, other):

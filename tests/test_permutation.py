@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrb import bits, permutation
+from jrb._base import permutation, random_bits
 
 SMALL = 300
 SEED = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
@@ -28,7 +28,7 @@ def many_orders(seeds, n):
 
 
 def seeds_of(count):
-    return jax.vmap(bits.seed)(jax.random.split(jax.random.key(0), count))
+    return jax.vmap(random_bits.seed)(jax.random.split(jax.random.key(0), count))
 
 
 def is_bijection(found, n):

@@ -6,63 +6,69 @@ import pathlib
 import pytest
 
 import jrb
-from jrb import extras
+from jrb._base import extras
 
 ROOT = pathlib.Path(jrb.__file__).parent
 
-LAYERS = [
-    {"extras", "_store", "versions"},
-    {"pytree", "order"},
-    {"keys", "ring", "bits", "tree", "display", "checks", "casting"},
-    {"types", "permutation", "sum_tree", "layouts", "prng"},
-    {"rows"},
-    {"line", "episodes", "columns"},
-    {"writers", "storages", "samplers", "units", "transforms"},
+ROOMS = [
+    {"_store"},
+    {"_base"},
+    {"keys", "ring", "sum_tree"},
+    {"types", "layouts"},
     {"state"},
-    {"compiled", "expected"},
-    {"outside"},
+    {"_engine"},
+    {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
-    {"testing", "demo", "mix"},
-    {"loops"},
-    {"demo_report", "checkpoint", "iterate"},
+    {"testing", "mix"},
+    {"loops", "demo"},
+    {"interop"},
+    {"checkpoint", "iterate"},
     {"cli"},
-    {"__init__"},
 ]
+"""The files and folders of the package, from those that import nothing else of it upwards."""
 
 
 def modules():
     return sorted(ROOT.rglob("*.py"))
 
 
-def layer_of(path):
-    """How high a module stands: the folder's layer, or the file's."""
-    name = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    return next(number for number, names in enumerate(LAYERS) if name in names)
+def name_of(path):
+    """Such as `jrb.units.n_step`."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported(path):
-    """The modules of the package that a module imports, as names below it."""
+    """The modules of the package that a module imports."""
+    known = set(map(name_of, modules()))
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "jrb":
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module.startswith("jrb."):
-            yield node.module.split(".")[1]
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "jrb":
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from sorted(name if name in known else node.module for name in names)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path):
-    if path.parent == ROOT and path.stem == "__init__":
+def height_of(module):
+    room = module.split(".")[1]
+    return next(number for number, rooms in enumerate(ROOMS) if room in rooms)
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_rooms_import_what_is_below_them(path):
+    mine = name_of(path)
+    if mine == "jrb":
         return
-    mine = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for name in imported(path):
-        below = layer_of(ROOT / name)
-        inside = name == mine and path.parent != ROOT
-        assert below < layer_of(path) or inside, f"{path.name} imports {name}"
+    for other in imported(path):
+        same = other.split(".")[1] == mine.split(".")[1]
+        assert same or height_of(other) < height_of(mine), f"{mine} imports {other}"
 
 
-def test_every_module_is_in_a_layer():
-    for path in modules():
-        assert layer_of(path) >= 0
+def test_no_modules_import_each_other_in_a_circle():
+    below = {name_of(path): set(imported(path)) - {name_of(path)} for path in modules()}
+    rooms = {name_of(path) for path in modules() if path.stem == "__init__"}
+    while below:  # take away those that import nothing which is left
+        free = {name for name, others in below.items() if not (others - rooms) & below.keys()}
+        assert free, f"these import each other: {sorted(below)}"
+        below = {name: others for name, others in below.items() if name not in free}
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import pytree, sum_tree, testing, tree
+from jrb import sum_tree, testing, types
+from jrb._base import pytree, tree
 from jrb.checkpoint import template
 
 KEY = jax.random.key(0)
@@ -28,7 +29,7 @@ def wrapped(members):
     """A unit that passes everything on to another, and has these members besides."""
 
     @pytree.component
-    class Wrapped:
+    class Wrapped(types.Unit):
         inner: jrb.NStep = jrb.NStep(10, 1.0, strict=True)
 
         def check(self, *args):
@@ -51,9 +52,6 @@ def wrapped(members):
 
         def reset(self, *args):
             return self.inner.reset(*args)
-
-        def hold(self, *args):
-            return self.inner.hold(*args)
 
     for name, value in members.items():
         setattr(Wrapped, name, value)
@@ -81,7 +79,7 @@ def stacked(unit):
             },
         }
         state = add(state, rows)
-    return int(state.unit.line.count), buffer.sample(state, KEY)
+    return int(state.unit.queue.count), buffer.sample(state, KEY)
 
 
 def test_a_unit_that_says_how_far_its_anchors_lag_can_be_stacked():
@@ -113,8 +111,13 @@ def test_a_part_that_lacks_a_method_is_refused_by_name(kind):
         def init(self, *args):
             return {}
 
-    with pytest.raises(TypeError, match=f"{kind}: .*Half without .*reset.*jrb.types"):
+    method = {"sampler": "draw", "unit": "on_write", "writer": "plan", "storage": "write"}[kind]
+    base = getattr(types, kind.capitalize())
+    with pytest.raises(TypeError, match=f"{kind}: .*jrb.types.{base.__name__}.*without .*{method}"):
         jrb.ReplayBuffer(10, **{kind: Half()})
+    below = pytree.component(type("Below", (base,), {"init": Half.init}))
+    with pytest.raises(TypeError, match=f"abstract.*{method}"):
+        below()
 
 
 # Truncation.

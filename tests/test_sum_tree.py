@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrb import bits, sum_tree
-from jrb import tree as trees
+from jrb import sum_tree
+from jrb._base import random_bits
+from jrb._base import tree as trees
 
 CAPACITIES = (1, 2, 7, 8, 9, 63, 65, 513, 1000, 4099)
 BRANCHINGS = (2, 8, 32)
@@ -250,7 +251,7 @@ def test_every_leaf_gets_its_share_of_all_random_words():
     share = jax.jit(
         lambda tree, chunk: sum_tree.find(
             tree,
-            bits.unit_interval((chunk + jnp.arange(2**20, dtype=jnp.uint32)) << 8)
+            random_bits.unit_interval((chunk + jnp.arange(2**20, dtype=jnp.uint32)) << 8)
             * sum_tree.total(tree),
         )
     )
@@ -592,7 +593,7 @@ def test_10_million_leaves_are_told_apart(branching):
 
 def test_a_float32_alone_cannot_tell_10_million_leaves_apart():
     tree, keys = ten_million_equal(8), jax.random.split(jax.random.key(11), 16)
-    point = jax.jit(lambda key: bits.unit_interval(bits.bits(key, (1 << 18,))) * 1e7)
+    point = jax.jit(lambda key: random_bits.unit_interval(random_bits.bits(key, (1 << 18,))) * 1e7)
     assert dispersion([find(tree, point(key)) for key in keys]) > 1.02
 
 
@@ -600,7 +601,7 @@ def test_a_float32_alone_cannot_tell_10_million_leaves_apart():
 def test_10_million_leaves_share_all_random_words(half, monkeypatch):
     """Of the two words of a draw, one picks among nodes of 4096 leaves, the other inside them."""
     tree = ten_million_equal(8)
-    monkeypatch.setattr(bits, "bits", lambda key, shape: key)
+    monkeypatch.setattr(random_bits, "bits", lambda key, shape: key)
     draw = jax.jit(lambda words: sum_tree.draw(tree, words, 1 << 20, False)[1])
     fixed = jnp.full(1 << 20, 1_234_567_890, jnp.uint32)
     drawn = []

@@ -14,7 +14,7 @@ import pytest
 
 import jrb
 from jrb._store.errors import DamagedError
-from jrb.checkpoint.torchrl import read_torchrl, write_torchrl
+from jrb.interop.torchrl import read_torchrl, write_torchrl
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import pytree as pytree_
 from jrb import transforms as tr
+from jrb._base import pytree as pytree_
 from jrb.types import Batch
 
 B = 6

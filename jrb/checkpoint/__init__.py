@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from jrb import checks
+from jrb._base import checks
 from jrb._store.errors import DamagedError, LockedError
 from jrb.checkpoint import background, folder, h5, migrate, template
 from jrb.checkpoint.background import Save
-from jrb.checkpoint.flashbax import read_flashbax, read_vault
-from jrb.checkpoint.items import Dump
-from jrb.checkpoint.torchrl import read_torchrl, write_torchrl
+from jrb.interop.dump import Dump
+from jrb.interop.flashbax import read_flashbax, read_vault
+from jrb.interop.torchrl import read_torchrl, write_torchrl
 
 __all__ = [
     "DamagedError",

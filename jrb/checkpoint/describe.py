@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import prng, pytree
+from jrb._base import prng_keys, pytree
 
 Json = Any
 
@@ -190,7 +190,11 @@ def dtype_name(dtype: Any) -> str:
     Raises:
         TypeError: keys of an implementation that JAX does not bring.
     """
-    return f"key:{prng.implementation(dtype)}" if prng.is_keys(dtype) else str(np.dtype(dtype))
+    return (
+        f"key:{prng_keys.implementation(dtype)}"
+        if prng_keys.is_keys(dtype)
+        else str(np.dtype(dtype))
+    )
 
 
 def dtype_of(name: str) -> Any:
@@ -201,7 +205,7 @@ def dtype_of(name: str) -> Any:
     """
     kind, _, implementation = name.partition(":")
     try:
-        dtype = prng.dtype_of(implementation) if kind == "key" else jnp.dtype(name)
+        dtype = prng_keys.dtype_of(implementation) if kind == "key" else jnp.dtype(name)
     except (KeyError, TypeError) as error:
         raise UnknownError(f"expected a dtype that JAX knows, got {name!r}.") from error
     if kind != "key" and (dtype.kind in "OSUMm" or dtype.fields is not None):

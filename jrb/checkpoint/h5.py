@@ -25,14 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import outside, prng, pytree
+from jrb._base import prng_keys, pytree
+from jrb._engine import dispatch, memory
+from jrb._engine.replaying import pieces, replaying
 from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, hosted, matching, memory, native, template
-from jrb.checkpoint.items import pieces, replaying
+from jrb.checkpoint import describe, hosted, matching, native, template
 from jrb.checkpoint.shelter import Shelter
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
@@ -110,7 +111,7 @@ def _write(
     rest = template.packed({"writer": state.writer, "sampler": state.sampler, "unit": state.unit})
     group = file.create_group(_STATE)
     for name, leaf in zip(template.leaf_names(rest), jax.tree.leaves(rest), strict=True):
-        _put(group, name, np.asarray(prng.raw(leaf)), options, describe.dtype_name(leaf.dtype))
+        _put(group, name, np.asarray(prng_keys.raw(leaf)), options, describe.dtype_name(leaf.dtype))
     text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
     _put(file, _ABOUT, text, {})
     file.attrs.update(format=FORMAT, version=VERSION)
@@ -125,12 +126,12 @@ def _slots(buffer: ReplayBuffer, state: Any) -> np.ndarray:
 
 def _items(buffer: ReplayBuffer, state: Any, spec: Any, slots: np.ndarray) -> Leaves:
     """The items there, on the host, leaves `[T, E, ...]` by name; keys as their words."""
-    specs = [prng.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
+    specs = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     found = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in specs]
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
         items = buffer.take(state, jnp.asarray(slots[piece], jnp.int32))
         for whole, leaf in zip(found, jax.tree.leaves(items), strict=True):
-            whole[piece] = np.asarray(prng.raw(leaf))
+            whole[piece] = np.asarray(prng_keys.raw(leaf))
     return dict(zip(_names(spec), found, strict=True))
 
 
@@ -231,13 +232,13 @@ def _plain(path: str, group: h5py.Group, name: str) -> Any:
 
 def _restored(path: str, file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
     array = _get(path, file, name)
-    inner = prng.raw_spec(spec)
+    inner = prng_keys.raw_spec(spec)
     if array.shape != inner.shape or array.dtype.itemsize != inner.dtype.itemsize:
         raise ValueError(
             f"{path}: leaf '{name}': expected {inner.dtype}{list(inner.shape)}, got "
             f"{array.dtype}{list(array.shape)}."
         )
-    return prng.wrapped(jnp.array(array.view(inner.dtype), copy=True), spec.dtype)
+    return prng_keys.wrapped(jnp.array(array.view(inner.dtype), copy=True), spec.dtype)
 
 
 def _replayed(
@@ -245,13 +246,13 @@ def _replayed(
 ) -> Any:
     """A state into whose storage all items were written, at their slots."""
     into = replaying(buffer)
-    state = outside.init(into, spec, None)
+    state = dispatch.init(into, spec, None)
     if not about["rows"]:
         return state
     first = int(_get(path, file, f"{_STATE}/writer/cursor")) if buffer.writer.in_time else 0
     if buffer.writer.in_time:
         first = (first - about["rows"]) % buffer.ring.rows
-        state = state.replace(writer=state.writer.replace(cursor=jnp.int32(first)))  # pyright: ignore
+        state = state.replace(writer=state.writer.replace(cursor=jnp.int32(first)))
     leaves = _leaves(path, file, buffer, spec, about)
     row_bytes = pytree.nbytes(spec) * into.ring.envs
     for piece in pieces(np.arange(about["rows"]), row_bytes):
@@ -261,7 +262,7 @@ def _replayed(
         items = jax.tree.unflatten(jax.tree.structure(spec), rows)
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        state = outside.fill(into, state, items)
+        state = dispatch.fill(into, state, items)
     return state
 
 
@@ -275,7 +276,7 @@ def _leaves(
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
     ends = ends.reshape(int(environments.max()) + 1, about["rows"])
-    names, raws = _names(spec), [prng.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
+    names, raws = _names(spec), [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     parts: dict[str, list[np.ndarray]] = {}
     for number in range(len(lengths)):
         group = cast(h5py.Group, _plain(path, file, f"{_TRAJECTORIES}/{number:06d}"))
@@ -291,7 +292,7 @@ def _leaves(
 
 
 def _unraw(words: np.ndarray, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    return prng.wrapped(jnp.asarray(words), spec.dtype)
+    return prng_keys.wrapped(jnp.asarray(words), spec.dtype)
 
 
 def verify(path: str) -> list[str]:

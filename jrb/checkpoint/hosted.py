@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jrb import columns, outside
+from jrb._engine import columns, dispatch
 from jrb._store.store import Store
+from jrb.buffer import ReplayBuffer
 from jrb.mix import Mix
-from jrb.storages.host import Host, Hosted, number, words
+from jrb.state import BufferState
+from jrb.storages import DeviceStorage, HostArrays
+from jrb.storages.host_rows import HostView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +24,13 @@ class Leaf:
     """A leaf of all items, which looks like an array `[N, ...]`.
 
     Attributes:
-        host: where it is.
-        version: of the state.
-        number: of its column.
+        view: where it is.
+        number: of the leaf.
         shape: N, and that of an item.
         dtype: as items have it.
     """
 
-    host: Host
-    version: int
+    view: HostView
     number: int
     shape: tuple[int, ...]
     dtype: Any
@@ -38,46 +38,54 @@ class Leaf:
     @property
     def width(self) -> int:
         """Bytes of a row."""
-        return self.host.store.table.columns[self.number].width
+        raw = self.view.rows.raw[self.number]
+        return raw.size * raw.dtype.itemsize
 
     def rows(self, slots: np.ndarray) -> np.ndarray:
         """The bytes of some rows, uint8 `[B, width]`."""
-        return self.host.store.take_column(self.version, self.number, slots)
+        return self.view.rows.read_leaf(self.view.version, self.number, slots)
 
 
-def is_hosted(buffer: Any) -> bool:
+def is_on_host(buffer: Any) -> bool:
     """Whether a buffer keeps arrays on the host."""
-    return outside.on_host(buffer) and not outside.of_objects(buffer)
+    return isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, HostArrays)
 
 
-def of(buffer: Any, state: Any) -> Hosted:
+def on_device(buffer: Any) -> Any:
+    """The same buffer with its items on the device: its states have the same items."""
+    if buffer.storage.of_objects:
+        raise dispatch.refusal()
+    if not dispatch.on_host(buffer):
+        return buffer
+    return dataclasses.replace(buffer, storage=DeviceStorage())
+
+
+def view_of(buffer: Any, state: Any) -> HostView:
     """What a state knows of its rows.
 
     Raises:
         ValueError: it is no state of this buffer.
     """
-    found = getattr(state, "storage", None)
-    if not isinstance(found, buffer.storage.state_type):
+    its = isinstance(state, BufferState)
+    if not its or not isinstance(state.storage, buffer.storage.state_type):
         raise ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
         )
-    return buffer.storage.hosted(found)
+    return buffer.storage.view(state.storage)
 
 
 def is_own(path: str, buffer: Any, state: Any) -> bool:
     """Whether a path is that of the store in which this state has its rows."""
-    return is_hosted(buffer) and of(buffer, state).host.store.path == os.path.realpath(path)
+    return is_on_host(buffer) and view_of(buffer, state).rows.path == os.path.realpath(path)
 
 
-def leaves(hosted: Hosted) -> Any:
+def leaves(view: HostView) -> Any:
     """All items, as a pytree of `Leaf`s."""
-    capacity, host = hosted.capacity, hosted.host
-    version = number(hosted.version)
-    specs, structure = jax.tree.flatten(host.spec)
+    specs, structure = jax.tree.flatten(view.rows.spec)
 
     def leaf(number: int, spec: Any) -> Any:
-        make = functools.partial(Leaf, host, version, number, (capacity, *spec.shape))
+        make = functools.partial(Leaf, view, number, (view.capacity, *spec.shape))
         if not columns.is_small(spec.dtype):
             return make(spec.dtype)
         return columns.Packed(make(columns.word_dtype(spec.dtype)), np.dtype(spec.dtype))
@@ -97,12 +105,12 @@ def exported(buffer: Any, state: Any) -> tuple[Any, Any]:
         parts = [exported(*pair) for pair in zip(buffer.buffers, state, strict=True)]
         buffers, states = zip(*parts, strict=True)
         return dataclasses.replace(buffer, buffers=buffers), states
-    if not outside.on_host(buffer):
+    if not dispatch.on_host(buffer):
         return buffer, state
-    device = outside.on_device(buffer)  # raises for objects
-    hosted = of(buffer, state)
-    hosted.host.store.check_newest(number(hosted.version))
-    return device, state.replace(storage=leaves(hosted))
+    device = on_device(buffer)  # raises for objects
+    view = view_of(buffer, state)
+    view.rows.check_newest(view.version)
+    return device, state.replace(storage=leaves(view))
 
 
 @contextlib.contextmanager
@@ -114,8 +122,8 @@ def reading(buffer: Any, state: Any) -> Iterator[None]:
         pairs = list(zip(buffer.buffers, states, strict=False))
     with contextlib.ExitStack() as stack:
         for one, its in pairs:
-            if is_hosted(one):
-                stack.enter_context(of(one, its).host.store.drawing.entered())
+            if is_on_host(one):
+                stack.enter_context(view_of(one, its).rows.drawing())
         yield
 
 
@@ -125,23 +133,24 @@ def prepared(buffer: Any, given: bool) -> Any:
     A store of its own path may still be in use: without a description, the items go to a temporary
     one.
     """
-    if given or not is_hosted(buffer):
+    if given or not is_on_host(buffer):
         return buffer
-    return dataclasses.replace(buffer, storage=dataclasses.replace(buffer.storage, path=None))
+    return dataclasses.replace(buffer, storage=buffer.storage.elsewhere())
 
 
-def filled(buffer: Any, spec: Any, store: Store, pieces: Iterator[np.ndarray]) -> Host:
-    """A new store of a buffer, which has the rows of another, read piece by piece."""
-    host = of(buffer, outside.init(buffer, spec, None)).host
+def filled(buffer: Any, spec: Any, store: Store, pieces: Iterator[np.ndarray]) -> HostView:
+    """New rows of a buffer, those of a store, read piece by piece."""
+    view = view_of(buffer, dispatch.init(buffer, spec, None))
+    rows, version = view.rows, view.version
     for slots in pieces:
-        found = store.take(store.version, [slots] * len(host.names))
+        found = store.take(store.version, [slots] * len(rows.names))
         if any(leaf.any() for leaf in found):
-            host.store.put(host.store.version, slots, found)
-    return host
+            leaves = [leaf.view(raw.dtype) for leaf, raw in zip(found, rows.raw, strict=True)]
+            version = rows.put(version, slots, *leaves)
+    return view.after(version)
 
 
-def attach(buffer: Any, state: Any, host: Host) -> Any:
-    """The state that knows of rows which are in their files."""
+def attach(buffer: Any, state: Any, view: HostView) -> Any:
+    """The state that knows of rows which are there already."""
     held = buffer.writer.held(buffer.ring, state.writer)
-    hosted = Hosted(version=jnp.asarray(words(host.store.version)), host=host)
-    return state.replace(storage=buffer.storage.attach(buffer.ring, hosted, held))
+    return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))

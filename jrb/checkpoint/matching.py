@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 
-from jrb import outside, prng, pytree
+from jrb._base import prng_keys, pytree
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, rows, template
+from jrb.checkpoint import describe, hosted, rows, template
+from jrb.types import Storage
 
 
 def about(kind: str, buffer: Any, state: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -79,7 +80,7 @@ def places(
     for name, leaf in zip(names, jax.tree.leaves(packed), strict=True):
         number, kind = columns.get(name, (None, None))
         kind = tuple(arrays[name]["kind"]) if kind is None else kind
-        inner = prng.raw_spec(leaf)
+        inner = prng_keys.raw_spec(leaf)
         size = inner.size * inner.dtype.itemsize
         wrong = number is None and arrays[name]["size"] != size
         if kind != rows.kind_of(leaf) or wrong:
@@ -118,7 +119,9 @@ def binding(node: describe.Json) -> describe.Json:
         return node
     free = {"batch_size", "transforms", "min_size", "cast"}
     if "part" in node:
-        free |= set(getattr(describe.find_class(node["part"]), "unbound", ()))
+        part = describe.find_class(node["part"])
+        is_storage = isinstance(part, type) and issubclass(part, Storage)
+        free |= set(part.unbound) if is_storage else set()
     return {
         key: {name: binding(field) for name, field in entry.items() if name not in free}
         if key == "fields"
@@ -145,7 +148,7 @@ def stored_spec(node: describe.Json, buffer: Any, example: Any) -> Any:
 
 
 def _stored(buffer: Any, example: Any) -> Any:
-    plain = outside.on_device(buffer)
+    plain = hosted.on_device(buffer)
     return plain.stored(jax.eval_shape(lambda: plain.init(example)))
 
 

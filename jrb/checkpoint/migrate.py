@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import outside, pytree
+from jrb._base import pytree
+from jrb._engine import dispatch
+from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import hosted
-from jrb.checkpoint.items import pieces, replaying
 from jrb.ring import Held
 from jrb.state import BufferState
+from jrb.types import Context
 
 
 def migrated(
@@ -44,37 +46,32 @@ def migrated(
     _check_parts(target, state, target.ring.envs != buffer.ring.envs)
     slots, cuts = _chosen(buffer, target, state)
     new = _filled(buffer, target, state, slots, cuts)
-    adopt = getattr(target.sampler, "adopt", None)
-    if adopt is not None:
-        places = jnp.arange(slots.size, dtype=jnp.int32)
-        sampler = adopt(new.sampler, state.sampler, jnp.asarray(slots.reshape(-1)), places)
-        new = new.replace(sampler=sampler)  # pyright: ignore
-    return target, new
+    here, places = jnp.asarray(slots.reshape(-1)), jnp.arange(slots.size, dtype=jnp.int32)
+    sampler = target.sampler.adopt(new.sampler, state.sampler, here, places)
+    return target, new.replace(sampler=sampler)
 
 
 def _check_parts(target: ReplayBuffer, state: BufferState, dealt: bool) -> None:
     """Raises where a part could not tell what lies before a seam, or in which order to go on."""
-    if dealt and hasattr(target.unit, "resume"):
+    if dealt and _before(target, state, np.zeros(target.ring.envs, np.int32)) is not None:
         raise ValueError(
             f"num_envs: expected that of the checkpoint with {type(target.unit).__name__}, which "
             "would need frames from behind the seams. Load with it, or with another unit."
         )
-    if dealt and getattr(target.sampler, "in_order", False):
-        unread = target.sampler.ready(state.sampler, None, None)  # pyright: ignore
-        if bool(unread):
-            raise ValueError(
-                f"num_envs: expected that of the checkpoint with {type(target.sampler).__name__}, "
-                "whose order would be lost. Draw what is left first."
-            )
+    if dealt and bool(target.sampler.has_unread(state.sampler)):
+        raise ValueError(
+            f"num_envs: expected that of the checkpoint with {type(target.sampler).__name__}, "
+            "whose order would be lost. Draw what is left first."
+        )
 
 
 def _chosen(
     buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The slots to keep, int32 `[T, E]` in order of time; and after which time does not go on."""
-    best = getattr(buffer.writer, "best", None)
-    if best is not None:
-        return np.asarray(best(buffer.ring, state.writer, target.capacity))[:, None], None
+    if not buffer.writer.in_time:
+        best = buffer.writer.best(buffer.ring, state.writer, target.capacity)
+        return np.asarray(best)[:, None], None
     held = buffer.writer.held(buffer.ring, state.writer)
     old, new = buffer.ring, target.ring
     rows = int(held.count) // old.envs
@@ -89,9 +86,13 @@ def _chosen(
 
 def _ends(buffer: ReplayBuffer, state: BufferState, held: Held, slots: np.ndarray) -> np.ndarray:
     """After which rows the unit knows that time does not go on: more than their flags may say."""
-    if not hasattr(buffer.unit, "ends"):
-        return np.zeros(slots.shape, bool)
-    return np.array(buffer.unit.ends(buffer.ring, state.unit, held, jnp.asarray(slots)))
+    context = Context(buffer.ring, buffer.keys, held)
+    return np.array(buffer.unit.ends(context, state.unit, jnp.asarray(slots)))
+
+
+def _before(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> jax.Array | None:
+    """How many rows of their episodes came before some slots; None if it does not matter."""
+    return buffer.unit.rows_before(state.unit, jnp.asarray(slots))
 
 
 def _dealt(slots: np.ndarray, ends: np.ndarray, envs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -120,15 +121,15 @@ def _filled(
     """An empty state of the target, and these items written to it."""
     spec = buffer.stored(state)
     into = replaying(target)
-    new = outside.init(into, spec, None)
-    if hasattr(target.unit, "resume") and len(slots):
-        before = target.unit.rows_before(state.unit, slots[0])  # pyright: ignore
-        new = new.replace(unit=target.unit.resume(new.unit, before))  # pyright: ignore
+    new = dispatch.init(into, spec, None)
+    before = _before(target, state, slots[0]) if len(slots) else None
+    if before is not None:
+        new = new.replace(unit=target.unit.resume(new.unit, before))
     row_bytes = pytree.nbytes(spec) * slots.shape[1]
     for piece in pieces(np.arange(len(slots)), row_bytes):
         items = buffer.take(state, jnp.asarray(slots[piece]))
         seams = None if cuts is None else jnp.asarray(cuts[piece])
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        new = outside.fill(into, new, items, seams)
+        new = dispatch.fill(into, new, items, seams)
     return new.replace(ring=target.ring)

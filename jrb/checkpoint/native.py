@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrb._engine import memory
 from jrb._store import opening
 from jrb._store.generation import Generation
 from jrb._store.store import Store
-from jrb.checkpoint import hosted, matching, memory, own, rows, template
+from jrb.checkpoint import hosted, matching, own, rows, template
 
 KIND = "buffer"
 
@@ -92,15 +93,16 @@ def _restored(
     want = template.batched(template.blank(buffer, spec), batch)
     packed = template.packed(want)
     places = matching.places(path, opened, packed)
-    opening.check(store, rows=hosted.is_hosted(buffer))
-    host, leaves = None, []
-    if hosted.is_hosted(buffer):
-        host = hosted.filled(buffer, spec, store, rows.ranges(store))
+    on_host, leaves = hosted.is_on_host(buffer), []
+    opening.check(store, rows=on_host)
     for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
-        if host is not None and column is not None:
+        if on_host and column is not None:
             leaves.append(np.zeros(0, np.uint8))  # what stands for it is attached
             continue
         read = rows.reader(store, opened, name, column, int(np.prod(batch, dtype=int)))
         leaves.append(memory.restored(leaf, read, device))
     state = template.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
-    return buffer, state if host is None else hosted.attach(buffer, state, host)
+    if not on_host:
+        return buffer, state
+    view = hosted.filled(buffer, spec, store, rows.ranges(store))
+    return buffer, hosted.attach(buffer, state, view)

@@ -35,8 +35,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import extras
-from jrb.checkpoint import folder, memory, template
+from jrb._base import extras
+from jrb._engine import memory
+from jrb.checkpoint import folder, template
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
 

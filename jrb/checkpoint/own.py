@@ -3,17 +3,18 @@
 import dataclasses
 import os
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import jax
 
-from jrb import outside
+from jrb._engine import dispatch, memory, replaying
 from jrb._store import opening
 from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.generation import Generation
 from jrb._store.store import Store
-from jrb.checkpoint import hosted, items, matching, memory, rows, template
-from jrb.storages.host import Host, columns, number
+from jrb.checkpoint import hosted, matching, rows, template
+from jrb.storages import host_rows
+from jrb.storages.store_rows import StoreRows, columns
 
 KIND = "store"
 
@@ -26,12 +27,13 @@ def save(buffer: Any, state: Any, keep: int) -> int:
             f"generation, got {keep}. Save to another path to keep older ones."
         )
     meta, _ = matching.about(KIND, buffer, state)
-    mine, rest = hosted.of(buffer, state), state.replace(storage=None)
+    view, rest = hosted.view_of(buffer, state), state.replace(storage=None)
     packed = template.packed(rest)
     leaves = map(rows.array_bytes, jax.tree.leaves(packed))
     arrays = dict(zip(template.leaf_names(packed), leaves, strict=True))
     kinds = matching.kinds(rest, arrays)
-    return mine.host.store.commit(number(mine.version), meta, kinds, arrays)
+    store = cast(StoreRows, view.rows).store  # no other rows are at a path
+    return store.commit(host_rows.number(view.version), meta, kinds, arrays)
 
 
 def reopened(
@@ -52,8 +54,8 @@ def reopened(
     state = template.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
     if len(store.lost):
         state = _without(path, buffer, spec, state, store)
-    host = Host(store, spec, buffer.writer.in_time)
-    state = hosted.attach(buffer, state, host)
+    view = host_rows.view(StoreRows(store, spec, buffer.writer.in_time), store.version)
+    state = hosted.attach(buffer, state, view)
     return buffer, state if device is None else jax.device_put(state, device)
 
 
@@ -72,7 +74,7 @@ def _without(path: str, buffer: Any, spec: Any, state: Any, store: Store) -> Any
         LostWarning,
         stacklevel=2,
     )
-    return outside.expire(items.writable(buffer), state, spec, gone)
+    return dispatch.expire(replaying.writable(buffer), state, spec, gone)
 
 
 def _at(buffer: Any, path: str) -> Any:

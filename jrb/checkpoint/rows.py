@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import prng
+from jrb._base import prng_keys
+from jrb._engine import memory
 from jrb._store import table
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
-from jrb.checkpoint import describe, hosted, memory, template
+from jrb.checkpoint import describe, hosted, template
 
 PIECE = 16 << 20
 """Bytes of the rows that are on their way at a time."""
@@ -95,8 +96,7 @@ def split(buffer: Any, state: Any, batch: tuple[int, ...]) -> tuple[Rows, dict[s
     """The rows of a state of one buffer, and its other arrays by name, as bytes."""
     state = template.packed(state)
     names, leaves = template.leaf_names(state), jax.tree.leaves(state)
-    slotted = getattr(buffer.storage, "slotted", None)
-    by_slot = set() if slotted is None else set(map(id, jax.tree.leaves(slotted(state.storage))))
+    by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
     buffers, columns, held, arrays = int(np.prod(batch, dtype=int)), [], [], {}
     for name, leaf in zip(names, leaves, strict=True):
         if id(leaf) not in by_slot or leaf.shape[len(batch)] < buffer.capacity:
@@ -112,7 +112,7 @@ def split(buffer: Any, state: Any, batch: tuple[int, ...]) -> tuple[Rows, dict[s
 
 def array_bytes(leaf: Any) -> Any:
     """The bytes of an array, keys as their words."""
-    return memory.view(np.asarray(prng.raw(leaf)))
+    return memory.view(np.asarray(prng_keys.raw(leaf)))
 
 
 def _column(name: str, leaf: Any, batch: tuple[int, ...], buffers: int, capacity: int) -> tuple:
@@ -120,7 +120,7 @@ def _column(name: str, leaf: Any, batch: tuple[int, ...], buffers: int, capacity
     kind = kind_of(leaf)
     if isinstance(leaf, hosted.Leaf):
         return Column(name, kind, leaf.width), leaf, None
-    words = prng.raw(leaf)
+    words = prng_keys.raw(leaf)
     length = words.shape[len(batch)]
     width = words.size // max(buffers * length, 1) * words.dtype.itemsize
     beyond = None

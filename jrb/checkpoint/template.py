@@ -7,10 +7,11 @@ import jax
 import jax.core
 import numpy as np
 
-from jrb import expected, outside, pytree
-from jrb import tree as trees
+from jrb._base import pytree, versions
+from jrb._base import tree as trees
+from jrb._engine import dispatch, memory, state_check
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, hosted, memory
+from jrb.checkpoint import describe, hosted
 from jrb.mix import Mix
 
 
@@ -37,7 +38,7 @@ def check_arrays(buffer: Any, state: Any) -> None:
         where = f"save: leaf '{pytree.leaf_name(path)}'"
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(f"{where}: expected an array, got a tracer. Save outside jit.")
-        if not hasattr(leaf, "dtype"):
+        if not pytree.is_array(leaf):
             raise TypeError(f"{where}: expected an array, got {type(leaf).__name__}.")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(
@@ -50,7 +51,7 @@ def stored(buffer: ReplayBuffer | Mix, state: Any) -> Any:
     """The specs of the items, of each buffer of a mix."""
     if isinstance(buffer, Mix):
         return tuple(stored(*pair) for pair in zip(buffer.buffers, state, strict=True))
-    return buffer.storage.spec(buffer.ring, state.storage, buffer.keys)
+    return buffer.storage.spec(state.storage)
 
 
 def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
@@ -58,15 +59,14 @@ def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
     if isinstance(buffer, Mix):
         return tuple(blank(*pair) for pair in zip(buffer.buffers, spec, strict=True))
     leaves, structure = jax.tree.flatten(spec)
-    return _blank(buffer, structure, tuple(leaves), jax.config.jax_enable_x64)
+    return _blank(buffer, structure, tuple(leaves), versions.is_x64())
 
 
 @functools.lru_cache(maxsize=16)
 def _blank(buffer: ReplayBuffer, structure: Any, leaves: tuple, x64: bool) -> Any:
     """The same, remembered: a program saves the same state again and again."""
-    del x64
     spec = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(lambda: expected.blank(outside.on_device(buffer), spec))
+    return jax.eval_shape(lambda: state_check.blank(hosted.on_device(buffer), spec))
 
 
 def packed(state: Any) -> Any:
@@ -134,7 +134,7 @@ def read_off(buffer: ReplayBuffer | Mix, state: Any) -> tuple[Any, tuple[int, ..
     mend = "Save the state that this very buffer made."
     pytree.check_like(_plain(want), _plain(specs), "save", mend)
     for part, its in zip(*_each(buffer, state), strict=True):
-        outside.check_state(part, its)
+        dispatch.check_state(part, its)
     raise ValueError("save: expected a state of this buffer, got another.")
 
 

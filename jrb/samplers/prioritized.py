@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.core
@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb import bits, order, pytree, sum_tree
-from jrb import tree as trees
+from jrb import sum_tree
+from jrb._base import ordering, pytree, random_bits
+from jrb._base import tree as trees
+from jrb._base.tree import Tree
 from jrb.ring import Held, Ring
 from jrb.samplers.uniform import draw_of
-from jrb.tree import Tree
-from jrb.types import Anchors, Change, Draw
+from jrb.types import Anchors, Change, Draw, Sampler
 
 _NO_ANCHOR = -1.0
 _CHUNK = 256  # slots that are cleared at once, where many leave
 _SMALLEST = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
 
 
-@pytree.state
-class Priorities:
+class Priorities(pytree.State):
     """What a prioritized sampler knows of every slot.
 
     Attributes:
@@ -44,11 +44,11 @@ class Priorities:
     highest: jax.Array
     alpha: jax.Array
     refused: jax.Array
-    told: bool = pytree.static(False)
+    told: bool = pytree.static(default=False)
 
 
 @pytree.component
-class Prioritized:
+class Prioritized(Sampler):
     """Draws anchor i with probability P(i) = (p_i + eps)^alpha / sum_k (p_k + eps)^alpha.
 
     The importance weights (N P(i))^-beta, over N anchors, undo the bias of that in a loss; they are
@@ -76,6 +76,7 @@ class Prioritized:
     normalize: Literal["batch", "buffer"] | None = "batch"
     new_priority: Literal["max", "max_in_buffer"] | float = "max"
     branching: int | None = None
+    prioritized: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "eps"):
@@ -104,11 +105,14 @@ class Prioritized:
             refused=jnp.zeros((), jnp.uint32),
         )
 
+    def joined(self, state: Priorities) -> Priorities:
+        """Told of every anchor from here on."""
+        return state.replace(told=True)
+
     def on_write(
         self, ring: Ring, state: Priorities, change: Change, anchors: Anchors
     ) -> Priorities:
         """New anchors enter with the priority of new items, those that left lose theirs."""
-        del anchors
         priority = self._new_priority(state)
         state = self._without(ring, state, change)
         new = jnp.broadcast_to(priority, change.entered.shape)
@@ -120,30 +124,30 @@ class Prioritized:
 
     def _without(self, ring: Ring, state: Priorities, change: Change) -> Priorities:
         """No mass where there is no anchor any more."""
-        slots = change.cut
-        if change.gone is not None and change.most is not None:
-            slots = jnp.concatenate([ring.run(change.gone, change.most), slots])
-        elif change.gone is not None:
-            state = self._without_run(ring, state, change.gone)
+        slots = change.removed
+        if change.expired is not None and change.most is not None:
+            slots = jnp.concatenate([ring.run(change.expired, change.most), slots])
+        elif change.expired is not None:
+            state = self._without_run(ring, state, change.expired)
         return self._clear(ring, state, slots) if slots.size else state
 
-    def _without_run(self, ring: Ring, state: Priorities, gone: Held) -> Priorities:
+    def _without_run(self, ring: Ring, state: Priorities, expired: Held) -> Priorities:
         """No mass in a run of any length."""
         chunk = min(ring.capacity, _CHUNK)
 
         def clear(trip: jax.Array, state: Priorities) -> Priorities:
-            done = jnp.minimum(trip * chunk, gone.count)
-            rest = Held(first=ring.slot_after(gone.first, done), count=gone.count - done)
+            done = jnp.minimum(trip * chunk, expired.count)
+            rest = Held(first=ring.slot_after(expired.first, done), count=expired.count - done)
             return self._clear(ring, state, ring.run(rest, chunk))
 
         def clear_at_once() -> Priorities:
             slots = jnp.arange(ring.capacity, dtype=jnp.int32)
-            raw = jnp.where(ring.place(gone, slots) < gone.count, _NO_ANCHOR, state.raw)
-            return self._put(state.replace(raw=raw), raw, trees.set_all)  # pyright: ignore
+            raw = jnp.where(ring.place(expired, slots) < expired.count, _NO_ANCHOR, state.raw)
+            return self._put(state.replace(raw=raw), raw, trees.set_all)
 
-        trips = (order.at_least(gone.count) + chunk - 1) // chunk
+        trips = (ordering.at_least(expired.count) + chunk - 1) // chunk
         return lax.platform_dependent(
-            cpu=lambda: order.loop(trips, clear, state),
+            cpu=lambda: ordering.loop(trips, clear, state),
             default=clear_at_once,  # the trips would be unknown
         )
 
@@ -169,10 +173,9 @@ class Prioritized:
         beta: jax.Array | float | None = None,
     ) -> tuple[Priorities, Draw]:
         """Walks down the sum-tree; where no anchor has mass, all are equally likely."""
-        del ring
         words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-        alike = draw_of(anchors, bits.below(anchors.count, *words), mask, key)
+        alike = draw_of(anchors, random_bits.below(anchors.count, *words), mask, key)
         some = total > 0
         beta = jnp.asarray(self.beta if beta is None else beta, jnp.float32)
         divisor = self._divisor(state, anchors, mass, total)
@@ -180,7 +183,7 @@ class Prioritized:
         weights = jnp.maximum(jnp.exp(-beta * ratio), _SMALLEST)
         slots = jnp.where(some, slots, alike.slots)
         if self.normalize == "buffer":
-            slots = slots + order.token(divisor)
+            slots = slots + ordering.token(divisor)
         return state, Draw(
             slots=slots,
             probabilities=jnp.where(some, mass / jnp.where(some, total, 1.0), alike.probabilities),
@@ -221,7 +224,7 @@ class Prioritized:
         good = jnp.isfinite(priorities) & (priorities >= 0)
         index = jnp.where(member & good, index, jnp.uint32(ring.capacity))
         raw, keep = trees.last_of_equals(state.raw, index)
-        state = state.replace(  # pyright: ignore
+        state = state.replace(
             raw=raw,
             highest=jnp.maximum(
                 state.highest, jnp.max(jnp.where(keep, priorities, 0.0), initial=0.0)
@@ -264,7 +267,7 @@ class Prioritized:
         if highest is None:
             highest = jnp.maximum(state.highest, jnp.max(new, initial=0.0, where=here))
         highest = jnp.asarray(highest).astype(jnp.float32)
-        state = state.replace(raw=raw, highest=highest)  # pyright: ignore
+        state = state.replace(raw=raw, highest=highest)
         return self._put(state, raw, trees.set_all)
 
     def adopt(
@@ -278,7 +281,7 @@ class Prioritized:
             slots: int32 `[K]`, where the items were.
             places: int32 `[K]`, where they are.
         """
-        state = state.replace(alpha=old.alpha, refused=old.refused)  # pyright: ignore
+        state = state.replace(alpha=old.alpha, refused=old.refused)
         return self.assign(state, places, old.raw[slots], old.highest)
 
     def _set(
@@ -286,14 +289,12 @@ class Prioritized:
     ) -> Priorities:
         """Priorities at slots, uint32 `[K]`, distinct where `keep`."""
         kept = jnp.where(keep, index, jnp.uint32(state.raw.size))
-        state = state.replace(raw=trees.put(state.raw, kept, raw))  # pyright: ignore
+        state = state.replace(raw=trees.put(state.raw, kept, raw))
         return self._put(state, raw, lambda tree, leaf: trees.set_leaves(tree, index, leaf, keep))
 
     def _set_run(self, state: Priorities, first: jax.Array, raw: jax.Array) -> Priorities:
         """Priorities, float32 `[K]`, at the slots from `first` on."""
-        state = state.replace(  # pyright: ignore
-            raw=lax.dynamic_update_slice_in_dim(state.raw, raw, first, axis=0)
-        )
+        state = state.replace(raw=lax.dynamic_update_slice_in_dim(state.raw, raw, first, axis=0))
         return self._put(state, raw, lambda tree, leaf: trees.set_run(tree, first, leaf))
 
     def _put(
@@ -303,21 +304,16 @@ class Prioritized:
         mass = sum_tree.bounded(state.masses, _power(raw, self.eps, state.alpha))
         mass = jnp.where(raw < 0, 0.0, mass)
         least = jnp.where(mass > 0, mass, jnp.inf)
-        return state.replace(  # pyright: ignore
+        return state.replace(
             masses=put(state.masses, mass),
             smallest=None if state.smallest is None else put(state.smallest, least),
             largest=None if state.largest is None else put(state.largest, raw),
         )
 
-    def ready(self, state: Priorities, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Whether there is an anchor."""
-        del state, batch_size
-        return anchors.count > 0
-
     def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
         """As at the start; only alpha stays."""
-        return state.replace(  # pyright: ignore
-            raw=order.overwrite(state.raw, _NO_ANCHOR, token),
+        return state.replace(
+            raw=ordering.overwrite(state.raw, _NO_ANCHOR, token),
             masses=trees.cleared(state.masses, token),
             smallest=None if state.smallest is None else trees.cleared(state.smallest, token),
             largest=None if state.largest is None else trees.cleared(state.largest, token),
@@ -341,7 +337,7 @@ def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
 
 @jax.jit
 def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
-    state = state.replace(alpha=alpha)  # pyright: ignore
+    state = state.replace(alpha=alpha)
     return sampler._put(state, state.raw, trees.set_all)
 
 

@@ -5,14 +5,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb import pytree
+from jrb._base import pytree
 from jrb.ring import Ring
 from jrb.samplers.uniform import draw_of
-from jrb.types import Anchors, Change, Draw
+from jrb.types import Anchors, Change, Draw, Sampler
 
 
-@pytree.state
-class Unread:
+class Unread(pytree.State):
     """What a queue still has to give.
 
     Attributes:
@@ -20,12 +19,12 @@ class Unread:
         told: whether it belongs to a buffer, which tells it of all anchors; no array.
     """
 
-    count: jax.Array
-    told: bool = pytree.static(False)
+    count: jax.Array = pytree.tally()
+    told: bool = pytree.static(default=False)
 
 
 @pytree.component
-class Queue:
+class Queue(Sampler):
     """Draws each anchor once, oldest first: for data that is used once, as on policy.
 
     `draw` takes from the queue, `sample` looks at its head. Where too little is there, the batch is
@@ -37,17 +36,19 @@ class Queue:
 
     def init(self, ring: Ring) -> Unread:
         """An empty queue."""
-        del ring
         return Unread(count=jnp.zeros((), jnp.int32))
+
+    def joined(self, state: Unread) -> Unread:
+        """Told of every anchor from here on."""
+        return state.replace(told=True)
 
     def on_write(self, ring: Ring, state: Unread, change: Change, anchors: Anchors) -> Unread:
         """What entered joins the end of the queue, what left is lost."""
-        del ring
         before = anchors.count + change.left_count - change.entered_count
         unread = state.count + change.entered_count
         lost = change.left_from(jnp.maximum(before - state.count, 0))
         count = jnp.clip(unread - lost, 0, anchors.count)
-        return state.replace(count=count)  # pyright: ignore
+        return state.replace(count=count)
 
     def draw(
         self,
@@ -59,25 +60,21 @@ class Queue:
         beta: jax.Array | float | None = None,
     ) -> tuple[Unread, Draw]:
         """The B at the head of the queue."""
-        del ring, beta
         place = jnp.arange(batch_size, dtype=jnp.int32)
         mask = place < state.count
         chosen = jnp.where(mask, anchors.count - state.count + place, 0)
         taken = jnp.minimum(state.count, batch_size)
-        after = state.replace(count=state.count - taken)  # pyright: ignore
+        after = state.replace(count=state.count - taken)
         return after, draw_of(anchors, chosen, mask, key)
 
     def ready(self, state: Unread, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether something is in the queue."""
-        del anchors, batch_size
         return state.count > 0
 
-    def reset(self, ring: Ring, state: Unread, token: jax.Array) -> Unread:
-        """An empty queue."""
-        del ring, token
-        return state.replace(count=jnp.zeros_like(state.count))  # pyright: ignore
+    def has_unread(self, state: Unread) -> jax.Array:
+        """Whether something is in the queue."""
+        return state.count > 0
 
     def adopt(self, state: Unread, old: Unread, slots: jax.Array, places: jax.Array) -> Unread:
         """What was drawn from another buffer's queue is not drawn again."""
-        del slots, places
-        return state.replace(count=jnp.minimum(state.count, old.count))  # pyright: ignore
+        return state.replace(count=jnp.minimum(state.count, old.count))

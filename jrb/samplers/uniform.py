@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from jrb import bits, permutation, pytree
+from jrb._base import permutation, pytree, random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Draw
+from jrb.types import Anchors, Draw, Sampler
 
 
 @pytree.component
-class Uniform:
+class Uniform(Sampler):
     """Every anchor has the same probability; a draw changes nothing.
 
     Attributes:
@@ -18,18 +18,6 @@ class Uniform:
     """
 
     replacement: bool = True
-
-    def init(self, ring: Ring) -> dict[str, jax.Array]:
-        """Nothing to remember."""
-        del ring
-        return {}
-
-    def on_write(
-        self, ring: Ring, state: dict[str, jax.Array], change: Change, anchors: Anchors
-    ) -> dict[str, jax.Array]:
-        """Nothing to learn."""
-        del ring, change, anchors
-        return state
 
     def draw(
         self,
@@ -41,29 +29,16 @@ class Uniform:
         beta: jax.Array | float | None = None,
     ) -> tuple[dict[str, jax.Array], Draw]:
         """A random integer below the number of anchors, for each of the batch."""
-        del ring, beta
         place = jnp.arange(batch_size, dtype=jnp.int32)
         if self.replacement:
             mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-            chosen = bits.below(anchors.count, *bits.words(key, batch_size))
+            chosen = random_bits.below(anchors.count, *random_bits.words(key, batch_size))
         else:
             mask = place < anchors.count
-            chosen = permutation.permute(bits.seed(key), anchors.count, jnp.where(mask, place, 0))
+            chosen = permutation.permute(
+                random_bits.seed(key), anchors.count, jnp.where(mask, place, 0)
+            )
         return state, draw_of(anchors, chosen, mask, key)
-
-    def ready(
-        self, state: dict[str, jax.Array], anchors: Anchors, batch_size: int | None
-    ) -> jax.Array:
-        """Whether there is an anchor."""
-        del state, batch_size
-        return anchors.count > 0
-
-    def reset(
-        self, ring: Ring, state: dict[str, jax.Array], token: jax.Array
-    ) -> dict[str, jax.Array]:
-        """Nothing to forget."""
-        del ring, token
-        return state
 
 
 def draw_of(anchors: Anchors, chosen: jax.Array, mask: jax.Array, key: jax.Array) -> Draw:

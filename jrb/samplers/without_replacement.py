@@ -5,14 +5,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb import bits, permutation, pytree
+from jrb._base import permutation, pytree, random_bits
 from jrb.ring import Ring
 from jrb.samplers.uniform import draw_of
-from jrb.types import Anchors, Change, Draw
+from jrb.types import Anchors, Change, Draw, Sampler
 
 
-@pytree.state
-class Epoch:
+class Epoch(pytree.State):
     """How far an epoch is.
 
     Attributes:
@@ -23,13 +22,13 @@ class Epoch:
     """
 
     seed: jax.Array
-    length: jax.Array
-    position: jax.Array
-    left: jax.Array
+    length: jax.Array = pytree.tally()
+    position: jax.Array = pytree.tally()
+    left: jax.Array = pytree.tally()
 
 
 @pytree.component
-class WithoutReplacement:
+class WithoutReplacement(Sampler):
     """Draws each anchor once an epoch, in random order, in O(1) memory.
 
     `draw` moves on; `sample` shows what the next `draw` with the same key gives. An epoch is over
@@ -49,7 +48,6 @@ class WithoutReplacement:
 
     def init(self, ring: Ring) -> Epoch:
         """The end of an epoch without anchors."""
-        del ring
         zero = jnp.zeros((), jnp.int32)
         return Epoch(
             seed=jnp.zeros(2, jnp.uint32),
@@ -63,7 +61,7 @@ class WithoutReplacement:
         turn = _turn(ring, state, anchors)
         left = (state.left.astype(jnp.uint32) + change.left_count.astype(jnp.uint32)) % turn
         length = jnp.where(change.moved, 0, state.length)
-        return state.replace(left=left.astype(jnp.int32), length=length)  # pyright: ignore
+        return state.replace(left=left.astype(jnp.int32), length=length)
 
     def draw(
         self,
@@ -75,7 +73,6 @@ class WithoutReplacement:
         beta: jax.Array | float | None = None,
     ) -> tuple[Epoch, Draw]:
         """The next B of the epoch, or the first B of the next one."""
-        del beta
         epoch = self._continued(state, anchors, key, batch_size)
         place = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
         inside = place < epoch.length
@@ -86,9 +83,7 @@ class WithoutReplacement:
         behind = at - epoch.left
         chosen = jnp.where(behind < 0, behind + turn, behind)
         mask = inside & (chosen < anchors.count)
-        epoch = epoch.replace(  # pyright: ignore
-            position=epoch.position + jnp.sum(inside, dtype=jnp.int32)
-        )
+        epoch = epoch.replace(position=epoch.position + jnp.sum(inside, dtype=jnp.int32))
         return epoch, draw_of(anchors, jnp.where(mask, chosen, 0), mask, key)
 
     def _continued(self, state: Epoch, anchors: Anchors, key: jax.Array, batch_size: int) -> Epoch:
@@ -96,18 +91,12 @@ class WithoutReplacement:
         needed = batch_size if self.drop_last else 1
         over = state.position + needed > state.length
         zero = jnp.zeros_like(state.position)
-        new = Epoch(seed=bits.seed(key), length=anchors.count, position=zero, left=zero)
+        new = Epoch(seed=random_bits.seed(key), length=anchors.count, position=zero, left=zero)
         return jax.tree.map(lambda a, b: jnp.where(over, a, b), new, state)
 
     def ready(self, state: Epoch, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether there is an anchor; with `drop_last`, whether there is a whole batch."""
-        del state
         return anchors.count >= (batch_size if self.drop_last and batch_size else 1)
-
-    def reset(self, ring: Ring, state: Epoch, token: jax.Array) -> Epoch:
-        """As at the start."""
-        del state, token
-        return self.init(ring)
 
 
 def _turn(ring: Ring, state: Epoch, anchors: Anchors) -> jax.Array:

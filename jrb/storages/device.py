@@ -4,18 +4,17 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jrb import checks, columns, order, pytree
-from jrb.keys import Keys
-from jrb.ring import Held, Ring
-from jrb.storages import once as shared
-from jrb.types import Item, Where, Write
+from jrb._base import checks, ordering, pytree
+from jrb._engine import columns
+from jrb.ring import Ring
+from jrb.storages import shared_next
+from jrb.types import Context, Item, Storage, Where, Write
 
 
 @pytree.component
-class DeviceStorage:
-    """Keeps every leaf of the items in one array `[N, ...]`, bit for bit (see `jrb.columns`).
+class DeviceStorage(Storage):
+    """Keeps every leaf of the items in one array `[N, ...]`, bit for bit.
 
     Attributes:
         once: whether observations are stored once: a next observation that is, bit for bit, the
@@ -40,11 +39,11 @@ class DeviceStorage:
         """Whether rows must come in the order of time."""
         return self.once
 
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Any:
+    def init(self, context: Context, spec: Item) -> Any:
         """Zeros."""
         if self.once:
-            return shared.init(ring, spec, keys, self._room(ring))
-        return jax.tree.map(lambda leaf: columns.room(ring.capacity, leaf), spec)
+            return shared_next.init(context, spec, self._room(context.ring))
+        return jax.tree.map(lambda leaf: columns.room(context.ring.capacity, leaf), spec)
 
     def _room(self, ring: Ring) -> int:
         room = max(ring.capacity // 32, ring.envs) if self.room is None else self.room
@@ -59,45 +58,28 @@ class DeviceStorage:
             )
         return room
 
-    def spec(self, ring: Ring, state: Any, keys: Keys) -> Item:
+    def spec(self, state: Any) -> Item:
         """What one slot holds."""
-        del ring, keys
         return columns.spec(state.items if self.once else state)
 
-    def write(
-        self, ring: Ring, state: Any, held: Held, write: Write, items: Item, keys: Keys
-    ) -> tuple[Any, Write]:
+    def write(self, context: Context, state: Any, write: Write, items: Item) -> tuple[Any, Write]:
         """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
         if self.once:
-            pairs = shared.pairs(self.spec(ring, state, keys), keys)
-            return shared.write(ring, state, held, write, items, pairs)
+            return shared_next.write(context, state, write, items)
         put = lambda column, new: columns.put(column, write, columns.packed(new))
         return jax.tree.map(put, state, items, is_leaf=columns.is_column), write
 
-    def read(self, ring: Ring, state: Any, held: Held, where: Where, keys: Keys) -> Item:
+    def read(self, context: Context, state: Any, where: Where) -> Item:
         """One gather of whole items per leaf."""
         if self.once:
-            pairs = shared.pairs(self.spec(ring, state, keys), keys)
-            return shared.read(ring, state, held, where, pairs)
+            return shared_next.read(context, state, where)
 
         def get(path: tuple, column: columns.Column) -> jax.Array:
             return columns.get(column, where(pytree.leaf_name(path)))
 
         every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
-        return order.once(lambda: every(get, state))
+        return ordering.read(lambda: every(get, state))
 
     def slotted(self, state: Any) -> Item:
         """The items; not where next observations are."""
         return state.items if self.once else state
-
-    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
-        """The same arrays: what they hold is not looked at again."""
-        del ring
-        if not self.once:
-            return state
-        head, count = jnp.minimum(state.head, 0) + token, jnp.minimum(state.count, 0)
-        return state.replace(head=head, count=count)
-
-    def hold(self, state: Any, token: jax.Array) -> Any:
-        """The same state; where observations are shared, written after the token."""
-        return state.replace(head=state.head + token) if self.once else state

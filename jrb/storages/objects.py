@@ -1,20 +1,18 @@
 """Python objects of any kind, on the host."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from jrb import pytree
+from jrb._base import pytree
+from jrb._engine.deferred import DeferredStorage
+from jrb._engine.dispatch import refusal
 from jrb._store.errors import StaleError
-from jrb.keys import Keys
-from jrb.ring import Held, Ring
-from jrb.storages.elsewhere import Elsewhere
-from jrb.types import Item, Where, Write
+from jrb.ring import Ring
+from jrb.types import Context, HostState, HostStorage, Item, Where, Write
 
 
 class Shelf:
@@ -34,7 +32,7 @@ class Shelf:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Objects:
+class Objects(HostState):
     """Where a state's objects are.
 
     Attributes:
@@ -52,7 +50,7 @@ class Objects:
 
 
 @pytree.component
-class ListStorage:
+class ListStorage(HostStorage):
     """Keeps any Python object as it is, in a list: strings, None, dicts of different shapes.
 
     It works outside `jit`; sampler, writer and priorities stay on the device. An item is one
@@ -73,58 +71,44 @@ class ListStorage:
     """
 
     collate: Callable[[list[Any]], Any] | None = None
-    on_host: ClassVar[bool] = True
     of_objects: ClassVar[bool] = True
     state_type: ClassVar[type] = Objects
 
     @property
-    def inner(self) -> Elsewhere:
+    def device_part(self) -> DeferredStorage:
         """What stands for this storage in jitted parts."""
-        return Elsewhere()
+        return DeferredStorage()
 
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Objects:
+    def device_state(self, state: Objects) -> None:
+        """The state of `device_part`: nothing."""
+
+    def init(self, context: Context, spec: Item) -> Objects:
         """An empty shelf."""
-        del keys
-        return self.make(ring, spec, None, in_time=True)
+        return self.make(context.ring, spec, None, in_time=True)
 
-    def make(self, ring: Ring, spec: Item, inner: Any, in_time: bool) -> Objects:
-        """The same, with the state of `inner`."""
-        del spec, inner, in_time
+    def make(self, ring: Ring, spec: Item, device_state: None, in_time: bool) -> Objects:
+        """The same, with the state of `device_part`."""
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
-    def lower(self, state: Objects) -> None:
-        """The state of `inner`: nothing."""
-        del state
-
-    def drawing(self, state: Objects) -> AbstractContextManager[None]:
-        """A time during which a draw goes on."""
-        del state
-        return contextlib.nullcontext()
-
-    def put(self, state: Objects, inner: jax.Array, objects: list[list[Any]]) -> Objects:
-        """Puts rows of objects at the slots `[T, E]` of `inner`, those of N or more left out.
+    def put(self, state: Objects, planned: jax.Array, items: list[list[Any]]) -> Objects:
+        """Puts rows of objects at the slots `[T, E]`, those of N or more left out.
 
         Raises:
             StaleError: the state is not the newest.
         """
         shelf = state.shelf
-        slots = np.asarray(inner)
+        slots = np.asarray(planned)
         if state.version != shelf.writes:
             raise StaleError(
                 "ListStorage: expected the newest state, got one that has been written to before. "
                 "States share their objects: go on with the state that the last write returned."
             )
         shelf.writes += 1
-        for row, places in zip(objects, slots.tolist(), strict=True):
+        for row, places in zip(items, slots.tolist(), strict=True):
             for item, slot in zip(row, places, strict=True):
                 if slot < len(shelf.objects):
                     shelf.objects[slot], shelf.written[slot] = item, shelf.writes
         return Objects(shelf=shelf, version=shelf.writes)
-
-    def writing(self, state: Objects) -> AbstractContextManager[None]:
-        """A time during which objects are put."""
-        del state
-        return contextlib.nullcontext()
 
     def fetch(self, state: Objects, slots: jax.Array, places: Any) -> list[Any]:
         """The objects at slots `[B]`.
@@ -132,12 +116,11 @@ class ListStorage:
         Raises:
             StaleError: one of them was overwritten after this state was made.
         """
-        del places
-        return self.at(state, np.asarray(slots))
+        return self.take(state, np.asarray(slots))
 
-    def at(self, state: Objects, slots: np.ndarray) -> list[Any]:
-        """The same."""
-        shelf = state.shelf
+    def take(self, state: Objects, slots: np.ndarray) -> list[Any]:
+        """The same, for slots of any shape."""
+        shelf, slots = state.shelf, slots.reshape(-1)
         if (shelf.written[slots] > state.version).any():
             raise StaleError(
                 "ListStorage: expected a state whose objects are still there, got one of which "
@@ -145,34 +128,20 @@ class ListStorage:
             )
         return [shelf.objects[slot] for slot in slots.tolist()]
 
-    def spec(self, ring: Ring, state: Objects, keys: Keys) -> Item:
+    def spec(self, state: Objects) -> Item:
         """Raises: objects have no shapes."""
         raise refusal()
 
     def write(
-        self, ring: Ring, state: Objects, held: Held, write: Write, items: Item, keys: Keys
+        self, context: Context, state: Objects, write: Write, items: Item
     ) -> tuple[Objects, Write]:
         """Raises: this is for inside `jit`."""
         raise refusal()
 
-    def read(self, ring: Ring, state: Objects, held: Held, where: Where, keys: Keys) -> Item:
+    def read(self, context: Context, state: Objects, where: Where) -> Item:
         """Raises: this is for inside `jit`."""
         raise refusal()
 
     def reset(self, ring: Ring, state: Objects, token: jax.Array) -> Objects:
         """A shelf of one's own."""
-        del token
         return Objects(shelf=Shelf(ring.capacity), version=0)
-
-    def hold(self, state: Objects, token: jax.Array) -> Objects:
-        """The same."""
-        del token
-        return state
-
-
-def refusal() -> TypeError:
-    """What is said where there are no arrays."""
-    return TypeError(
-        "ListStorage: expected to be called outside jit, vmap, scan and checkpoints, with Python "
-        "objects. Use jrb.DeviceStorage() there, with items of arrays."
-    )

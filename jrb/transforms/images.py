@@ -5,16 +5,16 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jrb import bits, checks, pytree
+from jrb._base import checks, pytree, random_bits
 from jrb.transforms.leaves import Paths, check_paths, dtype_name, observations, rewritten
-from jrb.types import Batch, Item
+from jrb.types import Batch, Item, Transform
 
 Layout = Literal["HWC", "CHW", "HW"]
 _LAYOUTS = ("HWC", "CHW", "HW")
 
 
 @pytree.component
-class ToFloat:
+class ToFloat(Transform):
     """uint8 images as floats: x * scale, from 0 to 1 by default.
 
     Attributes:
@@ -54,7 +54,7 @@ class ToFloat:
 
 
 @pytree.component
-class Resize:
+class Resize(Transform):
     """Another height and width; uint8 stays uint8, rounded.
 
     Attributes:
@@ -90,7 +90,7 @@ class Resize:
 
 
 @pytree.component
-class Grayscale:
+class Grayscale(Transform):
     """One channel for three: 0.299 red + 0.587 green + 0.114 blue; uint8 stays uint8, rounded.
 
     Attributes:
@@ -128,7 +128,7 @@ class Grayscale:
 
 
 @pytree.component
-class RandomShift:
+class RandomShift(Transform):
     """Every item moved by up to `most` pixels each way, its border repeated.
 
     All images of an item, of a window and of a stack, move alike; the observation and the next
@@ -164,7 +164,7 @@ class RandomShift:
 
 
 @pytree.component
-class RandomCrop:
+class RandomCrop(Transform):
     """A window of every image, at a random place, the same for all images of an item.
 
     Attributes:
@@ -200,7 +200,7 @@ class RandomCrop:
 
 
 @pytree.component
-class CenterCrop:
+class CenterCrop(Transform):
     """The middle of every image: what stands for `RandomCrop` where nothing is random.
 
     Attributes:
@@ -271,8 +271,8 @@ def _room(
 
 def _random(key: jax.Array, number: int, leaf: jax.Array, below: int) -> jax.Array:
     """int32 `[B, 2]` in [0, below), other ones for every number."""
-    words = bits.bits(bits.fold(key, number), (2, leaf.shape[0], 2))
-    return bits.below(jnp.int32(below), words[0], words[1])
+    words = random_bits.bits(random_bits.fold(key, number), (2, leaf.shape[0], 2))
+    return random_bits.below(jnp.int32(below), words[0], words[1])
 
 
 def _windows(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb import pytree
+from jrb._base import pytree
 from jrb.keys import Keys, Path, find, lookup, path_name, within
 
 Paths = tuple[Path, ...]

@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb import checks, episodes, pytree
+from jrb._base import checks, pytree
+from jrb._engine import episodes
 from jrb.keys import Path, path_name
 from jrb.transforms.structure import with_leaf
-from jrb.types import Batch, Item
+from jrb.types import Batch, Item, Transform
 
 
 @pytree.component
-class RewardToGo:
+class RewardToGo(Transform):
     """The discounted sum of the rewards from each row of a window to its end.
 
     At row t it is r_t + discount * (that at t + 1), where row t + 1 is real and of the same

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb import pytree
+from jrb._base import pytree
 from jrb.keys import Path, find, lookup, path_name
 from jrb.transforms.leaves import Paths, check_paths
-from jrb.types import Batch, Item
+from jrb.types import Batch, Item, Transform
 
 
 @pytree.component
-class Select:
+class Select(Transform):
     """Keeps the entries at these paths, and drops all others."""
 
     paths: Paths
@@ -25,7 +25,6 @@ class Select:
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, with fewer entries."""
-        del batch
         out: Any = {}
         for path in self.paths:
             out = with_leaf(out, path, find(data, path, "Select"), "Select")
@@ -33,7 +32,7 @@ class Select:
 
 
 @pytree.component
-class Exclude:
+class Exclude(Transform):
     """Drops the entries at these paths."""
 
     paths: Paths
@@ -43,7 +42,6 @@ class Exclude:
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, with fewer entries."""
-        del batch
         for path in self.paths:
             find(data, path, "Exclude")
             data = _without(data, _names(path), "Exclude")
@@ -51,7 +49,7 @@ class Exclude:
 
 
 @pytree.component
-class Rename:
+class Rename(Transform):
     """Moves entries from one path to another.
 
     Attributes:
@@ -69,7 +67,6 @@ class Rename:
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, with the entries elsewhere."""
-        del batch
         moved = [(to, find(data, path, "Rename")) for path, to in self.pairs]
         for path, _ in self.pairs:
             data = _without(data, _names(path), "Rename")
@@ -79,7 +76,7 @@ class Rename:
 
 
 @pytree.component
-class Concatenate:
+class Concatenate(Transform):
     """Joins leaves along an axis, such as the parts of an observation.
 
     Attributes:
@@ -101,7 +98,6 @@ class Concatenate:
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, with one leaf for several."""
-        del batch
         leaves = [find(data, path, "Concatenate") for path in self.paths]
         for path, leaf in zip(self.paths, leaves, strict=True):
             if not isinstance(leaf, jax.Array) or leaf.dtype != leaves[0].dtype:

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import pytree
+from jrb._base import pytree
 from jrb.transforms.leaves import Paths, check_paths, dtype_name, observations, rewritten
-from jrb.types import Batch, Item
+from jrb.types import Batch, Item, Transform
 
 
 @pytree.component
-class Cast:
+class Cast(Transform):
     """Another dtype, such as "bfloat16".
 
     Attributes:
@@ -29,7 +29,6 @@ class Cast:
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, cast."""
-        del batch
         dtype = jnp.dtype(self.dtype)
         if self.paths is not None:
             return rewritten(data, self.paths, "Cast", lambda name, leaf: leaf.astype(dtype))
@@ -41,7 +40,7 @@ class Cast:
 
 
 @pytree.component
-class Normalize:
+class Normalize(Transform):
     """(x - mean) / std, in float32 or the leaf's own wider dtype.
 
     Attributes:
@@ -81,7 +80,7 @@ class Normalize:
 
 
 @pytree.component
-class Clip:
+class Clip(Transform):
     """Between two bounds, in the leaf's own dtype.
 
     Attributes:
@@ -107,7 +106,6 @@ class Clip:
         paths = (batch.keys.reward,) if self.paths is None else self.paths
 
         def clip(name: str, leaf: jax.Array) -> jax.Array:
-            del name
             low, high = self.low, self.high
             if jnp.issubdtype(leaf.dtype, jnp.integer):  # the bounds that this dtype can hold
                 info = jnp.iinfo(leaf.dtype)
@@ -123,7 +121,7 @@ class Clip:
 
 
 @pytree.component
-class Scale:
+class Scale(Transform):
     """Factor * x + offset, in float32 or the leaf's own wider dtype.
 
     Attributes:

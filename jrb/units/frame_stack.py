@@ -6,35 +6,36 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jrb import checks, episodes, line, order, pytree, rows
+from jrb._base import checks, ordering, pytree
+from jrb._engine import anchor_queue, episodes, rows
+from jrb._engine.anchor_queue import AnchorQueue
 from jrb.keys import Keys, Path, path_name, within
-from jrb.line import Line
 from jrb.ring import Held, Ring
-from jrb.types import Anchors, Change, Item, Look, Sampler, Unit, Where, Write, Writer
+from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Where, Write, Writer
+from jrb.types.parts import check_part
 from jrb.units.transition import Transition
 
 
-@pytree.state
-class Stacks:
+class Stacks(pytree.State):
     """What frame stacks must know before they read.
 
     Attributes:
         back: uint8 or int32 `[N]`, the rows of its episode before each slot, up to k - 1.
         length: int32 `[E]`, the rows of the running episode, up to k.
-        line: the anchors.
+        queue: the anchors.
         unit: the state of the unit whose observations are stacked.
         k: what the rows were counted for; no array.
     """
 
     back: jax.Array
-    length: jax.Array
-    line: Line
+    length: jax.Array = pytree.tally()
+    queue: AnchorQueue
     unit: Any
-    k: int = pytree.static(0)
+    k: int = pytree.static(default=0)
 
 
 @pytree.component
-class FrameStack:
+class FrameStack(Unit):
     """Single frames are stored, stacks of the last k are drawn, oldest first.
 
     Leaves of the observation and of the next observation become `[B, k, ...]`, for windows
@@ -60,7 +61,7 @@ class FrameStack:
     def __post_init__(self) -> None:
         checks.count("k", self.k)
         checks.choice("pad", self.pad, ("first", "zeros"))
-        checks.part("unit", self.unit)
+        check_part("unit", self.unit)
         if isinstance(self.paths, str):
             raise TypeError(f"paths: expected a tuple of paths, got {self.paths!r}. Write it (f,).")
 
@@ -73,16 +74,10 @@ class FrameStack:
             raise ValueError(
                 "FrameStack: unit: expected a unit of single frames, got a FrameStack."
             )
-        if getattr(self.unit, "lag", ...) is None:
+        if self.unit.lag is None:
             raise ValueError(
                 "FrameStack: expected a unit whose anchors are rows, got over='episodes'. "
                 "Use over='steps'."
-            )
-        if not isinstance(getattr(self.unit, "lag", None), int):
-            raise TypeError(
-                f"FrameStack: unit: expected one that says by how many rows its anchors may lag, "
-                f"got {type(self.unit).__name__} without it. Give it a `lag`, 0 if its anchors "
-                "enter in the order of their rows (see jrb.types.Unit)."
             )
 
     @property
@@ -90,8 +85,9 @@ class FrameStack:
         """That of the inner unit; and stacks leave early."""
         return self.k - 1 + (self.unit.lag or 0)
 
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Stacks:
+    def init(self, context: Context, spec: Item) -> Stacks:
         """No rows. Raises if the items have no done flag, or nothing at one of the paths."""
+        ring, keys = context.ring, context.keys
         episodes.check(spec, keys)
         names = pytree.leaf_names(spec)
         for prefix in self._prefixes(keys):
@@ -104,7 +100,7 @@ class FrameStack:
                 )
         for name in names:
             self._check_twin(name, spec, keys)
-        for path in getattr(self.unit, "goals", ()):
+        for path in self.unit.goals:
             if any(within(name, path_name(path)) for name in names if self._stacked(name, keys)):
                 raise ValueError(
                     f"FrameStack: '{path_name(path)}': expected a goal that is not stacked. "
@@ -113,8 +109,8 @@ class FrameStack:
         return Stacks(
             back=jnp.zeros(ring.capacity, jnp.uint8 if self.k <= 256 else jnp.int32),
             length=jnp.zeros(ring.envs, jnp.int32),
-            line=line.init(ring),
-            unit=self.unit.init(ring, spec, keys),
+            queue=anchor_queue.init(ring),
+            unit=self.unit.init(context, spec),
             k=self.k,
         )
 
@@ -138,56 +134,59 @@ class FrameStack:
             )
 
     def on_write(
-        self, ring: Ring, state: Stacks, held: Held, write: Write, items: Item, keys: Keys
+        self, context: Context, state: Stacks, write: Write, items: Item
     ) -> tuple[Stacks, Change]:
         """Anchors of the inner unit enter; they leave when the ring's tail cuts their stack."""
-        inner, change = self.unit.on_write(ring, state.unit, held, write, items, keys)
-        length = episodes.lengths(state.length, episodes.ends(items, keys), write, self.k)
-        later = rows.after(write, line.waited(state.line))  # `back` was read for the line
+        inner, change = self.unit.on_write(context, state.unit, write, items)
+        done = episodes.ends(items, context.keys)
+        length = episodes.lengths(state.length, done, write, self.k)
+        later = rows.after(write, anchor_queue.waited(state.queue))  # `back` was read for it
         back = rows.put(state.back, later, (length[:-1] - 1).astype(state.back.dtype))
         reach = lambda slots: rows.get(back, slots).astype(jnp.int32)
-        entered = _still_whole(ring, held, write, change.entered, reach)
-        anchors, own = line.after_write(ring, state.line, held, write, entered, self.lag, reach)
-        cut = self._cut(ring, held, write, reach)
-        anchors = line.hold(anchors, jnp.minimum(jnp.min(cut, initial=0), 0))
+        entered = _still_whole(context, write, change.entered, reach)
+        anchors, own = anchor_queue.after_write(
+            context, state.queue, write, entered, self.lag, reach
+        )
+        cut = self._cut(context, write, reach)
+        anchors = ordering.after(anchors, jnp.minimum(jnp.min(cut, initial=0), 0))
         own = Change(
             entered=entered,
             consecutive=change.consecutive and write.bounded,
-            gone=change.gone,
+            expired=change.expired,
             most=change.most,
-            cut=jnp.concatenate([change.cut, cut]),
+            removed=jnp.concatenate([change.removed, cut]),
             entered_count=own.entered_count,
             left_count=own.left_count,
             left_from=own.left_from,
             moved=own.moved,
         )
-        state = state.replace(  # pyright: ignore
-            back=back, length=length[-1], line=anchors, unit=inner
-        )
+        state = state.replace(back=back, length=length[-1], queue=anchors, unit=inner)
         return state, own
 
     def truncate(
-        self, ring: Ring, state: Stacks, held: Held, which: jax.Array
+        self, context: Context, state: Stacks, which: jax.Array
     ) -> tuple[Stacks, Change | None]:
         """As the inner unit does; the next rows begin stacks anew."""
-        inner, change = self.unit.truncate(ring, state.unit, held, which)
-        state = state.replace(  # pyright: ignore
-            unit=inner, length=jnp.where(which, 0, state.length)
-        )
+        inner, change = self.unit.truncate(context, state.unit, which)
+        state = state.replace(unit=inner, length=jnp.where(which, 0, state.length))
         if change is None:
             return state, None
-        now, reach = line.look_back(ring), functools.partial(self.rows_before, state)
-        entered = _still_whole(ring, held, now, change.entered, reach)
-        anchors, own = line.after_write(ring, state.line, held, now, entered, slack=0)
-        return state.replace(line=anchors), own  # pyright: ignore
+        now, reach = (
+            anchor_queue.look_back(context.ring),
+            functools.partial(self.rows_before, state),
+        )
+        entered = _still_whole(context, now, change.entered, reach)
+        anchors, own = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
+        return state.replace(queue=anchors), own
 
-    def ends(self, ring: Ring, state: Stacks, held: Held, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: Stacks, slots: jax.Array) -> jax.Array:
         """Those after which a stack begins anew, and those that the inner unit knows."""
+        ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
         last = ring.place(held, slots) >= held.count - ring.envs
         running = state.length[slots % ring.envs] > 0
         begins = jnp.where(last, ~running, state.back[after] == 0) & (self.k > 1)
-        return begins | self.unit.ends(ring, state.unit, held, slots)
+        return begins | self.unit.ends(context, state.unit, slots)
 
     def rows_before(self, state: Stacks, slots: jax.Array) -> jax.Array:
         """How many rows of its episode came before each slot, int32, up to k - 1."""
@@ -200,44 +199,38 @@ class FrameStack:
             state: without rows.
             before: int32 `[E]`; those rows are not held, so that no stack may reach them.
         """
-        return state.replace(length=jnp.minimum(before, self.k))  # pyright: ignore
+        return state.replace(length=jnp.minimum(before, self.k))
 
-    def _cut(self, ring: Ring, held: Held, write: Write, reach: Any) -> jax.Array:
+    def _cut(self, context: Context, write: Write, reach: Any) -> jax.Array:
         """The slots at the ring's tail whose stacks reach beyond it, int32 `[(k - 1) E]`."""
+        ring, held = context.ring, context.held
         most = (self.k - 1) * ring.envs
-        first = ring.slot_after(held.first, write.gone % ring.rows * ring.envs)
-        count = held.count + (write.rows - write.gone) * ring.envs
+        first = ring.slot_after(held.first, write.expired % ring.rows * ring.envs)
+        count = held.count + (write.rows - write.expired) * ring.envs
         slots = ring.run(Held(first=first, count=count), most)
         row = jnp.arange(most, dtype=jnp.int32) // ring.envs
         safe = jnp.minimum(slots, ring.capacity - 1)
-        cut = order.once(lambda: reach(safe)) > row
+        cut = ordering.read(lambda: reach(safe)) > row
         return jnp.where(cut, slots, ring.capacity)
 
-    def anchors(self, ring: Ring, state: Stacks, held: Held) -> Anchors:
+    def anchors(self, context: Context, state: Stacks) -> Anchors:
         """Anchors of the inner unit whose stack is held."""
-        del held
-        return line.anchors(ring, state.line)
+        return anchor_queue.anchors(context.ring, state.queue)
 
     def look(
-        self,
-        ring: Ring,
-        state: Stacks,
-        held: Held,
-        slots: jax.Array,
-        mask: jax.Array,
-        key: jax.Array,
-        keys: Keys,
+        self, context: Context, state: Stacks, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> Look:
         """Frames at the k last rows before each row at which the inner unit reads observations.
 
         Next observations are read once, and the frames before them from the observations.
         """
-        inner = self.unit.look(ring, state.unit, held, slots, mask, key, keys)
+        keys = context.keys
+        inner = self.unit.look(context, state.unit, slots, mask, key)
         here = inner.where(path_name(keys.observation))
         there = inner.where(path_name(keys.next_observation))
-        frames, whole, real = self._stack(ring, state, held, here)
+        frames, whole, real = self._stack(context, state, here)
         if here is not there:
-            more, _, more_real = self._stack(ring, state, held, there)
+            more, _, more_real = self._stack(context, state, there)
             frames = jnp.concatenate([frames, more[..., 1:]], axis=-1)
             real = jnp.concatenate([real, more_real[..., 1:]], axis=-1)
         return Look(
@@ -267,7 +260,7 @@ class FrameStack:
         return self._stacked(path_name(keys.next_observation) + name[len(before) :], keys)
 
     def _stack(
-        self, ring: Ring, state: Stacks, held: Held, slots: jax.Array
+        self, context: Context, state: Stacks, slots: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The slots of the stacks that end at slots `[...]`.
 
@@ -275,7 +268,8 @@ class FrameStack:
             int32 `[..., k]`, oldest first; whether each stack is held, bool `[...]`; and which
             frames are of the episode, bool `[..., k]`.
         """
-        back = order.once(lambda: rows.get(state.back, slots)).astype(jnp.int32)
+        ring, held = context.ring, context.held
+        back = ordering.read(lambda: rows.get(state.back, slots)).astype(jnp.int32)
         oldest = ring.place(held, slots) // ring.envs
         step = jnp.arange(self.k - 1, -1, -1, dtype=jnp.int32)
         near = jnp.minimum(step, jnp.minimum(back, oldest)[..., None])
@@ -315,33 +309,24 @@ class FrameStack:
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Those of the inner unit."""
-        shapes = getattr(self.unit, "priority_shapes", lambda mask: [])
-        return shapes(mask)
+        return self.unit.priority_shapes(mask)
 
     def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
         """As the inner unit does."""
-        return self.unit.reduce_priorities(priorities, mask)  # pyright: ignore
+        return self.unit.reduce_priorities(priorities, mask)
 
     def reset(self, ring: Ring, state: Stacks, token: jax.Array) -> Stacks:
         """No rows."""
-        return state.replace(  # pyright: ignore
-            length=jnp.zeros_like(state.length),
-            line=line.reset(state.line, token),
-            unit=self.unit.reset(ring, state.unit, token),
-        )
-
-    def hold(self, state: Stacks, token: jax.Array) -> Stacks:
-        """The same, its line and the inner unit's written after the token."""
-        return state.replace(  # pyright: ignore
-            line=line.hold(state.line, token), unit=self.unit.hold(state.unit, token)
-        )
+        emptied = ordering.emptied(state, token)
+        return emptied.replace(unit=self.unit.reset(ring, state.unit, token))
 
 
-def _still_whole(ring: Ring, held: Held, write: Write, slots: jax.Array, reach: Any) -> jax.Array:
+def _still_whole(context: Context, write: Write, slots: jax.Array, reach: Any) -> jax.Array:
     """The slots, N where the stack is no longer held once the write is done."""
+    ring, held = context.ring, context.held
     safe = jnp.minimum(slots, ring.capacity - 1)
-    rows_held = held.count // ring.envs + write.rows - write.gone
-    tail = ring.slot_after(held.first, write.gone % ring.rows * ring.envs)
+    rows_held = held.count // ring.envs + write.rows - write.expired
+    tail = ring.slot_after(held.first, write.expired % ring.rows * ring.envs)
     oldest = ring.place(Held(first=tail, count=held.count), safe) // ring.envs
-    whole = (order.once(lambda: reach(safe)) <= oldest) & (oldest < rows_held)
+    whole = (ordering.read(lambda: reach(safe)) <= oldest) & (oldest < rows_held)
     return jnp.where(whole, slots, ring.capacity)

@@ -1,23 +1,23 @@
 """Goals chosen in hindsight."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jrb import bits, checks, episodes, order, pytree, rows
-from jrb.episodes import Episodes
+from jrb._base import checks, ordering, pytree, random_bits
+from jrb._engine import episodes, rows
+from jrb._engine.episodes import Episodes
 from jrb.keys import Keys, Path, find, path_name, within
-from jrb.ring import Held, Ring
-from jrb.types import Anchors, Change, Item, Look, Sampler, Write, Writer
+from jrb.ring import Ring
+from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 from jrb.units.transition import all_held, every_slot
 
 _WHICH, _WHERE = 2, 3  # the numbers that `bits.fold` gets
 
 
-@pytree.state
-class Goals:
+class Goals(pytree.State):
     """What must be known before a goal is read.
 
     Attributes:
@@ -30,7 +30,7 @@ class Goals:
 
 
 @pytree.component
-class Hindsight:
+class Hindsight(Unit):
     """Transitions, some of them as if their goal had been one that was reached.
 
     With probability `ratio` the goal becomes what was achieved after a row g, in the observation
@@ -60,7 +60,6 @@ class Hindsight:
     goal: Path = ("observation", "desired_goal")
     next_goal: Path | None = ("next", "observation", "desired_goal")
     terminated: Callable[[Any, Any], jax.Array] | None = None
-    lag: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         checks.choice("strategy", self.strategy, ("future", "final", "episode", "random"))
@@ -70,9 +69,13 @@ class Hindsight:
         if self.terminated is not None and not callable(self.terminated):
             raise TypeError(f"Hindsight: terminated: expected a function, got {self.terminated!r}.")
 
+    @property
+    def lag(self) -> int:
+        """Anchors enter in the order of their rows."""
+        return 0
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Rows in order of time."""
-        del ring, sampler
         checks.in_time("Hindsight", writer)
 
     @property
@@ -84,8 +87,9 @@ class Hindsight:
     def _wanted(self) -> tuple[Path, ...]:
         return (self.goal,) if self.next_goal is None else (self.goal, self.next_goal)
 
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Goals:
+    def init(self, context: Context, spec: Item) -> Goals:
         """No rows. Raises if goals are missing, or not like what is achieved."""
+        ring, keys = context.ring, context.keys
         episodes.check(spec, keys)
         keys.get(spec, "reward")
         achieved = find(spec, self.achieved, "Hindsight: achieved")
@@ -96,50 +100,41 @@ class Hindsight:
         return Goals(episodes=episodes.init(ring, 1), which=jnp.zeros(ring.capacity, jnp.int32))
 
     def on_write(
-        self, ring: Ring, state: Goals, held: Held, write: Write, items: Item, keys: Keys
+        self, context: Context, state: Goals, write: Write, items: Item
     ) -> tuple[Goals, Change]:
         """What is written enters; what it overwrites left."""
-        done = episodes.ends(items, keys)
-        after, _, which = episodes.after_write(ring, state.episodes, held, write, done, 1)
+        done = episodes.ends(items, context.keys)
+        after, _, which = episodes.after_write(context, state.episodes, write, done, 1)
         state = Goals(episodes=after, which=rows.put(state.which, write, which))
-        return state, every_slot(ring, held, write)
+        return state, every_slot(context, write)
 
-    def truncate(
-        self, ring: Ring, state: Goals, held: Held, which: jax.Array
-    ) -> tuple[Goals, None]:
+    def truncate(self, context: Context, state: Goals, which: jax.Array) -> tuple[Goals, None]:
         """The running episodes end."""
-        del ring, held
         after = episodes.truncated(state.episodes, which, 1)
-        return state.replace(episodes=after), None  # pyright: ignore
+        return state.replace(episodes=after), None
 
-    def ends(self, ring: Ring, state: Goals, held: Held, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: Goals, slots: jax.Array) -> jax.Array:
         """Those whose successor is of another episode."""
+        ring, held = context.ring, context.held
         last = ring.place(held, slots) >= held.count - ring.envs
         over = state.episodes.length[slots % ring.envs] == 0
         other = state.which[slots] != state.which[ring.slot_after(slots, ring.envs)]
         return jnp.where(last, over, other)
 
-    def anchors(self, ring: Ring, state: Goals, held: Held) -> Anchors:
+    def anchors(self, context: Context, state: Goals) -> Anchors:
         """All that is held."""
-        del state
-        return all_held(ring, held)
+        return all_held(context)
 
     def look(
-        self,
-        ring: Ring,
-        state: Goals,
-        held: Held,
-        slots: jax.Array,
-        mask: jax.Array,
-        key: jax.Array,
-        keys: Keys,
+        self, context: Context, state: Goals, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> Look:
         """What was achieved at the anchor and at the goal's row; the rest at the anchor."""
-        del keys
-        coin = bits.unit_interval(bits.words(bits.fold(key, _WHICH), slots.size)[0])
+        coin = random_bits.unit_interval(
+            random_bits.words(random_bits.fold(key, _WHICH), slots.size)[0]
+        )
         relabeled = (coin < self.ratio) & mask
         chosen = self._rows(
-            ring, state, held, slots, bits.words(bits.fold(key, _WHERE), slots.size)
+            context, state, slots, random_bits.words(random_bits.fold(key, _WHERE), slots.size)
         )
         both = jnp.stack([slots, jnp.where(mask, chosen, slots)], axis=1)
         achieved = path_name(self.achieved)
@@ -147,17 +142,18 @@ class Hindsight:
         return Look(where=where, mask=mask, info={"relabeled": relabeled})
 
     def _rows(
-        self, ring: Ring, state: Goals, held: Held, slots: jax.Array, words: jax.Array
+        self, context: Context, state: Goals, slots: jax.Array, words: jax.Array
     ) -> jax.Array:
         """The slots of the rows whose achievement may become the goal, int32 `[B]`."""
+        ring, held = context.ring, context.held
         if self.strategy == "random":
-            return ring.slot_after(held.first, bits.below(held.count, *words))
+            return ring.slot_after(held.first, random_bits.below(held.count, *words))
         env = slots % ring.envs
-        at = order.once(lambda: rows.get(state.which, slots))
+        at = ordering.read(lambda: rows.get(state.which, slots))
         age, part = episodes.extent(state.episodes, env, at, held.count // ring.envs, 1)
         own = (held.count - 1 - ring.place(held, slots)) // ring.envs
         choices = {"future": own - age + 1, "final": jnp.ones_like(age), "episode": part}
-        back = age + bits.below(jnp.maximum(choices[self.strategy], 1), *words)
+        back = age + random_bits.below(jnp.maximum(choices[self.strategy], 1), *words)
         newest = ring.slot_after(held.first, jnp.maximum(held.count - ring.envs, 0))
         return ring.slot_before(newest, back * ring.envs) + env
 
@@ -203,7 +199,7 @@ class Hindsight:
         done, over, cut = map(path_name, (keys.done, keys.terminated, keys.truncated))
         if self.terminated is None or not there.keys() & {done, over}:
             return {}
-        like = there.get(over, there.get(done))
+        like = there[over] if over in there else there[done]
         ends = self._anew(self.terminated, "terminated", data, like)
         found = {over: ends}
         found[done] = ends | _is_set(there[cut]).reshape(ends.shape) if cut in there else ends
@@ -212,19 +208,6 @@ class Hindsight:
             for name in (done, over)
             if name in there
         }
-
-    def reset(self, ring: Ring, state: Goals, token: jax.Array) -> Goals:
-        """No rows."""
-        del ring
-        return state.replace(  # pyright: ignore
-            episodes=episodes.reset(state.episodes, token)
-        )
-
-    def hold(self, state: Goals, token: jax.Array) -> Goals:
-        """The same, its episodes written after the token."""
-        return state.replace(  # pyright: ignore
-            episodes=episodes.hold(state.episodes, token)
-        )
 
 
 def _is_set(flag: jax.Array) -> jax.Array:

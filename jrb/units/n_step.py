@@ -3,33 +3,33 @@
 import jax
 import jax.numpy as jnp
 
-from jrb import checks, episodes, line, pytree, rows
+from jrb._base import checks, pytree
+from jrb._engine import anchor_queue, episodes, rows
+from jrb._engine.anchor_queue import AnchorQueue
 from jrb.keys import Keys, path_name, within
-from jrb.line import Line
-from jrb.ring import Held, Ring
-from jrb.types import Anchors, Change, Item, Look, Sampler, Write, Writer
+from jrb.ring import Ring
+from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 from jrb.units.transition import all_held, every_slot
 
 
-@pytree.state
-class Steps:
+class Steps(pytree.State):
     """What n-step returns must know before they read.
 
     Attributes:
         ended: bool `[N]`, which slots end an episode.
         length: int32 `[E]`, the rows of the running episode, up to n; None unless `strict`.
-        line: the anchors; None unless `strict`.
+        queue: the anchors; None unless `strict`.
         n: what they were counted for, no array; None unless `strict`.
     """
 
     ended: jax.Array
-    length: jax.Array | None
-    line: Line | None
-    n: int | None = pytree.static(None)
+    length: jax.Array | None = pytree.tally()
+    queue: AnchorQueue | None
+    n: int | None = pytree.static(default=None)
 
 
 @pytree.component
-class NStep:
+class NStep(Unit):
     """Up to n transitions in a row, as one with their discounted return.
 
     From an anchor at row t, with m the rows from t to the end of its episode or to the newest row,
@@ -67,11 +67,12 @@ class NStep:
         checks.window("NStep: n", self.n, ring.rows)
         checks.in_time("NStep", writer)
 
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Steps:
+    def init(self, context: Context, spec: Item) -> Steps:
         """No rows. Raises if the items have no done flag, or no real reward."""
+        ring, keys = context.ring, context.keys
         episodes.check(spec, keys)
         reward = keys.get(spec, "reward")
-        dtype = getattr(reward, "dtype", None)
+        dtype = pytree.dtype_of(reward)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"NStep: leaf '{path_name(keys.reward)}': expected a reward of a floating dtype, "
@@ -80,28 +81,28 @@ class NStep:
         return Steps(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if self.strict else None,
-            line=line.init(ring) if self.strict else None,
+            queue=anchor_queue.init(ring) if self.strict else None,
             n=self.n if self.strict else None,
         )
 
     def on_write(
-        self, ring: Ring, state: Steps, held: Held, write: Write, items: Item, keys: Keys
+        self, context: Context, state: Steps, write: Write, items: Item
     ) -> tuple[Steps, Change]:
         """Rows enter when written; if strict, when their return is complete."""
-        done = episodes.ends(items, keys)
+        done = episodes.ends(items, context.keys)
         ended = rows.put(state.ended, write, done)
-        if state.line is None or state.length is None:
-            return state.replace(ended=ended), every_slot(ring, held, write)  # pyright: ignore
+        if state.queue is None or state.length is None:
+            return state.replace(ended=ended), every_slot(context, write)
         length = episodes.lengths(state.length, done, write, self.n)
-        complete = self._complete(ring, held, write, done, length[:-1])
-        anchors, change = line.after_write(
-            ring, state.line, held, write, complete, slack=self.lag if ring.envs > 1 else 0
+        complete = self._complete(context, write, done, length[:-1])
+        anchors, change = anchor_queue.after_write(
+            context, state.queue, write, complete, self.lag if context.ring.envs > 1 else 0
         )
-        state = state.replace(ended=ended, length=length[-1], line=anchors)  # pyright: ignore
+        state = state.replace(ended=ended, length=length[-1], queue=anchors)
         return state, change
 
     def _complete(
-        self, ring: Ring, held: Held, write: Write, done: jax.Array, length: jax.Array
+        self, context: Context, write: Write, done: jax.Array, length: jax.Array
     ) -> jax.Array:
         """The slots whose return each row completes, int32 `[T * E * n]`, by time.
 
@@ -109,47 +110,39 @@ class NStep:
         """
         back = jnp.arange(self.n - 1, -1, -1, dtype=jnp.int32)
         here = (back < length[..., None]) & (done[..., None] | (back == self.n - 1))
-        return line.rows_back(ring, held, write, back, here)
+        return anchor_queue.rows_back(context, write, back, here)
 
     def truncate(
-        self, ring: Ring, state: Steps, held: Held, which: jax.Array
+        self, context: Context, state: Steps, which: jax.Array
     ) -> tuple[Steps, Change | None]:
         """The newest rows end their episodes; if strict, returns that waited are complete."""
-        ended = episodes.mark_newest(ring, held, state.ended, which)
-        if state.line is None or state.length is None:
-            return state.replace(ended=ended), None  # pyright: ignore
-        now = line.look_back(ring)
+        ended = episodes.mark_newest(context, state.ended, which)
+        if state.queue is None or state.length is None:
+            return state.replace(ended=ended), None
+        now = anchor_queue.look_back(context.ring)
         back = jnp.arange(self.n - 2, -1, -1, dtype=jnp.int32)  # n - 1 back was complete before
-        waiting = (which & (held.count > 0))[:, None] & (back < state.length[:, None])
-        entered = line.rows_back(ring, held, now, back, waiting[None])
-        anchors, change = line.after_write(ring, state.line, held, now, entered, slack=0)
+        waiting = (which & (context.held.count > 0))[:, None] & (back < state.length[:, None])
+        entered = anchor_queue.rows_back(context, now, back, waiting[None])
+        anchors, change = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
         length = jnp.where(which, 0, state.length)
-        return state.replace(ended=ended, length=length, line=anchors), change  # pyright: ignore
+        return state.replace(ended=ended, length=length, queue=anchors), change
 
-    def ends(self, ring: Ring, state: Steps, held: Held, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: Steps, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""
-        del ring, held
         return rows.get(state.ended, slots)
 
-    def anchors(self, ring: Ring, state: Steps, held: Held) -> Anchors:
+    def anchors(self, context: Context, state: Steps) -> Anchors:
         """All that is held; if strict, the rows with a complete return."""
-        if state.line is None:
-            return all_held(ring, held)
-        return line.anchors(ring, state.line)
+        if state.queue is None:
+            return all_held(context)
+        return anchor_queue.anchors(context.ring, state.queue)
 
     def look(
-        self,
-        ring: Ring,
-        state: Steps,
-        held: Held,
-        slots: jax.Array,
-        mask: jax.Array,
-        key: jax.Array,
-        keys: Keys,
+        self, context: Context, state: Steps, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> Look:
         """Rewards at all rows of the return, `next` at its last, the rest at its first."""
-        del key
-        steps = episodes.steps_ahead(ring, held, state.ended, slots, self.n)
+        ring, keys = context.ring, context.keys
+        steps = episodes.steps_ahead(context, state.ended, slots, self.n)
         step = jnp.minimum(jnp.arange(self.n, dtype=jnp.int32), steps[:, None] - 1)
         window = ring.slot_after(slots[:, None], step * ring.envs)
         reward, last = path_name(keys.reward), window[:, -1]
@@ -179,16 +172,3 @@ class NStep:
             return sum_.astype(leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(total, raw), look.info
-
-    def reset(self, ring: Ring, state: Steps, token: jax.Array) -> Steps:
-        """No rows."""
-        return state.replace(  # pyright: ignore
-            length=None if state.length is None else jnp.zeros_like(state.length),
-            line=None if state.line is None else line.reset(state.line, token),
-        )
-
-    def hold(self, state: Steps, token: jax.Array) -> Steps:
-        """The same, its line written after the token."""
-        if state.line is None:
-            return state
-        return state.replace(line=line.hold(state.line, token))  # pyright: ignore

@@ -5,36 +5,36 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jrb import checks, episodes, line, pytree, rows
-from jrb.episodes import Episodes
+from jrb._base import checks, pytree
+from jrb._engine import anchor_queue, episodes, rows
+from jrb._engine.anchor_queue import AnchorQueue
+from jrb._engine.episodes import Episodes
 from jrb.keys import Keys
-from jrb.line import Line
-from jrb.ring import Held, Ring
-from jrb.types import Anchors, Change, Item, Look, Sampler, Write, Writer
+from jrb.ring import Ring
+from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 from jrb.units.transition import all_held, every_slot
 
 
-@pytree.state
-class Windows:
+class Windows(pytree.State):
     """What windows must know before they read; what a description does not need is None.
 
     Attributes:
         ended: bool `[N]`, which slots end an episode.
         length: int32 `[E]`, the rows of the running episode, up to L.
-        line: the anchors, where only whole windows are drawn.
+        queue: the anchors, where only whole windows are drawn.
         episodes: the episodes, where these are drawn.
         enough: the rows that anchors were counted for, no array; None where every row is one.
     """
 
     ended: jax.Array
-    length: jax.Array | None
-    line: Line | None
+    length: jax.Array | None = pytree.tally()
+    queue: AnchorQueue | None
     episodes: Episodes | None
-    enough: int | None = pytree.static(None)
+    enough: int | None = pytree.static(default=None)
 
 
 @pytree.component
-class Sequence:
+class Sequence(Unit):
     """L transitions in a row, of one environment and one episode, from the anchor on.
 
     Data have leaves `[B, burn_in + L, ...]`, and `Sample.mask`, bool of that shape, says which rows
@@ -84,94 +84,87 @@ class Sequence:
         """The ring holds a window, in order of time; episodes are drawn by a fitting sampler."""
         checks.window("Sequence: burn_in + length", self.burn_in + self.length, ring.rows)
         checks.in_time("Sequence", writer)
-        if self.over == "episodes" and hasattr(sampler, "update"):
+        if self.over == "episodes" and sampler.prioritized:
             raise ValueError(
                 f"Sequence: over='episodes': expected a sampler without priorities, got "
                 f"{type(sampler).__name__}. It would say two things about how likely a row is: "
                 "each episode alike, and each row by its priority. Use over='steps'."
             )
-        if self.over == "episodes" and getattr(sampler, "in_order", False) and ring.envs > 1:
+        if self.over == "episodes" and sampler.in_order and ring.envs > 1:
             raise ValueError(
                 f"Sequence: over='episodes': expected a sampler that draws in any order, got "
                 f"{type(sampler).__name__}. Episodes of several environments have no order of "
                 "their own. Use over='steps'."
             )
 
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Windows:
+    def init(self, context: Context, spec: Item) -> Windows:
         """No rows. Raises if the items have no done flag."""
-        episodes.check(spec, keys)
+        ring = context.ring
+        episodes.check(spec, context.keys)
         whole = self.over == "steps" and self.short == "drop"
         return Windows(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if whole else None,
-            line=line.init(ring) if whole else None,
+            queue=anchor_queue.init(ring) if whole else None,
             episodes=episodes.init(ring, self._enough) if self.over == "episodes" else None,
             enough=self._enough if whole or self.over == "episodes" else None,
         )
 
     def on_write(
-        self, ring: Ring, state: Windows, held: Held, write: Write, items: Item, keys: Keys
+        self, context: Context, state: Windows, write: Write, items: Item
     ) -> tuple[Windows, Change]:
         """A row enters when written; whole windows do with their last row."""
-        done = episodes.ends(items, keys)
+        done = episodes.ends(items, context.keys)
         ended = rows.put(state.ended, write, done)
-        state = state.replace(ended=ended)  # pyright: ignore
-        if state.line is not None and state.length is not None:
+        state = state.replace(ended=ended)
+        if state.queue is not None and state.length is not None:
             length = episodes.lengths(state.length, done, write, self.length)
             whole = (length[:-1] == self.length)[..., None]
             back = jnp.full(1, self.length - 1, jnp.int32)
-            entered = line.rows_back(ring, held, write, back, whole)
-            anchors, change = line.after_write(ring, state.line, held, write, entered, slack=0)
-            return state.replace(line=anchors, length=length[-1]), change  # pyright: ignore
+            entered = anchor_queue.rows_back(context, write, back, whole)
+            anchors, change = anchor_queue.after_write(
+                context, state.queue, write, entered, slack=0
+            )
+            return state.replace(queue=anchors, length=length[-1]), change
         if state.episodes is not None:
             after, change, _ = episodes.after_write(
-                ring, state.episodes, held, write, done, self._enough
+                context, state.episodes, write, done, self._enough
             )
-            return state.replace(episodes=after), change  # pyright: ignore
-        return state, every_slot(ring, held, write)
+            return state.replace(episodes=after), change
+        return state, every_slot(context, write)
 
-    def truncate(
-        self, ring: Ring, state: Windows, held: Held, which: jax.Array
-    ) -> tuple[Windows, None]:
+    def truncate(self, context: Context, state: Windows, which: jax.Array) -> tuple[Windows, None]:
         """The newest rows end their episodes."""
         table, length = state.episodes, state.length
-        truncated = state.replace(  # pyright: ignore
-            ended=episodes.mark_newest(ring, held, state.ended, which),
+        truncated = state.replace(
+            ended=episodes.mark_newest(context, state.ended, which),
             length=None if length is None else jnp.where(which, 0, length),
             episodes=None if table is None else episodes.truncated(table, which, self._enough),
         )
         return truncated, None
 
-    def ends(self, ring: Ring, state: Windows, held: Held, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: Windows, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""
-        del ring, held
         return rows.get(state.ended, slots)
 
-    def anchors(self, ring: Ring, state: Windows, held: Held) -> Anchors:
+    def anchors(self, context: Context, state: Windows) -> Anchors:
         """The first rows of windows."""
-        if state.line is not None:
-            return line.anchors(ring, state.line)
+        if state.queue is not None:
+            return anchor_queue.anchors(context.ring, state.queue)
         if state.episodes is not None:
-            return episodes.anchors(ring, state.episodes, held, self._enough)
-        return all_held(ring, held)
+            return episodes.anchors(context, state.episodes, self._enough)
+        return all_held(context)
 
     def look(
-        self,
-        ring: Ring,
-        state: Windows,
-        held: Held,
-        slots: jax.Array,
-        mask: jax.Array,
-        key: jax.Array,
-        keys: Keys,
+        self, context: Context, state: Windows, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> Look:
         """Every leaf at every row of the window."""
-        del key, keys
+        ring = context.ring
         before, after = jnp.int32(0), jnp.int32(self.length)
         if self.short == "pad":
-            after = episodes.steps_ahead(ring, held, state.ended, slots, self.length)[:, None]
+            after = episodes.steps_ahead(context, state.ended, slots, self.length)[:, None]
         if self.burn_in:
-            before = episodes.steps_back(ring, held, state.ended, slots, self.burn_in)[:, None]
+            before = episodes.steps_back(context, state.ended, slots, self.burn_in)[:, None]
         step = jnp.arange(-self.burn_in, self.length, dtype=jnp.int32)
         real = mask[:, None] & (step >= -before) & (step < after)
         step = jnp.clip(step, -before, after - 1)
@@ -181,7 +174,6 @@ class Sequence:
 
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """The windows as they are."""
-        del keys
         return raw, look.info
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -201,18 +193,3 @@ class Sequence:
         mean = jnp.sum(jnp.where(real, priorities, 0.0), axis=1) / count
         most = jnp.max(jnp.where(real, priorities, 0.0), axis=1)
         return self.eta * most + (1 - self.eta) * mean
-
-    def reset(self, ring: Ring, state: Windows, token: jax.Array) -> Windows:
-        """No rows."""
-        return state.replace(  # pyright: ignore
-            length=None if state.length is None else jnp.zeros_like(state.length),
-            line=None if state.line is None else line.reset(state.line, token),
-            episodes=None if state.episodes is None else episodes.reset(state.episodes, token),
-        )
-
-    def hold(self, state: Windows, token: jax.Array) -> Windows:
-        """The same, its line or episodes written after the token."""
-        return state.replace(  # pyright: ignore
-            line=None if state.line is None else line.hold(state.line, token),
-            episodes=None if state.episodes is None else episodes.hold(state.episodes, token),
-        )

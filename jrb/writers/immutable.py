@@ -1,20 +1,19 @@
 """A buffer that is only read."""
 
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
 import jax
 
-from jrb import pytree
-from jrb.keys import Keys
+from jrb._base import pytree
 from jrb.ring import Clock, Held, Ring
-from jrb.types import Item
+from jrb.types import Item, Writer
 from jrb.writers.round_robin import RoundRobin
 
 _RING = RoundRobin()
 
 
 @pytree.component
-class Immutable:
+class Immutable(Writer):
     """Refuses writes: for a dataset that was loaded.
 
     Fill a buffer, then draw from its state with a description that has this writer:
@@ -22,15 +21,11 @@ class Immutable:
         buffer = dataclasses.replace(buffer, writer=jrb.Immutable())
     """
 
-    in_time: ClassVar[bool] = True
-
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Clock:
+    def init(self, ring: Ring, spec: Item) -> Clock:
         """As `RoundRobin`."""
-        return _RING.init(ring, spec, keys)
+        return _RING.init(ring, spec)
 
-    def plan(
-        self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None, keys: Keys
-    ) -> NoReturn:
+    def plan(self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None) -> NoReturn:
         """Raises."""
         raise _refusal("add")
 
@@ -50,10 +45,9 @@ class Immutable:
         """Raises."""
         raise _refusal("empty")
 
-    def hold(self, state: Clock, token: jax.Array) -> Clock:
-        """The same: nothing is written."""
-        del token
-        return state
+    def writable(self) -> RoundRobin:
+        """What fills a buffer that is then only read."""
+        return _RING
 
 
 def _refusal(verb: str) -> TypeError:

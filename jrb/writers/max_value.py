@@ -5,16 +5,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb import order, pytree
-from jrb import tree as trees
-from jrb.keys import Keys, Path, find
+from jrb._base import ordering, pytree
+from jrb._base import tree as trees
+from jrb._base.tree import Tree
+from jrb.keys import Path, find
 from jrb.ring import Held, Ring
-from jrb.tree import Tree
-from jrb.types import Item, Write
+from jrb.types import Item, Write, Writer
 
 
-@pytree.state
-class Ranks:
+class Ranks(pytree.State):
     """What is held, and how good it is.
 
     Attributes:
@@ -27,13 +26,13 @@ class Ranks:
 
     ranks: Tree
     stamps: jax.Array
-    count: jax.Array
+    count: jax.Array = pytree.cursor()
     number: jax.Array
-    key: Path = pytree.static("")
+    key: Path = pytree.static(default="")
 
 
 @pytree.component
-class MaxValue:
+class MaxValue(Writer):
     """Keeps the N items of the highest rank, each for itself and in no order of time.
 
     A full buffer takes an item if its rank is above the lowest one held, whose place it gets; of
@@ -47,9 +46,8 @@ class MaxValue:
     key: Path
     in_time: ClassVar[bool] = False
 
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Ranks:
+    def init(self, ring: Ring, spec: Item) -> Ranks:
         """Nothing is held. Raises if the items have no such rank."""
-        del keys
         self._check(spec)
         return Ranks(
             ranks=trees.init(ring.capacity, None, "min"),
@@ -60,7 +58,7 @@ class MaxValue:
         )
 
     def _check(self, spec: Item) -> None:
-        dtype = getattr(find(spec, self.key, "MaxValue: key"), "dtype", None)
+        dtype = pytree.dtype_of(find(spec, self.key, "MaxValue: key"))
         exact = dtype is not None and (
             (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4)
             or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 2)
@@ -73,10 +71,9 @@ class MaxValue:
             )
 
     def plan(
-        self, ring: Ring, state: Ranks, items: Item, mask: jax.Array | None, keys: Keys
+        self, ring: Ring, state: Ranks, items: Item, mask: jax.Array | None
     ) -> tuple[Ranks, Write]:
         """One item after the other; of those that want one slot in a call, the last has it."""
-        del keys
         leaf = find(items, self.key, "MaxValue: key")
         length = leaf.shape[0]
         ranks = jnp.sum(leaf.astype(jnp.float32).reshape(length * ring.envs, -1), axis=1)
@@ -84,50 +81,39 @@ class MaxValue:
         wanted = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
         place = lambda i, carry: _place(ring, ranks[i], wanted[i], i, carry)
         slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
-        state, slots = order.loop(ranks.size, place, (state, slots))
+        state, slots = ordering.loop(ranks.size, place, (state, slots))
         number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
-        here = order.once(lambda: state.stamps.at[slots].get(mode="fill", fill_value=0))
+        here = ordering.read(lambda: state.stamps.at[slots].get(mode="fill", fill_value=0))
         slots = jnp.where(here == number, slots, ring.capacity)
-        state = self.hold(state, jnp.minimum(jnp.min(slots), 0))  # later writes wait for `here`
-        state = state.replace(number=state.number + jnp.uint32(ranks.size))  # pyright: ignore
+        waited = jnp.minimum(jnp.min(slots), 0)
+        state = ordering.after(state, waited)  # later writes wait for `here`
+        state = state.replace(number=state.number + jnp.uint32(ranks.size))
         write = Write(
             starts=slots,
             slots=slots.reshape(length, ring.envs),
             written=written,
             passed=jnp.zeros(length, jnp.int32),
-            gone=jnp.zeros((), jnp.int32),
+            expired=jnp.zeros((), jnp.int32),
             consecutive=False,
         )
         return state, write
 
     def held(self, ring: Ring, state: Ranks) -> Held:
         """The first slots."""
-        del ring
         return Held(first=jnp.zeros((), jnp.int32), count=state.count)
 
     def stamp(self, ring: Ring, state: Ranks, slots: jax.Array) -> jax.Array:
         """The number of the item."""
-        del ring
-        return order.once(lambda: state.stamps.at[slots].get(mode="clip"))
-
-    def shrink(self, ring: Ring, state: Ranks, rows: jax.Array) -> Ranks:
-        """Never asked for: nothing leaves for its age."""
-        del ring, rows
-        return state
+        return ordering.read(lambda: state.stamps.at[slots].get(mode="clip"))
 
     def reset(self, ring: Ring, state: Ranks, token: jax.Array) -> Ranks:
         """Nothing is held; items are counted on, and no slot has the number of an item."""
-        del ring
-        return state.replace(  # pyright: ignore
+        return state.replace(
             ranks=trees.cleared(state.ranks, token),
-            stamps=order.overwrite(state.stamps, state.number, token),
+            stamps=ordering.overwrite(state.stamps, state.number, token),
             count=jnp.minimum(state.count, 0) + token,
             number=state.number + jnp.uint32(1),
         )
-
-    def hold(self, state: Ranks, token: jax.Array) -> Ranks:
-        """The same, its count not known before the token."""
-        return state.replace(count=state.count + token)  # pyright: ignore
 
     def best(self, ring: Ring, state: Ranks, count: int) -> jax.Array:
         """The slots of the `count` best items, or of all, in the order of slots."""

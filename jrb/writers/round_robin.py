@@ -1,31 +1,25 @@
 """The ring: each row takes the place of the oldest one."""
 
-from typing import ClassVar
-
 import jax
 
-from jrb import pytree, rows
-from jrb.keys import Keys
+from jrb._base import pytree
+from jrb._engine import rows
 from jrb.ring import Clock, Held, Ring
-from jrb.types import Item, Write
+from jrb.types import Item, Write, Writer
 
 
 @pytree.component
-class RoundRobin:
+class RoundRobin(Writer):
     """Writes rows of time one after the other around the ring; a full ring loses its oldest row."""
 
-    in_time: ClassVar[bool] = True
-
-    def init(self, ring: Ring, spec: Item, keys: Keys) -> Clock:
+    def init(self, ring: Ring, spec: Item) -> Clock:
         """A clock at row 0."""
-        del spec, keys
         return ring.start()
 
     def plan(
-        self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None, keys: Keys
+        self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None
     ) -> tuple[Clock, Write]:
         """The rows after the cursor. Of more than R rows, the last R are written."""
-        del keys
         return rows.in_turn(ring, state, jax.tree.leaves(items)[0].shape[0], mask)
 
     def held(self, ring: Ring, state: Clock) -> Held:
@@ -42,9 +36,4 @@ class RoundRobin:
 
     def reset(self, ring: Ring, state: Clock, token: jax.Array) -> Clock:
         """Row 0 of a later lap."""
-        del token
         return ring.emptied(state)
-
-    def hold(self, state: Clock, token: jax.Array) -> Clock:
-        """The same clock, its cursor not known before the token."""
-        return state.replace(cursor=state.cursor + token)  # pyright: ignore

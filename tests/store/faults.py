@@ -672,7 +672,8 @@ def fork(path):
     ring = prepared(path, 75)
     found = {}
     readable, written = os.pipe()
-    if not os.fork():
+    child = os.fork()
+    if not child:
         said = []
         for act in (functools.partial(ring.write, 3), ring.commit):
             try:
@@ -700,6 +701,8 @@ def fork(path):
     other.write(1)
     other.commit()
     found["after"] = content(opened(path))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     return found
 
 

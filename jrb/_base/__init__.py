@@ -1,0 +1,1 @@
+"""What everything stands on: descriptions and states, checks, random bits, trees, ordering."""

@@ -1,0 +1,193 @@
+"""Checks of what users pass to the verbs, made before anything is written."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._base import pytree
+
+
+def count(name: str, value: Any, most: int | None = None) -> None:
+    """A positive Python integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}: expected an integer, got {value!r}.")
+    if value < 1 or (most is not None and value > most):
+        bound = "at least 1" if most is None else f"from 1 to {most}"
+        raise ValueError(f"{name}: expected {bound}, got {value}.")
+
+
+def multiple(capacity: int, envs: int) -> None:
+    """A capacity that is a whole number of rows."""
+    if capacity % envs:
+        fewer, more = capacity // envs * envs, -(-capacity // envs) * envs
+        legal = f"{fewer} or {more}" if fewer else str(more)
+        raise ValueError(
+            f"capacity: expected a multiple of num_envs = {envs}, got {capacity}. "
+            f"The nearest are {legal}."
+        )
+
+
+def divides(name: str, value: int, envs: int) -> None:
+    """A number of items that is a whole number of rows."""
+    if value % envs:
+        raise ValueError(f"{name}: expected a multiple of num_envs = {envs}, got {value}.")
+
+
+def key(value: Any) -> None:
+    """One PRNG key, typed or old-style."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        wanted = ()
+    elif dtype == jnp.uint32:
+        wanted = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    else:
+        raise TypeError(
+            f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
+        )
+    if value.shape != wanted:
+        raise ValueError(
+            f"key: expected a single key, of shape {wanted}, got shape {value.shape}. "
+            "Take one of them, or vmap over them."
+        )
+
+
+def mask(verb: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A bool array of this shape."""
+    array = jnp.asarray(value)
+    if array.dtype != jnp.bool_:
+        raise TypeError(
+            f"{verb}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast."
+        )
+    if array.shape != shape:
+        raise ValueError(
+            f"{verb}: mask: expected shape {shape}, got {array.shape}. "
+            + (
+                "It says which environments begin anew: one flag for each, or a single one."
+                if verb == "truncate"
+                else "It says which rows of time are written, for all environments alike."
+            )
+        )
+    return array
+
+
+def number(name: str, value: Any) -> jax.Array:
+    """A single real number, traced or not, as float32 `[]`."""
+    if isinstance(value, str) or jnp.shape(value):
+        raise TypeError(f"{name}: expected a single number, got {value!r}.")
+    return jnp.asarray(value).astype(jnp.float32)
+
+
+def indices(verb: str, value: Any) -> jax.Array:
+    """An integer array, as int32; what int32 cannot hold becomes -1, which is no slot."""
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"{verb}: indices: expected integers or a Sample, got dtype {array.dtype}. "
+            "Pass the sample, or its indices."
+        )
+    if array.dtype.itemsize >= 4 and array.dtype != jnp.int32:
+        where = jnp.where if isinstance(array, jax.Array) else np.where
+        fits = (array >= 0) & (array <= array.dtype.type(2**31 - 1))
+        kept = where(fits, array, array.dtype.type(0)).astype(jnp.int32)
+        array = kept - (~fits).astype(jnp.int32)
+    return jnp.asarray(array.astype(jnp.int32))
+
+
+def in_range(verb: str, indices: jax.Array, size: int) -> None:
+    """Indices in [0, size), as far as they are known."""
+    if isinstance(indices, jax.core.Tracer):
+        return
+    known = np.asarray(indices)
+    wrong = (known < 0) | (known >= size)
+    if wrong.any():
+        raise ValueError(f"{verb}: expected indices in [0, {size}), got {known[wrong][0]}.")
+
+
+def real_numbers(name: str, value: Any) -> jax.Array:
+    """An array of real numbers, as float32."""
+    array = jnp.asarray(value)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
+    return array.astype(jnp.float32)
+
+
+def flag(name: str, value: Any) -> None:
+    """A Python bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}.")
+
+
+def fraction(name: str, value: Any) -> None:
+    """A Python number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {value!r}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {value}.")
+
+
+def choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """One of a few."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def window(name: str, rows: int, held: int) -> None:
+    """A window that the ring can hold."""
+    if rows > held:
+        raise ValueError(
+            f"{name}: expected at most the {held} rows of the ring (capacity / num_envs), got "
+            f"{rows}. Make the capacity larger, or the window shorter."
+        )
+
+
+def in_time(name: str, writer: Any) -> None:
+    """A writer that keeps the order of time."""
+    if not writer.in_time:
+        raise ValueError(
+            f"{name}: expected a writer that keeps rows in the order of time, got "
+            f"{type(writer).__name__}. Use jrb.RoundRobin(), or unit=jrb.Transition()."
+        )
+
+
+def priorities(value: Any, shapes: list[tuple[int, ...]]) -> jax.Array:
+    """Real numbers of one of these shapes, as float32; the first is that of the indices."""
+    array = real_numbers("update_priority: priorities", value)
+    if len(shapes[0]) != 1:
+        raise ValueError(
+            f"update_priority: indices: expected shape (B,), got {shapes[0]}. Flatten them, or "
+            "vmap over the states too."
+        )
+    if array.shape not in shapes:
+        raise ValueError(
+            f"update_priority: priorities: expected shape {' or '.join(map(str, shapes))}, one for "
+            f"each that was drawn, got {array.shape}. Reduce the errors to that, such as "
+            "jnp.abs(td_error)."
+        )
+    return array
+
+
+def length(items: Any) -> int:
+    """T, the first axis of the first leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, "extend"))
+    if not leaves:
+        raise ValueError("extend: expected at least one leaf, got an empty pytree.")
+    path, leaf = leaves[0]
+    if not leaf.shape:
+        raise ValueError(
+            f"extend: leaf '{pytree.leaf_name(path)}': expected an axis of time, got shape (). "
+            "For a single timestep there is add."
+        )
+    return leaf.shape[0]
+
+
+def lead(items: Any, axes: tuple[int, ...], verb: str) -> None:
+    """Leaves that all begin with these axes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, verb)):
+        if leaf.shape[: len(axes)] != axes:
+            raise ValueError(
+                f"{verb}: leaf '{pytree.leaf_name(path)}': expected a shape from {axes} on, "
+                f"got {leaf.shape}. Time comes first, then the environments."
+            )

@@ -1,0 +1,151 @@
+"""What keeps a buffer in place: reads that happen, and writes that wait for them.
+
+XLA may schedule a read of an array after a write to it, and then copies the whole array first.
+Three tools prevent that. `read` computes a read for real, where XLA would rather repeat a cheap
+gather in each of its consumers. `token` makes an integer zero that depends on values that were
+read; a write at an index to which it was added waits for them. `after` adds a token to all that
+says in a state where the next write goes: to the fields that are made by `pytree.cursor()`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jrb._base import pytree, versions
+
+T = TypeVar("T")
+
+
+def read(compute: Callable[[], T]) -> T:
+    """`compute()`, evaluated exactly once and never fused into its consumers.
+
+    Args:
+        compute: a function without arguments that reads arrays it closes over.
+
+    Returns:
+        What `compute` returns, a pytree of arrays.
+
+    On the CPU it is the branch of a conditional that is always taken, which the compiler cannot
+    know. The condition is a constant, so that `vmap` leaves it a conditional. Elsewhere the
+    compiler knows, and the conditional, which would wait for the host, goes.
+    """
+    hidden = lax.platform_dependent(
+        cpu=lambda: lax.optimization_barrier(jnp.bool_(True)), default=lambda: jnp.bool_(True)
+    )
+    out = jax.eval_shape(compute)  # with the axes of a mesh that the results vary over
+    return lax.cond(hidden, compute, lambda: jax.tree.map(jnp.zeros_like, out))
+
+
+def opaque(value: int) -> jax.Array:
+    """An int32 constant that XLA's CPU compiler does not fold; a plain one elsewhere."""
+    constant = jnp.int32(value)
+    return lax.platform_dependent(
+        cpu=lambda: lax.optimization_barrier(constant), default=lambda: constant
+    )
+
+
+def loop(
+    trips: jax.Array | int, body: Callable[[jax.Array, T], T], carry: T, unroll: int | None = None
+) -> T:
+    """`lax.fori_loop(0, trips, body, carry)`, inside `jax.shard_map` too.
+
+    There a carry must vary, from the start, over those axes of the mesh over which what the body
+    makes of it does.
+    """
+    if versions.in_shard_map():
+        carry = _as_varying(body, carry)
+    return lax.fori_loop(0, trips, body, carry, unroll=unroll)
+
+
+def _as_varying(body: Callable[[jax.Array, T], T], carry: T) -> T:
+    """The carry, of the type that the body leaves it in."""
+    axes_of = lambda tree: [versions.varying_axes(jax.typeof(x)) for x in jax.tree.leaves(tree)]
+    while True:
+        after = jax.eval_shape(body, 0, carry)
+        leaves, structure = jax.tree.flatten(carry)
+        wanted = [versions.varying_axes(leaf) for leaf in jax.tree.leaves(after)]
+        if all(want <= have for want, have in zip(wanted, axes_of(carry), strict=True)):
+            return carry
+        leaves = map(versions.vary, leaves, wanted)
+        carry = jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_batching.custom_vmap
+def at_least(count: jax.Array) -> jax.Array:
+    """A number, at least `count`, that is not batched: for the trips of a loop.
+
+    Under `vmap` a loop whose trips differ would select between whole arrays at each trip; one that
+    makes the trips of the longest, with those that are done doing nothing, works in place.
+    """
+    return count
+
+
+@at_least.def_vmap
+def _at_least_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax.Array, bool]:
+    return at_least(jnp.max(count)) if batched[0] else at_least(count), False
+
+
+def overwrite(array: jax.Array, value: jax.Array | float, token: jax.Array) -> jax.Array:
+    """`array` filled with `value`, in its own memory if it is donated, after the token."""
+    filled = lambda _, array: jnp.where(token == 0, jnp.asarray(value, array.dtype), array)
+    # On the CPU the loop, of one turn, keeps the fill apart from what is computed beside it.
+    return lax.platform_dependent(
+        cpu=lambda: loop(opaque(1), filled, array), default=lambda: filled(0, array)
+    )
+
+
+def token(reads: Any) -> jax.Array:
+    """int32 zero, `[]`, that is not known before every leaf of `reads` is.
+
+    Add it to an index, and what is written there is written after the reads.
+
+    Args:
+        reads: a pytree of arrays of any dtype.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(reads) if leaf.size]
+    return read(lambda: _zero(leaves))
+
+
+def after(state: T, token: jax.Array) -> T:
+    """The same state, from which no place to write is known before `token`, an int32 zero."""
+
+    def change(mark: str, value: jax.Array) -> jax.Array:
+        return value + token.astype(value.dtype) if mark == "cursor" else value
+
+    return pytree.mapped_marks(state, change)
+
+
+def emptied(state: T, token: jax.Array) -> T:
+    """The same state, its cursors and tallies 0, known after the token and what they waited for."""
+
+    def change(mark: str, value: jax.Array) -> jax.Array:
+        zero = jnp.minimum(value, 0)
+        return zero + token.astype(value.dtype) if mark == "cursor" else zero
+
+    return pytree.mapped_marks(state, change)
+
+
+def _zero(leaves: list[jax.Array]) -> jax.Array:
+    """int32 zero: a bit of every leaf, shifted out, which XLA does not see through."""
+    together = functools.reduce(jnp.bitwise_or, map(_some_bits, leaves), jnp.int32(0))
+    return lax.shift_right_logical(together & 1, jnp.int32(1))
+
+
+def _some_bits(leaf: jax.Array) -> jax.Array:
+    """int32 `[]`, from the first element of `leaf`."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    first = leaf[(0,) * leaf.ndim]
+    if jnp.issubdtype(first.dtype, jnp.complexfloating):
+        first = first.real
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        first = first.astype(jnp.float32) if jnp.finfo(first.dtype).bits < 8 else first
+        first = lax.bitcast_convert_type(first, _UNSIGNED[first.dtype.itemsize]).ravel()[0]
+    return first.astype(jnp.int32)
+
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}

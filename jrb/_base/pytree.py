@@ -1,0 +1,243 @@
+"""Descriptions, states, leaf paths, and the checks whose errors name a leaf."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+T = TypeVar("T")
+
+_COMPONENTS: set[type] = set()
+
+
+@dataclass_transform(frozen_default=True)
+def component(cls: type[T]) -> type[T]:
+    """Makes `cls` a description: a frozen, hashable dataclass without arrays, static under JAX.
+
+    Raises:
+        TypeError: when an instance is built with an array, or anything else that does not hash.
+    """
+    check = cls.__dict__.get("__post_init__", lambda self: None)
+
+    def post_init(self: Any) -> None:
+        for field in dataclasses.fields(self):
+            _check_static(type(self).__name__, field.name, getattr(self, field.name))
+        check(self)
+
+    cls.__post_init__ = post_init  # pyright: ignore[reportAttributeAccessIssue]
+    _COMPONENTS.add(cls)
+    return jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
+
+
+def is_component(cls: Any) -> bool:
+    """Whether a class was made a description by `component`."""
+    return cls in _COMPONENTS
+
+
+def static(*, default: Any) -> Any:
+    """A field of a state that is no array, and the same in all states that are mapped together."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+def cursor() -> Any:
+    """A field of a state, integers that say where the next write goes: it waits for earlier reads.
+
+    Empty, it is 0 (see `jrb._base.ordering`).
+    """
+    return dataclasses.field(metadata={"mark": "cursor"})
+
+
+def tally() -> Any:
+    """A field of a state, integers that count what there is: 0 when it is emptied."""
+    return dataclasses.field(metadata={"mark": "tally"})
+
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(static, cursor, tally)
+)
+class State:
+    """An immutable pytree of arrays: a subclass is a frozen dataclass, built from keywords.
+
+    Leaves are in the order of their names. Two states are equal if they are the same.
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+        fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]: made just now
+        fixed = [field.name for field in fields if field.metadata.get("static")]
+        arrays = sorted({field.name for field in fields} - set(fixed))
+        jax.tree_util.register_dataclass(cls, arrays, fixed)
+
+    def replace(self, **changes: Any) -> Self:
+        """The same state with other fields."""
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]: as above
+
+
+def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
+    """A state in which marked fields are changed, wherever they lie in it.
+
+    Args:
+        state: a `State`, or a dict or tuple of such, or anything else, which stays as it is.
+        change: from the mark, "cursor" or "tally", and an array to an array.
+    """
+
+    def changed(tree: Any) -> Any:
+        if isinstance(tree, State):
+            return tree.replace(
+                **{
+                    field.name: changed_field(field, getattr(tree, field.name))
+                    for field in dataclasses.fields(tree)  # pyright: ignore[reportArgumentType]
+                }
+            )
+        if isinstance(tree, dict):
+            return {name: changed(entry) for name, entry in tree.items()}
+        return tuple(map(changed, tree)) if type(tree) is tuple else tree
+
+    def changed_field(field: dataclasses.Field, value: Any) -> Any:
+        mark = field.metadata.get("mark")
+        return changed(value) if mark is None or value is None else change(mark, value)
+
+    return changed(state)
+
+
+def _check_static(owner: str, name: str, value: Any) -> None:
+    if isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{owner}.{name}: expected a plain Python value, got an array of shape {value.shape}. "
+            "A description is static: pass a number, or keep the array in a state or an argument."
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{owner}.{name}: expected a hashable value, got {type(value).__name__} ({error}). "
+            "Use a tuple for a list, and a frozen dataclass or a function for a part."
+        ) from None
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """`next/reward` for a key path of `jax.tree_util`; the whole item has the name `.`."""
+    return "/".join(map(part_name, path)) or "."
+
+
+def part_name(part: Any) -> str:
+    """The name of one part of a key path: a key, a number, or that of an attribute."""
+    for kind in ("key", "idx", "name"):
+        if hasattr(part, kind):
+            return str(getattr(part, kind))
+    return str(part)
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """The names of all leaves, in order."""
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def spec_of(tree: Any, what: str) -> Any:
+    """The shapes and dtypes of `tree`, as `jax.ShapeDtypeStruct`s.
+
+    Args:
+        tree: a pytree of arrays, `ShapeDtypeStruct`s or Python numbers.
+        what: who asks, for the error's first words.
+
+    Raises:
+        TypeError: a leaf is no array, or has a dtype that JAX would change (float64 without x64).
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _leaf_spec(f"{what}: leaf '{leaf_name(path)}'", leaf), tree
+    )
+
+
+def _leaf_spec(where: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
+        return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(type(leaf)))
+    if not is_array(leaf):
+        raise TypeError(
+            f"{where}: expected an array, got {type(leaf).__name__}. "
+            "Convert it with jnp.asarray, or leave it out of the item."
+        )
+    dtype = leaf.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = np.dtype(dtype)
+        if dtype.kind in "OSUMm" or dtype.fields is not None:
+            raise TypeError(
+                f"{where}: expected numbers, got dtype {dtype}. Encode it, or leave it out."
+            )
+        kept = jax.dtypes.canonicalize_dtype(dtype)
+        if kept != dtype:
+            raise TypeError(
+                f"{where}: expected a dtype that JAX keeps, got {dtype}, which becomes {kept}. "
+                f"Cast it with .astype({kept}), or make the buffer with cast=True, or set "
+                "jax_enable_x64."
+            )
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
+
+
+def check_like(expected: Any, got: Any, what: str, mend: str) -> None:
+    """Raises unless `got` has the structure, shapes and dtypes of the specs `expected`.
+
+    Args:
+        expected: a pytree of `ShapeDtypeStruct`s.
+        got: a pytree of arrays.
+        what: who asks, for the error's first words.
+        mend: what to do, for the error's last words.
+
+    Raises:
+        ValueError: another structure or shape.
+        TypeError: another dtype, or a leaf that is no array.
+    """
+    check_structure(expected, got, what, mend)
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, want), leaf in zip(leaves, jax.tree.leaves(spec_of(got, what)), strict=True):
+        where = f"{what}: leaf '{leaf_name(path)}'"
+        if leaf.shape != want.shape:
+            raise ValueError(f"{where}: expected shape {want.shape}, got {leaf.shape}. {mend}")
+        if leaf.dtype != want.dtype:
+            raise TypeError(
+                f"{where}: expected dtype {want.dtype}, got {leaf.dtype}. "
+                "Cast it yourself: the buffer never does, unless it is made with cast=True."
+            )
+
+
+def check_structure(expected: Any, got: Any, what: str, mend: str) -> None:
+    """Raises `ValueError` unless both trees have the same structure, naming where they part."""
+    if jax.tree.structure(expected) == jax.tree.structure(got):
+        return
+    want, have = leaf_names(expected), leaf_names(got)
+    missing = sorted(set(want) - set(have))
+    surplus = sorted(set(have) - set(want))
+    if missing or surplus:
+        text = f"expected the leaves {want}, got {have}: missing {missing}, not expected {surplus}"
+    else:
+        text = f"expected {jax.tree.structure(expected)}, got {jax.tree.structure(got)}"
+    first = (missing or surplus or want or ["."])[0]
+    raise ValueError(f"{what}: leaf '{first}': {text}. {mend}")
+
+
+def is_array(thing: Any) -> bool:
+    """Whether it has a shape and a dtype, as arrays and their specs have."""
+    return hasattr(thing, "shape") and hasattr(thing, "dtype")
+
+
+def dtype_of(thing: Any) -> Any:
+    """The dtype of an array or a spec of one; None for anything else."""
+    return getattr(thing, "dtype", None)
+
+
+def wide(leaf: jax.Array) -> jax.Array:
+    """The leaf as float32, or as it is where it is of that or a wider floating dtype."""
+    is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
+    return leaf if is_wide else leaf.astype(jnp.float32)
+
+
+def nbytes(spec: Any) -> int:
+    """The bytes that arrays of these shapes and dtypes take."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
+
+
+def is_mapping(tree: Any) -> bool:
+    """Whether entries are reached by `tree[name]` rather than by attribute."""
+    return isinstance(tree, Mapping)

@@ -1,0 +1,350 @@
+"""A wide tree of reductions over float32 leaves, in one array.
+
+A node has b children, enough that one row gather reads them all. All levels lie in one array, top
+first. The top has T <= b nodes, at b - T to b - 1, behind neutral ones, so that it is a row like
+any other; every level begins on a row. The children of node s are b * (s + 1 + T - b) and the b - 1
+that follow, on every level, so that one loop body serves all.
+
+A parent is always reduced from its children, from the first to the last, and never adjusted by a
+difference: nothing drifts, and a value that goes leaves nothing behind.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jrb._base import ordering
+
+BRANCHING = {"cpu": 8}
+"""The fastest branching by backend, where it was measured."""
+
+OTHER_BRANCHING = 32
+"""For backends that were not measured: three levels fewer to launch at a million leaves."""
+
+_SHORT = 128  # the ancestors of at most so many neighbours are reduced one by one
+
+_REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "sum": jnp.add,
+    "min": jnp.minimum,
+    "max": jnp.maximum,
+}
+_NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf")}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("nodes",),
+    meta_fields=("capacity", "branching", "reduction"),
+)
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """N leaves, and over them the levels of their reductions.
+
+    Attributes:
+        nodes: float32 `[M]`, all levels, top first, the leaves last.
+        capacity: N.
+        branching: b, the children of a node.
+        reduction: "sum", "min" or "max".
+    """
+
+    nodes: jax.Array
+    capacity: int
+    branching: int
+    reduction: str
+
+    @property
+    def depth(self) -> int:
+        """How many levels lie below the top."""
+        depth = 0
+        while self.branching ** (depth + 1) < self.capacity:
+            depth += 1
+        return depth
+
+    @property
+    def top(self) -> int:
+        """T, the number of nodes without a parent."""
+        return self.width(0)
+
+    @property
+    def leaf(self) -> int:
+        """The node of leaf 0."""
+        return self.start(self.depth)
+
+    @property
+    def bits(self) -> int:
+        """log2 of the branching."""
+        return self.branching.bit_length() - 1
+
+    @property
+    def shift(self) -> int:
+        """B - 1 - T: how far a node lies before the number of the row of its children."""
+        return self.branching - 1 - self.top
+
+    def start(self, level: int) -> int:
+        """The first node of a level; level 0 is the top."""
+        above = self.top * (self.branching**level - 1) // (self.branching - 1)
+        return self.branching - self.top + above
+
+    def width(self, level: int) -> int:
+        """How many nodes of a level stand over leaves."""
+        return -(-self.capacity // self.branching ** (self.depth - level))
+
+    def replace(self, nodes: jax.Array) -> "Tree":
+        """The same tree over other nodes."""
+        return dataclasses.replace(self, nodes=nodes)
+
+
+def check_branching(branching: int) -> None:
+    """Raises `ValueError` unless nodes can have so many children."""
+    if branching not in (2, 4, 8, 16, 32, 64, 128):
+        raise ValueError(
+            f"branching: expected a power of two from 2 to 128, got {branching}. "
+            "Leave it out for the default of this backend."
+        )
+
+
+def _most_leaves(branching: int) -> int:
+    """The most leaves of a tree whose nodes, a little over b / (b - 1) a leaf, int32 can number."""
+    below = lambda capacity: Tree(jnp.zeros(0), capacity, branching, "sum").leaf + capacity
+    few, many = 1, 2**31 - 1
+    while few < many:
+        middle = (few + many + 1) // 2
+        few, many = (middle, many) if below(middle) < 2**31 - branching else (few, middle - 1)
+    return few
+
+
+def init(capacity: int, branching: int | None, reduction: str) -> Tree:
+    """A tree whose leaves are all neutral: 0, or an infinity."""
+    if branching is None:
+        branching = BRANCHING.get(jax.default_backend(), OTHER_BRANCHING)
+    if capacity < 1:
+        raise ValueError(f"capacity: expected at least 1, got {capacity}.")
+    check_branching(branching)
+    most = _most_leaves(branching)
+    if capacity > most:
+        raise ValueError(
+            f"capacity: expected at most {most}, as a tree of branching {branching} has no more "
+            f"nodes than int32 can number, got {capacity}. Use several buffers, or a larger "
+            "branching."
+        )
+    shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
+    padded = -(-capacity // branching) * branching if shape.depth else capacity
+    return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
+
+
+def cleared(tree: Tree, token: jax.Array) -> Tree:
+    """The tree with all leaves neutral again, in its own memory (see `order.overwrite`)."""
+    return tree.replace(ordering.overwrite(tree.nodes, _NEUTRAL[tree.reduction], token))
+
+
+def running(tree: Tree, rows: jax.Array) -> list[jax.Array]:
+    """The reductions of the first 1, 2, ... children of each row `[..., b]`, float32 `[...]`.
+
+    Children are taken one after the other: it is fast, and a node equals the last of these bit for
+    bit wherever they are formed again.
+    """
+    reduce = _REDUCE[tree.reduction]
+    out = [rows[..., 0]]
+    for j in range(1, rows.shape[-1]):
+        out.append(reduce(out[-1], rows[..., j]))
+    return out
+
+
+def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:
+    """The reduction of each row `[..., b]`, float32 `[...]`."""
+    return running(tree, rows)[-1]
+
+
+def top_row(tree: Tree) -> jax.Array:
+    """The top, behind neutral nodes, float32 `[b]`."""
+    return tree.nodes[: tree.branching]
+
+
+def root(tree: Tree) -> jax.Array:
+    """The reduction of all leaves, float32 `[]`."""
+    return reduce_rows(tree, ordering.read(lambda: top_row(tree)))
+
+
+def leaves(tree: Tree) -> jax.Array:
+    """All leaves, float32 `[N]`; with axes before that, if `vmap` has put some."""
+    return tree.nodes[..., tree.leaf : tree.leaf + tree.capacity]
+
+
+def get(tree: Tree, indices: jax.Array) -> jax.Array:
+    """Some leaves, float32 like `indices` (int32, in [0, N))."""
+    return read(tree.nodes, (indices + tree.leaf).astype(jnp.uint32))
+
+
+def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
+    """The least leaf of a "min" tree, float32 `[]`, and the first place of it, int32 `[]`."""
+    least = root(tree)
+    row = ordering.read(lambda: top_row(tree))
+    node = jnp.argmin(row).astype(jnp.int32)
+
+    def descend(_: jax.Array, node: jax.Array) -> jax.Array:
+        first = (node - tree.shift) << tree.bits
+        row = ordering.read(lambda: lax.dynamic_slice_in_dim(tree.nodes, first, tree.branching))
+        return first + jnp.argmin(row).astype(jnp.int32)
+
+    return least, ordering.loop(tree.depth, descend, node) - tree.leaf
+
+
+def room_for(array: jax.Array, batch_size: int, width: int) -> jax.Array:
+    """Room for the rows of `read_rows`, and one row more; on the mesh on which the array lies."""
+    return jnp.zeros_like(jnp.broadcast_to(array[0], (batch_size + 1, width)))
+
+
+def read_rows(array: jax.Array, first: jax.Array, room: jax.Array) -> jax.Array:
+    """`room` with rows of an array `[N]` in it: those that begin at `first` (uint32 `[B]`).
+
+    XLA spreads a gather over threads when the array it reads is large, however little it reads of
+    it; not so when what it reads is written into a slice of a small array, at a place that it does
+    not know. A row that would reach over the end begins earlier.
+    """
+    at = ordering.opaque(0)
+    rows = lax.gather(
+        array,
+        first.reshape(-1, 1),
+        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,)),
+        room.shape[1:],
+        mode="clip",
+    )
+    return lax.dynamic_update_slice(room, rows, (at, jnp.zeros_like(at)))
+
+
+def rows_in(room: jax.Array) -> jax.Array:
+    """The rows that `read_rows` put there, `[B, width]`."""
+    return room[:-1]
+
+
+def parent(tree: Tree, node: jax.Array) -> jax.Array:
+    """The parent of each node (uint32) below the top."""
+    return (node >> jnp.uint32(tree.bits)) + jnp.uint32(above_top(tree))
+
+
+def above_top(tree: Tree) -> int:
+    """The number, uint32, of a node whose children would be the top."""
+    return tree.shift & 0xFFFFFFFF
+
+
+def children(tree: Tree, node: jax.Array) -> jax.Array:
+    """The first child of each node (uint32) above the leaves."""
+    return (node - jnp.uint32(above_top(tree))) << jnp.uint32(tree.bits)
+
+
+def read(array: jax.Array, index: jax.Array) -> jax.Array:
+    """`array[index]` for float32 `[N]` and uint32 `[B]`, clipped to [0, N), read just once."""
+    return ordering.read(lambda: rows_in(read_rows(array, index, room_for(array, index.size, 1))))[
+        :, 0
+    ]
+
+
+def put(
+    array: jax.Array, index: jax.Array, values: jax.Array, scatter: Callable = lax.scatter
+) -> jax.Array:
+    """`array.at[index].set(values)` for uint32 `[B]`; what lies outside is left out."""
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+    )
+    return scatter(
+        array, index.reshape(-1, 1), values, dims, mode=lax.GatherScatterMode.FILL_OR_DROP
+    )
+
+
+def last_of_equals(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which of equal indices is the last one, whatever order a scatter has.
+
+    Args:
+        array: float32 `[N]`, used as scratch at `index`; write there afterwards.
+        index: uint32 `[B]`; those outside [0, N) take no part.
+
+    Returns:
+        The array, with rubbish at `index`, and bool `[B]`.
+    """
+    if index.size > 2**24:
+        raise ValueError(
+            f"indices: expected at most 2^24 in one update, got {index.size}. "
+            "Update in several calls."
+        )
+    place = jnp.arange(index.size, dtype=jnp.float32)
+    array = put(array, index, jnp.full_like(place, -1.0))
+    array = put(array, index, place, lax.scatter_max)
+    return array, (read(array, index) == place) & (index < array.size)
+
+
+def set_leaves(tree: Tree, index: jax.Array, values: jax.Array, keep: jax.Array) -> Tree:
+    """Sets leaves and reduces what stands over them.
+
+    Args:
+        tree: N leaves.
+        index: uint32 `[B]`; distinct, and in [0, N), where `keep`.
+        values: float32 `[B]`.
+        keep: bool `[B]`, False where nothing is to be set.
+    """
+    node = jnp.where(keep, index, 0) + jnp.uint32(tree.leaf)
+    kept = jnp.where(keep, node, jnp.uint32(tree.nodes.size))
+    return _reduce_paths(tree.replace(put(tree.nodes, kept, values)), node, tree.depth)
+
+
+def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
+    """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up."""
+
+    def climb(_: jax.Array, carry: tuple) -> tuple:
+        nodes, node, room = carry
+        above = parent(tree, node)
+        room = read_rows(nodes, children(tree, above), room)
+        return put(nodes, above, reduce_rows(tree, rows_in(room))), above, room
+
+    room = room_for(tree.nodes, node.size, tree.branching)
+    column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
+    nodes, _, _ = ordering.loop(levels, climb, (tree.nodes, column, room))
+    return tree.replace(nodes)
+
+
+def _reduce_run(tree: Tree, level: int, first: jax.Array, count: int) -> Tree:
+    """Reduces `count` nodes of a level, from its node number `first` on."""
+    begin = first + tree.start(level)
+    children = lax.dynamic_slice_in_dim(
+        tree.nodes, (begin - tree.shift) * tree.branching, count * tree.branching
+    )
+    values = reduce_rows(tree, children.reshape(count, tree.branching))
+    return tree.replace(lax.dynamic_update_slice_in_dim(tree.nodes, values, begin, axis=0))
+
+
+def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
+    """Sets the leaves `first` (int32 `[]`), `first` + 1, ... to `values`, float32 `[K]`."""
+    count, level = values.size, tree.depth
+    tree = tree.replace(
+        lax.dynamic_update_slice_in_dim(tree.nodes, values, first + tree.leaf, axis=0)
+    )
+    while level and count > _SHORT:
+        level -= 1
+        count = min((count + tree.branching - 2) // tree.branching + 1, tree.width(level))
+        first = jnp.minimum(first >> tree.bits, tree.width(level) - count)
+        tree = _reduce_run(tree, level, first, count)
+    node = (first + jnp.arange(count, dtype=jnp.int32) + tree.start(level)).astype(jnp.uint32)
+    return _reduce_paths(tree, node, level)
+
+
+def set_all(tree: Tree, values: jax.Array) -> Tree:
+    """Sets all N leaves."""
+    return set_run(tree, jnp.int32(0), values)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def over(capacity: int, branching: int, reduction: str, values: jax.Array) -> Tree:
+    """A tree over these leaves, float32 `[..., N]`; axes before the last are those of `vmap`."""
+    make = lambda values: set_all(init(capacity, branching, reduction), values)
+    for _ in values.shape[:-1]:
+        make = jax.vmap(make)
+    return make(values)
+
+
+def is_tree(thing: Any) -> bool:
+    """Whether it is a tree: for `jax.tree.map(..., is_leaf=is_tree)`."""
+    return isinstance(thing, Tree)

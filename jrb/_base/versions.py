@@ -1,0 +1,64 @@
+"""What differs between the versions of JAX that jrb runs on, in one place.
+
+JAX 0.5 knows no axes of a mesh that are explicit, and no arrays that vary over some axes of a mesh
+and not over others; what asks for these finds none there.
+"""
+
+import importlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax import lax
+
+Axes = frozenset[Any]
+
+_HAS_MESH_IN_TYPES = hasattr(jax, "typeof")
+_CAST = getattr(lax, "pcast", None)
+_CAST_BEFORE = getattr(lax, "pvary", None)  # its name from JAX 0.6 on
+
+
+def enable_x64() -> AbstractContextManager[Any]:
+    """A time in which 64 bits are enabled."""
+    make = getattr(jax, "enable_x64", None)
+    if make is None:
+        make = importlib.import_module("jax.experimental").enable_x64
+    return make(True)
+
+
+def is_x64() -> bool:
+    """Whether 64 bits are enabled."""
+    return jax.dtypes.canonicalize_dtype("int64") == "int64"
+
+
+def varying_axes(aval: Any) -> Axes:
+    """The axes of a mesh over which an array of this type varies, inside `jax.shard_map`."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return getattr(aval, "vma", None) or getattr(manual, "varying", None) or frozenset()
+
+
+def in_shard_map() -> bool:
+    """Whether arrays may vary over the axes of a mesh."""
+    if not _HAS_MESH_IN_TYPES:
+        return False
+    return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def vary(array: jax.Array, axes: Axes) -> jax.Array:
+    """The same array, of a type that varies over these axes too."""
+    missing = tuple(axes - varying_axes(jax.typeof(array)))
+    if not missing:
+        return array
+    if _CAST is not None:
+        return _CAST(array, missing, to="varying")
+    return array if _CAST_BEFORE is None else _CAST_BEFORE(array, missing)
+
+
+def is_committed(array: jax.Array) -> bool:
+    """Whether an array was put on its device by somebody, and has to stay there."""
+    return getattr(array, "committed", False)
+
+
+def is_of_explicit_mesh(error: Exception) -> bool:
+    """Whether JAX could not tell how a result lies on a mesh of explicit axes."""
+    return type(error).__name__ == "ShardingTypeError"  # JAX does not export the class

@@ -1,0 +1,408 @@
+"""The verbs, wherever the items lie.
+
+Where a storage keeps them on the host, a verb outside `jit` is host code around jitted parts; in
+all other cases it is the jitted verb.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._base import checks, display, pytree, versions
+from jrb._engine import state_check, steps, transforming
+from jrb._engine.deferred import DeferredStorage
+from jrb.state import Buffer, BufferState, Sample
+from jrb.types import HostState, HostStorage
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _on_meshes(verb: F) -> F:
+    """The same verb, which says what to do where arrays lie on a mesh of explicit axes."""
+
+    @functools.wraps(verb)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return verb(*args, **kwargs)
+        except Exception as error:
+            if not versions.is_of_explicit_mesh(error):
+                raise
+            raise ValueError(
+                "expected a state and items that are not cut over an explicit axis of a mesh, got "
+                f"some for which JAX says: {str(error).splitlines()[0]} Call the verb inside "
+                "jax.shard_map, under jax.vmap for a leading axis of buffers; or make the mesh "
+                "with axis_types=(jax.sharding.AxisType.Auto,)."
+            ) from error
+
+    return cast(F, told)
+
+
+def on_host(buffer: Buffer) -> bool:
+    """Whether the storage keeps items on the host."""
+    return isinstance(buffer.storage, HostStorage)
+
+
+@functools.lru_cache(maxsize=64)
+def on_device(buffer: Buffer) -> Any:
+    """The same buffer as its jitted parts know it, without items that lie on the host."""
+    storage = buffer.storage
+    transforms = () if storage.of_objects else buffer.transforms
+    return dataclasses.replace(buffer, storage=storage.device_part, transforms=transforms)
+
+
+def refusal() -> TypeError:
+    """What is said where items are no arrays."""
+    return TypeError(
+        "ListStorage: expected to be called outside jit, vmap, scan and checkpoints, with Python "
+        "objects. Use jrb.DeviceStorage() there, with items of arrays."
+    )
+
+
+def check_state(buffer: Buffer, state: BufferState) -> None:
+    """Raises unless it is a state of this description, with its items where the buffer keeps them.
+
+    Raises:
+        TypeError, ValueError: as `jrb._engine.state_check.check`.
+    """
+    if not isinstance(state, BufferState):
+        what = "a tuple, as a Mix has" if isinstance(state, tuple) else type(state).__name__
+        raise TypeError(
+            f"expected a state of this buffer, a BufferState, got {what}. Pass what init, add and "
+            "the other verbs return."
+        )
+    host, found = on_host(buffer), state.storage
+    if not isinstance(found, buffer.storage.state_type) if host else isinstance(found, HostState):
+        raise TypeError(
+            f"expected a state of this buffer, whose storage is {type(buffer.storage).__name__}, "
+            f"got one that has its items in {type(found).__name__}. Pass the state that its init "
+            "made."
+        )
+    if host:
+        spec = {} if buffer.storage.of_objects else buffer.storage.spec(found)
+        state_check.check(on_device(buffer), _device_half(buffer, state), spec)
+    else:
+        state_check.check(buffer, state)
+
+
+def _is_traced(*arguments: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+
+
+def _is_inside(buffer: Buffer, *arguments: Any) -> bool:
+    """Whether the jitted verb is wanted. Raises where there is none."""
+    if not on_host(buffer):
+        return True
+    inside = _is_traced(arguments)
+    if inside and buffer.storage.of_objects:
+        raise refusal()
+    return inside
+
+
+def _device_half(buffer: Buffer, state: BufferState) -> Any:
+    """A state as jitted parts know it."""
+    return state.replace(storage=buffer.storage.device_state(state.storage))
+
+
+def check_init(buffer: Buffer, example: Any) -> None:
+    """Raises inside `jit` if there are files to be made."""
+    if on_host(buffer) and not buffer.storage.of_objects and _is_traced(example, jnp.zeros(())):
+        raise TypeError(
+            "init: expected to be called outside jit, vmap and scan, as it makes files. Make the "
+            "state before, and pass it as an argument."
+        )
+
+
+def init(buffer: Buffer, spec: Any, device: Any) -> Any:
+    """An empty state; `spec` is that of an item as it is stored."""
+    if not on_host(buffer):
+        return _blank(buffer, spec, device)
+    state = _blank(on_device(buffer), spec, device)
+    storage = buffer.storage.make(buffer.ring, spec, state.storage, in_time=buffer.writer.in_time)
+    if device is not None:
+        storage = jax.device_put(storage, device)
+    return state.replace(storage=storage)
+
+
+def _blank(buffer: Buffer, spec: Any, device: Any) -> Any:
+    if device is None:
+        return state_check.blank(buffer, spec)
+    if isinstance(device, jax.Device):
+        device = jax.sharding.SingleDeviceSharding(device)
+    return jax.jit(lambda: state_check.blank(buffer, spec), out_shardings=device)()
+
+
+def nbytes(buffer: Buffer, spec: Any) -> int:
+    """The bytes that `init` allocates, on the device and on the host."""
+    if not on_host(buffer):
+        return pytree.nbytes(jax.eval_shape(lambda: state_check.blank(buffer, spec)))
+    inner = pytree.nbytes(jax.eval_shape(lambda: state_check.blank(on_device(buffer), spec)))
+    return inner + buffer.storage.nbytes(buffer.ring, spec, in_time=buffer.writer.in_time)
+
+
+@_on_meshes
+def write(buffer: Buffer, state: BufferState, items: Any, mask: Any, cuts: Any = None) -> Any:
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`)."""
+    check_state(buffer, state)
+    if _is_inside(buffer, state, items, mask):
+        if not _is_traced(state, items, mask):
+            _warn_of_copies(buffer, state)
+        return steps.write(buffer, state, items, mask, cuts)
+    after = steps.write(on_device(buffer), _device_half(buffer, state), items, mask, cuts)
+    if _is_traced(after):
+        return steps.write(buffer, state, items, mask, cuts)
+    return _put(buffer, state, after, items)
+
+
+def _put(buffer: Buffer, state: BufferState, after: Any, items: Any) -> Any:
+    """The state after a write whose rows are put to the host; an interrupt takes that back."""
+    with buffer.storage.writing(state.storage):
+        return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
+
+
+def fill(buffer: Buffer, state: BufferState, items: Any, cuts: Any = None) -> Any:
+    """The same for a state that nobody else has: outside `jit` too, it is written in place."""
+    if on_host(buffer):
+        return write(buffer, state, items, None, cuts)
+    check_state(buffer, state)
+    return _written_in_place(buffer, state, items, None, cuts)
+
+
+_written_in_place = jax.jit(steps.write, donate_argnums=1)
+
+
+def expire(buffer: Buffer, state: BufferState, spec: Any, rows: int) -> Any:
+    """The state, without items, that has so many of the oldest rows no more."""
+    row = (1, buffer.ring.envs)
+    blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
+    return steps.expire(_without_items(buffer), state, blanks, jnp.int32(rows))
+
+
+class CopyWarning(UserWarning):
+    """A write outside `jit` copies the buffer, as nobody donated its state."""
+
+
+_WARNED: set[Any] = set()
+
+
+def _warn_of_copies(buffer: Buffer, state: BufferState) -> None:
+    """Says once for each description that its states are large, and what to do."""
+    if buffer in _WARNED:
+        return
+    size = pytree.nbytes(state)
+    if size <= _MUCH:
+        return
+    _WARNED.add(buffer)
+    warnings.warn(
+        f"add, extend: outside jit each call copies the whole buffer, {display.bytes_text(size)}. "
+        "Use the verbs of jrb.jitted(buffer), which write in place, or call the verb in a function "
+        "under jax.jit(..., donate_argnums=...).",
+        CopyWarning,
+        stacklevel=5,
+    )
+
+
+_MUCH = 1_000_000  # bytes
+
+
+def write_objects(buffer: Buffer, state: BufferState, items: Any, mask: Any, verb: str) -> Any:
+    """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
+    check_state(buffer, state)
+    if _is_inside(buffer, state, mask):
+        raise refusal()
+    rows = _rows(buffer, items, verb)
+    if mask is not None:
+        mask = checks.mask(verb, mask, (len(rows),))
+    if not rows:
+        return state
+    blanks = np.zeros((len(rows), buffer.ring.envs), np.uint8)
+    blanks = blanks[:, 0] if buffer.num_envs is None else blanks
+    after = steps.write(on_device(buffer), _device_half(buffer, state), {"item": blanks}, mask)
+    return _put(buffer, state, after, rows)
+
+
+def _rows(buffer: Buffer, items: Any, verb: str) -> list[list[Any]]:
+    if isinstance(items, str | bytes | dict) or not isinstance(items, Sequence):
+        raise TypeError(
+            f"{verb}: expected a sequence of objects, got {type(items).__name__}. Put them in a "
+            "list; for a single one there is add."
+        )
+    rows = [[item] for item in items] if buffer.num_envs is None else list(map(list, items))
+    for row in rows:
+        if len(row) != buffer.ring.envs:
+            raise ValueError(
+                f"{verb}: expected {buffer.ring.envs} objects in a row, one for each environment, "
+                f"got {len(row)}."
+            )
+    return [[transforming.inward(buffer.transforms, item) for item in row] for row in rows]
+
+
+@_on_meshes
+def draw(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: Any,
+    quiet: bool = False,
+) -> tuple[Any, Any]:
+    """The sampler's state, or that of the whole buffer inside `jit`, and a sample.
+
+    Raises:
+        ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
+    """
+    check_state(buffer, state)
+    if _is_inside(buffer, key, state.storage):  # what else is traced shows later
+        drawable = None if _is_traced(state, key) else ready(buffer, state, batch_size)
+        if drawable is None or _is_traced(drawable):
+            return steps.draw(buffer, state, key, batch_size, beta)
+        if not drawable and not quiet:
+            raise _nothing(buffer, state)
+        after, sample = steps.sample(_fixed(buffer), state, key, batch_size, beta)
+    else:
+        drawn = _draw_outside(_fixed(buffer), state, key, batch_size, beta, quiet)
+        if drawn is None:
+            return steps.draw(buffer, state, key, batch_size, beta)
+        after, sample = drawn
+    first = len(_fixed(buffer).transforms)
+    rest = (buffer.transforms[first:], sample.data, sample.mask, key, buffer.keys, first)
+    return after, sample.replace(data=transforming.outward(*rest))
+
+
+@functools.lru_cache(maxsize=64)
+def _fixed(buffer: Buffer) -> Any:
+    """The same buffer up to the first transform that must be called outside `jit`."""
+    transforms = buffer.transforms[: transforming.fixed(buffer.transforms)]
+    return dataclasses.replace(buffer, transforms=transforms)
+
+
+def after_draw(state: Any, drawn: Any) -> Any:
+    """The state after a draw."""
+    return drawn if isinstance(drawn, BufferState) else state.replace(sampler=drawn)
+
+
+def _draw_outside(
+    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: Any, quiet: bool
+) -> tuple[Any, Sample] | None:
+    """Draws slots inside `jit`, fetches the items, and goes on inside if there is more to do.
+
+    None where this is called inside `jit` after all.
+    """
+    inner, half, plain = on_device(buffer), _device_half(buffer, state), _is_plain(buffer)
+    at_anchors = plain and isinstance(inner.storage, DeferredStorage)
+    names = None if at_anchors else buffer.storage.names(state.storage)
+    with buffer.storage.drawing(state.storage):
+        sampler, fields, rest = steps.choose(inner, half, key, batch_size, beta, names)
+        if _is_inside(buffer, fields["mask"]):
+            return None
+        mask, places = (fields["mask"], None) if rest is None else rest
+        if not np.asarray(mask).any() and not quiet:
+            raise _nothing(buffer, state)
+        data = buffer.storage.fetch(state.storage, fields["indices"], places)
+    if buffer.storage.of_objects:
+        data = _collated(buffer, data, fields["mask"], key)
+    elif not plain:
+        fetched = half.replace(storage=data)
+        data, fields["info"] = steps.finish(inner, fetched, fields["indices"], mask, key)
+    return sampler, Sample(data=data, **fields)
+
+
+@_on_meshes
+def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
+    """Whether a draw gives at least one item, bool `[]`."""
+    return steps.ready(buffer, state.replace(storage=None), batch_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_plain(buffer: Buffer) -> bool:
+    """Whether items are drawn as they are stored."""
+    return buffer.unit.one_row and (buffer.storage.of_objects or not buffer.transforms)
+
+
+def _nothing(buffer: Buffer, state: BufferState) -> ValueError:
+    return ValueError(
+        f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
+        f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
+        f"there are enough{_for_min_size(buffer)}."
+    )
+
+
+def _for_min_size(buffer: Buffer) -> str:
+    return "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
+
+
+def _collated(buffer: Buffer, found: list[Any], mask: jax.Array, key: jax.Array) -> Any:
+    objects = [item if drawn else None for item, drawn in zip(found, mask.tolist(), strict=True)]
+    data = objects if buffer.storage.collate is None else buffer.storage.collate(objects)
+    return transforming.outward(buffer.transforms, data, mask, key, buffer.keys)
+
+
+@_on_meshes
+def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
+    """The items at slots of any shape; objects in one list."""
+    check_state(buffer, state)
+    if not _is_traced(state, indices):
+        _check_held(buffer, state, np.asarray(indices))
+    if _is_inside(buffer, state, indices):
+        return steps.take(buffer, state, indices)
+    return buffer.storage.take(state.storage, np.asarray(indices))
+
+
+def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
+    held = buffer.writer.held(buffer.ring, state.writer)
+    empty = (slots.astype(np.int64) - int(held.first)) % buffer.capacity >= int(held.count)
+    if empty.any():
+        raise ValueError(
+            f"take: expected slots that hold items, got {slots[empty][0]}, which holds none: "
+            f"{int(held.count)} are held, from slot {int(held.first)} on."
+        )
+
+
+@_on_meshes
+def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Array) -> Any:
+    """New priorities."""
+    check_state(buffer, state)
+    if _is_traced(state, sample, priorities):
+        return steps.update(buffer, state, sample, priorities)
+    if isinstance(sample, Sample):
+        sample = sample.replace(data=None)
+    after = steps.update(_without_items(buffer), state.replace(storage=None), sample, priorities)
+    return after.replace(storage=state.storage)
+
+
+def wait(state: BufferState, sample: Sample) -> BufferState:
+    """The same state, in which later writes wait for the sample's reads; outside `jit` all do."""
+    return steps.wait(state, sample) if _is_traced(state, sample) else state
+
+
+@_on_meshes
+def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
+    """The state after which nothing of some environments, bool `[E]`, goes on."""
+    check_state(buffer, state)
+    if _is_traced(state, which):
+        return steps.truncate(buffer, state, which)
+    after = steps.truncate(_without_items(buffer), state.replace(storage=None), which)
+    return after.replace(storage=state.storage)
+
+
+@functools.lru_cache(maxsize=64)
+def _without_items(buffer: Buffer) -> Any:
+    """The same buffer for verbs that leave its items alone: returned, they would be copied."""
+    return dataclasses.replace(buffer, storage=DeferredStorage(), transforms=())
+
+
+@_on_meshes
+def empty(buffer: Buffer, state: BufferState) -> Any:
+    """The state without its items."""
+    check_state(buffer, state)
+    if _is_traced(state):
+        return steps.empty(buffer, state)
+    after = steps.empty(_without_items(buffer), state.replace(storage=None))
+    storage = buffer.storage.reset(buffer.ring, state.storage, jnp.int32(0))
+    return after.replace(storage=storage)

@@ -1,0 +1,324 @@
+"""Where episodes begin and end, from the done flags of what is written.
+
+N capacity, E environments, R = N / E rows, T time, B batch.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jrb._base import ordering, pytree, random_bits
+from jrb._engine import rows
+from jrb.keys import Keys, path_name
+from jrb.ring import Ring
+from jrb.types import Anchors, Change, Context, Item, Write
+
+_STARTS = 1  # the number that `bits.fold` gets for starts within episodes
+
+
+def check(spec: Item, keys: Keys) -> None:
+    """Raises unless the items have a flag that says where episodes end, one number each."""
+    for name, flag in _flags(spec, keys).items():
+        where = f"done: leaf '{name}'"
+        if not pytree.is_array(flag):
+            raise ValueError(
+                f"{where}: expected a leaf, got {pytree.leaf_names(flag)} below it. "
+                "Name the right one with keys=jrb.Keys(done=...)."
+            )
+        if flag.shape not in ((), (1,)):
+            raise ValueError(
+                f"{where}: expected shape () or (1,) for one transition, got {flag.shape}. "
+                "Reduce it: an episode ends for an environment as a whole."
+            )
+        kinds = (jnp.bool_, jnp.integer, jnp.floating)
+        if not any(jnp.issubdtype(flag.dtype, kind) for kind in kinds):
+            raise TypeError(
+                f"{where}: expected a bool, integer or floating dtype, got {flag.dtype}. "
+                "Compare it, as done > 0."
+            )
+
+
+def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
+    """Which rows end an episode: those of which any flag that the items have is not zero.
+
+    Args:
+        items: leaves `[T, E, ...]`.
+        keys: how they are keyed.
+        lead: how many axes come before those of an item.
+
+    Returns:
+        Bool `[T, E]`.
+    """
+    flags = _flags(items, keys).values()
+    marked = [(flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead]) for flag in flags]
+    return functools.reduce(jnp.logical_or, marked)
+
+
+def _flags(item: Item, keys: Keys) -> dict[str, jax.Array]:
+    """The flags that say where episodes end, by name; at least one."""
+    flags = keys.flags(item)
+    if not flags:
+        raise ValueError(
+            f"done: expected a leaf at '{path_name(keys.done)}', '{path_name(keys.terminated)}' or "
+            f"'{path_name(keys.truncated)}', got an item with the leaves {pytree.leaf_names(item)}."
+            " Name the right ones with keys=jrb.Keys(done=..., terminated=..., truncated=...)."
+        )
+    return flags
+
+
+def newest(context: Context, which: jax.Array) -> jax.Array:
+    """The slots of the newest row, int32 `[E]`; N where not `which` (bool `[E]`), or no row is."""
+    ring, held = context.ring, context.held
+    row = ring.slot_after(held.first, jnp.maximum(held.count - ring.envs, 0))
+    slots = row + jnp.arange(ring.envs, dtype=jnp.int32)
+    return jnp.where(which & (held.count > 0), slots, ring.capacity)
+
+
+def mark_newest(context: Context, ended: jax.Array, which: jax.Array) -> jax.Array:
+    """`ended`, bool `[N]`, with the newest rows of some environments (bool `[E]`) ends too."""
+    return ended.at[newest(context, which)].set(True, mode="drop")
+
+
+def lengths(before: jax.Array, done: jax.Array, write: Write, most: int) -> jax.Array:
+    """How long the running episode is at each row, that row included, and after the call.
+
+    Args:
+        before: int32 `[E]`, rows of the running episode before the call.
+        done: bool `[T, E]`, which rows end an episode.
+        write: which rows pass.
+        most: lengths above are given as this.
+
+    Returns:
+        int32 `[T + 1, E]`; the last row is `before` of the next call. Rows that do not pass mean
+        nothing.
+    """
+    passed = write.passed[:, None]
+    ends = jnp.where(done & write.written[:, None], passed, -before)
+    ends = jnp.concatenate([-before[None], lax.cummax(ends, axis=0)])
+    return jnp.minimum(jnp.concatenate([passed, passed[-1:]]) - ends, most)
+
+
+def steps_ahead(context: Context, ended: jax.Array, slots: jax.Array, most: int) -> jax.Array:
+    """How many rows there are from each slot to the end of its episode, itself included.
+
+    Args:
+        context: of the buffer.
+        ended: bool `[N]`, which slots end an episode.
+        slots: int32 `[B]`.
+        most: counts above are given as this.
+
+    Returns:
+        int32 `[B]`, from 1 to `most`.
+    """
+    ring, held = context.ring, context.held
+    newest = (held.count - 1 - ring.place(held, slots)) // ring.envs
+    step = jnp.arange(most - 1, dtype=jnp.int32)
+    at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
+    last = ordering.read(lambda: rows.get(ended, at))
+    first = jnp.min(jnp.where(last, step, most - 1), axis=1, initial=most - 1)
+    return jnp.maximum(jnp.minimum(first, newest) + 1, 1)
+
+
+def steps_back(context: Context, ended: jax.Array, slots: jax.Array, most: int) -> jax.Array:
+    """How many rows of the same episode are held before each slot, int32 `[B]`, 0 to `most`."""
+    ring, held = context.ring, context.held
+    oldest = ring.place(held, slots) // ring.envs
+    step = jnp.arange(most, dtype=jnp.int32)
+    at = ring.slot_before(slots[:, None], jnp.minimum(step + 1, ring.rows) * ring.envs)
+    last = ordering.read(lambda: rows.get(ended, at))
+    first = jnp.min(jnp.where(last, step, most), axis=1, initial=most)
+    return jnp.minimum(first, oldest)
+
+
+class Episodes(pytree.State):
+    """The episodes of which enough rows are held, for each environment from old to new. M room.
+
+    Times are rows passed since the start, modulo 2^32.
+
+    Attributes:
+        first: uint32 `[M, E]`, when the episode began.
+        last: uint32 `[M, E]`, when it ended; means nothing for the one that runs.
+        head: int32 `[E]`, where the oldest episode stands.
+        count: int32 `[E]`, how many there are, with the one that runs.
+        length: int32 `[E]`, the rows of the running episode, up to one more than enough.
+        now: uint32 `[]`, the time of the next row.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    head: jax.Array = pytree.cursor()
+    count: jax.Array = pytree.tally()
+    length: jax.Array = pytree.tally()
+    now: jax.Array
+
+
+def init(ring: Ring, enough: int) -> Episodes:
+    """No episodes. `enough`: the least number of rows that counts."""
+    room = ring.rows // enough + 2
+    zero = lambda dtype, *shape: jnp.zeros((*shape, ring.envs), dtype)
+    return Episodes(
+        first=zero(jnp.uint32, room),
+        last=zero(jnp.uint32, room),
+        head=zero(jnp.int32),
+        count=zero(jnp.int32),
+        length=zero(jnp.int32),
+        now=jnp.zeros((), jnp.uint32),
+    )
+
+
+def after_write(
+    context: Context, state: Episodes, write: Write, done: jax.Array, enough: int
+) -> tuple[Episodes, Change, jax.Array]:
+    """Episodes grow, begin, end, and leave when too few of their rows are held.
+
+    Args:
+        context: of the buffer, before the write.
+        state: the episodes before.
+        write: which rows pass and which leave.
+        done: bool `[T, E]`, which rows end an episode.
+        enough: as for `init`.
+
+    Returns:
+        The episodes after; the change if each of them is one anchor; and where the episode of each
+        row stands in the table, int32 `[T, E]`.
+    """
+    ring, held = context.ring, context.held
+    length = lengths(state.length, done, write, enough + 1)
+    begins = write.written[:, None] & (length[:-1] == enough)
+    ends = write.written[:, None] & done & (length[:-1] >= enough)
+    number = jnp.cumsum(begins, axis=0, dtype=jnp.int32)
+    room, env = state.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
+    place = (state.head + state.count - 1 + number) % room
+    time = (state.now + write.passed.astype(jnp.uint32) - 1)[:, None]
+
+    def put(table: jax.Array, which: jax.Array, value: jax.Array) -> jax.Array:
+        lasting = which & (number > number[-1] - room)  # of more than there is room for, the last
+        return table.at[jnp.where(lasting, place, room), env].set(value, mode="drop")
+
+    count = state.count + number[-1]
+    surplus = jnp.maximum(count - room, 0)
+    grown = Episodes(
+        first=put(state.first, begins, time - jnp.uint32(enough - 1)),
+        last=put(state.last, ends, jnp.broadcast_to(time, done.shape)),
+        head=(state.head + surplus) % room,
+        count=count - surplus,
+        length=length[-1],
+        now=state.now + write.rows.astype(jnp.uint32),
+    )
+    rows_held = held.count // ring.envs + write.rows - write.expired
+    kept = _without_lost(ring, grown, rows_held, write, enough)
+    came = jnp.sum(number[-1], dtype=jnp.int32)
+    left = jnp.sum(surplus + grown.count - kept.count, dtype=jnp.int32)
+    return _clipped(kept, ring), _change(ring, came, left), place
+
+
+def _change(ring: Ring, came: jax.Array, left: jax.Array) -> Change:
+    """Old episodes of one environment leave, and new ones join, among those of the others."""
+    none = jnp.zeros(0, jnp.int32)
+    return Change(
+        entered=none,
+        consecutive=False,
+        expired=None,
+        most=None,
+        removed=none,
+        entered_count=came,
+        left_count=left,
+        left_from=lambda place: jnp.maximum(left - place, 0),
+        moved=(came + left > 0) & (ring.envs > 1),
+    )
+
+
+def _without_lost(
+    ring: Ring, state: Episodes, rows_held: jax.Array, write: Write, enough: int
+) -> Episodes:
+    """The episodes of which enough rows are among the last `rows_held`."""
+    room, env = state.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
+
+    def leave(state: Episodes, most: int) -> Episodes:
+        some = jnp.arange(most, dtype=jnp.int32)[:, None]
+        last = ordering.read(lambda: state.last[(state.head + some) % room, env])
+        runs = (some == state.count - 1) & (state.length >= enough)
+        age = state.now - 1 - last
+        lost = (some < state.count) & ~runs & (age + enough > rows_held.astype(jnp.uint32))
+        lost = jnp.sum(lost, axis=0, dtype=jnp.int32)
+        return state.replace(head=(state.head + lost) % room, count=state.count - lost)
+
+    few = min(write.written.size, ring.rows) // enough + 2
+    if write.bounded:
+        return leave(state, few)
+    passes = ordering.at_least(write.expired) // max(1, (few - 2) * enough) + 1
+    return lax.platform_dependent(
+        cpu=lambda: ordering.loop(passes, lambda _, state: leave(state, few), state),
+        default=lambda: leave(state, room),  # all at once: the passes would be unknown
+    )
+
+
+def _clipped(state: Episodes, ring: Ring) -> Episodes:
+    """The same, with the running episodes no longer than the ring, so that ages never overflow."""
+    at = (
+        (state.head + state.count - 1) % state.first.shape[0],
+        jnp.arange(ring.envs, dtype=jnp.int32),
+    )
+    first = ordering.read(lambda: state.first[at])
+    begin = jnp.where(state.now - first > ring.rows, state.now - jnp.uint32(ring.rows), first)
+    return state.replace(first=state.first.at[at].set(begin))
+
+
+def anchors(context: Context, state: Episodes, enough: int) -> Anchors:
+    """Every episode alike, then every row of it from which `enough` rows follow, alike."""
+    ring, held = context.ring, context.held
+    rows_held = held.count // ring.envs
+    counts = jnp.where(rows_held < enough, 0, state.count)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    newest = ring.slot_after(held.first, jnp.maximum(held.count - ring.envs, 0))
+
+    def nth(places: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        env = jnp.sum(places[:, None] >= ends, axis=1, dtype=jnp.int32)
+        env = jnp.minimum(env, ring.envs - 1)
+        index = places - (ends[env] - counts[env])
+        at = (state.head[env] + index) % state.first.shape[0]
+        age, part = extent(state, env, at, rows_held, enough)
+        starts = jnp.maximum(part - (enough - 1), 1)
+        words = random_bits.words(random_bits.fold(key, _STARTS), places.size)
+        back = age + part - 1 - random_bits.below(starts, *words)
+        slots = ring.slot_before(newest, back * ring.envs) + env
+        known = places < ends[-1]
+        return jnp.where(known, slots, held.first), 1 / starts.astype(jnp.float32)
+
+    return Anchors(count=ends[-1], nth=nth)
+
+
+def extent(
+    state: Episodes,
+    env: jax.Array,
+    at: jax.Array,
+    rows_held: jax.Array,
+    enough: int,
+) -> tuple[jax.Array, jax.Array]:
+    """How many rows ago an episode ended, and how many of its rows are held, int32 `[B]`.
+
+    Args:
+        state: the episodes.
+        env: int32 `[B]`.
+        at: int32 `[B]`, where the episode stands in the table.
+        rows_held: int32 `[]`.
+        enough: as for `init`.
+    """
+    first, last = ordering.read(lambda: (state.first[at, env], state.last[at, env]))
+    running = (state.head[env] + state.count[env] - 1) % state.first.shape[0]
+    runs = (at == running) & (state.length[env] >= enough)
+    newest = state.now - 1
+    last = jnp.where(runs, newest, last)
+    age = (newest - last).astype(jnp.int32)
+    part = jnp.minimum((last - first + 1).astype(jnp.int32), rows_held - age)
+    return age, part
+
+
+def truncated(state: Episodes, which: jax.Array, enough: int) -> Episodes:
+    """The same, the running episodes of some environments (bool `[E]`) ended by the newest row."""
+    room, env = state.first.shape[0], jnp.arange(which.shape[0], dtype=jnp.int32)
+    at = jnp.where(which & (state.length >= enough), (state.head + state.count - 1) % room, room)
+    last = state.last.at[at, env].set(state.now - 1, mode="drop")
+    return state.replace(last=last, length=jnp.where(which, 0, state.length))

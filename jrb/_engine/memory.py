@@ -1,0 +1,100 @@
+"""Arrays of the device as bytes, and back."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jrb._base import prng_keys, versions
+from jrb._store.table import aligned
+
+PIECE = 8 << 20
+"""Bytes that are on their way at a time."""
+
+
+def on_host(leaf: Any) -> bool:
+    """Whether the host can read an array where it lies."""
+    if isinstance(leaf, np.ndarray):
+        return True
+    return len(leaf.devices()) == 1 and all(d.platform == "cpu" for d in leaf.devices())
+
+
+def reader(leaf: Any) -> Callable[[int, int], Any]:
+    """From a start and a stop to those bytes of an array, without a copy if it is on the host."""
+    if on_host(leaf):
+        whole = view(np.asarray(leaf))
+        return lambda start, stop: whole[start:stop]
+    width = leaf.dtype.itemsize
+
+    def read(start: int, stop: int) -> memoryview:
+        with versions.enable_x64():  # for places beyond 2^31
+            return view(np.asarray(_cut(leaf, np.int64(start // width), (stop - start) // width)))
+
+    return read
+
+
+def view(array: np.ndarray) -> memoryview:
+    """The bytes of an array."""
+    flat: Any = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(leaf: jax.Array, start: Any, length: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(leaf.reshape(-1), start, length)
+
+
+def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Any = None) -> jax.Array:
+    """An array of the device from its bytes.
+
+    Large ones on a CPU stay in the memory that they were read into; JAX copies them when they are
+    first donated.
+
+    Args:
+        spec: shape and dtype.
+        read: fills a memoryview with the bytes; from None, gives an iterator over offsets and
+            bytes, in order, without gaps.
+        device: a device or a sharding; None for the default one.
+    """
+    inner = prng_keys.raw_spec(spec)
+    size = inner.size * inner.dtype.itemsize
+    if size > PIECE and not _goes_to_cpu(device):
+        array = _filled(inner, read(None))
+    else:
+        host: Any = aligned((size,))
+        read(memoryview(host))
+        array = host.view(inner.dtype).reshape(inner.shape)
+        array = jnp.array(array, copy=True) if size <= PIECE else jax.device_put(array)
+    array = prng_keys.wrapped(array, spec.dtype)
+    return array if device is None else jax.device_put(array, device)
+
+
+def _goes_to_cpu(device: Any) -> bool:
+    if device is None:
+        return jax.default_backend() == "cpu"
+    devices = getattr(device, "device_set", {device})
+    return all(one.platform == "cpu" for one in devices)
+
+
+def _filled(spec: Any, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
+    """An array that never lies on the host as a whole."""
+    array = jnp.zeros(spec.size, spec.dtype)
+    with versions.enable_x64():  # for places beyond 2^31
+        for start, piece in pieces:
+            block = np.frombuffer(piece, spec.dtype)
+            array = _fill(array, block, np.int64(start // spec.dtype.itemsize))
+        return _shaped(array, spec.shape)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, block, start, axis=0)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _shaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return array.reshape(shape)

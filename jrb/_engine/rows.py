@@ -1,0 +1,161 @@
+"""Rows of time put into arrays over slots, and got from them, in place.
+
+N capacity, E environments, T time.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jrb._base import ordering
+from jrb.ring import Clock, Ring
+from jrb.types import Write
+
+
+def in_turn(ring: Ring, clock: Clock, length: int, mask: jax.Array | None) -> tuple[Clock, Write]:
+    """T rows written one after the other around a ring; of more than R, the last R.
+
+    Args:
+        ring: its shape.
+        clock: where it stands.
+        length: T.
+        mask: bool `[T]`, the rows to write; None for all.
+    """
+    single = mask is None and length == 1
+    written = jnp.ones(length, jnp.bool_) if mask is None else mask
+    if single:
+        passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
+    else:
+        passed = jnp.cumsum(written, dtype=jnp.int32)
+        kept = written & (passed > passed[-1] - ring.rows)
+        starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
+        starts = jnp.where(kept, starts, ring.capacity)
+    write = Write(
+        starts=starts,
+        slots=ring.row_slots(starts),
+        written=written,
+        passed=passed,
+        expired=jnp.maximum(clock.count - ring.rows + passed[-1], 0),
+        consecutive=single,
+    )
+    return ring.advance(clock, write.rows), write
+
+
+def put(array: jax.Array, write: Write, rows: jax.Array) -> jax.Array:
+    """Rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`.
+
+    A slice for consecutive slots, else a scatter of items; what `write` drops is left out.
+    """
+    if write.consecutive:
+        return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
+    return _put_items(array, write.slots, rows)
+
+
+def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Blocks `[K, W, ...]` from `starts` (int32 `[K]`) on, in an array of any length, in order.
+
+    None where the start lies beyond the end. By slices on the CPU, where large rows cost less so.
+    """
+
+    def scatter() -> jax.Array:
+        at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)
+        return array.at[at].set(blocks, mode="drop")
+
+    one_by_one = lambda: _put_one_by_one(array, starts, blocks)
+    return lax.platform_dependent(cpu=one_by_one, default=scatter)
+
+
+def move(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    """Rows of an array copied to other places of it, int32 `[K]` to int32 `[K]`.
+
+    None where the target lies beyond the end. No target may be a source.
+    """
+    scatter = lambda: array.at[targets].set(get(array, sources), mode="drop")
+    return lax.platform_dependent(
+        cpu=lambda: _move_one_by_one(array, sources, targets), default=scatter
+    )
+
+
+def after(write: Write, token: jax.Array) -> Write:
+    """The same write, whose slots are not known before `token`, an int32 zero."""
+    return dataclasses.replace(write, starts=write.starts + token, slots=write.slots + token)
+
+
+def get(array: jax.Array, slots: jax.Array) -> jax.Array:
+    """Whole items at slots, int32 `[...]`, all in range; to be called in `ordering.read`."""
+    return array.at[slots].get(mode="promise_in_bounds")
+
+
+def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `[T, E, ...]` at slots, int32 `[T, E]`; those of N are left out."""
+    items = rows.reshape(slots.size, *rows.shape[2:])
+    return leaf.at[slots.reshape(-1)].set(items, mode="drop")
+
+
+@jax.custom_batching.custom_vmap
+def _put_one_by_one(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on, by slices; none where N."""
+    kept = (starts < leaf.shape[0]).astype(jnp.int32)
+
+    def put(t: jax.Array, leaf: jax.Array) -> jax.Array:
+        write = lambda _, leaf: lax.dynamic_update_slice_in_dim(leaf, rows[t], starts[t], axis=0)
+        return ordering.loop(kept[t], write, leaf)  # once, or not at all
+
+    return ordering.loop(rows.shape[0], put, leaf)
+
+
+@jax.custom_batching.custom_vmap
+def _move_one_by_one(leaf: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    kept = (targets < leaf.shape[0]).astype(jnp.int32)
+
+    def move(k: jax.Array, leaf: jax.Array) -> jax.Array:
+        def one(_: jax.Array, leaf: jax.Array) -> jax.Array:
+            row = lax.dynamic_slice_in_dim(leaf, sources[k], 1, axis=0)
+            return lax.dynamic_update_slice_in_dim(leaf, row, targets[k], axis=0)
+
+        return ordering.loop(kept[k], one, leaf)
+
+    return ordering.loop(targets.size, move, leaf)
+
+
+@_move_one_by_one.def_vmap
+def _move_many(
+    size: int, batched: list, leaf: jax.Array, sources: jax.Array, targets: jax.Array
+) -> Any:
+    """Many buffers are one long one."""
+    leaf, sources, targets = _batched(size, batched, leaf, sources, targets)
+    flat, sources, targets = _flat(size, leaf, sources, targets)
+    return _move_one_by_one(flat, sources, targets).reshape(leaf.shape), True
+
+
+@_put_one_by_one.def_vmap
+def _put_many(size: int, batched: list, leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> Any:
+    """Many buffers are one long one: a slice at an index of a batch would become a scatter."""
+    leaf, starts, rows = _batched(size, batched, leaf, starts, rows)
+    flat, starts = _flat(size, leaf, starts)
+    flat = _put_one_by_one(flat, starts, rows.reshape(starts.size, *rows.shape[2:]))
+    return flat.reshape(leaf.shape), True
+
+
+def _batched(size: int, batched: list, *arrays: jax.Array) -> list[jax.Array]:
+    """All arrays with an axis for the buffers."""
+    return [
+        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_batched in zip(arrays, batched, strict=True)
+    ]
+
+
+def _flat(size: int, leaf: jax.Array, *indices: jax.Array) -> list[jax.Array]:
+    """The array of all buffers in a row, and indices into it; those beyond its end stay so."""
+    length = leaf.shape[1]
+    if size * length >= 2**31:
+        raise ValueError(
+            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots, got {size} buffers "
+            f"of {length}. Use fewer buffers, or a dtype that NumPy has."
+        )
+    first = jnp.arange(size, dtype=jnp.int32)[:, None] * length
+    inside = [jnp.where(at < length, at + first, size * length).reshape(-1) for at in indices]
+    return [leaf.reshape(size * length, *leaf.shape[2:]), *inside]

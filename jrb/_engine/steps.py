@@ -1,0 +1,295 @@
+"""The verbs as compiled steps: how the parts of a buffer work together.
+
+Called by `jrb._engine.dispatch`, inside `jit` and outside.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrb._base import ordering, pytree
+from jrb._engine import transforming
+from jrb.keys import Keys
+from jrb.state import Buffer, BufferState, Sample
+from jrb.types import Context, Draw, Item, Look, Write
+
+
+def context_of(buffer: Buffer, writer: Any) -> Context:
+    """What the parts may know while the writer's state is this one."""
+    return Context(buffer.ring, buffer.keys, buffer.writer.held(buffer.ring, writer))
+
+
+@jax.jit
+def write(
+    buffer: Buffer,
+    state: BufferState,
+    items: Item,
+    mask: jax.Array | None,
+    cuts: jax.Array | None = None,
+) -> BufferState:
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`.
+
+    Time does not go on after the items that `cuts`, bool `[T, E]`, names, though their own done
+    flags do not say so.
+    """
+    if buffer.num_envs is None:
+        items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
+    ring, context = buffer.ring, context_of(buffer, state.writer)
+    writer, write = buffer.writer.plan(ring, state.writer, items, mask)
+    storage, write = buffer.storage.write(context, state.storage, write, items)
+    if not write.bounded:
+        rows_held = context.held.count // ring.envs
+        left = write.expired - jnp.maximum(rows_held + write.rows - ring.rows, 0)
+        writer = buffer.writer.shrink(ring, writer, left)
+    if cuts is not None:
+        items = _cut(items, cuts, buffer.keys)
+    state = state.replace(storage=storage)
+    return _learned(buffer, context, state, writer, write, items)
+
+
+def _learned(
+    buffer: Buffer, context: Context, state: BufferState, writer: Any, write: Write, items: Item
+) -> BufferState:
+    """The state in which unit and sampler know of a write; `context` is from before."""
+    unit, change = buffer.unit.on_write(context, state.unit, write, items)
+    anchors = buffer.unit.anchors(context_of(buffer, writer), unit)
+    sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
+    return state.replace(writer=writer, sampler=sampler, unit=unit)
+
+
+@jax.jit
+def expire(buffer: Buffer, state: BufferState, items: Item, rows: jax.Array) -> BufferState:
+    """The state without so many of the oldest rows, int32 `[]`; its items are not looked at.
+
+    `items` is a row that is not written, leaves `[1, E, ...]`.
+    """
+    ring, context = buffer.ring, context_of(buffer, state.writer)
+    writer, write = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
+    write = dataclasses.replace(write, expired=rows, bounded=False)
+    writer = buffer.writer.shrink(ring, writer, rows)
+    return _learned(buffer, context, state, writer, write, items)
+
+
+def _cut(items: Item, cuts: jax.Array, keys: Keys) -> Item:
+    """The items as the unit sees them, an end flagged where time does not go on."""
+    flag = next(iter(keys.flags(items)), None)
+
+    def mark(path: tuple, leaf: jax.Array) -> jax.Array:
+        if pytree.leaf_name(path) != flag:
+            return leaf
+        cut = cuts.reshape(*cuts.shape, *(1,) * (leaf.ndim - 2))
+        return jnp.where(cut, jnp.ones((), leaf.dtype), leaf)
+
+    return jax.tree_util.tree_map_with_path(mark, items)
+
+
+@functools.partial(jax.jit, static_argnames="batch_size")
+def draw(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | None,
+) -> tuple[BufferState, Sample]:
+    """Sampler, unit, storage, unit, transforms."""
+    sampler, chosen = _choose(buffer, state, key, batch_size, beta)
+    sample = _finish(buffer, state, chosen, key)
+    return wait(state.replace(sampler=sampler), sample), sample
+
+
+@functools.partial(jax.jit, static_argnames="batch_size")
+def sample(
+    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
+) -> tuple[Any, Sample]:
+    """The same for outside `jit`, where all arrays that it returned would be copied.
+
+    Returns:
+        The sampler's state, and the sample.
+    """
+    sampler, chosen = _choose(buffer, state, key, batch_size, beta)
+    return sampler, _finish(buffer, state, chosen, key)
+
+
+def _choose(
+    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
+) -> tuple[Any, Draw]:
+    """The sampler's part."""
+    context = context_of(buffer, state.writer)
+    anchors = buffer.unit.anchors(context, state.unit)
+    drawn = buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
+    if buffer.min_size is None:
+        return drawn
+    return _if_enough(context.held.count >= buffer.min_size, state.sampler, *drawn)
+
+
+def _if_enough(enough: jax.Array, before: Any, after: Any, draw: Draw) -> tuple[Any, Draw]:
+    """A draw, or nothing and the sampler as it was while not `enough`, bool `[]`, is held."""
+    keep = lambda new, old: new if new is old else jnp.where(enough, new, old)
+    some = lambda leaf: jnp.where(enough, leaf, jnp.zeros_like(leaf))
+    draw = Draw(
+        slots=draw.slots,
+        probabilities=some(draw.probabilities),
+        weights=some(draw.weights),
+        mask=some(draw.mask),
+    )
+    return jax.tree.map(keep, after, before), draw
+
+
+def _look(
+    buffer: Buffer, state: BufferState, slots: jax.Array, mask: jax.Array, key: jax.Array
+) -> tuple[Context, Look]:
+    """What the unit wants to read."""
+    context = context_of(buffer, state.writer)
+    return context, buffer.unit.look(context, state.unit, slots, mask, key)
+
+
+def _finish(buffer: Buffer, state: BufferState, draw: Draw, key: jax.Array) -> Sample:
+    """Storage, unit and transforms."""
+    context, look = _look(buffer, state, draw.slots, draw.mask, key)
+    data, info = _read_at(buffer, state, context, look, key)
+    return Sample(data=data, **_fields(buffer, state, draw, look.mask, info))
+
+
+def _read_at(
+    buffer: Buffer, state: BufferState, context: Context, look: Look, key: jax.Array
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Data and info of a sample."""
+    raw = buffer.storage.read(context, state.storage, look.where)
+    data, info = buffer.unit.reduce(raw, look, buffer.keys)
+    return transforming.outward(buffer.transforms, data, look.mask, key, buffer.keys), info
+
+
+def _fields(
+    buffer: Buffer, state: BufferState, draw: Draw, mask: jax.Array, info: Any
+) -> dict[str, Any]:
+    """The fields of a sample but its data."""
+    return {
+        "indices": draw.slots,
+        "probabilities": draw.probabilities,
+        "weights": draw.weights,
+        "mask": mask,
+        "info": info,
+        "stamp": buffer.writer.stamp(buffer.ring, state.writer, draw.slots),
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("batch_size", "names"))
+def choose(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | None,
+    names: tuple[str, ...] | None,
+) -> tuple[Any, dict[str, Any], tuple[jax.Array, Any] | None]:
+    """The first half of a draw from a storage on the host.
+
+    Returns:
+        The sampler's state; the fields of the sample but data; and what `finish` and the storage
+        need to know: which anchors were drawn, and the places at which the leaves with these names
+        are read. None for the last without names, where they are all read at the anchors.
+    """
+    sampler, drawn = _choose(buffer, state, key, batch_size, beta)
+    context, look = _look(buffer, state, drawn.slots, drawn.mask, key)
+    sample = _fields(buffer, state, drawn, look.mask, look.info)
+    if names is None:
+        return sampler, sample, None
+    where = [look.where(name) for name in names]
+    places = buffer.storage.locate(context, state.storage, where)
+    return sampler, sample, (drawn.mask, places)
+
+
+@functools.partial(jax.jit, static_argnames="batch_size")
+def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
+    """Whether a draw gives at least one item, bool `[]`."""
+    context = context_of(buffer, state.writer)
+    anchors = buffer.unit.anchors(context, state.unit)
+    found = buffer.sampler.ready(state.sampler, anchors, batch_size)
+    return found if buffer.min_size is None else found & (context.held.count >= buffer.min_size)
+
+
+@jax.jit
+def finish(
+    buffer: Buffer, state: BufferState, slots: jax.Array, mask: jax.Array, key: jax.Array
+) -> tuple[Any, dict[str, jax.Array]]:
+    """The second half, with a storage that reads what was fetched: data and info of the sample."""
+    context, look = _look(buffer, state, slots, mask, key)
+    return _read_at(buffer, state, context, look, key)
+
+
+def wait(state: BufferState, sample: Sample) -> BufferState:
+    """The same state, in which later writes wait for what the sample was read from."""
+    return _after(state, ordering.token(_read(sample)))
+
+
+def _after(state: BufferState, token: jax.Array) -> BufferState:
+    """The same state, from which no place to write is known before the token."""
+    parts = ordering.after((state.storage, state.writer, state.unit), token)
+    return state.replace(storage=parts[0], writer=parts[1], unit=parts[2])
+
+
+@jax.jit
+def update(
+    buffer: Buffer,
+    state: BufferState,
+    sample: Sample | jax.Array,
+    priorities: jax.Array,
+) -> BufferState:
+    """New priorities for anchors that still hold what was drawn."""
+    ring = buffer.ring
+    if isinstance(sample, Sample):
+        current = buffer.writer.stamp(ring, state.writer, sample.indices) == sample.stamp
+        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+        token = ordering.token((_read(sample), current))
+        slots, ok = sample.indices + token, current & drawn
+        state = _after(state, token)
+        if priorities.ndim > 1:
+            priorities = buffer.unit.reduce_priorities(priorities, sample.mask)
+    else:
+        slots, ok = sample, jnp.ones(sample.shape, jnp.bool_)
+    sampler = buffer.sampler.update(ring, state.sampler, slots, priorities, ok)
+    return state.replace(sampler=sampler)
+
+
+def _read(sample: Sample) -> Any:
+    """What a later write must wait for.
+
+    Probabilities and weights are left out, so that nothing computes them if nobody wants them: the
+    indices wait for what a sampler reads.
+    """
+    return sample.data, sample.indices, sample.mask, sample.info, sample.stamp
+
+
+@jax.jit
+def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> BufferState:
+    """Some environments, bool `[E]`, begin anew after the newest row."""
+    context = context_of(buffer, state.writer)
+    unit, change = buffer.unit.truncate(context, state.unit, which)
+    state = state.replace(unit=unit)
+    if change is None:
+        return state
+    anchors = buffer.unit.anchors(context, unit)
+    sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
+    return state.replace(sampler=sampler)
+
+
+@jax.jit
+def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Item:
+    """The items at slots."""
+    context = context_of(buffer, state.writer)
+    return buffer.storage.read(context, state.storage, lambda name: indices)
+
+
+@jax.jit
+def empty(buffer: Buffer, state: BufferState) -> BufferState:
+    """The state without its items."""
+    ring, token = buffer.ring, ordering.token(state.writer)
+    return state.replace(
+        storage=buffer.storage.reset(ring, state.storage, token),
+        writer=buffer.writer.reset(ring, state.writer, token),
+        sampler=buffer.sampler.reset(ring, state.sampler, token),
+        unit=buffer.unit.reset(ring, state.unit, token),
+    )

@@ -1,0 +1,7 @@
+"""What other libraries have stored: TorchRL's dumps, flashbax's states and vaults."""
+
+from jrb.interop.dump import Dump
+from jrb.interop.flashbax import read_flashbax, read_vault
+from jrb.interop.torchrl import read_torchrl, write_torchrl
+
+__all__ = ["Dump", "read_flashbax", "read_torchrl", "read_vault", "write_torchrl"]

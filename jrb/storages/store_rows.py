@@ -1,0 +1,161 @@
+"""Rows in the files of a store (see `jrb._store`)."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrb._base import prng_keys, pytree
+from jrb._store.errors import StaleError
+from jrb._store.opening import create
+from jrb._store.store import Store
+from jrb._store.table import Column
+from jrb.ring import Ring
+from jrb.storages.host_rows import VERSION, HostRows, bytes_of, number, words
+from jrb.types import Item
+
+
+class StoreRows(HostRows):
+    """The rows of a store.
+
+    Attributes:
+        store: where they are.
+        expiring: whether rows that a commit has promised may go when the ring comes round to them.
+    """
+
+    def __init__(self, store: Store, spec: Item, expiring: bool) -> None:
+        super().__init__(store.slots, spec)
+        self.store, self.expiring, self.path = store, expiring, store.path
+
+    def put(self, version: Any, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
+        """See `HostRows.put`."""
+        at = np.asarray(slots).reshape(-1).astype(np.int64)
+        rows = [bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]
+        kept = at < self.capacity
+        if not kept.all():
+            at, rows = at[kept], [leaf[kept] for leaf in rows]
+        return words(self.store.put(number(version), at, rows, self.expiring, patient))
+
+    def read(self, version: Any, slots: list[np.ndarray]) -> list[np.ndarray]:
+        """See `HostRows.read`."""
+        return self.store.take(number(version), slots)
+
+    def read_leaf(self, version: Any, leaf: int, slots: np.ndarray) -> np.ndarray:
+        """See `HostRows.read_leaf`."""
+        return self.store.take_column(number(version), leaf, slots)
+
+    def check_newest(self, version: Any) -> None:
+        """See `HostRows.check_newest`."""
+        self.store.check_newest(number(version))
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """A time during which other threads overwrite nothing."""
+        return self.store.drawing.entered()
+
+    @contextlib.contextmanager
+    def writing(self, version: Any) -> Iterator[None]:
+        """A time after which, if something interrupts it, this version is the newest again."""
+        before = number(version)
+        is_newest = before == self.store.version
+        try:
+            yield
+        except StaleError:
+            raise  # another was faster
+        except BaseException:
+            if is_newest:
+                self.store.take_back(before)
+            raise
+
+
+def make(
+    path: Any, prealloc: bool, slack: float, ring: Ring, spec: Item, in_time: bool
+) -> StoreRows:
+    """A new store for N items.
+
+    Args:
+        path: of its folder; None for a temporary one.
+        prealloc: whether room is set aside on the disk now.
+        slack: how much room there is beside N, as a part of it, for what is written between two
+            commits.
+        ring: the ring's shape.
+        spec: of an item.
+        in_time: whether rows are written in the order of time.
+
+    Raises:
+        ValueError, OSError: as `jrb._store.opening.create`.
+    """
+    made, room = columns(spec), _room(path, slack, ring, spec, in_time)
+    store = create(path, made, ring.capacity, room, prealloc)
+    return StoreRows(store, spec, in_time or path is None)
+
+
+def _room(path: Any, slack: float, ring: Ring, spec: Item, in_time: bool) -> int:
+    """P, for how many rows there is room."""
+    width = max(sum(column.width for column in columns(spec)), 1)
+    beside = max(ring.envs, min(_BESIDE // width, ring.capacity))
+    if path is not None:  # what is saved is not written over; but in time, where there is no room
+        beside = max(beside, int(slack * ring.capacity) if in_time else ring.capacity)
+    return ring.capacity + beside
+
+
+_BESIDE = 8 << 20  # bytes: writes of less happen as a whole or not at all
+
+
+def nbytes(path: Any, slack: float, ring: Ring, spec: Item, in_time: bool) -> int:
+    """The bytes of all files, of the numbers of the rows, and of the version."""
+    width = 8 + sum(column.width for column in columns(spec))
+    return width * _room(path, slack, ring, spec, in_time) + pytree.nbytes(VERSION)
+
+
+def columns(spec: Item) -> tuple[Column, ...]:
+    """The columns of a store for such items.
+
+    Raises:
+        ValueError: names of leaves that cannot be told apart as files, or are too long.
+    """
+    found, files = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
+        raw = prng_keys.raw_spec(leaf)
+        kind = (str(leaf.dtype), str(list(leaf.shape)))
+        name = "/".join(map(_part, path)) if path else "."
+        found.append(Column(name, kind, raw.size * raw.dtype.itemsize))
+        file = found[-1].file
+        inside = lambda one, other: f"{one}/".startswith(f"{other}/")
+        taken = [other for other in files if inside(file, other) or inside(other, file)]
+        if taken or max(map(len, file.split("/"))) > 250:
+            raise ValueError(
+                f"init: leaf '{pytree.leaf_name(path)}': expected a name that no other leaf has, "
+                f"and that a file can have, got {file[:80]!r}. Rename it."
+            )
+        files.append(file)
+    return tuple(found)
+
+
+def _part(key: Any) -> str:
+    """A part of a name, without what has a meaning in it."""
+    name = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
+    return "%2E" if name == "." else name
+
+
+def checked_path(name: str, path: Any) -> str | None:
+    """A path as a string."""
+    if path is not None and not path:
+        raise ValueError(
+            f"{name}: path: expected a path, or None for a temporary one, got {path!r}."
+        )
+    if path is None or isinstance(path, str | os.PathLike):
+        return None if path is None else os.fsdecode(os.fspath(path))
+    raise TypeError(f"{name}: path: expected a path, or None for a temporary one, got {path!r}.")
+
+
+def check_slack(slack: Any) -> None:
+    """Raises unless it is a part of N."""
+    if isinstance(slack, bool) or not isinstance(slack, int | float) or not slack >= 0:
+        raise ValueError(
+            f"slack: expected a number of at least 0, the room beside N as a part of it, got "
+            f"{slack!r}."
+        )

@@ -1,0 +1,42 @@
+"""What the parts of a buffer are, and what they say to each other.
+
+N capacity, E environments, B batch, L window, T time. A *slot* (int32) is the place of an item, an
+*anchor* a slot that a sampler may draw; slots are all that parts exchange.
+
+A part is a description: a class with the decorator `component`, which makes it frozen, hashable and
+free of arrays, below the base of its kind (`Writer`, `Storage`, `Unit`, `Sampler`, `Transform`).
+What it must remember is a state that the buffer hands to it and takes back: arrays, or a subclass
+of `State`. An abstract method is what every part of the kind has, all others have defaults.
+"""
+
+from jrb._base.pytree import State, component, cursor, static, tally
+from jrb.types.messages import Anchors, Batch, Change, Context, Draw, Item, Look, Where, Write
+from jrb.types.sampler import Sampler
+from jrb.types.storage import HostState, HostStorage, Storage
+from jrb.types.transform import Transform
+from jrb.types.unit import Unit
+from jrb.types.writer import Writer
+
+__all__ = [
+    "Anchors",
+    "Batch",
+    "Change",
+    "Context",
+    "Draw",
+    "HostState",
+    "HostStorage",
+    "Item",
+    "Look",
+    "Sampler",
+    "State",
+    "Storage",
+    "Transform",
+    "Unit",
+    "Where",
+    "Write",
+    "Writer",
+    "component",
+    "cursor",
+    "static",
+    "tally",
+]

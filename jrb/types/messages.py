@@ -1,0 +1,161 @@
+"""What the parts of a buffer say to each other. N capacity, E environments, B batch, T time."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jrb._base import pytree
+from jrb.keys import Keys
+from jrb.ring import Held, Ring
+
+Item = Any
+"""A pytree of arrays, as users have their transitions."""
+
+Where = Callable[[str], jax.Array]
+"""From the name of a leaf ("next/reward") to the slots it is read at, int32 `[B, ...]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a part may know of the buffer that it belongs to.
+
+    Attributes:
+        ring: the ring's shape.
+        keys: how the items are keyed.
+        held: the slots that hold items; while something is written, those that did before.
+    """
+
+    ring: Ring
+    keys: Keys
+    held: Held
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """Where the rows of one call go.
+
+    Attributes:
+        starts: int32 `[T]`, the slot of each row's environment 0; N where the row is dropped. For a
+            writer that places items one by one, int32 `[T * E]`, their slots.
+        slots: int32 `[T, E]`, the slot of each item; N where it is dropped.
+        written: bool `[T]`, the rows of time that passed: those that are not masked, also if a
+            longer call overwrites them.
+        passed: int32 `[T]`, how many passed up to each row, itself included.
+        expired: int32 `[]`, how many of the oldest rows leave, of those held before and those that
+            passed.
+        consecutive: True if nothing is dropped and all slots follow one another (a slice will do).
+        bounded: True if no more rows leave than pass.
+    """
+
+    starts: jax.Array
+    slots: jax.Array
+    written: jax.Array
+    passed: jax.Array
+    expired: jax.Array
+    consecutive: bool
+    bounded: bool = True
+
+    @property
+    def rows(self) -> jax.Array:
+        """int32 `[]`, the rows of time that passed."""
+        return self.passed[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchors:
+    """The anchors there are, in an order that is theirs.
+
+    Attributes:
+        count: int32 `[]`.
+        nth: from places, int32 `[B]` in [0, count), and a key, to the anchors there: slots, int32
+            `[B]`, and the probability of each slot given its place, float32 `[B]`. The key is for
+            units that count something larger than a slot, such as episodes; others ignore it, and
+            their probability is 1.
+        all_held: whether they are all slots that hold items, in order.
+    """
+
+    count: jax.Array
+    nth: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    all_held: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What a write did to the anchors: some left, then some entered.
+
+    Attributes:
+        entered: int32 `[K]`, slots that became anchors, or are anchors of a new item; N or more
+            where there is none.
+        consecutive: True if `entered` is a run of slots without a gap.
+        expired: a run of slots that are no anchors any more, oldest first, unless they entered
+            again; None if all of them did.
+        most: the most that `expired` can count; None for no bound below N.
+        removed: int32 `[M]`, further slots that are no anchors any more; N or more where there is
+            none.
+        entered_count: int32 `[]`, how many anchors came, those included that went in the same call.
+        left_count: int32 `[]`, how many anchors went, those included that came in the same call.
+        left_from: how many of those that left stood at this place or behind it, int32 `[]`, in the
+            order before the write.
+        moved: bool `[]`, whether anchors that stayed moved otherwise than by all that left standing
+            before them, and all that entered behind.
+    """
+
+    entered: jax.Array
+    consecutive: bool
+    expired: Held | None
+    most: int | None
+    removed: jax.Array
+    entered_count: jax.Array
+    left_count: jax.Array
+    left_from: Callable[[jax.Array], jax.Array]
+    moved: jax.Array
+
+
+class Draw(pytree.State):
+    """What a sampler drew.
+
+    Attributes:
+        slots: int32 `[B]`, anchors; any slot where `mask` is False.
+        probabilities: float32 `[B]`, with which each was drawn; 0 where `mask` is False.
+        weights: float32 `[B]`, importance weights; 0 where `mask` is False.
+        mask: bool `[B]`, False where there was nothing to draw.
+    """
+
+    slots: jax.Array
+    probabilities: jax.Array
+    weights: jax.Array
+    mask: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What a unit wants to read for a batch of anchors.
+
+    Attributes:
+        where: which slots to read, leaf by leaf.
+        mask: bool `[B]` or `[B, L]`, which entries are real.
+        info: a dict of arrays for the user, `Sample.info`.
+        rest: what `reduce` needs to know, arrays or not.
+    """
+
+    where: Where
+    mask: jax.Array
+    info: dict[str, jax.Array]
+    rest: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a transform may know of the batch.
+
+    Attributes:
+        key: a PRNG key of its own.
+        mask: bool `[B]` or `[B, L]`, which entries are real.
+        keys: how the items are keyed.
+    """
+
+    key: jax.Array
+    mask: jax.Array
+    keys: Keys

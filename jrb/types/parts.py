@@ -1,0 +1,28 @@
+"""Which base a part of each kind has."""
+
+from typing import Any
+
+from jrb.types.sampler import Sampler
+from jrb.types.storage import Storage
+from jrb.types.unit import Unit
+from jrb.types.writer import Writer
+
+BASES = {"sampler": Sampler, "unit": Unit, "writer": Writer, "storage": Storage}
+
+
+def check_part(name: str, value: Any) -> None:
+    """Raises unless it is an instance of the base of its kind, not a class or a string."""
+    if isinstance(value, type | str):
+        raise TypeError(
+            f"{name}: expected a part, got {value!r}. Make one, such as jrb.Uniform() or "
+            "jrb.DeviceStorage()."
+        )
+    base = BASES[name]
+    if isinstance(value, base):
+        return
+    lacking = sorted(method for method in base.__abstractmethods__ if method not in dir(value))
+    without = f" without {', '.join(lacking)}" if lacking else ""
+    raise TypeError(
+        f"{name}: expected a part below jrb.types.{base.__name__}, got {type(value).__name__}"
+        f"{without}. Make {base.__name__} its base."
+    )

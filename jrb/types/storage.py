@@ -1,0 +1,126 @@
+"""The contracts of storages: on the device, and on the host."""
+
+import abc
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from jrb._base import ordering
+from jrb.ring import Ring
+from jrb.types.messages import Context, Item, Where, Write
+
+
+class Storage(abc.ABC):
+    """Puts rows at slots, gets rows at slots.
+
+    Attributes:
+        of_objects: whether items are no arrays, but Python objects.
+        unbound: names of fields that say where items lie, and not what the buffer does: a
+            description may be loaded with others.
+    """
+
+    of_objects: ClassVar[bool] = False
+    unbound: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def in_time(self) -> bool:
+        """Whether rows must come in the order of time."""
+        return False
+
+    @abc.abstractmethod
+    def init(self, context: Context, spec: Item) -> Any:
+        """Room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
+
+    @abc.abstractmethod
+    def spec(self, state: Any) -> Item:
+        """The spec of one item."""
+
+    @abc.abstractmethod
+    def write(self, context: Context, state: Any, write: Write, items: Item) -> tuple[Any, Write]:
+        """Puts items, leaves `[T, E, ...]`, at the slots of `write`.
+
+        Returns:
+            The state, and `write`: the same, or with more rows expired where there was no room.
+        """
+
+    @abc.abstractmethod
+    def read(self, context: Context, state: Any, where: Where) -> Item:
+        """One gather per leaf; in `jrb._base.ordering.read`, so that later writes wait for it."""
+
+    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
+        """The state when nothing is held any more; the items may stay where they are."""
+        return ordering.emptied(state, token)
+
+    def slotted(self, state: Any) -> Item:
+        """The arrays `[N or more, ...]` whose row s is changed only when slot s is written, s < N.
+
+        A checkpoint looks only there for what is new; it writes all others each time.
+        """
+        return ()
+
+
+class HostState:
+    """What every state of a storage on the host is below."""
+
+
+class HostStorage(Storage):
+    """A storage that keeps items on the host.
+
+    Outside `jit` a verb is host code around jitted parts. These know the storage by its device
+    part, which says where it would write and read; what it says is handed to the methods here.
+    Inside `jit` the verbs call `write` and `read`, like those of any storage.
+
+    Attributes:
+        state_type: the class of its states, below `HostState`.
+    """
+
+    state_type: ClassVar[type]
+
+    @property
+    @abc.abstractmethod
+    def device_part(self) -> Any:
+        """What stands for this storage in jitted parts, such as `DeferredStorage()`."""
+
+    @abc.abstractmethod
+    def device_state(self, state: Any) -> Any:
+        """The state of `device_part`."""
+
+    @abc.abstractmethod
+    def make(self, ring: Ring, spec: Item, device_state: Any, in_time: bool) -> Any:
+        """The state of an empty storage, to which rows come in the order of time or not."""
+
+    @abc.abstractmethod
+    def put(self, state: Any, planned: Any, items: Item) -> Any:
+        """Puts items, leaves `[T, E, ...]` or `[T, ...]`, where the device part has `planned`."""
+
+    @abc.abstractmethod
+    def fetch(self, state: Any, slots: jax.Array, places: Any) -> Item:
+        """The items at slots `[B]`; or each leaf where the device part has located it.
+
+        Args:
+            state: the storage's state.
+            slots: int32 `[B]`, the anchors.
+            places: what `device_part.locate` gave, None where all leaves are read at `slots`.
+        """
+
+    @abc.abstractmethod
+    def take(self, state: Any, slots: np.ndarray) -> Item:
+        """The items at slots of any shape, without unit and transforms."""
+
+    def names(self, state: Any) -> tuple[str, ...] | None:
+        """The names of the leaves; None where items are looked at as a whole."""
+        return None
+
+    def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
+        """The bytes that `make` allocates, beside those of the device part."""
+        return 0
+
+    def drawing(self, state: Any) -> AbstractContextManager[None]:
+        """A time during which nothing is overwritten."""
+        return nullcontext()
+
+    def writing(self, state: Any) -> AbstractContextManager[None]:
+        """A time after which, if something interrupts it, this state is the newest again."""
+        return nullcontext()

@@ -1,0 +1,72 @@
+"""The contract of writers."""
+
+import abc
+from typing import Any, ClassVar
+
+import jax
+
+from jrb.ring import Held, Ring
+from jrb.types.messages import Item, Write
+
+
+class Writer(abc.ABC):
+    """Which slots do these rows go to?
+
+    Attributes:
+        in_time: whether rows lie around the ring in the order in which they came. Units that need
+            more than one row ask for it.
+    """
+
+    in_time: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def init(self, ring: Ring, spec: Item) -> Any:
+        """The state of a writer that wrote nothing. `spec`: of one item, to be checked."""
+
+    @abc.abstractmethod
+    def plan(
+        self, ring: Ring, state: Any, items: Item, mask: jax.Array | None
+    ) -> tuple[Any, Write]:
+        """Slots for rows of time.
+
+        Args:
+            ring: the ring's shape.
+            state: the writer's state.
+            items: what will be written, leaves `[T, E, ...]`.
+            mask: bool `[T]`, the rows to write; None for all.
+        """
+
+    @abc.abstractmethod
+    def held(self, ring: Ring, state: Any) -> Held:
+        """The slots that hold items."""
+
+    @abc.abstractmethod
+    def stamp(self, ring: Ring, state: Any, slots: jax.Array) -> jax.Array:
+        """uint32 like `slots`: another number as soon as a slot holds another item."""
+
+    @abc.abstractmethod
+    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
+        """Forgets all slots; no stamp from before is ever current again.
+
+        Args:
+            ring: the ring's shape.
+            state: the writer's state.
+            token: an int32 zero, after which arrays are overwritten (see `jrb._base.ordering`).
+        """
+
+    def shrink(self, ring: Ring, state: Any, rows: jax.Array) -> Any:
+        """The same without so many of the oldest rows, int32 `[]`; the default is for none."""
+        return state
+
+    def best(self, ring: Ring, state: Any, count: int) -> jax.Array:
+        """The slots of the `count` items to keep, or of all, int32 `[K]` in the order of slots.
+
+        For writers that keep no order of time; of the others, the newest rows are kept.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: expected a method best, as its rows are in no order of time."
+        )
+
+    def writable(self) -> "Writer":
+        """A writer with the same states that does not refuse to write."""
+        return self
