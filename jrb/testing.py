@@ -1,5 +1,8 @@
 """The contracts as a check that any buffer can be put through, with parts of your own or ours.
 
+Samplers, units, writers, storages on the device and on the host: a part is checked in the buffers
+that have it.
+
 Example:
     >>> import jax.numpy as jnp, jrb
     >>> from jrb import testing
@@ -7,7 +10,11 @@ Example:
     >>> testing.conform(make, {"x": jnp.zeros(16)})
 """
 
+import dataclasses
+import operator
+import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import checkpoint
 from jrb._base import pytree
+from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
+from jrb.storages import DeviceStorage
+from jrb.types import HostStorage
 
 Make = Callable[[int], ReplayBuffer]
 Step = Callable[[BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]
@@ -27,14 +38,20 @@ def conform(make: Make, example: Any) -> None:
     """Checks that a buffer keeps the contracts that do not depend on what it draws.
 
     Args:
-        make: from a capacity, a multiple of 64, to the buffer; it has a batch size.
+        make: from a capacity, a multiple of 64, to the buffer; it has a batch size. Of a storage
+            at a path, each buffer needs a path of its own.
         example: one transition. A few hundred bytes make the check for copies sharp.
 
     Raises:
-        AssertionError: a contract is broken; the message says which.
+        AssertionError: a contract is broken; the message says which, where, and what came instead.
     """
-    buffer = make(64)
     check_description(make)
+    check_chunks(make, example)
+    check_saved(make, example)
+    if isinstance(make(64).storage, HostStorage):
+        check_on_host(make, example)
+        return
+    buffer = make(64)
     check_memory(buffer, example)
     check_compiled(buffer, example)
     check_batched(buffer, example)
@@ -119,7 +136,8 @@ def growth(make: Make, example: Any, step: Callable[..., Any], agents: int | Non
 
 def check_description(make: Make) -> None:
     """Equal descriptions hash equal, pickle, and are jit arguments that do not retrace."""
-    one, other = make(64), make(64)
+    one = make(64)
+    other = dataclasses.replace(one) if isinstance(one.storage, HostStorage) else make(64)
     _expect(one == other and hash(one) == hash(other), "equal descriptions hash equal")
     _expect(pickle.loads(pickle.dumps(one)) == one, "a description pickles")
     capacity: Any = jax.jit(lambda buffer: buffer.capacity)
@@ -127,10 +145,60 @@ def check_description(make: Make) -> None:
     _expect(capacity._cache_size() == 1, "an equal description does not retrace")
 
 
+def check_chunks(make: Make, example: Any) -> None:
+    """How rows are cut into calls does not matter: for what is held, and for the next draw."""
+    whole, single = make(64), make(64)
+    lead, key = _lead(whole), jax.random.key(4)
+    length = 64 // whole.ring.envs + 5  # once around and further
+    items = rows(example, jnp.float32(1), length, *lead)
+    one = whole.extend(whole.init(example), items)
+    other = single.init(example)
+    for row in range(length):
+        other = single.add(other, jax.tree.map(operator.itemgetter(row), items))
+    _agree(single.size(other), whole.size(one), "add T times holds what one extend does: size")
+    _agree(single.sample(other, key), whole.sample(one, key), "add T times draws as one extend")
+
+
+def check_saved(make: Make, example: Any) -> None:
+    """What is saved and loaded draws as what was saved."""
+    buffer, key = make(64), jax.random.key(5)
+    state = buffer.init(example)
+    state = buffer.extend(state, rows(example, jnp.float32(2), 9, *_lead(buffer)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "checkpoint")
+        checkpoint.save(path, buffer, state)
+        back = checkpoint.load(path, make(64), example=example)[1]
+        _agree(buffer.sample(back, key), buffer.sample(state, key), "a loaded state draws alike")
+
+
+def check_on_host(make: Make, example: Any) -> None:
+    """A storage on the host does what one on the device does, outside `jit` and inside."""
+    plain = dataclasses.replace(make(64), storage=DeviceStorage())
+    keys = jax.random.split(jax.random.key(1), 6)
+    for compile_ in (lambda step: step, jax.jit):
+        buffer = make(64)
+        step, twin = compile_(_stepper(buffer, example)), _stepper(plain, example)
+        state, other = buffer.init(example), plain.init(example)
+        old = state
+        for number, key in enumerate(keys):
+            old = state
+            state, sample = step(state, jnp.float32(number), key)
+            other, wanted = twin(other, jnp.float32(number), key)
+            _agree(sample, wanted, "a storage on the host draws what one on the device does")
+        slots = jnp.arange(int(buffer.size(state)), dtype=jnp.int32)
+        _agree(buffer.take(state, slots), plain.take(other, slots), "items are what was added")
+        try:
+            buffer.add(old, rows(example, jnp.float32(0), *_lead(buffer)))
+        except StaleError:
+            continue
+        raise AssertionError("broken contract: an old state of shared rows is refused")
+
+
 def check_memory(buffer: ReplayBuffer, example: Any) -> None:
     """`nbytes` is what `init` allocates."""
     allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.init(example)))
-    _expect(buffer.nbytes(example) == allocated, "nbytes is what init allocates")
+    told = buffer.nbytes(example)
+    _expect(told == allocated, "nbytes is what init allocates", f"told {told}, got {allocated}")
 
 
 def check_compiled(buffer: ReplayBuffer, example: Any) -> None:
@@ -221,17 +289,31 @@ def _stepper(
 
 def _agree(got: Any, want: Any, contract: str) -> None:
     """Integers and data exactly, computed floats to rounding."""
-    _expect(jax.tree.structure(got) == jax.tree.structure(want), contract)
+    structures = jax.tree.structure(got), jax.tree.structure(want)
+    _expect(
+        structures[0] == structures[1], contract, f"expected {structures[1]}, got {structures[0]}"
+    )
     leaves = jax.tree_util.tree_leaves_with_path(got)
     for (path, one), other in zip(leaves, jax.tree.leaves(want), strict=True):
+        where = f"{contract}: leaf '{pytree.leaf_name(path)}'"
+        kinds = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in (other, one)]
+        _expect(kinds[0] == kinds[1], where, f"expected {kinds[0]}, got {kinds[1]}")
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
-        same = np.array_equal(one, other)
-        if not same and jnp.issubdtype(one.dtype, jnp.floating):
-            same = np.allclose(one, other, rtol=1e-6, atol=1e-7)
-        _expect(one.dtype == other.dtype and same, f"{contract}: {pytree.leaf_name(path)}")
+        _expect_equal(np.asarray(one), np.asarray(other), where)
 
 
-def _expect(kept: object, contract: str) -> None:
+def _expect_equal(got: np.ndarray, want: np.ndarray, where: str) -> None:
+    differs = got != want
+    if jnp.issubdtype(got.dtype, jnp.floating):
+        wide = np.float64
+        differs &= ~np.isclose(got.astype(wide), want.astype(wide), 1e-6, 1e-7, equal_nan=True)
+    if differs.any():
+        at = tuple(map(int, np.argwhere(differs)[0])) if got.ndim else ()
+        count = f"{int(differs.sum())} of {differs.size} differ"
+        _expect(False, where, f"{count}, at {at} expected {want[at]}, got {got[at]}")
+
+
+def _expect(kept: object, contract: str, found: str = "") -> None:
     if not kept:
-        raise AssertionError(f"broken contract: {contract}")
+        raise AssertionError(f"broken contract: {contract}{': ' if found else ''}{found}")

@@ -74,11 +74,22 @@ def test_other_parts_keep_the_contracts(parts):
     for check in (testing.check_memory, testing.check_compiled, testing.check_batched):
         check(make(64), EPISODIC)
     testing.check_empty(make(64), EPISODIC)
+    testing.check_chunks(make, EPISODIC)
+    testing.check_saved(make, EPISODIC)
 
 
 def test_a_sampler_of_ones_own_keeps_the_contracts():
     make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4, sampler=Newest())
     testing.conform(make, EXAMPLE)
+
+
+@pytest.mark.parametrize("storage", [jrb.MemmapStorage(), jrb.SpillStorage(None, 16)], ids=repr)
+@pytest.mark.parametrize("unit", [jrb.Transition(), jrb.NStep(3, 0.9)], ids=repr)
+def test_storages_on_the_host_keep_the_contracts(storage, unit):
+    make = lambda n: jrb.ReplayBuffer(
+        n, num_envs=2, batch_size=8, storage=storage, unit=unit, sampler=jrb.Prioritized()
+    )
+    testing.conform(make, EPISODIC)
 
 
 def test_a_broken_part_is_noticed():

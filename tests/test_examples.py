@@ -1,9 +1,14 @@
 """Every program in examples/ runs, and does what it says."""
 
+import itertools
+
 import jax
+import jax.numpy as jnp
 import pytest
 
+import jrb
 from examples import data_parallel
+from jrb import testing
 
 pytestmark = pytest.mark.slow
 
@@ -24,3 +29,18 @@ def test_data_parallel_training_copies_nothing_of_a_rings_size():
         return train.lower(*start, keys).compile().memory_analysis().temp_size_in_bytes
 
     assert abs(temporaries(2**15) - temporaries(2**13)) < 1000
+
+
+@pytest.mark.parametrize("parts", [{}, {"unit": jrb.NStep(3, 0.9), "sampler": jrb.Prioritized()}])
+def test_a_storage_of_zarr_keeps_the_contracts(parts, tmp_path):
+    pytest.importorskip("zarr")
+    from examples.zarr_storage import ZarrStorage
+
+    numbers = itertools.count()
+
+    def make(capacity):
+        storage = ZarrStorage(str(tmp_path / str(next(numbers))))
+        return jrb.ReplayBuffer(capacity, num_envs=2, batch_size=8, storage=storage, **parts)
+
+    example = {"x": jnp.zeros(16), "next": {"reward": jnp.float32(0), "done": jnp.bool_(False)}}
+    testing.conform(make, example)

@@ -19,11 +19,11 @@ ROOMS = [
     {"_engine"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
-    {"testing", "mix"},
+    {"mix"},
     {"loops", "demo"},
     {"interop"},
     {"checkpoint", "iterate"},
-    {"cli"},
+    {"cli", "testing"},
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
 

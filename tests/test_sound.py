@@ -10,7 +10,7 @@ import pytest
 import jrb
 from jrb import sum_tree, testing, types
 from jrb._base import pytree, tree
-from jrb.checkpoint import template
+from jrb.checkpoint import state_specs
 
 KEY = jax.random.key(0)
 
@@ -345,7 +345,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(layout, monkeypatch, tmp_
     same = jrb.load(path)[1]
     jax.tree.map(np.testing.assert_array_equal, same, state)
     monkeypatch.setitem(tree.BRANCHING, jax.default_backend(), 32)
-    template._blank.cache_clear()
+    state_specs._blank.cache_clear()
     jax.clear_caches()
     other, loaded = jrb.load(path)
     assert loaded.sampler.masses.branching == 32
@@ -356,7 +356,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(layout, monkeypatch, tmp_
         sum_tree.total(loaded.sampler.masses), sum_tree.total(state.sampler.masses), rtol=1e-5
     )
     assert other.sample(loaded, KEY).mask.all()
-    template._blank.cache_clear()
+    state_specs._blank.cache_clear()
     jax.clear_caches()
 
 

@@ -1,14 +1,15 @@
 """Checkpoints: a buffer and its state on a disk, exact, and whole after any crash."""
 
+import importlib
 import os
-from types import EllipsisType
+from types import EllipsisType, ModuleType
 from typing import Any
 
 import jax
 
 from jrb._base import checks
 from jrb._store.errors import DamagedError, LockedError
-from jrb.checkpoint import background, folder, h5, migrate, template
+from jrb.checkpoint import background, folder, resizing, state_specs
 from jrb.checkpoint.background import Save
 from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
@@ -73,11 +74,11 @@ def save(
         ValueError: the state is not one of this buffer.
     """
     path = _settled(path)
-    template.check_buffer(buffer, "save")
+    state_specs.check_buffer(buffer, "save")
     if layout == "h5":
         if keep:
             raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
-        h5.save(path, buffer, state, {"compression": compression, "fletcher32": fletcher32})
+        _h5().save(path, buffer, state, {"compression": compression, "fletcher32": fletcher32})
         return 0
     _check_native(layout, compression, fletcher32, keep)
     return folder.save(path, buffer, state, keep)
@@ -104,10 +105,15 @@ def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
         As `save`, and what went wrong with the save before.
     """
     path = _settled(path)
-    template.check_buffer(buffer, "save_async")
+    state_specs.check_buffer(buffer, "save_async")
     _check_native("native", None, False, keep)
     pending = folder.pending(path, buffer, state, keep, copy=True)
     return background.start(path, None if isinstance(pending, int) else pending, keep)
+
+
+def _h5() -> ModuleType:
+    """What reads and writes HDF5, whose library is imported when it is needed."""
+    return importlib.import_module("jrb.checkpoint.h5")
 
 
 def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) -> None:
@@ -166,12 +172,12 @@ def load(
     if os.path.isfile(path):
         if generation is not None:
             raise ValueError("generation: expected None for an HDF5 file, which holds but one.")
-        buffer, state = h5.load(path, buffer, example, device)
+        buffer, state = _h5().load(path, buffer, example, device)
     else:
         buffer, state = folder.load(path, buffer, example, device, generation)
     if capacity is None and num_envs is ...:
         return buffer, state
-    buffer, state = migrate.migrated(buffer, state, capacity, num_envs)
+    buffer, state = resizing.migrated(buffer, state, capacity, num_envs)
     return buffer, state if device is None else jax.device_put(state, device)
 
 
@@ -199,4 +205,4 @@ def verify(path: Path) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    return h5.verify(path) if os.path.isfile(path) else folder.verify(path)
+    return _h5().verify(path) if os.path.isfile(path) else folder.verify(path)

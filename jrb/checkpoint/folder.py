@@ -5,15 +5,15 @@ from typing import Any
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
-from jrb.checkpoint import hosted, native, own, parts
+from jrb.checkpoint import commits, host_items, mixes, native
 from jrb.mix import Mix
 
 
 def save(path: str, buffer: Any, state: Any, keep: int) -> int:
     """Saves now; the number of the generation. Writes of other threads wait."""
-    saved: native.Pending | parts.Pending | int = 0
+    saved: native.Pending | mixes.Pending | int = 0
     try:
-        with hosted.reading(buffer, state):
+        with host_items.reading(buffer, state):
             saved = pending(path, buffer, state, keep, copy=False)
             return saved if isinstance(saved, int) else saved.finish(keep)
     except BaseException:
@@ -24,7 +24,7 @@ def save(path: str, buffer: Any, state: Any, keep: int) -> int:
 
 def pending(
     path: str, buffer: Any, state: Any, keep: int, copy: bool
-) -> "native.Pending | parts.Pending | int":
+) -> native.Pending | mixes.Pending | int:
     """A save that is to be finished, or the number of the generation if it is over already.
 
     Args:
@@ -35,10 +35,10 @@ def pending(
         copy: whether what will be written is copied now, so that the state may change.
     """
     if isinstance(buffer, Mix):
-        return parts.Pending(path, buffer, state, copy)
-    if hosted.is_own(path, buffer, state):
-        return own.save(buffer, state, keep)
-    with hosted.reading(buffer, state):
+        return mixes.Pending(path, buffer, state, copy)
+    if host_items.is_own(path, buffer, state):
+        return commits.save(buffer, state, keep)
+    with host_items.reading(buffer, state):
         return native.Pending(path, buffer, state, copy)
 
 
@@ -58,14 +58,14 @@ def _load(
     path: str, folder: Folder, buffer: Any, example: Any, device: Any, number: int | None
 ) -> Any:
     opened = generation.newest(folder) if number is None else opening.at(folder, number)
-    if (opened.body["meta"] or {}).get("kind") == parts.KIND:
-        return parts.restored(path, buffer, example, device, opened)
+    if (opened.body["meta"] or {}).get("kind") == mixes.KIND:
+        return mixes.restored(path, buffer, example, device, opened)
     return native.load(path, buffer, example, device, number)
 
 
 def verify(path: str) -> list[str]:
     """All that is wrong, a line each."""
-    return opening.damages(path) + parts.damages(path)
+    return opening.damages(path) + mixes.damages(path)
 
 
 def generations(path: str) -> list[int]:

@@ -33,7 +33,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, hosted, matching, native, template
+from jrb.checkpoint import descriptions, host_items, matching, native, state_specs
 from jrb.checkpoint.shelter import Shelter
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
@@ -47,7 +47,7 @@ _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
 def save(path: str, buffer: Any, state: Any, options: dict[str, Any]) -> None:
     """Saves; see `jrb.checkpoint.save`."""
-    spec, batch = template.read_off(buffer, state)
+    spec, batch = state_specs.read_off(buffer, state)
     if not isinstance(buffer, ReplayBuffer) or batch:
         raise ValueError(
             "layout: expected a single buffer with layout='h5', got a Mix, or states under vmap. "
@@ -95,8 +95,8 @@ def _write(
     leaves = _items(buffer, state, spec, slots)
     about: dict[str, Any] = {
         "kind": native.KIND,
-        "buffer": describe.encode(buffer),
-        "items": describe.encode_structure(spec),
+        "buffer": descriptions.encode(buffer),
+        "items": descriptions.encode_structure(spec),
         "rows": len(slots),
         "trajectories": [],
     }
@@ -108,10 +108,18 @@ def _write(
             about["trajectories"].append([environment, length])
             for name, leaf in rows.items():
                 _put(group, name, leaf, options)
-    rest = template.packed({"writer": state.writer, "sampler": state.sampler, "unit": state.unit})
+    rest = state_specs.packed(
+        {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
+    )
     group = file.create_group(_STATE)
-    for name, leaf in zip(template.leaf_names(rest), jax.tree.leaves(rest), strict=True):
-        _put(group, name, np.asarray(prng_keys.raw(leaf)), options, describe.dtype_name(leaf.dtype))
+    for name, leaf in zip(state_specs.leaf_names(rest), jax.tree.leaves(rest), strict=True):
+        _put(
+            group,
+            name,
+            np.asarray(prng_keys.raw(leaf)),
+            options,
+            descriptions.dtype_name(leaf.dtype),
+        )
     text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
     _put(file, _ABOUT, text, {})
     file.attrs.update(format=FORMAT, version=VERSION)
@@ -156,7 +164,7 @@ def _put(
     dataset = group.create_dataset(
         name, data=stored, **(options if stored.size and stored.shape else {})
     )
-    dataset.attrs["dtype"] = dtype or describe.dtype_name(array.dtype)
+    dataset.attrs["dtype"] = dtype or descriptions.dtype_name(array.dtype)
     dataset.attrs["crc32"] = zlib.crc32(memory.view(stored))
 
 
@@ -174,17 +182,17 @@ def load(path: str, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
 def _read(path: str, file: h5py.File, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
     about = _about(path, file)
     given = buffer is not None
-    buffer = hosted.prepared(matching.matched(about["buffer"], buffer), given)
+    buffer = host_items.prepared(matching.matched(about["buffer"], buffer), given)
     spec = matching.stored_spec(about["items"], buffer, example)
-    want = template.blank(buffer, spec)
+    want = state_specs.blank(buffer, spec)
     state = _replayed(path, file, buffer, spec, about)
     rest = {"writer": want.writer, "sampler": want.sampler, "unit": want.unit}
-    packed = template.packed(rest)
+    packed = state_specs.packed(rest)
     arrays = [
         _restored(path, file, f"{_STATE}/{name}", leaf)
-        for name, leaf in zip(template.leaf_names(packed), jax.tree.leaves(packed), strict=True)
+        for name, leaf in zip(state_specs.leaf_names(packed), jax.tree.leaves(packed), strict=True)
     ]
-    parts = template.unpacked(rest, jax.tree.unflatten(jax.tree.structure(packed), arrays))
+    parts = state_specs.unpacked(rest, jax.tree.unflatten(jax.tree.structure(packed), arrays))
     state = state.replace(**parts, ring=buffer.ring)
     return buffer, state if device is None else jax.device_put(state, device)
 

@@ -8,22 +8,22 @@ from jrb._base import prng_keys, pytree
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, hosted, rows, template
+from jrb.checkpoint import descriptions, host_items, rows, state_specs
 from jrb.types import Storage
 
 
 def about(kind: str, buffer: Any, state: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
     """What a checkpoint says of a state, and the axes that `vmap` has put before it."""
-    spec, batch = template.read_off(buffer, state)
-    items = describe.encode_structure(spec)
-    said = {"kind": kind, "buffer": describe.encode(buffer), "items": items}
+    spec, batch = state_specs.read_off(buffer, state)
+    items = descriptions.encode_structure(spec)
+    said = {"kind": kind, "buffer": descriptions.encode(buffer), "items": items}
     return {**said, "batch": list(batch)}, batch
 
 
 def kinds(state: Any, arrays: dict[str, Any]) -> dict[str, list[str]]:
     """What must be known of each array to read it."""
-    packed = template.packed(state)
-    leaves = dict(zip(template.leaf_names(packed), jax.tree.leaves(packed), strict=True))
+    packed = state_specs.packed(state)
+    leaves = dict(zip(state_specs.leaf_names(packed), jax.tree.leaves(packed), strict=True))
     return {name: list(rows.kind_of(leaves[name.removesuffix(rows.BEYOND)])) for name in arrays}
 
 
@@ -71,7 +71,7 @@ def places(
     arrays = opened.arrays
     there = {name for name in (*columns, *arrays) if not name.startswith(".")}
     there = {name for name in there if not name.endswith(rows.BEYOND)}
-    names, found = template.leaf_names(packed), []
+    names, found = state_specs.leaf_names(packed), []
     odd = sorted(set(names) ^ there)
     if odd:
         raise DamagedError(
@@ -92,17 +92,17 @@ def places(
     return found
 
 
-def matched(saved: describe.Json, buffer: Any) -> Any:
+def matched(saved: descriptions.Json, buffer: Any) -> Any:
     """The description that was saved, or the one that was given if it is the same.
 
     Batch size, `min_size`, `cast` and transforms may differ: no state depends on them.
     """
     if buffer is None:
-        buffer = describe.decode(saved)
-        template.check_buffer(buffer, "load")
+        buffer = descriptions.decode(saved)
+        state_specs.check_buffer(buffer, "load")
         return buffer
-    template.check_buffer(buffer, "load")
-    lines = describe.differences(binding(saved), binding(describe.encode(buffer)))
+    state_specs.check_buffer(buffer, "load")
+    lines = descriptions.differences(binding(saved), binding(descriptions.encode(buffer)))
     if lines:
         raise ValueError(
             f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
@@ -111,7 +111,7 @@ def matched(saved: describe.Json, buffer: Any) -> Any:
     return buffer
 
 
-def binding(node: describe.Json) -> describe.Json:
+def binding(node: descriptions.Json) -> descriptions.Json:
     """An encoded description without what no state depends on."""
     if isinstance(node, list):
         return [binding(entry) for entry in node]
@@ -119,9 +119,9 @@ def binding(node: describe.Json) -> describe.Json:
         return node
     free = {"batch_size", "transforms", "min_size", "cast"}
     if "part" in node:
-        part = describe.find_class(node["part"])
-        is_storage = isinstance(part, type) and issubclass(part, Storage)
-        free |= set(part.unbound) if is_storage else set()
+        part = descriptions.find_class(node["part"])
+        if isinstance(part, type) and issubclass(part, Storage):
+            free |= set(part.unbound)
     return {
         key: {name: binding(field) for name, field in entry.items() if name not in free}
         if key == "fields"
@@ -131,24 +131,24 @@ def binding(node: describe.Json) -> describe.Json:
     }
 
 
-def stored_spec(node: describe.Json, buffer: Any, example: Any) -> Any:
+def stored_spec(node: descriptions.Json, buffer: Any, example: Any) -> Any:
     """The specs of the stored items; those of an example must be the same."""
     if example is None:
-        return pytree.spec_of(describe.decode_structure(node), "load")
+        return pytree.spec_of(descriptions.decode_structure(node), "load")
     if not isinstance(buffer, ReplayBuffer):
         given = tuple(_stored(part, example) for part in buffer.buffers)
     else:
         given = _stored(buffer, example)
     if "unknown" in node:
-        saved = [describe.decode_structure(leaf) for leaf in node["leaves"]]
+        saved = [descriptions.decode_structure(leaf) for leaf in node["leaves"]]
         pytree.check_like(saved, jax.tree.leaves(given), "load: example", _MEND)
     else:
-        pytree.check_like(describe.decode_structure(node), given, "load: example", _MEND)
+        pytree.check_like(descriptions.decode_structure(node), given, "load: example", _MEND)
     return given
 
 
 def _stored(buffer: Any, example: Any) -> Any:
-    plain = hosted.on_device(buffer)
+    plain = host_items.on_device(buffer)
     return plain.stored(jax.eval_shape(lambda: plain.init(example)))
 
 

@@ -9,7 +9,7 @@ from jrb._engine import memory
 from jrb._store import opening
 from jrb._store.generation import Generation
 from jrb._store.store import Store
-from jrb.checkpoint import hosted, matching, own, rows, template
+from jrb.checkpoint import commits, host_items, matching, rows, state_specs
 
 KIND = "buffer"
 
@@ -26,7 +26,7 @@ class Pending:
 
     def __init__(self, path: str, buffer: Any, state: Any, copy: bool) -> None:
         self.meta, batch = matching.about(KIND, buffer, state)
-        plain, exported = hosted.exported(buffer, state)
+        plain, exported = host_items.exported(buffer, state)
         held, self.arrays = rows.split(plain, exported, batch)
         self.kinds = matching.kinds(exported, self.arrays)
         self.store = opening.to_save(path, held.columns, held.count)
@@ -78,8 +78,8 @@ def load(
     store = opening.reopen(path, number, check=False)
     opened = Generation(store.folder, store.generation)
     kind = (opened.body["meta"] or {}).get("kind")
-    if kind == own.KIND:
-        return own.reopened(path, buffer, example, device, opened, store)
+    if kind == commits.KIND:
+        return commits.reopened(path, buffer, example, device, opened, store)
     return _restored(path, buffer, example, device, opened, store)
 
 
@@ -88,12 +88,12 @@ def _restored(
 ) -> tuple[Any, Any]:
     """The buffer and its state, from an open store."""
     buffer, spec, given = matching.described(path, opened, KIND, buffer, example)
-    buffer = hosted.prepared(buffer, given)
+    buffer = host_items.prepared(buffer, given)
     batch = matching.batch_of(path, opened)
-    want = template.batched(template.blank(buffer, spec), batch)
-    packed = template.packed(want)
+    want = state_specs.batched(state_specs.blank(buffer, spec), batch)
+    packed = state_specs.packed(want)
     places = matching.places(path, opened, packed)
-    on_host, leaves = hosted.is_on_host(buffer), []
+    on_host, leaves = host_items.is_on_host(buffer), []
     opening.check(store, rows=on_host)
     for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
         if on_host and column is not None:
@@ -101,8 +101,8 @@ def _restored(
             continue
         read = rows.reader(store, opened, name, column, int(np.prod(batch, dtype=int)))
         leaves.append(memory.restored(leaf, read, device))
-    state = template.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
+    state = state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
     if not on_host:
         return buffer, state
-    view = hosted.filled(buffer, spec, store, rows.ranges(store))
-    return buffer, hosted.attach(buffer, state, view)
+    view = host_items.filled(buffer, spec, store, rows.ranges(store))
+    return buffer, host_items.attach(buffer, state, view)

@@ -37,7 +37,7 @@ import numpy as np
 
 from jrb._base import extras
 from jrb._engine import memory
-from jrb.checkpoint import folder, template
+from jrb.checkpoint import folder, state_specs
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
 
@@ -114,8 +114,8 @@ class BufferRestore(ocp.args.CheckpointArgs):
 
 def _check(args: BufferSave) -> None:
     """Raises at once what would else be raised in the background."""
-    template.check_buffer(args.buffer, "save")
-    template.read_off(args.buffer, args.state)
+    state_specs.check_buffer(args.buffer, "save")
+    state_specs.read_off(args.buffer, args.state)
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"save: expected a program of one process, got {jax.process_count()}. Save the part of "

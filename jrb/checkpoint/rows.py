@@ -19,7 +19,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
-from jrb.checkpoint import describe, hosted, template
+from jrb.checkpoint import descriptions, host_items, state_specs
 
 PIECE = 16 << 20
 """Bytes of the rows that are on their way at a time."""
@@ -58,7 +58,7 @@ class Rows:
         return [self._taken(*pair, rows) for pair in zip(self.columns, self.leaves, strict=True)]
 
     def _taken(self, column: Column, leaf: Any, rows: np.ndarray) -> np.ndarray:
-        if isinstance(leaf, hosted.Leaf):
+        if isinstance(leaf, host_items.Leaf):
             return leaf.rows(rows)
         if isinstance(leaf, np.ndarray):
             buffer, slot = rows // self.capacity, rows % self.capacity
@@ -94,8 +94,8 @@ def _in_parts(rows: np.ndarray, columns: tuple[Column, ...], size: int) -> Itera
 
 def split(buffer: Any, state: Any, batch: tuple[int, ...]) -> tuple[Rows, dict[str, Any]]:
     """The rows of a state of one buffer, and its other arrays by name, as bytes."""
-    state = template.packed(state)
-    names, leaves = template.leaf_names(state), jax.tree.leaves(state)
+    state = state_specs.packed(state)
+    names, leaves = state_specs.leaf_names(state), jax.tree.leaves(state)
     by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
     buffers, columns, held, arrays = int(np.prod(batch, dtype=int)), [], [], {}
     for name, leaf in zip(names, leaves, strict=True):
@@ -118,7 +118,7 @@ def array_bytes(leaf: Any) -> Any:
 def _column(name: str, leaf: Any, batch: tuple[int, ...], buffers: int, capacity: int) -> tuple:
     """The column of a leaf, what its rows are read from, and the bytes beyond them if there are."""
     kind = kind_of(leaf)
-    if isinstance(leaf, hosted.Leaf):
+    if isinstance(leaf, host_items.Leaf):
         return Column(name, kind, leaf.width), leaf, None
     words = prng_keys.raw(leaf)
     length = words.shape[len(batch)]
@@ -135,7 +135,7 @@ def _column(name: str, leaf: Any, batch: tuple[int, ...], buffers: int, capacity
 
 def kind_of(leaf: Any) -> tuple[str, ...]:
     """What must be the same for rows to be comparable: dtype and shape."""
-    return (describe.dtype_name(leaf.dtype), str(list(leaf.shape)))
+    return (descriptions.dtype_name(leaf.dtype), str(list(leaf.shape)))
 
 
 def changed(
@@ -167,7 +167,7 @@ def changed(
 def _writer_of(last: Generation, state: Any) -> Any:
     """The writer's state as it was saved; None if it was another kind of writer."""
     leaves, structure = jax.tree.flatten(state.writer)
-    names, entries, found = template.leaf_names({"writer": state.writer}), last.arrays, []
+    names, entries, found = state_specs.leaf_names({"writer": state.writer}), last.arrays, []
     for name, leaf in zip(names, leaves, strict=True):
         if name not in entries or entries[name]["kind"] != list(kind_of(leaf)):
             return None

@@ -6,6 +6,7 @@ of time, environment after environment; the nested one the same bytes with the l
 trajectories; and the one of HDF5 a group for each trajectory.
 """
 
+import importlib
 import math
 import os
 from typing import Any, NamedTuple
@@ -267,7 +268,7 @@ def _read_compact(folder: Folder, about: dict[str, Any], length: int) -> Stored:
 def _read_h5(folder: Folder) -> Stored:
     """The layout of HDF5."""
     where = folder.file(*_H5)
-    about, leaves = dump.read_h5(where)
+    about, leaves = importlib.import_module("jrb.interop.torchrl_h5").read_h5(where)
     return _compact("h5", leaves, where, about, dump.whole(about["_len"], where, "_len"))
 
 

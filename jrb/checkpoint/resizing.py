@@ -12,7 +12,7 @@ from jrb._base import pytree
 from jrb._engine import dispatch
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import hosted
+from jrb.checkpoint import host_items
 from jrb.ring import Held
 from jrb.state import BufferState
 from jrb.types import Context
@@ -37,7 +37,7 @@ def migrated(
             "states under vmap. Load it as it is."
         )
     target = dataclasses.replace(
-        hosted.prepared(buffer, given=False),
+        host_items.prepared(buffer, given=False),
         capacity=buffer.capacity if capacity is None else capacity,
         num_envs=buffer.num_envs if num_envs is ... else num_envs,
     )

@@ -11,7 +11,7 @@ from jrb._base import pytree, versions
 from jrb._base import tree as trees
 from jrb._engine import dispatch, memory, state_check
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import describe, hosted
+from jrb.checkpoint import descriptions, host_items
 from jrb.mix import Mix
 
 
@@ -66,7 +66,7 @@ def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
 def _blank(buffer: ReplayBuffer, structure: Any, leaves: tuple, x64: bool) -> Any:
     """The same, remembered: a program saves the same state again and again."""
     spec = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(lambda: state_check.blank(hosted.on_device(buffer), spec))
+    return jax.eval_shape(lambda: state_check.blank(host_items.on_device(buffer), spec))
 
 
 def packed(state: Any) -> Any:
@@ -110,7 +110,7 @@ def read_off(buffer: ReplayBuffer | Mix, state: Any) -> tuple[Any, tuple[int, ..
     Raises:
         ValueError, TypeError: it is no state of this buffer; the message names a leaf.
     """
-    buffer, state = hosted.exported(buffer, state)
+    buffer, state = host_items.exported(buffer, state)
     check_arrays(buffer, state)
     specs = pytree.spec_of(state, "save")
     for axes in range(4):
@@ -170,4 +170,4 @@ def leaf_names(tree: Any) -> list[str]:
 
 def kind(spec: Any) -> list:
     """Dtype and shape for a manifest."""
-    return [describe.dtype_name(spec.dtype), list(spec.shape)]
+    return [descriptions.dtype_name(spec.dtype), list(spec.shape)]

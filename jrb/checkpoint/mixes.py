@@ -18,7 +18,7 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
-from jrb.checkpoint import describe, matching, native, template
+from jrb.checkpoint import descriptions, matching, native, state_specs
 
 KIND = "mix"
 
@@ -27,8 +27,8 @@ class Pending:
     """As `native.Pending`, for a mix."""
 
     def __init__(self, path: str, mix: Any, states: Any, copy: bool) -> None:
-        template.read_off(mix, states)
-        self.meta: dict[str, Any] = {"kind": KIND, "buffer": describe.encode(mix)}
+        state_specs.read_off(mix, states)
+        self.meta: dict[str, Any] = {"kind": KIND, "buffer": descriptions.encode(mix)}
         self.store, self.parts = opening.to_save(path, (), 0), []
         try:
             for number, pair in enumerate(zip(mix.buffers, states, strict=True)):

@@ -12,7 +12,7 @@ from jrb._store import opening
 from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.generation import Generation
 from jrb._store.store import Store
-from jrb.checkpoint import hosted, matching, rows, template
+from jrb.checkpoint import host_items, matching, rows, state_specs
 from jrb.storages import host_rows
 from jrb.storages.store_rows import StoreRows, columns
 
@@ -27,10 +27,10 @@ def save(buffer: Any, state: Any, keep: int) -> int:
             f"generation, got {keep}. Save to another path to keep older ones."
         )
     meta, _ = matching.about(KIND, buffer, state)
-    view, rest = hosted.view_of(buffer, state), state.replace(storage=None)
-    packed = template.packed(rest)
+    view, rest = host_items.view_of(buffer, state), state.replace(storage=None)
+    packed = state_specs.packed(rest)
     leaves = map(rows.array_bytes, jax.tree.leaves(packed))
-    arrays = dict(zip(template.leaf_names(packed), leaves, strict=True))
+    arrays = dict(zip(state_specs.leaf_names(packed), leaves, strict=True))
     kinds = matching.kinds(rest, arrays)
     store = cast(StoreRows, view.rows).store  # no other rows are at a path
     return store.commit(host_rows.number(view.version), meta, kinds, arrays)
@@ -43,19 +43,19 @@ def reopened(
     buffer, spec, _ = matching.described(path, opened, KIND, buffer, example)
     buffer = _at(buffer, path)
     _check_columns(path, buffer, spec, opened)
-    want = template.blank(buffer, spec).replace(storage=None)
-    packed = template.packed(want)
+    want = state_specs.blank(buffer, spec).replace(storage=None)
+    packed = state_specs.packed(want)
     places = matching.places(path, opened, packed, without_rows=True)
     opening.check(store, rows=True)
     leaves = [
         memory.restored(leaf, rows.reader(store, opened, name, None, 1), device)
         for leaf, (name, _) in zip(jax.tree.leaves(packed), places, strict=True)
     ]
-    state = template.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
+    state = state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
     if len(store.lost):
         state = _without(path, buffer, spec, state, store)
     view = host_rows.view(StoreRows(store, spec, buffer.writer.in_time), store.version)
-    state = hosted.attach(buffer, state, view)
+    state = host_items.attach(buffer, state, view)
     return buffer, state if device is None else jax.device_put(state, device)
 
 
