@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import jrb
 from jrb import checkpoint
 from jrb.checkpoint import host_items
-from tests.test_host import EXAMPLE, KEY, numbered, same, steps
+from tests.storages.test_on_host import EXAMPLE, KEY, numbered, same, steps
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,7 @@ def test_a_load_gives_what_was_committed(storage, tmp_path):
 def test_a_run_goes_on_as_if_it_had_never_been_killed(storage, tmp_path):
     script = """
 import os, signal, sys
-from tests.test_own import *
+from tests.checkpoint.test_commits import *
 buffer, state = made(sys.argv[1], sys.argv[2])
 jrb.save(sys.argv[1], buffer, state)
 state = buffer.extend(state, steps(7, 5, 2))
@@ -80,7 +81,7 @@ buffer.sample(state, KEY)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "store"
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = pathlib.Path(__file__).parents[2]
     command = [sys.executable, "-c", script, str(path), storage]
     assert subprocess.run(command, check=False, cwd=root).returncode == -signal.SIGKILL
     whole, state = made(tmp_path / "whole", storage)

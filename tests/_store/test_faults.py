@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.store import faults
+from tests._store import faults
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "faults.py")
 pytestmark = [pytest.mark.faults, pytest.mark.slow]

@@ -18,7 +18,7 @@ from jrb.interop.torchrl import read_torchrl, write_torchrl
 
 pytestmark = pytest.mark.slow
 
-DATA = pathlib.Path(__file__).parent / "data" / "torchrl"
+DATA = pathlib.Path(__file__).parents[1] / "data" / "torchrl"
 DUMPS = sorted(path.stem for path in DATA.glob("*_[12]d_*.npz") if "sampler" not in path.name)
 FLAGS = ("done", "terminated", "truncated")
 

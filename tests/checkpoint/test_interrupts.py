@@ -11,7 +11,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from tests.store import faults
+from tests._store import faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 

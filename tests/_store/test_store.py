@@ -10,7 +10,7 @@ from jrb._store import files, generation, opening, store
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
 from jrb._store.table import Column
-from tests.store import faults
+from tests._store import faults
 
 
 @pytest.fixture

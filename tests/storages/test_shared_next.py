@@ -13,7 +13,7 @@ import pytest
 
 import jrb
 from tests.reference import OnceModel
-from tests.test_units import EXAMPLE, KEY, Stream, arrays, commands, pick
+from tests.units.streams import EXAMPLE, KEY, Stream, arrays, commands, pick
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,70 @@
+"""Stacks of frames against plain lists of episodes."""
+
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+import jrb
+from tests.units.streams import (
+    KEY,
+    agree,
+    check,
+    commands,
+    frame_stack,
+    n_step,
+    played,
+    random_streams,
+    sequence,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("k", "pad"), [(1, "first"), (4, "first"), (2, "zeros")])
+@random_streams
+def test_frame_stack(k, pad, data):
+    check(jrb.FrameStack(k, pad=pad), frame_stack(k, pad), [(k, 1), (k + 1, 2), (9, 3)], data)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@random_streams
+def test_n_step_over_stacked_frames(strict, data):
+    paths = (("observation", "frame"), ("next", "observation", "frame"))
+    unit = jrb.FrameStack(3, paths, unit=jrb.NStep(3, 0.5, strict=strict))
+    expected = frame_stack(3, inner=n_step(3, 0.5, strict))
+    check(unit, expected, [(3, 1), (5, 2), (11, 3)], data)
+
+
+@pytest.mark.parametrize("short", ["drop", "pad"])
+@random_streams
+def test_windows_of_stacked_frames(short, data):
+    k, length, burn_in = 3, 3, 2
+    inner = sequence(length, burn_in, short)
+
+    def expected(model, entry, begins):
+        item = inner(model, entry, begins)
+        if item is None or model.stack(entry, k, begins) is None:
+            return None
+        rows = model.behind(entry, burn_in)
+        stacks = [model.stack(row, k, begins) for row in rows]
+        stacks = [None] * (burn_in - len(rows)) + stacks
+        mask = [stack is not None for stack in stacks] + item["mask"][burn_in:]
+        return {"mask": mask}
+
+    rows, envs = data.draw(st.sampled_from([(5, 1), (6, 2), (13, 3)]))
+    unit = jrb.FrameStack(k, unit=jrb.Sequence(length, burn_in=burn_in, short=short))
+    calls = data.draw(commands(envs, rows, truncates=True))
+    agree(unit, rows, envs, calls, expected)
+    _, state, sample, model, begins = played(unit, rows, envs, calls)
+    drawn = jax.tree.map(np.asarray, sample(state, KEY))
+    by_slot = {entry["slot"]: entry for entry in model.all()}
+    for b, step in np.argwhere(drawn.mask):
+        anchor = by_slot[int(drawn.indices[b])]
+        entry = model.at(anchor["env"], anchor["time"] + step - burn_in)
+        frames = model.stack(entry, k, begins)
+        see = drawn.data["observation"]["frame"][b, step, :, 0]
+        after = drawn.data["next"]["observation"]["frame"][b, step, :, 0]
+        assert see.tolist() == frames
+        assert after.tolist() == [*frames[1:], entry["after"]]
+        assert drawn.data["action"][b, step] == entry["action"]

@@ -1,0 +1,138 @@
+"""Windows against plain lists of episodes, and how likely each is."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from tests.units.streams import (
+    EXAMPLE,
+    KEY,
+    Stream,
+    arrays,
+    check,
+    commands,
+    pick,
+    played,
+    random_streams,
+    sequence,
+    ten_and_ninety,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("length", "burn_in", "short"),
+    [(3, 0, "pad"), (3, 2, "drop"), (3, 2, "pad"), (1, 4, "pad")],
+)
+@random_streams
+def test_sequence(length, burn_in, short, data):
+    unit = jrb.Sequence(length, burn_in=burn_in, short=short)
+    least = length + burn_in
+    check(unit, sequence(length, burn_in, short), [(least, 1), (least + 1, 2), (12, 3)], data)
+
+
+@pytest.mark.parametrize(("length", "short"), [(3, "drop"), (3, "pad")])
+@random_streams
+def test_every_episode_alike(length, short, data):
+    rows, envs = data.draw(st.sampled_from([(length, 1), (length + 1, 2), (12, 3)]))
+    unit = jrb.Sequence(length, over="episodes", short=short)
+    calls = data.draw(commands(envs, rows, truncates=True))
+    buffer, state, sample, model, begins = played(unit, rows, envs, calls)
+    anchors = {}
+    for entry in model.all():
+        if sequence(length, 0, short)(model, entry, begins) is not None:
+            anchors.setdefault((entry["env"], entry["episode"]), []).append(entry)
+    by_slot = {entry["slot"]: entry for entry in model.all()}
+    assert bool(buffer.can_sample(state)) == bool(anchors)
+    for key in jax.random.split(KEY, 3):
+        drawn = jax.tree.map(np.asarray, sample(state, key))
+        real = np.flatnonzero(drawn.mask[:, 0])
+        entries = [by_slot[int(slot)] for slot in drawn.indices[real]]
+        assert sorted((e["env"], e["episode"]) for e in entries) == sorted(anchors)
+        for b, entry in zip(real, entries, strict=True):
+            starts = anchors[entry["env"], entry["episode"]]
+            assert entry in starts
+            chance = 1 / len(anchors) / len(starts)
+            np.testing.assert_allclose(drawn.probabilities[b], chance, rtol=1e-6)
+            for name, value in sequence(length, 0, short)(model, entry, begins).items():
+                np.testing.assert_array_equal(pick(drawn, name)[b], value, err_msg=name)
+
+
+def chances(buffer, state, draws=200):
+    """How often each slot is drawn, and how often it should be by `Sample.probabilities`."""
+    keys = jax.random.split(jax.random.key(1), draws)
+    sample = jax.jit(jax.vmap(lambda key: buffer.sample(state, key)))(keys)
+    slots = np.asarray(sample.indices).reshape(-1)
+    seen = np.bincount(slots, minlength=buffer.capacity)
+    chance = np.zeros(buffer.capacity)
+    chance[slots] = np.asarray(sample.probabilities).reshape(-1)
+    return seen, chance
+
+
+def chi_square(seen, expected):
+    return ((seen - expected) ** 2 / expected).sum()
+
+
+@pytest.mark.parametrize(
+    "sampler", [jrb.Uniform(), jrb.Prioritized()], ids=lambda s: type(s).__name__
+)
+def test_windows_over_steps_are_all_alike(sampler):
+    buffer = jrb.ReplayBuffer(100, num_envs=1, batch_size=64, unit=jrb.Sequence(5), sampler=sampler)
+    seen, chance = chances(buffer, buffer.extend(buffer.init(EXAMPLE), ten_and_ninety()))
+    valid = np.r_[0:6, 10:96]
+    assert set(np.flatnonzero(seen)) == set(valid)
+    np.testing.assert_allclose(chance[valid], 1 / 92, rtol=1e-5)
+    assert chi_square(seen[valid], seen.sum() / 92) < 140.0  # 91 degrees, 0.001
+
+
+def test_windows_over_episodes_draw_short_episodes_as_often_as_long_ones():
+    unit = jrb.Sequence(5, over="episodes")
+    buffer = jrb.ReplayBuffer(100, num_envs=1, batch_size=64, unit=unit)
+    seen, chance = chances(buffer, buffer.extend(buffer.init(EXAMPLE), ten_and_ninety()))
+    expected = np.zeros(100)
+    expected[0:6], expected[10:96] = 1 / 12, 1 / 172
+    np.testing.assert_allclose(chance[expected > 0], expected[expected > 0], rtol=1e-5)
+    valid = expected > 0
+    assert (seen[~valid] == 0).all()
+    assert chi_square(seen[valid], expected[valid] * seen.sum()) < 140.0
+    assert abs(seen[:10].sum() / seen.sum() - 0.5) < 0.02
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.9])
+def test_priorities_of_rows_become_one(eta):
+    unit = jrb.Sequence(3, burn_in=1, short="pad", eta=eta)
+    buffer = jrb.ReplayBuffer(
+        8, num_envs=1, batch_size=8, unit=unit, sampler=jrb.Prioritized(eps=0.0)
+    )
+    stream = Stream(1)
+    done = [False, False, True, False, False, False]
+    rows = arrays([stream.row([(flag, False)]) for flag in done])
+    state = buffer.extend(buffer.init(EXAMPLE), rows)
+    sample = buffer.sample(state, KEY)
+    for whole in (False, True):
+        width = 4 if whole else 3
+        priorities = np.random.default_rng(0).random((8, width)).astype(np.float32)
+        after = buffer.update_priority(state, sample, priorities)
+        for b, slot in enumerate(np.asarray(sample.indices).tolist()):
+            if slot in np.asarray(sample.indices)[b + 1 :]:
+                continue
+            rows = min(3, [2, 5][slot > 2] - slot + 1)
+            real = priorities[b, width - 3 :][:rows]
+            want = eta * real.max() + (1 - eta) * real.mean()
+            np.testing.assert_allclose(after.sampler.raw[slot], want, rtol=1e-6)
+    bad = np.ones((8, 3), np.float32)
+    bad[:, 0] = -1.0
+    after = buffer.update_priority(state, sample, bad)
+    np.testing.assert_array_equal(after.sampler.raw, state.sampler.raw)
+    assert int(after.sampler.refused) == 8
+    with pytest.raises(ValueError, match=r"expected shape \(8,\) or \(8, 3\) or \(8, 4\), one"):
+        buffer.update_priority(state, sample, jnp.ones((8, 2)))
+
+
+def test_episodes_and_priorities_are_refused_together():
+    with pytest.raises(ValueError, match="two things about how likely a row is"):
+        jrb.ReplayBuffer(8, unit=jrb.Sequence(2, over="episodes"), sampler=jrb.Prioritized())
