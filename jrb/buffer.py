@@ -11,7 +11,7 @@ from jrb._engine import dispatch, transforming
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
-from jrb.state import BufferState, Sample
+from jrb.state import BufferState, Device, Sample
 from jrb.storages import DeviceStorage
 from jrb.types import Item, Sampler, Storage, Unit, Writer
 from jrb.types.parts import check_part
@@ -141,7 +141,7 @@ class ReplayBuffer:
         envs = self.num_envs or 1
         return Ring(rows=self.capacity // envs, envs=envs)
 
-    def init(self, example: Item, device: Any = None) -> BufferState:
+    def init(self, example: Item, device: Device = None) -> BufferState:
         """An empty state.
 
         Args:
@@ -267,7 +267,9 @@ class ReplayBuffer:
         after, sample = self._drawn(state, key, batch_size, beta)
         return dispatch.after_draw(state, after), sample
 
-    def _drawn(self, state: BufferState, key: jax.Array, batch_size: Any, beta: Any) -> Any:
+    def _drawn(
+        self, state: BufferState, key: jax.Array, batch_size: Any, beta: jax.Array | float | None
+    ) -> Any:
         """What a draw leaves behind (see `jrb._engine.dispatch.draw`), and a sample."""
         batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size is None:

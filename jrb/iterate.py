@@ -13,8 +13,9 @@ from jrb._base import checks
 from jrb._engine import steps
 from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer
+from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
-from jrb.state import BufferState, Sample
+from jrb.state import BufferState, Device, Sample
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -224,7 +225,7 @@ def _close_all() -> None:
         thread.join()
 
 
-def _newest(buffer: Any, newest: Callable[[], Any], key: jax.Array) -> Any:
+def _newest(buffer: ReplayBuffer | Mix, newest: Callable[[], Any], key: jax.Array) -> Any:
     """A draw from the newest state, made again where its rows were overwritten meanwhile."""
     state = newest()
     while True:
@@ -237,12 +238,12 @@ def _newest(buffer: Any, newest: Callable[[], Any], key: jax.Array) -> Any:
 
 
 def prefetch(
-    buffer: Any,
+    buffer: ReplayBuffer | Mix,
     state_or_fn: Any,
     key: jax.Array,
     depth: int = 2,
     *,
-    device: Any = None,
+    device: Device = None,
 ) -> Prefetch:
     """Draws batches ahead, in a thread, while the caller computes with those it has.
 

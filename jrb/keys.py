@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 from jrb._base import pytree
+from jrb._base.pytree import PyTree
 
 Path = str | tuple[str, ...]
 """A name, or a tuple of names from the outside in; names reach into dicts and attributes alike."""
@@ -30,7 +31,7 @@ class Keys:
     truncated: Path = ("next", "truncated")
     next_observation: Path = ("next", "observation")
 
-    def get(self, item: Any, name: str) -> Any:
+    def get(self, item: PyTree, name: str) -> Any:
         """The entry of `item` that plays the role `name` ("reward", "done", ...).
 
         Raises:
@@ -45,7 +46,7 @@ class Keys:
             )
         return found
 
-    def flags(self, item: Any) -> dict[str, Any]:
+    def flags(self, item: PyTree) -> dict[str, Any]:
         """What says that an episode ends: those of done, terminated and truncated that there are.
 
         Returns:
@@ -82,7 +83,7 @@ def within(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + "/")
 
 
-def find(item: Any, path: Path, what: str) -> Any:
+def find(item: PyTree, path: Path, what: str) -> Any:
     """The entry of `item` at `path`.
 
     Raises:
@@ -106,14 +107,14 @@ def path_name(path: Path) -> str:
     return path if isinstance(path, str) else "/".join(path)
 
 
-def lookup(item: Any, path: Path) -> Any:
+def lookup(item: PyTree, path: Path) -> Any:
     """The entry of `item` at `path`, or None where there is none."""
     for name in (path,) if isinstance(path, str) else path:
         item = _entry(item, name)
     return item
 
 
-def _entry(item: Any, name: str) -> Any:
+def _entry(item: PyTree, name: str) -> Any:
     """What a container holds under a name; what is no container holds nothing."""
     if pytree.is_mapping(item):
         return item.get(name)

@@ -8,13 +8,13 @@ import jax
 from jrb._base import casting, pytree
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
-from jrb.mix import Mix
+from jrb.mix import Description, Mix
 from jrb.state import BufferState, Sample
 from jrb.types import Item
 
 
 @functools.lru_cache(maxsize=64)
-def jitted(buffer: Any) -> "Jitted | JittedMix":
+def jitted(buffer: Description) -> "Jitted | JittedMix":
     """The same verbs, each compiled, in place: for loops in Python.
 
     Outside `jit`, a verb that changes a state copies it. These donate the state that they are

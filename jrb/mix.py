@@ -11,7 +11,7 @@ import numpy as np
 from jrb._base import checks, permutation, pytree, random_bits
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
-from jrb.state import BufferState, Sample
+from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item
 
 States = tuple[BufferState, ...]
@@ -60,7 +60,7 @@ class Mix:
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
 
-    def init(self, example: Item, device: Any = None) -> States:
+    def init(self, example: Item, device: Device = None) -> States:
         """Empty states, one for each buffer, all on one device (see `ReplayBuffer.init`)."""
         return tuple(part.init(example, device) for part in self.buffers)
 
@@ -132,7 +132,12 @@ class Mix:
         return self._drawn(states, key, batch_size, beta, proportions)
 
     def _drawn(
-        self, states: States, key: jax.Array, batch_size: int | None, beta: Any, proportions: Any
+        self,
+        states: States,
+        key: jax.Array,
+        batch_size: int | None,
+        beta: jax.Array | float | None,
+        proportions: Any,
     ) -> tuple[States, Sample]:
         batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size is None:
@@ -196,7 +201,7 @@ class Mix:
         keys: jax.Array,
         counts: tuple[int, ...],
         needed: tuple[int, ...],
-        beta: Any,
+        beta: jax.Array | float | None,
     ) -> tuple[States, list[Sample | None]]:
         """The states, and what each buffer drew; None for a count of 0.
 
@@ -220,7 +225,7 @@ class Mix:
         state: BufferState,
         key: jax.Array,
         count: int,
-        beta: Any,
+        beta: jax.Array | float | None,
         needed: tuple[int, ...],
     ) -> tuple[BufferState, Sample]:
         part, quiet = self.buffers[number], not needed[number]
@@ -300,3 +305,10 @@ def _chosen(parts: list[Any], shares: jax.Array, key: jax.Array) -> Sample:
     mixed = jnp.stack([permutation.permute(seed, jnp.int32(size), place) for seed in seeds])
     row = source * size + mixed[source, within]
     return jax.tree.map(lambda leaf: leaf[row], _joined(parts))
+
+
+Description = Buffer | Mix
+"""What can be saved, compiled and iterated over."""
+
+AnyState = Any
+"""A `BufferState`, or of a `Mix` the tuple of them; `vmap` may have put axes before all arrays."""

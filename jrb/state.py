@@ -64,6 +64,10 @@ class Sample(pytree.State):
     stamp: jax.Array
 
 
+Device = jax.Device | jax.sharding.Sharding | BufferState | None
+"""Where arrays are put: a device, a sharding, a state of shardings, or the default device."""
+
+
 class Buffer(Protocol):
     """A description, as `jrb.ReplayBuffer` documents it, for those who work below it."""
 

@@ -24,17 +24,19 @@ import numpy as np
 
 from jrb import checkpoint
 from jrb._base import pytree
+from jrb._base.pytree import PyTree
 from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer
+from jrb.mix import AnyState
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
-from jrb.types import HostStorage
+from jrb.types import HostStorage, Item
 
 Make = Callable[[int], ReplayBuffer]
 Step = Callable[[BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]
 
 
-def conform(make: Make, example: Any) -> None:
+def conform(make: Make, example: Item) -> None:
     """Checks that a buffer keeps the contracts that do not depend on what it draws.
 
     Args:
@@ -59,7 +61,7 @@ def conform(make: Make, example: Any) -> None:
     check_in_place(make, example)
 
 
-def rows(example: Any, total: jax.Array, *lead: int) -> Any:
+def rows(example: Item, total: jax.Array, *lead: int) -> Any:
     """Rows of the example's shapes and dtypes that depend on `total`, float `[]`.
 
     Args:
@@ -80,7 +82,7 @@ def rows(example: Any, total: jax.Array, *lead: int) -> Any:
     return jax.tree.map(fill, pytree.spec_of(example, "rows"))
 
 
-def consumed(tree: Any) -> jax.Array:
+def consumed(tree: Item) -> jax.Array:
     """A float `[]` that needs every leaf."""
 
     def add_up(leaf: jax.Array) -> jax.Array:
@@ -104,7 +106,7 @@ def temporaries(step: Step, state: BufferState, total: jax.Array, key: jax.Array
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def growth(make: Make, example: Any, step: Callable[..., Any], agents: int | None = None) -> float:
+def growth(make: Make, example: Item, step: Callable[..., Any], agents: int | None = None) -> float:
     """What the temporaries of `step(buffer, state, total, key)` grow by from N = 8192 to 32768.
 
     Args:
@@ -145,7 +147,7 @@ def check_description(make: Make) -> None:
     _expect(capacity._cache_size() == 1, "an equal description does not retrace")
 
 
-def check_chunks(make: Make, example: Any) -> None:
+def check_chunks(make: Make, example: Item) -> None:
     """How rows are cut into calls does not matter: for what is held, and for the next draw."""
     whole, single = make(64), make(64)
     lead, key = _lead(whole), jax.random.key(4)
@@ -159,7 +161,7 @@ def check_chunks(make: Make, example: Any) -> None:
     _agree(single.sample(other, key), whole.sample(one, key), "add T times draws as one extend")
 
 
-def check_saved(make: Make, example: Any) -> None:
+def check_saved(make: Make, example: Item) -> None:
     """What is saved and loaded draws as what was saved."""
     buffer, key = make(64), jax.random.key(5)
     state = buffer.init(example)
@@ -171,7 +173,7 @@ def check_saved(make: Make, example: Any) -> None:
         _agree(buffer.sample(back, key), buffer.sample(state, key), "a loaded state draws alike")
 
 
-def check_on_host(make: Make, example: Any) -> None:
+def check_on_host(make: Make, example: Item) -> None:
     """A storage on the host does what one on the device does, outside `jit` and inside."""
     plain = dataclasses.replace(make(64), storage=DeviceStorage())
     keys = jax.random.split(jax.random.key(1), 6)
@@ -194,14 +196,14 @@ def check_on_host(make: Make, example: Any) -> None:
         raise AssertionError("broken contract: an old state of shared rows is refused")
 
 
-def check_memory(buffer: ReplayBuffer, example: Any) -> None:
+def check_memory(buffer: ReplayBuffer, example: Item) -> None:
     """`nbytes` is what `init` allocates."""
     allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.init(example)))
     told = buffer.nbytes(example)
     _expect(told == allocated, "nbytes is what init allocates", f"told {told}, got {allocated}")
 
 
-def check_compiled(buffer: ReplayBuffer, example: Any) -> None:
+def check_compiled(buffer: ReplayBuffer, example: Item) -> None:
     """Eager, jit and scan agree, and a second call does not retrace."""
     step, states = _stepper(buffer, example), [buffer.init(example)]
     samples, keys = [], jax.random.split(jax.random.key(1), 6)
@@ -220,7 +222,7 @@ def check_compiled(buffer: ReplayBuffer, example: Any) -> None:
     _agree(scan(numbers, keys)[0], states[-1], "scan leaves the state that a loop leaves")
 
 
-def check_batched(buffer: ReplayBuffer, example: Any) -> None:
+def check_batched(buffer: ReplayBuffer, example: Item) -> None:
     """`vmap` is a loop over buffers."""
     step = jax.jit(_stepper(buffer, example))
     state, keys = buffer.init(example), jax.random.split(jax.random.key(2), 3)
@@ -232,7 +234,7 @@ def check_batched(buffer: ReplayBuffer, example: Any) -> None:
     _agree(together, stack(*alone), "vmap does what a loop over buffers does")
 
 
-def check_empty(buffer: ReplayBuffer, example: Any) -> None:
+def check_empty(buffer: ReplayBuffer, example: Item) -> None:
     """An empty buffer raises outside jit, and masks inside; a late update revives nothing."""
     state, key = buffer.init(example), jax.random.key(3)
     for empty in (state, buffer.empty(_stepper(buffer, example)(state, jnp.float32(1), key)[0])):
@@ -249,14 +251,14 @@ def check_empty(buffer: ReplayBuffer, example: Any) -> None:
         _expect(int(buffer.size(empty)) == 0, "size is 0 when empty")
 
 
-def check_in_place(make: Make, example: Any) -> None:
+def check_in_place(make: Make, example: Item) -> None:
     """Nothing of the buffer's size is copied, alone and under vmap."""
 
-    def add_sample(buffer: ReplayBuffer, state: Any, total: jax.Array, key: jax.Array) -> Any:
+    def add_sample(buffer: ReplayBuffer, state: AnyState, total: jax.Array, key: jax.Array) -> Any:
         state = buffer.add(state, rows(example, total, *_lead(buffer)))
         return state, consumed(buffer.sample(state, key))
 
-    def draw_add(buffer: ReplayBuffer, state: Any, total: jax.Array, key: jax.Array) -> Any:
+    def draw_add(buffer: ReplayBuffer, state: AnyState, total: jax.Array, key: jax.Array) -> Any:
         state, sample = buffer.draw(state, key)
         state = buffer.add(state, rows(example, total, *_lead(buffer)))
         return state, consumed(sample)
@@ -273,7 +275,7 @@ def _lead(buffer: ReplayBuffer) -> tuple[int, ...]:
 
 
 def _stepper(
-    buffer: ReplayBuffer, example: Any
+    buffer: ReplayBuffer, example: Item
 ) -> Callable[[BufferState, jax.Array, jax.Array], tuple[BufferState, Sample]]:
     """Add, draw, and update priorities where there are any."""
 
@@ -287,7 +289,7 @@ def _stepper(
     return step
 
 
-def _agree(got: Any, want: Any, contract: str) -> None:
+def _agree(got: PyTree, want: PyTree, contract: str) -> None:
     """Integers and data exactly, computed floats to rounding."""
     structures = jax.tree.structure(got), jax.tree.structure(want)
     _expect(

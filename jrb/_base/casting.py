@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import pytree
+from jrb._base.pytree import DType, Leaf, PyTree
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def kept(items: Any, what: str) -> Any:
+def kept(items: PyTree, what: str) -> Any:
     """Items whose NumPy leaves have dtypes that JAX keeps, the same values but for rounding.
 
     Raises:
@@ -25,7 +26,7 @@ def kept(items: Any, what: str) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _kept(path, leaf, what), items)
 
 
-def is_kept(leaf: Any) -> bool:
+def is_kept(leaf: Leaf) -> bool:
     """Whether JAX leaves the dtype of a leaf as it is; quick, as it is asked at every call."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.char not in _WIDE:
         return True
@@ -35,7 +36,7 @@ def is_kept(leaf: Any) -> bool:
 _WIDE = frozenset("lLqQdDgG")  # NumPy's letters for numbers of 64 bits and more
 
 
-def _kept(path: Any, leaf: Any, what: str) -> Any:
+def _kept(path: Any, leaf: Leaf, what: str) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     if is_kept(leaf):
@@ -51,7 +52,7 @@ def _kept(path: Any, leaf: Any, what: str) -> Any:
     return leaf.astype(dtype)
 
 
-def to_spec(spec: Any, items: Any, what: str) -> Any:
+def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
     """Items in the dtypes of a spec of the same structure; what is no such kind stays as it is.
 
     Integers do not go into a smaller dtype: inside `jit` nobody knows whether they fit.
@@ -68,14 +69,14 @@ def to_spec(spec: Any, items: Any, what: str) -> Any:
     return jax.tree.map(_converted, spec, items)
 
 
-def _converted(spec: Any, leaf: Any) -> Any:
+def _converted(spec: PyTree, leaf: Leaf) -> Any:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if dtype == spec.dtype or not _goes_into(dtype, spec.dtype):
         return leaf
     return jnp.asarray(leaf).astype(spec.dtype)
 
 
-def _goes_into(dtype: Any, target: Any) -> bool:
+def _goes_into(dtype: DType, target: Any) -> bool:
     """Whether a dtype is of the kind of another, or of a lesser one; integers must all fit."""
     if any(jnp.issubdtype(each, jax.dtypes.extended) for each in (dtype, target)):
         return False

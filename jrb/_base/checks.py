@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import pytree
+from jrb._base.pytree import Leaf, PyTree
 
 
-def count(name: str, value: Any, most: int | None = None) -> None:
+def count(name: str, value: object, most: int | None = None) -> None:
     """A positive Python integer."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name}: expected an integer, got {value!r}.")
@@ -36,7 +37,7 @@ def divides(name: str, value: int, envs: int) -> None:
         raise ValueError(f"{name}: expected a multiple of num_envs = {envs}, got {value}.")
 
 
-def key(value: Any) -> None:
+def key(value: Leaf) -> None:
     """One PRNG key, typed or old-style."""
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -54,7 +55,7 @@ def key(value: Any) -> None:
         )
 
 
-def mask(verb: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+def mask(verb: str, value: object, shape: tuple[int, ...]) -> jax.Array:
     """A bool array of this shape."""
     array = jnp.asarray(value)
     if array.dtype != jnp.bool_:
@@ -73,14 +74,14 @@ def mask(verb: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     return array
 
 
-def number(name: str, value: Any) -> jax.Array:
+def number(name: str, value: Leaf) -> jax.Array:
     """A single real number, traced or not, as float32 `[]`."""
     if isinstance(value, str) or jnp.shape(value):
         raise TypeError(f"{name}: expected a single number, got {value!r}.")
     return jnp.asarray(value).astype(jnp.float32)
 
 
-def indices(verb: str, value: Any) -> jax.Array:
+def indices(verb: str, value: object) -> jax.Array:
     """An integer array, as int32; what int32 cannot hold becomes -1, which is no slot."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -106,7 +107,7 @@ def in_range(verb: str, indices: jax.Array, size: int) -> None:
         raise ValueError(f"{verb}: expected indices in [0, {size}), got {known[wrong][0]}.")
 
 
-def real_numbers(name: str, value: Any) -> jax.Array:
+def real_numbers(name: str, value: object) -> jax.Array:
     """An array of real numbers, as float32."""
     array = jnp.asarray(value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
@@ -114,13 +115,13 @@ def real_numbers(name: str, value: Any) -> jax.Array:
     return array.astype(jnp.float32)
 
 
-def flag(name: str, value: Any) -> None:
+def flag(name: str, value: object) -> None:
     """A Python bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}.")
 
 
-def fraction(name: str, value: Any) -> None:
+def fraction(name: str, value: object) -> None:
     """A Python number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {value!r}.")
@@ -128,7 +129,7 @@ def fraction(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a number from 0 to 1, got {value}.")
 
 
-def choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+def choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
     """One of a few."""
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
@@ -152,7 +153,7 @@ def in_time(name: str, writer: Any) -> None:
         )
 
 
-def priorities(value: Any, shapes: list[tuple[int, ...]]) -> jax.Array:
+def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
     """Real numbers of one of these shapes, as float32; the first is that of the indices."""
     array = real_numbers("update_priority: priorities", value)
     if len(shapes[0]) != 1:
@@ -169,7 +170,7 @@ def priorities(value: Any, shapes: list[tuple[int, ...]]) -> jax.Array:
     return array
 
 
-def length(items: Any) -> int:
+def length(items: PyTree) -> int:
     """T, the first axis of the first leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, "extend"))
     if not leaves:
@@ -183,7 +184,7 @@ def length(items: Any) -> int:
     return leaf.shape[0]
 
 
-def lead(items: Any, axes: tuple[int, ...], verb: str) -> None:
+def lead(items: PyTree, axes: tuple[int, ...], verb: str) -> None:
     """Leaves that all begin with these axes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, verb)):
         if leaf.shape[: len(axes)] != axes:

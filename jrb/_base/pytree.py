@@ -10,6 +10,15 @@ import numpy as np
 
 T = TypeVar("T")
 
+PyTree = Any
+"""Nested containers as `jax.tree` knows them."""
+
+Leaf = Any
+"""An array of JAX or NumPy, or a spec of one."""
+
+DType = Any
+"""A dtype of NumPy, or one of JAX that extends these."""
+
 _COMPONENTS: set[type] = set()
 
 
@@ -84,7 +93,7 @@ def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
         change: from the mark, "cursor" or "tally", and an array to an array.
     """
 
-    def changed(tree: Any) -> Any:
+    def changed(tree: PyTree) -> Any:
         if isinstance(tree, State):
             return tree.replace(
                 **{
@@ -96,14 +105,14 @@ def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
             return {name: changed(entry) for name, entry in tree.items()}
         return tuple(map(changed, tree)) if type(tree) is tuple else tree
 
-    def changed_field(field: dataclasses.Field, value: Any) -> Any:
+    def changed_field(field: dataclasses.Field, value: Leaf) -> Any:
         mark = field.metadata.get("mark")
         return changed(value) if mark is None or value is None else change(mark, value)
 
     return changed(state)
 
 
-def _check_static(owner: str, name: str, value: Any) -> None:
+def _check_static(owner: str, name: str, value: object) -> None:
     if isinstance(value, jax.Array | np.ndarray):
         raise TypeError(
             f"{owner}.{name}: expected a plain Python value, got an array of shape {value.shape}. "
@@ -123,7 +132,7 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return "/".join(map(part_name, path)) or "."
 
 
-def part_name(part: Any) -> str:
+def part_name(part: PyTree) -> str:
     """The name of one part of a key path: a key, a number, or that of an attribute."""
     for kind in ("key", "idx", "name"):
         if hasattr(part, kind):
@@ -131,12 +140,12 @@ def part_name(part: Any) -> str:
     return str(part)
 
 
-def leaf_names(tree: Any) -> list[str]:
+def leaf_names(tree: PyTree) -> list[str]:
     """The names of all leaves, in order."""
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def spec_of(tree: Any, what: str) -> Any:
+def spec_of(tree: PyTree, what: str) -> Any:
     """The shapes and dtypes of `tree`, as `jax.ShapeDtypeStruct`s.
 
     Args:
@@ -151,7 +160,7 @@ def spec_of(tree: Any, what: str) -> Any:
     )
 
 
-def _leaf_spec(where: str, leaf: Any) -> jax.ShapeDtypeStruct:
+def _leaf_spec(where: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
         return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(type(leaf)))
     if not is_array(leaf):
@@ -176,7 +185,7 @@ def _leaf_spec(where: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
-def check_like(expected: Any, got: Any, what: str, mend: str) -> None:
+def check_like(expected: PyTree, got: PyTree, what: str, mend: str) -> None:
     """Raises unless `got` has the structure, shapes and dtypes of the specs `expected`.
 
     Args:
@@ -202,7 +211,7 @@ def check_like(expected: Any, got: Any, what: str, mend: str) -> None:
             )
 
 
-def check_structure(expected: Any, got: Any, what: str, mend: str) -> None:
+def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None:
     """Raises `ValueError` unless both trees have the same structure, naming where they part."""
     if jax.tree.structure(expected) == jax.tree.structure(got):
         return
@@ -217,12 +226,12 @@ def check_structure(expected: Any, got: Any, what: str, mend: str) -> None:
     raise ValueError(f"{what}: leaf '{first}': {text}. {mend}")
 
 
-def is_array(thing: Any) -> bool:
+def is_array(thing: PyTree) -> bool:
     """Whether it has a shape and a dtype, as arrays and their specs have."""
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 
-def dtype_of(thing: Any) -> Any:
+def dtype_of(thing: PyTree) -> Any:
     """The dtype of an array or a spec of one; None for anything else."""
     return getattr(thing, "dtype", None)
 
@@ -233,11 +242,11 @@ def wide(leaf: jax.Array) -> jax.Array:
     return leaf if is_wide else leaf.astype(jnp.float32)
 
 
-def nbytes(spec: Any) -> int:
+def nbytes(spec: PyTree) -> int:
     """The bytes that arrays of these shapes and dtypes take."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
 
 
-def is_mapping(tree: Any) -> bool:
+def is_mapping(tree: PyTree) -> bool:
     """Whether entries are reached by `tree[name]` rather than by attribute."""
     return isinstance(tree, Mapping)

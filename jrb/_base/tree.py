@@ -12,13 +12,13 @@ difference: nothing drifts, and a value that goes leaves nothing behind.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jrb._base import ordering
+from jrb._base.pytree import PyTree
 
 BRANCHING = {"cpu": 8}
 """The fastest branching by backend, where it was measured."""
@@ -345,6 +345,6 @@ def over(capacity: int, branching: int, reduction: str, values: jax.Array) -> Tr
     return make(values)
 
 
-def is_tree(thing: Any) -> bool:
+def is_tree(thing: PyTree) -> bool:
     """Whether it is a tree: for `jax.tree.map(..., is_leaf=is_tree)`."""
     return isinstance(thing, Tree)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jrb._base import pytree
+from jrb._base.pytree import DType, PyTree
 from jrb._engine import rows
 from jrb.types import Item, Write
 
@@ -47,12 +48,12 @@ Column = Any
 """An array, or a `Packed` one."""
 
 
-def is_column(thing: Any) -> bool:
+def is_column(thing: PyTree) -> bool:
     """Whether it is a packed column: for `jax.tree.map(..., is_leaf=is_column)`."""
     return isinstance(thing, Packed)
 
 
-def room(count: int, spec: Any) -> Column:
+def room(count: int, spec: Item) -> Column:
     """Zeros for so many items of a leaf."""
     shape = (count, *spec.shape)
     if not is_small(spec.dtype):
@@ -92,13 +93,13 @@ def get(column: Column, slots: jax.Array) -> jax.Array:
     return unpacked(rows.get(array(column), slots), column.dtype)
 
 
-def is_small(dtype: Any) -> bool:
+def is_small(dtype: DType) -> bool:
     """Whether XLA's CPU compiler computes on such a dtype in a wider one."""
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return not extended and np.dtype(dtype).isbuiltin != 1
 
 
-def word_dtype(dtype: Any) -> np.dtype:
+def word_dtype(dtype: DType) -> np.dtype:
     """The integers that stand for a small dtype."""
     if jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(f"uint{max(8, jnp.finfo(dtype).bits)}")
@@ -116,7 +117,7 @@ def packed(values: Any) -> jax.Array:
     return values.astype(word_dtype(values.dtype)) if is_small(values.dtype) else values
 
 
-def unpacked(words: Any, dtype: Any) -> jax.Array:
+def unpacked(words: Any, dtype: DType) -> jax.Array:
     """An array of this dtype, from what lies in memory."""
     if not is_small(dtype):
         return words

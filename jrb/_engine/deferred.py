@@ -9,6 +9,7 @@ import jax
 
 from jrb._base import pytree
 from jrb.types import Context, Item, Storage, Where, Write
+from jrb.types.messages import PartState
 
 
 @jax.tree_util.register_dataclass
@@ -47,14 +48,14 @@ class DevicePart(Storage):
     """
 
     @abc.abstractmethod
-    def locate(self, context: Context, state: Any, where: list[jax.Array]) -> Places:
+    def locate(self, context: Context, state: PartState, where: list[jax.Array]) -> Places:
         """Where each leaf is read, from the slots at which it is."""
 
     @abc.abstractmethod
     def planned(self, plan: Any) -> tuple[jax.Array, Any]:
         """What `write` returned, as the slots, int32 `[T, E]`, and the state."""
 
-    def read(self, context: Context, state: Any, where: Where) -> Item:
+    def read(self, context: Context, state: PartState, where: Where) -> Item:
         """The state itself."""
         return state
 
@@ -66,12 +67,12 @@ class DeferredStorage(DevicePart):
     def init(self, context: Context, spec: Item) -> None:
         """Without a state."""
 
-    def spec(self, state: Any) -> Item:
+    def spec(self, state: PartState) -> Item:
         """Not known."""
         return state
 
     def write(
-        self, context: Context, state: Any, write: Write, items: Item
+        self, context: Context, state: PartState, write: Write, items: Item
     ) -> tuple[jax.Array, Write]:
         """The slots, int32 `[T, E]`."""
         return write.slots, write
@@ -80,10 +81,10 @@ class DeferredStorage(DevicePart):
         """The slots."""
         return plan, None
 
-    def locate(self, context: Context, state: Any, where: list[jax.Array]) -> Places:
+    def locate(self, context: Context, state: PartState, where: list[jax.Array]) -> Places:
         """The slots."""
         return places(where, lambda slots: slots)
 
-    def reset(self, ring: Any, state: Any, token: jax.Array) -> Any:
+    def reset(self, ring: Any, state: PartState, token: jax.Array) -> Any:
         """Without a state."""
         return state

@@ -18,8 +18,8 @@ import numpy as np
 from jrb._base import checks, display, pytree, versions
 from jrb._engine import state_check, steps, transforming
 from jrb._engine.deferred import DeferredStorage
-from jrb.state import Buffer, BufferState, Sample
-from jrb.types import HostState, HostStorage
+from jrb.state import Buffer, BufferState, Device, Sample
+from jrb.types import HostState, HostStorage, Item
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,7 +110,7 @@ def _device_half(buffer: Buffer, state: BufferState) -> Any:
     return state.replace(storage=buffer.storage.device_state(state.storage))
 
 
-def check_init(buffer: Buffer, example: Any) -> None:
+def check_init(buffer: Buffer, example: Item) -> None:
     """Raises inside `jit` if there are files to be made."""
     if on_host(buffer) and not buffer.storage.of_objects and _is_traced(example, jnp.zeros(())):
         raise TypeError(
@@ -119,7 +119,7 @@ def check_init(buffer: Buffer, example: Any) -> None:
         )
 
 
-def init(buffer: Buffer, spec: Any, device: Any) -> Any:
+def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """An empty state; `spec` is that of an item as it is stored."""
     if not on_host(buffer):
         return _blank(buffer, spec, device)
@@ -130,7 +130,7 @@ def init(buffer: Buffer, spec: Any, device: Any) -> Any:
     return state.replace(storage=storage)
 
 
-def _blank(buffer: Buffer, spec: Any, device: Any) -> Any:
+def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
     if device is None:
         return state_check.blank(buffer, spec)
     if isinstance(device, jax.Device):
@@ -138,7 +138,7 @@ def _blank(buffer: Buffer, spec: Any, device: Any) -> Any:
     return jax.jit(lambda: state_check.blank(buffer, spec), out_shardings=device)()
 
 
-def nbytes(buffer: Buffer, spec: Any) -> int:
+def nbytes(buffer: Buffer, spec: Item) -> int:
     """The bytes that `init` allocates, on the device and on the host."""
     if not on_host(buffer):
         return pytree.nbytes(jax.eval_shape(lambda: state_check.blank(buffer, spec)))
@@ -147,7 +147,7 @@ def nbytes(buffer: Buffer, spec: Any) -> int:
 
 
 @_on_meshes
-def write(buffer: Buffer, state: BufferState, items: Any, mask: Any, cuts: Any = None) -> Any:
+def write(buffer: Buffer, state: BufferState, items: Item, mask: Any, cuts: Any = None) -> Any:
     """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`)."""
     check_state(buffer, state)
     if _is_inside(buffer, state, items, mask):
@@ -160,13 +160,13 @@ def write(buffer: Buffer, state: BufferState, items: Any, mask: Any, cuts: Any =
     return _put(buffer, state, after, items)
 
 
-def _put(buffer: Buffer, state: BufferState, after: Any, items: Any) -> Any:
+def _put(buffer: Buffer, state: BufferState, after: Any, items: Item) -> Any:
     """The state after a write whose rows are put to the host; an interrupt takes that back."""
     with buffer.storage.writing(state.storage):
         return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
 
 
-def fill(buffer: Buffer, state: BufferState, items: Any, cuts: Any = None) -> Any:
+def fill(buffer: Buffer, state: BufferState, items: Item, cuts: Any = None) -> Any:
     """The same for a state that nobody else has: outside `jit` too, it is written in place."""
     if on_host(buffer):
         return write(buffer, state, items, None, cuts)
@@ -177,7 +177,7 @@ def fill(buffer: Buffer, state: BufferState, items: Any, cuts: Any = None) -> An
 _written_in_place = jax.jit(steps.write, donate_argnums=1)
 
 
-def expire(buffer: Buffer, state: BufferState, spec: Any, rows: int) -> Any:
+def expire(buffer: Buffer, state: BufferState, spec: Item, rows: int) -> Any:
     """The state, without items, that has so many of the oldest rows no more."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
@@ -211,7 +211,7 @@ def _warn_of_copies(buffer: Buffer, state: BufferState) -> None:
 _MUCH = 1_000_000  # bytes
 
 
-def write_objects(buffer: Buffer, state: BufferState, items: Any, mask: Any, verb: str) -> Any:
+def write_objects(buffer: Buffer, state: BufferState, items: Item, mask: Any, verb: str) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
     check_state(buffer, state)
     if _is_inside(buffer, state, mask):
@@ -227,7 +227,7 @@ def write_objects(buffer: Buffer, state: BufferState, items: Any, mask: Any, ver
     return _put(buffer, state, after, rows)
 
 
-def _rows(buffer: Buffer, items: Any, verb: str) -> list[list[Any]]:
+def _rows(buffer: Buffer, items: Item, verb: str) -> list[list[Any]]:
     if isinstance(items, str | bytes | dict) or not isinstance(items, Sequence):
         raise TypeError(
             f"{verb}: expected a sequence of objects, got {type(items).__name__}. Put them in a "
@@ -249,7 +249,7 @@ def draw(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: Any,
+    beta: jax.Array | float | None,
     quiet: bool = False,
 ) -> tuple[Any, Any]:
     """The sampler's state, or that of the whole buffer inside `jit`, and a sample.
@@ -282,13 +282,18 @@ def _fixed(buffer: Buffer) -> Any:
     return dataclasses.replace(buffer, transforms=transforms)
 
 
-def after_draw(state: Any, drawn: Any) -> Any:
+def after_draw(state: BufferState, drawn: Any) -> Any:
     """The state after a draw."""
     return drawn if isinstance(drawn, BufferState) else state.replace(sampler=drawn)
 
 
 def _draw_outside(
-    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: Any, quiet: bool
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | float | None,
+    quiet: bool,
 ) -> tuple[Any, Sample] | None:
     """Draws slots inside `jit`, fetches the items, and goes on inside if there is more to do.
 

@@ -10,20 +10,24 @@ import numpy as np
 from jax import lax
 
 from jrb._base import prng_keys, versions
+from jrb._base.pytree import Leaf
 from jrb._store.table import aligned
+from jrb.types import Item
+
+Place = jax.Device | jax.sharding.Sharding | None
 
 PIECE = 8 << 20
 """Bytes that are on their way at a time."""
 
 
-def on_host(leaf: Any) -> bool:
+def on_host(leaf: Leaf) -> bool:
     """Whether the host can read an array where it lies."""
     if isinstance(leaf, np.ndarray):
         return True
     return len(leaf.devices()) == 1 and all(d.platform == "cpu" for d in leaf.devices())
 
 
-def reader(leaf: Any) -> Callable[[int, int], Any]:
+def reader(leaf: Leaf) -> Callable[[int, int], Any]:
     """From a start and a stop to those bytes of an array, without a copy if it is on the host."""
     if on_host(leaf):
         whole = view(np.asarray(leaf))
@@ -48,7 +52,7 @@ def _cut(leaf: jax.Array, start: Any, length: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(leaf.reshape(-1), start, length)
 
 
-def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Any = None) -> jax.Array:
+def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Place = None) -> jax.Array:
     """An array of the device from its bytes.
 
     Large ones on a CPU stay in the memory that they were read into; JAX copies them when they are
@@ -73,14 +77,14 @@ def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Any = None) -> 
     return array if device is None else jax.device_put(array, device)
 
 
-def _goes_to_cpu(device: Any) -> bool:
+def _goes_to_cpu(device: Place) -> bool:
     if device is None:
         return jax.default_backend() == "cpu"
-    devices = getattr(device, "device_set", {device})
+    devices = device.device_set if isinstance(device, jax.sharding.Sharding) else {device}
     return all(one.platform == "cpu" for one in devices)
 
 
-def _filled(spec: Any, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
+def _filled(spec: Item, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
     """An array that never lies on the host as a whole."""
     array = jnp.zeros(spec.size, spec.dtype)
     with versions.enable_x64():  # for places beyond 2^31

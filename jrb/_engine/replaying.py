@@ -6,15 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from jrb.state import Buffer
+
 _PIECE = 8 << 20  # bytes
 
 
-def writable(buffer: Any) -> Any:
+def writable(buffer: Buffer) -> Any:
     """The same buffer, for filling one that is only read."""
     return dataclasses.replace(buffer, writer=buffer.writer.writable())
 
 
-def replaying(buffer: Any) -> Any:
+def replaying(buffer: Buffer) -> Any:
     """The buffer to write items with that another one held, in their order.
 
     Items without an order of time are written one by one.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jrb._base import pytree
+from jrb._base.pytree import Leaf, PyTree
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
 from jrb.types import Context, Item
@@ -35,7 +36,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     )
 
 
-def check(buffer: Buffer, state: Any, spec: Item | None = None) -> None:
+def check(buffer: Buffer, state: BufferState, spec: Item | None = None) -> None:
     """Raises unless a state is one of this description.
 
     Args:
@@ -55,7 +56,7 @@ def check(buffer: Buffer, state: Any, spec: Item | None = None) -> None:
     _check(buffer, structure, kinds, spec)
 
 
-def _kind(leaf: Any) -> tuple[Any, Any]:
+def _kind(leaf: Leaf) -> tuple[Any, Any]:
     try:
         return leaf.shape, leaf.dtype
     except AttributeError:
@@ -66,7 +67,7 @@ def _kind(leaf: Any) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: Any) -> None:
+def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: Item) -> None:
     """The same, remembered where nothing was raised."""
     leaves = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
     state = jax.tree.unflatten(structure, leaves)
@@ -115,14 +116,14 @@ def _wanted(buffer: Buffer, state: BufferState, spec: Item | None) -> BufferStat
         return None  # whatever the parts make of a state that is not theirs
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: PyTree, other: PyTree) -> bool:
     if jax.tree.structure(one) != jax.tree.structure(other):
         return False
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
-def _same_leaves(one: Any, other: Any) -> bool:
+def _same_leaves(one: PyTree, other: PyTree) -> bool:
     """Whether two trees have the same arrays, whatever else they are."""
     leaves = lambda tree: [
         (pytree.leaf_name(path), leaf.shape, leaf.dtype)
@@ -173,7 +174,7 @@ def _of_other(name: str, wanted: str, found: str) -> TypeError:
     )
 
 
-def _shape(tree: Any) -> str:
+def _shape(tree: Item) -> str:
     """A short word for what a part keeps: its leaves, dtypes and shapes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     text = [f"{pytree.leaf_name(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]

@@ -7,13 +7,13 @@ import jax
 
 from jrb._base import pytree, random_bits
 from jrb.keys import Keys
-from jrb.types import Batch
+from jrb.types import Batch, Item
 
 _FIRST = 16  # the number that `fold` gets for the first transform; smaller ones are the units'
 
 
 def outward(
-    transforms: tuple, data: Any, mask: jax.Array, key: jax.Array, keys: Keys, first: int = 0
+    transforms: tuple, data: Item, mask: jax.Array, key: jax.Array, keys: Keys, first: int = 0
 ) -> Any:
     """The data on its way out, through all transforms; `first` is the number of the first one."""
     for number, transform in enumerate(transforms, first):
@@ -46,7 +46,7 @@ def inverses(transforms: tuple) -> list[Callable[[Any], Any]]:
     return [inverse for inverse in found if inverse is not None]
 
 
-def inward(transforms: tuple, item: Any) -> Any:
+def inward(transforms: tuple, item: Item) -> Any:
     """An item on its way in, through the inverses."""
     for inverse in inverses(transforms):
         item = inverse(item)

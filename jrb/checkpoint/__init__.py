@@ -14,6 +14,9 @@ from jrb.checkpoint.background import Save
 from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
+from jrb.mix import AnyState, Description
+from jrb.state import Device
+from jrb.types import Item
 
 __all__ = [
     "DamagedError",
@@ -36,8 +39,8 @@ Path = str | os.PathLike[str]
 
 def save(
     path: Path,
-    buffer: Any,
-    state: Any,
+    buffer: Description,
+    state: AnyState,
     *,
     keep: int = 0,
     layout: str = "native",
@@ -84,7 +87,7 @@ def save(
     return folder.save(path, buffer, state, keep)
 
 
-def save_async(path: Path, buffer: Any, state: Any, *, keep: int = 0) -> Save:
+def save_async(path: Path, buffer: Description, state: AnyState, *, keep: int = 0) -> Save:
     """Saves in the background.
 
     What is to be written is copied to host memory before this returns: at first everything, later
@@ -130,13 +133,13 @@ def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) ->
 
 def load(
     path: Path,
-    buffer: Any = None,
+    buffer: Description | None = None,
     *,
-    example: Any = None,
+    example: Item = None,
     capacity: int | None = None,
     num_envs: int | EllipsisType | None = ...,
     generation: int | None = None,
-    device: Any = None,
+    device: Device = None,
 ) -> tuple[Any, Any]:
     """Loads what was saved: the next draws are, bit for bit, those of an uninterrupted run.
 
@@ -172,13 +175,13 @@ def load(
     if os.path.isfile(path):
         if generation is not None:
             raise ValueError("generation: expected None for an HDF5 file, which holds but one.")
-        buffer, state = _h5().load(path, buffer, example, device)
+        found, state = _h5().load(path, buffer, example, device)
     else:
-        buffer, state = folder.load(path, buffer, example, device, generation)
+        found, state = folder.load(path, buffer, example, device, generation)
     if capacity is None and num_envs is ...:
-        return buffer, state
-    buffer, state = resizing.migrated(buffer, state, capacity, num_envs)
-    return buffer, state if device is None else jax.device_put(state, device)
+        return found, state
+    found, state = resizing.migrated(found, state, capacity, num_envs)
+    return found, state if device is None else jax.device_put(state, device)
 
 
 def _settled(path: Path) -> str:

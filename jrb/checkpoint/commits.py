@@ -13,13 +13,16 @@ from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb.checkpoint import host_items, matching, rows, state_specs
+from jrb.mix import AnyState
+from jrb.state import Buffer, Device
 from jrb.storages import host_rows
 from jrb.storages.store_rows import StoreRows, columns
+from jrb.types import Item
 
 KIND = "store"
 
 
-def save(buffer: Any, state: Any, keep: int) -> int:
+def save(buffer: Buffer, state: AnyState, keep: int) -> int:
     """Makes what was written the newest generation."""
     if keep:
         raise ValueError(
@@ -37,10 +40,10 @@ def save(buffer: Any, state: Any, keep: int) -> int:
 
 
 def reopened(
-    path: str, buffer: Any, example: Any, device: Any, opened: Generation, store: Store
+    path: str, given: Buffer | None, example: Item, device: Device, opened: Generation, store: Store
 ) -> tuple[Any, Any]:
     """The buffer and its state as they were committed; the first write takes the lock."""
-    buffer, spec, _ = matching.described(path, opened, KIND, buffer, example)
+    buffer, spec = matching.described(path, opened, KIND, given, example)
     buffer = _at(buffer, path)
     _check_columns(path, buffer, spec, opened)
     want = state_specs.blank(buffer, spec).replace(storage=None)
@@ -59,7 +62,7 @@ def reopened(
     return buffer, state if device is None else jax.device_put(state, device)
 
 
-def _without(path: str, buffer: Any, spec: Any, state: Any, store: Store) -> Any:
+def _without(path: str, buffer: Buffer, spec: Item, state: AnyState, store: Store) -> Any:
     """The state without the oldest rows, of which some are gone."""
     ring, held = buffer.ring, buffer.writer.held(buffer.ring, state.writer)
     back = (store.lost - int(held.first)) % ring.capacity
@@ -77,7 +80,7 @@ def _without(path: str, buffer: Any, spec: Any, state: Any, store: Store) -> Any
     return dispatch.expire(replaying.writable(buffer), state, spec, gone)
 
 
-def _at(buffer: Any, path: str) -> Any:
+def _at(buffer: Buffer, path: str) -> Any:
     """The description, with the path at which the store is found."""
     named = buffer.storage.path
     if named is not None and os.path.realpath(named) == os.path.realpath(path):
@@ -85,7 +88,7 @@ def _at(buffer: Any, path: str) -> Any:
     return dataclasses.replace(buffer, storage=dataclasses.replace(buffer.storage, path=path))
 
 
-def _check_columns(path: str, buffer: Any, spec: Any, opened: Generation) -> None:
+def _check_columns(path: str, buffer: Buffer, spec: Item, opened: Generation) -> None:
     """Raises unless the rows are those of the description."""
     slots, want = opened.body["table"]["slots"], columns(spec)
     found = [(column.name, column.width) for column in opened.columns]

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import prng_keys, pytree
+from jrb._base.pytree import DType, PyTree
+from jrb.types import Item
 
 Json = Any
 
@@ -102,7 +104,7 @@ def _short(node: Json) -> str:
     return repr(node)
 
 
-def name_of(thing: Any) -> str:
+def name_of(thing: PyTree) -> str:
     """`module:name` of a class or function; of another thing, of its class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"
@@ -117,7 +119,7 @@ def find_class(name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def encode_structure(tree: Any) -> Json:
+def encode_structure(tree: Item) -> Json:
     """The structure, shapes and dtypes of a pytree of `jax.ShapeDtypeStruct`s."""
     node = _encode_node(tree)
     try:
@@ -130,7 +132,7 @@ def encode_structure(tree: Any) -> Json:
     return {"unknown": str(jax.tree.structure(tree)), "leaves": leaves}
 
 
-def _encode_node(tree: Any) -> Json:
+def _encode_node(tree: Item) -> Json:
     if isinstance(tree, jax.ShapeDtypeStruct):
         return {"leaf": [dtype_name(tree.dtype), list(tree.shape)]}
     if tree is None:
@@ -184,7 +186,7 @@ def _field_names(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: DType) -> str:
     """`bfloat16`, or `key:threefry2x32` for keys.
 
     Raises:

@@ -6,10 +6,12 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
 from jrb.checkpoint import commits, host_items, mixes, native
-from jrb.mix import Mix
+from jrb.mix import AnyState, Description, Mix
+from jrb.state import Device
+from jrb.types import Item
 
 
-def save(path: str, buffer: Any, state: Any, keep: int) -> int:
+def save(path: str, buffer: Description, state: AnyState, keep: int) -> int:
     """Saves now; the number of the generation. Writes of other threads wait."""
     saved: native.Pending | mixes.Pending | int = 0
     try:
@@ -23,7 +25,7 @@ def save(path: str, buffer: Any, state: Any, keep: int) -> int:
 
 
 def pending(
-    path: str, buffer: Any, state: Any, keep: int, copy: bool
+    path: str, buffer: Description, state: AnyState, keep: int, copy: bool
 ) -> native.Pending | mixes.Pending | int:
     """A save that is to be finished, or the number of the generation if it is over already.
 
@@ -42,7 +44,9 @@ def pending(
         return native.Pending(path, buffer, state, copy)
 
 
-def load(path: str, buffer: Any, example: Any, device: Any, number: int | None = None) -> Any:
+def load(
+    path: str, buffer: Description | None, example: Item, device: Device, number: int | None = None
+) -> Any:
     """Loads a generation, the newest one if none is named: a description and its state."""
     folder = opening.folder_at(path)
     while True:
@@ -55,7 +59,12 @@ def load(path: str, buffer: Any, example: Any, device: Any, number: int | None =
 
 
 def _load(
-    path: str, folder: Folder, buffer: Any, example: Any, device: Any, number: int | None
+    path: str,
+    folder: Folder,
+    buffer: Description | None,
+    example: Item,
+    device: Device,
+    number: int | None,
 ) -> Any:
     opened = generation.newest(folder) if number is None else opening.at(folder, number)
     if (opened.body["meta"] or {}).get("kind") == mixes.KIND:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import prng_keys, pytree
+from jrb._base.pytree import Leaf
 from jrb._engine import dispatch, memory
 from jrb._engine.replaying import pieces, replaying
 from jrb._store import files
@@ -38,6 +39,9 @@ from jrb.checkpoint.shelter import Shelter
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
 from jrb.layouts.nested import pieces as trajectories
+from jrb.mix import AnyState, Description
+from jrb.state import Device
+from jrb.types import Item
 
 FORMAT, VERSION = "jrb-h5", 1
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
@@ -45,7 +49,7 @@ _SMALLEST = 2000  # times smaller than the data is no compressed data
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
 
-def save(path: str, buffer: Any, state: Any, options: dict[str, Any]) -> None:
+def save(path: str, buffer: Description, state: AnyState, options: dict[str, Any]) -> None:
     """Saves; see `jrb.checkpoint.save`."""
     spec, batch = state_specs.read_off(buffer, state)
     if not isinstance(buffer, ReplayBuffer) or batch:
@@ -73,7 +77,12 @@ def save(path: str, buffer: Any, state: Any, options: dict[str, Any]) -> None:
 
 
 def _write_sheltered(
-    folder: Folder, name: str, buffer: ReplayBuffer, state: Any, spec: Any, options: dict[str, Any]
+    folder: Folder,
+    name: str,
+    buffer: ReplayBuffer,
+    state: AnyState,
+    spec: Item,
+    options: dict[str, Any],
 ) -> None:
     """Writes the file; HDF5 itself never sees what goes wrong on the disk."""
     opened = folder.open(name, os.O_RDWR)
@@ -89,7 +98,7 @@ def _write_sheltered(
 
 
 def _write(
-    file: h5py.File, buffer: ReplayBuffer, state: Any, spec: Any, options: dict[str, Any]
+    file: h5py.File, buffer: ReplayBuffer, state: AnyState, spec: Item, options: dict[str, Any]
 ) -> None:
     slots = _slots(buffer, state)
     leaves = _items(buffer, state, spec, slots)
@@ -125,14 +134,14 @@ def _write(
     file.attrs.update(format=FORMAT, version=VERSION)
 
 
-def _slots(buffer: ReplayBuffer, state: Any) -> np.ndarray:
+def _slots(buffer: ReplayBuffer, state: AnyState) -> np.ndarray:
     """The slots that are held, int `[T, E]`; those of items without an order of time `[T, 1]`."""
     held = buffer.writer.held(buffer.ring, state.writer)
     slots = (int(held.first) + np.arange(int(held.count))) % buffer.capacity
     return slots.reshape(-1, buffer.ring.envs if buffer.writer.in_time else 1)
 
 
-def _items(buffer: ReplayBuffer, state: Any, spec: Any, slots: np.ndarray) -> Leaves:
+def _items(buffer: ReplayBuffer, state: AnyState, spec: Item, slots: np.ndarray) -> Leaves:
     """The items there, on the host, leaves `[T, E, ...]` by name; keys as their words."""
     specs = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     found = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in specs]
@@ -143,7 +152,7 @@ def _items(buffer: ReplayBuffer, state: Any, spec: Any, slots: np.ndarray) -> Le
     return dict(zip(_names(spec), found, strict=True))
 
 
-def _names(spec: Any) -> list[str]:
+def _names(spec: Item) -> list[str]:
     """Names of datasets: those of the leaves, but that no name has a path or a dot in it."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(spec)]
     return ["/".join(map(_name, path)) or "item" for path in paths]
@@ -155,7 +164,7 @@ def _name(key: Any) -> str:
 
 
 def _put(
-    group: h5py.Group, name: str, leaf: Any, options: dict[str, Any], dtype: str | None = None
+    group: h5py.Group, name: str, leaf: Leaf, options: dict[str, Any], dtype: str | None = None
 ) -> None:
     """A dataset, with a checksum, and with its dtype where HDF5 has none like it."""
     array = np.ascontiguousarray(leaf).reshape(leaf.shape)
@@ -168,7 +177,7 @@ def _put(
     dataset.attrs["crc32"] = zlib.crc32(memory.view(stored))
 
 
-def load(path: str, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
+def load(path: str, buffer: Description | None, example: Item, device: Device) -> tuple[Any, Any]:
     """Loads; see `jrb.checkpoint.load`."""
     try:
         with h5py.File(path, "r", locking=False) as file:
@@ -179,10 +188,12 @@ def load(path: str, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
         raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
 
 
-def _read(path: str, file: h5py.File, buffer: Any, example: Any, device: Any) -> tuple[Any, Any]:
+def _read(
+    path: str, file: h5py.File, given: Description | None, example: Item, device: Device
+) -> tuple[Any, Any]:
     about = _about(path, file)
-    given = buffer is not None
-    buffer = host_items.prepared(matching.matched(about["buffer"], buffer), given)
+    saved = matching.matched(about["buffer"], given)
+    buffer = host_items.prepared(saved, given is not None)
     spec = matching.stored_spec(about["items"], buffer, example)
     want = state_specs.blank(buffer, spec)
     state = _replayed(path, file, buffer, spec, about)
@@ -250,7 +261,7 @@ def _restored(path: str, file: h5py.File, name: str, spec: jax.ShapeDtypeStruct)
 
 
 def _replayed(
-    path: str, file: h5py.File, buffer: ReplayBuffer, spec: Any, about: dict[str, Any]
+    path: str, file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]
 ) -> Any:
     """A state into whose storage all items were written, at their slots."""
     into = replaying(buffer)
@@ -275,7 +286,7 @@ def _replayed(
 
 
 def _leaves(
-    path: str, file: h5py.File, buffer: ReplayBuffer, spec: Any, about: dict[str, Any]
+    path: str, file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]
 ) -> list[np.ndarray]:
     """The items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
     environments, lengths = np.asarray(about["trajectories"], np.int64).T

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -13,10 +13,11 @@ import numpy as np
 from jrb._engine import columns, dispatch
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
-from jrb.mix import Mix
-from jrb.state import BufferState
+from jrb.mix import AnyState, Description, Mix
+from jrb.state import Buffer, BufferState
 from jrb.storages import DeviceStorage, HostArrays
 from jrb.storages.host_rows import HostView
+from jrb.types import Item
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Leaf:
         return self.view.rows.read_leaf(self.view.version, self.number, slots)
 
 
-def is_on_host(buffer: Any) -> bool:
+def is_on_host(buffer: Description) -> TypeGuard[Buffer]:
     """Whether a buffer keeps arrays on the host."""
     return isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, HostArrays)
 
 
-def on_device(buffer: Any) -> Any:
+def on_device(buffer: Buffer) -> Any:
     """The same buffer with its items on the device: its states have the same items."""
     if buffer.storage.of_objects:
         raise dispatch.refusal()
@@ -60,7 +61,7 @@ def on_device(buffer: Any) -> Any:
     return dataclasses.replace(buffer, storage=DeviceStorage())
 
 
-def view_of(buffer: Any, state: Any) -> HostView:
+def view_of(buffer: Buffer, state: AnyState) -> HostView:
     """What a state knows of its rows.
 
     Raises:
@@ -75,7 +76,7 @@ def view_of(buffer: Any, state: Any) -> HostView:
     return buffer.storage.view(state.storage)
 
 
-def is_own(path: str, buffer: Any, state: Any) -> bool:
+def is_own(path: str, buffer: Description, state: AnyState) -> bool:
     """Whether a path is that of the store in which this state has its rows."""
     return is_on_host(buffer) and view_of(buffer, state).rows.path == os.path.realpath(path)
 
@@ -84,7 +85,7 @@ def leaves(view: HostView) -> Any:
     """All items, as a pytree of `Leaf`s."""
     specs, structure = jax.tree.flatten(view.rows.spec)
 
-    def leaf(number: int, spec: Any) -> Any:
+    def leaf(number: int, spec: Item) -> Any:
         make = functools.partial(Leaf, view, number, (view.capacity, *spec.shape))
         if not columns.is_small(spec.dtype):
             return make(spec.dtype)
@@ -93,7 +94,7 @@ def leaves(view: HostView) -> Any:
     return jax.tree.unflatten(structure, [leaf(*each) for each in enumerate(specs)])
 
 
-def exported(buffer: Any, state: Any) -> tuple[Any, Any]:
+def exported(buffer: Description, state: AnyState) -> tuple[Any, Any]:
     """The buffer as if its items were on the device, and its state with `Leaf`s for them.
 
     Raises:
@@ -114,7 +115,7 @@ def exported(buffer: Any, state: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def reading(buffer: Any, state: Any) -> Iterator[None]:
+def reading(buffer: Description, state: AnyState) -> Iterator[None]:
     """A time during which no other thread overwrites rows."""
     pairs = [(buffer, state)]
     if isinstance(buffer, Mix):
@@ -127,7 +128,7 @@ def reading(buffer: Any, state: Any) -> Iterator[None]:
         yield
 
 
-def prepared(buffer: Any, given: bool) -> Any:
+def prepared(buffer: Description, given: bool) -> Any:
     """The buffer that a checkpoint is loaded into.
 
     A store of its own path may still be in use: without a description, the items go to a temporary
@@ -138,7 +139,7 @@ def prepared(buffer: Any, given: bool) -> Any:
     return dataclasses.replace(buffer, storage=buffer.storage.elsewhere())
 
 
-def filled(buffer: Any, spec: Any, store: Store, pieces: Iterator[np.ndarray]) -> HostView:
+def filled(buffer: Buffer, spec: Item, store: Store, pieces: Iterator[np.ndarray]) -> HostView:
     """New rows of a buffer, those of a store, read piece by piece."""
     view = view_of(buffer, dispatch.init(buffer, spec, None))
     rows, version = view.rows, view.version
@@ -150,7 +151,7 @@ def filled(buffer: Any, spec: Any, store: Store, pieces: Iterator[np.ndarray]) -
     return view.after(version)
 
 
-def attach(buffer: Any, state: Any, view: HostView) -> Any:
+def attach(buffer: Buffer, state: AnyState, view: HostView) -> Any:
     """The state that knows of rows which are there already."""
     held = buffer.writer.held(buffer.ring, state.writer)
     return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))

@@ -7,12 +7,15 @@ import jax
 from jrb._base import prng_keys, pytree
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
-from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, host_items, rows, state_specs
-from jrb.types import Storage
+from jrb.mix import AnyState, Description, Mix
+from jrb.state import Buffer
+from jrb.types import Item, Storage
 
 
-def about(kind: str, buffer: Any, state: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
+def about(
+    kind: str, buffer: Description, state: AnyState
+) -> tuple[dict[str, Any], tuple[int, ...]]:
     """What a checkpoint says of a state, and the axes that `vmap` has put before it."""
     spec, batch = state_specs.read_off(buffer, state)
     items = descriptions.encode_structure(spec)
@@ -20,7 +23,7 @@ def about(kind: str, buffer: Any, state: Any) -> tuple[dict[str, Any], tuple[int
     return {**said, "batch": list(batch)}, batch
 
 
-def kinds(state: Any, arrays: dict[str, Any]) -> dict[str, list[str]]:
+def kinds(state: AnyState, arrays: dict[str, Any]) -> dict[str, list[str]]:
     """What must be known of each array to read it."""
     packed = state_specs.packed(state)
     leaves = dict(zip(state_specs.leaf_names(packed), jax.tree.leaves(packed), strict=True))
@@ -28,17 +31,17 @@ def kinds(state: Any, arrays: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def described(
-    path: str, opened: Generation, kind: str, buffer: Any, example: Any
-) -> tuple[Any, Any, bool]:
-    """The description, the specs of its items, and whether the description was given."""
-    meta, given = opened.body["meta"] or {}, buffer is not None
+    path: str, opened: Generation, kind: str, given: Description | None, example: Item
+) -> tuple[Any, Any]:
+    """The description, that was saved or given, and the specs of its items."""
+    meta = opened.body["meta"] or {}
     if meta.get("kind") != kind:
         raise ValueError(
             f"{path}: expected a checkpoint of a buffer, got one of kind {meta.get('kind')!r}."
         )
     try:
-        buffer = matched(meta["buffer"], buffer)
-        return buffer, stored_spec(meta["items"], buffer, example), given
+        buffer = matched(meta["buffer"], given)
+        return buffer, stored_spec(meta["items"], buffer, example)
     except (KeyError, AttributeError) as error:
         raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
 
@@ -92,17 +95,16 @@ def places(
     return found
 
 
-def matched(saved: descriptions.Json, buffer: Any) -> Any:
+def matched(saved: descriptions.Json, given: Description | None) -> Any:
     """The description that was saved, or the one that was given if it is the same.
 
     Batch size, `min_size`, `cast` and transforms may differ: no state depends on them.
     """
-    if buffer is None:
-        buffer = descriptions.decode(saved)
-        state_specs.check_buffer(buffer, "load")
-        return buffer
+    buffer = descriptions.decode(saved) if given is None else given
     state_specs.check_buffer(buffer, "load")
-    lines = descriptions.differences(binding(saved), binding(descriptions.encode(buffer)))
+    if given is None:
+        return buffer
+    lines = descriptions.differences(binding(saved), binding(descriptions.encode(given)))
     if lines:
         raise ValueError(
             f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
@@ -131,11 +133,11 @@ def binding(node: descriptions.Json) -> descriptions.Json:
     }
 
 
-def stored_spec(node: descriptions.Json, buffer: Any, example: Any) -> Any:
+def stored_spec(node: descriptions.Json, buffer: Description, example: Item) -> Any:
     """The specs of the stored items; those of an example must be the same."""
     if example is None:
         return pytree.spec_of(descriptions.decode_structure(node), "load")
-    if not isinstance(buffer, ReplayBuffer):
+    if isinstance(buffer, Mix):
         given = tuple(_stored(part, example) for part in buffer.buffers)
     else:
         given = _stored(buffer, example)
@@ -147,7 +149,7 @@ def stored_spec(node: descriptions.Json, buffer: Any, example: Any) -> Any:
     return given
 
 
-def _stored(buffer: Any, example: Any) -> Any:
+def _stored(buffer: Buffer, example: Item) -> Any:
     plain = host_items.on_device(buffer)
     return plain.stored(jax.eval_shape(lambda: plain.init(example)))
 

@@ -19,6 +19,8 @@ from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb.checkpoint import descriptions, matching, native, state_specs
+from jrb.state import Device
+from jrb.types import Item
 
 KIND = "mix"
 
@@ -73,7 +75,7 @@ def _folder(path: str, number: int) -> str:
     return os.path.join(path, str(number))
 
 
-def restored(path: str, mix: Any, example: Any, device: Any, opened: Generation) -> Any:
+def restored(path: str, mix: Any, example: Item, device: Device, opened: Generation) -> Any:
     """The mix and its states."""
     meta, given = opened.body["meta"], mix is not None
     try:

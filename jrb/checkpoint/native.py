@@ -10,6 +10,9 @@ from jrb._store import opening
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
+from jrb.mix import AnyState, Description
+from jrb.state import Buffer, Device
+from jrb.types import Item
 
 KIND = "buffer"
 
@@ -24,7 +27,7 @@ class Pending:
         copy: whether what will be written is copied now, so that the state may change.
     """
 
-    def __init__(self, path: str, buffer: Any, state: Any, copy: bool) -> None:
+    def __init__(self, path: str, buffer: Description, state: AnyState, copy: bool) -> None:
         self.meta, batch = matching.about(KIND, buffer, state)
         plain, exported = host_items.exported(buffer, state)
         held, self.arrays = rows.split(plain, exported, batch)
@@ -72,23 +75,23 @@ def _last(store: Store, meta: dict[str, Any]) -> Generation | None:
 
 
 def load(
-    path: str, buffer: Any, example: Any, device: Any, number: int | None = None
+    path: str, given: Any, example: Item, device: Device, number: int | None = None
 ) -> tuple[Any, Any]:
     """Loads a generation, the newest one if none is named; see `jrb.checkpoint.load`."""
     store = opening.reopen(path, number, check=False)
     opened = Generation(store.folder, store.generation)
     kind = (opened.body["meta"] or {}).get("kind")
     if kind == commits.KIND:
-        return commits.reopened(path, buffer, example, device, opened, store)
-    return _restored(path, buffer, example, device, opened, store)
+        return commits.reopened(path, given, example, device, opened, store)
+    return _restored(path, given, example, device, opened, store)
 
 
 def _restored(
-    path: str, buffer: Any, example: Any, device: Any, opened: Generation, store: Store
+    path: str, given: Buffer | None, example: Item, device: Device, opened: Generation, store: Store
 ) -> tuple[Any, Any]:
     """The buffer and its state, from an open store."""
-    buffer, spec, given = matching.described(path, opened, KIND, buffer, example)
-    buffer = host_items.prepared(buffer, given)
+    buffer, spec = matching.described(path, opened, KIND, given, example)
+    buffer = host_items.prepared(buffer, given is not None)
     batch = matching.batch_of(path, opened)
     want = state_specs.batched(state_specs.blank(buffer, spec), batch)
     packed = state_specs.packed(want)

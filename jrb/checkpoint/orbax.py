@@ -36,8 +36,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import extras
+from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb.checkpoint import folder, state_specs
+from jrb.mix import AnyState, Description
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
 
@@ -127,12 +129,12 @@ def _path(directory: Any) -> str:
     return os.path.join(os.fspath(directory), FOLDER)
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: Leaf) -> Any:
     """A copy that no donation reaches, on the host unless it is an array of keys."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.array(leaf, copy=True)
     return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
 
 
-async def _write(path: str, buffer: Any, state: Any) -> None:
+async def _write(path: str, buffer: Description, state: AnyState) -> None:
     folder.save(path, buffer, state, 0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from types import EllipsisType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,14 @@ from jrb._engine import dispatch
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import host_items
+from jrb.mix import AnyState, Description
 from jrb.ring import Held
 from jrb.state import BufferState
 from jrb.types import Context
 
 
 def migrated(
-    buffer: Any, state: Any, capacity: int | None, num_envs: int | EllipsisType | None
+    buffer: Description, state: AnyState, capacity: int | None, num_envs: int | EllipsisType | None
 ) -> tuple[ReplayBuffer, BufferState]:
     """The description of another size, and the state that holds the newest rows.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import prng_keys
+from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb._store import table
 from jrb._store.errors import DamagedError
@@ -20,6 +21,8 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
+from jrb.mix import AnyState
+from jrb.state import Buffer
 
 PIECE = 16 << 20
 """Bytes of the rows that are on their way at a time."""
@@ -57,7 +60,7 @@ class Rows:
         """The bytes of rows `[B]` of each leaf, uint8 `[B, width]`."""
         return [self._taken(*pair, rows) for pair in zip(self.columns, self.leaves, strict=True)]
 
-    def _taken(self, column: Column, leaf: Any, rows: np.ndarray) -> np.ndarray:
+    def _taken(self, column: Column, leaf: Leaf, rows: np.ndarray) -> np.ndarray:
         if isinstance(leaf, host_items.Leaf):
             return leaf.rows(rows)
         if isinstance(leaf, np.ndarray):
@@ -92,7 +95,7 @@ def _in_parts(rows: np.ndarray, columns: tuple[Column, ...], size: int) -> Itera
         yield rows[start : start + step]
 
 
-def split(buffer: Any, state: Any, batch: tuple[int, ...]) -> tuple[Rows, dict[str, Any]]:
+def split(buffer: Buffer, state: AnyState, batch: tuple[int, ...]) -> tuple[Rows, dict[str, Any]]:
     """The rows of a state of one buffer, and its other arrays by name, as bytes."""
     state = state_specs.packed(state)
     names, leaves = state_specs.leaf_names(state), jax.tree.leaves(state)
@@ -110,12 +113,12 @@ def split(buffer: Any, state: Any, batch: tuple[int, ...]) -> tuple[Rows, dict[s
     return Rows(tuple(columns), tuple(held), buffers, buffer.capacity), arrays
 
 
-def array_bytes(leaf: Any) -> Any:
+def array_bytes(leaf: Leaf) -> Any:
     """The bytes of an array, keys as their words."""
     return memory.view(np.asarray(prng_keys.raw(leaf)))
 
 
-def _column(name: str, leaf: Any, batch: tuple[int, ...], buffers: int, capacity: int) -> tuple:
+def _column(name: str, leaf: Leaf, batch: tuple[int, ...], buffers: int, capacity: int) -> tuple:
     """The column of a leaf, what its rows are read from, and the bytes beyond them if there are."""
     kind = kind_of(leaf)
     if isinstance(leaf, host_items.Leaf):
@@ -133,13 +136,18 @@ def _column(name: str, leaf: Any, batch: tuple[int, ...], buffers: int, capacity
     return Column(name, kind, width), words, beyond
 
 
-def kind_of(leaf: Any) -> tuple[str, ...]:
+def kind_of(leaf: Leaf) -> tuple[str, ...]:
     """What must be the same for rows to be comparable: dtype and shape."""
     return (descriptions.dtype_name(leaf.dtype), str(list(leaf.shape)))
 
 
 def changed(
-    store: Store, rows: Rows, last: Generation | None, buffer: Any, state: Any, batch: tuple
+    store: Store,
+    rows: Rows,
+    last: Generation | None,
+    buffer: Buffer,
+    state: AnyState,
+    batch: tuple,
 ) -> np.ndarray:
     """The rows that the last generation of a store has not, or has otherwise; int64, in order.
 
@@ -164,7 +172,7 @@ def changed(
     return every[new] if same else every
 
 
-def _writer_of(last: Generation, state: Any) -> Any:
+def _writer_of(last: Generation, state: AnyState) -> Any:
     """The writer's state as it was saved; None if it was another kind of writer."""
     leaves, structure = jax.tree.flatten(state.writer)
     names, entries, found = state_specs.leaf_names({"writer": state.writer}), last.arrays, []
@@ -179,7 +187,7 @@ def _writer_of(last: Generation, state: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _stamps(buffer: Any, axes: int, writer: Any) -> jax.Array:
+def _stamps(buffer: Buffer, axes: int, writer: Any) -> jax.Array:
     """The stamps of all slots, uint32 `[V, N]`."""
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
     stamp = lambda writer: buffer.writer.stamp(buffer.ring, writer, slots)

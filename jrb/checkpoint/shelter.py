@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from jrb._store import files
+from jrb.types import Item
 
 
 class Shelter(io.RawIOBase):
@@ -24,7 +25,7 @@ class Shelter(io.RawIOBase):
         if self._error is not None:
             raise self._error
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Item) -> int:
         """Writes all, where nothing has gone wrong yet."""
         size = memoryview(data).nbytes
         try:

@@ -9,13 +9,15 @@ import numpy as np
 
 from jrb._base import pytree, versions
 from jrb._base import tree as trees
+from jrb._base.pytree import PyTree
 from jrb._engine import dispatch, memory, state_check
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, host_items
-from jrb.mix import Mix
+from jrb.mix import AnyState, Description, Mix
+from jrb.types import Item
 
 
-def check_buffer(buffer: Any, verb: str) -> None:
+def check_buffer(buffer: object, verb: str) -> None:
     """Raises unless it is a description that can be saved."""
     if not isinstance(buffer, ReplayBuffer | Mix):
         order = "(path, buffer)" if verb == "load" else "(path, buffer, state)"
@@ -25,7 +27,7 @@ def check_buffer(buffer: Any, verb: str) -> None:
         )
 
 
-def check_arrays(buffer: Any, state: Any) -> None:
+def check_arrays(buffer: Description, state: AnyState) -> None:
     """Raises unless all leaves of a state are arrays that are there."""
     if isinstance(buffer, Mix) and (
         not isinstance(state, tuple) or len(state) != len(buffer.buffers)
@@ -47,14 +49,14 @@ def check_arrays(buffer: Any, state: Any) -> None:
             )
 
 
-def stored(buffer: ReplayBuffer | Mix, state: Any) -> Any:
+def stored(buffer: Description, state: AnyState) -> Any:
     """The specs of the items, of each buffer of a mix."""
     if isinstance(buffer, Mix):
         return tuple(stored(*pair) for pair in zip(buffer.buffers, state, strict=True))
     return buffer.storage.spec(state.storage)
 
 
-def blank(buffer: ReplayBuffer | Mix, spec: Any) -> Any:
+def blank(buffer: Description, spec: Item) -> Any:
     """The specs of the state whose items have this spec."""
     if isinstance(buffer, Mix):
         return tuple(blank(*pair) for pair in zip(buffer.buffers, spec, strict=True))
@@ -69,7 +71,7 @@ def _blank(buffer: ReplayBuffer, structure: Any, leaves: tuple, x64: bool) -> An
     return jax.eval_shape(lambda: state_check.blank(host_items.on_device(buffer), spec))
 
 
-def packed(state: Any) -> Any:
+def packed(state: AnyState) -> Any:
     """A state, or its specs, with the leaves of every tree in place of all its nodes.
 
     Nodes depend on the branching, and that on the backend.
@@ -88,10 +90,10 @@ def packed(state: Any) -> Any:
     return jax.tree.map(leaves, state, is_leaf=trees.is_tree)
 
 
-def unpacked(want: Any, state: Any) -> Any:
+def unpacked(want: PyTree, state: AnyState) -> Any:
     """The state, like the specs `want`, of which `packed` made this."""
 
-    def whole(spec: Any, part: Any) -> Any:
+    def whole(spec: Item, part: Any) -> Any:
         if not trees.is_tree(spec):
             return part
         return trees.over(spec.capacity, spec.branching, spec.reduction, part)
@@ -99,12 +101,12 @@ def unpacked(want: Any, state: Any) -> Any:
     return jax.tree.map(whole, want, state, is_leaf=trees.is_tree)
 
 
-def batched(tree: Any, batch: tuple[int, ...]) -> Any:
+def batched(tree: Item, batch: tuple[int, ...]) -> Any:
     """The same specs with leading axes."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*batch, *leaf.shape), leaf.dtype), tree)
 
 
-def read_off(buffer: ReplayBuffer | Mix, state: Any) -> tuple[Any, tuple[int, ...]]:
+def read_off(buffer: Description, state: AnyState) -> tuple[Any, tuple[int, ...]]:
     """The spec of the items in a state, and the axes that `vmap` has put before all leaves.
 
     Raises:
@@ -138,17 +140,17 @@ def read_off(buffer: ReplayBuffer | Mix, state: Any) -> tuple[Any, tuple[int, ..
     raise ValueError("save: expected a state of this buffer, got another.")
 
 
-def _plain(tree: Any) -> Any:
+def _plain(tree: Item) -> Any:
     """The tree as leaves by name, without what is static in it."""
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
-def _each(buffer: ReplayBuffer | Mix, state: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _each(buffer: Description, state: AnyState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The buffers of a mix and their states, or the buffer and its state."""
     return (buffer.buffers, state) if isinstance(buffer, Mix) else ((buffer,), (state,))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: PyTree, other: PyTree) -> bool:
     if jax.tree.structure(one) != jax.tree.structure(other):
         return False
     kind = lambda leaf: (leaf.shape, leaf.dtype)
@@ -156,7 +158,7 @@ def _same(one: Any, other: Any) -> bool:
     return all(kind(a) == kind(b) for a, b in pairs)
 
 
-def leaf_names(tree: Any) -> list[str]:
+def leaf_names(tree: Item) -> list[str]:
     """The names of all leaves, each once."""
     names: dict[str, None] = {}
     for name in pytree.leaf_names(tree):
@@ -168,6 +170,6 @@ def leaf_names(tree: Any) -> list[str]:
     return list(names)
 
 
-def kind(spec: Any) -> list:
+def kind(spec: Item) -> list:
     """Dtype and shape for a manifest."""
     return [descriptions.dtype_name(spec.dtype), list(spec.shape)]

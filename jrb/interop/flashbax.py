@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import extras
+from jrb._base.pytree import Leaf
 from jrb.interop.dump import Dump
+from jrb.mix import AnyState
+from jrb.types import Item
 
 _NO_ITEM = -1.0
 _NEEDED = ("experience", "current_index", "is_full")
@@ -22,7 +25,7 @@ _METADATA = "metadata.json"
 
 
 def read_flashbax(
-    state: Any,
+    state: AnyState,
     *,
     priority_exponent: float = 1.0,
     sequence_length: int | None = None,
@@ -87,7 +90,7 @@ def read_flashbax(
     return _squeezed(Dump(items, info)) if squeeze else Dump(items, info)
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: AnyState) -> None:
     missing = [name for name in _NEEDED if not hasattr(state, name)]
     if missing:
         raise TypeError(
@@ -109,13 +112,13 @@ def _check_arguments(exponent: float, sequence_length: int | None) -> None:
         raise ValueError(f"sequence_length: expected at least 1, got {sequence_length!r}.")
 
 
-def _time_first(leaf: Any) -> Any:
+def _time_first(leaf: Leaf) -> Any:
     """A leaf `[A, T, ...]` as `[T, A, ...]`, on the host; keys stay where they are."""
     keys = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return (leaf if keys else np.asarray(leaf)).swapaxes(0, 1)
 
 
-def _by_step(tree: Any, envs: int, length: int) -> np.ndarray:
+def _by_step(tree: Item, envs: int, length: int) -> np.ndarray:
     """The leaves of a sum-tree, float32 `[T, A]`; NaN at steps where no sequence can start.
 
     There is a leaf for every `period` steps of time, all those of a row beside each other.
@@ -164,7 +167,7 @@ def _squeezed(dump: Dump) -> Dump:
 def read_vault(
     path: str | os.PathLike[str],
     *,
-    example: Any = None,
+    example: Item = None,
     newest: int | None = None,
     squeeze: bool = False,
 ) -> Dump:
@@ -196,7 +199,7 @@ def read_vault(
     return _squeezed(Dump(items, info)) if squeeze else Dump(items, info)
 
 
-def _opened(library: Any, path: str, example: Any) -> Any:
+def _opened(library: Any, path: str, example: Item) -> Any:
     """The vault, without what it says on the screen."""
     if not os.path.isfile(os.path.join(path, _METADATA)):
         inside = sorted(os.listdir(path)) if os.path.isdir(path) else []

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import pytree
+from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb._engine.replaying import pieces
 from jrb._store import files
@@ -135,7 +136,7 @@ def _slots(buffer: ReplayBuffer, rows: np.ndarray) -> np.ndarray:
     return rows[:, None] * buffer.ring.envs + np.arange(buffer.ring.envs)
 
 
-def _check_leaf(name: str, leaf: Any) -> None:
+def _check_leaf(name: str, leaf: Leaf) -> None:
     if str(leaf.dtype) not in dump.DTYPES:
         raise ValueError(
             f"leaf '{name}': expected a dtype that TorchRL has, got {leaf.dtype}. Store it as "

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._base.pytree import Leaf
 from jrb.keys import Keys, path_name
 from jrb.layouts.names import Leaves
 
@@ -84,7 +85,7 @@ def differ(before: Any, after: Any) -> np.ndarray:
     return found
 
 
-def _bytes(leaf: Any) -> np.ndarray:
+def _bytes(leaf: Leaf) -> np.ndarray:
     """The bytes of each row, uint8 `[T, bytes]`."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

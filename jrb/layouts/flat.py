@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._base.pytree import Leaf, PyTree
 from jrb.keys import TED, Keys, path_name
 from jrb.layouts.chain import Chain, chain
 from jrb.layouts.names import Leaves, flatten, nest
@@ -15,7 +16,7 @@ _ENDS = "ends"
 
 
 def ted_to_flat(
-    items: Any, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
+    items: PyTree, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Observations once: those of each trajectory in a row, and behind them its last next one.
 
@@ -111,7 +112,7 @@ def _interleaved(before: Any, after: Any, ends: np.ndarray) -> Any:
     return out
 
 
-def _by_env(name: str, leaf: Any, num_envs: int | None) -> Any:
+def _by_env(name: str, leaf: Leaf, num_envs: int | None) -> Any:
     """From `[T, ...]` or `[T, E, ...]` to `[E, T, ...]`."""
     axes = 1 if num_envs is None else 2
     if len(leaf.shape) < axes or (num_envs is not None and leaf.shape[1] != num_envs):
@@ -123,7 +124,7 @@ def _by_env(name: str, leaf: Any, num_envs: int | None) -> Any:
     return leaf[None] if num_envs is None else leaf.swapaxes(0, 1)
 
 
-def _by_time(leaf: Any, shape: tuple[int, ...]) -> Any:
+def _by_time(leaf: Leaf, shape: tuple[int, ...]) -> Any:
     """From `[N, ...]` to `[T, ...]` or, for a shape (E, T), to `[T, E, ...]`."""
     if len(shape) == 1:
         return leaf

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jrb._base.pytree import PyTree
+
 Leaves = dict[str, Any]
 """Arrays by name: `{"observation": ..., "next/reward": ...}`."""
 
 
-def flatten(items: Any, what: str) -> Leaves:
+def flatten(items: PyTree, what: str) -> Leaves:
     """The arrays of a nested dict, by name.
 
     Raises:
@@ -19,7 +21,7 @@ def flatten(items: Any, what: str) -> Leaves:
     return leaves
 
 
-def _flatten(items: Any, prefix: str, leaves: Leaves, what: str) -> None:
+def _flatten(items: PyTree, prefix: str, leaves: Leaves, what: str) -> None:
     if not isinstance(items, Mapping):
         raise TypeError(
             f"{what}: expected a dict of arrays, got {type(items).__name__}. Layouts know dicts."

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._base.pytree import PyTree
 from jrb.keys import TED, Keys
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves, flatten, nest
@@ -16,7 +17,7 @@ _LENGTH, _ENVIRONMENT = "length", "environment"
 
 
 def ted_to_nested(
-    items: Any, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
+    items: PyTree, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
 ) -> dict[str, Any]:
     """The flat layout, with the lengths of the trajectories in place of their ends.
 
@@ -59,7 +60,7 @@ def nested_to_ted(nested: Any, keys: Keys = TED) -> dict[str, Any]:
 
 
 def split(
-    items: Any, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
+    items: PyTree, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
     """One dict for each trajectory, environment after environment.
 

@@ -10,6 +10,7 @@ from jrb._engine import columns
 from jrb.ring import Ring
 from jrb.storages import shared_next
 from jrb.types import Context, Item, Storage, Where, Write
+from jrb.types.messages import PartState
 
 
 @pytree.component
@@ -58,18 +59,20 @@ class DeviceStorage(Storage):
             )
         return room
 
-    def spec(self, state: Any) -> Item:
+    def spec(self, state: PartState) -> Item:
         """What one slot holds."""
         return columns.spec(state.items if self.once else state)
 
-    def write(self, context: Context, state: Any, write: Write, items: Item) -> tuple[Any, Write]:
+    def write(
+        self, context: Context, state: PartState, write: Write, items: Item
+    ) -> tuple[Any, Write]:
         """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
         if self.once:
             return shared_next.write(context, state, write, items)
         put = lambda column, new: columns.put(column, write, columns.packed(new))
         return jax.tree.map(put, state, items, is_leaf=columns.is_column), write
 
-    def read(self, context: Context, state: Any, where: Where) -> Item:
+    def read(self, context: Context, state: PartState, where: Where) -> Item:
         """One gather of whole items per leaf."""
         if self.once:
             return shared_next.read(context, state, where)
@@ -80,6 +83,6 @@ class DeviceStorage(Storage):
         every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
         return ordering.read(lambda: every(get, state))
 
-    def slotted(self, state: Any) -> Item:
+    def slotted(self, state: PartState) -> Item:
         """The items; not where next observations are."""
         return state.items if self.once else state

@@ -13,7 +13,11 @@ from jax.experimental import io_callback
 
 from jrb._base import prng_keys, pytree, versions
 from jrb._store.errors import StaleError
+from jrb.state import Device
 from jrb.types import HostState, Item
+
+Version = Any
+"""uint32 `[2]` of JAX or NumPy: the number of a write, high and low word."""
 
 VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
@@ -46,7 +50,7 @@ class HostRows(abc.ABC):
         )
 
     @abc.abstractmethod
-    def put(self, version: Any, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
+    def put(self, version: Version, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
         """Writes leaves `[T, E, ...]` at slots `[T, E]`, those of N or more left out.
 
         Args:
@@ -63,30 +67,30 @@ class HostRows(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read_leaf(self, version: Any, leaf: int, slots: np.ndarray) -> np.ndarray:
+    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """The leaf of this number at slots, integers `[B]`, as bytes, uint8 `[B, width]`.
 
         Raises:
             StaleError: something there was overwritten after this version.
         """
 
-    def read(self, version: Any, slots: list[np.ndarray]) -> list[np.ndarray]:
+    def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
         """Each leaf at slots of its own, as `read_leaf`."""
         return [self.read_leaf(version, leaf, at) for leaf, at in enumerate(slots)]
 
     @abc.abstractmethod
-    def check_newest(self, version: Any) -> None:
+    def check_newest(self, version: Version) -> None:
         """Raises `StaleError` unless it is the newest version."""
 
     def drawing(self) -> AbstractContextManager[None]:
         """A time during which other threads overwrite nothing."""
         return contextlib.nullcontext()
 
-    def writing(self, version: Any) -> AbstractContextManager[None]:
+    def writing(self, version: Version) -> AbstractContextManager[None]:
         """A time after which, if something interrupts it, this version is the newest again."""
         return contextlib.nullcontext()
 
-    def take(self, version: Any, places: list[Any]) -> list[np.ndarray]:
+    def take(self, version: Version, places: list[Any]) -> list[np.ndarray]:
         """The leaves at slots of any shape, one array of slots for each; zeros at -1."""
         flat = {id(slots): np.asarray(slots).reshape(-1) for slots in places}
         kept = dict(flat)
@@ -102,7 +106,7 @@ class HostRows(abc.ABC):
             found.append(leaf.view(spec.dtype).reshape(*slots.shape, *spec.shape))
         return found
 
-    def fetch(self, version: Any, places: list[Any], device: Any = None) -> Item:
+    def fetch(self, version: Version, places: list[Any], device: Device = None) -> Item:
         """The items at slots of any shape, on a device; None for the default one."""
         return self.items(jax.device_put(self.take(version, places), device))
 
@@ -115,7 +119,7 @@ class HostRows(abc.ABC):
             for slots, spec in zip(places, self.raw, strict=True)
         ]
 
-        def fetch(version: Any, *slots: Any) -> list[np.ndarray]:
+        def fetch(version: Version, *slots: Any) -> list[np.ndarray]:
             arrays = [np.asarray(one) for one in slots]
             return self.take(version, [arrays[number] for number in index])
 
@@ -147,7 +151,7 @@ class PlainRows(HostRows):
     def read_rows(self, leaf: int, slots: np.ndarray) -> np.ndarray:
         """The leaf of this number at slots, integers `[B]`, in any order and more than once."""
 
-    def put(self, version: Any, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
+    def put(self, version: Version, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
         """See `HostRows.put`; of rows that go to one slot, the last one is written."""
         self.check_newest(version)
         at = np.asarray(slots).reshape(-1).astype(np.int64)
@@ -162,13 +166,13 @@ class PlainRows(HostRows):
         self.write_rows(at[rows], found)
         return words(self._newest)
 
-    def read_leaf(self, version: Any, leaf: int, slots: np.ndarray) -> np.ndarray:
+    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """See `HostRows.read_leaf`."""
         if (self._written[slots] > number(version)).any():
             raise _stale("whose rows are still there, got one of which something was overwritten")
         return bytes_of(self.read_rows(leaf, slots), len(slots))
 
-    def check_newest(self, version: Any) -> None:
+    def check_newest(self, version: Version) -> None:
         """See `HostRows.check_newest`."""
         if number(version) != self._newest:
             raise _stale("that is the newest, got one that has been written to before")
@@ -197,7 +201,7 @@ class HostView(pytree.State, HostState):
         """N."""
         return self.rows.capacity
 
-    def after(self, version: Any) -> "HostView":
+    def after(self, version: Version) -> "HostView":
         """That of the state after a write."""
         return self.replace(version=jnp.asarray(version))
 
@@ -212,7 +216,7 @@ def device_of(array: jax.Array) -> Any:
     return array.sharding if versions.is_committed(array) else None
 
 
-def number(version: Any) -> int:
+def number(version: Version) -> int:
     """The number of a write, from its words."""
     high, low = np.asarray(version).tolist()
     return high << 32 | low

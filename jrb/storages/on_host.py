@@ -14,6 +14,7 @@ from jrb.ring import Held, Ring
 from jrb.storages import host_rows
 from jrb.storages.host_rows import HostRows, HostView
 from jrb.types import Context, HostStorage, Item, Where, Write
+from jrb.types.messages import PartState
 
 
 class HostArrays(HostStorage):
@@ -36,11 +37,11 @@ class HostArrays(HostStorage):
         """What stands for this storage in jitted parts."""
         return DeferredStorage()
 
-    def device_state(self, state: Any) -> Any:
+    def device_state(self, state: PartState) -> Any:
         """The state of `device_part`: nothing."""
         return None
 
-    def view(self, state: Any) -> HostView:
+    def view(self, state: PartState) -> HostView:
         """What a state knows of its rows."""
         return state
 
@@ -49,11 +50,11 @@ class HostArrays(HostStorage):
         device_state = self.device_part.init(context, spec)
         return self.make(context.ring, spec, device_state, in_time=True)
 
-    def make(self, ring: Ring, spec: Item, device_state: Any, in_time: bool) -> Any:
+    def make(self, ring: Ring, spec: Item, device_state: PartState, in_time: bool) -> Any:
         """The same, with the state of `device_part`; and whether rows come in time."""
         return self.joined(host_rows.view(self.make_rows(ring, spec, in_time)), device_state)
 
-    def joined(self, view: HostView, device_state: Any) -> Any:
+    def joined(self, view: HostView, device_state: PartState) -> Any:
         """The state of rows on the host and of what is on the device."""
         return view
 
@@ -65,46 +66,48 @@ class HostArrays(HostStorage):
         """The state for rows that were there before."""
         return view
 
-    def spec(self, state: Any) -> Item:
+    def spec(self, state: PartState) -> Item:
         """What one slot holds."""
         return self.view(state).rows.spec
 
     # Outside jit.
 
-    def drawing(self, state: Any) -> AbstractContextManager[None]:
+    def drawing(self, state: PartState) -> AbstractContextManager[None]:
         """A time during which nothing is overwritten."""
         return self.view(state).rows.drawing()
 
-    def writing(self, state: Any) -> AbstractContextManager[None]:
+    def writing(self, state: PartState) -> AbstractContextManager[None]:
         """A time after which, if something interrupts it, this state is the newest again."""
         view = self.view(state)
         return view.rows.writing(view.version)
 
-    def names(self, state: Any) -> tuple[str, ...] | None:
+    def names(self, state: PartState) -> tuple[str, ...] | None:
         """Those of the leaves."""
         return self.view(state).rows.names
 
-    def put(self, state: Any, planned: Any, items: Item) -> Any:
+    def put(self, state: PartState, planned: Any, items: Item) -> Any:
         """Puts items, leaves `[T, E, ...]` or `[T, ...]`, at the slots that were planned."""
         view, leaves = self.view(state), map(prng_keys.raw, jax.tree.leaves(items))
         slots, device_state = self.device_part.planned(planned)
         version = view.rows.put(view.version, slots, *leaves, patient=True)
         return self.joined(view.after(version), device_state)
 
-    def fetch(self, state: Any, slots: jax.Array, places: Any) -> Item:
+    def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
         """The items there: all leaves at slots `[B]`, or each in its place."""
         at, view = np.asarray(slots), self.view(state)
         each = [at] * len(view.rows.names) if places is None else places.each(np.asarray)
         return view.rows.fetch(view.version, each, host_rows.device_of(slots))
 
-    def take(self, state: Any, slots: np.ndarray) -> Item:
+    def take(self, state: PartState, slots: np.ndarray) -> Item:
         """The items at slots of any shape."""
         view = self.view(state)
         return view.rows.fetch(view.version, [slots] * len(view.rows.names))
 
     # Inside jit.
 
-    def write(self, context: Context, state: Any, write: Write, items: Item) -> tuple[Any, Write]:
+    def write(
+        self, context: Context, state: PartState, write: Write, items: Item
+    ) -> tuple[Any, Write]:
         """To the device, and by a call to the host."""
         view, kept = self.view(state), self.device_state(state)
         planned, write = self.device_part.write(context, kept, write, items)
@@ -117,11 +120,11 @@ class HostArrays(HostStorage):
         """The bytes of the rows, and of the version."""
         return ring.capacity * pytree.nbytes(spec) + pytree.nbytes(host_rows.VERSION)
 
-    def read(self, context: Context, state: Any, where: Where) -> Item:
+    def read(self, context: Context, state: PartState, where: Where) -> Item:
         """A call to the host."""
         view = self.view(state)
         return view.rows.items(view.rows.call(view.version, list(map(where, view.rows.names))))
 
-    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The same rows: what they hold is not looked at again."""
         return ordering.after(state, token)

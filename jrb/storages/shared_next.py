@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._base import ordering, pytree
+from jrb._base.pytree import Leaf
 from jrb._engine import columns, rows
 from jrb.keys import Keys, path_name
 from jrb.ring import Ring
@@ -64,7 +65,7 @@ def init(context: Context, spec: Item, room: int) -> Shared:
             f"{pytree.leaf_names(spec)}. Name them with keys=jrb.Keys(...)."
         )
 
-    def zeros(path: tuple, leaf: Any) -> jax.Array:
+    def zeros(path: tuple, leaf: Leaf) -> jax.Array:
         name = pytree.leaf_name(path)
         more = room + ring.envs if name in shared.values() else 0
         return columns.room(0 if name in shared else ring.capacity + more, leaf)

@@ -15,7 +15,7 @@ from jrb._store.opening import create
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.ring import Ring
-from jrb.storages.host_rows import VERSION, HostRows, bytes_of, number, words
+from jrb.storages.host_rows import VERSION, HostRows, Version, bytes_of, number, words
 from jrb.types import Item
 
 
@@ -31,7 +31,7 @@ class StoreRows(HostRows):
         super().__init__(store.slots, spec)
         self.store, self.expiring, self.path = store, expiring, store.path
 
-    def put(self, version: Any, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
+    def put(self, version: Version, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
         """See `HostRows.put`."""
         at = np.asarray(slots).reshape(-1).astype(np.int64)
         rows = [bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]
@@ -40,15 +40,15 @@ class StoreRows(HostRows):
             at, rows = at[kept], [leaf[kept] for leaf in rows]
         return words(self.store.put(number(version), at, rows, self.expiring, patient))
 
-    def read(self, version: Any, slots: list[np.ndarray]) -> list[np.ndarray]:
+    def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
         """See `HostRows.read`."""
         return self.store.take(number(version), slots)
 
-    def read_leaf(self, version: Any, leaf: int, slots: np.ndarray) -> np.ndarray:
+    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """See `HostRows.read_leaf`."""
         return self.store.take_column(number(version), leaf, slots)
 
-    def check_newest(self, version: Any) -> None:
+    def check_newest(self, version: Version) -> None:
         """See `HostRows.check_newest`."""
         self.store.check_newest(number(version))
 
@@ -57,7 +57,7 @@ class StoreRows(HostRows):
         return self.store.drawing.entered()
 
     @contextlib.contextmanager
-    def writing(self, version: Any) -> Iterator[None]:
+    def writing(self, version: Version) -> Iterator[None]:
         """A time after which, if something interrupts it, this version is the newest again."""
         before = number(version)
         is_newest = before == self.store.version

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import pytree
+from jrb._base.pytree import DType
 from jrb.keys import Keys, Path, find, lookup, path_name, within
+from jrb.types import Item
 
 Paths = tuple[Path, ...]
 
@@ -18,7 +20,7 @@ def check_paths(name: str, paths: Any) -> None:
         raise TypeError(f"{name}: paths: expected a tuple of paths, got {paths!r}. Write (path,).")
 
 
-def dtype_name(name: str, dtype: Any) -> str:
+def dtype_name(name: str, dtype: DType) -> str:
     """The name of a dtype that JAX keeps; raises for others."""
     try:
         found = jnp.dtype(dtype)
@@ -31,7 +33,7 @@ def dtype_name(name: str, dtype: Any) -> str:
     return found.name
 
 
-def observations(data: Any, keys: Keys) -> Paths:
+def observations(data: Item, keys: Keys) -> Paths:
     """The paths of the observation and the next observation, those of them that there are."""
     paths = (keys.observation, keys.next_observation)
     found = tuple(path for path in paths if lookup(data, path) is not None)
@@ -39,7 +41,7 @@ def observations(data: Any, keys: Keys) -> Paths:
 
 
 def rewritten(
-    data: Any, paths: Paths, what: str, change: Callable[[str, jax.Array], jax.Array]
+    data: Item, paths: Paths, what: str, change: Callable[[str, jax.Array], jax.Array]
 ) -> Any:
     """The data with every leaf at or below one of the paths changed.
 

@@ -122,7 +122,7 @@ def _without_axis(leaf: jax.Array, axis: int) -> tuple[int, ...]:
     return (*leaf.shape[:axis], *leaf.shape[axis:][1:])
 
 
-def with_leaf(data: Any, path: Path, entry: Any, what: str) -> Any:
+def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
     """The data with an entry put at a path, whose dicts are made where they are missing.
 
     Raises:
@@ -134,7 +134,7 @@ def with_leaf(data: Any, path: Path, entry: Any, what: str) -> Any:
     return _with(data, _names(path), entry, what)
 
 
-def _with(data: Any, names: tuple[str, ...], entry: Any, what: str) -> Any:
+def _with(data: Item, names: tuple[str, ...], entry: Any, what: str) -> Any:
     if not pytree.is_mapping(data):
         raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
     first, *rest = names
@@ -142,7 +142,7 @@ def _with(data: Any, names: tuple[str, ...], entry: Any, what: str) -> Any:
     return {**data, first: inner}
 
 
-def _without(data: Any, names: tuple[str, ...], what: str) -> Any:
+def _without(data: Item, names: tuple[str, ...], what: str) -> Any:
     if not pytree.is_mapping(data):
         raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
     first, *rest = names

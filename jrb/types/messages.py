@@ -13,6 +13,9 @@ from jrb.ring import Held, Ring
 Item = Any
 """A pytree of arrays, as users have their transitions."""
 
+PartState = Any
+"""What a part's own `init` made, and its methods returned since: a pytree of arrays."""
+
 Where = Callable[[str], jax.Array]
 """From the name of a leaf ("next/reward") to the slots it is read at, int32 `[B, ...]`."""
 

@@ -1,7 +1,5 @@
 """Which base a part of each kind has."""
 
-from typing import Any
-
 from jrb.types.sampler import Sampler
 from jrb.types.storage import Storage
 from jrb.types.unit import Unit
@@ -10,7 +8,7 @@ from jrb.types.writer import Writer
 BASES = {"sampler": Sampler, "unit": Unit, "writer": Writer, "storage": Storage}
 
 
-def check_part(name: str, value: Any) -> None:
+def check_part(name: str, value: object) -> None:
     """Raises unless it is an instance of the base of its kind, not a class or a string."""
     if isinstance(value, type | str):
         raise TypeError(

@@ -7,7 +7,7 @@ import jax
 
 from jrb._base import ordering
 from jrb.ring import Ring
-from jrb.types.messages import Anchors, Change, Draw
+from jrb.types.messages import Anchors, Change, Draw, PartState
 
 
 class Sampler(abc.ABC):
@@ -27,11 +27,11 @@ class Sampler(abc.ABC):
         """The state when there are no anchors; by default there is nothing to remember."""
         return {}
 
-    def joined(self, state: Any) -> Any:
+    def joined(self, state: PartState) -> Any:
         """The state, empty, when a buffer begins to tell it of every anchor."""
         return state
 
-    def on_write(self, ring: Ring, state: Any, change: Change, anchors: Anchors) -> Any:
+    def on_write(self, ring: Ring, state: PartState, change: Change, anchors: Anchors) -> Any:
         """Learns which anchors came and went; `anchors` is from after the write."""
         return state
 
@@ -39,7 +39,7 @@ class Sampler(abc.ABC):
     def draw(
         self,
         ring: Ring,
-        state: Any,
+        state: PartState,
         anchors: Anchors,
         key: jax.Array,
         batch_size: int,
@@ -51,15 +51,15 @@ class Sampler(abc.ABC):
         are not known before these reads: then a write that waits for the slots is done in place.
         """
 
-    def ready(self, state: Any, anchors: Anchors, batch_size: int | None) -> jax.Array:
+    def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Bool `[]`: whether a draw would give at least one item."""
         return anchors.count > 0
 
-    def has_unread(self, state: Any) -> jax.Array:
+    def has_unread(self, state: PartState) -> jax.Array:
         """Bool `[]`: whether there is something left of an order that may not be lost."""
         return jax.numpy.bool_(False)
 
-    def adopt(self, state: Any, old: Any, slots: jax.Array, places: jax.Array) -> Any:
+    def adopt(self, state: PartState, old: PartState, slots: jax.Array, places: jax.Array) -> Any:
         """Takes over what another buffer's sampler knew of its anchors.
 
         Args:
@@ -71,18 +71,18 @@ class Sampler(abc.ABC):
         return state
 
     def update(
-        self, ring: Ring, state: Any, slots: jax.Array, priorities: jax.Array, ok: jax.Array
+        self, ring: Ring, state: PartState, slots: jax.Array, priorities: jax.Array, ok: jax.Array
     ) -> Any:
         """New priorities, float32 `[B]`, for the anchors at `slots`, int32 `[B]`, where `ok`."""
         self._refuse("update_priority")
 
-    def set_alpha(self, state: Any, alpha: jax.Array | float) -> Any:
+    def set_alpha(self, state: PartState, alpha: jax.Array | float) -> Any:
         """Another exponent of the priorities."""
         self._refuse("set_alpha")
 
     def assign(
         self,
-        state: Any,
+        state: PartState,
         slots: jax.Array,
         priorities: jax.Array,
         highest: jax.Array | float | None = None,
@@ -96,7 +96,7 @@ class Sampler(abc.ABC):
             "Build the buffer with sampler=jrb.Prioritized()."
         )
 
-    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when there are no anchors any more.
 
         Large arrays are overwritten after the token, an int32 zero (see `jrb._base.ordering`).

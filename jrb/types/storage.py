@@ -9,7 +9,7 @@ import numpy as np
 
 from jrb._base import ordering
 from jrb.ring import Ring
-from jrb.types.messages import Context, Item, Where, Write
+from jrb.types.messages import Context, Item, PartState, Where, Write
 
 
 class Storage(abc.ABC):
@@ -34,11 +34,13 @@ class Storage(abc.ABC):
         """Room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
 
     @abc.abstractmethod
-    def spec(self, state: Any) -> Item:
+    def spec(self, state: PartState) -> Item:
         """The spec of one item."""
 
     @abc.abstractmethod
-    def write(self, context: Context, state: Any, write: Write, items: Item) -> tuple[Any, Write]:
+    def write(
+        self, context: Context, state: PartState, write: Write, items: Item
+    ) -> tuple[Any, Write]:
         """Puts items, leaves `[T, E, ...]`, at the slots of `write`.
 
         Returns:
@@ -46,14 +48,14 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, context: Context, state: Any, where: Where) -> Item:
+    def read(self, context: Context, state: PartState, where: Where) -> Item:
         """One gather per leaf; in `jrb._base.ordering.read`, so that later writes wait for it."""
 
-    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when nothing is held any more; the items may stay where they are."""
         return ordering.emptied(state, token)
 
-    def slotted(self, state: Any) -> Item:
+    def slotted(self, state: PartState) -> Item:
         """The arrays `[N or more, ...]` whose row s is changed only when slot s is written, s < N.
 
         A checkpoint looks only there for what is new; it writes all others each time.
@@ -84,19 +86,19 @@ class HostStorage(Storage):
         """What stands for this storage in jitted parts, such as `DeferredStorage()`."""
 
     @abc.abstractmethod
-    def device_state(self, state: Any) -> Any:
+    def device_state(self, state: PartState) -> Any:
         """The state of `device_part`."""
 
     @abc.abstractmethod
-    def make(self, ring: Ring, spec: Item, device_state: Any, in_time: bool) -> Any:
+    def make(self, ring: Ring, spec: Item, device_state: PartState, in_time: bool) -> Any:
         """The state of an empty storage, to which rows come in the order of time or not."""
 
     @abc.abstractmethod
-    def put(self, state: Any, planned: Any, items: Item) -> Any:
+    def put(self, state: PartState, planned: Any, items: Item) -> Any:
         """Puts items, leaves `[T, E, ...]` or `[T, ...]`, where the device part has `planned`."""
 
     @abc.abstractmethod
-    def fetch(self, state: Any, slots: jax.Array, places: Any) -> Item:
+    def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
         """The items at slots `[B]`; or each leaf where the device part has located it.
 
         Args:
@@ -106,10 +108,10 @@ class HostStorage(Storage):
         """
 
     @abc.abstractmethod
-    def take(self, state: Any, slots: np.ndarray) -> Item:
+    def take(self, state: PartState, slots: np.ndarray) -> Item:
         """The items at slots of any shape, without unit and transforms."""
 
-    def names(self, state: Any) -> tuple[str, ...] | None:
+    def names(self, state: PartState) -> tuple[str, ...] | None:
         """The names of the leaves; None where items are looked at as a whole."""
         return None
 
@@ -117,10 +119,10 @@ class HostStorage(Storage):
         """The bytes that `make` allocates, beside those of the device part."""
         return 0
 
-    def drawing(self, state: Any) -> AbstractContextManager[None]:
+    def drawing(self, state: PartState) -> AbstractContextManager[None]:
         """A time during which nothing is overwritten."""
         return nullcontext()
 
-    def writing(self, state: Any) -> AbstractContextManager[None]:
+    def writing(self, state: PartState) -> AbstractContextManager[None]:
         """A time after which, if something interrupts it, this state is the newest again."""
         return nullcontext()

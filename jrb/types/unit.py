@@ -8,7 +8,7 @@ import jax
 from jrb._base import ordering
 from jrb.keys import Keys, Path
 from jrb.ring import Ring
-from jrb.types.messages import Anchors, Change, Context, Item, Look, Write
+from jrb.types.messages import Anchors, Change, Context, Item, Look, PartState, Write
 from jrb.types.sampler import Sampler
 from jrb.types.writer import Writer
 
@@ -50,17 +50,17 @@ class Unit(abc.ABC):
 
     @abc.abstractmethod
     def on_write(
-        self, context: Context, state: Any, write: Write, items: Item
+        self, context: Context, state: PartState, write: Write, items: Item
     ) -> tuple[Any, Change]:
         """What a write does to the anchors."""
 
     @abc.abstractmethod
-    def anchors(self, context: Context, state: Any) -> Anchors:
+    def anchors(self, context: Context, state: PartState) -> Anchors:
         """The anchors there are."""
 
     @abc.abstractmethod
     def look(
-        self, context: Context, state: Any, slots: jax.Array, mask: jax.Array, key: jax.Array
+        self, context: Context, state: PartState, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> Look:
         """What to read for these anchors, `[B]`.
 
@@ -76,7 +76,9 @@ class Unit(abc.ABC):
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """From what was read to `Sample.data` and `Sample.info`."""
 
-    def truncate(self, context: Context, state: Any, which: jax.Array) -> tuple[Any, Change | None]:
+    def truncate(
+        self, context: Context, state: PartState, which: jax.Array
+    ) -> tuple[Any, Change | None]:
         """Ends the episodes of some environments, bool `[E]`, at the newest row.
 
         Returns:
@@ -87,18 +89,18 @@ class Unit(abc.ABC):
             "See jrb.types.Unit."
         )
 
-    def ends(self, context: Context, state: Any, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: PartState, slots: jax.Array) -> jax.Array:
         """After which rows time does not go on, as far as the unit knows: bool like `slots`."""
         raise TypeError(
             f"ends: expected a unit with a method ends, got {type(self).__name__}. "
             "See jrb.types.Unit."
         )
 
-    def rows_before(self, state: Any, slots: jax.Array) -> jax.Array | None:
+    def rows_before(self, state: PartState, slots: jax.Array) -> jax.Array | None:
         """How many rows of its episode came before each slot, int32; None if it does not matter."""
         return None
 
-    def resume(self, state: Any, before: jax.Array) -> Any:
+    def resume(self, state: PartState, before: jax.Array) -> Any:
         """An empty state whose next rows have so many rows of their episodes behind them.
 
         Args:
@@ -115,6 +117,6 @@ class Unit(abc.ABC):
         """From one for each row, float32 `[B, L]`, to one for each anchor, float32 `[B]`."""
         raise NotImplementedError(f"{type(self).__name__}: expected a method reduce_priorities.")
 
-    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when nothing is held any more; arrays are written after the token."""
         return ordering.emptied(state, token)

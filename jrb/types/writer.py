@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 
 from jrb.ring import Held, Ring
-from jrb.types.messages import Item, Write
+from jrb.types.messages import Item, PartState, Write
 
 
 class Writer(abc.ABC):
@@ -25,7 +25,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def plan(
-        self, ring: Ring, state: Any, items: Item, mask: jax.Array | None
+        self, ring: Ring, state: PartState, items: Item, mask: jax.Array | None
     ) -> tuple[Any, Write]:
         """Slots for rows of time.
 
@@ -37,15 +37,15 @@ class Writer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def held(self, ring: Ring, state: Any) -> Held:
+    def held(self, ring: Ring, state: PartState) -> Held:
         """The slots that hold items."""
 
     @abc.abstractmethod
-    def stamp(self, ring: Ring, state: Any, slots: jax.Array) -> jax.Array:
+    def stamp(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """uint32 like `slots`: another number as soon as a slot holds another item."""
 
     @abc.abstractmethod
-    def reset(self, ring: Ring, state: Any, token: jax.Array) -> Any:
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """Forgets all slots; no stamp from before is ever current again.
 
         Args:
@@ -54,11 +54,11 @@ class Writer(abc.ABC):
             token: an int32 zero, after which arrays are overwritten (see `jrb._base.ordering`).
         """
 
-    def shrink(self, ring: Ring, state: Any, rows: jax.Array) -> Any:
+    def shrink(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
         """The same without so many of the oldest rows, int32 `[]`; the default is for none."""
         return state
 
-    def best(self, ring: Ring, state: Any, count: int) -> jax.Array:
+    def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:
         """The slots of the `count` items to keep, or of all, int32 `[K]` in the order of slots.
 
         For writers that keep no order of time; of the others, the newest rows are kept.
