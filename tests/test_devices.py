@@ -296,8 +296,9 @@ def test_explicit_axes_work_where_nothing_is_cut_and_are_refused_where_something
     empty = buffer.init(EXAMPLE)
     state = jax.device_put(empty, whole)
     keys = jax.random.split(jax.random.key(0), D)
-    run = program(buffer)
-    assert_same(jax.jit(run)(state, jax.device_put(keys[0], whole)), jax.jit(run)(empty, keys[0]))
+    run, given = program(buffer), jax.vmap(drawn)(keys)
+    first = drawn(keys[0])
+    assert_same(jax.jit(run)(state, jax.device_put(first, whole)), jax.jit(run)(empty, first))
     many = buffer_of("transition", "uniform", 4 * D)
     wide = jrb.ReplayBuffer(4 * D, num_envs=D, batch_size=B)
     items = jax.device_put(rows(keys[0], D), cut)
@@ -308,7 +309,7 @@ def test_explicit_axes_work_where_nothing_is_cut_and_are_refused_where_something
     refused = [
         lambda: jax.jit(wide.add)(jax.device_put(wide.init(EXAMPLE), whole), items),
         lambda: many.add(held, jax.device_put(rows(keys[0], E), whole)),
-        lambda: jax.jit(jax.vmap(run))(states, jax.device_put(keys, cut)),
+        lambda: jax.jit(jax.vmap(run))(states, jax.device_put(given, cut)),
     ]
     for call in refused:
         with (

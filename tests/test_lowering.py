@@ -75,7 +75,7 @@ def everything(buffer):
     run = devices.program(buffer)
 
     def step(state, key):
-        state, out = run(state, key)
+        state, out = run(state, devices.drawn(key))
         state = buffer.extend(state, devices.rows(key, 3, devices.E), mask=jnp.arange(3) != 1)
         return state, out, buffer.can_sample(state, B)
 

@@ -29,7 +29,7 @@ def save(buffer: Buffer, state: AnyState, keep: int) -> int:
             "keep: expected 0 for the path of the storage itself, where there is room for one "
             f"generation, got {keep}. Save to another path to keep older ones."
         )
-    meta, _ = matching.about(KIND, buffer, state)
+    meta = matching.about(KIND, buffer, state_specs.snapshot(buffer, state))
     view, rest = host_items.view_of(buffer, state), state.replace(storage=None)
     packed = state_specs.packed(rest)
     leaves = map(rows.array_bytes, jax.tree.leaves(packed))

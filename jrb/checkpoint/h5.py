@@ -51,8 +51,8 @@ _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
 def save(path: str, buffer: Description, state: AnyState, options: dict[str, Any]) -> None:
     """Saves; see `jrb.checkpoint.save`."""
-    spec, batch = state_specs.read_off(buffer, state)
-    if not isinstance(buffer, ReplayBuffer) or batch:
+    saved = state_specs.snapshot(buffer, state)
+    if not isinstance(buffer, ReplayBuffer) or saved.batch:
         raise ValueError(
             "layout: expected a single buffer with layout='h5', got a Mix, or states under vmap. "
             "Use layout='native'."
@@ -64,7 +64,7 @@ def save(path: str, buffer: Description, state: AnyState, options: dict[str, Any
     temporary = name + ".new"
     lock = Lock(folder, temporary)
     try:
-        _write_sheltered(folder, temporary, buffer, state, spec, options)
+        _write_sheltered(folder, temporary, buffer, state, saved.spec, options)
         for damage in verify(folder.path_of(temporary)):
             raise OSError(errno.EIO, f"what was written is not what is there: {damage}", path)
         folder.replace(temporary, name)

@@ -81,7 +81,7 @@ def is_own(path: str, buffer: Description, state: AnyState) -> bool:
     return is_on_host(buffer) and view_of(buffer, state).rows.path == os.path.realpath(path)
 
 
-def leaves(view: HostView) -> Any:
+def items_of(view: HostView) -> Any:
     """All items, as a pytree of `Leaf`s."""
     specs, structure = jax.tree.flatten(view.rows.spec)
 
@@ -111,7 +111,7 @@ def exported(buffer: Description, state: AnyState) -> tuple[Any, Any]:
     device = on_device(buffer)  # raises for objects
     view = view_of(buffer, state)
     view.rows.check_newest(view.version)
-    return device, state.replace(storage=leaves(view))
+    return device, state.replace(storage=items_of(view))
 
 
 @contextlib.contextmanager

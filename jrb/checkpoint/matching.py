@@ -13,14 +13,10 @@ from jrb.state import Buffer
 from jrb.types import Item, Storage
 
 
-def about(
-    kind: str, buffer: Description, state: AnyState
-) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """What a checkpoint says of a state, and the axes that `vmap` has put before it."""
-    spec, batch = state_specs.read_off(buffer, state)
-    items = descriptions.encode_structure(spec)
-    said = {"kind": kind, "buffer": descriptions.encode(buffer), "items": items}
-    return {**said, "batch": list(batch)}, batch
+def about(kind: str, buffer: Description, saved: state_specs.Snapshot) -> dict[str, Any]:
+    """What a checkpoint says of a state."""
+    items, batch = descriptions.encode_structure(saved.spec), list(saved.batch)
+    return {"kind": kind, "buffer": descriptions.encode(buffer), "items": items, "batch": batch}
 
 
 def kinds(state: AnyState, arrays: dict[str, Any]) -> dict[str, list[str]]:

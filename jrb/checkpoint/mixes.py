@@ -29,7 +29,7 @@ class Pending:
     """As `native.Pending`, for a mix."""
 
     def __init__(self, path: str, mix: Any, states: Any, copy: bool) -> None:
-        state_specs.read_off(mix, states)
+        state_specs.snapshot(mix, states)
         self.meta: dict[str, Any] = {"kind": KIND, "buffer": descriptions.encode(mix)}
         self.store, self.parts = opening.to_save(path, (), 0), []
         try:

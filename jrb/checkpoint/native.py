@@ -28,14 +28,14 @@ class Pending:
     """
 
     def __init__(self, path: str, buffer: Description, state: AnyState, copy: bool) -> None:
-        self.meta, batch = matching.about(KIND, buffer, state)
-        plain, exported = host_items.exported(buffer, state)
-        held, self.arrays = rows.split(plain, exported, batch)
-        self.kinds = matching.kinds(exported, self.arrays)
+        saved = state_specs.snapshot(buffer, state)
+        self.meta = matching.about(KIND, buffer, saved)
+        held, self.arrays = rows.split(saved)
+        self.kinds = matching.kinds(saved.state, self.arrays)
         self.store = opening.to_save(path, held.columns, held.count)
         try:
             last = _last(self.store, self.meta)
-            which = rows.changed(self.store, held, last, plain, exported, batch)
+            which = rows.changed(self.store, held, last, saved)
             self._pieces = rows.pieces(self.store, held, which)
             if copy:
                 self._pieces = [

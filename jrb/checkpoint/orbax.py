@@ -117,7 +117,7 @@ class BufferRestore(ocp.args.CheckpointArgs):
 def _check(args: BufferSave) -> None:
     """Raises at once what would else be raised in the background."""
     state_specs.check_buffer(args.buffer, "save")
-    state_specs.read_off(args.buffer, args.state)
+    state_specs.snapshot(args.buffer, args.state)
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"save: expected a program of one process, got {jax.process_count()}. Save the part of "

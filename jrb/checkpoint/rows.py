@@ -95,9 +95,9 @@ def _in_parts(rows: np.ndarray, columns: tuple[Column, ...], size: int) -> Itera
         yield rows[start : start + step]
 
 
-def split(buffer: Buffer, state: AnyState, batch: tuple[int, ...]) -> tuple[Rows, dict[str, Any]]:
+def split(saved: state_specs.Snapshot) -> tuple[Rows, dict[str, Any]]:
     """The rows of a state of one buffer, and its other arrays by name, as bytes."""
-    state = state_specs.packed(state)
+    buffer, batch, state = saved.buffer, saved.batch, state_specs.packed(saved.state)
     names, leaves = state_specs.leaf_names(state), jax.tree.leaves(state)
     by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
     buffers, columns, held, arrays = int(np.prod(batch, dtype=int)), [], [], {}
@@ -142,12 +142,7 @@ def kind_of(leaf: Leaf) -> tuple[str, ...]:
 
 
 def changed(
-    store: Store,
-    rows: Rows,
-    last: Generation | None,
-    buffer: Buffer,
-    state: AnyState,
-    batch: tuple,
+    store: Store, rows: Rows, last: Generation | None, saved: state_specs.Snapshot
 ) -> np.ndarray:
     """The rows that the last generation of a store has not, or has otherwise; int64, in order.
 
@@ -156,10 +151,11 @@ def changed(
     where they were newest at the last save. If something differs, it is all rows.
     """
     every = np.arange(rows.count)
+    state = saved.state
     then = None if last is None else _writer_of(last, state)
     if then is None:
         return every
-    stamps = lambda writer: np.asarray(_stamps(buffer, len(batch), writer)).reshape(-1)
+    stamps = lambda writer: np.asarray(_stamps(saved.buffer, len(saved.batch), writer)).reshape(-1)
     new = stamps(then) != stamps(state.writer)
     old = _witnesses(store, rows, np.flatnonzero(~new))
     same = all(

@@ -1,5 +1,6 @@
 """What a state must look like, told from the description and the items alone."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -106,8 +107,25 @@ def batched(tree: Item, batch: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*batch, *leaf.shape), leaf.dtype), tree)
 
 
-def read_off(buffer: Description, state: AnyState) -> tuple[Any, tuple[int, ...]]:
-    """The spec of the items in a state, and the axes that `vmap` has put before all leaves.
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A state as it is saved, after all checks.
+
+    Attributes:
+        buffer: the description, as if its items were on the device.
+        state: its state, with `host_items.Leaf`s for items that are not.
+        spec: of one item as it is stored, of each buffer of a mix.
+        batch: the axes that `vmap` has put before all leaves.
+    """
+
+    buffer: Any
+    state: AnyState
+    spec: Item
+    batch: tuple[int, ...]
+
+
+def snapshot(buffer: Description, state: AnyState) -> Snapshot:
+    """A state that is to be saved.
 
     Raises:
         ValueError, TypeError: it is no state of this buffer; the message names a leaf.
@@ -125,19 +143,26 @@ def read_off(buffer: Description, state: AnyState) -> tuple[Any, tuple[int, ...]
             continue
         batch = jax.tree.leaves(specs)[0].shape[:axes]
         if _same(batched(want, batch), specs):
-            return spec, batch
+            return Snapshot(buffer, state, spec, batch)
+    raise _of_another(buffer, state, specs)
+
+
+def _of_another(buffer: Description, state: AnyState, specs: Item) -> Exception:
+    """Why it is no state of this buffer."""
     try:
         want = blank(buffer, stored(buffer, specs))
-    except (AttributeError, IndexError) as error:
-        raise ValueError(
+        mend = "Save the state that this very buffer made."
+        pytree.check_like(_plain(want), _plain(specs), "save", mend)
+        for part, its in zip(*_each(buffer, state), strict=True):
+            dispatch.check_state(part, its)
+    except (AttributeError, IndexError):
+        return ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
-        ) from error
-    mend = "Save the state that this very buffer made."
-    pytree.check_like(_plain(want), _plain(specs), "save", mend)
-    for part, its in zip(*_each(buffer, state), strict=True):
-        dispatch.check_state(part, its)
-    raise ValueError("save: expected a state of this buffer, got another.")
+        )
+    except (ValueError, TypeError) as error:
+        return error
+    return ValueError("save: expected a state of this buffer, got another.")
 
 
 def _plain(tree: Item) -> Any:
