@@ -250,9 +250,8 @@ def test_a_part_of_ones_own_is_found_if_it_is_defined(tmp_path, monkeypatch):
     buffer, state = filled(sampler=Sometimes())
     there_and_back(tmp_path, buffer, state)
     monkeypatch.delitem(globals(), "Sometimes")
-    with pytest.raises(
-        ValueError, match=r"tests\.checkpoint\.test_checkpoint:Sometimes\. Import its module"
-    ):
+    text = r"tests\.checkpoint\.test_checkpoint:Sometimes\. Import its module"
+    with pytest.raises(ValueError, match=text):
         jrb.load(tmp_path)
 
 
