@@ -169,15 +169,15 @@ class Store:
         slots = np.full(self.table.room, NEVER)
         slots[of[of >= 0]] = np.flatnonzero(of >= 0)
 
-        def read(block: int) -> None:
-            part = slice(block * self.sums.block, (block + 1) * self.sums.block)
-            found = self.table.read_block(number, part, slots[part], target)
-            expected = int(self.sums.columns[number][block])
-            if found != expected:
-                raise DamagedError(self.table.damage(number, block, expected, found))
+        def read(blocks: range) -> None:
+            found = self.table.read_blocks(number, blocks, slots, target)
+            for block, its in zip(blocks, found, strict=True):
+                expected = int(self.sums.columns[number][block])
+                if its != expected:
+                    raise DamagedError(self.table.damage(number, block, expected, its))
 
         try:
-            share(read, [block for column, block in self.sums.blocks() if column == number])
+            share(read, self.sums.runs(number))
         except DamagedError:
             self._check_there(self.version, of[of >= 0])
             raise

@@ -9,8 +9,11 @@ from collections.abc import Callable
 import numpy as np
 
 from jrb._store.errors import DamagedError
-from jrb._store.table import Table
+from jrb._store.table import Table, runs
 from jrb._store.threads import share
+
+RUN = 4 << 20
+"""Bytes that are read at once."""
 
 
 class Sums:
@@ -38,6 +41,14 @@ class Sums:
         """The blocks that have sums: number of the column, number of the block."""
         blocks = self._blocks_of(self.named)
         return [(number, block) for number in range(len(self.columns)) for block in blocks]
+
+    def runs(self, number: int) -> list[range]:
+        """The blocks of a column that have sums, in runs of a few megabytes at most."""
+        column = self.table.columns[number]
+        step = max(1, RUN // max(column.width * column.block, 1))
+        blocks = np.array(self._blocks_of(self.named), np.int64)
+        found = [range(blocks[a], blocks[b - 1] + 1) for a, b in runs(blocks)]
+        return [run[start : start + step] for run in found for start in range(0, len(run), step)]
 
     def _blocks_of(self, places: np.ndarray) -> list[int]:
         """The blocks in which some places are, bool `[P]`."""
@@ -108,20 +119,16 @@ class Sums:
         sums = [longer(column, count) for column in self.columns]
         stays, changes = self.named & named, self.named & self._touched
 
-        def compute(number: int, block: int) -> None:
+        def compute(task: tuple[int, int]) -> None:
+            number, block = task
             part = slice(block * self.block, (block + 1) * self.block)
             if stays[part].any() and not changes[part].any():
                 self._check(number, block)  # or what was damaged would count as right
             sums[number][block] = self.table.sum_of(number, block, named)
 
         blocks = self._blocks_of(changed)
-        each = [(number, block) for number in range(len(sums)) for block in blocks]
-        share(_call, [*others, *(functools.partial(compute, *task) for task in each)])
+        share(compute, [(n, block) for n in range(len(sums)) for block in blocks], beside=others)
         self.columns, self.named = sums, named
-
-
-def _call(task: Callable[[], None]) -> None:
-    task()
 
 
 def longer(array: np.ndarray, length: int) -> np.ndarray:

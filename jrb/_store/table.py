@@ -30,6 +30,7 @@ SMALL = 1 << 17
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # of no pattern: the golden ratio's
 _ALIGNMENT = 64  # bytes; where XLA takes memory without a copy
+_FEW = 4096  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,29 +170,33 @@ class Table:
         """What was written to a column is on the disk afterwards; -1 for the numbers."""
         files.sync(self._files[number], self.paths[number])
 
-    def read_block(self, number: int, part: slice, slots: np.ndarray, target: np.ndarray) -> int:
-        """Reads the rows of a block to where they belong.
+    def read_blocks(
+        self, number: int, blocks: range, slots: np.ndarray, target: np.ndarray
+    ) -> list[int]:
+        """Reads the rows of a run of blocks to where they belong.
 
         Args:
             number: of the column.
-            part: the places of the block.
-            slots: int64, to which row of the target each of them goes; negative for none.
+            blocks: numbers that follow one another.
+            slots: int64 `[P]`, to which row of the target each place goes; negative for none.
             target: uint8 `[N, width]`.
 
         Returns:
-            Their checksum.
+            The checksum of each block.
         """
-        named = np.flatnonzero(slots >= 0)
-        rows = slots[named]
+        size, first = self.columns[number].block, blocks.start * self.columns[number].block
+        part = slots[first : blocks.stop * size]
+        named = np.flatnonzero(part >= 0)
+        rows = part[named]
         in_line = len(runs(named)) == 1 and len(runs(rows)) == 1
-        inner = target[rows[0] : rows[-1] + 1] if in_line else np.empty_like(target[rows])
-        if in_line:
-            self._read(number, part.start + int(named[0]), inner)
-        else:
-            for start, stop in runs(named):
-                self._read(number, part.start + int(named[start]), inner[start:stop])
+        inner = np.empty((len(rows), target.shape[1]), np.uint8)
+        inner = target[rows[0] : rows[-1] + 1] if in_line else inner
+        for start, stop in runs(named):
+            self._read(number, first + int(named[start]), inner[start:stop])
+        if not in_line:
             target[rows] = inner
-        return zlib.crc32(inner.reshape(-1).data) if inner.size else 0
+        edges = np.searchsorted(named, np.arange(len(blocks) + 1) * size)
+        return [_sum(inner[a:b]) for a, b in itertools.pairwise(edges)]
 
     def _read(self, number: int, place: int, target: np.ndarray) -> None:
         if target.size:
@@ -219,8 +224,7 @@ class Table:
         size = self.columns[number].block
         part = slice(block * size, (block + 1) * size)
         rows = self.rows[number][part]
-        whole = rows if named[part].all() else rows[named[part]]
-        return zlib.crc32(whole.reshape(-1).data) if whole.size else 0
+        return _sum(rows if named[part].all() else rows[named[part]])
 
     def check(self, number: int, block: int, named: np.ndarray, expected: int) -> str:
         """What is wrong with a block of a column; nothing if its rows have that checksum."""
@@ -235,6 +239,10 @@ class Table:
             f"{expected:08x}, found {found:08x}: the bytes from "
             f"{block * column.block * column.width} on were damaged."
         )
+
+
+def _sum(rows: np.ndarray) -> int:
+    return zlib.crc32(rows.reshape(-1).data) if rows.size else 0
 
 
 def _words(places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -301,6 +309,12 @@ def runs(places: np.ndarray) -> list[tuple[int, int]]:
     breaks = np.flatnonzero(np.diff(places) != 1) + 1
     edges = [0, *breaks.tolist(), len(places)]
     return list(itertools.pairwise(edges))
+
+
+def is_zero(rows: np.ndarray) -> bool:
+    """Whether all bytes are 0; a look at the first ones mostly tells that they are not."""
+    flat = rows.reshape(-1)
+    return not flat[:_FEW].any() and not flat[_FEW:].any()
 
 
 def aligned(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:

@@ -1,40 +1,72 @@
 """Work shared by a few threads, also while the program is ending."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 WORKERS = 2
-"""Threads that write or read at a time."""
+"""Threads that compute, write or read at a time; where it is one, all happens in order."""
 
 
-def share(work: Callable[[T], None], tasks: Iterable[T]) -> None:
+def share(
+    work: Callable[[T], None], tasks: Iterable[T], beside: Iterable[Callable[[], None]] = ()
+) -> None:
     """Does all tasks; what a task raises comes out after the threads have ended.
 
     The executors of the standard library take no work any more once the program is ending, and a
     save has to end well then.
+
+    Args:
+        work: what is done with a task.
+        tasks: in any order, but for a single worker.
+        beside: what one more thread does meanwhile, one after the other: it waits for the disk. A
+            single worker does it first.
     """
-    left, lock = iter(tasks), threading.Lock()
     errors: list[BaseException] = []
-
-    def run() -> None:
-        while not errors:
-            with lock:
-                task = next(left, left)
-            if task is left:
-                return
-            try:
-                work(task)  # pyright: ignore[reportArgumentType]
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(WORKERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    own, left, lock = iter(beside), iter(tasks), threading.Lock()
+    threads = [
+        threading.Thread(target=_drain, args=(work, left, lock, errors)) for _ in range(WORKERS)
+    ]
+    waiting = threading.Thread(target=_drain, args=(_call, own, threading.Lock(), errors))
+    try:
+        waiting.start()
+        if WORKERS == 1:
+            waiting.join()
+        for thread in threads:
+            thread.start()
+        _join(waiting, *threads)
+    except BaseException as error:  # an interrupt: nothing goes on behind the caller's back
+        errors.append(error)
+        _join(waiting, *threads)
+        raise
     if errors:
         raise errors[0]
+
+
+def _join(*threads: threading.Thread) -> None:
+    for thread in threads:
+        if thread.ident is not None:  # it was started
+            thread.join()
+
+
+def _drain(
+    work: Callable[[T], None], left: Iterator[T], lock: threading.Lock, errors: list[BaseException]
+) -> None:
+    """Takes one task after the other until there is none, or something went wrong."""
+    end = object()
+    while not errors:
+        with lock:
+            task = next(left, end)
+        if task is end:
+            return
+        try:
+            work(task)  # pyright: ignore[reportArgumentType]: it is not the end
+        except BaseException as error:
+            errors.append(error)
+
+
+def _call(task: Callable[[], None]) -> None:
+    task()

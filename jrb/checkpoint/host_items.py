@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jrb._engine import columns, dispatch
+from jrb._store import table
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
 from jrb.mix import AnyState, Description, Mix
@@ -145,7 +146,7 @@ def filled(buffer: Buffer, spec: Item, store: Store, pieces: Iterator[np.ndarray
     rows, version = view.rows, view.version
     for slots in pieces:
         found = store.take(store.version, [slots] * len(rows.names))
-        if any(leaf.any() for leaf in found):
+        if not all(map(table.is_zero, found)):
             leaves = [leaf.view(raw.dtype) for leaf, raw in zip(found, rows.raw, strict=True)]
             version = rows.put(version, slots, *leaves)
     return view.after(version)

@@ -208,7 +208,7 @@ def pieces(
     """Rows and their bytes; those of zeros that were never written are left out."""
     for piece in rows.pieces(which):
         found = rows.take(piece)
-        if not store.is_blank(piece) or any(leaf.any() for leaf in found):
+        if not store.is_blank(piece) or not all(map(table.is_zero, found)):
             yield piece, found
 
 
