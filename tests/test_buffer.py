@@ -111,6 +111,16 @@ def test_a_masked_add_under_vmap_writes_only_where_the_mask_holds():
     assert state.storage["id"][:, 0].tolist() == [7, 0, 9]
 
 
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_a_draw_leaves_the_containers_of_items_as_they_are(kind):
+    buffer = jrb.ReplayBuffer(8, batch_size=2)
+    state = buffer.init(kind(z=jnp.zeros(2), a=(jnp.zeros(()),)))
+    state = buffer.extend(state, kind(z=jnp.ones((3, 2)), a=(jnp.ones(3),)))
+    after, sample = jax.jit(buffer.draw)(state, jax.random.key(0))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert type(sample.data) is kind
+
+
 def test_extending_by_no_rows_changes_nothing():
     buffer = jrb.ReplayBuffer(capacity=4, batch_size=2)
     state = buffer.add(buffer.init(number(0)), number(1))

@@ -89,7 +89,7 @@ def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
     """A state in which marked fields are changed, wherever they lie in it.
 
     Args:
-        state: a `State`, or a dict or tuple of such, or anything else, which stays as it is.
+        state: a `State`, or a plain dict or tuple of such; all else stays as it is.
         change: from the mark, "cursor" or "tally", and an array to an array.
     """
 
@@ -101,7 +101,7 @@ def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
                     for field in dataclasses.fields(tree)  # pyright: ignore[reportArgumentType]
                 }
             )
-        if isinstance(tree, dict):
+        if type(tree) is dict:
             return {name: changed(entry) for name, entry in tree.items()}
         return tuple(map(changed, tree)) if type(tree) is tuple else tree
 
