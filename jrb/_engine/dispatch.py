@@ -50,7 +50,7 @@ def on_host(buffer: Buffer) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def on_device(buffer: Buffer) -> Any:
+def _for_device(buffer: Buffer) -> Any:
     """The same buffer as its jitted parts know it, without items that lie on the host."""
     storage = buffer.storage
     transforms = () if storage.of_objects else buffer.transforms
@@ -86,7 +86,7 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
         )
     if host:
         spec = {} if buffer.storage.of_objects else buffer.storage.spec(found)
-        state_check.check(on_device(buffer), _device_half(buffer, state), spec)
+        state_check.check(_for_device(buffer), _on_device(buffer, state), spec)
     else:
         state_check.check(buffer, state)
 
@@ -105,7 +105,7 @@ def _is_inside(buffer: Buffer, *arguments: Any) -> bool:
     return inside
 
 
-def _device_half(buffer: Buffer, state: BufferState) -> Any:
+def _on_device(buffer: Buffer, state: BufferState) -> Any:
     """A state as jitted parts know it."""
     return state.replace(storage=buffer.storage.device_state(state.storage))
 
@@ -123,7 +123,7 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """An empty state; `spec` is that of an item as it is stored."""
     if not on_host(buffer):
         return _blank(buffer, spec, device)
-    state = _blank(on_device(buffer), spec, device)
+    state = _blank(_for_device(buffer), spec, device)
     storage = buffer.storage.make(buffer.ring, spec, state.storage, in_time=buffer.writer.in_time)
     if device is not None:
         storage = jax.device_put(storage, device)
@@ -142,7 +142,7 @@ def nbytes(buffer: Buffer, spec: Item) -> int:
     """The bytes that `init` allocates, on the device and on the host."""
     if not on_host(buffer):
         return pytree.nbytes(jax.eval_shape(lambda: state_check.blank(buffer, spec)))
-    inner = pytree.nbytes(jax.eval_shape(lambda: state_check.blank(on_device(buffer), spec)))
+    inner = pytree.nbytes(jax.eval_shape(lambda: state_check.blank(_for_device(buffer), spec)))
     return inner + buffer.storage.nbytes(buffer.ring, spec, in_time=buffer.writer.in_time)
 
 
@@ -154,7 +154,7 @@ def write(buffer: Buffer, state: BufferState, items: Item, mask: Any, cuts: Any 
         if not _is_traced(state, items, mask):
             _warn_of_copies(buffer, state)
         return steps.write(buffer, state, items, mask, cuts)
-    after = steps.write(on_device(buffer), _device_half(buffer, state), items, mask, cuts)
+    after = steps.write(_for_device(buffer), _on_device(buffer, state), items, mask, cuts)
     if _is_traced(after):
         return steps.write(buffer, state, items, mask, cuts)
     return _put(buffer, state, after, items)
@@ -223,7 +223,7 @@ def write_objects(buffer: Buffer, state: BufferState, items: Item, mask: Any, ve
         return state
     blanks = np.zeros((len(rows), buffer.ring.envs), np.uint8)
     blanks = blanks[:, 0] if buffer.num_envs is None else blanks
-    after = steps.write(on_device(buffer), _device_half(buffer, state), {"item": blanks}, mask)
+    after = steps.write(_for_device(buffer), _on_device(buffer, state), {"item": blanks}, mask)
     return _put(buffer, state, after, rows)
 
 
@@ -299,7 +299,7 @@ def _draw_outside(
 
     None where this is called inside `jit` after all.
     """
-    inner, half, plain = on_device(buffer), _device_half(buffer, state), _is_plain(buffer)
+    inner, half, plain = _for_device(buffer), _on_device(buffer, state), _is_plain(buffer)
     at_anchors = plain and isinstance(inner.storage, DeferredStorage)
     names = None if at_anchors else buffer.storage.names(state.storage)
     with buffer.storage.drawing(state.storage):

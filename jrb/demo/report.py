@@ -76,7 +76,7 @@ def picture(config: training.Config, result: training.Result) -> Any:
     left.set(xlabel="thousands of environment steps", ylabel="mean return", title=config.env)
     right.hist(result.priorities, bins=60, color=_ORANGE)
     right.set(
-        xlabel="priority: the |TD error| when last drawn, the largest if never",
+        xlabel="priority: the |TD error| when last drawn,\nor the largest so far if never drawn",
         ylabel="transitions",
         title="priorities at the end",
     )

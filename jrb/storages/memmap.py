@@ -1,18 +1,13 @@
 """Rows in memory-mapped files on the host."""
 
-import dataclasses
 import os
-from typing import ClassVar, Self
 
-from jrb._base import checks, pytree
-from jrb.ring import Ring
-from jrb.storages import store_rows
-from jrb.storages.on_host import HostArrays
-from jrb.types import Item
+from jrb._base import pytree
+from jrb.storages.store_rows import StoreArrays
 
 
 @pytree.component
-class MemmapStorage(HostArrays):
+class MemmapStorage(StoreArrays):
     """Keeps the items in files on the host, one for each leaf, and reads them through mappings.
 
     Sampler, writer and priorities stay on the device. Outside `jit`, verbs read and write between
@@ -52,21 +47,6 @@ class MemmapStorage(HostArrays):
     path: str | os.PathLike[str] | None = None
     prealloc: bool = True
     slack: float = 0.25
-    unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc", "slack")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", store_rows.checked_path("MemmapStorage", self.path))
-        checks.flag("prealloc", self.prealloc)
-        store_rows.check_slack(self.slack)
-
-    def elsewhere(self) -> Self:
-        """The same in a temporary folder."""
-        return dataclasses.replace(self, path=None)
-
-    def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> store_rows.StoreRows:
-        """Files full of zeros. Raises if there is no room for them."""
-        return store_rows.make(self.path, self.prealloc, self.slack, ring, spec, in_time)
-
-    def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
-        """The bytes of all files, and of the numbers of the rows."""
-        return store_rows.nbytes(self.path, self.slack, ring, spec, in_time)
+        self.check()

@@ -1,9 +1,8 @@
 """All rows on the host, the newest ones on the device too."""
 
-import dataclasses
 import functools
 import os
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,8 @@ from jrb._engine import columns, rows
 from jrb._engine.deferred import DevicePart, Places, places
 from jrb.keys import TED
 from jrb.ring import Clock, Held, Ring
-from jrb.storages import store_rows
 from jrb.storages.host_rows import HostView
-from jrb.storages.on_host import HostArrays
+from jrb.storages.store_rows import StoreArrays, StoreRows
 from jrb.types import Context, HostState, Item, Where, Write
 
 
@@ -136,7 +134,7 @@ def _cold(slots: np.ndarray, hot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytree.component
-class SpillStorage(HostArrays):
+class SpillStorage(StoreArrays):
     """Keeps all items in files on the host, and the newest ones in a ring on the device too.
 
     Draws are, bit for bit, those of a `DeviceStorage` of the whole capacity: what is hot is read on
@@ -155,19 +153,21 @@ class SpillStorage(HostArrays):
     prealloc: bool = True
     slack: float = 0.25
     state_type: ClassVar[type] = Spilled
-    unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc", "slack")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", store_rows.checked_path("SpillStorage", self.path))
+        self.check()
         checks.count("hot_capacity", self.hot_capacity, 2**31 - 1)
         object.__setattr__(self, "hot_capacity", int(self.hot_capacity))
-        checks.flag("prealloc", self.prealloc)
-        store_rows.check_slack(self.slack)
 
     @property
     def in_time(self) -> bool:
         """The newest rows are told by the order in which they came."""
         return True
+
+    def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> StoreRows:
+        """Files full of zeros. Raises if there is no room for them."""
+        checks.divides("hot_capacity", self.hot_capacity, ring.envs)
+        return super().make_rows(ring, spec, in_time)
 
     @property
     def device_part(self) -> HotRing:
@@ -185,19 +185,6 @@ class SpillStorage(HostArrays):
     def joined(self, view: HostView, device_state: Hot) -> Spilled:
         """The state of all rows and of the hot ones."""
         return Spilled(hot=device_state, view=view)
-
-    def elsewhere(self) -> Self:
-        """The same in a temporary folder."""
-        return dataclasses.replace(self, path=None)
-
-    def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> store_rows.StoreRows:
-        """Files full of zeros. Raises if there is no room for them."""
-        checks.divides("hot_capacity", self.hot_capacity, ring.envs)
-        return store_rows.make(self.path, self.prealloc, self.slack, ring, spec, in_time)
-
-    def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
-        """The bytes of all files, and of the numbers of the rows."""
-        return store_rows.nbytes(self.path, self.slack, ring, spec, in_time)
 
     def attach(self, ring: Ring, view: HostView, held: Held) -> Spilled:
         """The state for rows that were there before: the newest ones are made hot again."""

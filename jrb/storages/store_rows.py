@@ -1,21 +1,23 @@
 """Rows in the files of a store (see `jrb._store`)."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
 
-from jrb._base import prng_keys, pytree
+from jrb._base import checks, prng_keys, pytree
 from jrb._store.errors import StaleError
 from jrb._store.opening import create
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.ring import Ring
 from jrb.storages.host_rows import VERSION, HostRows, Version, bytes_of, number, words
+from jrb.storages.on_host import HostArrays
 from jrb.types import Item
 
 
@@ -105,12 +107,6 @@ def _room(path: Any, slack: float, ring: Ring, spec: Item, in_time: bool) -> int
 _BESIDE = 8 << 20  # bytes: writes of less happen as a whole or not at all
 
 
-def nbytes(path: Any, slack: float, ring: Ring, spec: Item, in_time: bool) -> int:
-    """The bytes of all files, of the numbers of the rows, and of the version."""
-    width = 8 + sum(column.width for column in columns(spec))
-    return width * _room(path, slack, ring, spec, in_time) + pytree.nbytes(VERSION)
-
-
 def columns(spec: Item) -> tuple[Column, ...]:
     """The columns of a store for such items.
 
@@ -141,7 +137,7 @@ def _part(key: Any) -> str:
     return "%2E" if name == "." else name
 
 
-def checked_path(name: str, path: Any) -> str | None:
+def _checked_path(name: str, path: Any) -> str | None:
     """A path as a string."""
     if path is not None and not path:
         raise ValueError(
@@ -152,10 +148,45 @@ def checked_path(name: str, path: Any) -> str | None:
     raise TypeError(f"{name}: path: expected a path, or None for a temporary one, got {path!r}.")
 
 
-def check_slack(slack: Any) -> None:
+def _check_slack(slack: Any) -> None:
     """Raises unless it is a part of N."""
     if isinstance(slack, bool) or not isinstance(slack, int | float) or not slack >= 0:
         raise ValueError(
             f"slack: expected a number of at least 0, the room beside N as a part of it, got "
             f"{slack!r}."
         )
+
+
+class StoreArrays(HostArrays):
+    """A storage whose rows are in the files of a store.
+
+    Attributes:
+        path: of its folder; None for a temporary one.
+        prealloc: whether room is set aside on the disk at once.
+        slack: the room beside N, as a part of N.
+    """
+
+    path: str | os.PathLike[str] | None
+    prealloc: bool
+    slack: float
+    unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc", "slack")
+
+    def check(self) -> None:
+        """Checks these fields, and makes the path a string."""
+        object.__setattr__(self, "path", _checked_path(type(self).__name__, self.path))
+        checks.flag("prealloc", self.prealloc)
+        _check_slack(self.slack)
+
+    def elsewhere(self) -> Self:
+        """The same in a temporary folder."""
+        return dataclasses.replace(self, path=None)  # pyright: ignore[reportArgumentType]: it is one
+
+    def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> StoreRows:
+        """Files full of zeros. Raises if there is no room for them."""
+        return make(self.path, self.prealloc, self.slack, ring, spec, in_time)
+
+    def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
+        """The bytes of all files, of the numbers of the rows, and of the version."""
+        width = 8 + sum(column.width for column in columns(spec))
+        rows = _room(self.path, self.slack, ring, spec, in_time)
+        return width * rows + pytree.nbytes(VERSION)

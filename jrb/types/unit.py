@@ -115,7 +115,10 @@ class Unit(abc.ABC):
 
     def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
         """From one for each row, float32 `[B, L]`, to one for each anchor, float32 `[B]`."""
-        raise NotImplementedError(f"{type(self).__name__}: expected a method reduce_priorities.")
+        raise TypeError(
+            f"update_priority: expected a unit with a method reduce_priorities, got "
+            f"{type(self).__name__}. See jrb.types.Unit."
+        )
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when nothing is held any more; arrays are written after the token."""

@@ -63,8 +63,9 @@ class Writer(abc.ABC):
 
         For writers that keep no order of time; of the others, the newest rows are kept.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: expected a method best, as its rows are in no order of time."
+        raise TypeError(
+            f"load: expected a writer with a method best, as its rows are in no order of time, got "
+            f"{type(self).__name__}. See jrb.types.Writer."
         )
 
     def writable(self) -> "Writer":
