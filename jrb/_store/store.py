@@ -171,8 +171,8 @@ class Store:
 
         def read(blocks: range) -> None:
             found = self.table.read_blocks(number, blocks, slots, target)
-            for block, its in zip(blocks, found, strict=True):
-                expected = int(self.sums.columns[number][block])
+            wanted = self.sums.columns[number][blocks.start : blocks.stop].tolist()
+            for block, expected, its in zip(blocks, wanted, found, strict=True):
                 if its != expected:
                     raise DamagedError(self.table.damage(number, block, expected, its))
 

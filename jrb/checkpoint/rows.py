@@ -27,8 +27,11 @@ from jrb.state import Buffer
 PIECE = 16 << 20
 """Bytes of the rows that are on their way at a time."""
 
-WITNESS = 16 << 20
+SMALL = 16 << 20
 """Bytes of the largest table that is looked at as a whole to tell one history from another."""
+
+WITNESS = 4 << 20
+"""Bytes of the newest rows of a larger one, and of some among all others, that are looked at."""
 
 BEYOND = "#beyond"
 """Stands behind the name of an array that holds what a leaf has besides its N rows."""
@@ -195,11 +198,11 @@ def _stamps(buffer: Buffer, axes: int, writer: Any) -> jax.Array:
 def _witnesses(store: Store, rows: Rows, old: np.ndarray) -> np.ndarray:
     """Those of some rows that are compared."""
     width = max(sum(column.width for column in rows.columns), 1)
-    if rows.count * width <= WITNESS:
+    if rows.count * width <= SMALL:
         return old
-    most = max(WITNESS // width, 1)
+    most = max(WITNESS // width, 64)
     newest = old[np.argsort(store.numbers(old), kind="stable")[-most:]]
-    return np.union1d(newest, old[:: max(1, len(old) // 1024)])
+    return np.union1d(newest, old[:: max(1, len(old) // min(most, 1024))])
 
 
 def pieces(
