@@ -123,10 +123,10 @@ def frames(capacity: int, rounds: int, folder: str) -> tuple[list[dict], dict[st
     with peak_memory(memory):
         buffer, state = filled(jrb.MemmapStorage(path), capacity, 256)
     os.sync()
-    plain = np.memmap(os.path.join(path, "o.bin"), np.uint8, "r", shape=(capacity, *FRAME))
+    plain = np.memmap(os.path.join(path, "rows", "o.bin"), np.uint8, "r", shape=(capacity, *FRAME))
     plain = np.asarray(plain)
     touched(plain)
-    touched(state.storage.host.store.table.rows[0])
+    touched(state.storage.rows.store.table.rows[0])
     rng, keys = np.random.default_rng(1), keys_of(rounds + rounds // 20 + 3)
     jitted = jax.jit(buffer.sample)
 
@@ -191,7 +191,7 @@ def spill(capacity: int, rounds: int) -> list[dict]:
     hot, other = filled(jrb.SpillStorage(None, capacity * 9 // 10), capacity, 256)
     device, state = filled(jrb.DeviceStorage(), capacity, 256)
     keys, jitted = keys_of(rounds + rounds // 20 + 3), jax.jit(device.sample)
-    touched(other.storage.hosted.host.store.table.rows[0])
+    touched(other.storage.view.rows.store.table.rows[0])
     programs: Programs = {
         "spill": lambda number: jax.block_until_ready(hot.sample(other, keys[number])),
         "device": lambda number: jax.block_until_ready(device.sample(state, keys[number])),
