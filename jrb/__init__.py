@@ -9,11 +9,12 @@ from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
 from jrb.loops import jitted
 from jrb.mix import Mix
+from jrb.read import episodes, items, stats
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
 from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
-from jrb.writers import Immutable, MaxValue, RoundRobin
+from jrb.writers import Immutable, MaxValue, Reservoir, RoundRobin, UntilFull
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "Prioritized",
     "Queue",
     "ReplayBuffer",
+    "Reservoir",
     "RoundRobin",
     "Sample",
     "Sequence",
@@ -42,16 +44,20 @@ __all__ = [
     "StaleError",
     "Transition",
     "Uniform",
+    "UntilFull",
     "WithoutReplacement",
     "checkpoint",
+    "episodes",
     "epochs",
     "interop",
+    "items",
     "jitted",
     "layouts",
     "load",
     "prefetch",
     "ring",
     "save",
+    "stats",
     "sum_tree",
     "testing",
     "transforms",

@@ -1,6 +1,8 @@
 """The replay buffer: five parts, one composition."""
 
 import functools
+from collections.abc import Callable
+from types import EllipsisType
 from typing import Any, Self
 
 import jax
@@ -167,7 +169,13 @@ class ReplayBuffer:
             raise dispatch.refusal()
         return dispatch.nbytes(self, self._stored_spec(example))
 
-    def add(self, state: BufferState, item: Item, mask: jax.Array | None = None) -> BufferState:
+    def add(
+        self,
+        state: BufferState,
+        item: Item,
+        mask: jax.Array | None = None,
+        priorities: jax.Array | None = None,
+    ) -> BufferState:
         """Writes one timestep.
 
         Args:
@@ -175,20 +183,34 @@ class ReplayBuffer:
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
             mask: bool `[]`; nothing is written if it is False, under `vmap` for each buffer by
                 itself, where a `lax.cond` around the call would copy the ring. None writes.
+            priorities: real `[E]`, or `[]` without `num_envs`: of the anchors that these
+                transitions are, or will be once their unit is whole; used as float32. None for
+                those of new items. One that is NaN, infinite or negative is refused: the anchor
+                gets the priority of a new item, and the sampler's state counts it.
 
         Raises:
             ValueError: another structure or shape than the example's.
-            TypeError: another dtype than the example's, or a mask that is not bool.
+            TypeError: another dtype than the example's, a mask that is not bool, or priorities for
+                a sampler that has none.
         """
         if mask is not None:
             mask = checks.mask("add", mask, ())[None]
+        if priorities is not None:
+            self._require_priorities("add: priorities")
+            priorities = checks.given_priorities("add", priorities, self._lead())[None]
         if self.storage.of_objects:
-            return dispatch.write_objects(self, state, [item], mask, "add")
+            return dispatch.write_objects(self, state, [item], mask, "add", priorities)
         stored = self._to_stored(state, item, self._lead(), "add")
         rows = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), stored)
-        return dispatch.write(self, state, rows, mask)
+        return dispatch.write(self, state, rows, mask, None, priorities)
 
-    def extend(self, state: BufferState, items: Item, mask: jax.Array | None = None) -> BufferState:
+    def extend(
+        self,
+        state: BufferState,
+        items: Item,
+        mask: jax.Array | None = None,
+        priorities: jax.Array | None = None,
+    ) -> BufferState:
         """Writes T timesteps, time first; of more than the ring holds, the last ones.
 
         Args:
@@ -197,23 +219,30 @@ class ReplayBuffer:
             mask: bool `[T]`; rows where it is False are not written, as if they were not there. For
                 each buffer by itself under `vmap`, where a `lax.cond` around the call would copy
                 the ring.
+            priorities: real `[T, E]`, or `[T]` without `num_envs`, as for `add`.
 
         Returns:
             The state after T times `add`, however the rows are cut into calls.
 
         Raises:
             ValueError: another structure or shape than the example's, or leaves of unequal T.
-            TypeError: another dtype than the example's, or a mask that is not bool.
+            TypeError: another dtype than the example's, a mask that is not bool, or priorities for
+                a sampler that has none.
         """
+        if priorities is not None:
+            self._require_priorities("extend: priorities")
         if self.storage.of_objects:
-            return dispatch.write_objects(self, state, items, mask, "extend")
+            return dispatch.write_objects(self, state, items, mask, "extend", priorities)
         if self.cast:
             items = casting.kept(items, "extend")
         length = checks.length(items)
         rows = self._to_stored(state, items, (length, *self._lead()), "extend")
         if mask is not None:
             mask = checks.mask("extend", mask, (length,))
-        return dispatch.write(self, state, rows, mask) if length else state
+        if priorities is not None:
+            shape = (length, *self._lead())
+            priorities = checks.given_priorities("extend", priorities, shape)
+        return dispatch.write(self, state, rows, mask, None, priorities) if length else state
 
     def sample(
         self,
@@ -378,6 +407,180 @@ class ReplayBuffer:
         checks.in_range("take", indices, self.capacity)
         return dispatch.take(self, state, indices)
 
+    def set(
+        self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
+    ) -> BufferState:
+        """Other values for leaves of items that are held, where they lie.
+
+        What units know of is learned anew at once: where done flags change, that costs O(N), and
+        anchors that appear get the priority of new items. Priorities stay; the next save writes the
+        edit. Observations that are stored once cost O(N) to edit, and may need room as new ones do.
+
+        Args:
+            state: may be donated.
+            where: a `Sample`, whose anchors are meant, those overwritten since left alone; slots,
+                int32 `[B]`, of which the last one counts where one stands twice; or `...` for all
+                slots.
+            values: any of the leaves, as they are stored, `[B, ...]`, or `[N, ...]` for `...`: a
+                pytree in which they have the names that they have in the items. For objects a
+                sequence of B.
+
+        Raises:
+            ValueError: a leaf that the items do not have, another shape, or one that the writer
+                ranks items by; a slot out of range (only outside `jit`).
+            TypeError: another dtype.
+
+        Example:
+            >>> import jax.numpy as jnp, jrb
+            >>> buffer = jrb.ReplayBuffer(4)
+            >>> items = {"x": jnp.arange(4), "reward": jnp.zeros(4)}
+            >>> state = buffer.extend(buffer.init({"x": 0, "reward": 0.0}), items)
+            >>> state = buffer.set(state, jnp.array([1, 2]), {"reward": jnp.array([5.0, 6.0])})
+            >>> buffer.take(state, jnp.arange(4))["reward"].tolist()
+            [0.0, 5.0, 6.0, 0.0]
+        """
+        dispatch.check_state(self, state)
+        where, count = self._where("set", where)
+        if self.storage.of_objects:
+            self.writer.check_edit("set", frozenset())
+            return dispatch.edit(self, state, where, checks.objects("set", values, count))
+        named = self._values("set", state, values, count)
+        return dispatch.edit(self, state, where, named) if named else state
+
+    def map(
+        self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
+    ) -> BufferState:
+        """Puts a function over all items that are held, a batch at a time, where they lie.
+
+        For relabelling rewards, or refreshing recurrent states: as `set` of what it returns.
+
+        Args:
+            state: may be donated.
+            function: from items as they are stored, leaves `[B, ...]`, oldest first, to any of
+                their leaves, `[B, ...]`; it is compiled. B is `batch_size`, but may be less for
+                the last batch of items on the host.
+            batch_size: B; no more is read at a time. At most N are.
+
+        Raises:
+            ValueError, TypeError: as `set`.
+        """
+        dispatch.check_state(self, state)
+        if self.storage.of_objects:
+            raise dispatch.refusal()
+        checks.count("batch_size", batch_size)
+
+        def named(items: Item) -> dict[str, jax.Array]:
+            count = jax.tree.leaves(items)[0].shape[0]
+            return self._values("map", state, function(items), count)
+
+        return dispatch.rewrite(self, state, named, min(int(batch_size), self.capacity))
+
+    def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
+        """These anchors are drawn no more, until something else is written there.
+
+        Args:
+            state: may be donated.
+            where: a `Sample`, those overwritten since left alone; or slots, int32 `[B]`.
+
+        Raises:
+            TypeError: the sampler cannot leave anchors out.
+        """
+        if not isinstance(where, Sample):
+            where = checks.indices("drop", where)
+            checks.in_range("drop", where, self.capacity)
+        return dispatch.drop(self, state, where)
+
+    def _where(self, verb: str, where: Any) -> tuple[Any, int]:
+        """Slots or a sample, None for all; and how many."""
+        if where is ...:
+            return None, self.capacity
+        if isinstance(where, Sample):
+            return where, where.indices.size
+        slots = checks.indices(verb, where)
+        checks.in_range(verb, slots, self.capacity)
+        if slots.ndim != 1:
+            raise ValueError(f"{verb}: expected slots of shape (B,), got {slots.shape}.")
+        return slots, slots.size
+
+    def _values(self, verb: str, state: BufferState, values: Item, count: int) -> dict[str, Any]:
+        """Leaves by their names, all of which items have, `[count, ...]`."""
+        values = casting.kept(values, verb) if self.cast else values
+        named = dict(zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True))
+        spec = self.storage.spec(state.storage)
+        stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
+        for name in named.keys() - stored.keys():
+            raise ValueError(
+                f"{verb}: leaf '{name}': expected leaves that the items have, {sorted(stored)}."
+            )
+        self.writer.check_edit(verb, frozenset(named))
+        want = {
+            name: jax.ShapeDtypeStruct((count, *stored[name].shape), stored[name].dtype)
+            for name in named
+        }
+        if self.cast:
+            named = casting.to_spec(want, named, verb)
+        pytree.check_like(want, named, verb, "Give one value for each item, as it is stored.")
+        return named
+
+    def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
+        """All slots in the order in which they were written, and how many hold something.
+
+        Returns:
+            int32 `[N]`, oldest first, those that hold nothing at the end; and int32 `[]`.
+        """
+        dispatch.check_state(self, state)
+        return self.writer.in_order(self.ring, state.writer)
+
+    def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
+        """The slots of the newest rows.
+
+        Args:
+            state: is only read.
+            n: how many rows, at most R = N / E.
+
+        Returns:
+            int32 `[n, E]`, or `[n]` without `num_envs`, newest last; and bool of that shape, False
+            for rows that are not held.
+
+        Raises:
+            TypeError: several environments, and a writer that keeps no rows.
+        """
+        dispatch.check_state(self, state)
+        checks.count("n", n, self.ring.rows)
+        if not self.writer.in_time and self.num_envs is not None:
+            raise TypeError(
+                f"newest: expected a writer that keeps rows in the order of time, got "
+                f"{type(self.writer).__name__}. in_order gives single slots."
+            )
+        slots, count = self.writer.in_order(self.ring, state.writer)
+        first = count - n * self.ring.envs
+        place = first + jnp.arange(n * self.ring.envs, dtype=jnp.int32)
+        shape = (n, *self._lead())
+        found = slots[jnp.maximum(place, 0)]
+        return found.reshape(shape), (place >= 0).reshape(shape)
+
+    def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
+        """The priorities as they were given, without alpha and eps.
+
+        Args:
+            state: is only read.
+            slots: int32 `[...]`; None for all.
+
+        Returns:
+            float32 like `slots`, or `[N]`; negative where no anchor is, or it was dropped.
+
+        Raises:
+            TypeError: the sampler has no priorities.
+        """
+        self._require_priorities("priorities")
+        dispatch.check_state(self, state)
+        found = self.sampler.priorities(state.sampler)
+        if slots is None:
+            return found
+        slots = checks.indices("priorities", slots)
+        checks.in_range("priorities", slots, self.capacity)
+        return found[slots]
+
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
         dispatch.check_state(self, state)
@@ -395,6 +598,10 @@ class ReplayBuffer:
         """
         dispatch.check_state(self, state)
         return dispatch.ready(self, state, self.batch_size if batch_size is None else batch_size)
+
+    def can_add(self, state: BufferState) -> jax.Array:
+        """Whether `add` would write, bool `[]`: not where `UntilFull` is full, or `Immutable`."""
+        return dispatch.can_add(self, state)
 
     def empty(self, state: BufferState) -> BufferState:
         """The state without its items. Samples drawn before stay harmless."""

@@ -1,6 +1,7 @@
 """The verbs of a buffer, compiled, for loops in Python."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,20 +63,29 @@ class Jitted:
         self._add, self._extend = writes(buffer.add), writes(buffer.extend)
         self._update = writes(buffer.update_priority)
         self._truncate, self._empty = writes(buffer.truncate), writes(buffer.empty)
-        self._set_alpha = writes(buffer.set_alpha)
+        self._set_alpha, self._drop = writes(buffer.set_alpha), writes(buffer.drop)
+        self._set = writes(buffer.set)
+        self._set_all = writes(lambda state, values: buffer.set(state, ..., values))
+        self._map = writes(buffer.map, static_argnames=("function", "batch_size"))
         self._draw = writes(buffer.draw, static_argnames="batch_size")
         self._sample = reads(buffer.sample, static_argnames="batch_size")
         self._can_sample = reads(buffer.can_sample, static_argnames="batch_size")
-        self._size = reads(buffer.size)
+        self._size, self._in_order = reads(buffer.size), reads(buffer.in_order)
+        self._newest = reads(buffer.newest, static_argnames="n")
+        self._priorities, self._can_add = reads(buffer.priorities), reads(buffer.can_add)
         self.init, self.nbytes, self.take = buffer.init, buffer.nbytes, buffer.take
 
-    def add(self, state: BufferState, item: Item, mask: Any = None) -> BufferState:
+    def add(
+        self, state: BufferState, item: Item, mask: Any = None, priorities: Any = None
+    ) -> BufferState:
         """As `ReplayBuffer.add`; the state is donated."""
-        return self._add(state, self._accepted(item, "add"), mask)
+        return self._add(state, self._accepted(item, "add"), mask, priorities)
 
-    def extend(self, state: BufferState, items: Item, mask: Any = None) -> BufferState:
+    def extend(
+        self, state: BufferState, items: Item, mask: Any = None, priorities: Any = None
+    ) -> BufferState:
         """As `ReplayBuffer.extend`; the state is donated."""
-        return self._extend(state, self._accepted(items, "extend"), mask)
+        return self._extend(state, self._accepted(items, "extend"), mask, priorities)
 
     def sample(
         self,
@@ -107,6 +117,22 @@ class Jitted:
         """As `ReplayBuffer.set_alpha`; the state is donated."""
         return self._set_alpha(state, alpha)
 
+    def set(self, state: BufferState, where: Any, values: Item) -> BufferState:
+        """As `ReplayBuffer.set`; the state is donated."""
+        if where is ...:
+            return self._set_all(state, values)
+        return self._set(state, _without_data(where), values)
+
+    def map(
+        self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
+    ) -> BufferState:
+        """As `ReplayBuffer.map`; the state is donated. Each function is compiled once."""
+        return self._map(state, function=function, batch_size=batch_size)
+
+    def drop(self, state: BufferState, where: Any) -> BufferState:
+        """As `ReplayBuffer.drop`; the state is donated."""
+        return self._drop(state, _without_data(where))
+
     def truncate(self, state: BufferState, mask: Any = None) -> BufferState:
         """As `ReplayBuffer.truncate`; the state is donated."""
         return self._truncate(state, mask)
@@ -118,6 +144,22 @@ class Jitted:
     def size(self, state: BufferState) -> jax.Array:
         """As `ReplayBuffer.size`."""
         return self._size(state)
+
+    def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
+        """As `ReplayBuffer.in_order`."""
+        return self._in_order(state)
+
+    def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
+        """As `ReplayBuffer.newest`."""
+        return self._newest(state, n=n)
+
+    def priorities(self, state: BufferState, slots: Any = None) -> jax.Array:
+        """As `ReplayBuffer.priorities`."""
+        return self._priorities(state, slots)
+
+    def can_add(self, state: BufferState) -> jax.Array:
+        """As `ReplayBuffer.can_add`."""
+        return self._can_add(state)
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """As `ReplayBuffer.can_sample`."""

@@ -250,7 +250,7 @@ def test_a_transform_with_an_inverse_decides_what_is_stored(envs):
 def test_nbytes_needs_no_memory():
     example = {"obs": jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8)}
     buffer = jrb.ReplayBuffer(capacity=10**9, batch_size=2)
-    assert buffer.nbytes(example) == 10**9 * 84 * 84 * 4 + 12
+    assert buffer.nbytes(example) == 10**9 * 84 * 84 * 4 + 16
 
 
 def test_counters_survive_their_limits():

@@ -283,7 +283,7 @@ def test_a_key_that_items_lack_lists_those_they_have():
 
 
 def test_keys_reach_into_dicts_and_attributes():
-    item = jrb.BufferState(storage={"a": {"b": 3}}, writer=1, sampler=2, unit=None)
+    item = jrb.BufferState(storage={"a": {"b": 3}}, writer=1, sampler=2, unit=None, edits=0)
     keys = jrb.Keys(reward=("storage", "a", "b"), done="writer")
     assert keys.get(item, "reward") == 3
     assert keys.get(item, "done") == 1

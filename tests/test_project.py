@@ -20,7 +20,7 @@ ROOMS = [
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"mix"},
-    {"loops", "demo"},
+    {"loops", "read", "demo"},
     {"interop"},
     {"checkpoint", "iterate"},
     {"cli", "testing"},

@@ -1,5 +1,6 @@
 """Checks of what users pass to the verbs, made before anything is written."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -168,6 +169,26 @@ def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
             "jnp.abs(td_error)."
         )
     return array
+
+
+def given_priorities(verb: str, value: object, shape: tuple[int, ...]) -> jax.Array:
+    """Real numbers of this shape, as float32."""
+    array = real_numbers(f"{verb}: priorities", value)
+    if array.shape != shape:
+        raise ValueError(
+            f"{verb}: priorities: expected shape {shape}, one for each transition, got "
+            f"{array.shape}. Time comes first, then the environments."
+        )
+    return array
+
+
+def objects(verb: str, value: object, count: int) -> list[Any]:
+    """A sequence of so many objects, as a list."""
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Sequence):
+        raise TypeError(f"{verb}: expected a sequence of objects, got {type(value).__name__}.")
+    if len(value) != count:
+        raise ValueError(f"{verb}: expected {count} objects, one for each slot, got {len(value)}.")
+    return list(value)
 
 
 def length(items: PyTree) -> int:

@@ -131,11 +131,11 @@ def emptied(state: T, token: jax.Array) -> T:
 
 def _zero(leaves: list[jax.Array]) -> jax.Array:
     """int32 zero: a bit of every leaf, shifted out, which XLA does not see through."""
-    together = functools.reduce(jnp.bitwise_or, map(_some_bits, leaves), jnp.int32(0))
+    together = functools.reduce(jnp.bitwise_or, map(some_bits, leaves), jnp.int32(0))
     return lax.shift_right_logical(together & 1, jnp.int32(1))
 
 
-def _some_bits(leaf: jax.Array) -> jax.Array:
+def some_bits(leaf: jax.Array) -> jax.Array:
     """int32 `[]`, from the first element of `leaf`."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

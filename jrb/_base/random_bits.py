@@ -110,6 +110,11 @@ def seed(key: jax.Array) -> jax.Array:
     return bits(key, (2,))
 
 
+def counted(seed: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two uniform words for each number, uint32 `[B]`, from a seed, uint32 `[2]`."""
+    return _threefry(seed[0], seed[1], jnp.zeros_like(numbers), numbers)
+
+
 def fold(key: jax.Array, number: int) -> jax.Array:
     """Another key, whose bits are independent of those of `key` and of other numbers.
 

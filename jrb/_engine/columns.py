@@ -88,6 +88,16 @@ def put(column: Column, write: Write, words: jax.Array) -> Column:
     return with_array(column, rows.put(array(column), write, lax.stop_gradient(words)))
 
 
+def edit(column: Column, slots: jax.Array | None, values: jax.Array) -> Column:
+    """Items `[B, ...]` at slots, int32 `[B]`, distinct but for N; or, for None, at all of N."""
+    words = lax.stop_gradient(packed(values))
+    whole = array(column)
+    if slots is None and words.shape == whole.shape:
+        return with_array(column, words)
+    slots = jnp.arange(len(words), dtype=jnp.int32) if slots is None else slots
+    return with_array(column, whole.at[slots].set(words, mode="drop"))
+
+
 def get(column: Column, slots: jax.Array) -> jax.Array:
     """Items at slots `[...]`, all in range, in their own dtype; to be called in `order.once`."""
     return unpacked(rows.get(array(column), slots), column.dtype)

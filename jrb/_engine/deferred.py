@@ -81,6 +81,10 @@ class DeferredStorage(DevicePart):
         """The slots."""
         return plan, None
 
+    def edit(self, context: Context, state: PartState, slots: Any, values: Any) -> Any:
+        """Nothing is there."""
+        return state
+
     def locate(self, context: Context, state: PartState, where: list[jax.Array]) -> Places:
         """The slots."""
         return places(where, lambda slots: slots)

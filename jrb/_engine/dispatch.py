@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, display, pytree, versions
-from jrb._engine import state_check, steps, transforming
+from jrb._engine import editing, state_check, steps, transforming
 from jrb._engine.deferred import DeferredStorage
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import HostState, HostStorage, Item
@@ -147,17 +147,50 @@ def nbytes(buffer: Buffer, spec: Item) -> int:
 
 
 @_on_meshes
-def write(buffer: Buffer, state: BufferState, items: Item, mask: Any, cuts: Any = None) -> Any:
+def write(
+    buffer: Buffer,
+    state: BufferState,
+    items: Item,
+    mask: Any,
+    cuts: Any = None,
+    priorities: Any = None,
+) -> Any:
     """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`)."""
     check_state(buffer, state)
-    if _is_inside(buffer, state, items, mask):
-        if not _is_traced(state, items, mask):
+    rest = mask, cuts, priorities
+    _check_room(buffer, state, items, mask)
+    if _is_inside(buffer, state, items, rest):
+        if not _is_traced(state, items, rest):
             _warn_of_copies(buffer, state)
-        return steps.write(buffer, state, items, mask, cuts)
-    after = steps.write(_for_device(buffer), _on_device(buffer, state), items, mask, cuts)
+        return steps.write(buffer, state, items, *rest)
+    after = steps.write(_for_device(buffer), _on_device(buffer, state), items, *rest)
     if _is_traced(after):
-        return steps.write(buffer, state, items, mask, cuts)
+        return steps.write(buffer, state, items, *rest)
     return _put(buffer, state, after, items)
+
+
+def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: Any) -> None:
+    """Raises where rows would find no room, as far as that is known."""
+    if not buffer.writer.until_full or _is_traced(state, items, mask):
+        return
+    found = steps.room(buffer, state.replace(storage=None))
+    if _is_traced(found):
+        return
+    wanted = len(jax.tree.leaves(items)[0]) if mask is None else int(np.sum(mask))
+    if wanted > found:
+        raise ValueError(
+            f"add, extend: expected at most {int(found)} rows, for which there is room, got "
+            f"{wanted}. Draw or empty first; can_add tells whether there is room for one."
+        )
+
+
+@_on_meshes
+def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
+    """Whether a row would be written, bool `[]`."""
+    check_state(buffer, state)
+    if buffer.writer.until_full:
+        return steps.room(buffer, state.replace(storage=None)) > 0
+    return jnp.bool_(buffer.writer.writes)
 
 
 def _put(buffer: Buffer, state: BufferState, after: Any, items: Item) -> Any:
@@ -211,19 +244,25 @@ def _warn_of_copies(buffer: Buffer, state: BufferState) -> None:
 _MUCH = 1_000_000  # bytes
 
 
-def write_objects(buffer: Buffer, state: BufferState, items: Item, mask: Any, verb: str) -> Any:
+def write_objects(
+    buffer: Buffer, state: BufferState, items: Item, mask: Any, verb: str, priorities: Any = None
+) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
     check_state(buffer, state)
-    if _is_inside(buffer, state, mask):
+    if _is_inside(buffer, state, mask, priorities):
         raise refusal()
     rows = _rows(buffer, items, verb)
     if mask is not None:
         mask = checks.mask(verb, mask, (len(rows),))
-    if not rows:
-        return state
     blanks = np.zeros((len(rows), buffer.ring.envs), np.uint8)
     blanks = blanks[:, 0] if buffer.num_envs is None else blanks
-    after = steps.write(_for_device(buffer), _on_device(buffer, state), {"item": blanks}, mask)
+    if priorities is not None:
+        priorities = checks.given_priorities(verb, priorities, blanks.shape)
+    if not rows:
+        return state
+    half, items = _on_device(buffer, state), {"item": blanks}
+    _check_room(buffer, state, items, mask)
+    after = steps.write(_for_device(buffer), half, items, mask, None, priorities)
     return _put(buffer, state, after, rows)
 
 
@@ -375,10 +414,64 @@ def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Arra
     check_state(buffer, state)
     if _is_traced(state, sample, priorities):
         return steps.update(buffer, state, sample, priorities)
-    if isinstance(sample, Sample):
-        sample = sample.replace(data=None)
-    after = steps.update(_without_items(buffer), state.replace(storage=None), sample, priorities)
+    half = state.replace(storage=None)
+    after = steps.update(_without_items(buffer), half, _light(sample), priorities)
     return after.replace(storage=state.storage)
+
+
+@_on_meshes
+def drop(buffer: Buffer, state: BufferState, where: Any) -> BufferState:
+    """The state in which some anchors are drawn no more."""
+    check_state(buffer, state)
+    if _is_traced(state, where):
+        return steps.drop(buffer, state, where)
+    after = steps.drop(_without_items(buffer), state.replace(storage=None), _light(where))
+    return after.replace(storage=state.storage)
+
+
+def _light(where: Any) -> Any:
+    """A sample without its items: fewer arrays to hand over."""
+    return where.replace(data=None) if isinstance(where, Sample) else where
+
+
+@_on_meshes
+def edit(buffer: Buffer, state: BufferState, where: Any, values: Any) -> BufferState:
+    """Other values, leaves by name, for held items; `where` is None for all slots."""
+    check_state(buffer, state)
+    if _is_inside(buffer, state, where, values):
+        if not _is_traced(state, where, values):
+            _warn_of_copies(buffer, state)
+            where = _light(where)
+        return editing.edit(buffer, state, where, values)
+    names = () if buffer.storage.of_objects else tuple(values)
+    ends = bool(names) and editing.changes_ends(buffer, state, names)
+    before = editing.cuts(buffer, state) if ends else None
+    if where is None:
+        where = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    inner, half = _for_device(buffer), _on_device(buffer, state)
+    on_device = {} if buffer.storage.of_objects else values
+    slots, after = editing.edit_outside(inner, half, _light(where), on_device)
+    with buffer.storage.writing(state.storage):
+        put = buffer.storage.put_values
+        storage = put(state.storage, after.storage, np.asarray(slots), values)
+        after = after.replace(storage=storage)
+    return editing.with_ends(buffer, after, before) if ends else after
+
+
+@_on_meshes
+def rewrite(buffer: Buffer, state: BufferState, function: Any, batch_size: int) -> BufferState:
+    """A function from B items to other leaves by name, put over all that is held."""
+    check_state(buffer, state)
+    if _is_inside(buffer, state):
+        if not _is_traced(state):
+            _warn_of_copies(buffer, state)
+        return editing.rewrite(buffer, state, function, batch_size)
+    slots, count = buffer.writer.in_order(buffer.ring, state.writer)
+    held, compiled = np.asarray(slots)[: int(count)], jax.jit(function)
+    for start in range(0, len(held), batch_size):
+        part = jnp.asarray(held[start : start + batch_size])
+        state = edit(buffer, state, part, compiled(take(buffer, state, part)))
+    return state
 
 
 def wait(state: BufferState, sample: Sample) -> BufferState:

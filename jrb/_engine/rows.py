@@ -79,6 +79,42 @@ def move(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
     )
 
 
+def last_of_equals(ring: Ring, slots: jax.Array) -> jax.Array:
+    """The slots, int32 `[B]`; of those that stand twice, N in place of all but the last one.
+
+    Not so on the CPU, where a scatter goes from the first to the last in any case.
+    """
+    return lax.platform_dependent(cpu=lambda: slots, default=lambda: distinct(ring, slots))
+
+
+def distinct(ring: Ring, slots: jax.Array) -> jax.Array:
+    """The same on every backend."""
+    if slots.size <= _FEW:
+        place = jnp.arange(slots.size, dtype=jnp.int32)
+        later = (slots[:, None] == slots) & (place[:, None] < place)
+        return jnp.where(later.any(axis=1), ring.capacity, slots)
+    order = jnp.argsort(slots, stable=True)
+    line = slots[order]
+    again = jnp.concatenate([line[1:] == line[:-1], jnp.zeros(1, jnp.bool_)])
+    return slots.at[order].set(jnp.where(again, ring.capacity, line))
+
+
+_FEW = 512
+
+
+def by_number(numbers: jax.Array, following: jax.Array, count: jax.Array) -> jax.Array:
+    """The slots of items that were numbered as they came, int32 `[N]`, oldest first.
+
+    Args:
+        numbers: uint32 `[N]`, modulo 2^32.
+        following: uint32 `[]`, the number of the next item.
+        count: int32 `[]`, how many slots, from 0 on, hold items; the others come last.
+    """
+    place = jnp.arange(numbers.size, dtype=jnp.int32)
+    age = jnp.where(place < count, following - numbers, 0)  # the greatest is the oldest
+    return jnp.argsort(~age, stable=True).astype(jnp.int32)
+
+
 def after(write: Write, token: jax.Array) -> Write:
     """The same write, whose slots are not known before `token`, an int32 zero."""
     return dataclasses.replace(write, starts=write.starts + token, slots=write.slots + token)

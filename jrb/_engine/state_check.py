@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jrb._base import pytree
 from jrb._base.pytree import Leaf, PyTree
@@ -30,8 +31,9 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     return BufferState(
         storage=buffer.storage.init(context, spec),
         writer=writer,
-        sampler=buffer.sampler.joined(buffer.sampler.init(ring)),
+        sampler=buffer.sampler.joined(buffer.sampler.init(ring), buffer.unit.waits),
         unit=buffer.unit.init(context, spec),
+        edits=jnp.zeros((), jnp.uint32),
         ring=ring,
     )
 
@@ -100,8 +102,8 @@ def _pairs(want: BufferState, state: BufferState) -> dict[str, tuple[Any, Any]]:
     """What parts should keep, and what they keep."""
     return {
         "writer": (want.writer, state.writer),
-        "sampler": (want.sampler, state.sampler),
         "unit": (want.unit, state.unit),
+        "sampler": (want.sampler, state.sampler),
         "storage": (want.storage, state.storage),
     }
 
@@ -153,7 +155,7 @@ def _other_part(buffer: Buffer, state: BufferState, spec: Item | None) -> TypeEr
             continue
         kind = type(parts[name]).__name__
         is_same_kind = name == "sampler" and type(found) is type(wanted)
-        if is_same_kind and _alike(wanted, buffer.sampler.joined(found)):
+        if is_same_kind and _alike(wanted, buffer.sampler.joined(found, buffer.unit.waits)):
             return TypeError(
                 f"expected a state whose sampler was told of all its anchors, got one on which a "
                 f"new state of {kind} was put by hand. {_MEND}"

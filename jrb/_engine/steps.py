@@ -14,7 +14,7 @@ from jrb._base import ordering, pytree
 from jrb._engine import transforming
 from jrb.keys import Keys
 from jrb.state import Buffer, BufferState, Sample
-from jrb.types import Context, Draw, Item, Look, Write
+from jrb.types import Context, Draw, Given, Item, Look, Write
 
 
 def context_of(buffer: Buffer, writer: Any) -> Context:
@@ -29,8 +29,9 @@ def write(
     items: Item,
     mask: jax.Array | None,
     cuts: jax.Array | None = None,
+    priorities: jax.Array | None = None,
 ) -> BufferState:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]`.
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`, with priorities, float32 `[T, E]`.
 
     Time does not go on after the items that `cuts`, bool `[T, E]`, names, though their own done
     flags do not say so.
@@ -38,6 +39,8 @@ def write(
     if buffer.num_envs is None:
         items = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 1), items)
     ring, context = buffer.ring, context_of(buffer, state.writer)
+    if buffer.writer.until_full:
+        mask = _with_room(buffer, state, jax.tree.leaves(items)[0].shape[0], mask)
     writer, write = buffer.writer.plan(ring, state.writer, items, mask)
     storage, write = buffer.storage.write(context, state.storage, write, items)
     if not write.bounded:
@@ -45,16 +48,59 @@ def write(
         left = write.expired - jnp.maximum(rows_held + write.rows - ring.rows, 0)
         writer = buffer.writer.shrink(ring, writer, left)
     if cuts is not None:
-        items = _cut(items, cuts, buffer.keys)
+        items = with_cuts(items, cuts, buffer.keys)
     state = state.replace(storage=storage)
-    return _learned(buffer, context, state, writer, write, items)
+    given = _given(buffer, write, items, priorities)
+    return _learned(buffer, context, state, writer, write, items, given)
+
+
+def _with_room(
+    buffer: Buffer, state: BufferState, length: int, mask: jax.Array | None
+) -> jax.Array:
+    """The mask, bool `[T]`, without rows for which others would have to go."""
+    written = jnp.ones(length, jnp.bool_) if mask is None else mask
+    return written & (jnp.cumsum(written, dtype=jnp.int32) <= room(buffer, state))
+
+
+@jax.jit
+def room(buffer: Buffer, state: BufferState) -> jax.Array:
+    """How many rows may be written before one goes that may not be lost, int32 `[]`."""
+    ring, unit, context = buffer.ring, buffer.unit, context_of(buffer, state.writer)
+    anchors, held = unit.anchors(context, state.unit), context.held
+    first = anchors.count - buffer.sampler.unread(state.sampler, anchors)
+    at = jnp.clip(jnp.stack([first, first - 1]), 0, jnp.maximum(anchors.count - 1, 0))
+    slots, _ = anchors.nth(at, jax.random.key(0))
+    row = ring.place(held, slots) // ring.envs
+    read = jnp.where(first < anchors.count, row[0], row[1] + 1)  # rows before the first unread one
+    done = jnp.where(anchors.count > 0, read - unit.reach - (unit.lag or 0), 0)
+    return ring.rows - held.count // ring.envs + jnp.maximum(done, 0)
+
+
+def _given(buffer: Buffer, write: Write, items: Item, priorities: jax.Array | None) -> Given:
+    """The priorities that were passed, or that the items bring along."""
+    brought = buffer.sampler.given(items)
+    if priorities is not None and brought is not None:
+        raise ValueError(
+            "priorities: expected none beside those that the items bring along, as the sampler has "
+            "priority_key. Leave one of them out."
+        )
+    found = brought if priorities is None else priorities
+    flat = None if found is None else found.astype(jnp.float32).reshape(-1)
+    return Given(slots=write.slots.reshape(-1), written=write.written, priorities=flat)
 
 
 def _learned(
-    buffer: Buffer, context: Context, state: BufferState, writer: Any, write: Write, items: Item
+    buffer: Buffer,
+    context: Context,
+    state: BufferState,
+    writer: Any,
+    write: Write,
+    items: Item,
+    given: Given | None = None,
 ) -> BufferState:
     """The state in which unit and sampler know of a write; `context` is from before."""
     unit, change = buffer.unit.on_write(context, state.unit, write, items)
+    change = dataclasses.replace(change, given=given)
     anchors = buffer.unit.anchors(context_of(buffer, writer), unit)
     sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
     return state.replace(writer=writer, sampler=sampler, unit=unit)
@@ -73,7 +119,7 @@ def expire(buffer: Buffer, state: BufferState, items: Item, rows: jax.Array) -> 
     return _learned(buffer, context, state, writer, write, items)
 
 
-def _cut(items: Item, cuts: jax.Array, keys: Keys) -> Item:
+def with_cuts(items: Item, cuts: jax.Array, keys: Keys) -> Item:
     """The items as the unit sees them, an end flagged where time does not go on."""
     flag = next(iter(keys.flags(items)), None)
 
@@ -239,18 +285,34 @@ def update(
     priorities: jax.Array,
 ) -> BufferState:
     """New priorities for anchors that still hold what was drawn."""
-    ring = buffer.ring
     if isinstance(sample, Sample):
-        current = buffer.writer.stamp(ring, state.writer, sample.indices) == sample.stamp
-        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
-        token = ordering.token((_read(sample), current))
-        slots, ok = sample.indices + token, current & drawn
-        state = _after(state, token)
+        state, slots, ok = still_there(buffer, state, sample)
         if priorities.ndim > 1:
             priorities = buffer.unit.reduce_priorities(priorities, sample.mask)
     else:
         slots, ok = sample, jnp.ones(sample.shape, jnp.bool_)
-    sampler = buffer.sampler.update(ring, state.sampler, slots, priorities, ok)
+    sampler = buffer.sampler.update(buffer.ring, state.sampler, slots, priorities, ok)
+    return state.replace(sampler=sampler)
+
+
+def still_there(
+    buffer: Buffer, state: BufferState, sample: Sample
+) -> tuple[BufferState, jax.Array, jax.Array]:
+    """The state, in which writes wait for the sample; its slots, and which hold what was drawn."""
+    current = buffer.writer.stamp(buffer.ring, state.writer, sample.indices) == sample.stamp
+    drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+    token = ordering.token((_read(sample), current))
+    return _after(state, token), sample.indices + token, current & drawn
+
+
+@jax.jit
+def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> BufferState:
+    """The state in which some anchors are drawn no more."""
+    if isinstance(where, Sample):
+        state, slots, ok = still_there(buffer, state, where)
+    else:
+        slots, ok = where, jnp.ones(where.shape, jnp.bool_)
+    sampler = buffer.sampler.drop(buffer.ring, state.sampler, slots, ok)
     return state.replace(sampler=sampler)
 
 

@@ -21,7 +21,6 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
-from jrb.mix import AnyState
 from jrb.state import Buffer
 
 PIECE = 16 << 20
@@ -151,30 +150,39 @@ def changed(
 
     The writer's stamps tell them, if the state goes on from the one that was saved: tables of up to
     16 MB are compared as a whole where nothing should have changed, larger ones here and there, and
-    where they were newest at the last save. If something differs, it is all rows.
+    where they were newest at the last save. If something differs, it is all rows. Where items were
+    edited since, all rows are compared.
     """
     every = np.arange(rows.count)
     state = saved.state
-    then = None if last is None else _writer_of(last, state)
+    then = None if last is None else _as_saved(last, {"writer": state.writer, "edits": state.edits})
     if then is None:
         return every
     stamps = lambda writer: np.asarray(_stamps(saved.buffer, len(saved.batch), writer)).reshape(-1)
-    new = stamps(then) != stamps(state.writer)
-    old = _witnesses(store, rows, np.flatnonzero(~new))
-    same = all(
-        np.array_equal(one, other)
-        for piece in rows.pieces(old)
-        for one, other in zip(
-            rows.take(piece), store.take(store.version, [piece] * len(rows.columns)), strict=True
-        )
-    )
-    return every[new] if same else every
+    new = stamps(then["writer"]) != stamps(state.writer)
+    if (then["edits"] != np.asarray(state.edits)).any():
+        kept = np.flatnonzero(~new)
+        return np.union1d(every[new], kept[_differ(store, rows, kept)])
+    witnesses = _witnesses(store, rows, np.flatnonzero(~new))
+    return every if _differ(store, rows, witnesses).any() else every[new]
 
 
-def _writer_of(last: Generation, state: AnyState) -> Any:
-    """The writer's state as it was saved; None if it was another kind of writer."""
-    leaves, structure = jax.tree.flatten(state.writer)
-    names, entries, found = state_specs.leaf_names({"writer": state.writer}), last.arrays, []
+def _differ(store: Store, rows: Rows, which: np.ndarray) -> np.ndarray:
+    """Which of some rows are not what the store has, bool like `which`."""
+    found = [np.zeros(0, np.bool_)]
+    for piece in rows.pieces(which):
+        there = store.take(store.version, [piece] * len(rows.columns))
+        differs = np.zeros(len(piece), np.bool_)
+        for one, other in zip(rows.take(piece), there, strict=True):
+            differs |= (one != other).any(axis=1)
+        found.append(differs)
+    return np.concatenate(found)
+
+
+def _as_saved(last: Generation, parts: dict[str, Any]) -> Any:
+    """Parts of a state as they were saved; None if they were of another kind."""
+    leaves, structure = jax.tree.flatten(parts)
+    names, entries, found = state_specs.leaf_names(parts), last.arrays, []
     for name, leaf in zip(names, leaves, strict=True):
         if name not in entries or entries[name]["kind"] != list(kind_of(leaf)):
             return None

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.core
@@ -11,14 +11,15 @@ import numpy as np
 from jax import lax
 
 from jrb import sum_tree
-from jrb._base import ordering, pytree, random_bits
+from jrb._base import checks, ordering, pytree, random_bits
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
+from jrb.keys import Path, find, path_name
 from jrb.ring import Held, Ring
 from jrb.samplers.uniform import draw_of
-from jrb.types import Anchors, Change, Draw, Sampler
+from jrb.types import Anchors, Change, Draw, Given, Item, Sampler
 
-_NO_ANCHOR = -1.0
+_NO_ANCHOR, _DROPPED = -1.0, -2.0
 _CHUNK = 256  # slots that are cleared at once, where many leave
 _SMALLEST = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
 
@@ -27,23 +28,29 @@ class Priorities(pytree.State):
     """What a prioritized sampler knows of every slot.
 
     Attributes:
-        raw: float32 `[N]`, the priority p of each anchor; -1 where there is no anchor.
+        raw: float32 `[N]`, the priority p of each anchor; -1 where there is no anchor, -2 where
+            there is one that was dropped.
+        waiting: float32 `[N]`, the priorities that came with rows which may become anchors later,
+            -1 where none did; None for units whose rows are anchors at once.
         masses: a sum-tree over (p + eps)^alpha, 0 where there is no anchor.
         smallest: a tree of the least positive mass, or None: for `normalize="buffer"`.
         largest: a tree of the greatest p, or None: for `new_priority="max_in_buffer"`.
         highest: float32 `[]`, the greatest p seen so far, 1 at first.
         alpha: float32 `[]`.
         refused: uint32 `[]`, how many priorities were NaN, infinite or negative.
+        dropped: bool `[]`, whether anchors were dropped since the buffer was empty.
         told: whether it belongs to a buffer, which tells it of all anchors; no array.
     """
 
     raw: jax.Array
+    waiting: jax.Array | None = None
     masses: Tree
     smallest: Tree | None
     largest: Tree | None
     highest: jax.Array
     alpha: jax.Array
     refused: jax.Array
+    dropped: jax.Array
     told: bool = pytree.static(default=False)
 
 
@@ -65,6 +72,9 @@ class Prioritized(Sampler):
             "max_in_buffer", the largest held when they are written (1 if nothing is held); or a
             number.
         branching: of the sum-tree; None for the fastest on this backend.
+        priority_key: the path to a leaf of the items, a real number each, that is the priority of
+            what is written; None for that of new items. `add(..., priorities=)` does without a
+            leaf.
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
     """
@@ -76,6 +86,7 @@ class Prioritized(Sampler):
     normalize: Literal["batch", "buffer"] | None = "batch"
     new_priority: Literal["max", "max_in_buffer"] | float = "max"
     branching: int | None = None
+    priority_key: Path | None = None
     prioritized: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -103,24 +114,65 @@ class Prioritized(Sampler):
             highest=jnp.ones((), jnp.float32),
             alpha=jnp.full((), self.alpha, jnp.float32),
             refused=jnp.zeros((), jnp.uint32),
+            dropped=jnp.zeros((), jnp.bool_),
         )
 
-    def joined(self, state: Priorities) -> Priorities:
+    def joined(self, state: Priorities, waits: bool) -> Priorities:
         """Told of every anchor from here on."""
-        return state.replace(told=True)
+        waiting = jnp.full_like(state.raw, _NO_ANCHOR) if waits else None
+        return state.replace(told=True, waiting=waiting)
+
+    def given(self, items: Item) -> jax.Array | None:
+        """Those at `priority_key`."""
+        if self.priority_key is None:
+            return None
+        leaf = find(items, self.priority_key, "Prioritized: priority_key")
+        where = f"Prioritized: priority_key: leaf '{path_name(self.priority_key)}'"
+        if not pytree.is_array(leaf) or leaf.shape[2:] not in ((), (1,)):
+            raise ValueError(
+                f"{where}: expected one number for each item, got "
+                f"{leaf.shape[2:] if pytree.is_array(leaf) else pytree.leaf_names(leaf)}."
+            )
+        return checks.real_numbers(where, leaf).reshape(leaf.shape[:2])
 
     def on_write(
         self, ring: Ring, state: Priorities, change: Change, anchors: Anchors
     ) -> Priorities:
         """New anchors enter with the priority of new items, those that left lose theirs."""
-        priority = self._new_priority(state)
+        default = self._new_priority(state, change.given)
         state = self._without(ring, state, change)
-        new = jnp.broadcast_to(priority, change.entered.shape)
+        state, new = self._entering(ring, state, change, default)
         if change.consecutive:
             return self._set_run(state, change.entered[0], new)
         if not change.entered.size:
             return state
         return self._set(state, *_in_range(ring, change.entered), new)
+
+    def _entering(
+        self, ring: Ring, state: Priorities, change: Change, default: jax.Array
+    ) -> tuple[Priorities, jax.Array]:
+        """The state, and the priority of each anchor that enters: one that was given, or not."""
+        given, waiting, own = change.given, state.waiting, None
+        if given is not None and given.priorities is not None:
+            good = _is_priority(given.priorities)
+            own = jnp.where(good, given.priorities, _NO_ANCHOR)
+            wrong = ~good.reshape(given.written.size, -1) & given.written[:, None]
+            state = state.replace(
+                highest=jnp.maximum(state.highest, jnp.max(_greatest(given))),
+                refused=state.refused + jnp.sum(wrong, dtype=jnp.uint32),
+            )
+        if waiting is not None and given is not None:
+            none = jnp.full(given.slots.shape, _NO_ANCHOR, jnp.float32)
+            slots = given.slots.astype(jnp.uint32)
+            waiting = trees.put(waiting, slots, none if own is None else own)
+        if waiting is not None:
+            at = jnp.minimum(change.entered, ring.capacity - 1).astype(jnp.uint32)
+            state, own = state.replace(waiting=waiting), trees.read(waiting, at)
+        if own is None:
+            return state, jnp.broadcast_to(default, change.entered.shape)
+        if default.ndim:  # of each row of time; as many anchors enter with each
+            default = jnp.repeat(default, own.size // default.size)
+        return state, jnp.where(own < 0, default, own)
 
     def _without(self, ring: Ring, state: Priorities, change: Change) -> Priorities:
         """No mass where there is no anchor any more."""
@@ -155,9 +207,13 @@ class Prioritized(Sampler):
         gone = jnp.full(slots.shape, _NO_ANCHOR, jnp.float32)
         return self._set(state, *_in_range(ring, slots), gone)
 
-    def _new_priority(self, state: Priorities) -> jax.Array:
+    def _new_priority(self, state: Priorities, given: Given | None) -> jax.Array:
+        """The priority of new items, float32 `[]`; or `[T]`, of those that come with each row."""
         if self.new_priority == "max":
-            return state.highest
+            if given is None or given.priorities is None or given.written.size == 1:
+                return state.highest
+            before = jnp.concatenate([state.highest[None], _greatest(given)[:-1]])
+            return lax.cummax(before)
         if state.largest is None:
             return jnp.float32(self.new_priority)
         held = trees.root(state.largest)
@@ -172,11 +228,14 @@ class Prioritized(Sampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[Priorities, Draw]:
-        """Walks down the sum-tree; where no anchor has mass, all are equally likely."""
+        """Walks down the sum-tree; where no anchor has mass, all are equally likely.
+
+        Unless some were dropped: then nothing is drawn.
+        """
         words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
-        mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-        alike = draw_of(anchors, random_bits.below(anchors.count, *words), mask, key)
         some = total > 0
+        mask = jnp.broadcast_to((anchors.count > 0) & (some | ~state.dropped), (batch_size,))
+        alike = draw_of(anchors, random_bits.below(anchors.count, *words), mask, key)
         beta = jnp.asarray(self.beta if beta is None else beta, jnp.float32)
         divisor = self._divisor(state, anchors, mass, total)
         ratio = jnp.log(jnp.where(some, mass, 1.0)) - jnp.log(divisor)
@@ -190,6 +249,10 @@ class Prioritized(Sampler):
             weights=jnp.where(mask, weights, 0.0),
             mask=mask,
         )
+
+    def ready(self, state: Priorities, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Whether there is an anchor that was not dropped."""
+        return (anchors.count > 0) & (~state.dropped | (trees.root(state.masses) > 0))
 
     def _divisor(
         self, state: Priorities, anchors: Anchors, mass: jax.Array, total: jax.Array
@@ -221,7 +284,7 @@ class Prioritized(Sampler):
         """
         index = slots.astype(jnp.uint32)
         member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
-        good = jnp.isfinite(priorities) & (priorities >= 0)
+        good = _is_priority(priorities)
         index = jnp.where(member & good, index, jnp.uint32(ring.capacity))
         raw, keep = trees.last_of_equals(state.raw, index)
         state = state.replace(
@@ -232,6 +295,35 @@ class Prioritized(Sampler):
             refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
         )
         return self._set(state, index, keep, priorities)
+
+    def drop(self, ring: Ring, state: Priorities, slots: jax.Array, ok: jax.Array) -> Priorities:
+        """No mass for anchors, whatever priorities they get later; until the slot is overwritten.
+
+        The number of anchors, by which `normalize=None` scales weights, still counts them.
+        """
+        index = slots.astype(jnp.uint32)
+        member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
+        index = jnp.where(member, index, jnp.uint32(ring.capacity))
+        raw, keep = trees.last_of_equals(state.raw, index)
+        state = state.replace(raw=raw, dropped=state.dropped | member.any())
+        return self._set(state, index, keep, jnp.full(slots.shape, _DROPPED, jnp.float32))
+
+    def priorities(self, state: Priorities) -> jax.Array:
+        """The priorities p."""
+        return state.raw
+
+    def relearn(
+        self, ring: Ring, state: Priorities, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> Priorities:
+        """Anchors that stay keep their priority; others get that of new items. Costs O(N)."""
+        none = jnp.full_like(state.raw, _NO_ANCHOR)
+        fresh = jnp.broadcast_to(self._new_priority(state, None), none.shape)
+        if state.waiting is not None:
+            fresh = jnp.where(state.waiting < 0, fresh, state.waiting)
+        fresh = jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw)
+        is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
+        raw = jnp.where(is_anchor, fresh, none)
+        return self._put(state.replace(raw=raw), raw, trees.set_all)
 
     def set_alpha(self, state: Priorities, alpha: jax.Array | float) -> Priorities:
         """Another alpha, and all masses computed anew from the priorities; costs O(N).
@@ -312,13 +404,18 @@ class Prioritized(Sampler):
 
     def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
         """As at the start; only alpha stays."""
+        waiting = state.waiting
+        if waiting is not None:
+            waiting = ordering.overwrite(waiting, _NO_ANCHOR, token)
         return state.replace(
             raw=ordering.overwrite(state.raw, _NO_ANCHOR, token),
+            waiting=waiting,
             masses=trees.cleared(state.masses, token),
             smallest=None if state.smallest is None else trees.cleared(state.smallest, token),
             largest=None if state.largest is None else trees.cleared(state.largest, token),
             highest=jnp.ones_like(state.highest),
             refused=jnp.zeros_like(state.refused),
+            dropped=jnp.zeros_like(state.dropped),
         )
 
 
@@ -339,6 +436,16 @@ def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
 def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
     state = state.replace(alpha=alpha)
     return sampler._put(state, state.raw, trees.set_all)
+
+
+def _greatest(given: Given) -> jax.Array:
+    """The greatest priority that came with each row of time, float32 `[T]`."""
+    seen = jnp.where(_is_priority(given.priorities), given.priorities, 0.0)
+    return jnp.where(given.written, seen.reshape(given.written.size, -1).max(axis=1), 0.0)
+
+
+def _is_priority(number: Any) -> jax.Array:
+    return jnp.isfinite(number) & (number >= 0)
 
 
 def _in_range(ring: Ring, slots: jax.Array) -> tuple[jax.Array, jax.Array]:

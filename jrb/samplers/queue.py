@@ -38,7 +38,7 @@ class Queue(Sampler):
         """An empty queue."""
         return Unread(count=jnp.zeros((), jnp.int32))
 
-    def joined(self, state: Unread) -> Unread:
+    def joined(self, state: Unread, waits: bool) -> Unread:
         """Told of every anchor from here on."""
         return state.replace(told=True)
 
@@ -71,9 +71,19 @@ class Queue(Sampler):
         """Whether something is in the queue."""
         return state.count > 0
 
+    def unread(self, state: Unread, anchors: Anchors) -> jax.Array:
+        """All that was not drawn."""
+        return state.count
+
     def has_unread(self, state: Unread) -> jax.Array:
         """Whether something is in the queue."""
         return state.count > 0
+
+    def relearn(
+        self, ring: Ring, state: Unread, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> Unread:
+        """As many as before, if there are, are still to be drawn: the newest ones."""
+        return state.replace(count=jnp.minimum(state.count, new.count))
 
     def adopt(self, state: Unread, old: Unread, slots: jax.Array, places: jax.Array) -> Unread:
         """What was drawn from another buffer's queue is not drawn again."""

@@ -83,6 +83,27 @@ class DeviceStorage(Storage):
         every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
         return ordering.read(lambda: every(get, state))
 
+    def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
+        """Whether there are observations among them that are stored once."""
+        return self.once and shared_next.is_shared(context, state, names)
+
+    def edit(
+        self,
+        context: Context,
+        state: PartState,
+        slots: jax.Array | None,
+        values: dict[str, jax.Array],
+    ) -> Any:
+        """A scatter of items for each of the leaves, or another array for all."""
+
+        def put(path: tuple, column: columns.Column) -> columns.Column:
+            new = values.get(pytree.leaf_name(path))
+            return column if new is None else columns.edit(column, slots, new)
+
+        items = state.items if self.once else state
+        new = jax.tree_util.tree_map_with_path(put, items, is_leaf=columns.is_column)
+        return state.replace(items=new) if self.once else new
+
     def slotted(self, state: PartState) -> Item:
         """The items; not where next observations are."""
         return state.items if self.once else state

@@ -66,6 +66,38 @@ class HostRows(abc.ABC):
             StaleError: the state is not the newest.
         """
 
+    def edit(
+        self, version: Version, slots: Any, names: tuple[str, ...], *leaves: Any
+    ) -> np.ndarray:
+        """Writes some leaves `[B, ...]` at slots `[B]`, those of N or more left out.
+
+        Args:
+            version: of the state, uint32 `[2]`.
+            slots: where; of those that stand twice, the last one counts.
+            names: of the leaves.
+            leaves: keys as their words.
+
+        Returns:
+            The version of the state after that, uint32 `[2]`.
+
+        Raises:
+            StaleError: the state is not the newest.
+        """
+        self.check_newest(version)
+        every = np.asarray(slots).reshape(-1)
+        distinct, last = np.unique(every[::-1], return_index=True)
+        which = (len(every) - 1 - last)[distinct < self.capacity]
+        at = every[which]
+        rows = self.take(version, [at] * len(self.names))
+        for name, leaf in zip(names, leaves, strict=True):
+            number = self.names.index(name)
+            rows[number] = np.asarray(leaf).reshape(len(every), *self.raw[number].shape)[which]
+        return self.put_again(version, at, *rows)
+
+    def put_again(self, version: Version, slots: np.ndarray, *leaves: Any) -> np.ndarray:
+        """As `put`, of rows that keep their place in time, leaves `[B, ...]` at slots `[B]`."""
+        return self.put(version, slots, *leaves)
+
     @abc.abstractmethod
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """The leaf of this number at slots, integers `[B]`, as bytes, uint8 `[B, width]`.

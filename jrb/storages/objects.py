@@ -110,6 +110,12 @@ class ListStorage(HostStorage):
                     shelf.objects[slot], shelf.written[slot] = item, shelf.writes
         return Objects(shelf=shelf, version=shelf.writes)
 
+    def put_values(
+        self, state: Objects, device_state: None, slots: np.ndarray, values: list[Any]
+    ) -> Objects:
+        """Other objects at slots `[B]`, those of N or more left out."""
+        return self.put(state, slots[None], [values])
+
     def fetch(self, state: Objects, slots: jax.Array, places: Any) -> list[Any]:
         """The objects at slots `[B]`.
 

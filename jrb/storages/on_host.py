@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -92,6 +93,15 @@ class HostArrays(HostStorage):
         version = view.rows.put(view.version, slots, *leaves, patient=True)
         return self.joined(view.after(version), device_state)
 
+    def put_values(
+        self, state: PartState, device_state: PartState, slots: np.ndarray, values: Any
+    ) -> Any:
+        """Other values for some leaves, all others as they are."""
+        view, new = self.view(state), {name: prng_keys.raw(leaf) for name, leaf in values.items()}
+        return self.joined(
+            view.after(view.rows.edit(view.version, slots, tuple(new), *new.values())), device_state
+        )
+
     def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
         """The items there: all leaves at slots `[B]`, or each in its place."""
         at, view = np.asarray(slots), self.view(state)
@@ -115,6 +125,23 @@ class HostArrays(HostStorage):
         leaves = [lax.stop_gradient(prng_keys.raw(leaf)) for leaf in jax.tree.leaves(items)]
         version = host_rows.call(view.rows.put, host_rows.VERSION, view.version, slots, *leaves)
         return self.joined(view.after(version), device_state), write
+
+    def edit(
+        self,
+        context: Context,
+        state: PartState,
+        slots: jax.Array | None,
+        values: dict[str, jax.Array],
+    ) -> Any:
+        """On the device, and by a call to the host."""
+        if slots is None:
+            slots = jnp.arange(context.ring.capacity, dtype=jnp.int32)
+        view, names = self.view(state), tuple(values)
+        kept = self.device_part.edit(context, self.device_state(state), slots, values)
+        edit = lambda version, slots, *leaves: view.rows.edit(version, slots, names, *leaves)
+        leaves = [lax.stop_gradient(prng_keys.raw(leaf)) for leaf in values.values()]
+        version = host_rows.call(edit, host_rows.VERSION, view.version, slots, *leaves)
+        return self.joined(view.after(version), kept)
 
     def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
         """The bytes of the rows, and of the version."""

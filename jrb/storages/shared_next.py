@@ -54,6 +54,12 @@ def pairs(spec: Item, keys: Keys) -> dict[str, str]:
     }
 
 
+def is_shared(context: Context, state: Shared, names: frozenset[str]) -> bool:
+    """Whether any of these leaves is an observation that is stored once."""
+    found = pairs(columns.spec(state.items), context.keys)
+    return bool(names & {*found.keys(), *found.values()})
+
+
 def init(context: Context, spec: Item, room: int) -> Shared:
     """No items. Raises if there is nothing to share."""
     ring, keys = context.ring, context.keys

@@ -78,6 +78,20 @@ class HotRing(DevicePart):
         new = jax.tree.map(write_to, state.items, items, is_leaf=columns.is_column)
         return (write.slots, Hot(items=new, clock=clock)), write
 
+    def edit(self, context: Context, state: Hot, slots: Any, values: dict[str, jax.Array]) -> Hot:
+        """The same for those that are hot."""
+        capacity, size = context.ring.capacity, self.ring(context.ring).capacity
+        slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
+        row, here = self.where(context, state, jnp.minimum(slots, capacity - 1))
+        at = jnp.where(here & (slots < capacity), row, size)
+
+        def put(path: tuple, column: columns.Column) -> columns.Column:
+            new = values.get(pytree.leaf_name(path))
+            return column if new is None else columns.edit(column, at, new)
+
+        every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
+        return state.replace(items=every(put, state.items))
+
     def planned(self, plan: tuple[jax.Array, Hot]) -> tuple[jax.Array, Hot]:
         """The slots, and the hot rows."""
         return plan

@@ -35,12 +35,21 @@ class StoreRows(HostRows):
 
     def put(self, version: Version, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
         """See `HostRows.put`."""
+        return self._put(version, slots, leaves, self.expiring, patient)
+
+    def put_again(self, version: Version, slots: np.ndarray, *leaves: Any) -> np.ndarray:
+        """See `HostRows.put_again`; the table grows rather than that a row which is saved goes."""
+        return self._put(version, slots, leaves, expiring=False, patient=True)
+
+    def _put(
+        self, version: Version, slots: Any, leaves: Any, expiring: bool, patient: bool
+    ) -> np.ndarray:
         at = np.asarray(slots).reshape(-1).astype(np.int64)
         rows = [bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]
         kept = at < self.capacity
         if not kept.all():
             at, rows = at[kept], [leaf[kept] for leaf in rows]
-        return words(self.store.put(number(version), at, rows, self.expiring, patient))
+        return words(self.store.put(number(version), at, rows, expiring, patient))
 
     def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
         """See `HostRows.read`."""

@@ -10,7 +10,18 @@ of `State`. An abstract method is what every part of the kind has, all others ha
 """
 
 from jrb._base.pytree import State, component, cursor, static, tally
-from jrb.types.messages import Anchors, Batch, Change, Context, Draw, Item, Look, Where, Write
+from jrb.types.messages import (
+    Anchors,
+    Batch,
+    Change,
+    Context,
+    Draw,
+    Given,
+    Item,
+    Look,
+    Where,
+    Write,
+)
 from jrb.types.sampler import Sampler
 from jrb.types.storage import HostState, HostStorage, Storage
 from jrb.types.transform import Transform
@@ -23,6 +34,7 @@ __all__ = [
     "Change",
     "Context",
     "Draw",
+    "Given",
     "HostState",
     "HostStorage",
     "Item",

@@ -85,6 +85,22 @@ class Anchors:
 
 
 @dataclasses.dataclass(frozen=True)
+class Given:
+    """What is written, and the priorities that came with it.
+
+    Attributes:
+        slots: int32 `[K]`, all that is written; N where it is dropped. Where no row waits to become
+            an anchor (`Unit.waits`), an anchor that enters stands at the same place in `entered`.
+        written: bool `[T]`, the rows of time that passed, of K / T items each.
+        priorities: float32 `[K]`; None where none came.
+    """
+
+    slots: jax.Array
+    written: jax.Array
+    priorities: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Change:
     """What a write did to the anchors: some left, then some entered.
 
@@ -103,6 +119,7 @@ class Change:
             order before the write.
         moved: bool `[]`, whether anchors that stayed moved otherwise than by all that left standing
             before them, and all that entered behind.
+        given: what was written, and the priorities that came with it; None if nothing was.
     """
 
     entered: jax.Array
@@ -114,6 +131,7 @@ class Change:
     left_count: jax.Array
     left_from: Callable[[jax.Array], jax.Array]
     moved: jax.Array
+    given: Given | None = None
 
 
 class Draw(pytree.State):

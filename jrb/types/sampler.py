@@ -7,7 +7,7 @@ import jax
 
 from jrb._base import ordering
 from jrb.ring import Ring
-from jrb.types.messages import Anchors, Change, Draw, PartState
+from jrb.types.messages import Anchors, Change, Draw, Item, PartState
 
 
 class Sampler(abc.ABC):
@@ -27,9 +27,22 @@ class Sampler(abc.ABC):
         """The state when there are no anchors; by default there is nothing to remember."""
         return {}
 
-    def joined(self, state: PartState) -> Any:
-        """The state, empty, when a buffer begins to tell it of every anchor."""
+    def joined(self, state: PartState, waits: bool) -> Any:
+        """The state, empty, when a buffer begins to tell it of every anchor.
+
+        Args:
+            state: what `init` made.
+            waits: whether rows may become anchors later than they are written.
+        """
         return state
+
+    def given(self, items: Item) -> jax.Array | None:
+        """The priorities that items bring along, real `[T, E]`; None for those of new items.
+
+        Args:
+            items: what will be written, leaves `[T, E, ...]`.
+        """
+        return None
 
     def on_write(self, ring: Ring, state: PartState, change: Change, anchors: Anchors) -> Any:
         """Learns which anchors came and went; `anchors` is from after the write."""
@@ -54,6 +67,10 @@ class Sampler(abc.ABC):
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Bool `[]`: whether a draw would give at least one item."""
         return anchors.count > 0
+
+    def unread(self, state: PartState, anchors: Anchors) -> jax.Array:
+        """int32 `[]`: how many of the last anchors may not be lost, for writers that see to it."""
+        return anchors.count
 
     def has_unread(self, state: PartState) -> jax.Array:
         """Bool `[]`: whether there is something left of an order that may not be lost."""
@@ -95,6 +112,42 @@ class Sampler(abc.ABC):
             f"{verb}: expected a sampler with priorities, got {type(self).__name__}. "
             "Build the buffer with sampler=jrb.Prioritized()."
         )
+
+    def drop(self, ring: Ring, state: PartState, slots: jax.Array, ok: jax.Array) -> Any:
+        """The state in which the anchors at `slots`, int32 `[B]`, where `ok`, are drawn no more."""
+        raise TypeError(
+            f"drop: expected a sampler that can leave anchors out, got {type(self).__name__}. "
+            "jrb.Prioritized() can; with alpha=0 it draws all others alike."
+        )
+
+    def priorities(self, state: PartState) -> jax.Array:
+        """The priority of each slot, float32 `[N]`; negative where there is no anchor."""
+        self._refuse("priorities")
+
+    def relearn(
+        self, ring: Ring, state: PartState, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> Any:
+        """Learns that all anchors were counted anew, as some ends of episodes were edited.
+
+        Args:
+            ring: the ring's shape.
+            state: the sampler's state.
+            entered: int32 `[K]`, the slots of all anchors; N or more where there is none.
+            old: the anchors before.
+            new: the anchors now.
+        """
+        change = Change(
+            entered=entered,
+            consecutive=False,
+            expired=None,
+            most=None,
+            removed=jax.numpy.zeros(0, jax.numpy.int32),
+            entered_count=new.count,
+            left_count=old.count,
+            left_from=lambda place: jax.numpy.maximum(old.count - place, 0),
+            moved=jax.numpy.bool_(True),
+        )
+        return self.on_write(ring, state, change, new)
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when there are no anchors any more.

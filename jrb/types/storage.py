@@ -55,6 +55,30 @@ class Storage(abc.ABC):
         """The state when nothing is held any more; the items may stay where they are."""
         return ordering.emptied(state, token)
 
+    def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
+        """Whether some leaves hold what other rows hold too: then `edit` is not asked for them."""
+        return False
+
+    def edit(
+        self,
+        context: Context,
+        state: PartState,
+        slots: jax.Array | None,
+        values: dict[str, jax.Array],
+    ) -> Any:
+        """Puts other values into leaves of held items.
+
+        Args:
+            context: of the buffer.
+            state: the storage's state.
+            slots: int32 `[B]`, distinct but for those of N, which are left out; None for all N.
+            values: leaves `[B, ...]` by their names, of their dtypes.
+        """
+        raise TypeError(
+            f"set: expected a storage with a method edit, got {type(self).__name__}. "
+            "See jrb.types.Storage."
+        )
+
     def slotted(self, state: PartState) -> Item:
         """The arrays `[N or more, ...]` whose row s is changed only when slot s is written, s < N.
 
@@ -110,6 +134,22 @@ class HostStorage(Storage):
     @abc.abstractmethod
     def take(self, state: PartState, slots: np.ndarray) -> Item:
         """The items at slots of any shape, without unit and transforms."""
+
+    def put_values(
+        self, state: PartState, device_state: PartState, slots: np.ndarray, values: Any
+    ) -> Any:
+        """The same as `edit`, outside `jit`.
+
+        Args:
+            state: the storage's state.
+            device_state: that of the device part, edited already.
+            slots: int32 `[B]`, distinct but for those of N, which are left out.
+            values: leaves `[B, ...]` by their names; or, of objects, a sequence.
+        """
+        raise TypeError(
+            f"set: expected a storage with a method put_values, got {type(self).__name__}. "
+            "See jrb.types.HostStorage."
+        )
 
     def names(self, state: PartState) -> tuple[str, ...] | None:
         """The names of the leaves; None where items are looked at as a whole."""

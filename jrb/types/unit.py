@@ -36,6 +36,16 @@ class Unit(abc.ABC):
         )
 
     @property
+    def waits(self) -> bool:
+        """Whether rows may become anchors later than they are written."""
+        return True
+
+    @property
+    def reach(self) -> int:
+        """How many rows before an anchor may be read for it."""
+        return 0
+
+    @property
     def goals(self) -> tuple[Path, ...]:
         """The paths to leaves that are compared with each other, and so are of one shape."""
         return ()

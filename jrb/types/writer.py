@@ -15,9 +15,13 @@ class Writer(abc.ABC):
     Attributes:
         in_time: whether rows lie around the ring in the order in which they came. Units that need
             more than one row ask for it.
+        writes: whether there is anything that it writes.
+        until_full: whether rows are left out for which nothing has to go; the buffer sees to it.
     """
 
     in_time: ClassVar[bool] = True
+    writes: ClassVar[bool] = True
+    until_full: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, ring: Ring, spec: Item) -> Any:
@@ -54,6 +58,12 @@ class Writer(abc.ABC):
             token: an int32 zero, after which arrays are overwritten (see `jrb._base.ordering`).
         """
 
+    def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
+        """All slots, int32 `[N]`, those that hold items first, oldest first; and their number."""
+        held = self.held(ring, state)
+        place = jax.numpy.arange(ring.capacity, dtype=jax.numpy.int32)
+        return ring.slot_after(held.first, place), held.count
+
     def shrink(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
         """The same without so many of the oldest rows, int32 `[]`; the default is for none."""
         return state
@@ -67,6 +77,10 @@ class Writer(abc.ABC):
             f"load: expected a writer with a method best, as its rows are in no order of time, got "
             f"{type(self).__name__}. See jrb.types.Writer."
         )
+
+    def check_edit(self, verb: str, names: frozenset[str]) -> None:
+        """Raises if leaves of these names may not be edited; the default is that all may."""
+        return
 
     def writable(self) -> "Writer":
         """A writer with the same states that does not refuse to write."""

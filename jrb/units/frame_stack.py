@@ -65,6 +65,16 @@ class FrameStack(Unit):
         if isinstance(self.paths, str):
             raise TypeError(f"paths: expected a tuple of paths, got {self.paths!r}. Write it (f,).")
 
+    @property
+    def waits(self) -> bool:
+        """As those of the inner unit."""
+        return self.unit.waits
+
+    @property
+    def reach(self) -> int:
+        """The frames before, and what the inner unit reads."""
+        return self.k - 1 + self.unit.reach
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring holds a stack, in order of time."""
         checks.window("FrameStack: k", self.k, ring.rows)

@@ -74,6 +74,11 @@ class Hindsight(Unit):
         """Anchors enter in the order of their rows."""
         return 0
 
+    @property
+    def waits(self) -> bool:
+        """No: they are anchors at once."""
+        return False
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Rows in order of time."""
         checks.in_time("Hindsight", writer)

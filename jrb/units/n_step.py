@@ -62,6 +62,11 @@ class NStep(Unit):
         """Rows wait for others, if strict; at the end of an episode they do not."""
         return self.n - 1 if self.strict else 0
 
+    @property
+    def waits(self) -> bool:
+        """Rows wait for others, if strict."""
+        return self.strict
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring has n rows, in order of time."""
         checks.window("NStep: n", self.n, ring.rows)

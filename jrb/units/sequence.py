@@ -80,6 +80,16 @@ class Sequence(Unit):
         """All whole windows wait for as many rows; episodes are no rows."""
         return 0 if self.over == "steps" else None
 
+    @property
+    def waits(self) -> bool:
+        """First rows of whole windows wait for the last ones."""
+        return self.short == "drop" or self.over == "episodes"
+
+    @property
+    def reach(self) -> int:
+        """Burn-in."""
+        return self.burn_in
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring holds a window, in order of time; episodes are drawn by a fitting sampler."""
         checks.window("Sequence: burn_in + length", self.burn_in + self.length, ring.rows)

@@ -22,6 +22,11 @@ class Transition(Unit):
         """Anchors enter in the order of their rows."""
         return 0
 
+    @property
+    def waits(self) -> bool:
+        """No: they are anchors at once."""
+        return False
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Fits everything but a queue of items without an order of time."""
         if sampler.in_order:

@@ -2,6 +2,8 @@
 
 from jrb.writers.immutable import Immutable
 from jrb.writers.max_value import MaxValue
+from jrb.writers.reservoir import Reservoir
 from jrb.writers.round_robin import RoundRobin
+from jrb.writers.until_full import UntilFull
 
-__all__ = ["Immutable", "MaxValue", "RoundRobin"]
+__all__ = ["Immutable", "MaxValue", "Reservoir", "RoundRobin", "UntilFull"]

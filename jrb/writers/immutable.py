@@ -1,19 +1,18 @@
 """A buffer that is only read."""
 
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import jax
 
 from jrb._base import pytree
-from jrb.ring import Clock, Held, Ring
-from jrb.types import Item, Writer
+from jrb.ring import Clock, Ring
+from jrb.types import Item
+from jrb.writers.in_turn import InTurn
 from jrb.writers.round_robin import RoundRobin
-
-_RING = RoundRobin()
 
 
 @pytree.component
-class Immutable(Writer):
+class Immutable(InTurn):
     """Refuses writes: for a dataset that was loaded.
 
     Fill a buffer, then draw from its state with a description that has this writer:
@@ -21,21 +20,11 @@ class Immutable(Writer):
         buffer = dataclasses.replace(buffer, writer=jrb.Immutable())
     """
 
-    def init(self, ring: Ring, spec: Item) -> Clock:
-        """As `RoundRobin`."""
-        return _RING.init(ring, spec)
+    writes: ClassVar[bool] = False
 
     def plan(self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None) -> NoReturn:
         """Raises."""
         raise _refusal("add")
-
-    def held(self, ring: Ring, state: Clock) -> Held:
-        """As `RoundRobin`."""
-        return _RING.held(ring, state)
-
-    def stamp(self, ring: Ring, state: Clock, slots: jax.Array) -> jax.Array:
-        """As `RoundRobin`."""
-        return _RING.stamp(ring, state, slots)
 
     def shrink(self, ring: Ring, state: Clock, rows: jax.Array) -> NoReturn:
         """Raises."""
@@ -45,9 +34,13 @@ class Immutable(Writer):
         """Raises."""
         raise _refusal("empty")
 
+    def check_edit(self, verb: str, names: frozenset[str]) -> NoReturn:
+        """Raises."""
+        raise _refusal(verb)
+
     def writable(self) -> RoundRobin:
         """What fills a buffer that is then only read."""
-        return _RING
+        return RoundRobin()
 
 
 def _refusal(verb: str) -> TypeError:

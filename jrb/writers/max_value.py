@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jrb._base import ordering, pytree
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
-from jrb.keys import Path, find
+from jrb._engine import rows
+from jrb.keys import Path, find, path_name, within
 from jrb.ring import Held, Ring
 from jrb.types import Item, Write, Writer
 
@@ -114,6 +115,20 @@ class MaxValue(Writer):
             count=jnp.minimum(state.count, 0) + token,
             number=state.number + jnp.uint32(1),
         )
+
+    def in_order(self, ring: Ring, state: Ranks) -> tuple[jax.Array, jax.Array]:
+        """By the numbers of the items."""
+        return rows.by_number(state.stamps, state.number, state.count), state.count
+
+    def check_edit(self, verb: str, names: frozenset[str]) -> None:
+        """The rank decided which items are held. Raises where it would change."""
+        rank = path_name(self.key)
+        for name in names:
+            if within(name, rank):
+                raise ValueError(
+                    f"{verb}: leaf '{name}': expected leaves that MaxValue does not rank items by, "
+                    "got one that it does. Rank by a leaf of its own."
+                )
 
     def best(self, ring: Ring, state: Ranks, count: int) -> jax.Array:
         """The slots of the `count` best items, or of all, in the order of slots."""

@@ -1,39 +1,9 @@
 """The ring: each row takes the place of the oldest one."""
 
-import jax
-
 from jrb._base import pytree
-from jrb._engine import rows
-from jrb.ring import Clock, Held, Ring
-from jrb.types import Item, Write, Writer
+from jrb.writers.in_turn import InTurn
 
 
 @pytree.component
-class RoundRobin(Writer):
+class RoundRobin(InTurn):
     """Writes rows of time one after the other around the ring; a full ring loses its oldest row."""
-
-    def init(self, ring: Ring, spec: Item) -> Clock:
-        """A clock at row 0."""
-        return ring.start()
-
-    def plan(
-        self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None
-    ) -> tuple[Clock, Write]:
-        """The rows after the cursor. Of more than R rows, the last R are written."""
-        return rows.in_turn(ring, state, jax.tree.leaves(items)[0].shape[0], mask)
-
-    def held(self, ring: Ring, state: Clock) -> Held:
-        """The last rows, oldest first."""
-        return Held(first=ring.oldest_slot(state), count=state.count * ring.envs)
-
-    def stamp(self, ring: Ring, state: Clock, slots: jax.Array) -> jax.Array:
-        """The lap in which each slot was written."""
-        return ring.generation(state, slots)
-
-    def shrink(self, ring: Ring, state: Clock, rows: jax.Array) -> Clock:
-        """The clock with so many rows fewer."""
-        return ring.shrunk(state, rows)
-
-    def reset(self, ring: Ring, state: Clock, token: jax.Array) -> Clock:
-        """Row 0 of a later lap."""
-        return ring.emptied(state)

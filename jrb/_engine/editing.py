@@ -1,0 +1,251 @@
+"""Items that are edited where they lie, and what parts learn of it.
+
+N capacity, E environments, R = N / E rows, B batch. Called by `jrb._engine.dispatch`, inside `jit`
+and outside.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._base import ordering, pytree
+from jrb._engine import episodes, rows, steps
+from jrb._engine.steps import context_of
+from jrb.ring import Held, Ring
+from jrb.state import Buffer, BufferState, Sample
+from jrb.types import Context, Item, Write
+
+Values = dict[str, jax.Array]
+"""From names of leaves to what they become, `[B, ...]`."""
+
+
+def meant(
+    buffer: Buffer, state: BufferState, where: Sample | jax.Array
+) -> tuple[BufferState, jax.Array]:
+    """The slots that are meant, int32 `[B]`; N where nothing is held, or something else by now.
+
+    The state that comes with them is the same; it is written to after the sample was read.
+    """
+    ring = buffer.ring
+    if isinstance(where, Sample):
+        state, slots, ok = steps.still_there(buffer, state, where)
+    else:
+        slots, held = where, buffer.writer.held(ring, state.writer)
+        inside = (slots >= 0) & (slots < ring.capacity)
+        safe = jnp.where(inside, slots, 0)
+        ok = inside & (ring.place(held, safe) < held.count)
+    return state, jnp.where(ok, slots, ring.capacity)
+
+
+@jax.jit
+def edit_outside(
+    buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Values
+) -> tuple[jax.Array, BufferState]:
+    """For items on the host: the slots that are meant, and the state without these items."""
+    _, slots = meant(buffer, state, where)
+    context = context_of(buffer, state.writer)
+    storage = buffer.storage.edit(context, state.storage, slots, values)
+    return slots, _edited(state.replace(storage=storage), slots, values)
+
+
+@jax.jit
+def edit(
+    buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Values
+) -> BufferState:
+    """Other values for leaves of held items; of all slots, `[N, ...]`, where `where` is None."""
+    context = context_of(buffer, state.writer)
+    slots = None
+    if where is not None:
+        state, slots = meant(buffer, state, where)
+        slots = rows.last_of_equals(buffer.ring, slots)
+    if buffer.storage.shares(context, state.storage, frozenset(values)):
+        return _written_anew(buffer, context, state, slots, values)
+    before = cuts(buffer, state) if changes_ends(buffer, state, values) else None
+    storage = buffer.storage.edit(context, state.storage, slots, values)
+    state = _edited(state.replace(storage=storage), slots, values)
+    return state if before is None else with_ends(buffer, state, before)
+
+
+def _edited(state: BufferState, slots: jax.Array | None, values: Values) -> BufferState:
+    """The state that says that items were edited.
+
+    The number tells one history of edits from another, so that a save knows when to compare.
+    """
+    mixed = state.edits * _ODD + jnp.uint32(1)
+    for leaf in [*values.values()] if slots is None else [slots, *values.values()]:
+        mixed = mixed * _ODD + jnp.sum(_first_words(leaf) * _ODD, dtype=jnp.uint32)
+    return state.replace(edits=mixed)
+
+
+_ODD = np.uint32(0x9E3779B1)  # of no pattern: the golden ratio's
+
+
+def _first_words(leaf: jax.Array) -> jax.Array:
+    """Some bits of the first element of each row `[B, ...]`, uint32 `[B]`, some of them alike."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if not leaf.size:
+        return jnp.zeros(leaf.shape[:1], jnp.uint32)
+    first = leaf.reshape(leaf.shape[0], -1)[:, 0]
+    place = jnp.arange(1, first.size + 1, dtype=jnp.uint32)
+    return place * jax.vmap(ordering.some_bits)(first[:, None]).astype(jnp.uint32)
+
+
+def _flags(buffer: Buffer, state: BufferState) -> set[str]:
+    """The names of the leaves by which a unit tells ends of episodes; none if it asks for none."""
+    spec = buffer.storage.spec(state.storage)
+    return set() if buffer.unit.one_row else set(buffer.keys.flags(spec))
+
+
+def changes_ends(buffer: Buffer, state: BufferState, values: Any) -> bool:
+    """Whether there are leaves among `values`, names, by which the unit tells ends of episodes."""
+    return bool(_flags(buffer, state) & set(values))
+
+
+def all_rows(ring: Ring, held: Held) -> Write:
+    """All rows that are held, oldest first, as if they were written now."""
+    row = jnp.arange(ring.rows, dtype=jnp.int32)
+    here = row < held.count // ring.envs
+    starts = jnp.where(here, ring.slot_after(held.first, row * ring.envs), ring.capacity)
+    return Write(
+        starts=starts,
+        slots=ring.row_slots(starts),
+        written=here,
+        passed=jnp.cumsum(here, dtype=jnp.int32),
+        expired=jnp.zeros((), jnp.int32),
+        consecutive=False,
+    )
+
+
+def from_oldest(ring: Ring, held: Held) -> jax.Array:
+    """All slots from the oldest row on, int32 `[R, E]`, also those that hold nothing."""
+    start = ring.slot_after(held.first, jnp.arange(ring.rows, dtype=jnp.int32) * ring.envs)
+    return start[:, None] + jnp.arange(ring.envs, dtype=jnp.int32)
+
+
+def leaves_of(buffer: Buffer, context: Context, state: BufferState, names: set[str] | None) -> Item:
+    """Leaves of all slots, `[R, E, ...]`, from the oldest row on; all others are empty."""
+    slots = from_oldest(context.ring, context.held)
+    none = slots[:, :, None][:, :, :0]
+    where = lambda name: slots if names is None or name in names else none
+    return buffer.storage.read(context, state.storage, where)
+
+
+@jax.jit
+def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
+    """After which rows time does not go on though no flag says so, bool `[R, E]`."""
+    context = context_of(buffer, state.writer)
+    slots = from_oldest(context.ring, context.held)
+    told = episodes.ends(leaves_of(buffer, context, state, _flags(buffer, state)), buffer.keys)
+    return buffer.unit.ends(context, state.unit, slots) & ~told
+
+
+@jax.jit
+def with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array) -> BufferState:
+    """The state in which unit and sampler know of the ends that the flags tell now, and cuts."""
+    context = context_of(buffer, state.writer)
+    items = leaves_of(buffer, context, state, _flags(buffer, state))
+    return relearned(buffer, context, state, items, cuts, all_rows(context.ring, context.held))
+
+
+def relearned(
+    buffer: Buffer,
+    context: Context,
+    state: BufferState,
+    items: Item,
+    cuts: jax.Array,
+    write: Write,
+) -> BufferState:
+    """The state whose unit and sampler were told of all rows anew.
+
+    Args:
+        buffer: the description.
+        context: of the buffer before the edit.
+        state: with the edited items.
+        items: at least their flags, leaves `[R, E, ...]`, oldest row first.
+        cuts: bool `[R, E]`, after which of them time does not go on, whatever their flags say.
+        write: `all_rows`, perhaps without some of the oldest.
+    """
+    ring, unit = context.ring, buffer.unit
+    token = ordering.token((items, cuts))
+    before = unit.rows_before(state.unit, from_oldest(ring, context.held)[0])
+    blank = unit.reset(ring, state.unit, token)
+    if before is not None:
+        blank = unit.resume(blank, before)
+    marked = steps.with_cuts(items, cuts, buffer.keys)
+    after, change = unit.on_write(_emptied(context), blank, write, marked)
+    old = unit.anchors(context, state.unit)
+    new = unit.anchors(context_of(buffer, state.writer), after)
+    state = state.replace(unit=after)
+    if old.all_held and new.all_held:
+        return state
+    sampler = buffer.sampler.relearn(ring, state.sampler, change.entered, old, new)
+    return state.replace(sampler=sampler)
+
+
+def _emptied(context: Context) -> Context:
+    """The same before anything was written, in a ring that begins where it does."""
+    none = jnp.zeros_like(context.held.count)
+    return Context(context.ring, context.keys, Held(context.held.first, none))
+
+
+def _written_anew(
+    buffer: Buffer, context: Context, state: BufferState, slots: jax.Array | None, values: Values
+) -> BufferState:
+    """The state after an edit of what several rows share: all is read, edited and written again."""
+    ring = context.ring
+    slots = jnp.arange(ring.capacity, dtype=jnp.int32) if slots is None else slots
+    safe = jnp.minimum(slots, ring.capacity - 1)
+    at = jnp.where(slots < ring.capacity, ring.place(context.held, safe), ring.capacity)
+    items = leaves_of(buffer, context, state, None)
+    before = jnp.zeros((ring.rows, ring.envs), jnp.bool_)
+    if not buffer.unit.one_row:
+        before = cuts(buffer, state)
+
+    def changed(path: tuple, leaf: jax.Array) -> jax.Array:
+        new = values.get(pytree.leaf_name(path))
+        if new is None:
+            return leaf
+        flat = leaf.reshape(ring.capacity, *leaf.shape[2:])
+        return flat.at[at].set(new, mode="drop").reshape(leaf.shape)
+
+    items = jax.tree_util.tree_map_with_path(changed, items)
+    blank = buffer.storage.reset(ring, state.storage, ordering.token(items))
+    every = all_rows(ring, context.held)
+    storage, write = buffer.storage.write(_emptied(context), blank, every, items)
+    writer = buffer.writer.shrink(ring, state.writer, write.expired)
+    state = _edited(state.replace(storage=storage, writer=writer), slots, values)
+    return relearned(buffer, context, state, items, before, write)
+
+
+@functools.partial(jax.jit, static_argnames=("function", "batch_size"))
+def rewrite(buffer: Buffer, state: BufferState, function: Any, batch_size: int) -> BufferState:
+    """The state in which a function from B items to `Values` has been put over all that is held."""
+    context = context_of(buffer, state.writer)
+    ring, held, capacity = context.ring, context.held, buffer.capacity
+    trips = -(-capacity // batch_size)
+
+    def new(number: jax.Array, state: BufferState) -> tuple[jax.Array, Values]:
+        place = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+        slots = ring.slot_after(held.first, jnp.minimum(place, capacity - 1))
+        values = function(steps.take(buffer, state, slots))
+        return jnp.where(place < held.count, slots, capacity), values
+
+    names = frozenset(jax.eval_shape(new, 0, state)[1])
+    if buffer.storage.shares(context, state.storage, names):
+        slots, values = jax.lax.map(lambda number: new(number, state), jnp.arange(trips))
+        flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
+        return _written_anew(buffer, context, state, flat(slots), jax.tree.map(flat, values))
+    before = cuts(buffer, state) if changes_ends(buffer, state, names) else None
+
+    def chunk(number: jax.Array, state: BufferState) -> BufferState:
+        slots, values = new(number, state)
+        later = slots + ordering.token(values)
+        storage = buffer.storage.edit(context, state.storage, later, values)
+        return _edited(state.replace(storage=storage), slots, values)
+
+    state = ordering.loop(trips, chunk, state)
+    return state if before is None else with_ends(buffer, state, before)

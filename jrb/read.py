@@ -1,0 +1,262 @@
+"""What a buffer holds, read out on the host: items, episodes, statistics.
+
+K items, N capacity, E environments, R = N / E rows, L length of an episode.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._base import checks, prng_keys, pytree
+from jrb._engine import editing
+from jrb._engine import episodes as ends_of
+from jrb._engine.steps import context_of
+from jrb.buffer import ReplayBuffer
+from jrb.keys import lookup, path_name
+from jrb.state import BufferState
+
+_PIECE = 32 << 20  # bytes that are read at a time
+
+
+@overload
+def items(buffer: ReplayBuffer, state: BufferState) -> Any: ...
+@overload
+def items(buffer: ReplayBuffer, state: BufferState, chunks: int) -> Iterator[Any]: ...
+def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -> Any:
+    """All that is held, oldest first, as it is stored: without unit and transforms.
+
+    Args:
+        buffer: the description.
+        state: is only read.
+        chunks: so many items at a time, for what memory cannot hold; None for all at once.
+
+    Returns:
+        A pytree of NumPy arrays `[K, ...]`, PRNG keys as their words; or an iterator of such, of
+        which the last may be shorter. Of objects, lists.
+
+    Raises:
+        TypeError: states under vmap.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(3)
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(5)})
+        >>> jrb.items(buffer, state)["x"]
+        array([2, 3, 4], dtype=int32)
+    """
+    slots = _held(buffer, state, "items")
+    if chunks is not None:
+        checks.count("chunks", chunks)
+        return _in_chunks(buffer, state, slots, chunks)
+    return taken(buffer, state, slots)
+
+
+def _held(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray:
+    """The slots that hold items, oldest first."""
+    if not isinstance(buffer, ReplayBuffer):
+        raise TypeError(f"{who}: expected a ReplayBuffer, got {type(buffer).__name__}.")
+    slots, count = buffer.in_order(state)
+    return np.asarray(slots)[: int(count)]
+
+
+def _in_chunks(
+    buffer: ReplayBuffer, state: BufferState, slots: np.ndarray, size: int
+) -> Iterator[Any]:
+    for start in range(0, len(slots), size):
+        yield taken(buffer, state, slots[start : start + size])
+
+
+def taken(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:
+    """The items at slots `[K]`, NumPy arrays `[K, ...]`, a few megabytes on their way at a time."""
+    if buffer.storage.of_objects:
+        return buffer.take(state, jnp.asarray(slots))
+    spec = buffer.stored(state)
+    raw = jax.tree.map(prng_keys.raw_spec, spec)
+    whole = jax.tree.map(lambda leaf: np.empty((len(slots), *leaf.shape), leaf.dtype), raw)
+    step = max(1, _PIECE // max(pytree.nbytes(raw), 1))
+    for start in range(0, len(slots), step):
+        part = slice(start, start + step)
+        found = jax.device_get(
+            jax.tree.map(prng_keys.raw, buffer.take(state, jnp.asarray(slots[part])))
+        )
+        for target, leaf in zip(jax.tree.leaves(whole), jax.tree.leaves(found), strict=True):
+            target[part] = leaf
+    return whole
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Episode:
+    """An episode, as far as it is held.
+
+    Attributes:
+        slots: int32 `[L]`, its rows, oldest first.
+        environment: whose it is, from 0.
+        return_: the sum of its rewards, float64, in the shape of one; None if items have none.
+        complete: whether it has ended; otherwise it is running.
+        cut: whether rows from its beginning may have been overwritten.
+    """
+
+    slots: np.ndarray
+    environment: int
+    return_: Any
+    complete: bool
+    cut: bool
+    _buffer: ReplayBuffer = dataclasses.field(repr=False)
+    _state: BufferState = dataclasses.field(repr=False)
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return len(self.slots)
+
+    def __len__(self) -> int:
+        """L."""
+        return self.length
+
+    @property
+    def items(self) -> Any:
+        """Its items, NumPy arrays `[L, ...]`, as they are stored."""
+        return taken(self._buffer, self._state, self.slots)
+
+
+class Episodes(Sequence[Episode]):
+    """The episodes of a state, in the order in which they began, and then of environments."""
+
+    def __init__(self, found: list[Episode]) -> None:
+        self._found = found
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._found)
+
+    @overload
+    def __getitem__(self, index: int) -> Episode: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Episodes": ...
+    def __getitem__(self, index: Any) -> Any:
+        """One of them; or a slice, which is as this is."""
+        found = self._found[index]
+        return Episodes(found) if isinstance(index, slice) else found
+
+    def __repr__(self) -> str:
+        over = sum(each.complete for each in self._found)
+        return f"{len(self)} episodes, {over} of them complete"
+
+
+def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
+    """The episodes that a buffer holds.
+
+    One ends where a flag says so (done, terminated or truncated), and where `truncate` was called
+    if the unit looks at ends.
+
+    Args:
+        buffer: the description, with a writer that keeps the order of time.
+        state: is only read.
+
+    Returns:
+        A sequence; the items of an episode are read when they are asked for.
+
+    Raises:
+        ValueError: items without such a flag, or a writer without an order of time.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(9)
+        >>> reward, done = jnp.arange(5.0), jnp.array([False, False, True, False, False])
+        >>> items = {"next": {"reward": reward, "done": done}}
+        >>> empty = buffer.init({"next": {"reward": 0.0, "done": False}})
+        >>> found = jrb.episodes(buffer, buffer.extend(empty, items))
+        >>> [(each.length, float(each.return_), each.complete) for each in found]
+        [(3, 3.0, True), (2, 7.0, False)]
+    """
+    slots = _held(buffer, state, "episodes")
+    checks.in_time("episodes", buffer.writer)
+    if buffer.storage.of_objects:
+        raise ValueError(
+            "episodes: expected items of arrays, got objects, whose flags nobody knows."
+        )
+    ends_of.check(buffer.storage.spec(state.storage), buffer.keys)
+    ends, rewards = jax.device_get(_facts(buffer, state))
+    envs = buffer.ring.envs
+    slots, count = slots.reshape(-1, envs), len(slots) // envs
+    is_full = count == buffer.ring.rows
+    found = []
+    for env in range(envs):
+        last = np.flatnonzero(ends[:count, env])
+        edges = np.unique(np.concatenate([[0], last + 1, [count]]))
+        for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            total = None if rewards is None else rewards[start:stop, env].sum(0, np.float64)
+            one = Episode(
+                slots=slots[start:stop, env],
+                environment=env,
+                return_=total,
+                complete=bool(ends[stop - 1, env]),
+                cut=is_full and start == 0,
+                _buffer=buffer,
+                _state=state,
+            )
+            found.append((start, env, one))
+    return Episodes([one for _, _, one in sorted(found, key=lambda each: each[:2])])
+
+
+@jax.jit
+def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array | None]:
+    """Ends, bool `[R, E]`, and rewards `[R, E, ...]`, None if there are none; oldest row first."""
+    context = context_of(buffer, state.writer)
+    spec = buffer.storage.spec(state.storage)
+    rewarded = pytree.is_array(lookup(spec, buffer.keys.reward))
+    names = {*buffer.keys.flags(spec), *[path_name(buffer.keys.reward)] * rewarded}
+    found = editing.leaves_of(buffer, context, state, names)
+    slots = editing.from_oldest(context.ring, context.held)
+    ends = ends_of.ends(found, buffer.keys) | buffer.unit.ends(context, state.unit, slots)
+    return ends, buffer.keys.get(found, "reward") if rewarded else None
+
+
+def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
+    """What a buffer holds, in numbers.
+
+    Args:
+        buffer: the description.
+        state: is only read.
+
+    Returns:
+        Plain numbers: `size` and `capacity`; where items have flags and lie in time, `episodes`,
+        `complete` of them, and of these `return` and `length` as `mean`, `std`, `min`, `max`; where
+        there are priorities, `priority` as the same.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(9)
+        >>> items = {"next": {"reward": jnp.ones(4), "done": jnp.arange(4) % 2 == 1}}
+        >>> empty = buffer.init({"next": {"reward": 0.0, "done": False}})
+        >>> jrb.stats(buffer, buffer.extend(empty, items))["return"]
+        {'mean': 2.0, 'std': 0.0, 'min': 2.0, 'max': 2.0}
+    """
+    found: dict[str, Any] = {"size": len(_held(buffer, state, "stats"))}
+    found["capacity"] = buffer.capacity
+    storage = buffer.storage
+    plain = buffer.writer.in_time and not storage.of_objects
+    if plain and buffer.keys.flags(storage.spec(state.storage)):
+        every = episodes(buffer, state)
+        over = [each for each in every if each.complete and not each.cut]
+        found["episodes"], found["complete"] = len(every), len(over)
+        found["length"] = _summary([each.length for each in over])
+        if over and np.ndim(over[0].return_) == 0 and over[0].return_ is not None:
+            found["return"] = _summary([each.return_ for each in over])
+    if buffer.sampler.prioritized:
+        known = np.asarray(buffer.priorities(state))
+        found["priority"] = _summary(known[known >= 0])
+    return found
+
+
+def _summary(values: Any) -> dict[str, float]:
+    """Of nothing, nothing."""
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        return {}
+    names = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+    return {name: float(reduce(array)) for name, reduce in names.items()}
