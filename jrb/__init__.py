@@ -5,11 +5,13 @@ from jrb._engine.dispatch import CopyWarning
 from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save
+from jrb.from_items import from_items
 from jrb.iterate import epochs, prefetch
 from jrb.keys import TED, Keys
 from jrb.loops import jitted
 from jrb.mix import Mix
 from jrb.read import episodes, items, stats
+from jrb.rebuild import rebuild
 from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
@@ -49,12 +51,14 @@ __all__ = [
     "checkpoint",
     "episodes",
     "epochs",
+    "from_items",
     "interop",
     "items",
     "jitted",
     "layouts",
     "load",
     "prefetch",
+    "rebuild",
     "ring",
     "save",
     "stats",

@@ -20,8 +20,8 @@ ROOMS = [
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"mix"},
-    {"loops", "read", "demo"},
-    {"interop"},
+    {"loops", "read", "rebuild", "demo"},
+    {"from_items", "interop"},
     {"checkpoint", "iterate"},
     {"cli", "testing"},
 ]

@@ -1,7 +1,10 @@
 """Checkpoints: a buffer and its state on a disk, exact, and whole after any crash."""
 
+import dataclasses
+import functools
 import importlib
 import os
+from collections.abc import Callable
 from types import EllipsisType, ModuleType
 from typing import Any
 
@@ -9,12 +12,21 @@ import jax
 
 from jrb._base import checks
 from jrb._store.errors import DamagedError, LockedError
-from jrb.checkpoint import background, folder, resizing, state_specs
+from jrb.buffer import ReplayBuffer
+from jrb.checkpoint import (
+    background,
+    descriptions,
+    folder,
+    host_items,
+    matching,
+    state_specs,
+)
 from jrb.checkpoint.background import Save
 from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 from jrb.mix import AnyState, Description
+from jrb.rebuild import rebuild
 from jrb.state import Device
 from jrb.types import Item
 
@@ -150,7 +162,8 @@ def load(
     Args:
         path: of a checkpoint, in either layout.
         buffer: the description as it was saved; needed if that holds functions, whose code no file
-            has. Batch size and transforms may be others.
+            has. Batch size and transforms may be others; if anything else is, the state becomes one
+            of this description as `jrb.rebuild` does it.
         example: one transition; needed if the items are of classes that the program has not
             defined. Otherwise it is only compared.
         capacity: N of the buffer that is wanted; None for that of the checkpoint. The newest rows
@@ -172,16 +185,49 @@ def load(
     path = _settled(path)
     if generation is not None:
         checks.count("generation", generation)
+    read = functools.partial(folder.load, number=generation)
     if os.path.isfile(path):
         if generation is not None:
             raise ValueError("generation: expected None for an HDF5 file, which holds but one.")
-        found, state = _h5().load(path, buffer, example, device)
-    else:
-        found, state = folder.load(path, buffer, example, device, generation)
+        read = _h5().load
+    try:
+        found, state = read(path, buffer, example, device)
+    except matching.OtherError as other:
+        found, state = _as_another(read, path, buffer, example, other)
+        state = state if device is None else jax.device_put(state, device)
     if capacity is None and num_envs is ...:
         return found, state
-    found, state = resizing.migrated(found, state, capacity, num_envs)
-    return found, state if device is None else jax.device_put(state, device)
+    if not isinstance(found, ReplayBuffer):
+        raise TypeError(
+            "load: capacity, num_envs: expected a checkpoint of a single buffer, got a Mix. Load "
+            "it as it is."
+        )
+    wanted = dataclasses.replace(
+        host_items.prepared(found, given=False),
+        capacity=found.capacity if capacity is None else capacity,
+        num_envs=found.num_envs if num_envs is ... else num_envs,
+    )
+    if wanted.ring == found.ring:
+        return found, state
+    state = rebuild(found, state, wanted)
+    return wanted, state if device is None else jax.device_put(state, device)
+
+
+def _as_another(
+    read: Callable[..., Any], path: str, buffer: Any, example: Item, other: matching.OtherError
+) -> tuple[Any, Any]:
+    """What was saved, as a state of another description."""
+    if not isinstance(buffer, ReplayBuffer):
+        raise other
+    if host_items.is_at(path, buffer):
+        raise other  # the store that is read cannot be made anew
+    try:
+        found, state = read(path, None, example, None)
+    except descriptions.UnknownError:
+        raise other from None  # only a description that has its functions can load it
+    if not isinstance(found, ReplayBuffer):
+        raise other
+    return buffer, rebuild(found, state, buffer)
 
 
 def _settled(path: Path) -> str:

@@ -18,6 +18,7 @@ from jrb.mix import AnyState, Description, Mix
 from jrb.state import Buffer, BufferState
 from jrb.storages import DeviceStorage, HostArrays
 from jrb.storages.host_rows import HostView
+from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
 
 
@@ -80,6 +81,14 @@ def view_of(buffer: Buffer, state: AnyState) -> HostView:
 def is_own(path: str, buffer: Description, state: AnyState) -> bool:
     """Whether a path is that of the store in which this state has its rows."""
     return is_on_host(buffer) and view_of(buffer, state).rows.path == os.path.realpath(path)
+
+
+def is_at(path: str, buffer: Description) -> bool:
+    """Whether a description names this path as that of its store."""
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, StoreArrays):
+        return False
+    named = buffer.storage.path
+    return named is not None and os.path.realpath(named) == os.path.realpath(path)
 
 
 def items_of(view: HostView) -> Any:

@@ -13,6 +13,10 @@ from jrb.state import Buffer
 from jrb.types import Item, Storage
 
 
+class OtherError(ValueError):
+    """Another description was given than was saved."""
+
+
 def about(kind: str, buffer: Description, saved: state_specs.Snapshot) -> dict[str, Any]:
     """What a checkpoint says of a state."""
     items, batch = descriptions.encode_structure(saved.spec), list(saved.batch)
@@ -102,7 +106,7 @@ def matched(saved: descriptions.Json, given: Description | None) -> Any:
         return buffer
     lines = descriptions.differences(binding(saved), binding(descriptions.encode(given)))
     if lines:
-        raise ValueError(
+        raise OtherError(
             f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
             "capacity and num_envs by load(..., capacity=, num_envs=)."
         )

@@ -19,7 +19,9 @@ from jrb.ring import Held, Ring
 from jrb.samplers.uniform import draw_of
 from jrb.types import Anchors, Change, Draw, Given, Item, Sampler
 
-_NO_ANCHOR, _DROPPED = -1.0, -2.0
+_NO_ANCHOR = -1.0
+DROPPED = -2.0
+"""What stands for the priority of an anchor that was dropped."""
 _CHUNK = 256  # slots that are cleared at once, where many leave
 _SMALLEST = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
 
@@ -306,7 +308,7 @@ class Prioritized(Sampler):
         index = jnp.where(member, index, jnp.uint32(ring.capacity))
         raw, keep = trees.last_of_equals(state.raw, index)
         state = state.replace(raw=raw, dropped=state.dropped | member.any())
-        return self._set(state, index, keep, jnp.full(slots.shape, _DROPPED, jnp.float32))
+        return self._set(state, index, keep, jnp.full(slots.shape, DROPPED, jnp.float32))
 
     def priorities(self, state: Priorities) -> jax.Array:
         """The priorities p."""
@@ -373,8 +375,13 @@ class Prioritized(Sampler):
             slots: int32 `[K]`, where the items were.
             places: int32 `[K]`, where they are.
         """
-        state = state.replace(alpha=old.alpha, refused=old.refused)
-        return self.assign(state, places, old.raw[slots], old.highest)
+        known, waiting = old.raw[slots], state.waiting
+        if waiting is not None and old.waiting is not None:
+            waiting = waiting.at[places].set(old.waiting[slots])
+        state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
+        state = self.assign(state, places, known, old.highest)
+        ring = Ring(rows=state.raw.size, envs=1)
+        return self.drop(ring, state, places, known == DROPPED)
 
     def _set(
         self, state: Priorities, index: jax.Array, keep: jax.Array, raw: jax.Array
