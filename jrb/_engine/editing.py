@@ -174,7 +174,7 @@ def relearned(
     before = unit.rows_before(state.unit, from_oldest(ring, context.held)[0])
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
-        blank = unit.resume(blank, before)
+        blank = unit.resume(blank, jnp.where(context.held.count > 0, before, 0))
     marked = steps.with_cuts(items, cuts, buffer.keys)
     after, change = unit.on_write(_emptied(context), blank, write, marked)
     old = unit.anchors(context, state.unit)

@@ -15,7 +15,9 @@ from jrb._store.errors import DamagedError, LockedError
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     background,
+    beside,
     descriptions,
+    facts,
     folder,
     host_items,
     matching,
@@ -37,6 +39,7 @@ __all__ = [
     "Save",
     "generations",
     "load",
+    "metadata",
     "read_flashbax",
     "read_torchrl",
     "read_vault",
@@ -54,6 +57,7 @@ def save(
     buffer: Description,
     state: AnyState,
     *,
+    extra: Any = None,
     keep: int = 0,
     layout: str = "native",
     compression: str | None = None,
@@ -75,6 +79,9 @@ def save(
         path: of a folder, made if it is not there; with `layout="h5"` of a file.
         buffer: the description, a `ReplayBuffer` or a `Mix`.
         state: its state, also one that `vmap` has put axes before. It is only read.
+        extra: what belongs to it, in the same generation, so that no crash can part them: a pytree
+            of arrays, PRNG keys and Python numbers, such as parameters, the state of an optimizer
+            and the number of the step. None for nothing.
         keep: how many older generations stay; see `generations`.
         layout: "native", or "h5": one file, a group for each trajectory, written whole each time.
         compression: with "h5", of its datasets, such as "gzip".
@@ -93,13 +100,17 @@ def save(
     if layout == "h5":
         if keep:
             raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
+        if extra is not None:
+            raise ValueError("extra: expected none with layout='h5'. Use layout='native'.")
         _h5().save(path, buffer, state, {"compression": compression, "fletcher32": fletcher32})
         return 0
     _check_native(layout, compression, fletcher32, keep)
-    return folder.save(path, buffer, state, keep)
+    return folder.save(path, buffer, state, keep, beside.of(extra, copy=False))
 
 
-def save_async(path: Path, buffer: Description, state: AnyState, *, keep: int = 0) -> Save:
+def save_async(
+    path: Path, buffer: Description, state: AnyState, *, extra: Any = None, keep: int = 0
+) -> Save:
     """Saves in the background.
 
     What is to be written is copied to host memory before this returns: at first everything, later
@@ -111,6 +122,7 @@ def save_async(path: Path, buffer: Description, state: AnyState, *, keep: int = 
         path: of a folder.
         buffer: the description.
         state: its state.
+        extra: as for `save`.
         keep: how many older generations stay.
 
     Returns:
@@ -122,7 +134,7 @@ def save_async(path: Path, buffer: Description, state: AnyState, *, keep: int = 
     path = _settled(path)
     state_specs.check_buffer(buffer, "save_async")
     _check_native("native", None, False, keep)
-    pending = folder.pending(path, buffer, state, keep, copy=True)
+    pending = folder.pending(path, buffer, state, keep, True, beside.of(extra, copy=True))
     return background.start(path, None if isinstance(pending, int) else pending, keep)
 
 
@@ -148,11 +160,12 @@ def load(
     buffer: Description | None = None,
     *,
     example: Item = None,
+    extra: Any = None,
     capacity: int | None = None,
     num_envs: int | EllipsisType | None = ...,
     generation: int | None = None,
     device: Device = None,
-) -> tuple[Any, Any]:
+) -> Any:
     """Loads what was saved: the next draws are, bit for bit, those of an uninterrupted run.
 
     From the path of a storage on the host, that is opened, after a look at all of its rows; others
@@ -166,6 +179,9 @@ def load(
             of this description as `jrb.rebuild` does it.
         example: one transition; needed if the items are of classes that the program has not
             defined. Otherwise it is only compared.
+        extra: an example of what was saved besides, arrays, `jax.ShapeDtypeStruct`s or numbers: its
+            leaves say where each comes back, as an array of JAX where that of the example lies, as
+            one of NumPy, or as a Python number. None leaves it out.
         capacity: N of the buffer that is wanted; None for that of the checkpoint. The newest rows
             stay, with their priorities, and all the states start from there.
         num_envs: E of the buffer that is wanted; `...` for that of the checkpoint. The rows of all
@@ -175,7 +191,7 @@ def load(
         device: a device or a sharding, for all arrays; None for the default device.
 
     Returns:
-        The description and the state.
+        The description and the state; and what was saved besides, if there is an example of it.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
@@ -185,18 +201,32 @@ def load(
     path = _settled(path)
     if generation is not None:
         checks.count("generation", generation)
-    read = functools.partial(folder.load, number=generation)
+    read = functools.partial(folder.load, number=generation, extra=extra)
     if os.path.isfile(path):
-        if generation is not None:
-            raise ValueError("generation: expected None for an HDF5 file, which holds but one.")
+        if generation is not None or extra is not None:
+            raise ValueError(
+                "generation, extra: expected None for an HDF5 file, which holds but one, and that "
+                "only."
+            )
         read = _h5().load
     try:
-        found, state = read(path, buffer, example, device)
+        found, state, *besides = read(path, buffer, example, device)
     except matching.OtherError as other:
-        found, state = _as_another(read, path, buffer, example, other)
+        found, state, *besides = _as_another(read, path, buffer, example, other)
         state = state if device is None else jax.device_put(state, device)
-    if capacity is None and num_envs is ...:
-        return found, state
+    if capacity is not None or num_envs is not ...:
+        found, state = _resized(found, state, capacity, num_envs, device)
+    return found, state, *besides
+
+
+def _resized(
+    found: Any,
+    state: AnyState,
+    capacity: int | None,
+    num_envs: int | EllipsisType | None,
+    device: Device,
+) -> tuple[Any, Any]:
+    """What was loaded, of another size."""
     if not isinstance(found, ReplayBuffer):
         raise TypeError(
             "load: capacity, num_envs: expected a checkpoint of a single buffer, got a Mix. Load "
@@ -215,19 +245,19 @@ def load(
 
 def _as_another(
     read: Callable[..., Any], path: str, buffer: Any, example: Item, other: matching.OtherError
-) -> tuple[Any, Any]:
+) -> Any:
     """What was saved, as a state of another description."""
     if not isinstance(buffer, ReplayBuffer):
         raise other
     if host_items.is_at(path, buffer):
         raise other  # the store that is read cannot be made anew
     try:
-        found, state = read(path, None, example, None)
+        found, state, *besides = read(path, None, example, None)
     except descriptions.UnknownError:
         raise other from None  # only a description that has its functions can load it
     if not isinstance(found, ReplayBuffer):
         raise other
-    return buffer, rebuild(found, state, buffer)
+    return buffer, rebuild(found, state, buffer), *besides
 
 
 def _settled(path: Path) -> str:
@@ -242,6 +272,25 @@ def _settled(path: Path) -> str:
 def generations(path: Path) -> list[int]:
     """The generations that a checkpoint has, oldest first; one more than `keep` at most."""
     return folder.generations(_settled(path))
+
+
+def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
+    """What a checkpoint in a folder says of itself; its rows are not read, however many there are.
+
+    Args:
+        path: of the folder.
+        generation: which one; None for the newest.
+
+    Returns:
+        For JSON: `generation`; `time`, when it was saved, in UTC; `versions` of libraries;
+        `capacity`, `num_envs`, `size`; `writer`, where the next row goes; `leaves` that lie in
+        rows, with dtype and shape; `nbytes`; and `extra`, the leaves that were saved besides, None
+        for none.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or no such generation.
+    """
+    return facts.metadata(_settled(path), generation)
 
 
 def verify(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb.checkpoint import host_items, matching, rows, state_specs
+from jrb.checkpoint.beside import Beside
 from jrb.mix import AnyState
 from jrb.state import Buffer, Device
 from jrb.storages import host_rows
@@ -22,7 +23,7 @@ from jrb.types import Item
 KIND = "store"
 
 
-def save(buffer: Buffer, state: AnyState, keep: int) -> int:
+def save(buffer: Buffer, state: AnyState, keep: int, extra: Beside) -> int:
     """Makes what was written the newest generation."""
     if keep:
         raise ValueError(
@@ -34,9 +35,10 @@ def save(buffer: Buffer, state: AnyState, keep: int) -> int:
     packed = state_specs.packed(rest)
     leaves = map(rows.array_bytes, jax.tree.leaves(packed))
     arrays = dict(zip(state_specs.leaf_names(packed), leaves, strict=True))
-    kinds = matching.kinds(rest, arrays)
+    kinds = matching.kinds(rest, arrays) | extra.kinds
     store = cast(StoreRows, view.rows).store  # no other rows are at a path
-    return store.commit(host_rows.number(view.version), meta, kinds, arrays)
+    version = host_rows.number(view.version)
+    return store.commit(version, meta | extra.meta, kinds, arrays | extra.arrays)
 
 
 def reopened(

@@ -7,7 +7,7 @@ import jax
 from jrb._base import prng_keys, pytree
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
-from jrb.checkpoint import descriptions, host_items, rows, state_specs
+from jrb.checkpoint import descriptions, facts, host_items, rows, state_specs
 from jrb.mix import AnyState, Description, Mix
 from jrb.state import Buffer
 from jrb.types import Item, Storage
@@ -19,8 +19,13 @@ class OtherError(ValueError):
 
 def about(kind: str, buffer: Description, saved: state_specs.Snapshot) -> dict[str, Any]:
     """What a checkpoint says of a state."""
-    items, batch = descriptions.encode_structure(saved.spec), list(saved.batch)
-    return {"kind": kind, "buffer": descriptions.encode(buffer), "items": items, "batch": batch}
+    return {
+        "kind": kind,
+        "buffer": descriptions.encode(buffer),
+        "items": descriptions.encode_structure(saved.spec),
+        "batch": list(saved.batch),
+        "facts": facts.of(buffer, saved.state, saved.batch),
+    }
 
 
 def kinds(state: AnyState, arrays: dict[str, Any]) -> dict[str, list[str]]:

@@ -18,7 +18,8 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
-from jrb.checkpoint import descriptions, matching, native, state_specs
+from jrb.checkpoint import descriptions, facts, matching, native, state_specs
+from jrb.checkpoint.beside import Beside
 from jrb.state import Device
 from jrb.types import Item
 
@@ -28,13 +29,15 @@ KIND = "mix"
 class Pending:
     """As `native.Pending`, for a mix."""
 
-    def __init__(self, path: str, mix: Any, states: Any, copy: bool) -> None:
+    def __init__(self, path: str, mix: Any, states: Any, copy: bool, extra: Beside) -> None:
         state_specs.snapshot(mix, states)
         self.meta: dict[str, Any] = {"kind": KIND, "buffer": descriptions.encode(mix)}
+        self.meta |= {"facts": facts.of(mix, states, ()), **extra.meta}
+        self.extra = extra
         self.store, self.parts = opening.to_save(path, (), 0), []
         try:
             for number, pair in enumerate(zip(mix.buffers, states, strict=True)):
-                self.parts.append(native.Pending(_folder(path, number), *pair, copy=copy))
+                self.parts.append(native.Pending(_folder(path, number), *pair, copy, Beside()))
         except BaseException:
             self.close()
             raise
@@ -43,7 +46,8 @@ class Pending:
         """Writes, and gives the locks back; the number of the generation."""
         try:
             numbers = [part.write() for part in self.parts]
-            self.store.commit(self.store.version, {**self.meta, "parts": numbers}, {}, {}, keep)
+            meta, extra = {**self.meta, "parts": numbers}, self.extra
+            self.store.commit(self.store.version, meta, extra.kinds, extra.arrays, keep)
             kept = [set() for _ in self.parts]
             for number in generation.numbers(self.store.folder):
                 for numbers, one in zip(kept, _parts(self.store.folder, number), strict=False):

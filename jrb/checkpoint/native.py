@@ -10,6 +10,7 @@ from jrb._store import opening
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
+from jrb.checkpoint.beside import Beside
 from jrb.mix import AnyState, Description
 from jrb.state import Buffer, Device
 from jrb.types import Item
@@ -25,13 +26,16 @@ class Pending:
         buffer: the description.
         state: its state.
         copy: whether what will be written is copied now, so that the state may change.
+        extra: what is saved besides.
     """
 
-    def __init__(self, path: str, buffer: Description, state: AnyState, copy: bool) -> None:
+    def __init__(
+        self, path: str, buffer: Description, state: AnyState, copy: bool, extra: Beside
+    ) -> None:
         saved = state_specs.snapshot(buffer, state)
-        self.meta = matching.about(KIND, buffer, saved)
+        self.meta = matching.about(KIND, buffer, saved) | extra.meta
         held, self.arrays = rows.split(saved)
-        self.kinds = matching.kinds(saved.state, self.arrays)
+        self.kinds = matching.kinds(saved.state, self.arrays) | extra.kinds
         self.store = opening.to_save(path, held.columns, held.count)
         try:
             last = _last(self.store, self.meta)
@@ -42,6 +46,7 @@ class Pending:
                     (slots, list(map(np.array, found))) for slots, found in self._pieces
                 ]
                 self.arrays = {name: bytes(array) for name, array in self.arrays.items()}
+            self.arrays |= extra.arrays
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,124 @@
+"""What a user saves in one generation with a buffer: parameters, keys, the number of a step."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrb._base import prng_keys, pytree, versions
+from jrb._base.pytree import Leaf
+from jrb._store.errors import DamagedError
+from jrb._store.generation import Generation
+from jrb.checkpoint import rows, state_specs
+
+_PREFIX = ".extra/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What stands in a generation besides the state.
+
+    Attributes:
+        meta: for JSON.
+        kinds: of its arrays, by name.
+        arrays: their bytes.
+    """
+
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kinds: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def of(extra: Any, copy: bool) -> Beside:
+    """A pytree of arrays and numbers, to be saved.
+
+    Args:
+        extra: None for nothing.
+        copy: whether its bytes are copied now, so that it may change.
+
+    Raises:
+        TypeError: a leaf is neither.
+    """
+    if extra is None:
+        return Beside()
+    kinds, arrays = {}, {}
+    for name, leaf in zip(state_specs.leaf_names(extra), jax.tree.leaves(extra), strict=True):
+        array = _array(name, leaf)
+        kinds[_PREFIX + name] = list(rows.kind_of(array))
+        held = rows.array_bytes(array)
+        arrays[_PREFIX + name] = bytes(held) if copy else held
+    return Beside({"extra": list(kinds)}, kinds, arrays)
+
+
+def _array(name: str, leaf: Leaf) -> Any:
+    where = f"save: extra: leaf '{name}'"
+    if isinstance(leaf, bool | int | float | complex):
+        array = np.asarray(leaf)
+        if array.dtype != object:
+            return array
+    if isinstance(leaf, jax.core.Tracer) or not pytree.is_array(leaf):
+        raise TypeError(
+            f"{where}: expected an array or a number, got {type(leaf).__name__}. Encode it, or "
+            "leave it out."
+        )
+    if not prng_keys.is_keys(leaf.dtype) and np.dtype(leaf.dtype).kind in "OSUMm":
+        raise TypeError(f"{where}: expected numbers, got dtype {leaf.dtype}.")
+    return leaf
+
+
+def restored(path: str, opened: Generation, example: Any) -> Any:
+    """What was saved, in the structure of an example, whose leaves say what becomes of each.
+
+    Raises:
+        ValueError: other leaves, dtypes or shapes than were saved; or nothing was.
+    """
+    told = (opened.body["meta"] or {}).get("extra")
+    if told is None:
+        raise ValueError(
+            f"{path}: extra: expected a checkpoint that was saved with extra=, got one without."
+        )
+    names, entries = state_specs.leaf_names(example), opened.arrays
+    odd = sorted(set(told) ^ {_PREFIX + name for name in names})
+    if odd:
+        saved = [name.removeprefix(_PREFIX) for name in told]
+        raise ValueError(
+            f"{path}: extra: leaf '{odd[0].removeprefix(_PREFIX)}': expected the leaves {saved}, "
+            f"got an example with {names}."
+        )
+    if not set(told) <= entries.keys():
+        raise DamagedError(f"{path}: extra: expected the arrays {told}, found {sorted(entries)}.")
+    leaves = [
+        _restored(opened, name, leaf)
+        for name, leaf in zip(names, jax.tree.leaves(example), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(example), leaves)
+
+
+def _restored(opened: Generation, name: str, example: Leaf) -> Any:
+    """One leaf: a Python number, an array of NumPy, or one of JAX where the example lies."""
+    wanted = _array(name, example) if not _is_spec(example) else example
+    entry = opened.arrays[_PREFIX + name]
+    if entry["kind"] != list(rows.kind_of(wanted)):
+        raise ValueError(
+            f"{opened.path}: extra: leaf '{name}': expected {entry['kind']} as it was saved, got "
+            f"an example of {list(rows.kind_of(wanted))}."
+        )
+    raw = prng_keys.raw_spec(wanted)
+    array = opened.array(_PREFIX + name, raw.dtype).reshape(raw.shape)
+    if isinstance(example, bool | int | float | complex):
+        return type(example)(array.item())
+    if isinstance(example, np.ndarray | np.generic):
+        return array if isinstance(example, np.ndarray) else array[()]
+    device = example.sharding if versions.is_committed(example) else None
+    return jax.device_put(prng_keys.wrapped(jax.numpy.asarray(array), wanted.dtype), device)
+
+
+def _is_spec(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def names(meta: dict[str, Any]) -> list[str] | None:
+    """The names of its leaves; None if there is nothing."""
+    found = meta.get("extra")
+    return None if found is None else [name.removeprefix(_PREFIX) for name in found]

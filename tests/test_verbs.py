@@ -1,0 +1,294 @@
+"""Random programs of verbs against plain Python: what is held, what is drawn, how likely.
+
+A thousand programs of a description run side by side, as one compiled program.
+"""
+
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb._engine.steps import context_of
+
+pytestmark = pytest.mark.slow
+
+E, R, T, STEPS, PROGRAMS = 2, 5, 2, 14, 1200
+N = R * E
+EXAMPLE = {"observation": jnp.int32(0), "next": {"observation": jnp.int32(0), "done": False}}
+EXAMPLE["next"]["reward"] = jnp.float32(0)
+VERBS = ["extend", "add", "set_done", "set_rest", "drop", "truncate", "update", "empty"]
+CHANCES = [0.25, 0.25, 0.12, 0.12, 0.06, 0.06, 0.11, 0.03]
+
+UNITS = {
+    "transition": (jrb.Transition(), lambda ahead, ended, whole: True),
+    "n-step": (jrb.NStep(3, 0.9), lambda ahead, ended, whole: True),
+    "strict n-step": (jrb.NStep(3, 0.9, strict=True), lambda ahead, ended, _: ahead >= 3 or ended),
+    "windows": (jrb.Sequence(3), lambda ahead, ended, whole: ahead >= 3),
+    "stacks": (jrb.FrameStack(3), lambda ahead, ended, whole: whole),
+    "stacked windows": (
+        jrb.FrameStack(2, unit=jrb.Sequence(2)),
+        lambda ahead, ended, whole: whole and ahead >= 2,
+    ),
+}
+
+
+class Model:
+    """The same in plain Python: for each environment all rows that ever were, oldest first."""
+
+    def __init__(self, unit, is_anchor):
+        self.is_anchor, self.waits, self.k = is_anchor, unit.waits, getattr(unit, "k", 1)
+        self.rows, self.first, self.time, self.cursor = [[], []], 0, 0, 0
+        self.highest, self.refused = np.float32(1), 0
+
+    def held(self):
+        return [row for rows in self.rows for row in rows[max(self.first, self.time - R) :]]
+
+    def at(self, slot):
+        return next((row for row in self.held() if row["slot"] == slot), None)
+
+    def write(self, items, priorities):
+        """One row of time."""
+        for env in range(E):
+            given = None if priorities is None else priorities[env]
+            row = {"slot": self.cursor * E + env, "cut": False, "priority": None, "given": given}
+            self.rows[env].append({**row, **{name: leaf[env] for name, leaf in items.items()}})
+        self.time, self.cursor = self.time + 1, (self.cursor + 1) % R
+        best = self.highest
+        for given in [] if priorities is None else priorities:
+            if math.isfinite(given) and given >= 0:
+                best = max(best, given)
+            else:
+                self.refused += 1
+        self.learn()
+        self.highest = best
+        for row in [] if self.waits else self.held():
+            row["given"] = None  # for the anchor that it was at once
+
+    def rebuilt(self):
+        """The oldest row lies at the beginning of a new ring."""
+        oldest = max(self.first, self.time - R)
+        for env, rows in enumerate(self.rows):
+            for number, row in enumerate(rows[oldest:]):
+                row["slot"] = number * E + env
+        self.cursor = (self.time - oldest) % R
+
+    def learn(self):
+        """Anchors come and go."""
+        anchors = {id(row) for row in self.anchors()}
+        for row in [row for rows in self.rows for row in rows]:
+            if id(row) not in anchors:
+                row["priority"] = None
+            elif row["priority"] is None:
+                given = row["given"]
+                good = given is not None and math.isfinite(given) and given >= 0
+                row["priority"] = given if good else self.highest
+
+    def anchors(self):
+        found = []
+        for rows in self.rows:
+            oldest = max(self.first, self.time - R)
+            for number in range(oldest, len(rows)):
+                stop = number
+                while stop < len(rows) - 1 and not self.ends(rows[stop]):
+                    stop += 1
+                begin = number
+                while begin > self.first and not self.ends(rows[begin - 1]):
+                    begin -= 1
+                whole = max(begin, number - self.k + 1) >= oldest
+                if self.is_anchor(stop - number + 1, self.ends(rows[stop]), whole):
+                    found.append(rows[number])
+        return found
+
+    @staticmethod
+    def ends(row):
+        return row["done"] or row["cut"]
+
+    def run(self, verb, given):
+        """One step of a program."""
+        if verb in ("extend", "add"):
+            for t in range(T if verb == "extend" else 1):
+                if given["mask"][t] or verb == "add":
+                    items = {name: given[name][t] for name in ("x", "after", "done")}
+                    self.write(items, given["priorities"][t] if verb == "extend" else None)
+        elif verb in ("set_done", "set_rest"):
+            for b in range(2):
+                row = self.at(given["slots"][b])
+                if row is not None and verb == "set_done":
+                    row["new"] = given["done"][b, 0]
+                elif row is not None:
+                    row["x"], row["after"] = given["x"][b, 0], given["after"][b, 0]
+            for row in self.held() if verb == "set_done" else []:
+                row["cut"] &= not row["done"]  # a flag that goes takes the cut along
+                row["done"] = row.pop("new", row["done"])
+            self.learn()
+        elif verb == "drop":
+            row = self.at(given["slots"][0])
+            if row is not None and row["priority"] is not None:
+                row["priority"] = -2
+        elif verb == "truncate":
+            for env in range(E):
+                if given["mask"][env] and self.time > self.first:
+                    self.rows[env][-1]["cut"] |= not self.rows[env][-1]["done"]
+            self.learn()
+        elif verb == "update":
+            kept = {}
+            for slot, priority in zip(given["slots"], given["priorities"][:, 0], strict=True):
+                row = self.at(slot)
+                if row is None or row["priority"] is None or row["priority"] < 0:
+                    continue
+                if math.isfinite(priority) and priority >= 0:
+                    kept[slot] = row["priority"] = priority
+                else:
+                    self.refused += 1
+            self.highest = max([self.highest, *kept.values()])
+        elif verb == "empty":
+            self.first, self.cursor = self.time, 0
+            self.highest, self.refused = np.float32(1), 0
+
+
+def programs(rng, count):
+    """Verbs, and what each is given."""
+    shape = (count, STEPS)
+    priorities = rng.random((*shape, T, E)).astype(np.float32) * 4
+    odd = rng.random(priorities.shape)
+    priorities[odd < 0.1] = np.nan
+    priorities[odd > 0.95] = -1
+    chain = rng.integers(0, 3, (*shape, T, E), dtype=np.int32)  # few numbers, often the next one's
+    return {
+        "verb": rng.choice(len(VERBS), shape, p=CHANCES).astype(np.int32),
+        "x": chain,
+        "after": rng.integers(0, 3, (*shape, T, E), dtype=np.int32),
+        "done": rng.random((*shape, T, E)) < 0.25,
+        "mask": rng.random((*shape, T)) < 0.7,
+        "priorities": priorities,
+        "slots": rng.integers(0, N, (*shape, 2), dtype=np.int32),
+    }
+
+
+def branches(buffer):
+    """What each verb of a program does."""
+
+    def rows(given):
+        shape = given["x"].shape
+        after = {"observation": given["after"], "done": given["done"]}
+        after["reward"] = jnp.ones(shape, jnp.float32)
+        return {"observation": given["x"], "next": after}
+
+    def first(tree):
+        return jax.tree.map(lambda leaf: leaf[0], tree)
+
+    def rest(given):
+        return {"observation": given["x"][:, 0], "next": {"observation": given["after"][:, 0]}}
+
+    return {
+        "extend": lambda s, g: buffer.extend(s, rows(g), g["mask"], g["priorities"]),
+        "add": lambda s, g: buffer.add(s, first(rows(g))),
+        "set_done": lambda s, g: buffer.set(s, g["slots"], {"next": {"done": g["done"][:, 0]}}),
+        "set_rest": lambda s, g: buffer.set(s, g["slots"], rest(g)),
+        "drop": lambda s, g: buffer.drop(s, g["slots"][:1]),
+        "truncate": lambda s, g: buffer.truncate(s, g["mask"]),
+        "update": lambda s, g: buffer.update_priority(s, g["slots"], g["priorities"][:, 0]),
+        "empty": lambda s, g: buffer.empty(s),
+    }
+
+
+def step(buffer):
+    """One step of a program, compiled."""
+    known = branches(buffer)
+    calls = [known[verb] for verb in VERBS]
+    return lambda state, given: (jax.lax.switch(given["verb"], calls, state, given), None)
+
+
+def seen(buffer, state):
+    """What a state holds, slot by slot."""
+    slots, count = buffer.in_order(state)
+    items = buffer.storage.read(  # `take` would raise where nothing is held
+        context_of(buffer, state.writer), state.storage, lambda name: jnp.arange(N, dtype=jnp.int32)
+    )
+    place = jnp.zeros(N, bool).at[slots].set(jnp.arange(N) < count)
+    raw, known = buffer.priorities(state), state.sampler
+    return items, place, raw, known.highest, known.refused
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("name", UNITS)
+def test_programs_of_verbs_do_what_plain_python_does(name, once):
+    unit, is_anchor = UNITS[name]
+    if once and name not in ("transition", "strict n-step", "stacks"):
+        pytest.skip("a few units tell the storages apart")
+    storage = jrb.DeviceStorage(once=once, room=N if once else None)
+    buffer = jrb.ReplayBuffer(
+        N, E, batch_size=4, unit=unit, sampler=jrb.Prioritized(), storage=storage
+    )
+    given = programs(np.random.default_rng(len(name)), PROGRAMS)
+    run = lambda given: seen(buffer, jax.lax.scan(step(buffer), buffer.init(EXAMPLE), given)[0])
+    items, place, raw, highest, refused = jax.device_get(jax.jit(jax.vmap(run))(given))
+    for program in range(PROGRAMS):
+        model = Model(unit, is_anchor)
+        for number in range(STEPS):
+            one = {name: leaf[program, number] for name, leaf in given.items()}
+            model.run(VERBS[one["verb"]], one)
+        told = [program, *[VERBS[verb] for verb in given["verb"][program]]]
+        found = (items, place, raw, highest, refused)
+        check(model, jax.tree.map(operator.itemgetter(program), found), told)
+
+
+def check(model, found, told):
+    """What a state holds is what the model holds."""
+    items, place, raw, highest, refused = found
+    held = {row["slot"]: row for row in model.held()}
+    assert set(np.flatnonzero(place)) == set(held), told
+    for slot, row in held.items():
+        assert items["observation"][slot] == row["x"], (told, slot)
+        assert items["next"]["observation"][slot] == row["after"], (told, slot)
+        assert items["next"]["done"][slot] == row["done"], (told, slot)
+        want = -1 if row["priority"] is None else row["priority"]
+        assert raw[slot] == np.float32(want), (told, slot)
+    assert all(raw[slot] == -1 for slot in range(N) if slot not in held), told
+    assert highest == model.highest, told
+    assert refused == model.refused, told
+
+
+STORAGES = [
+    lambda: jrb.DeviceStorage(),
+    lambda: jrb.MemmapStorage(None),
+    lambda: jrb.SpillStorage(None, 2 * E),
+    lambda: jrb.DeviceStorage(once=True, room=N),
+]
+
+
+@pytest.mark.parametrize("name", ["transition", "strict n-step", "stacks"])
+def test_programs_go_on_in_another_storage_and_after_a_save(name, tmp_path):
+    unit, is_anchor = UNITS[name]
+    given = programs(np.random.default_rng(1), 24)
+    rng = np.random.default_rng(2)
+    for program in range(24):
+        make = lambda number: jrb.ReplayBuffer(
+            N, E, batch_size=4, unit=unit, sampler=jrb.Prioritized(), storage=STORAGES[number]()
+        )
+        buffer, model = make(program % 4), Model(unit, is_anchor)
+        state, told = buffer.init(EXAMPLE), [program]
+        for number in range(STEPS):
+            one = {name: leaf[program, number] for name, leaf in given.items()}
+            verb = VERBS[one["verb"]]
+            told.append(verb)
+            model.run(verb, one)
+            state = branches(buffer)[verb](state, jax.tree.map(jnp.asarray, one))
+            chance = rng.random()
+            if chance < 0.15:
+                told.append("save, load")
+                jrb.save(tmp_path / str(program), buffer, state)
+                buffer, state = jrb.load(tmp_path / str(program))
+            elif chance < 0.3:
+                told.append("rebuild")
+                old, buffer = buffer, make(rng.integers(4))
+                state = jrb.rebuild(old, state, buffer)
+                model.rebuilt()
+        assert (
+            jrb.checkpoint.verify(tmp_path / str(program)) == [] if "save, load" in told else True
+        )
+        check(model, jax.device_get(seen(buffer, state)), told)
