@@ -490,7 +490,7 @@ class ReplayBuffer:
             checks.in_range("drop", where, self.capacity)
         return dispatch.drop(self, state, where)
 
-    def _where(self, verb: str, where: Any) -> tuple[Any, int]:
+    def _where(self, verb: str, where: Sample | jax.Array | EllipsisType) -> tuple[Any, int]:
         """Slots or a sample, None for all; and how many."""
         if where is ...:
             return None, self.capacity
@@ -552,12 +552,13 @@ class ReplayBuffer:
                 f"newest: expected a writer that keeps rows in the order of time, got "
                 f"{type(self.writer).__name__}. in_order gives single slots."
             )
-        slots, count = self.writer.in_order(self.ring, state.writer)
-        first = count - n * self.ring.envs
-        place = first + jnp.arange(n * self.ring.envs, dtype=jnp.int32)
-        shape = (n, *self._lead())
-        found = slots[jnp.maximum(place, 0)]
-        return found.reshape(shape), (place >= 0).reshape(shape)
+        held, shape = self.writer.held(self.ring, state.writer), (n, *self._lead())
+        place = held.count + jnp.arange(-n * self.ring.envs, 0, dtype=jnp.int32)
+        if self.writer.in_time:
+            slots = self.ring.slot_after(held.first, jnp.maximum(place, 0))
+        else:
+            slots = self.writer.in_order(self.ring, state.writer)[0][jnp.maximum(place, 0)]
+        return slots.reshape(shape), (place >= 0).reshape(shape)
 
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
         """The priorities as they were given, without alpha and eps.

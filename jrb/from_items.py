@@ -8,7 +8,7 @@ import numpy as np
 from jrb._base import pytree
 from jrb._engine.replaying import pieces, writable
 from jrb.buffer import ReplayBuffer
-from jrb.loops import jitted
+from jrb.loops import Jitted
 from jrb.state import BufferState
 from jrb.storages import DeviceStorage
 from jrb.types import Item
@@ -44,7 +44,7 @@ def from_items(
         raise ValueError("from_items: expected at least one item, got none.")
     wanted = length * (num_envs or 1) if capacity is None else capacity
     buffer = ReplayBuffer(capacity=wanted, num_envs=num_envs, **parts)
-    into = jitted(writable(buffer))
+    into = Jitted(writable(buffer))
     if storage.of_objects:
         return buffer, into.extend(into.init(None), data)
     axes = 1 if num_envs is None else 2

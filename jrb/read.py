@@ -137,7 +137,7 @@ class Episodes(Sequence[Episode]):
     def __getitem__(self, index: int) -> Episode: ...
     @overload
     def __getitem__(self, index: slice) -> "Episodes": ...
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         """One of them; or a slice, which is as this is."""
         found = self._found[index]
         return Episodes(found) if isinstance(index, slice) else found
@@ -253,7 +253,7 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     return found
 
 
-def _summary(values: Any) -> dict[str, float]:
+def _summary(values: Item) -> dict[str, float]:
     """Of nothing, nothing."""
     array = np.asarray(values, np.float64)
     if not array.size:

@@ -170,6 +170,35 @@ def test_no_other_part_copies(parts, name, agents):
     assert growth(name, everything, agents, **OTHERS[parts]) < 0.01
 
 
+def edits(buffer, state, total, key):
+    """Priorities on the way in, and items edited, mapped and dropped."""
+    some = lambda *shape: jnp.abs(jnp.sin(total + jnp.ones(shape)))
+    state = buffer.add(state, rows(total, E), priorities=some(E))
+    state = buffer.extend(state, rows(total, 6, E), some(6) > 0.2, priorities=some(6, E))
+    sample = buffer.sample(state, key)
+    state = buffer.set(state, sample, {"y": jnp.zeros((B, 3), jnp.uint8)})
+    at = jnp.arange(256, dtype=jnp.int32) * 7
+    state = buffer.set(state, at, {"next": {"reward": jnp.broadcast_to(total, 256)}})
+    state = buffer.drop(state, sample)
+    add_one = lambda items: {"next": {"reward": items["next"]["reward"] + total}}
+    state = buffer.map(state, add_one, batch_size=64)
+    total = total + testing.consumed((sample, buffer.newest(state, 2)))
+    return buffer.add(state, rows(total, E)), total
+
+
+@pytest.mark.parametrize("parts", ["n-step", "strict n-step", "stacked n-step", "once"])
+@pytest.mark.parametrize("agents", [None, 8])
+def test_edits_copy_nothing(parts, agents):
+    assert growth("prioritized", edits, agents, **OTHERS[parts]) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "writer"), [("uniform", jrb.Reservoir(0)), ("queue", jrb.UntilFull())]
+)
+def test_no_writer_copies(name, writer):
+    assert growth(name, extend_draw_extend, writer=writer) < 0.01
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_bare_sample_before_a_write_is_what_copies(name):
     assert growth(name, sample_add) > 0.5

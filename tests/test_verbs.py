@@ -85,7 +85,7 @@ class Model:
             elif row["priority"] is None:
                 given = row["given"]
                 good = given is not None and math.isfinite(given) and given >= 0
-                row["priority"] = given if good else self.highest
+                row["priority"], row["given"] = given if good else self.highest, None
 
     def anchors(self):
         found = []
@@ -264,9 +264,9 @@ STORAGES = [
 @pytest.mark.parametrize("name", ["transition", "strict n-step", "stacks"])
 def test_programs_go_on_in_another_storage_and_after_a_save(name, tmp_path):
     unit, is_anchor = UNITS[name]
-    given = programs(np.random.default_rng(1), 24)
+    given = programs(np.random.default_rng(1), 12)
     rng = np.random.default_rng(2)
-    for program in range(24):
+    for program in range(12):
         make = lambda number: jrb.ReplayBuffer(
             N, E, batch_size=4, unit=unit, sampler=jrb.Prioritized(), storage=STORAGES[number]()
         )

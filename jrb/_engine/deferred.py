@@ -81,7 +81,9 @@ class DeferredStorage(DevicePart):
         """The slots."""
         return plan, None
 
-    def edit(self, context: Context, state: PartState, slots: Any, values: Any) -> Any:
+    def edit(
+        self, context: Context, state: PartState, slots: jax.Array | None, values: Item
+    ) -> Any:
         """Nothing is there."""
         return state
 

@@ -420,7 +420,7 @@ def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Arra
 
 
 @_on_meshes
-def drop(buffer: Buffer, state: BufferState, where: Any) -> BufferState:
+def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> BufferState:
     """The state in which some anchors are drawn no more."""
     check_state(buffer, state)
     if _is_traced(state, where):
@@ -429,13 +429,15 @@ def drop(buffer: Buffer, state: BufferState, where: Any) -> BufferState:
     return after.replace(storage=state.storage)
 
 
-def _light(where: Any) -> Any:
+def _light(where: Sample | jax.Array | None) -> Any:
     """A sample without its items: fewer arrays to hand over."""
     return where.replace(data=None) if isinstance(where, Sample) else where
 
 
 @_on_meshes
-def edit(buffer: Buffer, state: BufferState, where: Any, values: Any) -> BufferState:
+def edit(
+    buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Item
+) -> BufferState:
     """Other values, leaves by name, for held items; `where` is None for all slots."""
     check_state(buffer, state)
     if _is_inside(buffer, state, where, values):
@@ -459,7 +461,9 @@ def edit(buffer: Buffer, state: BufferState, where: Any, values: Any) -> BufferS
 
 
 @_on_meshes
-def rewrite(buffer: Buffer, state: BufferState, function: Any, batch_size: int) -> BufferState:
+def rewrite(
+    buffer: Buffer, state: BufferState, function: Callable[[Item], Item], batch_size: int
+) -> BufferState:
     """A function from B items to other leaves by name, put over all that is held."""
     check_state(buffer, state)
     if _is_inside(buffer, state):

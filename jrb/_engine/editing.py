@@ -5,7 +5,7 @@ and outside.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def _flags(buffer: Buffer, state: BufferState) -> set[str]:
     return set() if buffer.unit.one_row else set(buffer.keys.flags(spec))
 
 
-def changes_ends(buffer: Buffer, state: BufferState, values: Any) -> bool:
+def changes_ends(buffer: Buffer, state: BufferState, values: Iterable[str]) -> bool:
     """Whether there are leaves among `values`, names, by which the unit tells ends of episodes."""
     return bool(_flags(buffer, state) & set(values))
 
@@ -222,7 +222,9 @@ def _written_anew(
 
 
 @functools.partial(jax.jit, static_argnames=("function", "batch_size"))
-def rewrite(buffer: Buffer, state: BufferState, function: Any, batch_size: int) -> BufferState:
+def rewrite(
+    buffer: Buffer, state: BufferState, function: Callable[[Item], Values], batch_size: int
+) -> BufferState:
     """The state in which a function from B items to `Values` has been put over all that is held."""
     context = context_of(buffer, state.writer)
     ring, held, capacity = context.ring, context.held, buffer.capacity

@@ -57,7 +57,7 @@ def save(
     buffer: Description,
     state: AnyState,
     *,
-    extra: Any = None,
+    extra: Item = None,
     keep: int = 0,
     layout: str = "native",
     compression: str | None = None,
@@ -109,7 +109,7 @@ def save(
 
 
 def save_async(
-    path: Path, buffer: Description, state: AnyState, *, extra: Any = None, keep: int = 0
+    path: Path, buffer: Description, state: AnyState, *, extra: Item = None, keep: int = 0
 ) -> Save:
     """Saves in the background.
 
@@ -160,7 +160,7 @@ def load(
     buffer: Description | None = None,
     *,
     example: Item = None,
-    extra: Any = None,
+    extra: Item = None,
     capacity: int | None = None,
     num_envs: int | EllipsisType | None = ...,
     generation: int | None = None,

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from jrb._base import prng_keys, pytree, versions
@@ -11,8 +12,10 @@ from jrb._base.pytree import Leaf
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb.checkpoint import rows, state_specs
+from jrb.types import Item
 
 _PREFIX = ".extra/"
+_NUMBER = bool | int | float | complex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Beside:
     arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def of(extra: Any, copy: bool) -> Beside:
+def of(extra: Item, copy: bool) -> Beside:
     """A pytree of arrays and numbers, to be saved.
 
     Args:
@@ -52,22 +55,18 @@ def of(extra: Any, copy: bool) -> Beside:
 
 
 def _array(name: str, leaf: Leaf) -> Any:
-    where = f"save: extra: leaf '{name}'"
-    if isinstance(leaf, bool | int | float | complex):
-        array = np.asarray(leaf)
-        if array.dtype != object:
-            return array
-    if isinstance(leaf, jax.core.Tracer) or not pytree.is_array(leaf):
+    array: Any = np.asarray(leaf) if isinstance(leaf, _NUMBER) else leaf
+    if isinstance(array, jax.core.Tracer) or not pytree.is_array(array):
         raise TypeError(
-            f"{where}: expected an array or a number, got {type(leaf).__name__}. Encode it, or "
-            "leave it out."
+            f"save: extra: leaf '{name}': expected an array or a number, got "
+            f"{type(leaf).__name__}. Encode it, or leave it out."
         )
-    if not prng_keys.is_keys(leaf.dtype) and np.dtype(leaf.dtype).kind in "OSUMm":
-        raise TypeError(f"{where}: expected numbers, got dtype {leaf.dtype}.")
-    return leaf
+    if not prng_keys.is_keys(array.dtype) and np.dtype(array.dtype).kind in "OSUMm":
+        raise TypeError(f"save: extra: leaf '{name}': expected numbers, got dtype {array.dtype}.")
+    return array
 
 
-def restored(path: str, opened: Generation, example: Any) -> Any:
+def restored(path: str, opened: Generation, example: Item) -> Any:
     """What was saved, in the structure of an example, whose leaves say what becomes of each.
 
     Raises:
@@ -106,7 +105,7 @@ def _restored(opened: Generation, name: str, example: Leaf) -> Any:
         )
     raw = prng_keys.raw_spec(wanted)
     array = opened.array(_PREFIX + name, raw.dtype).reshape(raw.shape)
-    if isinstance(example, bool | int | float | complex):
+    if isinstance(example, _NUMBER):
         return type(example)(array.item())
     if isinstance(example, np.ndarray | np.generic):
         return array if isinstance(example, np.ndarray) else array[()]

@@ -6,12 +6,13 @@ import platform
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 from jrb._store import generation, opening
 from jrb.checkpoint import beside
 from jrb.mix import AnyState, Description, Mix
+from jrb.state import Buffer
 
 
 def of(buffer: Description, state: AnyState, batch: tuple[int, ...]) -> dict[str, Any]:
@@ -27,13 +28,13 @@ def _versions() -> dict[str, str]:
     return {
         "jrb": importlib.import_module("jrb").__version__,  # which imports this
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
 
 
-def _of_one(buffer: Any, state: Any, batch: tuple[int, ...]) -> dict[str, Any]:
+def _of_one(buffer: Buffer, state: AnyState, batch: tuple[int, ...]) -> dict[str, Any]:
     count = lambda writer: buffer.writer.held(buffer.ring, writer).count
     for _ in batch:
         count = jax.vmap(count)

@@ -56,7 +56,7 @@ def load(
     example: Item,
     device: Device,
     number: int | None = None,
-    extra: Any = None,
+    extra: Item = None,
 ) -> Any:
     """Loads a generation, the newest one if none is named.
 
@@ -80,7 +80,7 @@ def _load(
     example: Item,
     device: Device,
     number: int | None,
-    extra: Any,
+    extra: Item,
 ) -> Any:
     opened = generation.newest(folder) if number is None else opening.at(folder, number)
     besides = () if extra is None else (beside.restored(path, opened, extra),)

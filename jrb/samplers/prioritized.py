@@ -160,7 +160,9 @@ class Prioritized(Sampler):
             own = jnp.where(good, given.priorities, _NO_ANCHOR)
             wrong = ~good.reshape(given.written.size, -1) & given.written[:, None]
             state = state.replace(
-                highest=jnp.maximum(state.highest, jnp.max(_greatest(given))),
+                highest=jnp.maximum(
+                    state.highest, jnp.max(_greatest(given.priorities, given.written))
+                ),
                 refused=state.refused + jnp.sum(wrong, dtype=jnp.uint32),
             )
         if waiting is not None and given is not None:
@@ -169,7 +171,10 @@ class Prioritized(Sampler):
             waiting = trees.put(waiting, slots, none if own is None else own)
         if waiting is not None:
             at = jnp.minimum(change.entered, ring.capacity - 1).astype(jnp.uint32)
-            state, own = state.replace(waiting=waiting), trees.read(waiting, at)
+            own = trees.read(waiting, at)
+            gone = change.entered.astype(jnp.uint32) + ordering.token(own).astype(jnp.uint32)
+            waiting = trees.put(waiting, gone, jnp.full(own.shape, _NO_ANCHOR, jnp.float32))
+            state = state.replace(waiting=waiting)
         if own is None:
             return state, jnp.broadcast_to(default, change.entered.shape)
         if default.ndim:  # of each row of time; as many anchors enter with each
@@ -214,7 +219,9 @@ class Prioritized(Sampler):
         if self.new_priority == "max":
             if given is None or given.priorities is None or given.written.size == 1:
                 return state.highest
-            before = jnp.concatenate([state.highest[None], _greatest(given)[:-1]])
+            before = jnp.concatenate(
+                [state.highest[None], _greatest(given.priorities, given.written)[:-1]]
+            )
             return lax.cummax(before)
         if state.largest is None:
             return jnp.float32(self.new_priority)
@@ -324,8 +331,10 @@ class Prioritized(Sampler):
             fresh = jnp.where(state.waiting < 0, fresh, state.waiting)
         fresh = jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw)
         is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
-        raw = jnp.where(is_anchor, fresh, none)
-        return self._put(state.replace(raw=raw), raw, trees.set_all)
+        raw, waiting = jnp.where(is_anchor, fresh, none), state.waiting
+        if waiting is not None:
+            waiting = jnp.where(is_anchor, none, waiting)
+        return self._put(state.replace(raw=raw, waiting=waiting), raw, trees.set_all)
 
     def set_alpha(self, state: Priorities, alpha: jax.Array | float) -> Priorities:
         """Another alpha, and all masses computed anew from the priorities; costs O(N).
@@ -445,10 +454,10 @@ def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Pr
     return sampler._put(state, state.raw, trees.set_all)
 
 
-def _greatest(given: Given) -> jax.Array:
+def _greatest(priorities: jax.Array, written: jax.Array) -> jax.Array:
     """The greatest priority that came with each row of time, float32 `[T]`."""
-    seen = jnp.where(_is_priority(given.priorities), given.priorities, 0.0)
-    return jnp.where(given.written, seen.reshape(given.written.size, -1).max(axis=1), 0.0)
+    seen = jnp.where(_is_priority(priorities), priorities, 0.0)
+    return jnp.where(written, seen.reshape(written.size, -1).max(axis=1), 0.0)
 
 
 def _is_priority(number: Any) -> jax.Array:

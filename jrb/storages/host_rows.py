@@ -135,7 +135,7 @@ class HostRows(abc.ABC):
             every = flat[id(slots)]
             if len(leaf) < len(every):
                 leaf = _spread(leaf, every >= 0)
-            found.append(leaf.view(spec.dtype).reshape(*slots.shape, *spec.shape))
+            found.append(leaf.view(spec.dtype).reshape((*slots.shape, *spec.shape)))
         return found
 
     def fetch(self, version: Version, places: list[Any], device: Device = None) -> Item:

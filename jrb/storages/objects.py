@@ -90,7 +90,9 @@ class ListStorage(HostStorage):
         """The same, with the state of `device_part`."""
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
-    def put(self, state: Objects, planned: jax.Array, items: list[list[Any]]) -> Objects:
+    def put(
+        self, state: Objects, planned: jax.Array | np.ndarray, items: list[list[Any]]
+    ) -> Objects:
         """Puts rows of objects at the slots `[T, E]`, those of N or more left out.
 
         Raises:

@@ -94,7 +94,7 @@ class HostArrays(HostStorage):
         return self.joined(view.after(version), device_state)
 
     def put_values(
-        self, state: PartState, device_state: PartState, slots: np.ndarray, values: Any
+        self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
     ) -> Any:
         """Other values for some leaves, all others as they are."""
         view, new = self.view(state), {name: prng_keys.raw(leaf) for name, leaf in values.items()}

@@ -78,7 +78,9 @@ class HotRing(DevicePart):
         new = jax.tree.map(write_to, state.items, items, is_leaf=columns.is_column)
         return (write.slots, Hot(items=new, clock=clock)), write
 
-    def edit(self, context: Context, state: Hot, slots: Any, values: dict[str, jax.Array]) -> Hot:
+    def edit(
+        self, context: Context, state: Hot, slots: jax.Array | None, values: dict[str, jax.Array]
+    ) -> Hot:
         """The same for those that are hot."""
         capacity, size = context.ring.capacity, self.ring(context.ring).capacity
         slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots

@@ -42,7 +42,7 @@ class StoreRows(HostRows):
         return self._put(version, slots, leaves, expiring=False, patient=True)
 
     def _put(
-        self, version: Version, slots: Any, leaves: Any, expiring: bool, patient: bool
+        self, version: Version, slots: np.ndarray, leaves: tuple, expiring: bool, patient: bool
     ) -> np.ndarray:
         at = np.asarray(slots).reshape(-1).astype(np.int64)
         rows = [bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]

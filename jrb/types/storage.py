@@ -136,7 +136,7 @@ class HostStorage(Storage):
         """The items at slots of any shape, without unit and transforms."""
 
     def put_values(
-        self, state: PartState, device_state: PartState, slots: np.ndarray, values: Any
+        self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
     ) -> Any:
         """The same as `edit`, outside `jit`.
 

@@ -1,0 +1,128 @@
+"""States of another description: the newest rows, with what was known of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+
+KEY = jax.random.key(0)
+
+
+def filled(length=9, envs=2, **parts):
+    """A ring that went round, of rows that know their number and environment."""
+    buffer = jrb.ReplayBuffer(6 * envs, envs, batch_size=4, **parts)
+    ids = np.arange(length * envs, dtype=np.int32).reshape(length, envs)
+    items = {
+        "observation": ids,
+        "next": {"observation": ids + envs, "reward": ids.astype(np.float32), "done": ids % 7 == 6},
+    }
+    example = jax.tree.map(lambda leaf: leaf[0, 0], items)
+    return buffer, buffer.extend(buffer.init(example), items)
+
+
+PARTS = [
+    {"sampler": jrb.Uniform()},
+    {"sampler": jrb.Prioritized(alpha=0.3)},
+    {"sampler": jrb.Queue(), "writer": jrb.UntilFull()},
+    {"unit": jrb.NStep(3, 0.9, strict=True)},
+    {"unit": jrb.Sequence(2)},
+    {"unit": jrb.FrameStack(2)},
+    {"storage": jrb.DeviceStorage(once=True)},
+    {"writer": jrb.Immutable()},
+    {"writer": jrb.Reservoir(3), "unit": jrb.Transition()},
+    {"writer": jrb.MaxValue(("next", "reward")), "unit": jrb.Transition()},
+]
+
+
+@pytest.mark.parametrize("capacity", [6, 12, 20])
+@pytest.mark.parametrize("change", PARTS, ids=str)
+def test_the_newest_items_stay_with_their_priorities(change, capacity):
+    old, state = filled(unit=jrb.NStep(2, 0.9), sampler=jrb.Prioritized())
+    held, _ = old.in_order(state)
+    state = old.update_priority(state, held, jnp.arange(12.0))
+    new = dataclasses.replace(old, capacity=capacity, **change)
+    back = jrb.rebuild(old, state, new)
+    count = min(capacity, 12)
+    want = np.arange(18)[-count:]
+    assert jrb.items(new, back)["observation"].tolist() == want.tolist()
+    assert int(new.size(back)) == count
+    if new.sampler.prioritized:
+        got = np.asarray(new.priorities(back, new.in_order(back)[0][:count]))
+        kept = got >= 0
+        np.testing.assert_array_equal(got[kept], np.arange(12.0)[-count:][kept])
+        assert kept.any()
+    sample = new.sample(back, KEY)
+    assert sample.mask.any()
+    assert float(old.size(state)) == 12  # what was read is as it was
+
+
+@pytest.mark.parametrize("envs", [None, 1, 3, 4])
+def test_streams_are_dealt_out_anew(envs):
+    old, state = filled(unit=jrb.Sequence(2))
+    new = jrb.ReplayBuffer(12, envs, batch_size=50, unit=jrb.Sequence(2))
+    back = jrb.rebuild(old, state, new)
+    sample = new.sample(back, KEY)
+    pairs = np.asarray(sample.data["observation"])
+    assert (pairs[:, 1] - pairs[:, 0] == 2).all()  # of one old environment, one after the other
+    assert sorted(jrb.items(new, back)["observation"].tolist()) == list(range(6, 18))
+
+
+def test_what_was_dropped_stays_so_and_what_waits_keeps_what_it_was_given():
+    unit = jrb.NStep(3, 0.9, strict=True)
+    buffer = jrb.ReplayBuffer(8, batch_size=2, unit=unit, sampler=jrb.Prioritized())
+    item = {"next": {"reward": jnp.zeros(5), "done": jnp.zeros(5, bool)}}
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], item))
+    state = buffer.extend(state, item, priorities=jnp.arange(1.0, 6.0))
+    state = buffer.drop(state, jnp.array([1]))
+    new = dataclasses.replace(buffer, capacity=20)
+    back = jrb.rebuild(buffer, state, new)
+    assert new.priorities(back)[:5].tolist() == [1.0, -2.0, 3.0, -1.0, -1.0]
+    back = new.add(back, jax.tree.map(lambda leaf: leaf[0], item))
+    assert new.priorities(back)[:5].tolist() == [1.0, -2.0, 3.0, 4.0, -1.0]
+
+
+def test_stacks_whose_first_frames_may_be_gone_are_not_drawn():
+    old, state = filled()
+    new = dataclasses.replace(old, unit=jrb.FrameStack(3), batch_size=64)
+    sample = new.sample(jrb.rebuild(old, state, new), KEY)
+    stacks = {tuple(stack) for stack in np.asarray(sample.data["observation"]).tolist()}
+    assert {(8, 8, 8), (8, 8, 10), (8, 10, 12), (7, 9, 11)} <= stacks  # 6 ends an episode
+    assert not stacks & {(6, 6, 6), (7, 7, 7), (7, 7, 9)}
+
+
+def test_a_queue_goes_on_and_another_sampler_begins():
+    old, state = filled(sampler=jrb.Queue())
+    state, _ = old.draw(state, KEY)
+    new = dataclasses.replace(old, capacity=20)
+    back = jrb.rebuild(old, state, new)
+    assert new.draw(back, KEY)[1].data["observation"].tolist() == [10, 11, 12, 13]
+    first = dataclasses.replace(old, sampler=jrb.Uniform())
+    back = jrb.rebuild(first, state.replace(sampler={}), new)
+    assert new.draw(back, KEY)[1].data["observation"].tolist() == [6, 7, 8, 9]
+
+
+def test_what_cannot_carry_over_is_refused():
+    old, state = filled(sampler=jrb.Queue(), unit=jrb.FrameStack(2))
+    with pytest.raises(ValueError, match=r"num_envs:.*FrameStack.*behind the seams"):
+        jrb.rebuild(old, state, dataclasses.replace(old, num_envs=3))
+    plain = dataclasses.replace(old, num_envs=3, unit=jrb.Transition())
+    with pytest.raises(ValueError, match=r"num_envs:.*Queue, whose order would be lost"):
+        jrb.rebuild(old, state, plain)
+    with pytest.raises(TypeError, match="rebuild: expected items of arrays on both sides"):
+        jrb.rebuild(old, state, jrb.ReplayBuffer(4, storage=jrb.ListStorage()))
+    mix = jrb.Mix((old,), (1.0,), 4)
+    with pytest.raises(TypeError, match="rebuild: expected single buffers, got Mix"):
+        jrb.rebuild(mix, (state,), old)
+    many = jax.vmap(lambda _: state)(jnp.arange(2))
+    with pytest.raises(TypeError, match="states under vmap"):
+        jrb.rebuild(old, many, old)
+    bare, its = jrb.from_items(jnp.arange(4.0))
+    with pytest.raises(ValueError, match="done: expected a leaf"):
+        jrb.rebuild(bare, its, dataclasses.replace(bare, unit=jrb.Sequence(2)))
+    ranks, its = jrb.from_items({"r": jnp.array([1.0, jnp.nan])})
+    with pytest.raises(ValueError, match="MaxValue takes, got 1 that it refuses"):
+        jrb.rebuild(ranks, its, dataclasses.replace(ranks, writer=jrb.MaxValue("r")))
