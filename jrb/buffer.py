@@ -440,12 +440,12 @@ class ReplayBuffer:
             [0.0, 5.0, 6.0, 0.0]
         """
         dispatch.check_state(self, state)
-        where, count = self._where("set", where)
+        which, count = self._where("set", where)
         if self.storage.of_objects:
             self.writer.check_edit("set", frozenset())
-            return dispatch.edit(self, state, where, checks.objects("set", values, count))
+            return dispatch.edit(self, state, which, checks.objects("set", values, count))
         named = self._values("set", state, values, count)
-        return dispatch.edit(self, state, where, named) if named else state
+        return dispatch.edit(self, state, which, named) if named else state
 
     def map(
         self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024

@@ -139,8 +139,7 @@ class Episodes(Sequence[Episode]):
     def __getitem__(self, index: slice) -> "Episodes": ...
     def __getitem__(self, index: int | slice) -> Any:
         """One of them; or a slice, which is as this is."""
-        found = self._found[index]
-        return Episodes(found) if isinstance(index, slice) else found
+        return Episodes(self._found[index]) if isinstance(index, slice) else self._found[index]
 
     def __repr__(self) -> str:
         over = sum(each.complete for each in self._found)
@@ -253,7 +252,7 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     return found
 
 
-def _summary(values: Item) -> dict[str, float]:
+def _summary(values: Sequence | np.ndarray) -> dict[str, float]:
     """Of nothing, nothing."""
     array = np.asarray(values, np.float64)
     if not array.size:

@@ -63,6 +63,7 @@ PARTS = [
     {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
     {"storage": jrb.DeviceStorage(once=True), "unit": jrb.NStep(2, 0.9)},
     {"writer": jrb.MaxValue(("next", "reward"))},
+    {"writer": jrb.Reservoir(0)},
 ]
 
 
