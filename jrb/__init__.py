@@ -1,6 +1,6 @@
 """jrb: the replay buffer for JAX."""
 
-from jrb import checkpoint, interop, layouts, ring, sum_tree, testing, transforms, types
+from jrb import checkpoint, interop, layouts, limits, ring, sum_tree, testing, transforms, types
 from jrb._engine.dispatch import CopyWarning
 from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
@@ -56,6 +56,7 @@ __all__ = [
     "items",
     "jitted",
     "layouts",
+    "limits",
     "load",
     "prefetch",
     "rebuild",

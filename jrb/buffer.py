@@ -1,5 +1,6 @@
 """The replay buffer: five parts, one composition."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import EllipsisType
@@ -196,7 +197,7 @@ class ReplayBuffer:
         if mask is not None:
             mask = checks.mask("add", mask, ())[None]
         if priorities is not None:
-            self._require_priorities("add: priorities")
+            self._require_given("add")
             priorities = checks.given_priorities("add", priorities, self._lead())[None]
         if self.storage.of_objects:
             return dispatch.write_objects(self, state, [item], mask, "add", priorities)
@@ -230,7 +231,7 @@ class ReplayBuffer:
                 a sampler that has none.
         """
         if priorities is not None:
-            self._require_priorities("extend: priorities")
+            self._require_given("extend")
         if self.storage.of_objects:
             return dispatch.write_objects(self, state, items, mask, "extend", priorities)
         if self.cast:
@@ -444,7 +445,7 @@ class ReplayBuffer:
         if self.storage.of_objects:
             self.writer.check_edit("set", frozenset())
             return dispatch.edit(self, state, which, checks.objects("set", values, count))
-        named = self._values("set", state, values, count)
+        named = self._values("set", self.storage.spec(state.storage), values, count)
         return dispatch.edit(self, state, which, named) if named else state
 
     def map(
@@ -469,11 +470,8 @@ class ReplayBuffer:
             raise dispatch.refusal()
         checks.count("batch_size", batch_size)
 
-        def named(items: Item) -> dict[str, jax.Array]:
-            count = jax.tree.leaves(items)[0].shape[0]
-            return self._values("map", state, function(items), count)
-
-        return dispatch.rewrite(self, state, named, min(int(batch_size), self.capacity))
+        size = min(int(batch_size), self.capacity)
+        return dispatch.rewrite(self, state, _Mapped(self, function), size)
 
     def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
         """These anchors are drawn no more, until something else is written there.
@@ -502,11 +500,10 @@ class ReplayBuffer:
             raise ValueError(f"{verb}: expected slots of shape (B,), got {slots.shape}.")
         return slots, slots.size
 
-    def _values(self, verb: str, state: BufferState, values: Item, count: int) -> dict[str, Any]:
-        """Leaves by their names, all of which items have, `[count, ...]`."""
+    def _values(self, verb: str, spec: Item, values: Item, count: int) -> dict[str, Any]:
+        """Leaves by their names, all of which items have, `[count, ...]`; `spec` is of one."""
         values = casting.kept(values, verb) if self.cast else values
         named = dict(zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True))
-        spec = self.storage.spec(state.storage)
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
         for name in named.keys() - stored.keys():
             raise ValueError(
@@ -645,12 +642,34 @@ class ReplayBuffer:
         pytree.check_like(spec, items, verb, f"Give {_LAYOUT[verb, self.num_envs is None]}.")
         return items
 
+    def _require_given(self, verb: str) -> None:
+        if not self.sampler.takes_priorities:
+            raise TypeError(
+                f"{verb}: priorities: expected a sampler that takes priorities with what is added, "
+                f"got {type(self.sampler).__name__}. Build the buffer with "
+                "sampler=jrb.Prioritized()."
+            )
+
     def _require_priorities(self, verb: str) -> None:
         if not self.sampler.prioritized:
             raise TypeError(
                 f"{verb}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
                 "Build the buffer with sampler=jrb.Prioritized()."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A function from items to other leaves, by name; equal ones are compiled once."""
+
+    buffer: ReplayBuffer
+    function: Callable[[Item], Item]
+
+    def __call__(self, items: Item) -> dict[str, Any]:
+        """Leaves `[B, ...]`, after all checks."""
+        one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+        count = jax.tree.leaves(items)[0].shape[0]
+        return self.buffer._values("map", jax.tree.map(one, items), self.function(items), count)
 
 
 _LAYOUT = {

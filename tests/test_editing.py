@@ -117,6 +117,16 @@ def test_an_end_that_is_edited_is_seen_at_once():
     assert [each.length for each in jrb.episodes(buffer, state)] == [4, 4]
 
 
+def test_a_function_is_compiled_once(compilations):
+    buffer, state = filled()
+    function = lambda items: {"observation": items["observation"] + 1}
+    state = buffer.map(state, function)
+    with compilations() as count:
+        state = buffer.map(state, function)
+    assert count() == 0
+    assert jrb.items(buffer, state)["observation"].tolist() == list(range(4, 12))
+
+
 def test_objects_are_replaced():
     buffer, state = jrb.from_items(list("abcd"), storage=jrb.ListStorage(), batch_size=2)
     after = buffer.set(state, jnp.array([1, 3]), ["B", None])
@@ -153,7 +163,7 @@ def test_what_cannot_be_edited_is_refused():
     ranks.set(its, slots, {"x": slots})
     with pytest.raises(TypeError, match=r"drop: .*got Uniform\. jrb\.Prioritized\(\) can"):
         buffer.drop(state, slots)
-    with pytest.raises(TypeError, match="add: priorities: expected a sampler with priorities"):
+    with pytest.raises(TypeError, match="add: priorities: expected a sampler that takes"):
         buffer.add(state, buffer.take(state, jnp.int32(0)), priorities=jnp.float32(1))
 
 

@@ -20,7 +20,7 @@ ROOMS = [
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"mix"},
-    {"loops", "read", "rebuild", "demo"},
+    {"loops", "read", "rebuild", "limits", "demo"},
     {"from_items", "interop"},
     {"checkpoint", "iterate"},
     {"cli", "testing"},

@@ -67,13 +67,17 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     """How many rows may be written before one goes that may not be lost, int32 `[]`."""
     ring, unit, context = buffer.ring, buffer.unit, context_of(buffer, state.writer)
     anchors, held = unit.anchors(context, state.unit), context.held
-    first = anchors.count - buffer.sampler.unread(state.sampler, anchors)
+    free = ring.rows - held.count // ring.envs
+    unread = buffer.sampler.unread(state.sampler, anchors)
+    if unread is None:
+        return free
+    first = anchors.count - unread
     at = jnp.clip(jnp.stack([first, first - 1]), 0, jnp.maximum(anchors.count - 1, 0))
     slots, _ = anchors.nth(at, jax.random.key(0))
     row = ring.place(held, slots) // ring.envs
     read = jnp.where(first < anchors.count, row[0], row[1] + 1)  # rows before the first unread one
     done = jnp.where(anchors.count > 0, read - unit.reach - (unit.lag or 0), 0)
-    return ring.rows - held.count // ring.envs + jnp.maximum(done, 0)
+    return free + jnp.maximum(done, 0)
 
 
 def _given(buffer: Buffer, write: Write, items: Item, priorities: jax.Array | None) -> Given:

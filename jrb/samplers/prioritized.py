@@ -90,6 +90,7 @@ class Prioritized(Sampler):
     branching: int | None = None
     priority_key: Path | None = None
     prioritized: ClassVar[bool] = True
+    takes_priorities: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "eps"):

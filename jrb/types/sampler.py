@@ -17,11 +17,13 @@ class Sampler(abc.ABC):
         in_order: whether it draws anchors in their order.
         consumes: whether `draw` uses anchors up.
         prioritized: whether anchors have priorities: then it has `update`, `set_alpha`, `assign`.
+        takes_priorities: whether `on_write` looks at those in `Change.given`.
     """
 
     in_order: ClassVar[bool] = False
     consumes: ClassVar[bool] = False
     prioritized: ClassVar[bool] = False
+    takes_priorities: ClassVar[bool] = False
 
     def init(self, ring: Ring) -> Any:
         """The state when there are no anchors; by default there is nothing to remember."""
@@ -68,9 +70,12 @@ class Sampler(abc.ABC):
         """Bool `[]`: whether a draw would give at least one item."""
         return anchors.count > 0
 
-    def unread(self, state: PartState, anchors: Anchors) -> jax.Array:
-        """int32 `[]`: how many of the last anchors may not be lost, for writers that see to it."""
-        return anchors.count
+    def unread(self, state: PartState, anchors: Anchors) -> jax.Array | None:
+        """int32 `[]`: how many of the last anchors may not be lost, for writers that see to it.
+
+        None if nothing that is held may be.
+        """
+        return None
 
     def has_unread(self, state: PartState) -> jax.Array:
         """Bool `[]`: whether there is something left of an order that may not be lost."""

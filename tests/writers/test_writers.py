@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb._engine.steps import context_of
 
 KEY = jax.random.key(0)
 EXAMPLE = {"id": jnp.int32(0), "rank": jnp.float32(0)}
@@ -222,6 +223,16 @@ def test_a_queue_that_refuses_loses_nothing(unit, envs):
     got = ids(drawn)
     assert len(got) > 30
     np.testing.assert_array_equal(got, ids(want)[: len(got)])
+
+
+def test_rows_that_nobody_can_draw_are_not_overwritten_either():
+    unit = jrb.Sequence(3)
+    buffer = jrb.ReplayBuffer(6, batch_size=2, unit=unit, writer=jrb.UntilFull())
+    done = jnp.array([True, True, True, False, False, False])
+    items = {"id": jnp.arange(6), "next": {"done": done}}
+    state = buffer.extend(buffer.init({"id": 0, "next": {"done": False}}), items)
+    assert int(unit.anchors(context_of(buffer, state.writer), state.unit).count) == 1
+    assert not buffer.can_add(state)
 
 
 def test_a_full_buffer_refuses_until_it_is_emptied():

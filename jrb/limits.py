@@ -1,0 +1,121 @@
+"""Rate limits: how many samples a program may take for each item that it adds."""
+
+import fractions
+
+import jax
+import jax.numpy as jnp
+
+from jrb._base import checks, pytree
+
+
+class Counters(pytree.State):
+    """What a limit counts.
+
+    Attributes:
+        inserted: int32 `[]`, the items that came, up to the least number that is asked for.
+        balance: int32 `[]`, the samples that are owed for what came, less those that were taken, in
+            parts of 1 / q of a sample for a ratio p / q; it stays within the limit.
+    """
+
+    inserted: jax.Array
+    balance: jax.Array
+
+
+@pytree.component
+class SampleToInsert:
+    """Holds the ratio of samples taken to items added within a tolerance.
+
+    With n items and m samples, |ratio * (n - min_size) - m| is at most `tolerance`; nothing is
+    sampled before there are `min_size` items. Pure functions over counters of its own: put them
+    beside the state of the buffer, and ask before each call. The counters never overflow: they hold
+    no totals, and are exact, as the ratio is a fraction.
+
+    Attributes:
+        ratio: samples for an item, above 0; used as the nearest fraction with a denominator of at
+            most 1000.
+        min_size: items that must have come before anything is sampled, at least 1.
+        tolerance: in samples; at least the larger of 1 and the ratio.
+
+    Reference: Cassirer et al., 2021, "Reverb: a framework for experience replay", section 3.3.
+
+    Example:
+        >>> import jrb
+        >>> limit = jrb.limits.SampleToInsert(ratio=2, min_size=3, tolerance=4)
+        >>> counters = limit.init()
+        >>> bool(limit.may_sample(counters))
+        False
+        >>> counters = limit.inserted(counters, 3)
+        >>> bool(limit.may_sample(counters, 4)), bool(limit.may_sample(counters, 5))
+        (True, False)
+        >>> counters = limit.sampled(counters, 4)
+        >>> bool(limit.may_sample(counters)), bool(limit.may_insert(counters))
+        (False, True)
+    """
+
+    ratio: float
+    min_size: int
+    tolerance: float
+
+    def __post_init__(self) -> None:
+        for name in ("ratio", "tolerance"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name}: expected a number above 0, got {value!r}.")
+        checks.count("min_size", self.min_size)
+        if not self._fraction:
+            raise ValueError(f"ratio: expected at least 0.001, got {self.ratio}.")
+        if self.tolerance < max(1, self.ratio):
+            raise ValueError(
+                f"tolerance: expected at least {max(1, self.ratio)}, or neither adding nor "
+                f"sampling may go on, got {self.tolerance}."
+            )
+        if 4 * self._most + self._fraction.numerator >= 2**31:
+            raise ValueError(
+                f"tolerance: expected less than {2**29 // self._fraction.denominator}, got "
+                f"{self.tolerance}."
+            )
+
+    @property
+    def _fraction(self) -> fractions.Fraction:
+        return fractions.Fraction(self.ratio).limit_denominator(1000)
+
+    @property
+    def _most(self) -> int:
+        """The tolerance in parts of a sample."""
+        return int(self.tolerance * self._fraction.denominator)
+
+    def init(self) -> Counters:
+        """Nothing came, nothing was taken."""
+        return Counters(inserted=jnp.int32(0), balance=jnp.int32(0))
+
+    def may_insert(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
+        """Whether so many items may be added now, bool `[]`; always until there are `min_size`."""
+        return self.inserted(counters, count).balance <= self._most
+
+    def may_sample(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
+        """Whether so many samples may be taken now, bool `[]`."""
+        return (counters.inserted >= self.min_size) & (
+            self.sampled(counters, count).balance >= -self._most
+        )
+
+    def inserted(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
+        """After so many items were added, an integer of at most 10^5, which may be traced.
+
+        Of what was not allowed, as much is remembered as the tolerance is.
+        """
+        count = jnp.clip(jnp.asarray(count, jnp.int32), 0, _MANY)
+        missing = jnp.minimum(self.min_size - counters.inserted, count)
+        room = 2 * self._most - counters.balance
+        owed = jnp.minimum(count - missing, room // self._fraction.numerator + 1)
+        balance = counters.balance + owed * self._fraction.numerator
+        return Counters(inserted=counters.inserted + missing, balance=balance)
+
+    def sampled(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
+        """After so many samples were taken, as for `inserted`."""
+        count = jnp.clip(jnp.asarray(count, jnp.int32), 0, _MANY)
+        room = counters.balance + 2 * self._most
+        taken = jnp.minimum(count, room // self._fraction.denominator + 1)
+        return counters.replace(balance=counters.balance - taken * self._fraction.denominator)
+
+
+_MANY = 10**5
