@@ -6,7 +6,7 @@ from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save
 from jrb.from_items import from_items
-from jrb.iterate import epochs, prefetch
+from jrb.iterate import epochs, prefetch, steps
 from jrb.keys import TED, Keys
 from jrb.loops import jitted
 from jrb.mix import Mix
@@ -63,6 +63,7 @@ __all__ = [
     "ring",
     "save",
     "stats",
+    "steps",
     "sum_tree",
     "testing",
     "transforms",

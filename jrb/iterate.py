@@ -3,14 +3,15 @@
 import atexit
 import collections
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 
 from jrb._base import checks
-from jrb._engine import steps
+from jrb._engine.steps import context_of
 from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Mix
@@ -95,7 +96,7 @@ def epochs(
     sampler = WithoutReplacement(drop_last=drop_last)
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
     state = state.replace(sampler=sampler.init(buffer.ring))
-    context = steps.context_of(buffer, state.writer)
+    context = context_of(buffer, state.writer)
     if context.held.count.ndim:
         raise TypeError("epochs: expected a single state, got states under vmap. Take one of them.")
     count = int(buffer.unit.anchors(context, state.unit).count)
@@ -106,6 +107,58 @@ def epochs(
             "items first, or take smaller batches."
         )
     return Epochs(buffer=buffer, state=state, key=key, batches=each * n_epochs)
+
+
+def steps(
+    buffer: ReplayBuffer,
+    state: BufferState,
+    key: jax.Array | None = None,
+    *,
+    n_epochs: int | None = None,
+    max_iter: int | None = None,
+    batch_size: int | None = None,
+) -> Iterator[Sample]:
+    """So many batches for a loop: whole epochs, or single draws, or the first of one or the other.
+
+    Args:
+        buffer: the description.
+        state: is only read; it may not be donated meanwhile.
+        key: a PRNG key, which is consumed; None for `jax.random.key(0)`.
+        n_epochs: how often to go through everything, without replacement, as `epochs`; None for
+            draws of the buffer's own sampler.
+        max_iter: at most so many batches; None for no limit but that of the epochs.
+        batch_size: B; None for the buffer's.
+
+    Returns:
+        An iterator over batches of type `Sample`; without end if there are no numbers.
+
+    Raises:
+        ValueError: there is nothing to draw, or no batch size.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer, state = jrb.from_items({"x": jnp.arange(7)})
+        >>> [batch.data["x"].size for batch in jrb.steps(buffer, state, max_iter=3, batch_size=4)]
+        [4, 4, 4]
+        >>> len(list(jrb.steps(buffer, state, n_epochs=2, batch_size=4)))
+        4
+    """
+    key = jax.random.key(0) if key is None else key
+    if max_iter is not None:
+        checks.count("max_iter", max_iter)
+    if n_epochs is not None:
+        batches: Iterable[Sample] = epochs(buffer, state, key, batch_size, n_epochs)
+    else:
+        batches = _draws(buffer, state, key, batch_size)
+    return itertools.islice(batches, max_iter)
+
+
+def _draws(
+    buffer: ReplayBuffer, state: BufferState, key: jax.Array, batch_size: int | None
+) -> Iterator[Sample]:
+    for number in itertools.count():
+        state, sample = buffer.draw(state, jax.random.fold_in(key, number), batch_size)
+        yield sample
 
 
 class Prefetch:
@@ -178,6 +231,12 @@ class _Line:
             self._error = error
             self._changed.notify_all()
 
+    def end(self) -> None:
+        """No more will be put; what waits is still taken."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
     def stop(self) -> None:
         with self._changed:
             self._over = True
@@ -202,8 +261,8 @@ def _work(line: _Line, draw: Callable[[int], Any]) -> None:
     while line.has_room():
         try:
             batch = draw(number)
-        except StopIteration as error:
-            line.fail(RuntimeError(f"prefetch: the function of states raised {error!r}."))
+        except StopIteration:
+            line.end()
             break
         except BaseException as error:
             line.fail(error)
@@ -227,25 +286,43 @@ def _close_all() -> None:
 
 def _newest(buffer: ReplayBuffer | Mix, newest: Callable[[], Any], key: jax.Array) -> Any:
     """A draw from the newest state, made again where its rows were overwritten meanwhile."""
-    state = newest()
-    while True:
-        try:
-            return buffer.sample(state, key)
-        except StaleError:
-            last, state = state, newest()
-            if state is last:
-                raise
+    try:
+        state = newest()
+        while True:
+            try:
+                return buffer.sample(state, key)
+            except StaleError:
+                last, state = state, newest()
+                if state is last:
+                    raise
+    except StopIteration as error:  # it would look like the end of the batches
+        raise RuntimeError(f"prefetch: the function of states raised {error!r}.") from error
+
+
+def _from(batches: Iterable[Any], state: Any, key: Any, device: Device) -> Callable[[int], Any]:
+    """What takes the batches of an iterable, one by one."""
+    if state is not None or key is not None:
+        raise TypeError("prefetch: expected no state and no key with an iterable of batches.")
+    iterator = iter(batches)
+
+    def take(number: int) -> Any:
+        batch = next(iterator)
+        return jax.block_until_ready(batch if device is None else jax.device_put(batch, device))
+
+    return take
 
 
 def prefetch(
-    buffer: ReplayBuffer | Mix,
-    state_or_fn: Any,
-    key: jax.Array,
+    buffer: ReplayBuffer | Mix | Iterable[Any],
+    state_or_fn: Any = None,
+    key: jax.Array | None = None,
     depth: int = 2,
     *,
     device: Device = None,
 ) -> Prefetch:
     """Draws batches ahead, in a thread, while the caller computes with those it has.
+
+    Or takes them ahead from any iterable, such as `epochs` or `steps`, until that ends.
 
     Batch number n is what `buffer.draw(state, jax.random.fold_in(key, n))` gives, and lies on the
     device when it is handed over. There are never more than `depth` batches that were drawn and
@@ -260,14 +337,15 @@ def prefetch(
     host were overwritten while they were drawn, it is called again for a newer state.
 
     Args:
-        buffer: a `ReplayBuffer` or a `Mix`, with a batch size.
+        buffer: a `ReplayBuffer` or a `Mix`, with a batch size; or an iterable of batches, without
+            state and key.
         state_or_fn: a state, or a function without arguments that returns one.
         key: a PRNG key. It is consumed.
         depth: how many batches are drawn ahead, at least 1.
         device: a device or a sharding that the batches are copied to; None for where they are.
 
     Returns:
-        An iterator without end over batches of type `Sample`.
+        An iterator over batches of type `Sample`, without end; or over those of the iterable.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -277,17 +355,20 @@ def prefetch(
         ...     next(batches).data["x"].shape
         (4,)
     """
+    checks.count("depth", depth)
+    if isinstance(buffer, Iterable):
+        return Prefetch(_from(buffer, state_or_fn, key, device), depth)
     if not hasattr(buffer, "draw"):
         raise TypeError(
-            f"prefetch: expected a ReplayBuffer or a Mix, got {type(buffer).__name__}. The order "
-            "is prefetch(buffer, state, key)."
+            f"prefetch: expected a ReplayBuffer, a Mix or an iterable of batches, got "
+            f"{type(buffer).__name__}. The order is prefetch(buffer, state, key)."
         )
-    checks.count("depth", depth)
     checks.key(key)
+    root: Any = key  # a key, as was checked
     states: list[Any] = [None if callable(state_or_fn) else state_or_fn]
 
     def draw(number: int) -> Any:
-        here = jax.random.fold_in(key, number)
+        here = jax.random.fold_in(root, number)
         if callable(state_or_fn):
             sample = _newest(buffer, state_or_fn, here)
         else:

@@ -226,3 +226,41 @@ def test_what_epochs_and_prefetch_are_given_by_mistake():
         pytest.raises(RuntimeError, match="StopIteration"),
     ):
         list(batches)
+
+
+def test_batches_of_any_iterable_are_taken_ahead_until_they_end():
+    buffer, state = jrb.from_items({"x": jnp.arange(10)}, batch_size=3)
+    epochs = jrb.epochs(buffer, state, KEY, n_epochs=2)
+    plain = [batch.data["x"].tolist() for batch in epochs]
+    with jrb.prefetch(epochs) as ahead:
+        assert [batch.data["x"].tolist() for batch in ahead] == plain
+    assert list(jrb.prefetch([1, 2, 3], depth=5)) == [1, 2, 3]
+    assert list(jrb.prefetch([])) == []
+
+    def broken():
+        yield 1
+        raise OSError("gone")
+
+    batches = jrb.prefetch(broken())
+    assert next(batches) == 1
+    with pytest.raises(OSError, match="gone"):
+        next(batches)
+    with pytest.raises(TypeError, match="expected no state and no key with an iterable"):
+        jrb.prefetch(epochs, state, KEY)
+
+
+def test_so_many_batches_for_a_loop():
+    buffer, state = jrb.from_items({"x": jnp.arange(10)}, batch_size=3)
+    once = list(jrb.steps(buffer, state, KEY, n_epochs=1))
+    assert sorted(x for batch in once for x in batch.data["x"][batch.mask].tolist()) == list(
+        range(10)
+    )
+    assert len(list(jrb.steps(buffer, state, n_epochs=2, max_iter=5))) == 5
+    draws = list(jrb.steps(buffer, state, KEY, max_iter=2, batch_size=4))
+    want = buffer.sample(state, jax.random.fold_in(KEY, 1), 4)
+    np.testing.assert_array_equal(draws[1].indices, want.indices)
+    queue, its = jrb.from_items({"x": jnp.arange(10)}, batch_size=3, sampler=jrb.Queue())
+    taken = [batch.data["x"].tolist() for batch in jrb.steps(queue, its, max_iter=2)]
+    assert taken == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="max_iter: expected at least 1"):
+        jrb.steps(buffer, state, max_iter=0)

@@ -41,9 +41,11 @@ class WithoutReplacement(Sampler):
 
     Attributes:
         drop_last: whether a short last batch is left out, and the next epoch begun instead.
+        shuffle: whether the order is random; if not, anchors come in theirs, oldest first.
     """
 
     drop_last: bool = False
+    shuffle: bool = True
     consumes: ClassVar[bool] = True
 
     def init(self, ring: Ring) -> Epoch:
@@ -78,7 +80,9 @@ class WithoutReplacement(Sampler):
         inside = place < epoch.length
         if self.drop_last:
             inside = inside & (epoch.position + batch_size <= epoch.length)
-        at = permutation.permute(epoch.seed, epoch.length, jnp.where(inside, place, 0))
+        at = jnp.where(inside, place, 0)
+        if self.shuffle:
+            at = permutation.permute(epoch.seed, epoch.length, at)
         turn = _turn(ring, epoch, anchors).astype(jnp.int32)
         behind = at - epoch.left
         chosen = jnp.where(behind < 0, behind + turn, behind)

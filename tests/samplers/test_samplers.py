@@ -348,3 +348,18 @@ def test_indices_that_int32_cannot_hold_are_no_slots():
     assert after.sampler.raw.tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="expected indices in"):
         buffer.take(state, far)
+
+
+def test_epochs_in_order_go_from_the_oldest_to_the_newest():
+    sampler = jrb.WithoutReplacement(shuffle=False)
+    buffer = jrb.ReplayBuffer(10, batch_size=4, sampler=sampler)
+    state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(13)})
+    seen = []
+    for number in range(5):
+        state, sample = buffer.draw(state, jax.random.key(number))
+        seen.append(sample.data["x"][sample.mask].tolist())
+    assert seen == [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12], [3, 4, 5, 6], [7, 8, 9, 10]]
+    state = buffer.extend(state, {"x": jnp.array([13, 14])})  # in the places of 3 and 4
+    state, sample = buffer.draw(state, jax.random.key(9))
+    assert sample.data["x"][sample.mask].tolist() == [11, 12]
+    assert buffer.draw(state, jax.random.key(9))[1].data["x"].tolist() == [5, 6, 7, 8]
