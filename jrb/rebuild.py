@@ -83,8 +83,9 @@ def _sampler(
         return made.sampler
     known = old.sampler.priorities(state.sampler)[here]
     assigned = new.sampler.assign(made.sampler, places, known, None)
-    dropped = known == DROPPED
-    return new.sampler.drop(new.ring, assigned, places, dropped) if dropped.any() else assigned
+    gone = places[np.asarray(known == DROPPED)]
+    ok = jnp.ones(gone.shape, jnp.bool_)
+    return new.sampler.drop(new.ring, assigned, gone, ok) if gone.size else assigned
 
 
 def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:

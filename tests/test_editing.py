@@ -221,3 +221,14 @@ def test_an_edit_of_files_is_not_promised_before_it_is_saved(storage, tmp_path):
     assert jrb.items(*jrb.load(path))["x"].tolist() == [n + 5.0 for n in range(8)]
     assert jrb.checkpoint.verify(path) == []
     assert buffer.draw(state, KEY)[1].data["x"].tolist() == [n + 5.0 for n in range(8)]
+
+
+@pytest.mark.parametrize("storage", ["device", "memmap", "spill"])
+def test_ends_that_a_function_edits_batch_by_batch_are_seen(storage):
+    buffer, state = filled(storage, unit=jrb.Sequence(2), sampler=jrb.Prioritized())
+    odd = lambda items: {"next": {"done": items["observation"] % 3 == 1}}
+    state = buffer.map(state, odd, batch_size=3)
+    slots, _ = buffer.in_order(state)
+    known = np.asarray(buffer.priorities(state, slots))
+    ends = jrb.items(buffer, state)["observation"] % 3 == 1
+    assert (known >= 0).tolist() == [not end for end in ends[:-1]] + [False]

@@ -450,14 +450,21 @@ def edit(
     before = editing.cuts(buffer, state) if ends else None
     if where is None:
         where = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    after = _edit_outside(buffer, state, where, values)
+    return editing.with_ends(buffer, after, before) if ends else after
+
+
+def _edit_outside(
+    buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Item
+) -> BufferState:
+    """The same for items on the host; the unit is told of nothing."""
     inner, half = _for_device(buffer), _on_device(buffer, state)
     on_device = {} if buffer.storage.of_objects else values
     slots, after = editing.edit_outside(inner, half, _light(where), on_device)
     with buffer.storage.writing(state.storage):
         put = buffer.storage.put_values
         storage = put(state.storage, after.storage, np.asarray(slots), values)
-        after = after.replace(storage=storage)
-    return editing.with_ends(buffer, after, before) if ends else after
+        return after.replace(storage=storage)
 
 
 @_on_meshes
@@ -472,10 +479,14 @@ def rewrite(
         return editing.rewrite(buffer, state, function, batch_size)
     slots, count = buffer.writer.in_order(buffer.ring, state.writer)
     held, compiled = np.asarray(slots)[: int(count)], jax.jit(function)
+    ends, before = False, None
     for start in range(0, len(held), batch_size):
         part = jnp.asarray(held[start : start + batch_size])
-        state = edit(buffer, state, part, compiled(take(buffer, state, part)))
-    return state
+        values = compiled(take(buffer, state, part))
+        if not start and editing.changes_ends(buffer, state, tuple(values)):
+            ends, before = True, editing.cuts(buffer, state)
+        state = _edit_outside(buffer, state, part, values)
+    return editing.with_ends(buffer, state, before) if ends else state
 
 
 def wait(state: BufferState, sample: Sample) -> BufferState:

@@ -170,7 +170,7 @@ class Prioritized(Sampler):
             none = jnp.full(given.slots.shape, _NO_ANCHOR, jnp.float32)
             slots = given.slots.astype(jnp.uint32)
             waiting = trees.put(waiting, slots, none if own is None else own)
-        if waiting is not None:
+        if waiting is not None and change.entered.size:
             at = jnp.minimum(change.entered, ring.capacity - 1).astype(jnp.uint32)
             own = trees.read(waiting, at)
             gone = change.entered.astype(jnp.uint32) + ordering.token(own).astype(jnp.uint32)
@@ -390,8 +390,10 @@ class Prioritized(Sampler):
             waiting = waiting.at[places].set(old.waiting[slots])
         state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
         state = self.assign(state, places, known, old.highest)
-        ring = Ring(rows=state.raw.size, envs=1)
-        return self.drop(ring, state, places, known == DROPPED)
+        gone = jnp.where(known == DROPPED, places, state.raw.size)
+        raw = state.raw.at[gone].set(DROPPED, mode="drop")
+        state = state.replace(raw=raw, dropped=(known == DROPPED).any())
+        return self._put(state, raw, trees.set_all)
 
     def _set(
         self, state: Priorities, index: jax.Array, keep: jax.Array, raw: jax.Array
