@@ -17,6 +17,7 @@ reader, and whoever opens the store after a crash, finds by the numbers which ro
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -410,6 +411,7 @@ class Store:
         kinds: dict[str, list],
         arrays: dict[str, Any],
         keep: int | None = 0,
+        also: Iterable[int] = (),
     ) -> int:
         """Makes all that was written the next generation.
 
@@ -419,6 +421,7 @@ class Store:
             kinds: of its other arrays, for JSON, by name.
             arrays: their bytes.
             keep: how many older generations stay; None for all, until `expire`.
+            also: the numbers of others that stay.
 
         Returns:
             The number of the generation.
@@ -449,7 +452,8 @@ class Store:
             try:
                 self.folder.check()
                 if keep is not None:
-                    self.expire(set(generations.numbers(self.folder)[-1 - keep :]))
+                    newest = generations.numbers(self.folder)[-1 - keep :]
+                    self.expire({*newest, *also})
             except BaseException as error:
                 error.add_note(_OUTCOMES[2])
                 raise

@@ -59,6 +59,8 @@ def save(
     *,
     extra: Item = None,
     keep: int = 0,
+    score: float | None = None,
+    best: int = 0,
     layout: str = "native",
     compression: str | None = None,
     fletcher32: bool = False,
@@ -83,6 +85,8 @@ def save(
             of arrays, PRNG keys and Python numbers, such as parameters, the state of an optimizer
             and the number of the step. None for nothing.
         keep: how many older generations stay; see `generations`.
+        score: a number, the higher the better, by which this generation is ranked.
+        best: how many of the generations with the highest scores stay, beside the newest ones.
         layout: "native", or "h5": one file, a group for each trajectory, written whole each time.
         compression: with "h5", of its datasets, such as "gzip".
         fletcher32: with "h5", whether its datasets have checksums.
@@ -100,16 +104,26 @@ def save(
     if layout == "h5":
         if keep:
             raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
-        if extra is not None:
-            raise ValueError("extra: expected none with layout='h5'. Use layout='native'.")
+        if extra is not None or score is not None or best:
+            raise ValueError(
+                "extra, score, best: expected none with layout='h5'. Use layout='native'."
+            )
         _h5().save(path, buffer, state, {"compression": compression, "fletcher32": fletcher32})
         return 0
     _check_native(layout, compression, fletcher32, keep)
-    return folder.save(path, buffer, state, keep, beside.of(extra, copy=False))
+    besides = beside.ranked(beside.of(extra, copy=False), score, best)
+    return folder.save(path, buffer, state, keep, besides)
 
 
 def save_async(
-    path: Path, buffer: Description, state: AnyState, *, extra: Item = None, keep: int = 0
+    path: Path,
+    buffer: Description,
+    state: AnyState,
+    *,
+    extra: Item = None,
+    keep: int = 0,
+    score: float | None = None,
+    best: int = 0,
 ) -> Save:
     """Saves in the background.
 
@@ -124,6 +138,8 @@ def save_async(
         state: its state.
         extra: as for `save`.
         keep: how many older generations stay.
+        score: as for `save`.
+        best: as for `save`.
 
     Returns:
         The save, with `wait()` and `done()`.
@@ -134,7 +150,8 @@ def save_async(
     path = _settled(path)
     state_specs.check_buffer(buffer, "save_async")
     _check_native("native", None, False, keep)
-    pending = folder.pending(path, buffer, state, keep, True, beside.of(extra, copy=True))
+    besides = beside.ranked(beside.of(extra, copy=True), score, best)
+    pending = folder.pending(path, buffer, state, keep, True, besides)
     return background.start(path, None if isinstance(pending, int) else pending, keep)
 
 
@@ -270,7 +287,7 @@ def _settled(path: Path) -> str:
 
 
 def generations(path: Path) -> list[int]:
-    """The generations that a checkpoint has, oldest first; one more than `keep` at most."""
+    """The generations that a checkpoint has, oldest first: the newest ones, and the best."""
     return folder.generations(_settled(path))
 
 
@@ -284,8 +301,8 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     Returns:
         For JSON: `generation`; `time`, when it was saved, in UTC; `versions` of libraries;
         `capacity`, `num_envs`, `size`; `writer`, where the next row goes; `leaves` that lie in
-        rows, with dtype and shape; `nbytes`; and `extra`, the leaves that were saved besides, None
-        for none.
+        rows, with dtype and shape; `nbytes`; `score`; and `extra`, the leaves that were saved
+        besides; None where there is none.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.

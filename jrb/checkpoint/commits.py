@@ -25,10 +25,10 @@ KIND = "store"
 
 def save(buffer: Buffer, state: AnyState, keep: int, extra: Beside) -> int:
     """Makes what was written the newest generation."""
-    if keep:
+    if keep or extra.best:
         raise ValueError(
-            "keep: expected 0 for the path of the storage itself, where there is room for one "
-            f"generation, got {keep}. Save to another path to keep older ones."
+            "keep, best: expected 0 for the path of the storage itself, where there is room for "
+            f"one generation, got {keep or extra.best}. Save to another path to keep older ones."
         )
     meta = matching.about(KIND, buffer, state_specs.snapshot(buffer, state))
     view, rest = host_items.view_of(buffer, state), state.replace(storage=None)

@@ -65,5 +65,6 @@ def metadata(path: str, number: int | None = None) -> dict[str, Any]:
         "leaves": leaves,
         "nbytes": widths * opened.body["table"]["slots"] + arrays,
         **meta.get("facts", {}),
+        "score": meta.get("score"),
         "extra": beside.names(meta),
     }

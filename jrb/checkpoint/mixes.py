@@ -47,7 +47,8 @@ class Pending:
         try:
             numbers = [part.write() for part in self.parts]
             meta, extra = {**self.meta, "parts": numbers}, self.extra
-            self.store.commit(self.store.version, meta, extra.kinds, extra.arrays, keep)
+            also = extra.best_of(self.store.folder)
+            self.store.commit(self.store.version, meta, extra.kinds, extra.arrays, keep, also)
             kept = [set() for _ in self.parts]
             for number in generation.numbers(self.store.folder):
                 for numbers, one in zip(kept, _parts(self.store.folder, number), strict=False):

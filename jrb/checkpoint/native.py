@@ -36,6 +36,7 @@ class Pending:
         self.meta = matching.about(KIND, buffer, saved) | extra.meta
         held, self.arrays = rows.split(saved)
         self.kinds = matching.kinds(saved.state, self.arrays) | extra.kinds
+        self.extra = extra
         self.store = opening.to_save(path, held.columns, held.count)
         try:
             last = _last(self.store, self.meta)
@@ -55,7 +56,8 @@ class Pending:
         """Writes; the number of the generation."""
         for slots, found in self._pieces:
             self.store.put(self.store.version, slots, found, expiring=False)
-        return self.store.commit(self.store.version, self.meta, self.kinds, self.arrays, keep)
+        store, also = self.store, self.extra.best_of(self.store.folder)
+        return store.commit(store.version, self.meta, self.kinds, self.arrays, keep, also)
 
     def finish(self, keep: int) -> int:
         """Writes, and gives the lock back; the number of the generation."""
