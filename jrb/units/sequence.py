@@ -9,7 +9,7 @@ from jrb._base import checks, pytree
 from jrb._engine import anchor_queue, episodes, rows
 from jrb._engine.anchor_queue import AnchorQueue
 from jrb._engine.episodes import Episodes
-from jrb.keys import Keys
+from jrb.keys import Keys, Path, find, path_name, within
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 from jrb.units.transition import all_held, every_slot
@@ -51,9 +51,11 @@ class Sequence(Unit):
             the episode's last row, and repeats that row there.
         eta: how `update_priority` reduces priorities `[B, L]`, over the real rows without burn-in:
             eta * max + (1 - eta) * mean.
+        first: paths to leaves that are read for the window's first row only, `[B, ...]`, such as
+            the recurrent state that was stored with each row.
 
     Reference: Kapturowski et al., 2019, "Recurrent experience replay in distributed reinforcement
-    learning", section 2.3 (burn-in; eta = 0.9).
+    learning", section 2.3 (burn-in; stored states; eta = 0.9).
     """
 
     length: int
@@ -61,8 +63,11 @@ class Sequence(Unit):
     over: Literal["steps", "episodes"] = "steps"
     short: Literal["drop", "pad"] = "drop"
     eta: float = 1.0
+    first: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.first, tuple):
+            raise TypeError(f"first: expected a tuple of paths, got {self.first!r}. Write it (f,).")
         checks.count("length", self.length)
         if self.burn_in != 0:
             checks.count("burn_in", self.burn_in)
@@ -111,6 +116,8 @@ class Sequence(Unit):
         """No rows. Raises if the items have no done flag."""
         ring = context.ring
         episodes.check(spec, context.keys)
+        for path in self.first:
+            find(spec, path, "Sequence: first")
         whole = self.over == "steps" and self.short == "drop"
         return Windows(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
@@ -180,11 +187,23 @@ class Sequence(Unit):
         step = jnp.clip(step, -before, after - 1)
         ahead = jnp.where(step < 0, step + ring.rows, step) * ring.envs
         window = ring.slot_after(slots[:, None], jnp.broadcast_to(ahead, real.shape))
-        return Look(where=lambda name: window, mask=real, info={})
+        start = window[:, :1]
+        where = lambda name: start if self._is_single(name) else window
+        return Look(where=where, mask=real, info={})
+
+    def _is_single(self, name: str) -> bool:
+        """Whether a leaf is read for the first row only."""
+        return any(within(name, path_name(path)) for path in self.first)
 
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """The windows as they are."""
-        return raw, look.info
+        """The windows as they are; of leaves that are read once, that one."""
+        if not self.first:
+            return raw, look.info
+
+        def single(path: tuple, leaf: jax.Array) -> jax.Array:
+            return leaf[:, 0] if self._is_single(pytree.leaf_name(path)) else leaf
+
+        return jax.tree_util.tree_map_with_path(single, raw), look.info
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shapes that `reduce_priorities` takes, for a mask of this shape."""

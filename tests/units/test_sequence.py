@@ -1,5 +1,7 @@
 """Windows against plain lists of episodes, and how likely each is."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -136,3 +138,29 @@ def test_priorities_of_rows_become_one(eta):
 def test_episodes_and_priorities_are_refused_together():
     with pytest.raises(ValueError, match="two things about how likely a row is"):
         jrb.ReplayBuffer(8, unit=jrb.Sequence(2, over="episodes"), sampler=jrb.Prioritized())
+
+
+@pytest.mark.parametrize("storage", [jrb.DeviceStorage, lambda: jrb.MemmapStorage(None)])
+@pytest.mark.parametrize("burn_in", [0, 2])
+def test_a_stored_state_is_read_for_the_first_row_only(burn_in, storage):
+    plain = jrb.Sequence(4, burn_in=burn_in)
+    items = {
+        "observation": jnp.arange(40.0),
+        "hidden": {"h": jnp.arange(40.0 * 7).reshape(40, 7), "c": jnp.arange(40)},
+        "next": {"done": jnp.arange(40) % 9 == 8},
+    }
+    drawn = []
+    for unit in (plain, dataclasses.replace(plain, first=("hidden",))):
+        buffer, state = jrb.from_items(items, unit=unit, batch_size=5, storage=storage())
+        drawn.append(buffer.sample(state, jax.random.key(0)))
+    whole, first = drawn
+    np.testing.assert_array_equal(first.data["observation"], whole.data["observation"])
+    for name in ("h", "c"):
+        np.testing.assert_array_equal(first.data["hidden"][name], whole.data["hidden"][name][:, 0])
+    np.testing.assert_array_equal(first.mask, whole.mask)
+    text = str(jax.make_jaxpr(lambda key: buffer.sample(state, key).data)(jax.random.key(0)))
+    assert f"f32[5,{4 + burn_in},7]" not in text
+    with pytest.raises(ValueError, match="Sequence: first: expected something at 'state'"):
+        jrb.from_items(items, unit=jrb.Sequence(4, first=("state",)))
+    with pytest.raises(TypeError, match="first: expected a tuple of paths"):
+        jrb.Sequence(4, first="hidden")
