@@ -49,9 +49,9 @@ def from_items(
         return buffer, into.extend(into.init(None), data)
     axes = 1 if num_envs is None else 2
     first = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
-    state = into.init(jax.tree.map(first, data))
-    item_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(data)) // length
-    for piece in pieces(np.arange(length), item_bytes):
+    example = jax.tree.map(first, data)
+    state = into.init(example)
+    for piece in pieces(np.arange(length), pytree.nbytes(example) * (num_envs or 1)):
         part = slice(piece[0], piece[-1] + 1)
         state = into.extend(state, jax.tree.map(lambda leaf, part=part: leaf[part], data))
     return buffer, state
