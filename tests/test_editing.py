@@ -104,6 +104,26 @@ def test_what_was_overwritten_since_a_draw_is_left_alone(storage):
     assert (buffer.take(state, fresh.indices)["observation"] == -1).all()
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [jrb.Prioritized(), jrb.Queue(), jrb.WithoutReplacement()],
+    ids=lambda s: type(s).__name__,
+)
+def test_rows_that_leave_as_an_edit_needs_room_are_drawn_no_more(sampler):
+    buffer, state = filled("once", sampler=sampler)
+    small = dataclasses.replace(buffer, storage=jrb.DeviceStorage(once=True, room=3))
+    state = jrb.rebuild(buffer, state, small)
+    changed = small.map(state, lambda items: {"next": {"observation": items["observation"] + 50}})
+    held = jrb.items(small, changed)
+    assert held["next"]["observation"].tolist() == [n + 50 for n in held["observation"]]
+    assert 0 < len(held["observation"]) == int(small.size(changed)) < 8
+    sample = small.sample(changed, KEY, 40)
+    drawn = set(sample.data["observation"][sample.mask].tolist())
+    assert drawn == set(held["observation"].tolist())
+    if small.sampler.prioritized:
+        assert int((small.priorities(changed) >= 0).sum()) == len(held["observation"])
+
+
 def test_an_end_that_is_edited_is_seen_at_once():
     buffer, state = filled(unit=jrb.NStep(3, 1.0))
     slots, _ = buffer.in_order(state)

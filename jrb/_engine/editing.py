@@ -180,8 +180,8 @@ def relearned(
     old = unit.anchors(context, state.unit)
     new = unit.anchors(context_of(buffer, state.writer), after)
     state = state.replace(unit=after)
-    if old.all_held and new.all_held:
-        return state
+    if old.all_held and new.all_held and write.bounded:
+        return state  # the same slots as before
     sampler = buffer.sampler.relearn(ring, state.sampler, change.entered, old, new)
     return state.replace(sampler=sampler)
 
