@@ -28,7 +28,8 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     and ends of episodes that only the old unit knew of. With another number of environments, the
     rows of all are laid end to end and dealt out anew, and no window crosses a seam.
 
-    What does not carry over: how far an epoch is (the next draw begins one); the priorities of
+    What does not carry over: what came to a reservoir that is made larger, which then samples from
+    what it holds and what comes; how far an epoch is (the next draw begins one); the priorities of
     items where the old sampler had none; `set_alpha`, where the samplers differ. A queue goes on if
     both are queues, else all is unread. Stacks of frames whose first frames may be gone are not
     drawn.
@@ -61,6 +62,8 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     made = _filled(old, new, state, slots, cuts)
     if not slots.size:
         return made
+    if type(old.writer) is type(new.writer):
+        made = made.replace(writer=new.writer.adopt(new.ring, made.writer, state.writer))
     here = jnp.asarray(slots.reshape(-1))
     places = jnp.arange(slots.size, dtype=jnp.int32)
     return made.replace(sampler=_sampler(old, state, new, made, here, places))

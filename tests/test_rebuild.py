@@ -94,6 +94,18 @@ def test_stacks_whose_first_frames_may_be_gone_are_not_drawn():
     assert not stacks & {(6, 6, 6), (7, 7, 7), (7, 7, 9)}
 
 
+def test_a_reservoir_goes_on_counting_unless_it_has_room():
+    data = {"x": jnp.arange(500)}
+    old, state = jrb.from_items(data, capacity=50, writer=jrb.Reservoir(1))
+    for capacity, came in ((50, 500), (20, 500), (60, 50)):
+        new = dataclasses.replace(old, capacity=capacity)
+        back = jrb.rebuild(old, state, new)
+        assert int(back.writer.came) == came
+        assert set(jrb.items(new, back)["x"].tolist()) <= set(jrb.items(old, state)["x"].tolist())
+        more = new.extend(back, {"x": jnp.full(20, -1)})
+        assert int(new.size(more)) == min(capacity, 70)
+
+
 def test_a_queue_goes_on_and_another_sampler_begins():
     old, state = filled(sampler=jrb.Queue())
     state, _ = old.draw(state, KEY)

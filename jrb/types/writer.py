@@ -78,6 +78,16 @@ class Writer(abc.ABC):
             f"{type(self).__name__}. See jrb.types.Writer."
         )
 
+    def adopt(self, ring: Ring, state: PartState, old: PartState) -> Any:
+        """Takes over what another buffer's writer of this kind knew, after its items were written.
+
+        Args:
+            ring: the ring's shape.
+            state: the writer's state.
+            old: the other writer's state.
+        """
+        return state
+
     def check_edit(self, verb: str, names: frozenset[str]) -> None:
         """Raises if leaves of these names may not be edited; the default is that all may."""
         return

@@ -1,6 +1,6 @@
 """The best items: a new one takes the place of the worst."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jrb._base import ordering, pytree
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
-from jrb._engine import rows
 from jrb.keys import Path, find, path_name, within
-from jrb.ring import Held, Ring
-from jrb.types import Item, Write, Writer
+from jrb.ring import Ring
+from jrb.types import Item, Write
+from jrb.writers.one_by_one import OneByOne, write_of
 
 
 class Ranks(pytree.State):
@@ -33,7 +33,7 @@ class Ranks(pytree.State):
 
 
 @pytree.component
-class MaxValue(Writer):
+class MaxValue(OneByOne):
     """Keeps the N items of the highest rank, each for itself and in no order of time.
 
     A full buffer takes an item if its rank is above the lowest one held, whose place it gets; of
@@ -45,7 +45,6 @@ class MaxValue(Writer):
     """
 
     key: Path
-    in_time: ClassVar[bool] = False
 
     def init(self, ring: Ring, spec: Item) -> Ranks:
         """Nothing is held. Raises if the items have no such rank."""
@@ -89,23 +88,7 @@ class MaxValue(Writer):
         waited = jnp.minimum(jnp.min(slots), 0)
         state = ordering.after(state, waited)  # later writes wait for `here`
         state = state.replace(number=state.number + jnp.uint32(ranks.size))
-        write = Write(
-            starts=slots,
-            slots=slots.reshape(length, ring.envs),
-            written=written,
-            passed=jnp.zeros(length, jnp.int32),
-            expired=jnp.zeros((), jnp.int32),
-            consecutive=False,
-        )
-        return state, write
-
-    def held(self, ring: Ring, state: Ranks) -> Held:
-        """The first slots."""
-        return Held(first=jnp.zeros((), jnp.int32), count=state.count)
-
-    def stamp(self, ring: Ring, state: Ranks, slots: jax.Array) -> jax.Array:
-        """The number of the item."""
-        return ordering.read(lambda: state.stamps.at[slots].get(mode="clip"))
+        return state, write_of(ring, slots, written)
 
     def reset(self, ring: Ring, state: Ranks, token: jax.Array) -> Ranks:
         """Nothing is held; items are counted on, and no slot has the number of an item."""
@@ -115,10 +98,6 @@ class MaxValue(Writer):
             count=jnp.minimum(state.count, 0) + token,
             number=state.number + jnp.uint32(1),
         )
-
-    def in_order(self, ring: Ring, state: Ranks) -> tuple[jax.Array, jax.Array]:
-        """By the numbers of the items."""
-        return rows.by_number(state.stamps, state.number, state.count), state.count
 
     def check_edit(self, verb: str, names: frozenset[str]) -> None:
         """The rank decided which items are held. Raises where it would change."""

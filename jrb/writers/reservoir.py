@@ -1,6 +1,6 @@
 """A uniform sample of all that ever came."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,9 @@ import numpy as np
 
 from jrb._base import checks, ordering, pytree, random_bits
 from jrb._engine import rows
-from jrb.ring import Held, Ring
-from jrb.types import Item, Write, Writer
+from jrb.ring import Ring
+from jrb.types import Item, Write
+from jrb.writers.one_by_one import OneByOne, write_of
 
 _MOST = np.uint32(2**32 - 2)
 
@@ -33,7 +34,7 @@ class Sampled(pytree.State):
 
 
 @pytree.component
-class Reservoir(Writer):
+class Reservoir(OneByOne):
     """Holds N of all items that ever came, each set of N equally likely.
 
     Item number n takes the place of one that is held with probability N / n. Each item goes for
@@ -47,7 +48,6 @@ class Reservoir(Writer):
     """
 
     key: Any = 0
-    in_time: ClassVar[bool] = False
 
     def __init__(self, key: Any = 0) -> None:
         if isinstance(key, jax.Array):  # an array does not hash
@@ -98,27 +98,7 @@ class Reservoir(Writer):
             number=state.number + total,
             came=came,
         )
-        write = Write(
-            starts=slots,
-            slots=slots.reshape(length, ring.envs),
-            written=written,
-            passed=jnp.zeros(length, jnp.int32),
-            expired=jnp.zeros((), jnp.int32),
-            consecutive=False,
-        )
-        return after, write
-
-    def held(self, ring: Ring, state: Sampled) -> Held:
-        """The first slots."""
-        return Held(first=jnp.zeros((), jnp.int32), count=state.count)
-
-    def stamp(self, ring: Ring, state: Sampled, slots: jax.Array) -> jax.Array:
-        """The number of the item."""
-        return ordering.read(lambda: state.stamps.at[slots].get(mode="clip"))
-
-    def in_order(self, ring: Ring, state: Sampled) -> tuple[jax.Array, jax.Array]:
-        """By the numbers of the items."""
-        return rows.by_number(state.stamps, state.number, state.count), state.count
+        return after, write_of(ring, slots, written)
 
     def reset(self, ring: Ring, state: Sampled, token: jax.Array) -> Sampled:
         """Nothing is held, and nothing came; no slot has the number of an item."""
@@ -128,6 +108,11 @@ class Reservoir(Writer):
             number=state.number + jnp.uint32(1),
             came=jnp.zeros_like(state.came),
         )
+
+    def adopt(self, ring: Ring, state: Sampled, old: Sampled) -> Sampled:
+        """Items are counted on; but a larger one that is not full counts what it holds only."""
+        full = state.count >= ring.capacity
+        return state.replace(came=jnp.where(full, jnp.maximum(state.came, old.came), state.came))
 
     def best(self, ring: Ring, state: Sampled, count: int) -> jax.Array:
         """Any `count` of them are as good: the first."""

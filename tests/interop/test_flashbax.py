@@ -11,7 +11,7 @@ import pytest
 import jrb
 from jrb import checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
 flashbax = pytest.importorskip("flashbax")
 

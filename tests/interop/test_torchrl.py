@@ -16,7 +16,7 @@ import jrb
 from jrb._store.errors import DamagedError
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "torchrl"
 DUMPS = sorted(path.stem for path in DATA.glob("*_[12]d_*.npz") if "sampler" not in path.name)
