@@ -16,7 +16,7 @@ from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
 from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
-from jrb.writers import Immutable, MaxValue, Reservoir, RoundRobin, UntilFull
+from jrb.writers import Immutable, Lanes, MaxValue, Reservoir, RoundRobin, UntilFull
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "Hindsight",
     "Immutable",
     "Keys",
+    "Lanes",
     "ListStorage",
     "LostWarning",
     "MaxValue",

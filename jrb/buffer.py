@@ -96,6 +96,9 @@ class ReplayBuffer:
             )
         if self.storage.in_time:
             checks.in_time(type(self.storage).__name__, self.writer)
+            checks.together(type(self.storage).__name__, self.writer)
+        if self.sampler.in_order:
+            checks.together(type(self.sampler).__name__, self.writer)
         numbers = {"capacity": self.capacity, "num_envs": self.num_envs}
         numbers |= {"batch_size": self.batch_size, "min_size": self.min_size}
         for name, value in numbers.items():  # NumPy's integers have a dtype
@@ -183,7 +186,8 @@ class ReplayBuffer:
             state: may be donated.
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
             mask: bool `[]`; nothing is written if it is False, under `vmap` for each buffer by
-                itself, where a `lax.cond` around the call would copy the ring. None writes.
+                itself, where a `lax.cond` around the call would copy the ring. None writes. With
+                `writer=jrb.Lanes()` also `[E]`, for each environment.
             priorities: real `[E]`, or `[]` without `num_envs`: of the anchors that these
                 transitions are, or will be once their unit is whole; used as float32. None for
                 those of new items. One that is NaN, infinite or negative is refused: the anchor
@@ -195,7 +199,7 @@ class ReplayBuffer:
                 a sampler that has none.
         """
         if mask is not None:
-            mask = checks.mask("add", mask, ())[None]
+            mask = checks.write_mask("add", mask, (), self._lead(), self.writer)[None]
         if priorities is not None:
             self._require_given("add")
             priorities = checks.given_priorities("add", priorities, self._lead())[None]
@@ -219,7 +223,7 @@ class ReplayBuffer:
             items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
             mask: bool `[T]`; rows where it is False are not written, as if they were not there. For
                 each buffer by itself under `vmap`, where a `lax.cond` around the call would copy
-                the ring.
+                the ring. With `writer=jrb.Lanes()` also `[T, E]`, for each environment.
             priorities: real `[T, E]`, or `[T]` without `num_envs`, as for `add`.
 
         Returns:
@@ -239,7 +243,7 @@ class ReplayBuffer:
         length = checks.length(items)
         rows = self._to_stored(state, items, (length, *self._lead()), "extend")
         if mask is not None:
-            mask = checks.mask("extend", mask, (length,))
+            mask = checks.write_mask("extend", mask, (length,), self._lead(), self.writer)
         if priorities is not None:
             shape = (length, *self._lead())
             priorities = checks.given_priorities("extend", priorities, shape)
@@ -386,9 +390,9 @@ class ReplayBuffer:
         if mask is None:
             mask = jnp.ones(envs, jnp.bool_)
         elif jnp.shape(mask) != (envs,):
-            mask = jnp.broadcast_to(checks.mask("truncate", mask, ()), (envs,))
+            mask = jnp.broadcast_to(checks.mask("truncate", mask, (), _BEGIN), (envs,))
         else:
-            mask = checks.mask("truncate", mask, (envs,))
+            mask = checks.mask("truncate", mask, (envs,), _BEGIN)
         return dispatch.truncate(self, state, mask)
 
     def take(self, state: BufferState, indices: jax.Array) -> Item:
@@ -550,12 +554,14 @@ class ReplayBuffer:
                 f"{type(self.writer).__name__}. in_order gives single slots."
             )
         held, shape = self.writer.held(self.ring, state.writer), (n, *self._lead())
-        place = held.count + jnp.arange(-n * self.ring.envs, 0, dtype=jnp.int32)
+        back = jnp.arange(n - 1, -1, -1, dtype=jnp.int32)[:, None]
         if self.writer.in_time:
-            slots = self.ring.slot_after(held.first, jnp.maximum(place, 0))
+            there = jnp.broadcast_to(back < held.rows(self.ring), (n, self.ring.envs))
+            slots = self.ring.slot_before(held.newest(self.ring), back * self.ring.envs)
         else:
+            there, place = back < held.size, held.size - 1 - back
             slots = self.writer.in_order(self.ring, state.writer)[0][jnp.maximum(place, 0)]
-        return slots.reshape(shape), (place >= 0).reshape(shape)
+        return slots.reshape(shape), there.reshape(shape)
 
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
         """The priorities as they were given, without alpha and eps.
@@ -582,7 +588,7 @@ class ReplayBuffer:
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
         dispatch.check_state(self, state)
-        return self.writer.held(self.ring, state.writer).count
+        return self.writer.held(self.ring, state.writer).size
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises.
@@ -678,3 +684,5 @@ _LAYOUT = {
     ("extend", True): "timesteps with leaves [T, ...], time first",
     ("extend", False): "timesteps with leaves [T, E, ...], time first, E = num_envs",
 }
+
+_BEGIN = "which environments begin anew: one flag for each, or a single one"

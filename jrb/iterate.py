@@ -97,7 +97,7 @@ def epochs(
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
     state = state.replace(sampler=sampler.init(buffer.ring))
     context = context_of(buffer, state.writer)
-    if context.held.count.ndim:
+    if state.edits.ndim:
         raise TypeError("epochs: expected a single state, got states under vmap. Take one of them.")
     count = int(buffer.unit.anchors(context, state.unit).count)
     each = count // batch_size if drop_last else -(-count // batch_size)

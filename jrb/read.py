@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, prng_keys, pytree
-from jrb._engine import editing
+from jrb._engine import dispatch, editing
 from jrb._engine import episodes as ends_of
 from jrb._engine.steps import context_of
 from jrb.buffer import ReplayBuffer
@@ -57,10 +57,15 @@ def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -
 
 def _held(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray:
     """The slots that hold items, oldest first."""
-    if not isinstance(buffer, ReplayBuffer):
-        raise TypeError(f"{who}: expected a ReplayBuffer, got {type(buffer).__name__}.")
+    _check_single(buffer, state, who)
     slots, count = buffer.in_order(state)
     return np.asarray(slots)[: int(count)]
+
+
+def _check_single(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
+    if not isinstance(buffer, ReplayBuffer):
+        raise TypeError(f"{who}: expected a ReplayBuffer, got {type(buffer).__name__}.")
+    dispatch.check_state(buffer, state)
 
 
 def _in_chunks(
@@ -172,7 +177,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         >>> [(each.length, float(each.return_), each.complete) for each in found]
         [(3, 3.0, True), (2, 7.0, False)]
     """
-    slots = _held(buffer, state, "episodes")
+    _check_single(buffer, state, "episodes")
     checks.in_time("episodes", buffer.writer)
     if buffer.storage.of_objects:
         raise ValueError(
@@ -180,11 +185,11 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         )
     ends_of.check(buffer.storage.spec(state.storage), buffer.keys)
     ends, rewards = jax.device_get(_facts(buffer, state))
-    envs = buffer.ring.envs
-    slots, count = slots.reshape(-1, envs), len(slots) // envs
-    is_full = count == buffer.ring.rows
+    held = buffer.writer.held(buffer.ring, state.writer)
+    slots, envs = np.asarray(held.from_oldest(buffer.ring)), buffer.ring.envs
+    counts = np.broadcast_to(np.asarray(held.rows(buffer.ring)), envs).tolist()
     found = []
-    for env in range(envs):
+    for env, count in enumerate(counts):
         last = np.flatnonzero(ends[:count, env])
         edges = np.unique(np.concatenate([[0], last + 1, [count]]))
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
@@ -194,7 +199,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
                 environment=env,
                 return_=total,
                 complete=bool(ends[stop - 1, env]),
-                cut=is_full and start == 0,
+                cut=count == buffer.ring.rows and start == 0,
                 _buffer=buffer,
                 _state=state,
             )
@@ -210,7 +215,7 @@ def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Arr
     rewarded = pytree.is_array(lookup(spec, buffer.keys.reward))
     names = {*buffer.keys.flags(spec), *[path_name(buffer.keys.reward)] * rewarded}
     found = editing.leaves_of(buffer, context, state, names)
-    slots = editing.from_oldest(context.ring, context.held)
+    slots = context.held.from_oldest(context.ring)
     ends = ends_of.ends(found, buffer.keys) | buffer.unit.ends(context, state.unit, slots)
     return ends, buffer.keys.get(found, "reward") if rewarded else None
 

@@ -3,6 +3,7 @@
 N capacity, E environments, T rows of time.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jrb._base import pytree
 from jrb._engine import dispatch
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
-from jrb.ring import Held
+from jrb.held import Held
+from jrb.ring import Ring
 from jrb.samplers.prioritized import DROPPED
 from jrb.state import BufferState
 from jrb.types import Context
@@ -57,16 +59,43 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
         ([4, 5, 6, 7], [1.0, 1.0, 1.0, 1.0])
     """
     _check_single(old, state, new)
-    _check_parts(old, state, new)
-    slots, cuts = _chosen(old, new, state)
-    made = _filled(old, new, state, slots, cuts)
-    if not slots.size:
+    kept = _chosen(old, new, state)
+    if kept.dealt:
+        _check_parts(old, state, new)
+    made = _filled(old, new, state, kept)
+    if not kept.mask.any():
         return made
     if type(old.writer) is type(new.writer):
         made = made.replace(writer=new.writer.adopt(new.ring, made.writer, state.writer))
-    here = jnp.asarray(slots.reshape(-1))
-    places = jnp.arange(slots.size, dtype=jnp.int32)
+    here, places = jnp.asarray(kept.slots[kept.mask]), jnp.asarray(kept.places)
     return made.replace(sampler=_sampler(old, state, new, made, here, places))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What stays, in rows of the new buffer.
+
+    Attributes:
+        slots: int32 `[T, E]`, where it was, in order of time.
+        mask: bool `[T, E]`, which of it there is.
+        cuts: bool `[T, E]`, after which time does not go on; None if there is no time.
+        dealt: whether environments are not what they were.
+    """
+
+    slots: np.ndarray
+    mask: np.ndarray
+    cuts: np.ndarray | None
+    dealt: bool
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where it is now, int32 `[K]`."""
+        row, env = np.cumsum(self.mask, axis=0) - 1, np.arange(self.mask.shape[1])
+        return (row * len(env) + env)[self.mask].astype(np.int32)
+
+
+def _whole(slots: np.ndarray, cuts: np.ndarray | None, dealt: bool) -> _Kept:
+    return _Kept(slots.astype(np.int32), np.ones(slots.shape, bool), cuts, dealt)
 
 
 def _sampler(
@@ -111,8 +140,6 @@ def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> N
 
 def _check_parts(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:
     """Raises where a part could not tell what lies before a seam, or in which order to go on."""
-    if old.ring.envs == new.ring.envs:
-        return
     if _minds_what_came_before(old, state, new):
         raise ValueError(
             f"num_envs: expected that of the old buffer with {type(new.unit).__name__}, which "
@@ -135,37 +162,40 @@ def _minds_what_came_before(old: ReplayBuffer, state: BufferState, new: ReplayBu
     return jax.eval_shape(asked) is not None
 
 
-def _chosen(
-    buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """The slots to keep, int32 `[T, E]` in order of time; and after which time does not go on."""
+def _chosen(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _Kept:
+    """What stays."""
     if not buffer.writer.in_time:
         return _without_time(buffer, target, state)
-    held = buffer.writer.held(buffer.ring, state.writer)
-    old, new = buffer.ring, target.ring
-    rows = int(held.count) // old.envs
-    first = int(held.first) + np.arange(rows, dtype=np.int64) * old.envs
-    slots = (first[:, None] + np.arange(old.envs)) % old.capacity
-    kept = slots[max(0, rows - target.capacity // old.envs) :].astype(np.int32)
+    held, old, new = buffer.writer.held(buffer.ring, state.writer), buffer.ring, target.ring
+    slots, mask = _rows_of(old, held, target.capacity)
     if not target.writer.in_time:
-        return kept.reshape(-1, 1), None
-    ends = _ends(buffer, state, held, kept)
-    if old.envs == new.envs:
-        return kept, ends
-    return _dealt(kept, ends, new.envs)
+        return _whole(slots[mask][:, None], None, old.envs != new.envs)
+    ends = _ends(buffer, state, held, slots)
+    if old.envs != new.envs or not (mask.all() or target.writer.in_lanes):
+        return _whole(*_dealt(slots, ends, mask, new.envs), True)
+    return _Kept(slots[-new.rows :], mask[-new.rows :], ends[-new.rows :], False)
 
 
-def _without_time(
-    buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState
-) -> tuple[np.ndarray, np.ndarray | None]:
+def _rows_of(ring: Ring, held: Held, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The newest rows that hold at most so many items, and which of them there are, `[T, E]`."""
+    counts = np.broadcast_to(np.asarray(held.rows(ring)), ring.envs)
+    row = np.arange(counts.max())[:, None] + counts - counts.max()
+    there = np.asarray(held.from_oldest(ring))
+    slots = np.take_along_axis(there, np.maximum(row, 0), axis=0).astype(np.int32)
+    fits = np.cumsum((row >= 0).sum(axis=1)[::-1])[::-1] <= most
+    return slots[fits], (row >= 0)[fits]
+
+
+def _without_time(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _Kept:
     """The same of a writer without an order of time: the best, each an episode of its own."""
+    dealt = buffer.ring.envs != target.ring.envs
     best = np.asarray(buffer.writer.best(buffer.ring, state.writer, target.capacity))
     if not target.writer.in_time:
-        return best[:, None], None
+        return _whole(best[:, None], None, dealt)
     order = np.asarray(buffer.in_order(state)[0])
     kept = order[np.isin(order, best)][: len(best)]
     kept = kept[len(kept) % target.ring.envs :].reshape(-1, target.ring.envs)
-    return kept, np.ones(kept.shape, bool)
+    return _whole(kept, np.ones(kept.shape, bool), dealt)
 
 
 def _ends(buffer: ReplayBuffer, state: BufferState, held: Held, slots: np.ndarray) -> np.ndarray:
@@ -174,45 +204,44 @@ def _ends(buffer: ReplayBuffer, state: BufferState, held: Held, slots: np.ndarra
     return np.array(buffer.unit.ends(context, state.unit, jnp.asarray(slots)))
 
 
-def _dealt(slots: np.ndarray, ends: np.ndarray, envs: int) -> tuple[np.ndarray, np.ndarray]:
+def _dealt(
+    slots: np.ndarray, ends: np.ndarray, mask: np.ndarray, envs: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Streams `[T, E]`, laid end to end and cut into `envs` of equal length; and the seams."""
-    surplus = slots.size % envs  # of the oldest row
+    surplus = int(mask.sum()) % envs  # of the oldest row
     ends[-1:] = True
     whole = lambda rows: [
-        stream[number < surplus :] if surplus <= slots.shape[1] else stream
-        for number, stream in enumerate(rows.T)
+        stream[there][number < surplus :] if surplus <= slots.shape[1] else stream[there]
+        for number, (stream, there) in enumerate(zip(rows.T, mask.T, strict=True))
     ]
     line, seams = np.concatenate(whole(slots)), np.concatenate(whole(ends))
     over = line.size % envs  # more environments than there were items in a row
     line, seams = line[over:], seams[over:]
-    lanes = seams.reshape(envs, len(line) // envs)
-    lanes[:, -1:] = True
-    return line.reshape(lanes.shape).T, lanes.T
+    streams = seams.reshape(envs, len(line) // envs)
+    streams[:, -1:] = True
+    return line.reshape(streams.shape).T, streams.T
 
 
 def _filled(
-    buffer: ReplayBuffer,
-    target: ReplayBuffer,
-    state: BufferState,
-    slots: np.ndarray,
-    cuts: np.ndarray | None,
+    buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState, kept: _Kept
 ) -> BufferState:
     """An empty state of the target, and these items written to it."""
-    into = replaying(target)
+    into, slots = replaying(target), kept.slots
+    mask = None if kept.mask.all() else jnp.asarray(kept.mask)
     if target.storage.of_objects:
-        return _with_objects(buffer, into, state, slots).replace(ring=target.ring)
+        return _with_objects(buffer, into, state, slots, mask).replace(ring=target.ring)
     spec = buffer.stored(state)
     new = dispatch.init(into, spec, None)
-    if len(slots) and cuts is not None:
-        before = _rows_before(buffer, state, target, slots[0])
+    if len(slots) and kept.cuts is not None:
+        before = _rows_before(buffer, state, target, kept)
         new = new.replace(unit=into.unit.resume(new.unit, before))
     row_bytes = pytree.nbytes(spec) * slots.shape[1]
     for piece in pieces(np.arange(len(slots)), row_bytes):
         items = buffer.take(state, jnp.asarray(slots[piece]))
-        seams = None if cuts is None else jnp.asarray(cuts[piece])
+        seams = None if kept.cuts is None else jnp.asarray(kept.cuts[piece])
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        new = dispatch.fill(into, new, items, seams)
+        new = dispatch.fill(into, new, items, seams, None if mask is None else mask[piece])
     if not into.writer.in_time and int(into.size(new)) < slots.size:
         raise ValueError(
             f"rebuild: expected items that {type(target.writer).__name__} takes, got "
@@ -222,25 +251,33 @@ def _filled(
 
 
 def _with_objects(
-    buffer: ReplayBuffer, into: ReplayBuffer, state: BufferState, slots: np.ndarray
+    buffer: ReplayBuffer,
+    into: ReplayBuffer,
+    state: BufferState,
+    slots: np.ndarray,
+    mask: jax.Array | None,
 ) -> BufferState:
     found = buffer.take(state, jnp.asarray(slots.reshape(-1)))
     if into.num_envs is not None:
         width = slots.shape[1]
         found = [found[start : start + width] for start in range(0, len(found), width)]
-    return into.extend(into.init(None), found)
+    return into.extend(into.init(None), found, mask)
 
 
 _MANY = 2**30  # rows, as none may be missed that are not known
 
 
 def _rows_before(
-    buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer, slots: np.ndarray
+    buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer, kept: _Kept
 ) -> jax.Array:
-    """How many rows of its episode came before each of these, int32 `[E]`; many if none knows."""
+    """How many rows of its episode came before the first of each environment, int32 `[E]`.
+
+    Many if nobody knows; none where there is no row.
+    """
+    slots = np.take_along_axis(kept.slots, kept.mask.argmax(axis=0)[None], axis=0)[0]
     known = buffer.unit.rows_before(state.unit, jnp.asarray(slots))
     if known is None:
-        return jnp.full(slots.shape, _MANY, jnp.int32)
-    if buffer.unit == target.unit:
-        return known
-    return jnp.where(known > 0, _MANY, 0)  # it counts up to a number of its own
+        known = jnp.full(slots.shape, _MANY, jnp.int32)
+    elif buffer.unit != target.unit:
+        known = jnp.where(known > 0, _MANY, 0)  # it counts up to a number of its own
+    return jnp.where(kept.mask.any(axis=0), known, 0)

@@ -1,11 +1,9 @@
 """Integer arithmetic of the ring: rows of time, slots, ages, generations.
 
-N is the capacity, E the number of environments, R = N / E the number of rows. All environments
-advance together: row r, environment e is slot r * E + e, so the successor of a slot is E
-further on.
+N is the capacity, E the number of environments, R = N / E the number of rows. Row r, environment e
+is slot r * E + e, so the successor of a slot is E further on. Either all environments advance
+together, or each of them by itself, in its own lane of R slots.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -14,30 +12,17 @@ from jrb._base import ordering, pytree
 
 
 class Clock(pytree.State):
-    """Where a ring stands, in rows of time.
+    """Where a ring stands, in rows of time: all environments, `[]`, or each of them, `[E]`.
 
     Attributes:
-        cursor: int32 `[]`, the row to be written next.
-        count: int32 `[]`, the rows held.
-        lap: uint32 `[]`, how often the cursor came round, modulo 2^32.
+        cursor: int32, the row to be written next.
+        count: int32, the rows held.
+        lap: uint32, how often the cursor came round, modulo 2^32.
     """
 
     cursor: jax.Array = pytree.cursor()
     count: jax.Array
     lap: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """A run of slots around the ring, such as those that hold items, oldest first.
-
-    Attributes:
-        first: int32 `[]`.
-        count: int32 `[]`.
-    """
-
-    first: jax.Array
-    count: jax.Array
 
 
 @pytree.component
@@ -52,12 +37,13 @@ class Ring:
         """N, the number of slots."""
         return self.rows * self.envs
 
-    def start(self) -> Clock:
-        """The clock of a ring that was never written."""
-        return Clock(cursor=jnp.int32(0), count=jnp.int32(0), lap=jnp.uint32(0))
+    def start(self, *shape: int) -> Clock:
+        """The clock of a ring that was never written; with E for `shape`, one for each lane."""
+        zero = jnp.zeros(shape, jnp.int32)
+        return Clock(cursor=zero, count=jnp.zeros_like(zero), lap=jnp.zeros(shape, jnp.uint32))
 
     def advance(self, clock: Clock, rows: jax.Array) -> Clock:
-        """The clock after `rows` more rows were written, int32 `[]`, at least 0."""
+        """The clock after `rows` more rows were written, int32 like its fields, at least 0."""
         reached = clock.cursor.astype(jnp.uint32) + rows.astype(jnp.uint32)
         kept = jnp.minimum(rows, self.rows)
         return Clock(
@@ -67,7 +53,7 @@ class Ring:
         )
 
     def shrunk(self, clock: Clock, rows: jax.Array) -> Clock:
-        """The clock without its oldest `rows` (int32 `[]`) rows."""
+        """The clock without its oldest `rows` (int32 like its fields) rows."""
         return clock.replace(count=jnp.maximum(clock.count - rows, 0))
 
     def emptied(self, clock: Clock) -> Clock:
@@ -76,7 +62,7 @@ class Ring:
         What the cursor waited for, it waits for still (see `jrb._base.ordering`).
         """
         return Clock(
-            cursor=ordering.token(clock.cursor),
+            cursor=jnp.zeros_like(clock.cursor) + ordering.token(clock.cursor),
             count=jnp.zeros_like(clock.count),
             lap=clock.lap + jnp.uint32(2),
         )
@@ -102,16 +88,6 @@ class Ring:
         """The slot (int32) that lies `steps` slots, 0 to N, back around the ring."""
         return self.slot_after(slot, self.capacity - steps)
 
-    def place(self, held: Held, slot: jax.Array) -> jax.Array:
-        """How many slots (int32) lie between the first that is held and this one."""
-        return self.slot_after(slot, self.capacity - held.first)
-
-    def run(self, held: Held, most: int) -> jax.Array:
-        """The first `most` slots of a run, int32 `[most]`; N beyond its end."""
-        step = jnp.arange(most, dtype=jnp.int32)
-        slots = self.slot_after(held.first, jnp.minimum(step, self.capacity))
-        return jnp.where(step < held.count, slots, self.capacity)
-
     def oldest_slot(self, clock: Clock) -> jax.Array:
         """The first slot (int32) of the oldest row held."""
         row = clock.cursor - clock.count
@@ -123,5 +99,9 @@ class Ring:
         It changes with every overwrite, without an array to keep it: rows before the cursor were
         written in this lap, the others in the one before.
         """
-        ahead = slots >= clock.cursor * self.envs
-        return clock.lap - ahead.astype(jnp.uint32)
+        cursor, lap = clock.cursor, clock.lap
+        if cursor.ndim:
+            lane = slots % self.envs
+            cursor, lap = cursor[lane], lap[lane]
+        ahead = slots >= cursor * self.envs
+        return lap - ahead.astype(jnp.uint32)

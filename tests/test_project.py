@@ -14,6 +14,7 @@ ROOMS = [
     {"_store"},
     {"_base"},
     {"keys", "ring", "sum_tree"},
+    {"held"},
     {"types", "layouts"},
     {"state"},
     {"_engine"},

@@ -56,7 +56,7 @@ def key(value: Leaf) -> None:
         )
 
 
-def mask(verb: str, value: object, shape: tuple[int, ...]) -> jax.Array:
+def mask(verb: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
     """A bool array of this shape."""
     array = jnp.asarray(value)
     if array.dtype != jnp.bool_:
@@ -65,12 +65,7 @@ def mask(verb: str, value: object, shape: tuple[int, ...]) -> jax.Array:
         )
     if array.shape != shape:
         raise ValueError(
-            f"{verb}: mask: expected shape {shape}, got {array.shape}. "
-            + (
-                "It says which environments begin anew: one flag for each, or a single one."
-                if verb == "truncate"
-                else "It says which rows of time are written, for all environments alike."
-            )
+            f"{verb}: mask: expected shape {shape}, got {array.shape}. It says {meaning}."
         )
     return array
 
@@ -142,6 +137,31 @@ def window(name: str, rows: int, held: int) -> None:
         raise ValueError(
             f"{name}: expected at most the {held} rows of the ring (capacity / num_envs), got "
             f"{rows}. Make the capacity larger, or the window shorter."
+        )
+
+
+def write_mask(
+    verb: str, value: object, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
+) -> jax.Array:
+    """A mask of rows of time, or of single items where the writer can leave some of a row out."""
+    each = (*time, *lead)
+    if not lead or jnp.shape(value) != each:
+        return mask(verb, value, time, "which rows of time are written, for all environments alike")
+    if not writer.in_lanes:
+        raise ValueError(
+            f"{verb}: mask: expected shape {time}, as {type(writer).__name__} writes all "
+            f"environments together, got {each}. Use writer=jrb.Lanes()."
+        )
+    return mask(verb, value, each, "which items are written")
+
+
+def together(name: str, writer: Any) -> None:
+    """Raises if environments are written one without the other."""
+    if writer.in_lanes:
+        raise ValueError(
+            f"{name}: expected a writer of all environments together, got "
+            f"{type(writer).__name__}, between whose environments there is no order of time. Use "
+            "jrb.RoundRobin(), or a buffer for each environment under jax.vmap."
         )
 
 

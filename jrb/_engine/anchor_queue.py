@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._base import ordering, pytree
-from jrb._engine import rows
-from jrb.ring import Held, Ring
+from jrb._engine import lanes, rows
+from jrb._engine.lanes import LaneQueues
+from jrb.held import Held
+from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Write
 
 
@@ -46,8 +48,15 @@ class Departed:
     moved: jax.Array
 
 
-def init(ring: Ring) -> AnchorQueue:
+Queue = AnchorQueue | LaneQueues
+"""One queue of all anchors, or one for each environment that goes on by itself."""
+
+
+def init(context: Context) -> Queue:
     """An empty queue."""
+    ring = context.ring
+    if lanes.are_in(context):
+        return lanes.init(ring)
     return AnchorQueue(
         slots=jnp.zeros(ring.capacity, jnp.int32),
         head=jnp.zeros((), jnp.int32),
@@ -55,8 +64,10 @@ def init(ring: Ring) -> AnchorQueue:
     )
 
 
-def anchors(ring: Ring, queue: AnchorQueue) -> Anchors:
+def anchors(ring: Ring, queue: Queue) -> Anchors:
     """All that are in the queue, in its order."""
+    if isinstance(queue, LaneQueues):
+        return lanes.anchors(ring, queue)
 
     def nth(places: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         at = ring.slot_after(queue.head, places)
@@ -89,23 +100,23 @@ def rows_back(context: Context, write: Write, back: jax.Array, which: jax.Array)
     Returns:
         int32 `[T * E * K]`, by row; N where there is none.
     """
-    ring, held = context.ring, context.held
-    passed = write.passed[:, None, None] - back
-    rows_held, cursor = held.count // ring.envs, ring.slot_after(held.first, held.count)
-    slots = (cursor // ring.envs + passed - 1) % ring.rows * ring.envs
+    ring, held, (expired, _) = context.ring, context.held, write.lengths
+    written, passed = (array[:, :, None] for array in write.times)
+    cursor, first = held.next_row(ring)[:, None], (expired - held.rows(ring))[:, None]
+    slots = (cursor + passed - back - 1) % ring.rows * ring.envs
     slots = slots + jnp.arange(ring.envs, dtype=jnp.int32)[:, None]
-    here = which & write.written[:, None, None] & (rows_held + passed > write.expired)
+    here = which & written & (passed - back > first)
     return jnp.where(here, slots, ring.capacity).reshape(-1)
 
 
 def after_write(
     context: Context,
-    queue: AnchorQueue,
+    queue: Queue,
     write: Write,
     entered: jax.Array,
     slack: int,
     reach: Callable[[jax.Array], jax.Array] | None = None,
-) -> tuple[AnchorQueue, Change]:
+) -> tuple[Queue, Change]:
     """Those whose rows are not held any more leave, others enter.
 
     Args:
@@ -117,13 +128,15 @@ def after_write(
         reach: how many rows before its own each slot needs, from int32 `[B]` to int32 `[B]`; None
             for none.
     """
+    if isinstance(queue, LaneQueues):
+        return lanes.after_write(context, queue, write, entered, slack, reach)
     ring, held = context.ring, context.held
 
     def leaving(slots: jax.Array) -> jax.Array:
-        needs = ring.place(held, slots) // ring.envs
+        needs = held.before(ring, slots)
         return needs - (reach(slots) if reach else 0) < write.expired
 
-    most = min(write.written.size, ring.rows) * ring.envs
+    most = min(write.length, ring.rows) * ring.envs
     few = functools.partial(
         remove,
         ring,
@@ -233,6 +246,6 @@ def _together(prefix: jax.Array, rest: Departed) -> Departed:
     return Departed(count=prefix + rest.count, from_place=from_place, moved=rest.moved)
 
 
-def waited(queue: AnchorQueue) -> jax.Array:
+def waited(queue: Queue) -> jax.Array:
     """An int32 zero that is not known before what the queue waits for (see `ordering`)."""
-    return jnp.minimum(queue.head, 0) + jnp.minimum(queue.count, 0)
+    return jnp.minimum(jnp.min(queue.head) + jnp.min(queue.count), 0)

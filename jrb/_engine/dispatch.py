@@ -199,22 +199,24 @@ def _put(buffer: Buffer, state: BufferState, after: Any, items: Item) -> Any:
         return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
 
 
-def fill(buffer: Buffer, state: BufferState, items: Item, cuts: Any = None) -> Any:
+def fill(
+    buffer: Buffer, state: BufferState, items: Item, cuts: Any = None, mask: Any = None
+) -> Any:
     """The same for a state that nobody else has: outside `jit` too, it is written in place."""
     if on_host(buffer):
-        return write(buffer, state, items, None, cuts)
+        return write(buffer, state, items, mask, cuts)
     check_state(buffer, state)
-    return _written_in_place(buffer, state, items, None, cuts)
+    return _written_in_place(buffer, state, items, mask, cuts)
 
 
 _written_in_place = jax.jit(steps.write, donate_argnums=1)
 
 
-def expire(buffer: Buffer, state: BufferState, spec: Item, rows: int) -> Any:
-    """The state, without items, that has so many of the oldest rows no more."""
+def expire(buffer: Buffer, state: BufferState, spec: Item, rows: Any) -> Any:
+    """The state, without items, that has so many of the oldest rows no more, `[]` or `[E]`."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
-    return steps.expire(_without_items(buffer), state, blanks, jnp.int32(rows))
+    return steps.expire(_without_items(buffer), state, blanks, jnp.asarray(rows, jnp.int32))
 
 
 class CopyWarning(UserWarning):
@@ -253,7 +255,8 @@ def write_objects(
         raise refusal()
     rows = _rows(buffer, items, verb)
     if mask is not None:
-        mask = checks.mask(verb, mask, (len(rows),))
+        lead = () if buffer.num_envs is None else (buffer.num_envs,)
+        mask = checks.write_mask(verb, mask, (len(rows),), lead, buffer.writer)
     blanks = np.zeros((len(rows), buffer.ring.envs), np.uint8)
     blanks = blanks[:, 0] if buffer.num_envs is None else blanks
     if priorities is not None:
@@ -400,7 +403,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
 
 def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
     held = buffer.writer.held(buffer.ring, state.writer)
-    empty = (slots.astype(np.int64) - int(held.first)) % buffer.capacity >= int(held.count)
+    empty = ~np.asarray(held.holds(buffer.ring, jnp.asarray(slots, jnp.int32)))
     if empty.any():
         raise ValueError(
             f"take: expected slots that hold items, got {slots[empty][0]}, which holds none: "

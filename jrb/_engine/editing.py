@@ -14,7 +14,8 @@ import numpy as np
 from jrb._base import ordering, pytree
 from jrb._engine import episodes, rows, steps
 from jrb._engine.steps import context_of
-from jrb.ring import Held, Ring
+from jrb.held import Held, HeldInLanes
+from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Item, Write
 
@@ -36,7 +37,7 @@ def meant(
         slots, held = where, buffer.writer.held(ring, state.writer)
         inside = (slots >= 0) & (slots < ring.capacity)
         safe = jnp.where(inside, slots, 0)
-        ok = inside & (ring.place(held, safe) < held.count)
+        ok = inside & (held.holds(ring, safe))
     return state, jnp.where(ok, slots, ring.capacity)
 
 
@@ -107,28 +108,23 @@ def changes_ends(buffer: Buffer, state: BufferState, values: Iterable[str]) -> b
 
 def all_rows(ring: Ring, held: Held) -> Write:
     """All rows that are held, oldest first, as if they were written now."""
-    row = jnp.arange(ring.rows, dtype=jnp.int32)
-    here = row < held.count // ring.envs
-    starts = jnp.where(here, ring.slot_after(held.first, row * ring.envs), ring.capacity)
+    slots, rows_held = held.oldest(ring, ring.rows), held.rows(ring)
+    here = jnp.arange(ring.rows, dtype=jnp.int32)[:, None] < rows_held
+    each = isinstance(held, HeldInLanes)
+    here = here if each else here[:, 0]
     return Write(
-        starts=starts,
-        slots=ring.row_slots(starts),
+        starts=slots.reshape(-1) if each else slots[:, 0],
+        slots=slots,
         written=here,
-        passed=jnp.cumsum(here, dtype=jnp.int32),
-        expired=jnp.zeros((), jnp.int32),
+        passed=jnp.cumsum(here, axis=0, dtype=jnp.int32),
+        expired=jnp.zeros(here.shape[1:], jnp.int32),
         consecutive=False,
     )
 
 
-def from_oldest(ring: Ring, held: Held) -> jax.Array:
-    """All slots from the oldest row on, int32 `[R, E]`, also those that hold nothing."""
-    start = ring.slot_after(held.first, jnp.arange(ring.rows, dtype=jnp.int32) * ring.envs)
-    return start[:, None] + jnp.arange(ring.envs, dtype=jnp.int32)
-
-
 def leaves_of(buffer: Buffer, context: Context, state: BufferState, names: set[str] | None) -> Item:
     """Leaves of all slots, `[R, E, ...]`, from the oldest row on; all others are empty."""
-    slots = from_oldest(context.ring, context.held)
+    slots = context.held.from_oldest(context.ring)
     none = slots[:, :, None][:, :, :0]
     where = lambda name: slots if names is None or name in names else none
     return buffer.storage.read(context, state.storage, where)
@@ -138,7 +134,7 @@ def leaves_of(buffer: Buffer, context: Context, state: BufferState, names: set[s
 def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
     """After which rows time does not go on though no flag says so, bool `[R, E]`."""
     context = context_of(buffer, state.writer)
-    slots = from_oldest(context.ring, context.held)
+    slots = context.held.from_oldest(context.ring)
     told = episodes.ends(leaves_of(buffer, context, state, _flags(buffer, state)), buffer.keys)
     return buffer.unit.ends(context, state.unit, slots) & ~told
 
@@ -171,10 +167,10 @@ def relearned(
     """
     ring, unit = context.ring, buffer.unit
     token = ordering.token((items, cuts))
-    before = unit.rows_before(state.unit, from_oldest(ring, context.held)[0])
+    before = unit.rows_before(state.unit, context.held.from_oldest(ring)[0])
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
-        blank = unit.resume(blank, jnp.where(context.held.count > 0, before, 0))
+        blank = unit.resume(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
     marked = steps.with_cuts(items, cuts, buffer.keys)
     after, change = unit.on_write(_emptied(context), blank, write, marked)
     old = unit.anchors(context, state.unit)
@@ -188,8 +184,7 @@ def relearned(
 
 def _emptied(context: Context) -> Context:
     """The same before anything was written, in a ring that begins where it does."""
-    none = jnp.zeros_like(context.held.count)
-    return Context(context.ring, context.keys, Held(context.held.first, none))
+    return Context(context.ring, context.keys, context.held.emptied())
 
 
 def _written_anew(
@@ -199,7 +194,7 @@ def _written_anew(
     ring = context.ring
     slots = jnp.arange(ring.capacity, dtype=jnp.int32) if slots is None else slots
     safe = jnp.minimum(slots, ring.capacity - 1)
-    at = jnp.where(slots < ring.capacity, ring.place(context.held, safe), ring.capacity)
+    at = jnp.where(slots < ring.capacity, context.held.place(ring, safe), ring.capacity)
     items = leaves_of(buffer, context, state, None)
     before = jnp.zeros((ring.rows, ring.envs), jnp.bool_)
     if not buffer.unit.one_row:
@@ -232,9 +227,9 @@ def rewrite(
 
     def new(number: jax.Array, state: BufferState) -> tuple[jax.Array, Values]:
         place = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
-        slots = ring.slot_after(held.first, jnp.minimum(place, capacity - 1))
+        slots = held.nth(ring, jnp.minimum(place, capacity - 1))
         values = function(steps.take(buffer, state, slots))
-        return jnp.where(place < held.count, slots, capacity), values
+        return jnp.where(place < held.size, slots, capacity), values
 
     names = frozenset(jax.eval_shape(new, 0, state)[1])
     if buffer.storage.shares(context, state.storage, names):

@@ -11,6 +11,7 @@ from jax import lax
 
 from jrb._base import ordering, pytree, random_bits
 from jrb._engine import rows
+from jrb.held import lane_of
 from jrb.keys import Keys, path_name
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Write
@@ -71,9 +72,7 @@ def _flags(item: Item, keys: Keys) -> dict[str, jax.Array]:
 def newest(context: Context, which: jax.Array) -> jax.Array:
     """The slots of the newest row, int32 `[E]`; N where not `which` (bool `[E]`), or no row is."""
     ring, held = context.ring, context.held
-    row = ring.slot_after(held.first, jnp.maximum(held.count - ring.envs, 0))
-    slots = row + jnp.arange(ring.envs, dtype=jnp.int32)
-    return jnp.where(which & (held.count > 0), slots, ring.capacity)
+    return jnp.where(which & (held.rows(ring) > 0), held.newest(ring), ring.capacity)
 
 
 def mark_newest(context: Context, ended: jax.Array, which: jax.Array) -> jax.Array:
@@ -94,8 +93,8 @@ def lengths(before: jax.Array, done: jax.Array, write: Write, most: int) -> jax.
         int32 `[T + 1, E]`; the last row is `before` of the next call. Rows that do not pass mean
         nothing.
     """
-    passed = write.passed[:, None]
-    ends = jnp.where(done & write.written[:, None], passed, -before)
+    written, passed = write.times
+    ends = jnp.where(done & written, passed, -before)
     ends = jnp.concatenate([-before[None], lax.cummax(ends, axis=0)])
     return jnp.minimum(jnp.concatenate([passed, passed[-1:]]) - ends, most)
 
@@ -113,7 +112,7 @@ def steps_ahead(context: Context, ended: jax.Array, slots: jax.Array, most: int)
         int32 `[B]`, from 1 to `most`.
     """
     ring, held = context.ring, context.held
-    newest = (held.count - 1 - ring.place(held, slots)) // ring.envs
+    newest = held.after(ring, slots)
     step = jnp.arange(most - 1, dtype=jnp.int32)
     at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
     last = ordering.read(lambda: rows.get(ended, at))
@@ -124,7 +123,7 @@ def steps_ahead(context: Context, ended: jax.Array, slots: jax.Array, most: int)
 def steps_back(context: Context, ended: jax.Array, slots: jax.Array, most: int) -> jax.Array:
     """How many rows of the same episode are held before each slot, int32 `[B]`, 0 to `most`."""
     ring, held = context.ring, context.held
-    oldest = ring.place(held, slots) // ring.envs
+    oldest = held.before(ring, slots)
     step = jnp.arange(most, dtype=jnp.int32)
     at = ring.slot_before(slots[:, None], jnp.minimum(step + 1, ring.rows) * ring.envs)
     last = ordering.read(lambda: rows.get(ended, at))
@@ -143,7 +142,7 @@ class Episodes(pytree.State):
         head: int32 `[E]`, where the oldest episode stands.
         count: int32 `[E]`, how many there are, with the one that runs.
         length: int32 `[E]`, the rows of the running episode, up to one more than enough.
-        now: uint32 `[]`, the time of the next row.
+        now: uint32 `[E]`, the time of the next row.
     """
 
     first: jax.Array
@@ -164,7 +163,7 @@ def init(ring: Ring, enough: int) -> Episodes:
         head=zero(jnp.int32),
         count=zero(jnp.int32),
         length=zero(jnp.int32),
-        now=jnp.zeros((), jnp.uint32),
+        now=zero(jnp.uint32),
     )
 
 
@@ -184,14 +183,15 @@ def after_write(
         The episodes after; the change if each of them is one anchor; and where the episode of each
         row stands in the table, int32 `[T, E]`.
     """
-    ring, held = context.ring, context.held
+    ring, held, (expired, came) = context.ring, context.held, write.lengths
+    written, passed = write.times
     length = lengths(state.length, done, write, enough + 1)
-    begins = write.written[:, None] & (length[:-1] == enough)
-    ends = write.written[:, None] & done & (length[:-1] >= enough)
+    begins = written & (length[:-1] == enough)
+    ends = written & done & (length[:-1] >= enough)
     number = jnp.cumsum(begins, axis=0, dtype=jnp.int32)
     room, env = state.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
     place = (state.head + state.count - 1 + number) % room
-    time = (state.now + write.passed.astype(jnp.uint32) - 1)[:, None]
+    time = state.now + passed.astype(jnp.uint32) - 1
 
     def put(table: jax.Array, which: jax.Array, value: jax.Array) -> jax.Array:
         lasting = which & (number > number[-1] - room)  # of more than there is room for, the last
@@ -205,13 +205,13 @@ def after_write(
         head=(state.head + surplus) % room,
         count=count - surplus,
         length=length[-1],
-        now=state.now + write.rows.astype(jnp.uint32),
+        now=state.now + came.astype(jnp.uint32),
     )
-    rows_held = held.count // ring.envs + write.rows - write.expired
+    rows_held = held.rows(ring) + came - expired
     kept = _without_lost(ring, grown, rows_held, write, enough)
-    came = jnp.sum(number[-1], dtype=jnp.int32)
+    joined = jnp.sum(number[-1], dtype=jnp.int32)
     left = jnp.sum(surplus + grown.count - kept.count, dtype=jnp.int32)
-    return _clipped(kept, ring), _change(ring, came, left), place
+    return _clipped(kept, ring), _change(ring, joined, left), place
 
 
 def _change(ring: Ring, came: jax.Array, left: jax.Array) -> Change:
@@ -245,10 +245,10 @@ def _without_lost(
         lost = jnp.sum(lost, axis=0, dtype=jnp.int32)
         return state.replace(head=(state.head + lost) % room, count=state.count - lost)
 
-    few = min(write.written.size, ring.rows) // enough + 2
+    few = min(write.length, ring.rows) // enough + 2
     if write.bounded:
         return leave(state, few)
-    passes = ordering.at_least(write.expired) // max(1, (few - 2) * enough) + 1
+    passes = ordering.at_least(jnp.max(write.expired)) // max(1, (few - 2) * enough) + 1
     return lax.platform_dependent(
         cpu=lambda: ordering.loop(passes, lambda _, state: leave(state, few), state),
         default=lambda: leave(state, room),  # all at once: the passes would be unknown
@@ -269,47 +269,41 @@ def _clipped(state: Episodes, ring: Ring) -> Episodes:
 def anchors(context: Context, state: Episodes, enough: int) -> Anchors:
     """Every episode alike, then every row of it from which `enough` rows follow, alike."""
     ring, held = context.ring, context.held
-    rows_held = held.count // ring.envs
-    counts = jnp.where(rows_held < enough, 0, state.count)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    newest = ring.slot_after(held.first, jnp.maximum(held.count - ring.envs, 0))
+    counts = jnp.where(held.rows(ring) < enough, 0, state.count)
+    ends, newest = jnp.cumsum(counts, dtype=jnp.int32), held.newest(ring)
 
     def nth(places: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        env = jnp.sum(places[:, None] >= ends, axis=1, dtype=jnp.int32)
-        env = jnp.minimum(env, ring.envs - 1)
+        env = lane_of(ends, places)
         index = places - (ends[env] - counts[env])
         at = (state.head[env] + index) % state.first.shape[0]
-        age, part = extent(state, env, at, rows_held, enough)
+        age, part = extent(context, state, env, at, enough)
         starts = jnp.maximum(part - (enough - 1), 1)
         words = random_bits.words(random_bits.fold(key, _STARTS), places.size)
         back = age + part - 1 - random_bits.below(starts, *words)
-        slots = ring.slot_before(newest, back * ring.envs) + env
+        slots = ring.slot_before(newest[env], back * ring.envs)
         known = places < ends[-1]
-        return jnp.where(known, slots, held.first), 1 / starts.astype(jnp.float32)
+        return jnp.where(known, slots, newest[0]), 1 / starts.astype(jnp.float32)
 
     return Anchors(count=ends[-1], nth=nth)
 
 
 def extent(
-    state: Episodes,
-    env: jax.Array,
-    at: jax.Array,
-    rows_held: jax.Array,
-    enough: int,
+    context: Context, state: Episodes, env: jax.Array, at: jax.Array, enough: int
 ) -> tuple[jax.Array, jax.Array]:
     """How many rows ago an episode ended, and how many of its rows are held, int32 `[B]`.
 
     Args:
+        context: of the buffer.
         state: the episodes.
         env: int32 `[B]`.
         at: int32 `[B]`, where the episode stands in the table.
-        rows_held: int32 `[]`.
         enough: as for `init`.
     """
+    rows_held = jnp.broadcast_to(context.held.rows(context.ring), state.head.shape)[env]
     first, last = ordering.read(lambda: (state.first[at, env], state.last[at, env]))
     running = (state.head[env] + state.count[env] - 1) % state.first.shape[0]
     runs = (at == running) & (state.length[env] >= enough)
-    newest = state.now - 1
+    newest = state.now[env] - 1
     last = jnp.where(runs, newest, last)
     age = (newest - last).astype(jnp.int32)
     part = jnp.minimum((last - first + 1).astype(jnp.int32), rows_held - age)

@@ -44,6 +44,28 @@ def in_turn(ring: Ring, clock: Clock, length: int, mask: jax.Array | None) -> tu
     return ring.advance(clock, write.rows), write
 
 
+def in_lanes(ring: Ring, clocks: Clock, length: int, mask: jax.Array | None) -> tuple[Clock, Write]:
+    """The same for each environment by itself; the mask may be bool `[T, E]`."""
+    shape = (length, ring.envs)
+    written = jnp.ones(shape, jnp.bool_)
+    if mask is not None:
+        written = jnp.broadcast_to(mask.reshape(length, -1), shape)
+    passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
+    kept = written & (passed > passed[-1] - ring.rows)
+    slots = ring.row_after(clocks.cursor, passed - 1) * ring.envs
+    slots = slots + jnp.arange(ring.envs, dtype=jnp.int32)
+    slots = jnp.where(kept, slots, ring.capacity)
+    write = Write(
+        starts=slots.reshape(-1),
+        slots=slots,
+        written=written,
+        passed=passed,
+        expired=jnp.maximum(clocks.count - ring.rows + passed[-1], 0),
+        consecutive=False,
+    )
+    return ring.advance(clocks, write.rows), write
+
+
 def put(array: jax.Array, write: Write, rows: jax.Array) -> jax.Array:
     """Rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`.
 

@@ -44,7 +44,7 @@ def write(
     writer, write = buffer.writer.plan(ring, state.writer, items, mask)
     storage, write = buffer.storage.write(context, state.storage, write, items)
     if not write.bounded:
-        rows_held = context.held.count // ring.envs
+        rows_held = context.held.rows(ring).reshape(write.expired.shape)
         left = write.expired - jnp.maximum(rows_held + write.rows - ring.rows, 0)
         writer = buffer.writer.shrink(ring, writer, left)
     if cuts is not None:
@@ -67,14 +67,14 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     """How many rows may be written before one goes that may not be lost, int32 `[]`."""
     ring, unit, context = buffer.ring, buffer.unit, context_of(buffer, state.writer)
     anchors, held = unit.anchors(context, state.unit), context.held
-    free = ring.rows - held.count // ring.envs
+    free = ring.rows - held.rows(ring)[0]
     unread = buffer.sampler.unread(state.sampler, anchors)
     if unread is None:
         return free
     first = anchors.count - unread
     at = jnp.clip(jnp.stack([first, first - 1]), 0, jnp.maximum(anchors.count - 1, 0))
     slots, _ = anchors.nth(at, jax.random.key(0))
-    row = ring.place(held, slots) // ring.envs
+    row = held.before(ring, slots)
     read = jnp.where(first < anchors.count, row[0], row[1] + 1)  # rows before the first unread one
     done = jnp.where(anchors.count > 0, read - unit.reach - (unit.lag or 0), 0)
     return free + jnp.maximum(done, 0)
@@ -90,7 +90,7 @@ def _given(buffer: Buffer, write: Write, items: Item, priorities: jax.Array | No
         )
     found = brought if priorities is None else priorities
     flat = None if found is None else found.astype(jnp.float32).reshape(-1)
-    return Given(slots=write.slots.reshape(-1), written=write.written, priorities=flat)
+    return Given(slots=write.slots.reshape(-1), written=write.times[0], priorities=flat)
 
 
 def _learned(
@@ -112,9 +112,9 @@ def _learned(
 
 @jax.jit
 def expire(buffer: Buffer, state: BufferState, items: Item, rows: jax.Array) -> BufferState:
-    """The state without so many of the oldest rows, int32 `[]`; its items are not looked at.
+    """The state without so many of the oldest rows, int32 `[]`, in lanes `[E]`.
 
-    `items` is a row that is not written, leaves `[1, E, ...]`.
+    Its items are not looked at; `items` is a row that is not written, leaves `[1, E, ...]`.
     """
     ring, context = buffer.ring, context_of(buffer, state.writer)
     writer, write = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
@@ -172,7 +172,7 @@ def _choose(
     drawn = buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
     if buffer.min_size is None:
         return drawn
-    return _if_enough(context.held.count >= buffer.min_size, state.sampler, *drawn)
+    return _if_enough(context.held.size >= buffer.min_size, state.sampler, *drawn)
 
 
 def _if_enough(enough: jax.Array, before: Any, after: Any, draw: Draw) -> tuple[Any, Draw]:
@@ -258,7 +258,7 @@ def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Arr
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
     found = buffer.sampler.ready(state.sampler, anchors, batch_size)
-    return found if buffer.min_size is None else found & (context.held.count >= buffer.min_size)
+    return found if buffer.min_size is None else found & (context.held.size >= buffer.min_size)
 
 
 @jax.jit

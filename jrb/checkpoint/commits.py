@@ -6,6 +6,8 @@ import warnings
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jrb._engine import dispatch, memory, replaying
 from jrb._store import opening
@@ -67,19 +69,23 @@ def reopened(
 def _without(path: str, buffer: Buffer, spec: Item, state: AnyState, store: Store) -> Any:
     """The state without the oldest rows, of which some are gone."""
     ring, held = buffer.ring, buffer.writer.held(buffer.ring, state.writer)
-    back = (store.lost - int(held.first)) % ring.capacity
-    gone = int(back[back < int(held.count)].max(initial=-1)) // ring.envs + 1
-    if not gone:
+    lost = jnp.asarray(store.lost[np.asarray(held.holds(ring, jnp.asarray(store.lost, jnp.int32)))])
+    if not lost.size:
         return state
+    gone = np.zeros(ring.envs, np.int32)
+    np.maximum.at(gone, np.asarray(lost % ring.envs), np.asarray(held.before(ring, lost)) + 1)
+    if not buffer.writer.in_lanes:
+        gone = np.full_like(gone, gone.max())
     warnings.warn(
-        f"{path}: {gone * ring.envs} of the {int(held.count)} items that generation "
+        f"{path}: {gone.sum()} of the {int(held.size)} items that generation "
         f"{store.generation} had are gone, the oldest ones: more was written after it than there "
         "is room for beside the ring, and not saved. Save more often, or make the storage with a "
         "larger slack=.",
         LostWarning,
         stacklevel=2,
     )
-    return dispatch.expire(replaying.writable(buffer), state, spec, gone)
+    rows_gone = gone if buffer.writer.in_lanes else gone[0]
+    return dispatch.expire(replaying.writable(buffer), state, spec, rows_gone)
 
 
 def _at(buffer: Buffer, path: str) -> Any:

@@ -35,7 +35,7 @@ def _versions() -> dict[str, str]:
 
 
 def _of_one(buffer: Buffer, state: AnyState, batch: tuple[int, ...]) -> dict[str, Any]:
-    count = lambda writer: buffer.writer.held(buffer.ring, writer).count
+    count = lambda writer: buffer.writer.held(buffer.ring, writer).size
     for _ in batch:
         count = jax.vmap(count)
     leaves = jax.tree_util.tree_leaves_with_path(state.writer)

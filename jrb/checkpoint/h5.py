@@ -57,6 +57,11 @@ def save(path: str, buffer: Description, state: AnyState, options: dict[str, Any
             "layout: expected a single buffer with layout='h5', got a Mix, or states under vmap. "
             "Use layout='native'."
         )
+    if buffer.writer.in_lanes:
+        raise ValueError(
+            "layout: expected a writer of all environments together with layout='h5', got "
+            f"{type(buffer.writer).__name__}. Use layout='native'."
+        )
     if os.path.isdir(path):
         raise ValueError(f"{path}: expected a file with layout='h5', found a folder.")
     files.make_folder(os.path.dirname(path))
@@ -137,7 +142,7 @@ def _write(
 def _slots(buffer: ReplayBuffer, state: AnyState) -> np.ndarray:
     """The slots that are held, int `[T, E]`; those of items without an order of time `[T, 1]`."""
     held = buffer.writer.held(buffer.ring, state.writer)
-    slots = (int(held.first) + np.arange(int(held.count))) % buffer.capacity
+    slots = np.asarray(held.nth(buffer.ring, jnp.arange(int(held.size), dtype=jnp.int32)))
     return slots.reshape(-1, buffer.ring.envs if buffer.writer.in_time else 1)
 
 

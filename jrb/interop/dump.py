@@ -74,7 +74,7 @@ class Dump(NamedTuple):
     ) -> BufferState:
         """An empty state whose next row is `start`; what came before that, nobody knows."""
         if start:
-            writer = state.writer.replace(cursor=jnp.int32(start))
+            writer = state.writer.replace(cursor=jnp.full_like(state.writer.cursor, start))
             state = state.replace(writer=writer)
         if self.info["full"] or rows > buffer.ring.rows:
             before = jnp.full(buffer.ring.envs, jnp.iinfo(jnp.int32).max)

@@ -14,8 +14,9 @@ from jrb import sum_tree
 from jrb._base import checks, ordering, pytree, random_bits
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
+from jrb.held import Held
 from jrb.keys import Path, find, path_name
-from jrb.ring import Held, Ring
+from jrb.ring import Ring
 from jrb.samplers.uniform import draw_of
 from jrb.types import Anchors, Change, Draw, Given, Item, Sampler
 
@@ -159,7 +160,7 @@ class Prioritized(Sampler):
         if given is not None and given.priorities is not None:
             good = _is_priority(given.priorities)
             own = jnp.where(good, given.priorities, _NO_ANCHOR)
-            wrong = ~good.reshape(given.written.size, -1) & given.written[:, None]
+            wrong = ~good.reshape(len(given.written), -1) & given.written
             state = state.replace(
                 highest=jnp.maximum(
                     state.highest, jnp.max(_greatest(given.priorities, given.written))
@@ -186,7 +187,7 @@ class Prioritized(Sampler):
         """No mass where there is no anchor any more."""
         slots = change.removed
         if change.expired is not None and change.most is not None:
-            slots = jnp.concatenate([ring.run(change.expired, change.most), slots])
+            slots = jnp.concatenate([change.expired.run(ring, change.most), slots])
         elif change.expired is not None:
             state = self._without_run(ring, state, change.expired)
         return self._clear(ring, state, slots) if slots.size else state
@@ -198,11 +199,11 @@ class Prioritized(Sampler):
         def clear(trip: jax.Array, state: Priorities) -> Priorities:
             done = jnp.minimum(trip * chunk, expired.count)
             rest = Held(first=ring.slot_after(expired.first, done), count=expired.count - done)
-            return self._clear(ring, state, ring.run(rest, chunk))
+            return self._clear(ring, state, rest.run(ring, chunk))
 
         def clear_at_once() -> Priorities:
             slots = jnp.arange(ring.capacity, dtype=jnp.int32)
-            raw = jnp.where(ring.place(expired, slots) < expired.count, _NO_ANCHOR, state.raw)
+            raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
             return self._put(state.replace(raw=raw), raw, trees.set_all)
 
         trips = (ordering.at_least(expired.count) + chunk - 1) // chunk
@@ -218,7 +219,7 @@ class Prioritized(Sampler):
     def _new_priority(self, state: Priorities, given: Given | None) -> jax.Array:
         """The priority of new items, float32 `[]`; or `[T]`, of those that come with each row."""
         if self.new_priority == "max":
-            if given is None or given.priorities is None or given.written.size == 1:
+            if given is None or given.priorities is None or len(given.written) == 1:
                 return state.highest
             before = jnp.concatenate(
                 [state.highest[None], _greatest(given.priorities, given.written)[:-1]]
@@ -460,7 +461,7 @@ def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Pr
 def _greatest(priorities: jax.Array, written: jax.Array) -> jax.Array:
     """The greatest priority that came with each row of time, float32 `[T]`."""
     seen = jnp.where(_is_priority(priorities), priorities, 0.0)
-    return jnp.where(written, seen.reshape(written.size, -1).max(axis=1), 0.0)
+    return jnp.where(written, seen.reshape(len(written), -1), 0.0).max(axis=1)
 
 
 def _is_priority(number: Any) -> jax.Array:

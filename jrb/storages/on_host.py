@@ -11,7 +11,8 @@ from jax import lax
 
 from jrb._base import ordering, prng_keys, pytree
 from jrb._engine.deferred import DeferredStorage
-from jrb.ring import Held, Ring
+from jrb.held import Held
+from jrb.ring import Ring
 from jrb.storages import host_rows
 from jrb.storages.host_rows import HostRows, HostView
 from jrb.types import Context, HostStorage, Item, Where, Write

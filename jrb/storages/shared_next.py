@@ -111,7 +111,7 @@ def _source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
     """The row of the arrays of observations that holds the next observation of each slot."""
     ring, held = context.ring, context.held
     pointer = ordering.read(lambda: rows.get(state.pointer, slots))
-    newest = ring.place(held, slots) >= held.count - ring.envs
+    newest = held.after(ring, slots) <= 0
     tail = ring.capacity + state.owner.size + slots % ring.envs
     later = jnp.where(pointer < 0, ring.slot_after(slots, ring.envs), ring.capacity + pointer)
     return jnp.where(newest, tail, later)

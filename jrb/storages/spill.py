@@ -11,8 +11,9 @@ import numpy as np
 from jrb._base import checks, ordering, pytree
 from jrb._engine import columns, rows
 from jrb._engine.deferred import DevicePart, Places, places
+from jrb.held import Held
 from jrb.keys import TED
-from jrb.ring import Clock, Held, Ring
+from jrb.ring import Clock, Ring
 from jrb.storages.host_rows import HostView
 from jrb.storages.store_rows import StoreArrays, StoreRows
 from jrb.types import Context, HostState, Item, Where, Write
@@ -101,7 +102,7 @@ class HotRing(DevicePart):
     def where(self, context: Context, state: Hot, slots: jax.Array) -> Any:
         """For slots, int32 `[...]`: their places among the hot rows, and whether they are there."""
         ring, held, hot = context.ring, context.held, self.ring(context.ring)
-        back = (held.count - 1 - ring.place(held, slots)) // ring.envs
+        back = held.after(ring, slots)
         here = (back >= 0) & (back < state.clock.count)
         row = hot.row_after(state.clock.cursor, jnp.where(here, hot.rows - 1 - back, 0))
         return row * ring.envs + slots % ring.envs, here

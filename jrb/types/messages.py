@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from jrb._base import pytree
+from jrb.held import Held
 from jrb.keys import Keys
-from jrb.ring import Held, Ring
+from jrb.ring import Ring
 
 Item = Any
 """A pytree of arrays, as users have their transitions."""
@@ -44,10 +45,10 @@ class Write:
             writer that places items one by one, int32 `[T * E]`, their slots.
         slots: int32 `[T, E]`, the slot of each item; N where it is dropped.
         written: bool `[T]`, the rows of time that passed: those that are not masked, also if a
-            longer call overwrites them.
-        passed: int32 `[T]`, how many passed up to each row, itself included.
+            longer call overwrites them. In lanes `[T, E]`, for each environment.
+        passed: int32 `[T]`, how many passed up to each row, itself included. In lanes `[T, E]`.
         expired: int32 `[]`, how many of the oldest rows leave, of those held before and those that
-            passed.
+            passed. In lanes `[E]`.
         consecutive: True if nothing is dropped and all slots follow one another (a slice will do).
         bounded: True if no more rows leave than pass.
     """
@@ -61,9 +62,25 @@ class Write:
     bounded: bool = True
 
     @property
+    def length(self) -> int:
+        """T."""
+        return self.passed.shape[0]
+
+    @property
     def rows(self) -> jax.Array:
-        """int32 `[]`, the rows of time that passed."""
+        """int32 `[]`, the rows of time that passed; in lanes `[E]`."""
         return self.passed[-1]
+
+    @property
+    def times(self) -> tuple[jax.Array, jax.Array]:
+        """`written` and `passed` for each environment: `[T, 1]`, in lanes `[T, E]`."""
+        wide = lambda array: array.reshape(self.length, -1)
+        return wide(self.written), wide(self.passed)
+
+    @property
+    def lengths(self) -> tuple[jax.Array, jax.Array]:
+        """The rows that leave and that come for each environment: int32 `[1]`, in lanes `[E]`."""
+        return self.expired.reshape(-1), self.rows.reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +108,7 @@ class Given:
     Attributes:
         slots: int32 `[K]`, all that is written; N where it is dropped. Where no row waits to become
             an anchor (`Unit.waits`), an anchor that enters stands at the same place in `entered`.
-        written: bool `[T]`, the rows of time that passed, of K / T items each.
+        written: bool `[T, 1]` or `[T, E]`, the rows of time that passed, of K / T items each.
         priorities: float32 `[K]`; None where none came.
     """
 

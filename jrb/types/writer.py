@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 
 import jax
 
-from jrb.ring import Held, Ring
+from jrb.held import Held
+from jrb.ring import Ring
 from jrb.types.messages import Item, PartState, Write
 
 
@@ -17,11 +18,13 @@ class Writer(abc.ABC):
             more than one row ask for it.
         writes: whether there is anything that it writes.
         until_full: whether rows are left out for which nothing has to go; the buffer sees to it.
+        in_lanes: whether each environment is written by itself, and masks may be `[T, E]`.
     """
 
     in_time: ClassVar[bool] = True
     writes: ClassVar[bool] = True
     until_full: ClassVar[bool] = False
+    in_lanes: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, ring: Ring, spec: Item) -> Any:
@@ -37,7 +40,7 @@ class Writer(abc.ABC):
             ring: the ring's shape.
             state: the writer's state.
             items: what will be written, leaves `[T, E, ...]`.
-            mask: bool `[T]`, the rows to write; None for all.
+            mask: bool `[T]`, the rows to write, in lanes perhaps `[T, E]`; None for all.
         """
 
     @abc.abstractmethod
@@ -62,10 +65,13 @@ class Writer(abc.ABC):
         """All slots, int32 `[N]`, those that hold items first, oldest first; and their number."""
         held = self.held(ring, state)
         place = jax.numpy.arange(ring.capacity, dtype=jax.numpy.int32)
-        return ring.slot_after(held.first, place), held.count
+        return held.nth(ring, place), held.size
 
     def shrink(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
-        """The same without so many of the oldest rows, int32 `[]`; the default is for none."""
+        """The same without so many of the oldest rows, int32 `[]`, in lanes `[E]`.
+
+        The default is for none.
+        """
         return state
 
     def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:

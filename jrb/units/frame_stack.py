@@ -10,7 +10,7 @@ from jrb._base import checks, ordering, pytree
 from jrb._engine import anchor_queue, episodes, rows
 from jrb._engine.anchor_queue import AnchorQueue
 from jrb.keys import Keys, Path, path_name, within
-from jrb.ring import Held, Ring
+from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Where, Write, Writer
 from jrb.types.parts import check_part
 from jrb.units.transition import Transition
@@ -119,7 +119,7 @@ class FrameStack(Unit):
         return Stacks(
             back=jnp.zeros(ring.capacity, jnp.uint8 if self.k <= 256 else jnp.int32),
             length=jnp.zeros(ring.envs, jnp.int32),
-            queue=anchor_queue.init(ring),
+            queue=anchor_queue.init(context),
             unit=self.unit.init(context, spec),
             k=self.k,
         )
@@ -193,7 +193,7 @@ class FrameStack(Unit):
         """Those after which a stack begins anew, and those that the inner unit knows."""
         ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
-        last = ring.place(held, slots) >= held.count - ring.envs
+        last = held.after(ring, slots) <= 0
         running = state.length[slots % ring.envs] > 0
         begins = jnp.where(last, ~running, state.back[after] == 0) & (self.k > 1)
         return begins | self.unit.ends(context, state.unit, slots)
@@ -214,14 +214,11 @@ class FrameStack(Unit):
     def _cut(self, context: Context, write: Write, reach: Any) -> jax.Array:
         """The slots at the ring's tail whose stacks reach beyond it, int32 `[(k - 1) E]`."""
         ring, held = context.ring, context.held
-        most = (self.k - 1) * ring.envs
-        first = ring.slot_after(held.first, write.expired % ring.rows * ring.envs)
-        count = held.count + (write.rows - write.expired) * ring.envs
-        slots = ring.run(Held(first=first, count=count), most)
-        row = jnp.arange(most, dtype=jnp.int32) // ring.envs
+        slots = held.moved(ring, *write.lengths).oldest(ring, self.k - 1)
+        row = jnp.arange(self.k - 1, dtype=jnp.int32)[:, None]
         safe = jnp.minimum(slots, ring.capacity - 1)
         cut = ordering.read(lambda: reach(safe)) > row
-        return jnp.where(cut, slots, ring.capacity)
+        return jnp.where(cut, slots, ring.capacity).reshape(-1)
 
     def anchors(self, context: Context, state: Stacks) -> Anchors:
         """Anchors of the inner unit whose stack is held."""
@@ -280,7 +277,7 @@ class FrameStack(Unit):
         """
         ring, held = context.ring, context.held
         back = ordering.read(lambda: rows.get(state.back, slots)).astype(jnp.int32)
-        oldest = ring.place(held, slots) // ring.envs
+        oldest = held.before(ring, slots)
         step = jnp.arange(self.k - 1, -1, -1, dtype=jnp.int32)
         near = jnp.minimum(step, jnp.minimum(back, oldest)[..., None])
         return (
@@ -335,8 +332,7 @@ def _still_whole(context: Context, write: Write, slots: jax.Array, reach: Any) -
     """The slots, N where the stack is no longer held once the write is done."""
     ring, held = context.ring, context.held
     safe = jnp.minimum(slots, ring.capacity - 1)
-    rows_held = held.count // ring.envs + write.rows - write.expired
-    tail = ring.slot_after(held.first, write.expired % ring.rows * ring.envs)
-    oldest = ring.place(Held(first=tail, count=held.count), safe) // ring.envs
-    whole = (ordering.read(lambda: reach(safe)) <= oldest) & (oldest < rows_held)
+    after = held.moved(ring, *write.lengths)
+    fits = ordering.read(lambda: reach(safe)) <= after.before(ring, safe)
+    whole = fits & after.holds(ring, safe)
     return jnp.where(whole, slots, ring.capacity)

@@ -121,7 +121,7 @@ class Hindsight(Unit):
     def ends(self, context: Context, state: Goals, slots: jax.Array) -> jax.Array:
         """Those whose successor is of another episode."""
         ring, held = context.ring, context.held
-        last = ring.place(held, slots) >= held.count - ring.envs
+        last = held.after(ring, slots) <= 0
         over = state.episodes.length[slots % ring.envs] == 0
         other = state.which[slots] != state.which[ring.slot_after(slots, ring.envs)]
         return jnp.where(last, over, other)
@@ -152,15 +152,14 @@ class Hindsight(Unit):
         """The slots of the rows whose achievement may become the goal, int32 `[B]`."""
         ring, held = context.ring, context.held
         if self.strategy == "random":
-            return ring.slot_after(held.first, random_bits.below(held.count, *words))
+            return held.nth(ring, random_bits.below(held.size, *words))
         env = slots % ring.envs
         at = ordering.read(lambda: rows.get(state.which, slots))
-        age, part = episodes.extent(state.episodes, env, at, held.count // ring.envs, 1)
-        own = (held.count - 1 - ring.place(held, slots)) // ring.envs
+        age, part = episodes.extent(context, state.episodes, env, at, 1)
+        own = held.after(ring, slots)
         choices = {"future": own - age + 1, "final": jnp.ones_like(age), "episode": part}
         back = age + random_bits.below(jnp.maximum(choices[self.strategy], 1), *words)
-        newest = ring.slot_after(held.first, jnp.maximum(held.count - ring.envs, 0))
-        return ring.slot_before(newest, back * ring.envs) + env
+        return ring.slot_before(held.newest(ring)[env], back * ring.envs)
 
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """Other goals where it was so decided, and the rewards that they give."""

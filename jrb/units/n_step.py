@@ -86,7 +86,7 @@ class NStep(Unit):
         return Steps(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if self.strict else None,
-            queue=anchor_queue.init(ring) if self.strict else None,
+            queue=anchor_queue.init(context) if self.strict else None,
             n=self.n if self.strict else None,
         )
 
@@ -126,7 +126,8 @@ class NStep(Unit):
             return state.replace(ended=ended), None
         now = anchor_queue.look_back(context.ring)
         back = jnp.arange(self.n - 2, -1, -1, dtype=jnp.int32)  # n - 1 back was complete before
-        waiting = (which & (context.held.count > 0))[:, None] & (back < state.length[:, None])
+        ends = which & (context.held.rows(context.ring) > 0)
+        waiting = ends[:, None] & (back < state.length[:, None])
         entered = anchor_queue.rows_back(context, now, back, waiting[None])
         anchors, change = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
         length = jnp.where(which, 0, state.length)

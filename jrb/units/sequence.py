@@ -122,7 +122,7 @@ class Sequence(Unit):
         return Windows(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if whole else None,
-            queue=anchor_queue.init(ring) if whole else None,
+            queue=anchor_queue.init(context) if whole else None,
             episodes=episodes.init(ring, self._enough) if self.over == "episodes" else None,
             enough=self._enough if whole or self.over == "episodes" else None,
         )

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import checks, pytree
+from jrb._engine import lanes
+from jrb.held import Held
 from jrb.keys import Keys
-from jrb.ring import Held, Ring
+from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 
 
@@ -77,13 +79,15 @@ def all_held(context: Context) -> Anchors:
     ring, held = context.ring, context.held
 
     def nth(places: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return ring.slot_after(held.first, places), jnp.ones(places.shape, jnp.float32)
+        return held.nth(ring, places), jnp.ones(places.shape, jnp.float32)
 
-    return Anchors(count=held.count, nth=nth, all_held=True)
+    return Anchors(count=held.size, nth=nth, all_held=True)
 
 
 def every_slot(context: Context, write: Write) -> Change:
     """The change where every slot that holds an item is an anchor."""
+    if lanes.are_in(context):
+        return lanes.every_slot(context, write)
     ring, held = context.ring, context.held
     left = write.expired * ring.envs
     overwritten = jnp.maximum(held.count // ring.envs + write.rows - ring.rows, 0)

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 
 from jrb._engine import rows
-from jrb.ring import Clock, Held, Ring
+from jrb.held import Held
+from jrb.ring import Clock, Ring
 from jrb.types import Item, Write, Writer
 
 
@@ -24,7 +25,7 @@ class InTurn(Writer):
 
     def held(self, ring: Ring, state: Clock) -> Held:
         """The last rows, oldest first."""
-        return Held(first=ring.oldest_slot(state), count=state.count * ring.envs)
+        return Held.by(ring, state)
 
     def stamp(self, ring: Ring, state: Clock, slots: jax.Array) -> jax.Array:
         """The lap in which each slot was written."""

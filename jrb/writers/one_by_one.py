@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jrb._base import ordering
 from jrb._engine import rows
-from jrb.ring import Held, Ring
+from jrb.held import Held
+from jrb.ring import Ring
 from jrb.types import Write, Writer
 
 
