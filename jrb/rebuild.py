@@ -177,13 +177,17 @@ def _chosen(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _
 
 
 def _rows_of(ring: Ring, held: Held, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The newest rows that hold at most so many items, and which of them there are, `[T, E]`."""
+    """The newest rows that hold at most so many items, and which of them there are, `[T, E]`.
+
+    In place of others stand slots that hold something.
+    """
     counts = np.broadcast_to(np.asarray(held.rows(ring)), ring.envs)
     row = np.arange(counts.max())[:, None] + counts - counts.max()
     there = np.asarray(held.from_oldest(ring))
     slots = np.take_along_axis(there, np.maximum(row, 0), axis=0).astype(np.int32)
     fits = np.cumsum((row >= 0).sum(axis=1)[::-1])[::-1] <= most
-    return slots[fits], (row >= 0)[fits]
+    slots, mask = slots[fits], (row >= 0)[fits]
+    return np.where(mask, slots, slots[mask][:1]) if mask.any() else slots, mask
 
 
 def _without_time(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _Kept:

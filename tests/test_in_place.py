@@ -199,6 +199,28 @@ def test_no_writer_copies(name, writer):
     assert growth(name, extend_draw_extend, writer=writer) < 0.01
 
 
+def lanes(buffer, state, total, key):
+    """Environments that step, or not."""
+    steps = jnp.sin(total + jnp.arange(6.0 * E)).reshape(6, E) > 0
+    state = buffer.add(state, rows(total, E), mask=steps[0])
+    state = buffer.extend(state, rows(total, 6, E), mask=steps)
+    state, sample = buffer.draw(state, key)
+    state = buffer.truncate(state, steps[1])
+    state = buffer.set(state, sample, {"next": {"reward": jnp.zeros(B)}})
+    total = total + testing.consumed((sample, buffer.newest(state, 2)))
+    return buffer.add(state, rows(total, E)), total
+
+
+LANES = ["n-step", "strict n-step", "stacked n-step", "episodes"]
+
+
+@pytest.mark.parametrize("parts", LANES)
+@pytest.mark.parametrize("agents", [None, 8])
+def test_lanes_copy_nothing(parts, agents):
+    name = "uniform" if parts == "episodes" else "prioritized"
+    assert growth(name, lanes, agents, writer=jrb.Lanes(), **OTHERS[parts]) < 0.01
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_bare_sample_before_a_write_is_what_copies(name):
     assert growth(name, sample_add) > 0.5

@@ -407,7 +407,7 @@ def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
     if empty.any():
         raise ValueError(
             f"take: expected slots that hold items, got {slots[empty][0]}, which holds none: "
-            f"{int(held.count)} are held, from slot {int(held.first)} on."
+            f"{int(held.size)} are held, as in_order tells."
         )
 
 
