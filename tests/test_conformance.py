@@ -64,6 +64,7 @@ PARTS = [
     {"storage": jrb.DeviceStorage(once=True), "unit": jrb.NStep(2, 0.9)},
     {"writer": jrb.MaxValue(("next", "reward"))},
     {"writer": jrb.Reservoir(0)},
+    {"writer": jrb.Lanes(), "unit": jrb.NStep(2, 0.9, strict=True), "sampler": jrb.Prioritized()},
 ]
 
 
