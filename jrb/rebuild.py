@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import pytree
-from jrb._engine import dispatch
+from jrb._engine import dispatch, transforming
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
 from jrb.ring import Held
@@ -60,6 +60,8 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     _check_parts(old, state, new)
     slots, cuts = _chosen(old, new, state)
     made = _filled(old, new, state, slots, cuts)
+    pairs = (old.transforms, state.transforms), (new.transforms, made.transforms)
+    made = made.replace(transforms=transforming.adopted(*pairs))
     if not slots.size:
         return made
     if type(old.writer) is type(new.writer):
