@@ -150,6 +150,9 @@ def _other_part(buffer: Buffer, state: BufferState, spec: Item | None) -> TypeEr
         if pytree.alike(wanted, found):
             continue
         kind = type(parts[name]).__name__
+        if name == "transforms":
+            learning = transforming.learning(buffer.transforms)
+            kind = " and ".join(type(each).__name__ for each in learning) or "without a state"
         is_same_kind = name == "sampler" and type(found) is type(wanted)
         if is_same_kind and pytree.alike(wanted, buffer.sampler.joined(found, buffer.unit.waits)):
             return TypeError(

@@ -1,6 +1,7 @@
 """Transforms one after the other: functions, which may have methods (see `jrb.types.Transform`)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ def outward(transforms: tuple, data: Item, batch: Batch, first: int = 0, states:
 
 
 def _applied(transform: Any, number: int, data: Item, batch: Batch, state: Any) -> Any:
+    """The data after one transform, which is the `number`-th."""
     apply = method(transform, "apply")
     if apply is None:
         return transform(data)
@@ -105,10 +107,8 @@ def init(transforms: tuple, context: Context, spec: Item) -> tuple:
         if isinstance(transform, StatefulTransform):
             state = transform.init(context, jax.tree.map(one, seen))
             states.append(state)
-        apply = lambda data, each=(transform, number), state=state: _applied(
-            *each, data, _of_rows(context, 1), state
-        )
-        seen = jax.eval_shape(apply, seen)
+        apply = functools.partial(_applied, transform, number, state=state)
+        seen = jax.eval_shape(lambda data, apply=apply: apply(data, _of_rows(context, 1)), seen)
     return tuple(states)
 
 

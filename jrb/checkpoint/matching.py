@@ -128,7 +128,7 @@ def binding(node: descriptions.Json) -> descriptions.Json:
     free = {"batch_size", "transforms", "min_size", "cast"}
     if "part" in node:
         part = descriptions.find_class(node["part"])
-        if isinstance(part, type) and issubclass(part, Storage):
+        if isinstance(part, type) and issubclass(part, Storage | StatefulTransform):
             free |= set(part.unbound)
     return {
         key: {name: binding(field) for name, field in entry.items() if name not in free}
@@ -149,7 +149,7 @@ def _learning(fields: dict[str, descriptions.Json]) -> descriptions.Json:
         for number, found in enumerate(classes, 1)
         if found is not None and issubclass(found, StatefulTransform)
     ]
-    return {"transforms": parts[: learning[-1]]} if learning else {}
+    return {"transforms": binding(parts[: learning[-1]])} if learning else {}
 
 
 def stored_spec(node: descriptions.Json, buffer: Description, example: Item) -> Any:

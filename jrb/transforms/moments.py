@@ -73,8 +73,7 @@ def _of_these(numbers: jax.Array, real: jax.Array, count: jax.Array) -> tuple[ja
     many = jnp.maximum(count, 1).astype(numbers.dtype)
     mean = jnp.sum(jnp.where(real, numbers, 0), axis=0) / many
     apart = jnp.where(real, numbers - mean, 0)
-    off = jnp.sum(apart, axis=0) / many  # what rounding left of the mean
-    return mean + off, jnp.maximum(jnp.sum(apart * apart, axis=0) / many - off * off, 0)
+    return mean, jnp.sum(apart * apart, axis=0) / many
 
 
 def _ratio(one: jax.Array, other: jax.Array, dtype: pytree.DType) -> jax.Array:

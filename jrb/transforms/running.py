@@ -1,6 +1,6 @@
 """Normalization by running statistics of what is written. E environments, T time."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,10 @@ class RunningNormalize(StatefulTransform):
     """(x - mean) / sqrt(var + eps), of all that was ever written, entry by entry of a leaf.
 
     Items are stored as they come, and old ones are drawn by the newest statistics. Every row that
-    is written counts once, and still does when it is overwritten, edited or emptied away; masked
-    ones do not, nor a leaf in which something is not finite. A leaf of the next observation goes by
-    the statistics of the observation. `normalized` does the same for what an agent acts on.
+    is added counts once, and still does when a writer leaves it out, or it is overwritten, edited
+    or emptied away; masked ones do not, nor a leaf in which something is not finite. A leaf of the
+    next observation goes by the statistics of the observation. `normalized` does the same for what
+    an agent acts on.
 
     Attributes:
         paths: whose statistics are kept; None for the observation.
@@ -41,6 +42,8 @@ class RunningNormalize(StatefulTransform):
         >>> sorted(set(buffer.sample(state, jax.random.key(0), 64).data["observation"].tolist()))
         [-1.0, 1.0]
     """
+
+    unbound: ClassVar[tuple[str, ...]] = ("center", "clip", "eps")
 
     paths: Paths | None = None
     center: bool = True
@@ -124,6 +127,8 @@ class RunningRewardScale(StatefulTransform):
     Reference: Engstrom et al., 2020, "Implementation matters in deep policy gradients", section 3.
     """
 
+    unbound: ClassVar[tuple[str, ...]] = ("clip", "eps")
+
     discount: float = 0.99
     clip: float | None = 10.0
     eps: float = 1e-8
@@ -153,7 +158,10 @@ class RunningRewardScale(StatefulTransform):
             here = jnp.where(real, self.discount * running + reward, running)
             return jnp.where(ended, 0, here), here
 
-        running, returns = jax.lax.scan(step, state.running, (rewards, lift(real), lift(ended)))
+        rows = rewards, lift(real), lift(ended)
+        # In shard_map a carry must vary from the start over those axes that the rows vary over.
+        start = jnp.where(rows[1][0] | rows[2][0], state.running, state.running)
+        running, returns = jax.lax.scan(step, start, rows)
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
         return Returns(
             moments=moments.joined(state.moments, flat(returns), flat(real)), running=running
@@ -199,7 +207,7 @@ def normalized(buffer: Buffer, state: BufferState, observation: Any) -> Any:
     """
     dispatch.check_state(buffer, state)
     pairs = zip(transforming.learning(buffer.transforms), state.transforms, strict=True)
-    found = [pair for pair in pairs if isinstance(pair[0], RunningNormalize)]
+    found = [(each, its) for each, its in pairs if isinstance(each, RunningNormalize)]
     if not found:
         raise ValueError(
             "normalized: expected a buffer with jrb.transforms.RunningNormalize() among its "

@@ -1,7 +1,7 @@
 """The contract of transforms."""
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -27,7 +27,12 @@ class StatefulTransform(Transform):
     Items stay as they are stored: `apply` finds the newest state in `batch.state`. The states of a
     buffer are in `BufferState.transforms`, in the order of the transforms that have one. Emptying
     the buffer leaves them as they are.
+
+    Attributes:
+        unbound: names of fields on which no state depends.
     """
+
+    unbound: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> PartState:

@@ -279,10 +279,11 @@ def test_statistics_are_saved_and_loaded(layout, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, moved.transforms, state.transforms[::-1])
     fewer = jrb.load(path, buffer=dataclasses.replace(buffer, transforms=()))[1]
     assert fewer.transforms == ()
-    cast = dataclasses.replace(buffer, transforms=(*buffer.transforms, tr.Cast("float32")))
-    jax.tree.map(
-        np.testing.assert_array_equal, jrb.load(path, buffer=cast)[1].transforms, state.transforms
-    )
+    clipped = dataclasses.replace(buffer.transforms[0], clip=1.0, center=False)
+    same = (clipped, buffer.transforms[1], tr.Cast("float32"))
+    found, back = jrb.load(path, buffer=dataclasses.replace(buffer, transforms=same))
+    assert found.transforms == same
+    jax.tree.map(np.testing.assert_array_equal, back, state)
 
 
 def test_a_rebuilt_buffer_goes_on_with_what_the_old_one_had_learned():
@@ -323,6 +324,27 @@ def test_storages_on_the_host_learn_alike(kind, tmp_path):
     assert not truncated.transforms[1].running.any()
 
 
+@pytest.mark.devices
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
+@pytest.mark.parametrize("own", [True, False], ids=["own states", "one state for all"])
+def test_devices_learn_each_for_itself(own):
+    buffer, count = buffer_of(2, 4), jax.device_count()
+    items, one = rows(np.random.default_rng(10), count, 3, 2), buffer.init(example())
+    step = lambda state, items: buffer.extend(state, items).transforms
+    want = jax.vmap(step, (None, 0))(one, items)
+
+    def on_one(state, items):
+        state = cut(state, 0) if own else state
+        return jax.tree.map(lambda leaf: leaf[None], step(state, cut(items, 0)))
+
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    part = jax.sharding.PartitionSpec("data")
+    specs = (part if own else jax.sharding.PartitionSpec(), part)
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * count), one) if own else one
+    found = jax.jit(jax.shard_map(on_one, mesh=mesh, in_specs=specs, out_specs=part))(state, items)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, want)
+
+
 @pytest.mark.slow
 def test_buffers_that_learn_keep_the_contracts():
     make = lambda capacity: jrb.ReplayBuffer(
@@ -349,7 +371,10 @@ def test_refusals():
         with pytest.raises(ValueError, match=r"(clip|eps): expected a number above 0"):
             tr.RunningNormalize(**wrong)
     buffer, plain = jrb.ReplayBuffer(4, transforms=BOTH), jrb.ReplayBuffer(4)
-    with pytest.raises(TypeError, match="transforms"):
-        buffer.add(plain.init(example()), rows(np.random.default_rng(0)))
+    row = rows(np.random.default_rng(0))
+    with pytest.raises(TypeError, match="whose transforms is RunningNormalize and RunningReward"):
+        buffer.add(plain.init(example()), row)
+    with pytest.raises(TypeError, match="whose transforms is without a state"):
+        plain.add(buffer.init(example()), row)
     with pytest.raises(ValueError, match="RunningNormalize"):
         tr.normalized(plain, plain.init(example()), jnp.zeros(3))
