@@ -45,7 +45,7 @@ class ReplayBuffer:
         storage: where the items lie.
         transforms: what happens to data on its way out, from first to last; each a function from
             data to data, or one of `jrb.transforms`. One with a method `inverse` is undone on the
-            way in, item by item.
+            way in, item by item. One with a state learns from what is written.
         keys: where the parts of a transition lie in an item.
         min_size: the transitions that must be held before anything is drawn; until then
             `can_sample` is False, `sample` raises outside `jit`, and inside it `mask` is False.
@@ -113,6 +113,7 @@ class ReplayBuffer:
                 f"transforms: expected a tuple of functions, got {self.transforms!r}. "
                 "Write (f,) for a single one."
             )
+        transforming.check(self.transforms, self.storage)
 
     @classmethod
     def rounded(cls, capacity: int, num_envs: int | None = None, **parts: Any) -> Self:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import pytree
-from jrb._engine import dispatch
+from jrb._engine import dispatch, transforming
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
 from jrb.held import Held
@@ -63,6 +63,8 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     if kept.dealt:
         _check_parts(old, state, new)
     made = _filled(old, new, state, kept)
+    pairs = (old.transforms, state.transforms), (new.transforms, made.transforms)
+    made = made.replace(transforms=transforming.adopted(*pairs))
     if not kept.mask.any():
         return made
     if type(old.writer) is type(new.writer):

@@ -18,6 +18,7 @@ class BufferState(pytree.State):
         writer: where the next row goes; for `RoundRobin` a `jrb.ring.Clock`.
         sampler: what the sampler remembers.
         unit: what the unit remembers.
+        transforms: what those of the transforms remember that have a state, a tuple.
         edits: uint32 `[]`, another number after each edit of items where they lie.
         ring: the shape of the ring that it was made for; no array.
     """
@@ -27,6 +28,7 @@ class BufferState(pytree.State):
     sampler: Any
     unit: Any
     edits: jax.Array
+    transforms: Any = ()
     ring: Ring | None = pytree.static(default=None)
 
     def __len__(self) -> int:

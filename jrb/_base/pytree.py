@@ -211,6 +211,14 @@ def check_like(expected: PyTree, got: PyTree, what: str, mend: str) -> None:
             )
 
 
+def alike(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees have the same structure, shapes and dtypes."""
+    if jax.tree.structure(one) != jax.tree.structure(other):
+        return False
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+
+
 def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None:
     """Raises `ValueError` unless both trees have the same structure, naming where they part."""
     if jax.tree.structure(expected) == jax.tree.structure(got):

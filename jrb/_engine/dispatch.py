@@ -19,7 +19,7 @@ from jrb._base import checks, display, pytree, versions
 from jrb._engine import editing, state_check, steps, transforming
 from jrb._engine.deferred import DeferredStorage
 from jrb.state import Buffer, BufferState, Device, Sample
-from jrb.types import HostState, HostStorage, Item
+from jrb.types import Batch, HostState, HostStorage, Item
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -313,8 +313,8 @@ def draw(
             return steps.draw(buffer, state, key, batch_size, beta)
         after, sample = drawn
     first = len(_fixed(buffer).transforms)
-    rest = (buffer.transforms[first:], sample.data, sample.mask, key, buffer.keys, first)
-    return after, sample.replace(data=transforming.outward(*rest))
+    rest, batch = buffer.transforms[first:], Batch(key, sample.mask, buffer.keys)
+    return after, sample.replace(data=transforming.outward(rest, sample.data, batch, first))
 
 
 @functools.lru_cache(maxsize=64)
@@ -387,7 +387,7 @@ def _for_min_size(buffer: Buffer) -> str:
 def _collated(buffer: Buffer, found: list[Any], mask: jax.Array, key: jax.Array) -> Any:
     objects = [item if drawn else None for item, drawn in zip(found, mask.tolist(), strict=True)]
     data = objects if buffer.storage.collate is None else buffer.storage.collate(objects)
-    return transforming.outward(buffer.transforms, data, mask, key, buffer.keys)
+    return transforming.outward(buffer.transforms, data, Batch(key, mask, buffer.keys))
 
 
 @_on_meshes
@@ -510,7 +510,8 @@ def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
 @functools.lru_cache(maxsize=64)
 def _without_items(buffer: Buffer) -> Any:
     """The same buffer for verbs that leave its items alone: returned, they would be copied."""
-    return dataclasses.replace(buffer, storage=DeferredStorage(), transforms=())
+    learning = tuple(transforming.learning(buffer.transforms))
+    return dataclasses.replace(buffer, storage=DeferredStorage(), transforms=learning)
 
 
 @_on_meshes

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jrb._base import pytree
 from jrb._base.pytree import Leaf, PyTree
+from jrb._engine import transforming
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
 from jrb.types import Context, Item
@@ -34,6 +35,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
         sampler=buffer.sampler.joined(buffer.sampler.init(ring), buffer.unit.waits),
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
+        transforms=transforming.init(buffer.transforms, context, spec),
         ring=ring,
     )
 
@@ -95,7 +97,7 @@ def _fits(buffer: Buffer, state: BufferState, spec: Item | None) -> bool:
     want = _wanted(buffer, state, spec)
     if want is None or state.ring != buffer.ring:
         return False
-    return all(_alike(*pair) for pair in _pairs(want, state).values())
+    return all(pytree.alike(*pair) for pair in _pairs(want, state).values())
 
 
 def _pairs(want: BufferState, state: BufferState) -> dict[str, tuple[Any, Any]]:
@@ -105,6 +107,7 @@ def _pairs(want: BufferState, state: BufferState) -> dict[str, tuple[Any, Any]]:
         "unit": (want.unit, state.unit),
         "sampler": (want.sampler, state.sampler),
         "storage": (want.storage, state.storage),
+        "transforms": (want.transforms, state.transforms),
     }
 
 
@@ -116,13 +119,6 @@ def _wanted(buffer: Buffer, state: BufferState, spec: Item | None) -> BufferStat
         return jax.eval_shape(lambda: blank(buffer, spec))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None  # whatever the parts make of a state that is not theirs
-
-
-def _alike(one: PyTree, other: PyTree) -> bool:
-    if jax.tree.structure(one) != jax.tree.structure(other):
-        return False
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
 def _same_leaves(one: PyTree, other: PyTree) -> bool:
@@ -149,13 +145,16 @@ def _other_part(buffer: Buffer, state: BufferState, spec: Item | None) -> TypeEr
         found = _shape(state.storage)
         return _of_other("storage", type(buffer.storage).__name__, found)
     parts = {"writer": buffer.writer, "sampler": buffer.sampler, "unit": buffer.unit}
-    parts["storage"] = buffer.storage
+    parts |= {"storage": buffer.storage, "transforms": buffer.transforms}
     for name, (wanted, found) in _pairs(want, state).items():
-        if _alike(wanted, found):
+        if pytree.alike(wanted, found):
             continue
         kind = type(parts[name]).__name__
+        if name == "transforms":
+            learning = transforming.learning(buffer.transforms)
+            kind = " and ".join(type(each).__name__ for each in learning) or "without a state"
         is_same_kind = name == "sampler" and type(found) is type(wanted)
-        if is_same_kind and _alike(wanted, buffer.sampler.joined(found, buffer.unit.waits)):
+        if is_same_kind and pytree.alike(wanted, buffer.sampler.joined(found, buffer.unit.waits)):
             return TypeError(
                 f"expected a state whose sampler was told of all its anchors, got one on which a "
                 f"new state of {kind} was put by hand. {_MEND}"

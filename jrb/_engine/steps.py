@@ -14,7 +14,7 @@ from jrb._base import ordering, pytree
 from jrb._engine import transforming
 from jrb.keys import Keys
 from jrb.state import Buffer, BufferState, Sample
-from jrb.types import Context, Draw, Given, Item, Look, Write
+from jrb.types import Batch, Context, Draw, Given, Item, Look, Write
 
 
 def context_of(buffer: Buffer, writer: Any) -> Context:
@@ -49,7 +49,8 @@ def write(
         writer = buffer.writer.shrink(ring, writer, left)
     if cuts is not None:
         items = with_cuts(items, cuts, buffer.keys)
-    state = state.replace(storage=storage)
+    learned = transforming.learned(buffer.transforms, state.transforms, context, items, mask)
+    state = state.replace(storage=storage, transforms=learned)
     given = _given(buffer, write, items, priorities)
     return _learned(buffer, context, state, writer, write, items, given)
 
@@ -209,7 +210,8 @@ def _read_at(
     """Data and info of a sample."""
     raw = buffer.storage.read(context, state.storage, look.where)
     data, info = buffer.unit.reduce(raw, look, buffer.keys)
-    return transforming.outward(buffer.transforms, data, look.mask, key, buffer.keys), info
+    batch = Batch(key, look.mask, buffer.keys)
+    return transforming.outward(buffer.transforms, data, batch, states=state.transforms), info
 
 
 def _fields(
@@ -334,7 +336,8 @@ def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> BufferStat
     """Some environments, bool `[E]`, begin anew after the newest row."""
     context = context_of(buffer, state.writer)
     unit, change = buffer.unit.truncate(context, state.unit, which)
-    state = state.replace(unit=unit)
+    begun = transforming.truncated(buffer.transforms, state.transforms, which)
+    state = state.replace(unit=unit, transforms=begun)
     if change is None:
         return state
     anchors = buffer.unit.anchors(context, unit)

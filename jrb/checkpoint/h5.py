@@ -44,6 +44,7 @@ from jrb.state import Device
 from jrb.types import Item
 
 FORMAT, VERSION = "jrb-h5", 1
+_PARTS = ("writer", "sampler", "unit", "transforms")
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _SMALLEST = 2000  # times smaller than the data is no compressed data
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
@@ -122,9 +123,7 @@ def _write(
             about["trajectories"].append([environment, length])
             for name, leaf in rows.items():
                 _put(group, name, leaf, options)
-    rest = state_specs.packed(
-        {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
-    )
+    rest = state_specs.packed({name: getattr(state, name) for name in _PARTS})
     group = file.create_group(_STATE)
     for name, leaf in zip(state_specs.leaf_names(rest), jax.tree.leaves(rest), strict=True):
         _put(
@@ -202,7 +201,7 @@ def _read(
     spec = matching.stored_spec(about["items"], buffer, example)
     want = state_specs.blank(buffer, spec)
     state = _replayed(path, file, buffer, spec, about)
-    rest = {"writer": want.writer, "sampler": want.sampler, "unit": want.unit}
+    rest = {name: getattr(want, name) for name in _PARTS}
     packed = state_specs.packed(rest)
     arrays = [
         _restored(path, file, f"{_STATE}/{name}", leaf)

@@ -10,7 +10,7 @@ from jrb._store.generation import Generation
 from jrb.checkpoint import descriptions, facts, host_items, rows, state_specs
 from jrb.mix import AnyState, Description, Mix
 from jrb.state import Buffer
-from jrb.types import Item, Storage
+from jrb.types import Item, StatefulTransform, Storage
 
 
 class OtherError(ValueError):
@@ -103,7 +103,8 @@ def places(
 def matched(saved: descriptions.Json, given: Description | None) -> Any:
     """The description that was saved, or the one that was given if it is the same.
 
-    Batch size, `min_size`, `cast` and transforms may differ: no state depends on them.
+    Batch size, `min_size`, `cast` and transforms may differ: no state depends on them, but for
+    transforms that have a state.
     """
     buffer = descriptions.decode(saved) if given is None else given
     state_specs.check_buffer(buffer, "load")
@@ -127,15 +128,28 @@ def binding(node: descriptions.Json) -> descriptions.Json:
     free = {"batch_size", "transforms", "min_size", "cast"}
     if "part" in node:
         part = descriptions.find_class(node["part"])
-        if isinstance(part, type) and issubclass(part, Storage):
+        if isinstance(part, type) and issubclass(part, Storage | StatefulTransform):
             free |= set(part.unbound)
     return {
         key: {name: binding(field) for name, field in entry.items() if name not in free}
+        | _learning(entry)
         if key == "fields"
         else binding(entry)
         for key, entry in node.items()
         if key not in free
     }
+
+
+def _learning(fields: dict[str, descriptions.Json]) -> descriptions.Json:
+    """The encoded transforms up to the last one that has a state, if any has."""
+    parts = fields.get("transforms", {}).get("tuple", [])
+    classes = [descriptions.find_class(part.get("part", "")) for part in parts]
+    learning = [
+        number
+        for number, found in enumerate(classes, 1)
+        if found is not None and issubclass(found, StatefulTransform)
+    ]
+    return {"transforms": binding(parts[: learning[-1]])} if learning else {}
 
 
 def stored_spec(node: descriptions.Json, buffer: Description, example: Item) -> Any:

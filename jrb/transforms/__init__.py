@@ -6,6 +6,7 @@ rest alone. Leaves are `[B, ...]`, or `[B, L, ...]` for windows.
 
 from jrb.transforms.images import CenterCrop, Grayscale, RandomCrop, RandomShift, Resize, ToFloat
 from jrb.transforms.rewards import RewardToGo
+from jrb.transforms.running import RunningNormalize, RunningRewardScale, normalized
 from jrb.transforms.structure import Concatenate, Exclude, Rename, Select
 from jrb.transforms.values import Cast, Clip, Normalize, Scale
 
@@ -22,7 +23,10 @@ __all__ = [
     "Rename",
     "Resize",
     "RewardToGo",
+    "RunningNormalize",
+    "RunningRewardScale",
     "Scale",
     "Select",
     "ToFloat",
+    "normalized",
 ]

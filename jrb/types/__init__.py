@@ -24,7 +24,7 @@ from jrb.types.messages import (
 )
 from jrb.types.sampler import Sampler
 from jrb.types.storage import HostState, HostStorage, Storage
-from jrb.types.transform import Transform
+from jrb.types.transform import StatefulTransform, Transform
 from jrb.types.unit import Unit
 from jrb.types.writer import Writer
 
@@ -41,6 +41,7 @@ __all__ = [
     "Look",
     "Sampler",
     "State",
+    "StatefulTransform",
     "Storage",
     "Transform",
     "Unit",

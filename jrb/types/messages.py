@@ -192,8 +192,10 @@ class Batch:
         key: a PRNG key of its own.
         mask: bool `[B]` or `[B, L]`, which entries are real.
         keys: how the items are keyed.
+        state: the transform's own, if it has one (see `StatefulTransform`).
     """
 
     key: jax.Array
     mask: jax.Array
     keys: Keys
+    state: PartState = None

@@ -1,8 +1,12 @@
 """The contract of transforms."""
 
 import abc
+from typing import Any, ClassVar
 
-from jrb.types.messages import Batch, Item
+import jax
+
+from jrb._base import pytree
+from jrb.types.messages import Batch, Context, Item, PartState
 
 
 class Transform(abc.ABC):
@@ -15,3 +19,47 @@ class Transform(abc.ABC):
     @abc.abstractmethod
     def apply(self, data: Item, batch: Batch) -> Item:
         """From data, leaves `[B, ...]` or `[B, L, ...]`, to data."""
+
+
+class StatefulTransform(Transform):
+    """A transform that learns from what is written, such as running statistics.
+
+    Items stay as they are stored: `apply` finds the newest state in `batch.state`. The states of a
+    buffer are in `BufferState.transforms`, in the order of the transforms that have one. Emptying
+    the buffer leaves them as they are.
+
+    Attributes:
+        unbound: names of fields on which no state depends.
+    """
+
+    unbound: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    def init(self, context: Context, spec: Item) -> PartState:
+        """The state before anything came; `spec` is of an item as `on_write` sees it."""
+
+    @abc.abstractmethod
+    def on_write(
+        self, context: Context, state: PartState, items: Item, mask: jax.Array
+    ) -> PartState:
+        """The state after a write; to rounding the same however rows are cut into calls.
+
+        Args:
+            context: of the buffer before the write.
+            state: what this returned last.
+            items: as the transforms before this one make them of single items, `[T, E, ...]`.
+            mask: bool `[T, E]`, which of them are written.
+        """
+
+    def truncate(self, state: PartState, which: jax.Array) -> Any:
+        """Some environments, bool `[E]`, begin anew; by default nothing follows from it."""
+        return state
+
+    def adopt(self, state: PartState, old: PartState) -> Any:
+        """What goes on in a buffer that was rebuilt, by default all that the old one had learned.
+
+        Args:
+            state: learned from the items that came along.
+            old: of a transform of the same class, though its arrays may be others.
+        """
+        return old if pytree.alike(state, old) else state
