@@ -213,16 +213,10 @@ def test_several_seeds_under_vmap_are_several_buffers():
 
 
 def test_each_environment_counts_for_itself_where_the_mask_says_so():
-    """As writers take it that keep environments apart."""
-    from jrb._engine import transforming
-    from jrb.ring import Held
-    from jrb.types import Context
-
-    context = Context(jrb.ring.Ring(4, 2), jrb.TED, Held(jnp.int32(0), jnp.int32(0)))
+    buffer = jrb.ReplayBuffer(8, num_envs=2, writer=jrb.Lanes(), transforms=BOTH)
     items = rows(np.random.default_rng(5), 3, 2)
     mask = np.array([[True, False], [True, True], [False, True]])
-    begun = transforming.init(BOTH, context, example())
-    seen, scale = transforming.learned(BOTH, begun, context, items, jnp.asarray(mask))
+    seen, scale = buffer.extend(buffer.init(example()), items, jnp.asarray(mask)).transforms
     want = items["observation"][mask]
     np.testing.assert_allclose(seen["observation"].mean, want.mean(axis=0), rtol=1e-5)
     alone = [Model(1), Model(1)]
