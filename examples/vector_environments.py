@@ -23,8 +23,8 @@ import optax
 
 import jrb
 
-ENVS, MOST, WIDTH = 8, 200, 64
-BATCH, DISCOUNT, RATE, FOLLOW, ENOUGH = 128, 0.99, 1e-3, 0.01, 1000
+ENVS, MOST, WIDTH = 8, 200, 128
+BATCH, DISCOUNT, RATE, FOLLOW, ENOUGH = 128, 0.99, 2e-3, 0.01, 1000
 
 buffer = jrb.ReplayBuffer(
     capacity=2500 * ENVS,
@@ -103,7 +103,7 @@ def evaluate(params: Any, seed: int = 10_000) -> float:
     return float(total.mean())
 
 
-def run(steps: int = 3000, seed: int = 0) -> tuple[float, float, jrb.BufferState]:
+def run(steps: int = 4000, seed: int = 0) -> tuple[float, float, jrb.BufferState]:
     """Trains; the return of an episode before and after, and what the buffer holds then."""
     key, first = jax.random.split(jax.random.key(seed))
     params = network(first)
@@ -129,7 +129,7 @@ def run(steps: int = 3000, seed: int = 0) -> tuple[float, float, jrb.BufferState
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3000, help="of each environment")
+    parser.add_argument("--steps", type=int, default=4000, help="of each environment")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     before, after, _ = run(options.steps, options.seed)

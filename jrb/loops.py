@@ -57,6 +57,10 @@ class Jitted:
         buffer: whose verbs they are.
     """
 
+    init: Callable[..., BufferState]
+    nbytes: Callable[..., int]
+    take: Callable[..., Item]
+
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
         writes, reads = _compilers(dispatch.on_host(buffer))
@@ -181,6 +185,11 @@ class JittedMix:
     Attributes:
         mix: whose verbs they are.
     """
+
+    init: Callable[..., tuple[BufferState, ...]]
+    nbytes: Callable[..., int]
+    size: Callable[..., jax.Array]
+    can_sample: Callable[..., jax.Array]
 
     def __init__(self, mix: Mix) -> None:
         self.mix = mix

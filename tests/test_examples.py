@@ -63,6 +63,25 @@ def test_rows_of_environments_that_begin_anew_end_with_the_last_observation():
     assert ends > r2d2.ENVS
 
 
+@pytest.mark.slow
+def test_vector_environments_are_learned_from_without_a_step_that_is_none():
+    pytest.importorskip("gymnasium")
+    from examples import vector_environments as example
+
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integers
+        before, after, state = example.run()
+    assert before < 30 and after > 60
+    stored, episodes = jax.device_get(state.storage), jrb.episodes(example.buffer, state)
+    for env in range(example.ENVS):
+        lane = [each for each in episodes if each.environment == env]
+        assert all(each.complete for each in lane[:-1])
+        for each in lane:
+            seen, after = (part["observation"][each.slots] for part in (stored, stored["next"]))
+            np.testing.assert_array_equal(seen[1:], after[:-1])
+            assert (stored["next"]["reward"][each.slots] == 1).all()  # 0 for beginning anew
+            assert each.cut or (np.abs(seen[0]) <= 0.05).all()  # where episodes begin
+
+
 @pytest.mark.parametrize("parts", [{}, {"unit": jrb.NStep(3, 0.9), "sampler": jrb.Prioritized()}])
 def test_a_storage_of_zarr_keeps_the_contracts(parts, tmp_path):
     pytest.importorskip("zarr")

@@ -38,6 +38,8 @@ class Folder:
         path: of a folder that is there.
     """
 
+    path: str
+
     def __init__(self, path: str) -> None:
         self.path = os.path.realpath(path)
         self._file = os.open(self.path, _FOLDER)

@@ -96,6 +96,10 @@ class Generation:
         ValueError: it is of a newer version.
     """
 
+    path: str
+    number: int
+    body: dict[str, Any]
+
     def __init__(self, folder: Folder, number: int) -> None:
         self.path = folder.path_of(name_of(number))
         self._file, self.number = folder.open(name_of(number)), number

@@ -28,6 +28,14 @@ class Places:
         last: the place that was written last, -1 for none.
     """
 
+    of: np.ndarray
+    kept: np.ndarray
+    version: int
+    following: int
+    numbered: int
+    last: int
+    free: int
+
     def __init__(self, of: np.ndarray, room: int, version: int = 0) -> None:
         self.of, self.version, self.following, self.numbered = of, version, version + 1, 0
         self.kept = np.zeros(room, bool)

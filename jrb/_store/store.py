@@ -59,6 +59,13 @@ class Store:
         lost: int64, the slots whose rows were promised, but are gone.
     """
 
+    folder: Folder
+    table: Table
+    generation: int
+    sums: Sums
+    lost: np.ndarray
+    drawing: Gate
+
     def __init__(
         self,
         folder: Folder,
@@ -408,7 +415,7 @@ class Store:
         self,
         version: int,
         meta: Any,
-        kinds: dict[str, list],
+        kinds: dict[str, list[Any]],
         arrays: dict[str, Any],
         keep: int | None = 0,
         also: Iterable[int] = (),

@@ -25,6 +25,10 @@ class Sums:
         named: bool `[P]`, the places that the sums are over.
     """
 
+    table: Table
+    columns: list[np.ndarray]
+    named: np.ndarray
+
     def __init__(self, table: Table) -> None:
         self.table = table
         self.columns = [np.zeros(0, np.uint32) for _ in table.columns]

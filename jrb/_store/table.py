@@ -95,6 +95,12 @@ class Table:
         DamagedError: a file is missing, or too short.
     """
 
+    columns: tuple[Column, ...]
+    writable: bool
+    paths: list[str]
+    room: int
+    rows: list[np.ndarray]
+
     def __init__(
         self, folder: Folder, name: str, columns: tuple[Column, ...], room: int, writable: bool
     ) -> None:

@@ -61,6 +61,8 @@ def file_name(key: str) -> str:
 class Folder:
     """A dump, out of which no name leads."""
 
+    root: str
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = os.path.realpath(os.fspath(path))
         if not os.path.isdir(self.root):

@@ -35,6 +35,11 @@ class HostRows(abc.ABC):
         raw: the specs of its leaves as they lie on the host, keys as their words.
     """
 
+    capacity: int
+    spec: Item
+    names: tuple[str, ...]
+    raw: list[jax.ShapeDtypeStruct]
+
     path: str | None = None
     """Where a save is a commit of the rows themselves; None for nowhere."""
 

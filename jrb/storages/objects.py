@@ -24,6 +24,10 @@ class Shelf:
         writes: how many there were.
     """
 
+    objects: list[Any]
+    written: np.ndarray
+    writes: int
+
     def __init__(self, capacity: int) -> None:
         self.objects: list[Any] = [None] * capacity
         self.written = np.zeros(capacity, np.int64)

@@ -29,9 +29,14 @@ class StoreRows(HostRows):
         expiring: whether rows that a commit has promised may go when the ring comes round to them.
     """
 
+    store: Store
+    expiring: bool
+    path: str | None
+
     def __init__(self, store: Store, spec: Item, expiring: bool) -> None:
         super().__init__(store.slots, spec)
-        self.store, self.expiring, self.path = store, expiring, store.path
+        self.store, self.expiring = store, expiring
+        self.path = store.path
 
     def put(self, version: Version, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
         """See `HostRows.put`."""

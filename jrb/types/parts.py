@@ -1,11 +1,13 @@
 """Which base a part of each kind has."""
 
+from typing import Any
+
 from jrb.types.sampler import Sampler
 from jrb.types.storage import Storage
 from jrb.types.unit import Unit
 from jrb.types.writer import Writer
 
-BASES = {"sampler": Sampler, "unit": Unit, "writer": Writer, "storage": Storage}
+BASES: dict[str, type] = {"sampler": Sampler, "unit": Unit, "writer": Writer, "storage": Storage}
 
 
 def check_part(name: str, value: object) -> None:
@@ -15,7 +17,7 @@ def check_part(name: str, value: object) -> None:
             f"{name}: expected a part, got {value!r}. Make one, such as jrb.Uniform() or "
             "jrb.DeviceStorage()."
         )
-    base = BASES[name]
+    base: Any = BASES[name]
     if isinstance(value, base):
         return
     lacking = sorted(method for method in base.__abstractmethods__ if method not in dir(value))
