@@ -30,6 +30,9 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     and ends of episodes that only the old unit knew of. With another number of environments, the
     rows of all are laid end to end and dealt out anew, and no window crosses a seam.
 
+    Transforms with a state go on where both have one of the same class; others learn from the
+    items that stay.
+
     What does not carry over: what came to a reservoir that is made larger, which then samples from
     what it holds and what comes; how far an epoch is (the next draw begins one); the priorities of
     items where the old sampler had none; `set_alpha`, where the samplers differ. A queue goes on if
@@ -63,8 +66,7 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     if kept.dealt:
         _check_parts(old, state, new)
     made = _filled(old, new, state, kept)
-    pairs = (old.transforms, state.transforms), (new.transforms, made.transforms)
-    made = made.replace(transforms=transforming.adopted(*pairs))
+    made = made.replace(transforms=_learned(old, state, new, made))
     if not kept.mask.any():
         return made
     if type(old.writer) is type(new.writer):
@@ -98,6 +100,17 @@ class _Kept:
 
 def _whole(slots: np.ndarray, cuts: np.ndarray | None, dealt: bool) -> _Kept:
     return _Kept(slots.astype(np.int32), np.ones(slots.shape, bool), cuts, dealt)
+
+
+def _learned(old: ReplayBuffer, state: BufferState, new: ReplayBuffer, made: BufferState) -> tuple:
+    """What the new transforms know: what the old ones had learned, or the items told them."""
+    if not transforming.learning(new.transforms):
+        return ()
+    none = jnp.int32(0)
+    context = Context(new.ring, new.keys, Held(none, none))
+    blank = transforming.init(new.transforms, context, old.stored(state))
+    told = transforming.adopted((new.transforms, made.transforms), (new.transforms, blank))
+    return transforming.adopted((old.transforms, state.transforms), (new.transforms, told))
 
 
 def _sampler(

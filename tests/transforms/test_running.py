@@ -289,11 +289,17 @@ def test_a_rebuilt_buffer_goes_on_with_what_the_old_one_had_learned():
     jax.tree.map(np.testing.assert_array_equal, seen, state.transforms[0])
     jax.tree.map(np.testing.assert_array_equal, scale.moments, state.transforms[1].moments)
     assert scale.running.shape == (1,)
+    best = dataclasses.replace(buffer, writer=jrb.MaxValue(("next", "reward")))
+    ranked = jrb.rebuild(buffer, state, best)
+    ranked = best.extend(ranked, items)
+    assert int(ranked.transforms[0]["observation"].count) == 36
     plain = dataclasses.replace(buffer, transforms=())
     learned = jrb.rebuild(plain, state.replace(transforms=()), buffer)
     held = jrb.items(buffer, state)["observation"]
     found = learned.transforms[0]["observation"]
     np.testing.assert_allclose(found.mean, held.reshape(-1, 3).mean(axis=0), rtol=1e-5)
+    learned = jrb.rebuild(plain, state.replace(transforms=()), best)
+    assert int(best.extend(learned, items).transforms[1].moments.count) == 8 + 18
 
 
 @pytest.mark.parametrize("kind", ["memmap", "spill"])
