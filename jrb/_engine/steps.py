@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import ordering, pytree
-from jrb._engine import transforming
+from jrb._engine import counting, transforming
 from jrb.keys import Keys
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Draw, Given, Item, Look, Write
@@ -49,7 +49,7 @@ def write(
         writer = buffer.writer.shrink(ring, writer, left)
     if cuts is not None:
         items = with_cuts(items, cuts, buffer.keys)
-    state = state.replace(storage=storage)
+    state = state.replace(storage=storage, sampler=counting.written(state.sampler, write))
     given = _given(buffer, write, items, priorities)
     return _learned(buffer, context, state, writer, write, items, given)
 
@@ -170,9 +170,9 @@ def _choose(
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
     drawn = buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
-    if buffer.min_size is None:
-        return drawn
-    return _if_enough(context.held.count >= buffer.min_size, state.sampler, *drawn)
+    if buffer.min_size is not None:
+        drawn = _if_enough(context.held.count >= buffer.min_size, state.sampler, *drawn)
+    return counting.drawn(*drawn)
 
 
 def _if_enough(enough: jax.Array, before: Any, after: Any, draw: Draw) -> tuple[Any, Draw]:
@@ -216,6 +216,7 @@ def _fields(
     buffer: Buffer, state: BufferState, draw: Draw, mask: jax.Array, info: Any
 ) -> dict[str, Any]:
     """The fields of a sample but its data."""
+    info = info if draw.draws is None else {**info, "draws": draw.draws}
     return {
         "indices": draw.slots,
         "probabilities": draw.probabilities,
