@@ -12,7 +12,7 @@ from jrb.loops import jitted
 from jrb.mix import Mix
 from jrb.read import episodes, items, stats
 from jrb.rebuild import rebuild
-from jrb.samplers import Prioritized, Queue, Uniform, WithoutReplacement
+from jrb.samplers import Lifo, Newest, Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
 from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
@@ -30,12 +30,14 @@ __all__ = [
     "Immutable",
     "Keys",
     "Lanes",
+    "Lifo",
     "ListStorage",
     "LostWarning",
     "MaxValue",
     "MemmapStorage",
     "Mix",
     "NStep",
+    "Newest",
     "Prioritized",
     "Queue",
     "ReplayBuffer",

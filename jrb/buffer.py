@@ -89,6 +89,7 @@ class ReplayBuffer:
             checks.count("min_size", self.min_size, self.capacity)
         checks.flag("cast", self.cast)
         self.unit.check(self.ring, self.sampler, self.writer)
+        self.sampler.check(self.ring, self.unit)
         if self.storage.of_objects and not self.unit.one_row:
             raise ValueError(
                 f"unit: expected jrb.Transition() with {type(self.storage).__name__}, which cannot "
@@ -351,7 +352,7 @@ class ReplayBuffer:
         return dispatch.update(self, state, sample_or_indices, priorities)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
-        """Another exponent for a prioritized sampler; costs O(N).
+        """Another exponent for a prioritized sampler; costs O(N), on the CPU only if it is another.
 
         Raises:
             TypeError: the sampler has no priorities.

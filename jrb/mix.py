@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, permutation, pytree, random_bits
-from jrb._engine import dispatch
+from jrb._engine import counting, dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item
@@ -113,7 +113,8 @@ class Mix:
             beta: of the importance weights, for all buffers that have them; None for their own.
             proportions: float `[K]`, of this batch, may be traced; None for the mix's. Every buffer
                 then draws B items, of which its part is chosen at random, so that the shapes do not
-                depend on it: for samplers that consume, this is an error.
+                depend on it: for samplers that consume, this is an error. Where draws are counted,
+                those that are chosen count.
 
         Returns:
             The states, and the batch.
@@ -153,9 +154,20 @@ class Mix:
         shares = self._given_shares(proportions, batch_size)
         everything = (batch_size,) * len(self.buffers)
         known = everything if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
-        states, parts = self._draw_each(states, keys, everything, known, beta)
+        after, parts = self._draw_each(states, keys, everything, known, beta)
         _check_alike(parts)
-        return states, _chosen(parts, shares, keys[-1])
+        sample = _chosen(parts, shares, keys[-1])
+        return self._counting(states, after, sample), sample
+
+    def _counting(self, before: States, after: States, sample: Sample) -> States:
+        """The states after a draw, of which only what came into the batch counts."""
+        drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
+        counted = []
+        for number, (state, then) in enumerate(zip(before, after, strict=True)):
+            mine = drawn & (sample.info["source"] == number)
+            sampler = counting.drawn_of(state.sampler, then.sampler, sample, mine)
+            counted.append(then.replace(sampler=sampler))
+        return tuple(counted)
 
     def update_priority(self, states: States, sample: Sample, priorities: jax.Array) -> States:
         """New priorities, each for the buffer that its item is from; others are left out.
@@ -284,7 +296,7 @@ def _check_alike(parts: list[Sample | None]) -> None:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
         {"data": part.data, "mask": part.mask, "info": part.info},
     )
-    mend = "Give the buffers units and transforms with the same result."
+    mend = "Give the buffers units and transforms with the same result, and let all or none count."
     for other in others:
         pytree.check_like(item(first), item(other), "Mix", mend)
 

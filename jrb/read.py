@@ -230,7 +230,9 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     Returns:
         Plain numbers: `size` and `capacity`; where items have flags and lie in time, `episodes`,
         `complete` of them, and of these `return` and `length` as `mean`, `std`, `min`, `max`; where
-        there are priorities, `priority` as the same.
+        there are priorities, `priority` as the same; and where draws are counted, `draws` of the
+        anchors as the same, and `never`, the share of them that was never drawn. Where anchors are
+        episodes, those of all items.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -254,7 +256,28 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     if buffer.sampler.prioritized:
         known = np.asarray(buffer.priorities(state))
         found["priority"] = _summary(known[known >= 0])
+    if buffer.sampler.counted:
+        draws = np.asarray(state.sampler.draws)[_drawable(buffer, state)]
+        found["draws"] = _summary(draws)
+        if draws.size:
+            found["draws"]["never"] = float(np.mean(draws == 0))
     return found
+
+
+def _drawable(buffer: ReplayBuffer, state: BufferState) -> np.ndarray:
+    """The slots of all anchors; where one stands for more than a slot, those of all items."""
+    slots, shares, count = jax.device_get(_anchors(buffer, state.replace(storage=None)))
+    if (shares[:count] == 1).all():
+        return slots[:count]
+    return np.asarray(_held(buffer, state, "stats"))
+
+
+@jax.jit
+def _anchors(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The anchors in their order, int32 `[N]`; how likely each slot is there; their number."""
+    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+    place = jnp.minimum(jnp.arange(buffer.capacity, dtype=jnp.int32), anchors.count - 1)
+    return *anchors.nth(jnp.maximum(place, 0), jax.random.key(0)), anchors.count
 
 
 def _summary(values: Sequence | np.ndarray) -> dict[str, float]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import pytree
-from jrb._engine import dispatch, transforming
+from jrb._engine import counting, dispatch, transforming
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
 from jrb.held import Held
@@ -26,8 +26,9 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
 
     Any part may be another: capacity, `num_envs`, sampler, unit, writer, storage. Items stay as
     they are stored; transforms are not asked. The newest rows that there is room for stay (of a
-    writer without an order of time the best items), and so do their priorities, what was dropped,
-    and ends of episodes that only the old unit knew of. With another number of environments, the
+    writer without an order of time the best items), and so do their priorities, how often they were
+    drawn if both samplers count, what was dropped, and ends of episodes that only the old unit knew
+    of. With another number of environments, the
     rows of all are laid end to end and dealt out anew, and no window crosses a seam.
 
     Transforms with a state go on where both have one of the same class; others learn from the
@@ -72,7 +73,8 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     if type(old.writer) is type(new.writer):
         made = made.replace(writer=new.writer.adopt(new.ring, made.writer, state.writer))
     here, places = jnp.asarray(kept.slots[kept.mask]), jnp.asarray(kept.places)
-    return made.replace(sampler=_sampler(old, state, new, made, here, places))
+    sampler = _sampler(old, state, new, made, here, places)
+    return made.replace(sampler=counting.adopted(sampler, state.sampler, here, places))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +162,8 @@ def _check_parts(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> No
             f"num_envs: expected that of the old buffer with {type(new.unit).__name__}, which "
             "would need frames from behind the seams. Keep it, or use another unit."
         )
-    if bool(old.sampler.has_unread(state.sampler)) and new.sampler.in_order:
+    goes_on = new.sampler.in_order and new.sampler.consumes
+    if bool(old.sampler.has_unread(state.sampler)) and goes_on:
         raise ValueError(
             f"num_envs: expected that of the old buffer with {type(old.sampler).__name__}, whose "
             "order would be lost. Draw what is left first."

@@ -17,7 +17,12 @@ SAMPLERS = [
     jrb.Uniform(replacement=False),
     jrb.WithoutReplacement(),
     jrb.WithoutReplacement(drop_last=True),
+    jrb.WithoutReplacement(uses=2),
+    jrb.Newest(0.3),
     jrb.Queue(),
+    jrb.Lifo(),
+    jrb.Uniform(counted=True),
+    jrb.Prioritized(counted=True),
     jrb.Prioritized(),
     jrb.Prioritized(normalize=None, new_priority=2.0, stratified=False),
     jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer"),
@@ -26,7 +31,7 @@ EXAMPLE = {"x": jnp.zeros(16), "flag": jnp.bool_(False), "next": {"reward": jnp.
 
 
 @pytree.component
-class Newest(Sampler):
+class Recent(Sampler):
     """Draws among the newest `count` anchors only."""
 
     count: int = 8
@@ -81,7 +86,7 @@ def test_other_parts_keep_the_contracts(parts):
 
 
 def test_a_sampler_of_ones_own_keeps_the_contracts():
-    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4, sampler=Newest())
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4, sampler=Recent())
     testing.conform(make, EXAMPLE)
 
 
@@ -96,7 +101,7 @@ def test_storages_on_the_host_keep_the_contracts(storage, unit):
 
 def test_a_broken_part_is_noticed():
     @pytree.component
-    class Forgetful(Newest):
+    class Forgetful(Recent):
         def ready(self, state, anchors, batch_size):
             return jnp.bool_(True)
 

@@ -27,10 +27,13 @@ SAMPLERS = {
     "distinct": jrb.Uniform(replacement=False),
     "epochs": jrb.WithoutReplacement(),
     "queue": jrb.Queue(),
+    "stack": jrb.Lifo(),
+    "newest": jrb.Newest(0.1),
+    "counted": jrb.Prioritized(counted=True),
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer", stratified=False),
 }
-PRIORITIZED = ("prioritized", "buffer")
+PRIORITIZED = ("prioritized", "buffer", "counted")
 
 
 def rows(total, *lead):
@@ -151,8 +154,9 @@ def test_nothing_is_copied(name, step):
     assert growth(name, step) < 0.01
 
 
-MANY = [(name, None) for name in ("distinct", "epochs", "queue", "buffer")]
-MANY += [(name, 8) for name in ("uniform", "distinct", "epochs", "queue", "prioritized")]
+MANY = [(name, None) for name in ("distinct", "epochs", "queue", "stack", "newest", "buffer")]
+MANY += [(name, 8) for name in ("uniform", "distinct", "epochs", "queue", "stack", "prioritized")]
+MANY += [("counted", None), ("counted", 8)]
 
 
 @pytest.mark.parametrize(("name", "agents"), MANY)
@@ -184,6 +188,22 @@ def edits(buffer, state, total, key):
     state = buffer.map(state, add_one, batch_size=64)
     total = total + testing.consumed((sample, buffer.newest(state, 2)))
     return buffer.add(state, rows(total, E)), total
+
+
+def schedules(buffer, state, total, key):
+    """Another alpha in each step, before a write and after."""
+    state = buffer.set_alpha(state, total * 0.01)
+    state = buffer.add(state, rows(total, E))
+    sample = buffer.sample(state, key, beta=total * 0.01)
+    total = total + testing.consumed(sample)
+    state = buffer.update_priority(state, sample, jnp.abs(jnp.sin(total + jnp.arange(float(B)))))
+    return buffer.set_alpha(state, total * 0.02), total
+
+
+@pytest.mark.parametrize("name", PRIORITIZED)
+@pytest.mark.parametrize("agents", [None, 8])
+def test_schedules_copy_nothing(name, agents):
+    assert growth(name, schedules, agents) < 0.01
 
 
 @pytest.mark.parametrize("parts", ["n-step", "strict n-step", "stacked n-step", "once"])

@@ -195,7 +195,10 @@ SAMPLERS = [
     jrb.Uniform(replacement=False),
     jrb.WithoutReplacement(),
     jrb.Queue(),
+    jrb.Lifo(),
+    jrb.Newest(0.5),
     jrb.Prioritized(),
+    jrb.Prioritized(counted=True),
 ]
 COMPOSITIONS = [{"unit": unit} for unit in UNITS[1:]]
 COMPOSITIONS += [{"sampler": sampler} for sampler in SAMPLERS]

@@ -356,7 +356,9 @@ def _draw_outside(
         data = _collated(buffer, data, fields["mask"], key)
     elif not plain:
         fetched = half.replace(storage=data)
-        data, fields["info"] = steps.finish(inner, fetched, fields["indices"], mask, key)
+        data, info = steps.finish(inner, fetched, fields["indices"], mask, key)
+        counted = {name: leaf for name, leaf in fields["info"].items() if name == "draws"}
+        fields["info"] = {**info, **counted}
     return sampler, Sample(data=data, **fields)
 
 

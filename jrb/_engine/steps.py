@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import ordering, pytree
-from jrb._engine import transforming
+from jrb._engine import counting, transforming
 from jrb.keys import Keys
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Batch, Context, Draw, Given, Item, Look, Write
@@ -50,7 +50,8 @@ def write(
     if cuts is not None:
         items = with_cuts(items, cuts, buffer.keys)
     learned = transforming.learned(buffer.transforms, state.transforms, context, items, mask)
-    state = state.replace(storage=storage, transforms=learned)
+    counted = counting.written(state.sampler, write)
+    state = state.replace(storage=storage, sampler=counted, transforms=learned)
     given = _given(buffer, write, items, priorities)
     return _learned(buffer, context, state, writer, write, items, given)
 
@@ -171,9 +172,9 @@ def _choose(
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
     drawn = buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
-    if buffer.min_size is None:
-        return drawn
-    return _if_enough(context.held.size >= buffer.min_size, state.sampler, *drawn)
+    if buffer.min_size is not None:
+        drawn = _if_enough(context.held.size >= buffer.min_size, state.sampler, *drawn)
+    return counting.drawn(*drawn)
 
 
 def _if_enough(enough: jax.Array, before: Any, after: Any, draw: Draw) -> tuple[Any, Draw]:
@@ -218,6 +219,7 @@ def _fields(
     buffer: Buffer, state: BufferState, draw: Draw, mask: jax.Array, info: Any
 ) -> dict[str, Any]:
     """The fields of a sample but its data."""
+    info = info if draw.draws is None else {**info, "draws": draw.draws}
     return {
         "indices": draw.slots,
         "probabilities": draw.probabilities,

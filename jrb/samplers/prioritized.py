@@ -18,16 +18,17 @@ from jrb.held import Held
 from jrb.keys import Path, find, path_name
 from jrb.ring import Ring
 from jrb.samplers.uniform import draw_of
-from jrb.types import Anchors, Change, Draw, Given, Item, Sampler
+from jrb.types import Anchors, Change, Draw, DrawCounts, Given, Item, Sampler
 
 _NO_ANCHOR = -1.0
 DROPPED = -2.0
 """What stands for the priority of an anchor that was dropped."""
 _CHUNK = 256  # slots that are cleared at once, where many leave
+_RUN = 4096  # slots whose masses are computed at once, where all are
 _SMALLEST = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
 
 
-class Priorities(pytree.State):
+class Priorities(DrawCounts):
     """What a prioritized sampler knows of every slot.
 
     Attributes:
@@ -78,6 +79,7 @@ class Prioritized(Sampler):
         priority_key: the path to a leaf of the items, a real number each, that is the priority of
             what is written; None for that of new items. `add(..., priorities=)` does without a
             leaf.
+        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
     """
@@ -90,6 +92,7 @@ class Prioritized(Sampler):
     new_priority: Literal["max", "max_in_buffer"] | float = "max"
     branching: int | None = None
     priority_key: Path | None = None
+    counted: bool = False
     prioritized: ClassVar[bool] = True
     takes_priorities: ClassVar[bool] = True
 
@@ -104,6 +107,7 @@ class Prioritized(Sampler):
             )
         if self.new_priority not in ("max", "max_in_buffer"):
             _check_number("new_priority", self.new_priority, "'max', 'max_in_buffer' or ")
+        checks.flag("counted", self.counted)
         if self.branching is not None:
             trees.check_branching(self.branching)
 
@@ -119,6 +123,7 @@ class Prioritized(Sampler):
             alpha=jnp.full((), self.alpha, jnp.float32),
             refused=jnp.zeros((), jnp.uint32),
             dropped=jnp.zeros((), jnp.bool_),
+            draws=self.no_draws(ring),
         )
 
     def joined(self, state: Priorities, waits: bool) -> Priorities:
@@ -341,7 +346,8 @@ class Prioritized(Sampler):
     def set_alpha(self, state: Priorities, alpha: jax.Array | float) -> Priorities:
         """Another alpha, and all masses computed anew from the priorities; costs O(N).
 
-        A traced alpha that is negative or not finite leaves the old one.
+        On the CPU, the same alpha as before costs nothing; under `vmap`, if it is so for all. A
+        traced alpha that is negative or not finite leaves the old one.
         """
         alpha = jnp.asarray(alpha, jnp.float32)
         if alpha.shape:
@@ -454,8 +460,32 @@ def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
 
 @jax.jit
 def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
-    state = state.replace(alpha=alpha)
-    return sampler._put(state, state.raw, trees.set_all)
+    changed = (alpha != state.alpha).astype(jnp.int32)
+    largest, state = state.largest, state.replace(alpha=alpha, largest=None)  # of no masses
+    laid = lax.platform_dependent(
+        cpu=lambda: _laid_in_runs(sampler, state, changed),
+        default=lambda: sampler._put(state, state.raw, trees.set_all),  # the trips are not known
+    )
+    return laid.replace(largest=largest)
+
+
+def _laid_in_runs(sampler: Prioritized, state: Priorities, changed: jax.Array) -> Priorities:
+    """All masses computed anew, a run at a time, if `changed`, int32 `[]`, is 1 and not 0."""
+    capacity = state.raw.size
+    size = min(_RUN, capacity)
+
+    def lay(trip: jax.Array, carry: tuple[Priorities, jax.Array]) -> tuple[Priorities, jax.Array]:
+        state, read = carry
+        first = jnp.minimum(trip * size, capacity - size)
+        raw = ordering.read(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
+        laid = sampler._put(state, raw, lambda tree, leaf: trees.set_run(tree, first, leaf))
+        return laid, read + ordering.token(raw)
+
+    trips = ordering.at_least(changed) * -(-capacity // size)
+    laid, read = ordering.loop(trips, lay, (state, jnp.zeros_like(changed)))
+    # Nothing is put there: it is for later writes, which have to wait for what was read.
+    nowhere = (capacity + read).astype(jnp.uint32)[None]
+    return laid.replace(raw=trees.put(laid.raw, nowhere, jnp.zeros(1, jnp.float32)))
 
 
 def _greatest(priorities: jax.Array, written: jax.Array) -> jax.Array:

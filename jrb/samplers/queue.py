@@ -5,13 +5,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._base import pytree
+from jrb._base import checks, pytree
 from jrb.ring import Ring
 from jrb.samplers.uniform import draw_of
-from jrb.types import Anchors, Change, Draw, Sampler
+from jrb.types import Anchors, Change, Draw, DrawCounts, Sampler
 
 
-class Unread(pytree.State):
+class Unread(DrawCounts):
     """What a queue still has to give.
 
     Attributes:
@@ -29,14 +29,21 @@ class Queue(Sampler):
 
     `draw` takes from the queue, `sample` looks at its head. Where too little is there, the batch is
     masked at its end. What is overwritten before it was drawn is lost. The key is not used.
+
+    Attributes:
+        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
     """
 
+    counted: bool = False
     in_order: ClassVar[bool] = True
     consumes: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        checks.flag("counted", self.counted)
+
     def init(self, ring: Ring) -> Unread:
         """An empty queue."""
-        return Unread(count=jnp.zeros((), jnp.int32))
+        return Unread(count=jnp.zeros((), jnp.int32), draws=self.no_draws(ring))
 
     def joined(self, state: Unread, waits: bool) -> Unread:
         """Told of every anchor from here on."""

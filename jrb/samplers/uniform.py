@@ -1,9 +1,11 @@
 """All anchors alike."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jrb._base import permutation, pytree, random_bits
+from jrb._base import checks, permutation, pytree, random_bits
 from jrb.ring import Ring
 from jrb.types import Anchors, Draw, Sampler
 
@@ -15,19 +17,25 @@ class Uniform(Sampler):
     Attributes:
         replacement: whether an anchor may stand twice in a batch. If not, a batch that is larger
             than the number of anchors is masked at its end.
+        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
     """
 
     replacement: bool = True
+    counted: bool = False
+
+    def __post_init__(self) -> None:
+        checks.flag("replacement", self.replacement)
+        checks.flag("counted", self.counted)
 
     def draw(
         self,
         ring: Ring,
-        state: dict[str, jax.Array],
+        state: Any,
         anchors: Anchors,
         key: jax.Array,
         batch_size: int,
         beta: jax.Array | float | None = None,
-    ) -> tuple[dict[str, jax.Array], Draw]:
+    ) -> tuple[Any, Draw]:
         """A random integer below the number of anchors, for each of the batch."""
         place = jnp.arange(batch_size, dtype=jnp.int32)
         if self.replacement:

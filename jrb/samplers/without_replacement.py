@@ -1,62 +1,72 @@
-"""Epochs: everything once, then everything again in another order."""
+"""Epochs: everything once, or a few times, then everything again in another order."""
 
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jrb._base import permutation, pytree, random_bits
+from jrb._base import checks, permutation, pytree, random_bits
 from jrb.ring import Ring
 from jrb.samplers.uniform import draw_of
-from jrb.types import Anchors, Change, Draw, Sampler
+from jrb.types import Anchors, Change, Draw, DrawCounts, Sampler
 
 
-class Epoch(pytree.State):
+class Epoch(DrawCounts):
     """How far an epoch is.
 
     Attributes:
-        seed: uint32 `[2]`, which permutation it follows.
+        seed: uint32 `[2]`, which permutation this pass follows.
         length: int32 `[]`, the anchors there were at its start.
-        position: int32 `[]`, how many of them were drawn.
+        position: int32 `[]`, how many of them this pass has drawn.
+        passes: int32 `[]`, how many were begun, this one included.
         left: int32 `[]`, how many anchors have gone since, around the ring.
     """
 
     seed: jax.Array
     length: jax.Array = pytree.tally()
     position: jax.Array = pytree.tally()
+    passes: jax.Array = pytree.tally()
     left: jax.Array = pytree.tally()
 
 
 @pytree.component
 class WithoutReplacement(Sampler):
-    """Draws each anchor once an epoch, in random order, in O(1) memory.
+    """Draws each anchor once an epoch, or `uses` times, in random order, in O(1) memory.
 
     `draw` moves on; `sample` shows what the next `draw` with the same key gives. An epoch is over
     the slots that were held at its start: rows written meanwhile join the next one, and a slot that
-    was overwritten meanwhile gives its new item. The key chooses the order when an epoch begins;
-    within one it changes nothing. The last batch of an epoch is short: the rest of it is masked.
-    Units with fewer anchors than slots: one that left gives one that came since, or a masked item;
-    and where a write shuffles the anchors that stay (episodes, stacks or strict n-step returns of
-    several environments), the next draw begins an epoch.
+    was overwritten meanwhile gives its new item. It goes over them in `uses` passes, one after the
+    other, each in an order of its own: the second drawing of anything comes after the first of
+    everything. Then nothing of it is drawn until the next epoch, which the next draw begins.
+
+    The key chooses the order when a pass begins; within one it changes nothing. The last batch of a
+    pass is short: the rest of it is masked. Units with fewer anchors than slots: one that left
+    gives one that came since, or a masked item; and where a write shuffles the anchors that stay
+    (episodes, stacks or strict n-step returns of several environments), the next draw begins an
+    epoch.
 
     Attributes:
-        drop_last: whether a short last batch is left out, and the next epoch begun instead.
+        drop_last: whether a short last batch is left out, and the next pass begun instead.
         shuffle: whether the order is random; if not, anchors come in theirs, oldest first.
+        uses: how many passes an epoch has: how often each anchor is drawn in it.
+        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
     """
 
     drop_last: bool = False
     shuffle: bool = True
+    uses: int = 1
+    counted: bool = False
     consumes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("drop_last", "shuffle", "counted"):
+            checks.flag(name, getattr(self, name))
+        checks.count("uses", self.uses, 2**31 - 1)
 
     def init(self, ring: Ring) -> Epoch:
         """The end of an epoch without anchors."""
-        zero = jnp.zeros((), jnp.int32)
-        return Epoch(
-            seed=jnp.zeros(2, jnp.uint32),
-            length=zero,
-            position=jnp.zeros_like(zero),
-            left=jnp.zeros_like(zero),
-        )
+        zeros = {name: jnp.zeros((), jnp.int32) for name in _TALLIES}
+        return Epoch(seed=jnp.zeros(2, jnp.uint32), draws=self.no_draws(ring), **zeros)
 
     def on_write(self, ring: Ring, state: Epoch, change: Change, anchors: Anchors) -> Epoch:
         """Anchors leave from the front: places move. Where others move too, the epoch ends."""
@@ -74,7 +84,7 @@ class WithoutReplacement(Sampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[Epoch, Draw]:
-        """The next B of the epoch, or the first B of the next one."""
+        """The next B of the pass, or the first B of the next one."""
         epoch = self._continued(state, anchors, key, batch_size)
         place = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
         inside = place < epoch.length
@@ -91,16 +101,24 @@ class WithoutReplacement(Sampler):
         return epoch, draw_of(anchors, jnp.where(mask, chosen, 0), mask, key)
 
     def _continued(self, state: Epoch, anchors: Anchors, key: jax.Array, batch_size: int) -> Epoch:
-        """The same epoch, or a new one if too little of it remains."""
+        """The same pass; if too little of it remains, another one, or that of a new epoch."""
         needed = batch_size if self.drop_last else 1
         over = state.position + needed > state.length
-        zero = jnp.zeros_like(state.position)
-        new = Epoch(seed=random_bits.seed(key), length=anchors.count, position=zero, left=zero)
-        return jax.tree.map(lambda a, b: jnp.where(over, a, b), new, state)
+        ends = over & ((state.passes >= self.uses) | (state.length < needed))
+        return state.replace(
+            seed=jnp.where(over, random_bits.seed(key), state.seed),
+            position=jnp.where(over, 0, state.position),
+            passes=jnp.where(ends, 0, state.passes) + over.astype(jnp.int32),
+            length=jnp.where(ends, anchors.count, state.length),
+            left=jnp.where(ends, 0, state.left),
+        )
 
     def ready(self, state: Epoch, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether there is an anchor; with `drop_last`, whether there is a whole batch."""
         return anchors.count >= (batch_size if self.drop_last and batch_size else 1)
+
+
+_TALLIES = ("length", "position", "passes", "left")
 
 
 def _turn(ring: Ring, state: Epoch, anchors: Anchors) -> jax.Array:

@@ -159,12 +159,27 @@ class Draw(pytree.State):
         probabilities: float32 `[B]`, with which each was drawn; 0 where `mask` is False.
         weights: float32 `[B]`, importance weights; 0 where `mask` is False.
         mask: bool `[B]`, False where there was nothing to draw.
+        draws: int32 `[B]`, how often each was drawn before; a sampler leaves it out, the engine
+            fills it in where draws are counted.
     """
 
     slots: jax.Array
     probabilities: jax.Array
     weights: jax.Array
     mask: jax.Array
+    draws: jax.Array | None = None
+
+
+class DrawCounts(pytree.State):
+    """How often each item was drawn: part of the states of samplers that can count.
+
+    The engine counts; a sampler makes it (`Sampler.no_draws`) and hands it on.
+
+    Attributes:
+        draws: int32 `[N]`, by slot; None where it is not counted.
+    """
+
+    draws: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

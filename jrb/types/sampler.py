@@ -4,30 +4,44 @@ import abc
 from typing import Any, ClassVar, NoReturn
 
 import jax
+import jax.numpy as jnp
 
 from jrb._base import ordering
 from jrb.ring import Ring
-from jrb.types.messages import Anchors, Change, Draw, Item, PartState
+from jrb.types.messages import Anchors, Change, Draw, DrawCounts, Item, PartState
 
 
 class Sampler(abc.ABC):
     """Which anchors next, and with what probability?
 
     Attributes:
-        in_order: whether it draws anchors in their order.
+        in_order: whether the order of anchors matters to what it draws.
         consumes: whether `draw` uses anchors up.
         prioritized: whether anchors have priorities: then it has `update`, `set_alpha`, `assign`.
         takes_priorities: whether `on_write` looks at those in `Change.given`.
+        counted: whether it is counted how often each item is drawn, int32 `[N]`: then its state is
+            a `DrawCounts`. `Sample.info["draws"]`, int32 `[B]`, says how often each was drawn
+            before, and `jrb.stats` how often all were. `draw` counts, `sample` does not; an item
+            that stands twice in a batch was drawn twice; a new item counts from 0.
     """
 
     in_order: ClassVar[bool] = False
     consumes: ClassVar[bool] = False
     prioritized: ClassVar[bool] = False
     takes_priorities: ClassVar[bool] = False
+    counted: bool = False
 
     def init(self, ring: Ring) -> Any:
-        """The state when there are no anchors; by default there is nothing to remember."""
-        return {}
+        """The state when there are no anchors; by default, counts at most."""
+        return DrawCounts(draws=self.no_draws(ring)) if self.counted else {}
+
+    def no_draws(self, ring: Ring) -> jax.Array | None:
+        """What `DrawCounts.draws` is when nothing was drawn."""
+        return jnp.zeros(ring.capacity, jnp.int32) if self.counted else None
+
+    def check(self, ring: Ring, unit: Any) -> None:
+        """Raises if the sampler does not fit the ring, or the unit whose anchors it draws."""
+        return
 
     def joined(self, state: PartState, waits: bool) -> Any:
         """The state, empty, when a buffer begins to tell it of every anchor.
@@ -79,7 +93,7 @@ class Sampler(abc.ABC):
 
     def has_unread(self, state: PartState) -> jax.Array:
         """Bool `[]`: whether there is something left of an order that may not be lost."""
-        return jax.numpy.bool_(False)
+        return jnp.bool_(False)
 
     def adopt(self, state: PartState, old: PartState, slots: jax.Array, places: jax.Array) -> Any:
         """Takes over what another buffer's sampler knew of its anchors.
@@ -146,11 +160,11 @@ class Sampler(abc.ABC):
             consecutive=False,
             expired=None,
             most=None,
-            removed=jax.numpy.zeros(0, jax.numpy.int32),
+            removed=jnp.zeros(0, jnp.int32),
             entered_count=new.count,
             left_count=old.count,
-            left_from=lambda place: jax.numpy.maximum(old.count - place, 0),
-            moved=jax.numpy.bool_(True),
+            left_from=lambda place: jnp.maximum(old.count - place, 0),
+            moved=jnp.bool_(True),
         )
         return self.on_write(ring, state, change, new)
 

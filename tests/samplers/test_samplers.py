@@ -363,3 +363,38 @@ def test_epochs_in_order_go_from_the_oldest_to_the_newest():
     state, sample = buffer.draw(state, jax.random.key(9))
     assert sample.data["x"][sample.mask].tolist() == [11, 12]
     assert buffer.draw(state, jax.random.key(9))[1].data["x"].tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": "buffer", "new_priority": "max_in_buffer"}])
+def test_an_alpha_that_follows_a_schedule_is_that_of_a_new_buffer(options):
+    """More slots than are laid at once, and not a multiple of them."""
+    buffer, state = filled(jrb.Prioritized(alpha=0.5, **options), 9000, 10_000)
+    values = np.random.default_rng(0).exponential(size=9000)
+    state = priorities(buffer, state, values)
+    alphas = jnp.array([0.5, 0.5, 1.0, 1.0, 0.25, 0.25])
+    run = jax.jit(
+        lambda state: jax.lax.scan(lambda s, a: (buffer.set_alpha(s, a), None), state, alphas)
+    )
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), state)
+    both = jax.jit(jax.vmap(buffer.set_alpha))(many, jnp.array([0.5, 0.25]))
+    for got, alpha in (
+        (run(state)[0], 0.25),
+        (jax.tree.map(lambda leaf: leaf[0], both), 0.5),
+        (jax.tree.map(lambda leaf: leaf[1], both), 0.25),
+    ):
+        other, want = filled(jrb.Prioritized(alpha=alpha, **options), 9000, 10_000)
+        want = priorities(other, want, values)
+        jax.tree.map(
+            lambda one, two: np.testing.assert_allclose(one, two, rtol=2e-6),
+            got.sampler,
+            want.sampler,
+        )
+
+
+def test_a_schedule_of_beta_is_what_the_numbers_say():
+    buffer, state = filled(jrb.Prioritized(alpha=1.0, eps=0.0), 2, batch_size=64)
+    state = priorities(buffer, state, [1, 4])
+    beta = lambda step: jnp.minimum(0.4 + 0.6 * step / 4, 1.0)
+    draw = lambda state, step: (state, buffer.sample(state, KEY, beta=beta(step)).weights.min())
+    least = jax.jit(lambda: jax.lax.scan(draw, state, jnp.arange(6.0)))()[1]
+    np.testing.assert_allclose(least, [0.25 ** min(0.4 + 0.15 * n, 1) for n in range(6)], rtol=1e-5)

@@ -14,7 +14,8 @@ SAMPLERS = [
     jrb.Uniform(replacement=False),
     jrb.WithoutReplacement(),
     jrb.Queue(),
-    jrb.Prioritized(),
+    jrb.Lifo(),
+    jrb.Prioritized(counted=True),
 ]
 
 

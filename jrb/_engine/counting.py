@@ -1,0 +1,69 @@
+"""How often each item was drawn, where a sampler is asked to count.
+
+N capacity, B batch. The counts are in the sampler's state (see `jrb.types.DrawCounts`); no sampler
+does anything about them but make them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jrb._base import ordering
+from jrb._base import tree as trees
+from jrb._engine import rows
+from jrb.state import Sample
+from jrb.types import Draw, DrawCounts, Write
+
+_MOST = 2**31 - 1
+
+
+def written(sampler: Any, write: Write) -> Any:
+    """The sampler's state in which new items were drawn 0 times."""
+    if not isinstance(sampler, DrawCounts) or sampler.draws is None:
+        return sampler
+    none = jnp.zeros(write.slots.shape, jnp.int32)
+    return sampler.replace(draws=rows.put(sampler.draws, write, none))
+
+
+def drawn(sampler: Any, draw: Draw) -> tuple[Any, Draw]:
+    """The sampler's state that counts a draw, and the draw that tells what was counted before."""
+    if not isinstance(sampler, DrawCounts) or sampler.draws is None:
+        return sampler, draw
+    draws, slots = sampler.draws, jnp.where(draw.mask, draw.slots, 0)
+    before = jnp.where(draw.mask, ordering.read(lambda: rows.get(draws, slots)), 0)
+    counted = _counted(draws, draw.slots, draw.mask, before)
+    return sampler.replace(draws=counted), draw.replace(draws=before)
+
+
+def drawn_of(before: Any, after: Any, sample: Sample, mask: jax.Array) -> Any:
+    """The state after a draw of which only some came into a sample.
+
+    Args:
+        before: the sampler's state before the draw.
+        after: the one after it.
+        sample: what came of it, and of others.
+        mask: bool `[B]`, which of that is from this sampler.
+    """
+    if not isinstance(before, DrawCounts) or before.draws is None:
+        return after
+    draws = _counted(before.draws, sample.indices, mask, sample.info["draws"])
+    return after.replace(draws=draws)
+
+
+def _counted(draws: jax.Array, slots: jax.Array, mask: jax.Array, before: jax.Array) -> jax.Array:
+    """Counts slots, int32 `[B]`, where `mask`, drawn so often `before`; near 2^31 it stops."""
+    counts = mask & (before < _MOST - slots.size)
+    at = jnp.where(counts, slots, draws.size) + ordering.token(before)
+    one = jnp.ones(slots.shape, jnp.int32)
+    return trees.put(draws, at.astype(jnp.uint32), one, lax.scatter_add)
+
+
+def adopted(new: Any, old: Any, slots: jax.Array, places: jax.Array) -> Any:
+    """The new sampler's state, with what another one counted; from `slots` to `places`."""
+    if not all(isinstance(state, DrawCounts) for state in (new, old)):
+        return new
+    if new.draws is None or old.draws is None:
+        return new
+    return new.replace(draws=new.draws.at[places].set(old.draws[slots]))
