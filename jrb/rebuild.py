@@ -28,8 +28,8 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     they are stored; transforms are not asked. The newest rows that there is room for stay (of a
     writer without an order of time the best items), and so do their priorities, how often they were
     drawn if both samplers count, what was dropped, and ends of episodes that only the old unit knew
-    of. With another number of environments, the
-    rows of all are laid end to end and dealt out anew, and no window crosses a seam.
+    of. With another number of environments, the rows of all are laid end to end and dealt out anew,
+    and no window crosses a seam.
 
     Transforms with a state go on where both have one of the same class; others learn from the
     items that stay.
