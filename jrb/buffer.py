@@ -352,7 +352,9 @@ class ReplayBuffer:
         return dispatch.update(self, state, sample_or_indices, priorities)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
-        """Another exponent for a prioritized sampler; costs O(N), on the CPU only if it is another.
+        """Another exponent for a prioritized sampler.
+
+        Costs O(N); the same one as before costs nothing on the CPU, unless under `vmap`.
 
         Raises:
             TypeError: the sampler has no priorities.

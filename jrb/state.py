@@ -55,7 +55,8 @@ class Sample(pytree.State):
         weights: float32 `[B]`, importance weights; 1 where they mean nothing, 0 where nothing was
             drawn.
         mask: bool `[B]` or `[B, L]`, which entries are real.
-        info: what the unit has to say, a dict of arrays.
+        info: what the unit has to say, a dict of arrays; with `counted=True`, `draws`, int32 `[B]`,
+            how often each item was drawn before.
         stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
     """
 

@@ -38,6 +38,7 @@ SAMPLERS = {
     "distinct": jrb.Uniform(replacement=False),
     "epochs": jrb.WithoutReplacement(),
     "queue": jrb.Queue(),
+    "stack": jrb.Lifo(counted=True),
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer", stratified=False),
 }
@@ -62,7 +63,7 @@ CASES += [(u, "uniform", {}) for u in ("transition", "windows", "episodes", "hin
 CASES += [("transition", s, {}) for s in ("distinct", "buffer")]
 CASES += [(u, "epochs", {}) for u in ("transition", "strict n-step", "stacks")]
 CASES += [(u, "queue", {}) for u in ("transition", "strict n-step", "stacks")]
-CASES += [("episodes", "epochs", {})]
+CASES += [("episodes", "epochs", {}), ("transition", "stack", {})]
 CASES += [
     ("stacks", "prioritized", {"storage": jrb.DeviceStorage(once=True)}),
     ("transition", "epochs", {"storage": jrb.DeviceStorage(once=True)}),

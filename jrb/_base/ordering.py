@@ -89,6 +89,25 @@ def _at_least_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax
     return at_least(jnp.max(count)) if batched[0] else at_least(count), False
 
 
+@jax.custom_batching.custom_vmap
+def alone(wanted: jax.Array) -> jax.Array:
+    """Whether something is to be done, int32 0 or 1; under `vmap` it is done in any case, 1.
+
+    What some of many buffers want could not be told to all without one device asking the others.
+    """
+    return wanted
+
+
+@alone.def_vmap
+def _alone_of_many(size: int, batched: list[bool], wanted: jax.Array) -> tuple[jax.Array, bool]:
+    if not batched[0]:
+        return alone(wanted), False
+    done = jnp.int32(1)
+    if versions.in_shard_map():
+        done = versions.vary(done, versions.varying_axes(jax.typeof(wanted)))
+    return done, False
+
+
 def overwrite(array: jax.Array, value: jax.Array | float, token: jax.Array) -> jax.Array:
     """`array` filled with `value`, in its own memory if it is donated, after the token."""
     filled = lambda _, array: jnp.where(token == 0, jnp.asarray(value, array.dtype), array)

@@ -346,8 +346,8 @@ class Prioritized(Sampler):
     def set_alpha(self, state: Priorities, alpha: jax.Array | float) -> Priorities:
         """Another alpha, and all masses computed anew from the priorities; costs O(N).
 
-        On the CPU, the same alpha as before costs nothing; under `vmap`, if it is so for all. A
-        traced alpha that is negative or not finite leaves the old one.
+        On the CPU, the same alpha as before costs nothing, unless under `vmap`. A traced alpha that
+        is negative or not finite leaves the old one.
         """
         alpha = jnp.asarray(alpha, jnp.float32)
         if alpha.shape:
@@ -481,7 +481,7 @@ def _laid_in_runs(sampler: Prioritized, state: Priorities, changed: jax.Array) -
         laid = sampler._put(state, raw, lambda tree, leaf: trees.set_run(tree, first, leaf))
         return laid, read + ordering.token(raw)
 
-    trips = ordering.at_least(changed) * -(-capacity // size)
+    trips = -(-capacity // size) * ordering.alone(changed)
     laid, read = ordering.loop(trips, lay, (state, jnp.zeros_like(changed)))
     # Nothing is put there: it is for later writes, which have to wait for what was read.
     nowhere = (capacity + read).astype(jnp.uint32)[None]

@@ -398,3 +398,15 @@ def test_a_schedule_of_beta_is_what_the_numbers_say():
     draw = lambda state, step: (state, buffer.sample(state, KEY, beta=beta(step)).weights.min())
     least = jax.jit(lambda: jax.lax.scan(draw, state, jnp.arange(6.0)))()[1]
     np.testing.assert_allclose(least, [0.25 ** min(0.4 + 0.15 * n, 1) for n in range(6)], rtol=1e-5)
+
+
+def test_the_same_alpha_as_before_computes_no_masses():
+    buffer, state = filled(jrb.Prioritized(alpha=0.5, eps=0.0), 3, 5)
+    state = priorities(buffer, state, [1, 4, 9])
+    masses = lambda state: jrb.sum_tree.leaves(state.sampler.masses).tolist()
+    odd = jrb.sum_tree.update(state.sampler.masses, jnp.array([0]), jnp.array([7.0]))
+    state = state.replace(sampler=state.sampler.replace(masses=odd))
+    assert masses(jax.jit(buffer.set_alpha)(state, 0.5)) == [7, 2, 3, 0, 0]
+    assert masses(jax.jit(buffer.set_alpha)(state, 1.0)) == [1, 4, 9, 0, 0]
+    many = jax.tree.map(lambda leaf: leaf[None], state)
+    assert masses(jax.vmap(buffer.set_alpha)(many, jnp.array([0.5]))) == [[1, 2, 3, 0, 0]]
