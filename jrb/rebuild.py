@@ -45,7 +45,7 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     Raises:
         TypeError: a `Mix`, states under `vmap`, or objects on one side only.
         ValueError: items that a part of the new description cannot use; another number of
-            environments where frames from behind the seams, or the order of a queue, would be lost.
+            environments where rows from behind the seams, or the order of a queue, would be lost.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -113,26 +113,16 @@ def _check_parts(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> No
     """Raises where a part could not tell what lies before a seam, or in which order to go on."""
     if old.ring.envs == new.ring.envs:
         return
-    if _minds_what_came_before(old, state, new):
+    if new.unit.needs_past:
         raise ValueError(
             f"num_envs: expected that of the old buffer with {type(new.unit).__name__}, which "
-            "would need frames from behind the seams. Keep it, or use another unit."
+            "would need rows from behind the seams. Keep it, or use another unit."
         )
     if bool(old.sampler.has_unread(state.sampler)) and new.sampler.in_order:
         raise ValueError(
             f"num_envs: expected that of the old buffer with {type(old.sampler).__name__}, whose "
             "order would be lost. Draw what is left first."
         )
-
-
-def _minds_what_came_before(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> bool:
-    """Whether the new unit reads rows from before those that it is told of."""
-    if new.unit.one_row:
-        return False
-    spec, none = old.stored(state), jnp.int32(0)
-    context = Context(new.ring, new.keys, Held(none, none))
-    asked = lambda: new.unit.rows_before(new.unit.init(context, spec), none[None])
-    return jax.eval_shape(asked) is not None
 
 
 def _chosen(

@@ -4,6 +4,7 @@ N capacity, E environments, R = N / E rows, B batch. Called by `jrb._engine.disp
 and outside.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 
@@ -139,8 +140,10 @@ def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
     """After which rows time does not go on though no flag says so, bool `[R, E]`."""
     context = context_of(buffer, state.writer)
     slots = from_oldest(context.ring, context.held)
-    told = episodes.ends(leaves_of(buffer, context, state, _flags(buffer, state)), buffer.keys)
-    return buffer.unit.ends(context, state.unit, slots) & ~told
+    names, over = _flags(buffer, state), buffer.unit.ends(context, state.unit, slots)
+    if not names:
+        return over
+    return over & ~episodes.ends(leaves_of(buffer, context, state, names), buffer.keys)
 
 
 @jax.jit
@@ -175,8 +178,8 @@ def relearned(
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
         blank = unit.resume(blank, jnp.where(context.held.count > 0, before, 0))
-    marked = steps.with_cuts(items, cuts, buffer.keys)
-    after, change = unit.on_write(_emptied(context), blank, write, marked)
+    write = dataclasses.replace(write, cuts=cuts)
+    after, change = unit.on_write(_emptied(context), blank, write, items)
     old = unit.anchors(context, state.unit)
     new = unit.anchors(context_of(buffer, state.writer), after)
     state = state.replace(unit=after)

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import ordering, pytree
+from jrb._base import ordering
 from jrb._engine import transforming
-from jrb.keys import Keys
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Draw, Given, Item, Look, Write
 
@@ -47,8 +46,7 @@ def write(
         rows_held = context.held.count // ring.envs
         left = write.expired - jnp.maximum(rows_held + write.rows - ring.rows, 0)
         writer = buffer.writer.shrink(ring, writer, left)
-    if cuts is not None:
-        items = with_cuts(items, cuts, buffer.keys)
+    write = dataclasses.replace(write, cuts=cuts)
     state = state.replace(storage=storage)
     given = _given(buffer, write, items, priorities)
     return _learned(buffer, context, state, writer, write, items, given)
@@ -121,19 +119,6 @@ def expire(buffer: Buffer, state: BufferState, items: Item, rows: jax.Array) -> 
     write = dataclasses.replace(write, expired=rows, bounded=False)
     writer = buffer.writer.shrink(ring, writer, rows)
     return _learned(buffer, context, state, writer, write, items)
-
-
-def with_cuts(items: Item, cuts: jax.Array, keys: Keys) -> Item:
-    """The items as the unit sees them, an end flagged where time does not go on."""
-    flag = next(iter(keys.flags(items)), None)
-
-    def mark(path: tuple, leaf: jax.Array) -> jax.Array:
-        if pytree.leaf_name(path) != flag:
-            return leaf
-        cut = cuts.reshape(*cuts.shape, *(1,) * (leaf.ndim - 2))
-        return jnp.where(cut, jnp.ones((), leaf.dtype), leaf)
-
-    return jax.tree_util.tree_map_with_path(mark, items)
 
 
 @functools.partial(jax.jit, static_argnames="batch_size")

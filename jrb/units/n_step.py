@@ -94,7 +94,7 @@ class NStep(Unit):
         self, context: Context, state: Steps, write: Write, items: Item
     ) -> tuple[Steps, Change]:
         """Rows enter when written; if strict, when their return is complete."""
-        done = episodes.ends(items, context.keys)
+        done = episodes.ending(context, write, items)
         ended = rows.put(state.ended, write, done)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), every_slot(context, write)
