@@ -19,6 +19,8 @@ class BufferState(pytree.State):
         sampler: what the sampler remembers.
         unit: what the unit remembers.
         edits: uint32 `[]`, another number after each edit of items where they lie.
+        numbers: integers `[E]`, the number of its episode that each environment's newest row has;
+            None unless `Keys.episode` names it and the unit looks at ends.
         ring: the shape of the ring that it was made for; no array.
     """
 
@@ -27,6 +29,7 @@ class BufferState(pytree.State):
     sampler: Any
     unit: Any
     edits: jax.Array
+    numbers: jax.Array | None = None
     ring: Ring | None = pytree.static(default=None)
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from jrb._base import ordering, pytree
 from jrb._engine import episodes, rows, steps
 from jrb._engine.steps import context_of
+from jrb.keys import path_name
 from jrb.ring import Held, Ring
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Item, Write
@@ -97,8 +98,11 @@ def _first_words(leaf: jax.Array) -> jax.Array:
 
 def _flags(buffer: Buffer, state: BufferState) -> set[str]:
     """The names of the leaves by which a unit tells ends of episodes; none if it asks for none."""
-    spec = buffer.storage.spec(state.storage)
-    return set() if buffer.unit.one_row else set(buffer.keys.flags(spec))
+    if buffer.unit.one_row:
+        return set()
+    number = buffer.keys.episode
+    names = set() if number is None else {path_name(number)}
+    return names | set(buffer.keys.flags(buffer.storage.spec(state.storage)))
 
 
 def changes_ends(buffer: Buffer, state: BufferState, values: Iterable[str]) -> bool:
@@ -141,9 +145,18 @@ def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
     context = context_of(buffer, state.writer)
     slots = from_oldest(context.ring, context.held)
     names, over = _flags(buffer, state), buffer.unit.ends(context, state.unit, slots)
-    if not names:
-        return over
-    return over & ~episodes.ends(leaves_of(buffer, context, state, names), buffer.keys)
+    items = leaves_of(buffer, context, state, names)
+    return over & ~told(buffer, context, items) if names else over
+
+
+def told(buffer: Buffer, context: Context, items: Item) -> jax.Array:
+    """Which of all rows end an episode by what they say, leaves `[R, E, ...]`, oldest first."""
+    every = all_rows(context.ring, context.held)
+    if buffer.keys.episode is not None:
+        first = buffer.keys.get(items, "episode")[0].reshape(-1)
+        found = episodes.changes(items, buffer.keys, every.written, first)
+        every = dataclasses.replace(every, cuts=found[0])
+    return episodes.ending(context, every, items)
 
 
 @jax.jit
@@ -178,6 +191,9 @@ def relearned(
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
         blank = unit.resume(blank, jnp.where(context.held.count > 0, before, 0))
+    if state.numbers is not None:
+        found = episodes.changes(items, buffer.keys, write.written, state.numbers)
+        cuts, state = cuts | found[0], state.replace(numbers=found[2])
     write = dataclasses.replace(write, cuts=cuts)
     after, change = unit.on_write(_emptied(context), blank, write, items)
     old = unit.anchors(context, state.unit)

@@ -19,8 +19,9 @@ _STARTS = 1  # the number that `bits.fold` gets for starts within episodes
 
 
 def check(spec: Item, keys: Keys) -> None:
-    """Raises unless the items have a flag that says where episodes end, one number each."""
-    for name, flag in _flags(spec, keys).items():
+    """Raises unless the items say where episodes end: by flags, of one number each, or a number."""
+    flags = _flags(spec, keys) if keys.episode is None else keys.flags(spec)
+    for name, flag in flags.items():
         where = f"done: leaf '{name}'"
         if not pytree.is_array(flag):
             raise ValueError(
@@ -38,6 +39,54 @@ def check(spec: Item, keys: Keys) -> None:
                 f"{where}: expected a bool, integer or floating dtype, got {flag.dtype}. "
                 "Compare it, as done > 0."
             )
+
+
+def no_numbers(ring: Ring, spec: Item, keys: Keys) -> jax.Array | None:
+    """Zeros in place of the numbers of episodes, `[E]`; None if items are not known to have any.
+
+    Raises:
+        ValueError, TypeError: there is no such leaf, or it is not one integer.
+    """
+    if keys.episode is None:
+        return None
+    leaf, where = keys.get(spec, "episode"), f"episode: leaf '{path_name(keys.episode)}'"
+    if not pytree.is_array(leaf) or leaf.shape not in ((), (1,)):
+        found = leaf.shape if pytree.is_array(leaf) else pytree.leaf_names(leaf)
+        raise ValueError(
+            f"{where}: expected shape () or (1,) for one transition, got {found}. An episode has "
+            "one number."
+        )
+    if not jnp.issubdtype(leaf.dtype, jnp.integer):
+        raise TypeError(f"{where}: expected an integer dtype, got {leaf.dtype}. Count episodes.")
+    return jnp.zeros(ring.envs, leaf.dtype)
+
+
+def changes(
+    items: Item, keys: Keys, written: jax.Array, before: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where the numbers of episodes change from one row to the next of the same environment.
+
+    Args:
+        items: leaves `[T, E, ...]`.
+        keys: how they are keyed.
+        written: bool `[T]`, the rows of time that pass.
+        before: integers `[E]`, the numbers of the rows before them.
+
+    Returns:
+        Which rows are followed by one of another number, bool `[T, E]`; whether that holds for the
+        row before them, bool `[E]`; and the numbers of the last rows that pass, like `before`.
+    """
+    numbers = keys.get(items, "episode")
+    numbers = numbers.reshape(numbers.shape[:2])
+    length, env = numbers.shape[0], jnp.arange(numbers.shape[1], dtype=jnp.int32)
+    row = jnp.arange(length, dtype=jnp.int32)[:, None]
+    last = lax.cummax(jnp.where(written[:, None], row, -1) + jnp.zeros_like(env), axis=0)
+    earlier = jnp.concatenate([jnp.full_like(last[:1], -1), last[:-1]])
+    number = lambda at: jnp.where(at < 0, before, numbers[jnp.maximum(at, 0), env])
+    changed = written[:, None] & (numbers != number(earlier))
+    at = jnp.where(changed & (earlier >= 0), earlier, length)
+    cuts = jnp.zeros(numbers.shape, jnp.bool_).at[at, env].set(True, mode="drop")
+    return cuts, jnp.any(changed & (earlier < 0), axis=0), number(last[-1])
 
 
 def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
@@ -59,7 +108,7 @@ def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
 def ending(context: Context, write: Write, items: Item) -> jax.Array:
     """Which rows of a write are the last of their episodes: by their flags, or cut off by it.
 
-    Items without any flag, of units that do without, end by cuts alone.
+    Items without any flag end by cuts alone.
 
     Args:
         context: of the buffer.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jrb._base import pytree
 from jrb._base.pytree import Leaf, PyTree
+from jrb._engine import episodes
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
 from jrb.types import Context, Item
@@ -34,6 +35,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
         sampler=buffer.sampler.joined(buffer.sampler.init(ring), buffer.unit.waits),
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
+        numbers=None if buffer.unit.one_row else episodes.no_numbers(ring, spec, buffer.keys),
         ring=ring,
     )
 
@@ -95,7 +97,8 @@ def _fits(buffer: Buffer, state: BufferState, spec: Item | None) -> bool:
     want = _wanted(buffer, state, spec)
     if want is None or state.ring != buffer.ring:
         return False
-    return all(_alike(*pair) for pair in _pairs(want, state).values())
+    numbers = want.numbers, state.numbers
+    return all(_alike(*pair) for pair in [*_pairs(want, state).values(), numbers])
 
 
 def _pairs(want: BufferState, state: BufferState) -> dict[str, tuple[Any, Any]]:

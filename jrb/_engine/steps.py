@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import ordering
-from jrb._engine import transforming
+from jrb._engine import episodes, transforming
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Draw, Given, Item, Look, Write
 
@@ -46,10 +46,27 @@ def write(
         rows_held = context.held.count // ring.envs
         left = write.expired - jnp.maximum(rows_held + write.rows - ring.rows, 0)
         writer = buffer.writer.shrink(ring, writer, left)
-    write = dataclasses.replace(write, cuts=cuts)
     state = state.replace(storage=storage)
+    if state.numbers is not None:
+        state, cuts = _numbered(buffer, context, state, write, items, cuts)
+    write = dataclasses.replace(write, cuts=cuts)
     given = _given(buffer, write, items, priorities)
     return _learned(buffer, context, state, writer, write, items, given)
+
+
+def _numbered(
+    buffer: Buffer,
+    context: Context,
+    state: BufferState,
+    write: Write,
+    items: Item,
+    cuts: jax.Array | None,
+) -> tuple[BufferState, jax.Array]:
+    """The state in which episodes end before rows of another number; and all cuts of this write."""
+    found = episodes.changes(items, buffer.keys, write.written, state.numbers)
+    within, ended, numbers = found
+    state = _truncated(buffer, context, state, ended & (context.held.count > 0))
+    return state.replace(numbers=numbers), within if cuts is None else within | cuts
 
 
 def _with_room(
@@ -317,7 +334,13 @@ def _read(sample: Sample) -> Any:
 @jax.jit
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> BufferState:
     """Some environments, bool `[E]`, begin anew after the newest row."""
-    context = context_of(buffer, state.writer)
+    return _truncated(buffer, context_of(buffer, state.writer), state, which)
+
+
+def _truncated(
+    buffer: Buffer, context: Context, state: BufferState, which: jax.Array
+) -> BufferState:
+    """The same, for a context that is known."""
     unit, change = buffer.unit.truncate(context, state.unit, which)
     state = state.replace(unit=unit)
     if change is None:
