@@ -68,7 +68,7 @@ def pieces(rng, length):
 RINGS = [(1, 6), (2, 24)] * 4
 
 
-@pytest.mark.parametrize(("unit", "ring"), zip(UNITS, RINGS, strict=False), ids=repr)
+@pytest.mark.parametrize(("unit", "ring"), list(zip(UNITS, RINGS, strict=False)), ids=repr)
 def test_a_number_ends_an_episode_as_a_flag_does(unit, ring):
     envs, capacity = ring
     numbered, flagged = both(unit, envs, capacity)
