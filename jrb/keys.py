@@ -21,6 +21,19 @@ class Keys:
         >>> keys = Keys(reward="r", next_observation="next_obs")
         >>> keys.get({"obs": 1, "r": 0.5, "next_obs": 2}, "reward")
         0.5
+
+    Attributes:
+        observation: what was seen before the action.
+        action: what was done.
+        reward: what came of it.
+        done: whether the episode ends there; so do `terminated` and `truncated`.
+        terminated: see `done`.
+        truncated: see `done`.
+        next_observation: what was seen after the action.
+        episode: an integer, the number of the item's episode, such as TorchRL's `traj_ids`; None if
+            the items have none. An episode ends before a row of the same environment that has
+            another number than the one before it, besides where a flag says so. Then no flag is
+            needed. How it goes on is known with the next row.
     """
 
     observation: Path = "observation"
@@ -30,6 +43,7 @@ class Keys:
     terminated: Path = ("next", "terminated")
     truncated: Path = ("next", "truncated")
     next_observation: Path = ("next", "observation")
+    episode: Path | None = None
 
     def get(self, item: PyTree, name: str) -> Any:
         """The entry of `item` that plays the role `name` ("reward", "done", ...).

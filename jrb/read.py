@@ -213,10 +213,12 @@ def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Arr
     context = context_of(buffer, state.writer)
     spec = buffer.storage.spec(state.storage)
     rewarded = pytree.is_array(lookup(spec, buffer.keys.reward))
-    names = {*buffer.keys.flags(spec), *[path_name(buffer.keys.reward)] * rewarded}
+    number = [] if buffer.keys.episode is None else [buffer.keys.episode]
+    paths = [*number, *[buffer.keys.reward] * rewarded]
+    names = {*buffer.keys.flags(spec), *map(path_name, paths)}
     found = editing.leaves_of(buffer, context, state, names)
     slots = context.held.from_oldest(context.ring)
-    ends = ends_of.ends(found, buffer.keys) | buffer.unit.ends(context, state.unit, slots)
+    ends = editing.told(buffer, context, found) | buffer.unit.ends(context, state.unit, slots)
     return ends, buffer.keys.get(found, "reward") if rewarded else None
 
 
@@ -246,7 +248,8 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     found["capacity"] = buffer.capacity
     storage = buffer.storage
     plain = buffer.writer.in_time and not storage.of_objects
-    if plain and buffer.keys.flags(storage.spec(state.storage)):
+    keys = buffer.keys
+    if plain and (keys.episode is not None or keys.flags(storage.spec(state.storage))):
         every = episodes(buffer, state)
         over = [each for each in every if each.complete and not each.cut]
         found["episodes"], found["complete"] = len(every), len(over)

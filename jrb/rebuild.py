@@ -51,7 +51,7 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     Raises:
         TypeError: a `Mix`, states under `vmap`, or objects on one side only.
         ValueError: items that a part of the new description cannot use; another number of
-            environments where frames from behind the seams, or the order of a queue, would be lost.
+            environments where rows from behind the seams, or the order of a queue, would be lost.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -157,10 +157,10 @@ def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> N
 
 def _check_parts(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:
     """Raises where a part could not tell what lies before a seam, or in which order to go on."""
-    if _minds_what_came_before(old, state, new):
+    if new.unit.needs_past:
         raise ValueError(
             f"num_envs: expected that of the old buffer with {type(new.unit).__name__}, which "
-            "would need frames from behind the seams. Keep it, or use another unit."
+            "would need rows from behind the seams. Keep it, or use another unit."
         )
     goes_on = new.sampler.in_order and new.sampler.consumes
     if bool(old.sampler.has_unread(state.sampler)) and goes_on:
@@ -168,16 +168,6 @@ def _check_parts(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> No
             f"num_envs: expected that of the old buffer with {type(old.sampler).__name__}, whose "
             "order would be lost. Draw what is left first."
         )
-
-
-def _minds_what_came_before(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> bool:
-    """Whether the new unit reads rows from before those that it is told of."""
-    if new.unit.one_row:
-        return False
-    spec, none = old.stored(state), jnp.int32(0)
-    context = Context(new.ring, new.keys, Held(none, none))
-    asked = lambda: new.unit.rows_before(new.unit.init(context, spec), none[None])
-    return jax.eval_shape(asked) is not None
 
 
 def _chosen(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _Kept:

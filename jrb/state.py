@@ -20,6 +20,8 @@ class BufferState(pytree.State):
         unit: what the unit remembers.
         transforms: what those of the transforms remember that have a state, a tuple.
         edits: uint32 `[]`, another number after each edit of items where they lie.
+        numbers: integers `[E]`, the number of its episode that each environment's newest row has;
+            None unless `Keys.episode` names it and the unit looks at ends.
         ring: the shape of the ring that it was made for; no array.
     """
 
@@ -29,6 +31,7 @@ class BufferState(pytree.State):
     unit: Any
     edits: jax.Array
     transforms: Any = ()
+    numbers: jax.Array | None = None
     ring: Ring | None = pytree.static(default=None)
 
     def __len__(self) -> int:

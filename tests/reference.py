@@ -35,6 +35,7 @@ class Episodes:
     def __init__(self, rows, envs):
         self.rows, self.envs = rows, envs
         self.time, self.cursor, self.number = 0, 0, [0] * envs
+        self.fresh = [True] * envs  # whether the next row of each environment begins an episode
         self.held = [[] for _ in range(envs)]  # for each environment, its rows from old to new
 
     def add(self, row, mask=True):
@@ -46,6 +47,8 @@ class Episodes:
             ends = any(item.get(flag) for flag in ("done", "terminated", "truncated"))
             entry = dict(item, time=self.time, episode=self.number[env], slot=slot, env=env)
             entry["ends"] = ends
+            entry["first"] = self.fresh[env]
+            self.fresh[env] = ends
             self.held[env] = (self.held[env] + [entry])[-self.rows :]
             self.number[env] += ends
         self.time, self.cursor = self.time + 1, (self.cursor + 1) % self.rows
@@ -57,6 +60,7 @@ class Episodes:
     def empty(self):
         self.held, self.cursor = [[] for _ in range(self.envs)], 0
         self.number = [number + 1 for number in self.number]
+        self.fresh = [True] * self.envs
 
     def truncate(self, which):
         """The environments begin anew: their newest transitions are the last of their episodes."""
@@ -64,6 +68,7 @@ class Episodes:
             if which[env] and self.held[env] and not self.held[env][-1]["ends"]:
                 self.held[env][-1]["ends"] = True
                 self.number[env] += 1
+                self.fresh[env] = True
 
     def all(self):
         return [entry for rows in self.held for entry in rows]

@@ -126,7 +126,11 @@ OTHERS = {
     "strict n-step": {"unit": jrb.NStep(3, 0.9, strict=True)},
     "windows": {"unit": jrb.Sequence(5)},
     "padded": {"unit": jrb.Sequence(5, burn_in=3, short="pad")},
+    "windows of a period": {"unit": jrb.Sequence(5, burn_in=2, period=3)},
+    "padded of a period": {"unit": jrb.Sequence(5, period=3, short="pad")},
+    "windows across": {"unit": jrb.Sequence(5, burn_in=2, across=True, period=3)},
     "episodes": {"unit": jrb.Sequence(5, over="episodes")},
+    "whole": {"unit": jrb.Sequence(5, over="whole")},
     "stacks": {"unit": jrb.FrameStack(4)},
     "stacked n-step": {"unit": jrb.FrameStack(3, unit=jrb.NStep(3, 0.9))},
     "stacked windows": {"unit": jrb.FrameStack(3, unit=jrb.Sequence(4, burn_in=2))},
@@ -165,7 +169,8 @@ def test_nothing_is_copied_in_any_order(name, agents):
 
 
 PAIRS = [(parts, "prioritized", 8) for parts in ("stacks", "once")]
-PAIRS += [(parts, "epochs", 8) for parts in ("strict n-step", "episodes")]
+PAIRS += [(parts, "epochs", 8) for parts in ("strict n-step", "episodes", "windows across")]
+PAIRS += [("whole", "prioritized", 8)]
 PAIRS += [(parts, "uniform", None) for parts in OTHERS if parts not in ("stacks", "once")]
 
 

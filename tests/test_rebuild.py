@@ -119,7 +119,7 @@ def test_a_queue_goes_on_and_another_sampler_begins():
 
 def test_what_cannot_carry_over_is_refused():
     old, state = filled(sampler=jrb.Queue(), unit=jrb.FrameStack(2))
-    with pytest.raises(ValueError, match=r"num_envs:.*FrameStack.*behind the seams"):
+    with pytest.raises(ValueError, match=r"num_envs:.*FrameStack.*rows from behind the seams"):
         jrb.rebuild(old, state, dataclasses.replace(old, num_envs=3))
     plain = dataclasses.replace(old, num_envs=3, unit=jrb.Transition())
     with pytest.raises(ValueError, match=r"num_envs:.*Queue, whose order would be lost"):

@@ -5,6 +5,7 @@ A thousand programs of a description run side by side, as one compiled program.
 
 import math
 import operator
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +25,30 @@ VERBS = ["extend", "add", "set_done", "set_rest", "drop", "truncate", "update", 
 CHANCES = [0.25, 0.25, 0.12, 0.12, 0.06, 0.06, 0.11, 0.03]
 
 UNITS = {
-    "transition": (jrb.Transition(), lambda ahead, ended, whole: True),
-    "n-step": (jrb.NStep(3, 0.9), lambda ahead, ended, whole: True),
-    "strict n-step": (jrb.NStep(3, 0.9, strict=True), lambda ahead, ended, _: ahead >= 3 or ended),
-    "windows": (jrb.Sequence(3), lambda ahead, ended, whole: ahead >= 3),
-    "stacks": (jrb.FrameStack(3), lambda ahead, ended, whole: whole),
+    "transition": (jrb.Transition(), lambda row: True),
+    "n-step": (jrb.NStep(3, 0.9), lambda row: True),
+    "strict n-step": (jrb.NStep(3, 0.9, strict=True), lambda row: row.ahead >= 3 or row.ended),
+    "windows": (jrb.Sequence(3), lambda row: row.ahead >= 3),
+    "windows of a period": (
+        jrb.Sequence(2, period=2),
+        lambda row: row.ahead >= 2 and row.position % 2 == 0,
+    ),
+    "padded windows of a period": (
+        jrb.Sequence(2, period=3, short="pad"),
+        lambda row: row.position % 3 == 0,
+    ),
+    "windows across": (
+        jrb.Sequence(2, across=True, period=2),
+        lambda row: row.following >= 2 and row.position % 2 == 0,
+    ),
+    "whole episodes": (
+        jrb.Sequence(3, over="whole"),
+        lambda row: row.position == 0 and row.ended,
+    ),
+    "stacks": (jrb.FrameStack(3), lambda row: row.whole),
     "stacked windows": (
-        jrb.FrameStack(2, unit=jrb.Sequence(2)),
-        lambda ahead, ended, whole: whole and ahead >= 2,
+        jrb.FrameStack(2, unit=jrb.Sequence(2, period=3)),
+        lambda row: row.whole and row.ahead >= 2 and row.position % 3 == 0,
     ),
 }
 
@@ -98,8 +115,15 @@ class Model:
                 begin = number
                 while begin > self.first and not self.ends(rows[begin - 1]):
                     begin -= 1
-                whole = max(begin, number - self.k + 1) >= oldest
-                if self.is_anchor(stop - number + 1, self.ends(rows[stop]), whole):
+                facts = types.SimpleNamespace(
+                    ahead=stop - number + 1,
+                    following=len(rows) - number,
+                    ended=self.ends(rows[stop]),
+                    whole=max(begin, number - self.k + 1) >= oldest,
+                    position=number - begin,
+                )
+                rows[number]["position"] = number - begin
+                if self.is_anchor(facts):
                     found.append(rows[number])
         return found
 
@@ -211,7 +235,8 @@ def seen(buffer, state):
     )
     place = jnp.zeros(N, bool).at[slots].set(jnp.arange(N) < count)
     raw, known = buffer.priorities(state), state.sampler
-    return items, place, raw, known.highest, known.refused
+    before = buffer.unit.rows_before(state.unit, jnp.arange(N, dtype=jnp.int32))
+    return items, place, raw, known.highest, known.refused, before
 
 
 @pytest.mark.parametrize(
@@ -231,20 +256,19 @@ def test_programs_of_verbs_do_what_plain_python_does(name, once):
     )
     given = programs(np.random.default_rng(len(name)), PROGRAMS)
     run = lambda given: seen(buffer, jax.lax.scan(step(buffer), buffer.init(EXAMPLE), given)[0])
-    items, place, raw, highest, refused = jax.device_get(jax.jit(jax.vmap(run))(given))
+    told_of = jax.device_get(jax.jit(jax.vmap(run))(given))
     for program in range(PROGRAMS):
         model = Model(unit, is_anchor)
         for number in range(STEPS):
             one = {name: leaf[program, number] for name, leaf in given.items()}
             model.run(VERBS[one["verb"]], one)
         told = [program, *[VERBS[verb] for verb in given["verb"][program]]]
-        found = (items, place, raw, highest, refused)
-        check(model, jax.tree.map(operator.itemgetter(program), found), told)
+        check(model, jax.tree.map(operator.itemgetter(program), told_of), told)
 
 
 def check(model, found, told):
     """What a state holds is what the model holds."""
-    items, place, raw, highest, refused = found
+    items, place, raw, highest, refused, before = found
     held = {row["slot"]: row for row in model.held()}
     assert set(np.flatnonzero(place)) == set(held), told
     for slot, row in held.items():
@@ -253,6 +277,7 @@ def check(model, found, told):
         assert items["next"]["done"][slot] == row["done"], (told, slot)
         want = -1 if row["priority"] is None else row["priority"]
         assert raw[slot] == np.float32(want), (told, slot)
+        assert before is None or (before[slot] == 0) == (row["position"] == 0), (told, slot)
     assert all(raw[slot] == -1 for slot in range(N) if slot not in held), told
     assert highest == model.highest, told
     assert refused == model.refused, told

@@ -185,10 +185,21 @@ def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
     if array.shape not in shapes:
         raise ValueError(
             f"update_priority: priorities: expected shape {' or '.join(map(str, shapes))}, one for "
-            f"each that was drawn, got {array.shape}. Reduce the errors to that, such as "
-            "jnp.abs(td_error)."
+            f"each that was drawn, got {array.shape}. {_mend_priorities(array.shape, shapes)}"
         )
     return array
+
+
+def _mend_priorities(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> str:
+    """What to do about priorities of a wrong shape."""
+    fewer = [(*want[:-1], want[-1] - 1) for want in shapes[1:]]
+    if shape not in fewer:
+        return "Reduce the errors to that, such as jnp.abs(td_error)."
+    return (
+        "TD errors within a window are one row fewer than its rows, as the last one has no next "
+        "row there. Append a column: of zeros, jnp.pad(errors, ((0, 0), (0, 1))), where eta is 1, "
+        f"as they leave the maximum; else of the errors' mean. Or reduce them to {shapes[0]}."
+    )
 
 
 def given_priorities(verb: str, value: object, shape: tuple[int, ...]) -> jax.Array:

@@ -4,6 +4,7 @@ N capacity, E environments, R = N / E rows, B batch. Called by `jrb._engine.disp
 and outside.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 
@@ -15,6 +16,7 @@ from jrb._base import ordering, pytree
 from jrb._engine import episodes, rows, steps
 from jrb._engine.steps import context_of
 from jrb.held import Held, HeldInLanes
+from jrb.keys import path_name
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Item, Write
@@ -97,8 +99,11 @@ def _first_words(leaf: jax.Array) -> jax.Array:
 
 def _flags(buffer: Buffer, state: BufferState) -> set[str]:
     """The names of the leaves by which a unit tells ends of episodes; none if it asks for none."""
-    spec = buffer.storage.spec(state.storage)
-    return set() if buffer.unit.one_row else set(buffer.keys.flags(spec))
+    if buffer.unit.one_row:
+        return set()
+    number = buffer.keys.episode
+    names = set() if number is None else {path_name(number)}
+    return names | set(buffer.keys.flags(buffer.storage.spec(state.storage)))
 
 
 def changes_ends(buffer: Buffer, state: BufferState, values: Iterable[str]) -> bool:
@@ -135,8 +140,19 @@ def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
     """After which rows time does not go on though no flag says so, bool `[R, E]`."""
     context = context_of(buffer, state.writer)
     slots = context.held.from_oldest(context.ring)
-    told = episodes.ends(leaves_of(buffer, context, state, _flags(buffer, state)), buffer.keys)
-    return buffer.unit.ends(context, state.unit, slots) & ~told
+    names, over = _flags(buffer, state), buffer.unit.ends(context, state.unit, slots)
+    items = leaves_of(buffer, context, state, names)
+    return over & ~told(buffer, context, items) if names else over
+
+
+def told(buffer: Buffer, context: Context, items: Item) -> jax.Array:
+    """Which of all rows end an episode by what they say, leaves `[R, E, ...]`, oldest first."""
+    every = all_rows(context.ring, context.held)
+    if buffer.keys.episode is not None:
+        first = buffer.keys.get(items, "episode")[0].reshape(-1)
+        found = episodes.changes(items, buffer.keys, every.times[0], first)
+        every = dataclasses.replace(every, cuts=found[0])
+    return episodes.ending(context, every, items)
 
 
 @jax.jit
@@ -171,8 +187,11 @@ def relearned(
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
         blank = unit.resume(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
-    marked = steps.with_cuts(items, cuts, buffer.keys)
-    after, change = unit.on_write(_emptied(context), blank, write, marked)
+    if state.numbers is not None:
+        found = episodes.changes(items, buffer.keys, write.times[0], state.numbers)
+        cuts, state = cuts | found[0], state.replace(numbers=found[2])
+    write = dataclasses.replace(write, cuts=cuts)
+    after, change = unit.on_write(_emptied(context), blank, write, items)
     old = unit.anchors(context, state.unit)
     new = unit.anchors(context_of(buffer, state.writer), after)
     state = state.replace(unit=after)

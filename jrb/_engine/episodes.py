@@ -20,8 +20,9 @@ _STARTS = 1  # the number that `bits.fold` gets for starts within episodes
 
 
 def check(spec: Item, keys: Keys) -> None:
-    """Raises unless the items have a flag that says where episodes end, one number each."""
-    for name, flag in _flags(spec, keys).items():
+    """Raises unless the items say where episodes end: by flags, of one number each, or a number."""
+    flags = _flags(spec, keys) if keys.episode is None else keys.flags(spec)
+    for name, flag in flags.items():
         where = f"done: leaf '{name}'"
         if not pytree.is_array(flag):
             raise ValueError(
@@ -41,6 +42,54 @@ def check(spec: Item, keys: Keys) -> None:
             )
 
 
+def no_numbers(ring: Ring, spec: Item, keys: Keys) -> jax.Array | None:
+    """Zeros in place of the numbers of episodes, `[E]`; None if items are not known to have any.
+
+    Raises:
+        ValueError, TypeError: there is no such leaf, or it is not one integer.
+    """
+    if keys.episode is None:
+        return None
+    leaf, where = keys.get(spec, "episode"), f"episode: leaf '{path_name(keys.episode)}'"
+    if not pytree.is_array(leaf) or leaf.shape not in ((), (1,)):
+        found = leaf.shape if pytree.is_array(leaf) else pytree.leaf_names(leaf)
+        raise ValueError(
+            f"{where}: expected shape () or (1,) for one transition, got {found}. An episode has "
+            "one number."
+        )
+    if not jnp.issubdtype(leaf.dtype, jnp.integer):
+        raise TypeError(f"{where}: expected an integer dtype, got {leaf.dtype}. Count episodes.")
+    return jnp.zeros(ring.envs, leaf.dtype)
+
+
+def changes(
+    items: Item, keys: Keys, written: jax.Array, before: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where the numbers of episodes change from one row to the next of the same environment.
+
+    Args:
+        items: leaves `[T, E, ...]`.
+        keys: how they are keyed.
+        written: bool `[T, 1]` or `[T, E]`, the rows of time that pass.
+        before: integers `[E]`, the numbers of the rows before them.
+
+    Returns:
+        Which rows are followed by one of another number, bool `[T, E]`; whether that holds for the
+        row before them, bool `[E]`; and the numbers of the last rows that pass, like `before`.
+    """
+    numbers = keys.get(items, "episode")
+    numbers = numbers.reshape(numbers.shape[:2])
+    length, env = numbers.shape[0], jnp.arange(numbers.shape[1], dtype=jnp.int32)
+    row = jnp.arange(length, dtype=jnp.int32)[:, None]
+    last = lax.cummax(jnp.where(written, row, -1) + jnp.zeros_like(env), axis=0)
+    earlier = jnp.concatenate([jnp.full_like(last[:1], -1), last[:-1]])
+    number = lambda at: jnp.where(at < 0, before, numbers[jnp.maximum(at, 0), env])
+    changed = written & (numbers != number(earlier))
+    at = jnp.where(changed & (earlier >= 0), earlier, length)
+    cuts = jnp.zeros(numbers.shape, jnp.bool_).at[at, env].set(True, mode="drop")
+    return cuts, jnp.any(changed & (earlier < 0), axis=0), number(last[-1])
+
+
 def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
     """Which rows end an episode: those of which any flag that the items have is not zero.
 
@@ -55,6 +104,24 @@ def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
     flags = _flags(items, keys).values()
     marked = [(flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead]) for flag in flags]
     return functools.reduce(jnp.logical_or, marked)
+
+
+def ending(context: Context, write: Write, items: Item) -> jax.Array:
+    """Which rows of a write are the last of their episodes: by their flags, or cut off by it.
+
+    Items without any flag end by cuts alone.
+
+    Args:
+        context: of the buffer.
+        write: of these rows.
+        items: leaves `[T, E, ...]`.
+
+    Returns:
+        Bool `[T, E]`.
+    """
+    flagged = bool(context.keys.flags(items))
+    done = ends(items, context.keys) if flagged else jnp.zeros(write.slots.shape, jnp.bool_)
+    return done if write.cuts is None else done | write.cuts
 
 
 def _flags(item: Item, keys: Keys) -> dict[str, jax.Array]:
@@ -99,12 +166,14 @@ def lengths(before: jax.Array, done: jax.Array, write: Write, most: int) -> jax.
     return jnp.minimum(jnp.concatenate([passed, passed[-1:]]) - ends, most)
 
 
-def steps_ahead(context: Context, ended: jax.Array, slots: jax.Array, most: int) -> jax.Array:
+def steps_ahead(
+    context: Context, ended: jax.Array | None, slots: jax.Array, most: int
+) -> jax.Array:
     """How many rows there are from each slot to the end of its episode, itself included.
 
     Args:
         context: of the buffer.
-        ended: bool `[N]`, which slots end an episode.
+        ended: bool `[N]`, which slots end an episode; None where none does.
         slots: int32 `[B]`.
         most: counts above are given as this.
 
@@ -113,6 +182,8 @@ def steps_ahead(context: Context, ended: jax.Array, slots: jax.Array, most: int)
     """
     ring, held = context.ring, context.held
     newest = held.after(ring, slots)
+    if ended is None:
+        return jnp.clip(newest + 1, 1, most)
     step = jnp.arange(most - 1, dtype=jnp.int32)
     at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
     last = ordering.read(lambda: rows.get(ended, at))
@@ -120,10 +191,12 @@ def steps_ahead(context: Context, ended: jax.Array, slots: jax.Array, most: int)
     return jnp.maximum(jnp.minimum(first, newest) + 1, 1)
 
 
-def steps_back(context: Context, ended: jax.Array, slots: jax.Array, most: int) -> jax.Array:
+def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most: int) -> jax.Array:
     """How many rows of the same episode are held before each slot, int32 `[B]`, 0 to `most`."""
     ring, held = context.ring, context.held
     oldest = held.before(ring, slots)
+    if ended is None:
+        return jnp.minimum(oldest, most)
     step = jnp.arange(most, dtype=jnp.int32)
     at = ring.slot_before(slots[:, None], jnp.minimum(step + 1, ring.rows) * ring.envs)
     last = ordering.read(lambda: rows.get(ended, at))
@@ -168,7 +241,12 @@ def init(ring: Ring, enough: int) -> Episodes:
 
 
 def after_write(
-    context: Context, state: Episodes, write: Write, done: jax.Array, enough: int
+    context: Context,
+    state: Episodes,
+    write: Write,
+    done: jax.Array,
+    enough: int,
+    whole: bool = False,
 ) -> tuple[Episodes, Change, jax.Array]:
     """Episodes grow, begin, end, and leave when too few of their rows are held.
 
@@ -178,6 +256,7 @@ def after_write(
         write: which rows pass and which leave.
         done: bool `[T, E]`, which rows end an episode.
         enough: as for `init`.
+        whole: whether they leave with their first row, unless they run.
 
     Returns:
         The episodes after; the change if each of them is one anchor; and where the episode of each
@@ -208,13 +287,13 @@ def after_write(
         now=state.now + came.astype(jnp.uint32),
     )
     rows_held = held.rows(ring) + came - expired
-    kept = _without_lost(ring, grown, rows_held, write, enough)
+    kept = without_lost(ring, grown, rows_held, write, enough, whole)
     joined = jnp.sum(number[-1], dtype=jnp.int32)
     left = jnp.sum(surplus + grown.count - kept.count, dtype=jnp.int32)
-    return _clipped(kept, ring), _change(ring, joined, left), place
+    return _clipped(kept, ring), change(ring, joined, left), place
 
 
-def _change(ring: Ring, came: jax.Array, left: jax.Array) -> Change:
+def change(ring: Ring, came: jax.Array, left: jax.Array) -> Change:
     """Old episodes of one environment leave, and new ones join, among those of the others."""
     none = jnp.zeros(0, jnp.int32)
     return Change(
@@ -230,17 +309,23 @@ def _change(ring: Ring, came: jax.Array, left: jax.Array) -> Change:
     )
 
 
-def _without_lost(
-    ring: Ring, state: Episodes, rows_held: jax.Array, write: Write, enough: int
+def without_lost(
+    ring: Ring,
+    state: Episodes,
+    rows_held: jax.Array,
+    write: Write,
+    enough: int,
+    whole: bool = False,
 ) -> Episodes:
-    """The episodes of which enough rows are among the last `rows_held`."""
+    """The episodes of which enough rows are among the last `rows_held`; or else all, if `whole`."""
     room, env = state.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
 
     def leave(state: Episodes, most: int) -> Episodes:
         some = jnp.arange(most, dtype=jnp.int32)[:, None]
-        last = ordering.read(lambda: state.last[(state.head + some) % room, env])
+        edge = state.first if whole else state.last
+        edge = ordering.read(lambda: edge[(state.head + some) % room, env])
         runs = (some == state.count - 1) & (state.length >= enough)
-        age = state.now - 1 - last
+        age = state.now - 1 - edge
         lost = (some < state.count) & ~runs & (age + enough > rows_held.astype(jnp.uint32))
         lost = jnp.sum(lost, axis=0, dtype=jnp.int32)
         return state.replace(head=(state.head + lost) % room, count=state.count - lost)
@@ -256,20 +341,29 @@ def _without_lost(
 
 
 def _clipped(state: Episodes, ring: Ring) -> Episodes:
-    """The same, with the running episodes no longer than the ring, so that ages never overflow."""
+    """The same, the running episodes at most a row longer than the ring: ages never overflow."""
     at = (
         (state.head + state.count - 1) % state.first.shape[0],
         jnp.arange(ring.envs, dtype=jnp.int32),
     )
     first = ordering.read(lambda: state.first[at])
-    begin = jnp.where(state.now - first > ring.rows, state.now - jnp.uint32(ring.rows), first)
+    most = jnp.uint32(ring.rows + 1)
+    begin = jnp.where(state.now - first > most, state.now - most, first)
     return state.replace(first=state.first.at[at].set(begin))
 
 
-def anchors(context: Context, state: Episodes, enough: int) -> Anchors:
-    """Every episode alike, then every row of it from which `enough` rows follow, alike."""
+def complete(state: Episodes) -> jax.Array:
+    """How many episodes there are but those that run, int32 `[E]`; of any number of rows."""
+    return jnp.maximum(state.count - (state.length > 0).astype(jnp.int32), 0)
+
+
+def anchors(context: Context, state: Episodes, enough: int, whole: bool = False) -> Anchors:
+    """Every episode alike, then every row of it from which `enough` rows follow, alike.
+
+    Where `whole`, every complete episode, and of each its first row.
+    """
     ring, held = context.ring, context.held
-    counts = jnp.where(held.rows(ring) < enough, 0, state.count)
+    counts = jnp.where(held.rows(ring) < enough, 0, complete(state) if whole else state.count)
     ends, newest = jnp.cumsum(counts, dtype=jnp.int32), held.newest(ring)
 
     def nth(places: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -277,7 +371,7 @@ def anchors(context: Context, state: Episodes, enough: int) -> Anchors:
         index = places - (ends[env] - counts[env])
         at = (state.head[env] + index) % state.first.shape[0]
         age, part = extent(context, state, env, at, enough)
-        starts = jnp.maximum(part - (enough - 1), 1)
+        starts = jnp.ones_like(part) if whole else jnp.maximum(part - (enough - 1), 1)
         words = random_bits.words(random_bits.fold(key, _STARTS), places.size)
         back = age + part - 1 - random_bits.below(starts, *words)
         slots = ring.slot_before(newest[env], back * ring.envs)

@@ -4,6 +4,7 @@ N capacity, E environments, R = N / E rows, T time. Within a lane anchors come a
 of time, so that only fronts and ends of queues move. Between lanes there is no order.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -131,25 +132,26 @@ def every_slot(context: Context, write: Write) -> Change:
         left_from=lambda start: none,
         moved=jnp.any(grown > 0) & moves,
     )
-    return change if write.bounded else _shortened(context, change, left)
+    return change if write.bounded else _shortened(context, change, leaving(context, write))
 
 
-def _shortened(context: Context, change: Change, left: jax.Array) -> Change:
-    """The same where rows leave, int32 `[1]` or `[E]`, in whose places nothing comes."""
+def leaving(context: Context, write: Write) -> jax.Array:
+    """The slots of the rows that leave, int32 `[K, E]`, K at most R; N where there is none."""
+    ring, (expired, _) = context.ring, write.lengths
+    most = min(write.length, ring.rows) if write.bounded else ring.rows
+    slots, row = context.held.oldest(ring, most), jnp.arange(most, dtype=jnp.int32)[:, None]
+    return jnp.where(row < expired, slots, ring.capacity)
+
+
+def _shortened(context: Context, change: Change, slots: jax.Array) -> Change:
+    """The same where slots, N for none, are left in whose places nothing comes."""
     ring, held = context.ring, context.held
-    slots = jnp.arange(ring.capacity, dtype=jnp.int32)
-    expired = jnp.broadcast_to(left, (ring.envs,))[slots % ring.envs]
-    leaves = held.holds(ring, slots) & (held.before(ring, slots) < expired)
-    return Change(
-        entered=change.entered,
-        consecutive=False,
-        expired=None,
-        most=None,
-        removed=jnp.where(leaves, slots, ring.capacity),
-        entered_count=change.entered_count,
-        left_count=jnp.sum(leaves, dtype=jnp.int32),
-        left_from=lambda start: jnp.sum(
-            leaves & (held.place(ring, slots) >= start), dtype=jnp.int32
-        ),
-        moved=jnp.any(leaves),
+    gone, safe = slots < ring.capacity, jnp.minimum(slots, ring.capacity - 1)
+    behind = lambda start: gone & (held.place(ring, safe) >= start)
+    return dataclasses.replace(
+        change,
+        removed=slots.reshape(-1),
+        left_count=jnp.sum(gone, dtype=jnp.int32),
+        left_from=lambda start: jnp.sum(behind(start), dtype=jnp.int32),
+        moved=jnp.any(gone),
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jrb._base import pytree
 from jrb._base.pytree import Leaf, PyTree
-from jrb._engine import transforming
+from jrb._engine import episodes, transforming
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
 from jrb.types import Context, Item
@@ -36,6 +36,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
         transforms=transforming.init(buffer.transforms, context, spec),
+        numbers=None if buffer.unit.one_row else episodes.no_numbers(ring, spec, buffer.keys),
         ring=ring,
     )
 
@@ -97,7 +98,8 @@ def _fits(buffer: Buffer, state: BufferState, spec: Item | None) -> bool:
     want = _wanted(buffer, state, spec)
     if want is None or state.ring != buffer.ring:
         return False
-    return all(pytree.alike(*pair) for pair in _pairs(want, state).values())
+    numbers = want.numbers, state.numbers
+    return all(pytree.alike(*pair) for pair in [*_pairs(want, state).values(), numbers])
 
 
 def _pairs(want: BufferState, state: BufferState) -> dict[str, tuple[Any, Any]]:

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import ordering, pytree
-from jrb._engine import counting, transforming
-from jrb.keys import Keys
+from jrb._base import ordering
+from jrb._engine import counting, episodes, transforming
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Batch, Context, Draw, Given, Item, Look, Write
 
@@ -47,13 +46,29 @@ def write(
         rows_held = context.held.rows(ring).reshape(write.expired.shape)
         left = write.expired - jnp.maximum(rows_held + write.rows - ring.rows, 0)
         writer = buffer.writer.shrink(ring, writer, left)
-    if cuts is not None:
-        items = with_cuts(items, cuts, buffer.keys)
-    learned = transforming.learned(buffer.transforms, state.transforms, context, items, mask)
-    counted = counting.written(state.sampler, write)
-    state = state.replace(storage=storage, sampler=counted, transforms=learned)
+    state = state.replace(storage=storage, sampler=counting.written(state.sampler, write))
+    if state.numbers is not None:
+        state, cuts = _numbered(buffer, context, state, write, items, cuts)
+    write = dataclasses.replace(write, cuts=cuts)
+    learned = transforming.learned(buffer.transforms, state.transforms, context, items, write)
+    state = state.replace(transforms=learned)
     given = _given(buffer, write, items, priorities)
     return _learned(buffer, context, state, writer, write, items, given)
+
+
+def _numbered(
+    buffer: Buffer,
+    context: Context,
+    state: BufferState,
+    write: Write,
+    items: Item,
+    cuts: jax.Array | None,
+) -> tuple[BufferState, jax.Array]:
+    """The state in which episodes end before rows of another number; and all cuts of this write."""
+    found = episodes.changes(items, buffer.keys, write.times[0], state.numbers)
+    within, ended, numbers = found
+    state = _truncated(buffer, context, state, ended & (context.held.rows(context.ring) > 0))
+    return state.replace(numbers=numbers), within if cuts is None else within | cuts
 
 
 def _with_room(
@@ -123,19 +138,6 @@ def expire(buffer: Buffer, state: BufferState, items: Item, rows: jax.Array) -> 
     write = dataclasses.replace(write, expired=rows, bounded=False)
     writer = buffer.writer.shrink(ring, writer, rows)
     return _learned(buffer, context, state, writer, write, items)
-
-
-def with_cuts(items: Item, cuts: jax.Array, keys: Keys) -> Item:
-    """The items as the unit sees them, an end flagged where time does not go on."""
-    flag = next(iter(keys.flags(items)), None)
-
-    def mark(path: tuple, leaf: jax.Array) -> jax.Array:
-        if pytree.leaf_name(path) != flag:
-            return leaf
-        cut = cuts.reshape(*cuts.shape, *(1,) * (leaf.ndim - 2))
-        return jnp.where(cut, jnp.ones((), leaf.dtype), leaf)
-
-    return jax.tree_util.tree_map_with_path(mark, items)
 
 
 @functools.partial(jax.jit, static_argnames="batch_size")
@@ -336,7 +338,13 @@ def _read(sample: Sample) -> Any:
 @jax.jit
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> BufferState:
     """Some environments, bool `[E]`, begin anew after the newest row."""
-    context = context_of(buffer, state.writer)
+    return _truncated(buffer, context_of(buffer, state.writer), state, which)
+
+
+def _truncated(
+    buffer: Buffer, context: Context, state: BufferState, which: jax.Array
+) -> BufferState:
+    """The same, for a context that is known."""
     unit, change = buffer.unit.truncate(context, state.unit, which)
     begun = transforming.truncated(buffer.transforms, state.transforms, which)
     state = state.replace(unit=unit, transforms=begun)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import pytree, random_bits
-from jrb.types import Batch, Context, Item, StatefulTransform, Storage
+from jrb._engine import episodes
+from jrb.types import Batch, Context, Item, StatefulTransform, Storage, Write
 
 _FIRST = 16  # the number that `fold` gets for the first transform; smaller ones are the units'
 
@@ -112,9 +113,7 @@ def init(transforms: tuple, context: Context, spec: Item) -> tuple:
     return tuple(states)
 
 
-def learned(
-    transforms: tuple, states: tuple, context: Context, items: Item, mask: jax.Array | None
-) -> tuple:
+def learned(transforms: tuple, states: tuple, context: Context, items: Item, write: Write) -> tuple:
     """The states after a write of items, leaves `[T, E, ...]`.
 
     Args:
@@ -122,21 +121,21 @@ def learned(
         states: of those that have one.
         context: of the buffer before the write.
         items: as they are stored.
-        mask: bool `[T]` or `[T, E]`, which are written; None for all.
+        write: of these rows.
     """
     first = _until_last(transforms)
     if not first:
         return states
     lead = jax.tree.leaves(items)[0].shape[:2]
-    mask = jnp.ones(lead, jnp.bool_) if mask is None else mask
-    mask = jnp.broadcast_to(mask if mask.ndim == 2 else mask[:, None], lead)
+    mask = jnp.broadcast_to(write.times[0], lead)
+    ended = mask & episodes.ending(context, write, items)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
     left, after = iter(states), []
     for number, transform in enumerate(first):
         state = None
         if isinstance(transform, StatefulTransform):
             seen = jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), rows)
-            state = transform.on_write(context, next(left), seen, mask)
+            state = transform.on_write(context, next(left), seen, mask, ended)
             after.append(state)
         if len(after) < len(states):
             rows = _applied(transform, number, rows, _of_rows(context, mask.size), state)

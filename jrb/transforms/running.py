@@ -61,7 +61,12 @@ class RunningNormalize(StatefulTransform):
         return {name: _start("RunningNormalize", name, leaf) for name, leaf in found.items()}
 
     def on_write(
-        self, context: Context, state: dict[str, Moments], items: Item, mask: jax.Array
+        self,
+        context: Context,
+        state: dict[str, Moments],
+        items: Item,
+        mask: jax.Array,
+        ended: jax.Array,
     ) -> dict[str, Moments]:
         """The moments with those of the new rows."""
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
@@ -146,12 +151,13 @@ class RunningRewardScale(StatefulTransform):
         running = jnp.zeros((context.ring.envs, *reward.shape), began.mean.dtype)
         return Returns(moments=began, running=running)
 
-    def on_write(self, context: Context, state: Returns, items: Item, mask: jax.Array) -> Returns:
+    def on_write(
+        self, context: Context, state: Returns, items: Item, mask: jax.Array, ended: jax.Array
+    ) -> Returns:
         """The returns of the new rows; where one is masked, its environment stands still."""
         rewards = context.keys.get(items, "reward").astype(state.running.dtype)
         lift = lambda flags: flags.reshape(*flags.shape, *(1,) * (rewards.ndim - 2))
         real = mask & jnp.isfinite(rewards).reshape(*mask.shape, -1).all(axis=2)
-        ended = mask & episodes.ends(items, context.keys)
 
         def step(running: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
             reward, real, ended = row

@@ -51,6 +51,8 @@ class Write:
             passed. In lanes `[E]`.
         consecutive: True if nothing is dropped and all slots follow one another (a slice will do).
         bounded: True if no more rows leave than pass.
+        cuts: bool `[T, E]`, the items after which time does not go on, whatever their flags say;
+            None for none.
     """
 
     starts: jax.Array
@@ -60,6 +62,7 @@ class Write:
     expired: jax.Array
     consecutive: bool
     bounded: bool = True
+    cuts: jax.Array | None = None
 
     @property
     def length(self) -> int:

@@ -40,7 +40,12 @@ class StatefulTransform(Transform):
 
     @abc.abstractmethod
     def on_write(
-        self, context: Context, state: PartState, items: Item, mask: jax.Array
+        self,
+        context: Context,
+        state: PartState,
+        items: Item,
+        mask: jax.Array,
+        ended: jax.Array,
     ) -> PartState:
         """The state after a write; to rounding the same however rows are cut into calls.
 
@@ -49,6 +54,7 @@ class StatefulTransform(Transform):
             state: what this returned last.
             items: as the transforms before this one make them of single items, `[T, E, ...]`.
             mask: bool `[T, E]`, which of them are written.
+            ended: bool `[T, E]`, which of those end an episode.
         """
 
     def truncate(self, state: PartState, which: jax.Array) -> Any:

@@ -50,6 +50,11 @@ class Unit(abc.ABC):
         """The paths to leaves that are compared with each other, and so are of one shape."""
         return ()
 
+    @property
+    def needs_past(self) -> bool:
+        """Whether streams may not be cut and laid end to end: other items would be drawn."""
+        return False
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Raises if the unit does not fit the ring or another part."""
         return

@@ -1,5 +1,6 @@
 """Stacks of frames, built when they are drawn from frames that are stored once."""
 
+import dataclasses
 import functools
 from typing import Any, Literal
 
@@ -75,6 +76,11 @@ class FrameStack(Unit):
         """The frames before, and what the inner unit reads."""
         return self.k - 1 + self.unit.reach
 
+    @property
+    def needs_past(self) -> bool:
+        """The frames before a row must be held."""
+        return True
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring holds a stack, in order of time."""
         checks.window("FrameStack: k", self.k, ring.rows)
@@ -148,7 +154,7 @@ class FrameStack(Unit):
     ) -> tuple[Stacks, Change]:
         """Anchors of the inner unit enter; they leave when the ring's tail cuts their stack."""
         inner, change = self.unit.on_write(context, state.unit, write, items)
-        done = episodes.ends(items, context.keys)
+        done = episodes.ending(context, write, items)
         length = episodes.lengths(state.length, done, write, self.k)
         later = rows.after(write, anchor_queue.waited(state.queue))  # `back` was read for it
         back = rows.put(state.back, later, (length[:-1] - 1).astype(state.back.dtype))
@@ -183,7 +189,7 @@ class FrameStack(Unit):
             return state, None
         now, reach = (
             anchor_queue.look_back(context.ring),
-            functools.partial(self.rows_before, state),
+            functools.partial(_back, state),
         )
         entered = _still_whole(context, now, change.entered, reach)
         anchors, own = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
@@ -199,8 +205,9 @@ class FrameStack(Unit):
         return begins | self.unit.ends(context, state.unit, slots)
 
     def rows_before(self, state: Stacks, slots: jax.Array) -> jax.Array:
-        """How many rows of its episode came before each slot, int32, up to k - 1."""
-        return state.back[slots].astype(jnp.int32)
+        """How many rows of its episode came before each slot, int32, as far as somebody counts."""
+        own, inner = _back(state, slots), self.unit.rows_before(state.unit, slots)
+        return own if inner is None else jnp.maximum(own, inner)
 
     def resume(self, state: Stacks, before: jax.Array) -> Stacks:
         """An empty state whose next rows have so many rows of their episodes behind them.
@@ -209,7 +216,8 @@ class FrameStack(Unit):
             state: without rows.
             before: int32 `[E]`; those rows are not held, so that no stack may reach them.
         """
-        return state.replace(length=jnp.minimum(before, self.k))
+        inner = self.unit.resume(state.unit, before)
+        return state.replace(length=jnp.minimum(before, self.k), unit=inner)
 
     def _cut(self, context: Context, write: Write, reach: Any) -> jax.Array:
         """The slots at the ring's tail whose stacks reach beyond it, int32 `[(k - 1) E]`."""
@@ -240,11 +248,14 @@ class FrameStack(Unit):
             more, _, more_real = self._stack(context, state, there)
             frames = jnp.concatenate([frames, more[..., 1:]], axis=-1)
             real = jnp.concatenate([real, more_real[..., 1:]], axis=-1)
+        mask = inner.mask & whole if inner.mask.shape == whole.shape else inner.mask
+        is_mark = lambda leaf: (leaf.shape, leaf.dtype) == (mask.shape, mask.dtype)
+        info = {name: leaf & mask if is_mark(leaf) else leaf for name, leaf in inner.info.items()}
         return Look(
             where=self._where(inner.where, frames, keys),
-            mask=inner.mask & whole if inner.mask.shape == whole.shape else inner.mask,
-            info=inner.info,
-            rest=(inner, real),
+            mask=mask,
+            info=info,
+            rest=(dataclasses.replace(inner, info=info), real),
         )
 
     def _where(self, inner: Where, frames: jax.Array, keys: Keys) -> Where:
@@ -326,6 +337,11 @@ class FrameStack(Unit):
         """No rows."""
         emptied = ordering.emptied(state, token)
         return emptied.replace(unit=self.unit.reset(ring, state.unit, token))
+
+
+def _back(state: Stacks, slots: jax.Array) -> jax.Array:
+    """How many rows of its episode came before each slot, int32, up to k - 1."""
+    return state.back[slots].astype(jnp.int32)
 
 
 def _still_whole(context: Context, write: Write, slots: jax.Array, reach: Any) -> jax.Array:

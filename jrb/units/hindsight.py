@@ -108,7 +108,7 @@ class Hindsight(Unit):
         self, context: Context, state: Goals, write: Write, items: Item
     ) -> tuple[Goals, Change]:
         """What is written enters; what it overwrites left."""
-        done = episodes.ends(items, context.keys)
+        done = episodes.ending(context, write, items)
         after, _, which = episodes.after_write(context, state.episodes, write, done, 1)
         state = Goals(episodes=after, which=rows.put(state.which, write, which))
         return state, every_slot(context, write)

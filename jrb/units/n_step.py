@@ -1,12 +1,14 @@
 """N-step returns."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from jrb._base import checks, pytree
 from jrb._engine import anchor_queue, episodes, rows
 from jrb._engine.anchor_queue import AnchorQueue
-from jrb.keys import Keys, path_name, within
+from jrb.keys import Keys, Path, path_name, within
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 from jrb.units.transition import all_held, every_slot
@@ -38,24 +40,63 @@ class NStep(Unit):
     and `discount`, float32 `[B]`, discount^m, which the value of the next observation is multiplied
     with unless the episode terminated.
 
+    Where each row has a discount of its own, g_t, as dm_env has them, that is discount^k replaced
+    by the product g_t ... g_{t+k-1}. A row that terminates has g = 0: then `info["discount"]` is 0,
+    and no flag is asked.
+
     Attributes:
         n: the most rows in a return.
-        discount: gamma, from 0 to 1.
+        discount: gamma, from 0 to 1; or the path to a real leaf of shape `()` or `(1,)`, the
+            discount of what follows each row.
         strict: whether rows near the newest one wait until they have n rows or the end of their
             episode. Otherwise they are drawn with the rows that are there.
+        keep: a path, or a tuple of paths, to leaves that are given as at row t too, `[B, ...]`, in
+            `Sample.info` under their names, such as "next/reward"; "reward" and other roles of
+            `Keys` are paths here, if the items have no such leaf. Not the next observation.
 
     Reference: Sutton, 1988, "Learning to predict by the methods of temporal differences"; Hessel et
     al., 2018, "Rainbow", section 3 (multi-step learning).
     """
 
     n: int
-    discount: float
+    discount: float | Path
     strict: bool = False
+    keep: Path | tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         checks.count("n", self.n)
-        checks.fraction("discount", self.discount)
+        if not isinstance(self.discount, str | tuple):
+            checks.fraction("discount", self.discount)
         checks.flag("strict", self.strict)
+        if not isinstance(self.keep, str | tuple):
+            raise TypeError(f"keep: expected a path or a tuple of paths, got {self.keep!r}.")
+        for name in self._kept_names:
+            if name in ("steps", "discount"):
+                raise ValueError(
+                    f"NStep: keep: expected another name than that of info['{name}']. Write the "
+                    "whole path, as 'next/discount'."
+                )
+
+    @property
+    def _kept_names(self) -> list[str]:
+        """What is kept, as it was named."""
+        return (
+            [self.keep] if isinstance(self.keep, str) else [path_name(path) for path in self.keep]
+        )
+
+    def _kept(self, names: list[str], keys: Keys) -> dict[str, str]:
+        """From what is kept, as it was named, to the paths that this means in items."""
+        roles = {field.name for field in dataclasses.fields(keys)}
+        is_leaf = lambda path: any(within(name, path) for name in names)
+        role = lambda name: getattr(keys, name) if name in roles else None
+        return {
+            name: name if is_leaf(name) or role(name) is None else path_name(role(name))
+            for name in self._kept_names
+        }
+
+    def _is_discount(self, name: str) -> bool:
+        """Whether a leaf is the discount of each row."""
+        return not isinstance(self.discount, int | float) and name == path_name(self.discount)
 
     @property
     def lag(self) -> int:
@@ -83,6 +124,7 @@ class NStep(Unit):
                 f"NStep: leaf '{path_name(keys.reward)}': expected a reward of a floating dtype, "
                 f"got {dtype}. Discounted sums are fractions: store it as float32."
             )
+        self._check_leaves(spec, keys)
         return Steps(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if self.strict else None,
@@ -90,11 +132,33 @@ class NStep(Unit):
             n=self.n if self.strict else None,
         )
 
+    def _check_leaves(self, spec: Item, keys: Keys) -> None:
+        """Raises unless the discount is one real number, and there is what is kept."""
+        named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
+        if not isinstance(self.discount, int | float):
+            name = path_name(self.discount)
+            leaf = named.get(name)
+            real = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+            if leaf is None or not real or leaf.shape not in ((), (1,)):
+                raise ValueError(
+                    f"NStep: discount: expected a floating leaf at '{name}', of shape () or (1,) "
+                    f"for one transition, got {leaf or list(named)}."
+                )
+        after = path_name(keys.next_observation)
+        for given, path in self._kept(list(named), keys).items():
+            found = [name for name in named if within(name, path)]
+            if not found or any(within(name, after) for name in found):
+                raise ValueError(
+                    f"NStep: keep: expected leaves at '{given}', other than next observations, got "
+                    f"an item with the leaves {list(named)}. Write a path of several names with "
+                    "slashes, as 'next/reward'."
+                )
+
     def on_write(
         self, context: Context, state: Steps, write: Write, items: Item
     ) -> tuple[Steps, Change]:
         """Rows enter when written; if strict, when their return is complete."""
-        done = episodes.ends(items, context.keys)
+        done = episodes.ending(context, write, items)
         ended = rows.put(state.ended, write, done)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), every_slot(context, write)
@@ -151,30 +215,88 @@ class NStep(Unit):
         steps = episodes.steps_ahead(context, state.ended, slots, self.n)
         step = jnp.minimum(jnp.arange(self.n, dtype=jnp.int32), steps[:, None] - 1)
         window = ring.slot_after(slots[:, None], step * ring.envs)
-        reward, last = path_name(keys.reward), window[:, -1]
+        last = window[:, -1]
+        ends = jnp.stack([last, slots], axis=1)
 
         def where(name: str) -> jax.Array:
-            if within(name, reward):
+            if self._is_summed(name, keys):
                 return window
-            return last if keys.is_next(name) else slots
+            if not keys.is_next(name):
+                return slots
+            return ends if self._is_kept(name, keys) else last
 
-        powers = jnp.asarray([self.discount**m for m in range(self.n + 1)], jnp.float32)
-        discount = jnp.where(mask, powers[steps], 0.0)
-        info = {"steps": jnp.where(mask, steps, 0), "discount": discount}
+        info = {"steps": jnp.where(mask, steps, 0)}
+        if isinstance(self.discount, int | float):
+            powers = [self.discount**m for m in range(self.n + 1)]
+            powers = jnp.asarray(powers, jnp.float32)[steps]
+            info["discount"] = jnp.where(mask, powers, 0.0)
         return Look(where=where, mask=mask, info=info)
+
+    def _is_summed(self, name: str, keys: Keys) -> bool:
+        """Whether a leaf is read at all rows of the return."""
+        return within(name, path_name(keys.reward)) or self._is_discount(name)
+
+    def _is_kept(self, name: str, keys: Keys) -> bool:
+        """Whether a leaf is also given as at the anchor."""
+        return any(within(name, path) for path in self._kept([name], keys).values())
 
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """The rewards become their discounted sum."""
         steps, reward = look.info["steps"], path_name(keys.reward)
+        named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
+        discounts, info = self._discounts(named, look.mask, steps), dict(look.info)
+        if discounts is not None:
+            info["discount"] = jnp.where(look.mask, _product(discounts), 0.0).astype(jnp.float32)
+        for given, path in self._kept(list(named), keys).items():
+            found = {name[len(path) :]: leaf for name, leaf in named.items() if within(name, path)}
+            for rest, leaf in found.items():
+                info[given + rest] = self._at_anchor(path + rest, leaf, keys)
 
-        def total(path: tuple, leaf: jax.Array) -> jax.Array:
-            if not within(pytree.leaf_name(path), reward):
-                return leaf
-            wide = pytree.wide(leaf)
-            sum_ = jnp.zeros_like(wide[:, 0])
-            for k in reversed(range(self.n)):
-                here = (k < steps).reshape(-1, *(1,) * (sum_.ndim - 1))
-                sum_ = jnp.where(here, wide[:, k], 0) + self.discount * sum_
-            return sum_.astype(leaf.dtype)
+        def reduced(path: tuple, leaf: jax.Array) -> jax.Array:
+            name = pytree.leaf_name(path)
+            if within(name, reward):
+                return self._sum(leaf, steps, discounts)
+            if self._is_discount(name):
+                return leaf[:, -1] if keys.is_next(name) else leaf[:, 0]
+            return leaf[:, 0] if keys.is_next(name) and self._is_kept(name, keys) else leaf
 
-        return jax.tree_util.tree_map_with_path(total, raw), look.info
+        return jax.tree_util.tree_map_with_path(reduced, raw), info
+
+    def _at_anchor(self, name: str, leaf: jax.Array, keys: Keys) -> jax.Array:
+        """A leaf as it is at the anchor, `[B, ...]`, of one that was read where `look` says."""
+        if self._is_summed(name, keys):
+            return leaf[:, 0]
+        return leaf[:, 1] if keys.is_next(name) else leaf
+
+    def _discounts(
+        self, named: dict[str, jax.Array], mask: jax.Array, steps: jax.Array
+    ) -> jax.Array | None:
+        """The discounts of the rows of each return, `[B, n]`, 1 behind its last one.
+
+        None where they are all one number.
+        """
+        if isinstance(self.discount, int | float):
+            return None
+        leaf = pytree.wide(named[path_name(self.discount)])
+        inside = jnp.arange(self.n, dtype=jnp.int32) < steps[:, None]
+        return jnp.where(inside & mask[:, None], leaf.reshape(inside.shape), 1)
+
+    def _sum(self, leaf: jax.Array, steps: jax.Array, discounts: jax.Array | None) -> jax.Array:
+        """The discounted sum of the first rows, int32 `[B]`, of rewards `[B, n, ...]`."""
+        wide = pytree.wide(leaf)
+        sum_ = jnp.zeros_like(wide[:, 0])
+        row = lambda array: array.reshape(-1, *(1,) * (sum_.ndim - 1))
+        for k in reversed(range(self.n)):
+            factor = self.discount
+            if discounts is not None:
+                factor = row(discounts[:, k]).astype(sum_.dtype)
+            sum_ = jnp.where(row(k < steps), wide[:, k], 0) + factor * sum_
+        return sum_.astype(leaf.dtype)
+
+
+def _product(factors: jax.Array) -> jax.Array:
+    """Of `[B, n]`, the first times the second, and so on, `[B]`."""
+    total = factors[:, 0]
+    for k in range(1, factors.shape[1]):
+        total = total * factors[:, k]
+    return total

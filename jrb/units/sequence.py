@@ -1,12 +1,12 @@
 """Windows of consecutive transitions, for recurrent networks and models of the world."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, pytree
-from jrb._engine import anchor_queue, episodes, rows
+from jrb._base import checks, ordering, pytree
+from jrb._engine import anchor_queue, episodes, rows, whole_episodes
 from jrb._engine.anchor_queue import AnchorQueue
 from jrb._engine.episodes import Episodes
 from jrb.keys import Keys, Path, find, path_name, within
@@ -14,23 +14,29 @@ from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 from jrb.units.transition import all_held, every_slot
 
+_MANY = 2**30  # rows of an episode: so many are counted on from about half of it
+_UNKNOWN = _MANY // 2
+
 
 class Windows(pytree.State):
     """What windows must know before they read; what a description does not need is None.
 
     Attributes:
         ended: bool `[N]`, which slots end an episode.
-        length: int32 `[E]`, the rows of the running episode, up to L.
-        queue: the anchors, where only whole windows are drawn.
+        before: the rows of its episode before each slot, `[N]`: uint8, 0 or 1 for more; int32 where
+            a period is counted.
+        length: int32 `[E]`, the rows of the running episode, as far as it matters.
+        queue: the anchors, where not every row is one.
         episodes: the episodes, where these are drawn.
-        enough: the rows that anchors were counted for, no array; None where every row is one.
+        rule: what anchors were counted for, no array; None where every row is one.
     """
 
     ended: jax.Array
-    length: jax.Array | None = pytree.tally()
+    before: jax.Array
+    length: jax.Array = pytree.tally()
     queue: AnchorQueue | None
     episodes: Episodes | None
-    enough: int | None = pytree.static(default=None)
+    rule: tuple[Any, ...] | None = pytree.static(default=None)
 
 
 @pytree.component
@@ -38,32 +44,48 @@ class Sequence(Unit):
     """L transitions in a row, of one environment and one episode, from the anchor on.
 
     Data have leaves `[B, burn_in + L, ...]`, and `Sample.mask`, bool of that shape, says which rows
-    are real. A window never crosses the end of an episode or the newest row.
+    are real. A window never crosses the newest row, nor the end of an episode unless `across`.
+    `Sample.info` has `is_first` and `is_last`, bool like the mask: which rows are the first and the
+    last of their episodes, where `truncate` ended some too. They are exact: a row whose predecessor
+    is no longer held is not taken for a first one.
 
     Attributes:
         length: L.
         burn_in: rows before the anchor that come first in the window, to warm up a recurrent state.
             Where the episode, or what is held of it, begins later, they are masked, and repeat its
             first row.
-        over: what is equally likely under `Uniform`: "steps", every anchor; or "episodes", every
-            episode that has an anchor, then every anchor in it.
+        over: what is equally likely under `Uniform`: "steps", every anchor; "episodes", every
+            episode that has an anchor, the one that runs too, then every anchor in it; or "whole",
+            every episode that is complete and of which the first row is held. Then the window is
+            the episode, padded to L, of a longer one its first L rows, and its first row is the
+            anchor.
         short: "drop" draws whole windows only; "pad" draws from every row, masks what lies behind
-            the episode's last row, and repeats that row there.
+            the episode's last row, and repeats that row there. Of no meaning with over="whole".
         eta: how `update_priority` reduces priorities `[B, L]`, over the real rows without burn-in:
             eta * max + (1 - eta) * mean.
         first: paths to leaves that are read for the window's first row only, `[B, ...]`, such as
             the recurrent state that was stored with each row.
+        period: anchors are only the rows 0, period, 2 * period, ... of an episode, counted from its
+            first row, or from the first one known where a buffer was filled with less. With period
+            < L windows overlap by L - period rows.
+        across: whether windows run on from one episode into the next of the same environment; an
+            anchor is every row from which L rows follow in time. Items need no done flag then, and
+            without one `is_first` tells what `truncate` told.
 
     Reference: Kapturowski et al., 2019, "Recurrent experience replay in distributed reinforcement
-    learning", section 2.3 (burn-in; stored states; eta = 0.9).
+    learning", section 2.3 (burn-in; stored states; eta = 0.9; windows that overlap by a half);
+    Hafner et al., 2023, "Mastering diverse domains through world models", appendix (windows across
+    episodes, with `is_first`).
     """
 
     length: int
     burn_in: int = 0
-    over: Literal["steps", "episodes"] = "steps"
+    over: Literal["steps", "episodes", "whole"] = "steps"
     short: Literal["drop", "pad"] = "drop"
     eta: float = 1.0
     first: tuple[Path, ...] = ()
+    period: int = 1
+    across: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.first, tuple):
@@ -71,14 +93,47 @@ class Sequence(Unit):
         checks.count("length", self.length)
         if self.burn_in != 0:
             checks.count("burn_in", self.burn_in)
-        checks.choice("over", self.over, ("steps", "episodes"))
+        checks.choice("over", self.over, ("steps", "episodes", "whole"))
         checks.choice("short", self.short, ("drop", "pad"))
         checks.fraction("eta", self.eta)
+        checks.count("period", self.period, _UNKNOWN)
+        checks.flag("across", self.across)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raises where two options exclude each other."""
+        if self.over != "steps" and (self.period > 1 or self.across):
+            what = "across=True" if self.across else f"period={self.period}"
+            raise ValueError(
+                f"Sequence: {what}: expected over='steps', got over={self.over!r}, which counts "
+                "episodes. Leave one of them out."
+            )
+        if self.over == "whole" and self.burn_in:
+            raise ValueError(
+                f"Sequence: burn_in: expected 0 with over='whole', got {self.burn_in}: nothing "
+                "comes before an episode's first row. Split the window in the loss."
+            )
 
     @property
     def _enough(self) -> int:
         """The rows that must follow an anchor, itself included."""
-        return self.length if self.short == "drop" else 1
+        return self.length if self.short == "drop" and self.over != "whole" else 1
+
+    @property
+    def _pads(self) -> bool:
+        return self.short == "pad" or self.over == "whole"
+
+    @property
+    def _is_queued(self) -> bool:
+        """Whether the anchors are rows, but not all of them."""
+        return self.over == "steps" and (self.short == "drop" or self.period > 1)
+
+    @property
+    def _rule(self) -> tuple[Any, ...] | None:
+        """What anchors are counted for; None where every row is one."""
+        if self.over == "steps" and not self._is_queued:
+            return None
+        return self.over, self._enough, self.period, self.across
 
     @property
     def lag(self) -> int | None:
@@ -88,12 +143,17 @@ class Sequence(Unit):
     @property
     def waits(self) -> bool:
         """First rows of whole windows wait for the last ones."""
-        return self.short == "drop" or self.over == "episodes"
+        return self.short == "drop" or self.over != "steps"
 
     @property
     def reach(self) -> int:
         """Burn-in."""
         return self.burn_in
+
+    @property
+    def needs_past(self) -> bool:
+        """Whole episodes do: a seam would make two of one."""
+        return self.over == "whole"
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring holds a window, in order of time; episodes are drawn by a fitting sampler."""
@@ -105,91 +165,185 @@ class Sequence(Unit):
                 f"{type(sampler).__name__}. It would say two things about how likely a row is: "
                 "each episode alike, and each row by its priority. Use over='steps'."
             )
-        if self.over == "episodes" and sampler.in_order and ring.envs > 1:
+        if self.over != "steps" and sampler.in_order and ring.envs > 1:
             raise ValueError(
-                f"Sequence: over='episodes': expected a sampler that draws in any order, got "
+                f"Sequence: over={self.over!r}: expected a sampler that draws in any order, got "
                 f"{type(sampler).__name__}. Episodes of several environments have no order of "
                 "their own. Use over='steps'."
             )
+        if self.period > 1 and writer.until_full:
+            rows = self.burn_in + self._enough + self.period - 1
+            checks.window("Sequence: burn_in + length + period - 1", rows, ring.rows)
 
     def init(self, context: Context, spec: Item) -> Windows:
-        """No rows. Raises if the items have no done flag."""
+        """No rows. Raises if the items have no done flag, unless windows run across ends."""
         ring = context.ring
-        episodes.check(spec, context.keys)
+        if not self.across or context.keys.flags(spec):
+            episodes.check(spec, context.keys)
         for path in self.first:
             find(spec, path, "Sequence: first")
-        whole = self.over == "steps" and self.short == "drop"
         return Windows(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
-            length=jnp.zeros(ring.envs, jnp.int32) if whole else None,
-            queue=anchor_queue.init(context) if whole else None,
-            episodes=episodes.init(ring, self._enough) if self.over == "episodes" else None,
-            enough=self._enough if whole or self.over == "episodes" else None,
+            before=jnp.zeros(ring.capacity, jnp.uint8 if self.period == 1 else jnp.int32),
+            length=jnp.zeros(ring.envs, jnp.int32),
+            queue=anchor_queue.init(context) if self._is_queued else None,
+            episodes=None if self.over == "steps" else episodes.init(ring, self._enough),
+            rule=self._rule,
         )
 
     def on_write(
         self, context: Context, state: Windows, write: Write, items: Item
     ) -> tuple[Windows, Change]:
-        """A row enters when written; whole windows do with their last row."""
-        done = episodes.ends(items, context.keys)
-        ended = rows.put(state.ended, write, done)
-        state = state.replace(ended=ended)
-        if state.queue is not None and state.length is not None:
-            length = episodes.lengths(state.length, done, write, self.length)
-            whole = (length[:-1] == self.length)[..., None]
-            back = jnp.full(1, self.length - 1, jnp.int32)
-            entered = anchor_queue.rows_back(context, write, back, whole)
-            anchors, change = anchor_queue.after_write(
-                context, state.queue, write, entered, slack=0
+        """A row enters when written; whole windows and episodes do with their last row."""
+        done = episodes.ending(context, write, items)
+        length = episodes.lengths(state.length, done, write, self._most(context.ring))
+        state = self._marked(state, write, done, length)
+        if state.queue is not None:
+            entered = self._starts(context, state, write, length[:-1])
+            queue, change = anchor_queue.after_write(context, state.queue, write, entered, slack=0)
+            return state.replace(queue=queue), change
+        if state.episodes is None:
+            return state, every_slot(context, write)
+        if self.over == "whole":
+            table, change = whole_episodes.after_write(
+                context, state.episodes, write, done, length[:-1]
             )
-            return state.replace(queue=anchors, length=length[-1]), change
-        if state.episodes is not None:
-            after, change, _ = episodes.after_write(
+        else:
+            table, change, _ = episodes.after_write(
                 context, state.episodes, write, done, self._enough
             )
-            return state.replace(episodes=after), change
-        return state, every_slot(context, write)
+        return state.replace(episodes=table), change
 
-    def truncate(self, context: Context, state: Windows, which: jax.Array) -> tuple[Windows, None]:
+    def _most(self, ring: Ring) -> int:
+        """Up to where the rows of an episode are counted."""
+        if self.period > 1:
+            return 2**31 - 1
+        return ring.rows + 1 if self.over == "whole" else max(self._enough, 2)
+
+    def _marked(self, state: Windows, write: Write, done: jax.Array, length: jax.Array) -> Windows:
+        """The state that knows of these rows, bool `[T, E]`, int32 `[T + 1, E]`; not the queue."""
+        before, running, later = length[:-1] - 1, length[-1], write
+        if self.period == 1:
+            before = jnp.minimum(before, 1)
+        else:
+            fewer = _UNKNOWN // self.period * self.period
+            running = jnp.where(running >= _MANY, running - fewer, running)
+        if self._reads_before and state.queue is not None:
+            later = rows.after(write, anchor_queue.waited(state.queue))  # `before` was read for it
+        return state.replace(
+            ended=rows.put(state.ended, write, done),
+            before=rows.put(state.before, later, before.astype(state.before.dtype)),
+            length=running,
+        )
+
+    @property
+    def _reads_before(self) -> bool:
+        """Whether where a window begins in its episode is told by its first row only."""
+        return self.across and self.period > 1 and self.short == "drop"
+
+    def _starts(
+        self, context: Context, state: Windows, write: Write, length: jax.Array
+    ) -> jax.Array:
+        """The anchors that each row completes, int32 `[T * E]`; N where it does not.
+
+        `length`, int32 `[T, E]`, are the rows of its episode up to each row.
+        """
+        capacity = context.ring.capacity
+        if self.short == "pad":
+            at = jnp.where((length - 1) % self.period == 0, write.slots, capacity)
+            return at.reshape(-1)
+        whole = jnp.ones_like(length, jnp.bool_) if self.across else length >= self.length
+        if self.period > 1 and not self.across:
+            whole = whole & ((length - self.length) % self.period == 0)
+        back = jnp.full(1, self.length - 1, jnp.int32)
+        slots = anchor_queue.rows_back(context, write, back, whole[..., None])
+        if not self._reads_before:
+            return slots
+        safe = jnp.minimum(slots, capacity - 1)
+        before = ordering.read(lambda: rows.get(state.before, safe))
+        return jnp.where(before % self.period == 0, slots, capacity)
+
+    def truncate(
+        self, context: Context, state: Windows, which: jax.Array
+    ) -> tuple[Windows, Change | None]:
         """The newest rows end their episodes."""
-        table, length = state.episodes, state.length
+        table, change = state.episodes, None
+        if table is not None and self.over == "whole":
+            table, change = whole_episodes.truncated(context, table, which, state.length)
+        elif table is not None:
+            table = episodes.truncated(table, which, self._enough)
         truncated = state.replace(
             ended=episodes.mark_newest(context, state.ended, which),
-            length=None if length is None else jnp.where(which, 0, length),
-            episodes=None if table is None else episodes.truncated(table, which, self._enough),
+            length=jnp.where(which, 0, state.length),
+            episodes=table,
         )
-        return truncated, None
+        return truncated, change
 
     def ends(self, context: Context, state: Windows, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""
         return rows.get(state.ended, slots)
 
+    def rows_before(self, state: Windows, slots: jax.Array) -> jax.Array:
+        """How many rows of its episode came before each slot, int32; up to 1 without a period."""
+        return state.before[slots].astype(jnp.int32)
+
+    def resume(self, state: Windows, before: jax.Array) -> Windows:
+        """An empty state whose next rows have so many rows of their episodes behind them.
+
+        Args:
+            state: without rows.
+            before: int32 `[E]`; those rows are not held. Where they are more than anybody knows, a
+                period is counted from the next row on.
+        """
+        unknown = _UNKNOWN // self.period * self.period
+        length = jnp.where(before >= _MANY, unknown, before) if self.period > 1 else before
+        table = state.episodes
+        if table is not None and self.over == "whole":
+            table = table.replace(length=jnp.minimum(before, 2))  # it runs, but is not in the table
+        return state.replace(length=jnp.minimum(length, unknown), episodes=table)
+
     def anchors(self, context: Context, state: Windows) -> Anchors:
         """The first rows of windows."""
         if state.queue is not None:
             return anchor_queue.anchors(context.ring, state.queue)
-        if state.episodes is not None:
-            return episodes.anchors(context, state.episodes, self._enough)
-        return all_held(context)
+        if state.episodes is None:
+            return all_held(context)
+        return episodes.anchors(context, state.episodes, self._enough, self.over == "whole")
 
     def look(
         self, context: Context, state: Windows, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> Look:
         """Every leaf at every row of the window."""
-        ring = context.ring
+        ring, ended = context.ring, None if self.across else state.ended
         before, after = jnp.int32(0), jnp.int32(self.length)
-        if self.short == "pad":
-            after = episodes.steps_ahead(context, state.ended, slots, self.length)[:, None]
+        if self._pads:
+            after = episodes.steps_ahead(context, ended, slots, self.length)[:, None]
         if self.burn_in:
-            before = episodes.steps_back(context, state.ended, slots, self.burn_in)[:, None]
+            before = episodes.steps_back(context, ended, slots, self.burn_in)[:, None]
         step = jnp.arange(-self.burn_in, self.length, dtype=jnp.int32)
         real = mask[:, None] & (step >= -before) & (step < after)
-        step = jnp.clip(step, -before, after - 1)
-        ahead = jnp.where(step < 0, step + ring.rows, step) * ring.envs
+        near = jnp.clip(step, -before, after - 1)
+        ahead = jnp.where(near < 0, near + ring.rows, near) * ring.envs
         window = ring.slot_after(slots[:, None], jnp.broadcast_to(ahead, real.shape))
         start = window[:, :1]
         where = lambda name: start if self._is_single(name) else window
-        return Look(where=where, mask=real, info={})
+        marks = self._marks(state, window, step == -before, step == after - 1)
+        return Look(where=where, mask=real, info={name: real & at for name, at in marks.items()})
+
+    def _marks(
+        self, state: Windows, window: jax.Array, oldest: jax.Array, newest: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Where episodes begin and end in windows, bool like the slots `[B, burn_in + L]`.
+
+        Unless windows run across, that can only be at their oldest and newest rows.
+        """
+        begin, end = (window, window) if self.across else (window[:, :1], window[:, -1:])
+        first, last = ordering.read(
+            lambda: (rows.get(state.before, begin) == 0, rows.get(state.ended, end))
+        )
+        if self.across:
+            return {"is_first": first, "is_last": last}
+        return {"is_first": first & oldest, "is_last": last & newest}
 
     def _is_single(self, name: str) -> bool:
         """Whether a leaf is read for the first row only."""

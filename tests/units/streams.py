@@ -185,24 +185,53 @@ def n_step(n, discount, strict):
     return expected
 
 
-def sequence(length, burn_in, short):
+def sequence(length, burn_in, short, period=1, across=False):
     def expected(model, entry, begins):
-        window = model.ahead(entry, length)
+        if (entry["time"] - begins[entry["env"], entry["episode"]]) % period:
+            return None
+        of_env = model.held[entry["env"]]
+        place = of_env.index(entry)
+        window = of_env[place:][:length] if across else model.ahead(entry, length)
         if short == "drop" and len(window) < length:
             return None
-        before = model.behind(entry, burn_in)
+        before = of_env[:place] if across else model.behind(entry, burn_in)
+        return windowed(before[len(before) - min(burn_in, len(before)) :], window)
+
+    def windowed(before, window):
+        mask = [False] * (burn_in - len(before)) + [True] * (len(before) + len(window))
+        mask += [False] * (length - len(window))
         rows = [(before + window)[0]] * (burn_in - len(before)) + before + window
         rows += [window[-1]] * (length - len(window))
-        mask = [False] * (burn_in - len(before)) + [True] * (len(before) + len(window))
-        return {
-            "data/observation/frame": [row["frame"] for row in rows],
-            "data/action": [row["action"] for row in rows],
-            "data/next/observation/frame": [row["after"] for row in rows],
-            "data/next/done": [row["done"] for row in rows],
-            "mask": mask + [False] * (length - len(window)),
-        }
+        return shown(rows, mask)
 
     return expected
+
+
+def whole_episode(length):
+    """The first rows of each complete episode whose first row is held, padded."""
+
+    def expected(model, entry, begins):
+        every = model.of_episode(entry)
+        if entry["time"] != begins[entry["env"], entry["episode"]] or not every[-1]["ends"]:
+            return None
+        rows = every[:length]
+        padding = length - len(rows)
+        return shown(rows + [rows[-1]] * padding, [True] * len(rows) + [False] * padding)
+
+    return expected
+
+
+def shown(rows, mask):
+    """What is drawn of rows of a window."""
+    return {
+        "data/observation/frame": [row["frame"] for row in rows],
+        "data/action": [row["action"] for row in rows],
+        "data/next/observation/frame": [row["after"] for row in rows],
+        "data/next/done": [row["done"] for row in rows],
+        "mask": mask,
+        "info/is_first": [row["first"] and real for row, real in zip(rows, mask, strict=True)],
+        "info/is_last": [row["ends"] and real for row, real in zip(rows, mask, strict=True)],
+    }
 
 
 def frame_stack(k, pad="first", inner=None):

@@ -36,24 +36,33 @@ def test_n_step_over_stacked_frames(strict, data):
     check(unit, expected, [(3, 1), (5, 2), (11, 3)], data)
 
 
-@pytest.mark.parametrize("short", ["drop", "pad"])
+@pytest.mark.parametrize(
+    ("short", "period", "across"), [("drop", 1, False), ("pad", 2, False), ("drop", 2, True)]
+)
 @random_streams
-def test_windows_of_stacked_frames(short, data):
+def test_windows_of_stacked_frames(short, period, across, data):
     k, length, burn_in = 3, 3, 2
-    inner = sequence(length, burn_in, short)
+    inner = sequence(length, burn_in, short, period, across)
 
     def expected(model, entry, begins):
         item = inner(model, entry, begins)
         if item is None or model.stack(entry, k, begins) is None:
             return None
         rows = model.behind(entry, burn_in)
+        if across:
+            of_env = model.held[entry["env"]]
+            place = of_env.index(entry)
+            rows = of_env[max(0, place - burn_in) : place]
         stacks = [model.stack(row, k, begins) for row in rows]
         stacks = [None] * (burn_in - len(rows)) + stacks
         mask = [stack is not None for stack in stacks] + item["mask"][burn_in:]
-        return {"mask": mask}
+        marks = {name: item[name] for name in ("info/is_first", "info/is_last")}
+        real = {name: np.array(mark) & mask for name, mark in marks.items()}
+        return {"mask": mask, **real}
 
     rows, envs = data.draw(st.sampled_from([(5, 1), (6, 2), (13, 3)]))
-    unit = jrb.FrameStack(k, unit=jrb.Sequence(length, burn_in=burn_in, short=short))
+    windows = jrb.Sequence(length, burn_in=burn_in, short=short, period=period, across=across)
+    unit = jrb.FrameStack(k, unit=windows)
     calls = data.draw(commands(envs, rows, truncates=True))
     agree(unit, rows, envs, calls, expected)
     _, state, sample, model, begins = played(unit, rows, envs, calls)

@@ -21,20 +21,40 @@ from tests.units.streams import (
     random_streams,
     sequence,
     ten_and_ninety,
+    whole_episode,
 )
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("length", "burn_in", "short"),
-    [(3, 0, "pad"), (3, 2, "drop"), (3, 2, "pad"), (1, 4, "pad")],
+    ("length", "burn_in", "short", "period", "across"),
+    [
+        (3, 0, "pad", 1, False),
+        (3, 2, "drop", 1, False),
+        (3, 2, "pad", 1, False),
+        (1, 4, "pad", 1, False),
+        (3, 1, "drop", 2, False),
+        (2, 0, "drop", 4, False),
+        (3, 2, "pad", 2, False),
+        (3, 1, "drop", 1, True),
+        (2, 1, "drop", 3, True),
+        (3, 0, "pad", 2, True),
+    ],
 )
 @random_streams
-def test_sequence(length, burn_in, short, data):
-    unit = jrb.Sequence(length, burn_in=burn_in, short=short)
+def test_sequence(length, burn_in, short, period, across, data):
+    unit = jrb.Sequence(length, burn_in=burn_in, short=short, period=period, across=across)
+    expected = sequence(length, burn_in, short, period, across)
     least = length + burn_in
-    check(unit, sequence(length, burn_in, short), [(least, 1), (least + 1, 2), (12, 3)], data)
+    check(unit, expected, [(least, 1), (least + 1, 2), (12, 3)], data)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@random_streams
+def test_whole_episodes(length, data):
+    unit = jrb.Sequence(length, over="whole")
+    check(unit, whole_episode(length), [(length, 1), (length + 1, 2), (12, 3)], data)
 
 
 @pytest.mark.parametrize(("length", "short"), [(3, "drop"), (3, "pad")])
@@ -132,12 +152,137 @@ def test_priorities_of_rows_become_one(eta):
     np.testing.assert_array_equal(after.sampler.raw, state.sampler.raw)
     assert int(after.sampler.refused) == 8
     with pytest.raises(ValueError, match=r"expected shape \(8,\) or \(8, 3\) or \(8, 4\), one"):
+        buffer.update_priority(state, sample, jnp.ones((8, 5)))
+    with pytest.raises(ValueError, match=r"got \(8, 2\)\. TD errors .* Append a column: of zeros"):
         buffer.update_priority(state, sample, jnp.ones((8, 2)))
 
 
 def test_episodes_and_priorities_are_refused_together():
     with pytest.raises(ValueError, match="two things about how likely a row is"):
         jrb.ReplayBuffer(8, unit=jrb.Sequence(2, over="episodes"), sampler=jrb.Prioritized())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: jrb.Sequence(2, over="whole", period=2), "period=2: expected over='steps'"),
+        (lambda: jrb.Sequence(2, over="episodes", across=True), "across=True: expected over='st"),
+        (lambda: jrb.Sequence(2, over="whole", burn_in=1), "burn_in: expected 0 with over='whole'"),
+        (lambda: jrb.Sequence(2, period=0), "period: expected from 1"),
+        (
+            lambda: jrb.ReplayBuffer(
+                9, unit=jrb.Sequence(8, period=4), sampler=jrb.Queue(), writer=jrb.UntilFull()
+            ),
+            "length . period - 1: expected at most the 9 rows of the ring .* got 11",
+        ),
+        (
+            lambda: jrb.ReplayBuffer(8, 2, unit=jrb.Sequence(2, over="whole"), sampler=jrb.Queue()),
+            "over='whole': expected a sampler that draws in any order",
+        ),
+        (
+            lambda: jrb.ReplayBuffer(8, unit=jrb.FrameStack(2, unit=jrb.Sequence(2, over="whole"))),
+            "anchors are rows",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def rows_of(number, **flags):
+    return {"observation": number, "next": flags}
+
+
+def drawn_by_slot(buffer, state):
+    sample = jax.tree.map(np.asarray, buffer.sample(state, KEY))
+    order = np.argsort(sample.indices)
+    return jax.tree.map(lambda leaf: leaf[order[sample.mask[order, 0]]], sample)
+
+
+def test_windows_across_need_no_flag_and_then_know_what_truncate_told():
+    unit = jrb.Sequence(3, across=True)
+    buffer = jrb.ReplayBuffer(
+        10, 2, batch_size=10, unit=unit, sampler=jrb.Uniform(replacement=False)
+    )
+    state = buffer.init({"x": 0})
+    numbers = jnp.arange(18).reshape(9, 2)
+    state = buffer.extend(state, {"x": numbers[:6]})
+    state = buffer.truncate(state, jnp.array([True, False]))
+    state = buffer.extend(state, {"x": numbers[6:]})
+    for _ in range(2):
+        sample = drawn_by_slot(buffer, state)
+        order = np.argsort(sample.data["x"][:, 0])
+        assert sample.data["x"][order].tolist() == [[n, n + 2, n + 4] for n in range(8, 14)]
+        first, last = sample.info["is_first"][order], sample.info["is_last"][order]
+        np.testing.assert_array_equal(first, sample.data["x"][order] == 12)
+        np.testing.assert_array_equal(last, sample.data["x"][order] == 10)
+        state = jrb.rebuild(buffer, state, buffer)
+
+
+@pytest.mark.parametrize("short", ["drop", "pad"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_period_is_counted_on_where_rows_are_told_anew(short, stacked):
+    unit = jrb.Sequence(2, period=3, short=short)
+    unit = jrb.FrameStack(2, unit=unit) if stacked else unit
+    make = lambda rows: jrb.ReplayBuffer(
+        rows, batch_size=rows, unit=unit, sampler=jrb.Uniform(replacement=False)
+    )
+    buffer, number = make(10), np.arange(25, dtype=np.float32)
+    items = rows_of(number, observation=number, done=number == 3, reward=number)
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], items))
+    state = buffer.extend(state, items)  # rows 15 .. 24 are held, of an episode that began with 4
+    rewards = lambda buffer, state: drawn_by_slot(buffer, state).data["next"]["reward"]
+    firsts = lambda *args: sorted(rewards(*args)[:, 0].tolist())
+    assert firsts(buffer, state) == [16, 19, 22]
+    state = buffer.set(state, jnp.array([4]), {"next": {"done": jnp.array([False])}})
+    assert firsts(buffer, state) == [16, 19, 22]
+    larger = make(12)
+    state = jrb.rebuild(buffer, state, larger)
+    state = larger.extend(state, jax.tree.map(lambda leaf: leaf[:6], items))
+    want = [0, 4, 22] + [3] * (short == "pad") + [19] * (not stacked)  # 18 is gone
+    assert firsts(larger, state) == sorted(want)
+
+
+def test_an_endless_episode_keeps_its_period():
+    buffer = jrb.ReplayBuffer(
+        6, batch_size=6, unit=jrb.Sequence(1, period=5), sampler=jrb.Uniform(replacement=False)
+    )
+    number = np.arange(8, dtype=np.float32)
+    items = rows_of(number, observation=number, done=np.zeros(8, bool))
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], items))
+    ahead = 2**30 // 5 * 5 - 10
+    unit = state.unit.replace(length=state.unit.length + ahead)
+    state = state.replace(unit=unit)
+    for count in range(8, 80, 8):
+        state = buffer.extend(state, items)
+        sample = drawn_by_slot(buffer, state)
+        steps = np.arange(count)[-6:]
+        want = [number[step % 8] for step in steps if step % 5 == 0]
+        assert sorted(sample.data["observation"][:, 0].tolist()) == sorted(want)
+        assert not sample.info["is_first"].any()
+    assert int(state.unit.length[0]) < 2**29 + 100
+
+
+def test_marks_are_known_in_streams_that_are_dealt_out_anew():
+    number = np.arange(12, dtype=np.int32).reshape(6, 2)
+    items = rows_of(number, done=number // 2 == 3)
+    buffer = jrb.ReplayBuffer(12, 2, batch_size=12, unit=jrb.Sequence(1))
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], items))
+    state = buffer.extend(state, items)
+    buffer = dataclasses.replace(buffer, sampler=jrb.Uniform(replacement=False))
+    for envs in (2, 1, 3, 4):
+        other = dataclasses.replace(buffer, num_envs=envs)
+        sample = drawn_by_slot(other, jrb.rebuild(buffer, state, other))
+        numbers = sample.data["observation"][:, 0]
+        assert sorted(numbers[sample.info["is_first"][:, 0]]) == [0, 1, 8, 9]
+        assert {6, 7} <= set(numbers[sample.info["is_last"][:, 0]])
+    whole = dataclasses.replace(buffer, unit=jrb.Sequence(4, over="whole"))
+    with pytest.raises(ValueError, match="rows from behind the seams"):
+        jrb.rebuild(buffer, state, dataclasses.replace(whole, num_envs=3))
+    sample = drawn_by_slot(whole, jrb.rebuild(buffer, state, whole))
+    assert sample.data["observation"][:, 0].tolist() == [0, 1]
+    assert sample.mask.sum(axis=1).tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("storage", [jrb.DeviceStorage, lambda: jrb.MemmapStorage(None)])
