@@ -38,7 +38,7 @@ import numpy as np
 from jrb._base import extras
 from jrb._base.pytree import Leaf
 from jrb._engine import memory
-from jrb.checkpoint import folder, state_specs
+from jrb.checkpoint import folder, members
 from jrb.mix import AnyState, Description
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
@@ -116,8 +116,8 @@ class BufferRestore(ocp.args.CheckpointArgs):
 
 def _check(args: BufferSave) -> None:
     """Raises at once what would else be raised in the background."""
-    state_specs.check_buffer(args.buffer, "save")
-    state_specs.snapshot(args.buffer, args.state)
+    members.check(args.buffer, "save")
+    folder.check(args.buffer, args.state)
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"save: expected a program of one process, got {jax.process_count()}. Save the part of "

@@ -72,6 +72,7 @@ class ListStorage(HostStorage):
 
     collate: Callable[[list[Any]], Any] | None = None
     of_objects: ClassVar[bool] = True
+    unbound: ClassVar[tuple[str, ...]] = ("collate",)
     state_type: ClassVar[type] = Objects
 
     @property
