@@ -98,7 +98,9 @@ def save(
             a pytree of arrays `[K, ...]`. It casts or packs, is called for some megabytes at a
             time, also for items of zeros, and has to give the same for the same item always,
             whatever is beside it. The checkpoint keeps its name: with another name, or another
-            structure, dtype or shape of what it gives, everything is written anew. Of several
+            structure, dtype or shape of what it gives, everything is written anew; else it is
+            called for what is new, and for those older items that tell whether this goes on from
+            the last save. Observations that are stored once are whole items here. Of several
             buffers, one function for all, or a dict of functions by name. See the example.
         items: False leaves out the items, which `load` then asks for: all else is small, and saved
             at once.
@@ -255,11 +257,12 @@ def load(
             leaves say where each comes back, as an array of JAX where that of the example lies, as
             one of NumPy, or as a Python number. None leaves it out.
         decode: the inverse of the `encode` of the save, chunk by chunk: from what that gave, NumPy
-            arrays `[K, ...]`, to items as they are stored. Of several, as for `encode`.
+            arrays `[K, ...]`, to items as they are stored. Of several, as for `encode`. Next
+            observations that nothing holds any more, of those that are stored once, become zeros.
         items: with a checkpoint that was saved with `items=False`, what `jrb.items(buffer, state)`
             gave then: arrays `[K, ...]`, oldest first, keys as their words; of a `ListStorage` a
             list. A few of them are compared with what was held. Of several, a dict or tuple of
-            them. What is not held, and no draw can see, comes back as zeros.
+            them. Rows that hold no items come back as zeros.
         capacity: N of the buffer that is wanted; None for that of the checkpoint. The newest rows
             stay, with their priorities, and all the states start from there.
         num_envs: E of the buffer that is wanted; `...` for that of the checkpoint. The rows of all

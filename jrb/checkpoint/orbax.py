@@ -88,7 +88,7 @@ class BufferSave(ocp.args.CheckpointArgs):
     """What to save.
 
     Attributes:
-        buffer: the description, a `ReplayBuffer` or a `Mix`.
+        buffer: the description, a `ReplayBuffer` or a `Mix`, or several, as for `jrb.save`.
         state: its state, also one that `vmap` has put axes before. It is only read, and may be
             donated as soon as `save` of the manager has returned.
     """

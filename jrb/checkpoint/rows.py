@@ -94,7 +94,8 @@ class Rows:
             )
             for a, b in table.runs(place)
         ]
-        return np.concatenate(found).reshape(len(slot), column.width)
+        none = np.zeros(0, np.uint8)
+        return np.concatenate([none, *found]).reshape(len(slot), column.width)
 
     def pieces(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Some rows, a few megabytes at a time."""

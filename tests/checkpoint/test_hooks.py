@@ -52,11 +52,11 @@ def raw(leaf):
 
 def negated(items):
     """Far from zero where items are zero."""
-    return {"all": jax.tree.map(lambda leaf: ~leaf.view(np.uint8), items["observation"]), **items}
+    return {**items, "observation": ~items["observation"].view(np.uint8)}
 
 
 def restored(saved):
-    return {name: leaf for name, leaf in saved.items() if name != "all"}
+    return {**saved, "observation": (~saved["observation"]).view(np.float32)}
 
 
 def same_draws(buffer, state, back, count=3):
@@ -175,6 +175,7 @@ def test_only_what_is_new_is_encoded_and_written(tmp_path):
         seen.clear()
         assert written(lambda: save(state)) < 0.1 * whole  # noqa: B023
         assert sum(seen) < 100 + 3000
+    assert written(lambda: save(state, encode=lambda items: half(items))) > 0.9 * whole
     _, back = jrb.load(tmp_path, decode=lambda saved: {"x": saved["x"].astype(np.float32)})
     want = jrb.items(buffer, state)["x"].astype(np.float16)
     np.testing.assert_array_equal(jrb.items(buffer, back)["x"], want)
@@ -315,7 +316,8 @@ def test_a_function_that_has_to_be_there_is_named(tmp_path):
     ):
         jrb.load(tmp_path)
     for decode, kind, message in [
-        (lambda saved: saved, ValueError, r"decode: leaf 'all': .*not expected \['all'\]"),
+        (lambda saved: saved, ValueError, r"decode: leaf 'observation': expected shape \(.*, 3\)"),
+        (lambda saved: {**restored(saved), "x": 0}, ValueError, r"leaf 'x': .*not expected"),
         (
             lambda saved: restored(jax.tree.map(lambda x: x[:-1], saved)),
             ValueError,

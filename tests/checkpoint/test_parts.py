@@ -65,6 +65,9 @@ def test_what_comes_back_is_what_was_there(buffer, state, tmp_path):
     assert checkpoint.verify(tmp_path) == []
     jrb.save(tmp_path, buffer, state)
     assert checkpoint.generations(tmp_path) == [3]
+    for folder in filter(os.path.isdir, tmp_path.rglob("*")):
+        names = [name for name in os.listdir(folder) if name.startswith("generation-")]
+        assert len(names) < 2, folder
     facts = checkpoint.metadata(tmp_path)
     json.dumps(facts)
     assert facts["kind"] == "several"
