@@ -93,6 +93,8 @@ class Inward:
                 f"{path}: decode: expected None, as the items were saved without encode=, got "
                 f"{name_of(self.decode)}. Leave it out."
             )
+        if name is not None and not callable(self.decode):
+            raise TypeError(f"{path}: decode: expected a function, got {self.decode!r}.")
         is_apart = form.get("kind") == apart.KIND
         if is_apart and self.items is None:
             raise ValueError(
@@ -192,6 +194,8 @@ def columns(structure: Any, count: int) -> tuple[Column, ...]:
 
 def _structure_of(given: Any) -> Any:
     """What an encoded item is: `jax.ShapeDtypeStruct`s. Raises if no file can hold it."""
+    if not jax.tree.leaves(given):
+        raise ValueError("encode: expected arrays, got none. To leave items out, pass items=False.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(given):
         where = f"encode: leaf '{pytree.leaf_name(path)}'"
         if leaf.dtype.kind in "OSUMm" or leaf.dtype.fields is not None or not leaf.dtype.isnative:

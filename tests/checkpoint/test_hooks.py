@@ -294,6 +294,7 @@ WRONG_ENCODES = [
         "leaf 'x': expected dtype int32, got int64",
     ),
     (lambda items: [0] * len(items["action"]), ValueError, "expected one row"),
+    (lambda items: {}, ValueError, "expected arrays, got none"),
 ]
 
 
@@ -331,6 +332,8 @@ def test_a_function_that_has_to_be_there_is_named(tmp_path):
     ]:
         with pytest.raises(kind, match=message):
             jrb.load(tmp_path, decode=decode)
+    with pytest.raises(TypeError, match="decode: expected a function, got"):
+        jrb.load(tmp_path, decode={"a": None})
     jrb.save(tmp_path, buffer, state)
     with pytest.raises(ValueError, match=r"decode: expected None.*test_hooks:restored"):
         jrb.load(tmp_path, decode=restored)
@@ -356,6 +359,29 @@ def test_the_same_items_make_the_same_state(name, tmp_path):
     assert checkpoint.verify(tmp_path) == []
     again = jax.tree.map(jnp.asarray, items)
     assert_same(jrb.load(tmp_path, buffer, items=again)[1], state)
+
+
+WRITERS = {
+    "dataset": lambda: jrb.from_items(jax.tree.map(jnp.asarray, ITEMS), batch_size=2),
+    "reservoir": lambda: written_to(jrb.Reservoir(), 9),
+    "until full": lambda: written_to(jrb.UntilFull(), 4, sampler=jrb.Queue()),
+}
+ITEMS = {"observation": np.arange(18, dtype=np.float32).reshape(9, 2)}
+
+
+def written_to(writer, count, **parts):
+    buffer = jrb.ReplayBuffer(6, batch_size=2, writer=writer, **parts)
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], ITEMS))
+    return buffer, buffer.extend(state, jax.tree.map(lambda leaf: leaf[:count], ITEMS))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_whatever_writer_there_is(name, tmp_path):
+    buffer, state = WRITERS[name]()
+    jrb.save(tmp_path, buffer, state, items=False)
+    assert_same(jrb.load(tmp_path, items=jrb.items(buffer, state))[1], state)
+    jrb.save(tmp_path, buffer, state, encode=negated)
+    assert_same(jrb.load(tmp_path, decode=restored)[1], state)
 
 
 def test_it_is_small_and_goes_on_through_draws(tmp_path):
