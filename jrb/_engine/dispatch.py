@@ -60,8 +60,8 @@ def _for_device(buffer: Buffer) -> Any:
 def refusal() -> TypeError:
     """What is said where items are no arrays."""
     return TypeError(
-        "ListStorage: expected to be called outside jit, vmap, scan and checkpoints, with Python "
-        "objects. Use jrb.DeviceStorage() there, with items of arrays."
+        "ListStorage: expected to be called outside jit, vmap and scan, with Python objects. Use "
+        "jrb.DeviceStorage() there, with items of arrays."
     )
 
 

@@ -21,13 +21,15 @@ from jrb.checkpoint import (
     folder,
     host_items,
     matching,
-    state_specs,
+    members,
 )
 from jrb.checkpoint.background import Save
+from jrb.checkpoint.hooks import Hook, Inward, Outward
+from jrb.checkpoint.members import Several
 from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
-from jrb.mix import AnyState, Description
+from jrb.mix import AnyState
 from jrb.rebuild import rebuild
 from jrb.state import Device
 from jrb.types import Item
@@ -51,13 +53,18 @@ __all__ = [
 
 Path = str | os.PathLike[str]
 
+Hooks = Hook | dict[str, Any] | None
+"""A function over items, or one for each of several buffers; None for none."""
+
 
 def save(
     path: Path,
-    buffer: Description,
+    buffer: Several,
     state: AnyState,
     *,
     extra: Item = None,
+    encode: Hooks = None,
+    items: bool = True,
     keep: int = 0,
     score: float | None = None,
     best: int = 0,
@@ -79,11 +86,24 @@ def save(
 
     Args:
         path: of a folder, made if it is not there; with `layout="h5"` of a file.
-        buffer: the description, a `ReplayBuffer` or a `Mix`.
-        state: its state, also one that `vmap` has put axes before. It is only read.
+        buffer: the description, a `ReplayBuffer` or a `Mix`; or several, as a dict by name or as a
+            tuple, which are saved in one generation.
+        state: its state, also one that `vmap` has put axes before; of several, a dict with the same
+            names, or a tuple. It is only read.
         extra: what belongs to it, in the same generation, so that no crash can part them: a pytree
             of arrays, PRNG keys and Python numbers, such as parameters, the state of an optimizer
             and the number of the step. None for nothing.
+        encode: what is written in place of the items: a function from K of them, NumPy arrays
+            `[K, ...]` in the structure and dtypes in which they are stored, keys as their words, to
+            a pytree of arrays `[K, ...]`. It casts or packs, is called for some megabytes at a
+            time, also for items of zeros, and has to give the same for the same item always,
+            whatever is beside it. The checkpoint keeps its name: with another name, or another
+            structure, dtype or shape of what it gives, everything is written anew; else it is
+            called for what is new, and for those older items that tell whether this goes on from
+            the last save. Observations that are stored once are whole items here. Of several
+            buffers, one function for all, or a dict of functions by name. See the example.
+        items: False leaves out the items, which `load` then asks for: all else is small, and saved
+            at once.
         keep: how many older generations stay; see `generations`.
         score: a number, the higher the better, by which this generation is ranked.
         best: how many of the generations with the highest scores stay, beside the newest ones.
@@ -97,30 +117,63 @@ def save(
     Raises:
         LockedError: somebody else is saving there.
         OSError: the disk is full or broken; what was there before is still there.
+        TypeError: an object in a `ListStorage` that no file can hold; the message says which.
         ValueError: the state is not one of this buffer.
+
+    Example:
+        >>> import tempfile, numpy as np, jax.numpy as jnp, jrb
+        >>> def pack(items):
+        ...     mask = np.packbits(items["mask"], axis=1)
+        ...     return {"frame": items["frame"].astype(np.float16), "mask": mask}
+        >>> def unpack(saved):
+        ...     mask = np.unpackbits(saved["mask"], axis=1, count=9).astype(bool)
+        ...     return {"frame": saved["frame"].astype(np.float32), "mask": mask}
+        >>> items = {"frame": jnp.ones((4, 8)), "mask": jnp.ones((4, 9), bool)}
+        >>> buffer, state = jrb.from_items(items)
+        >>> path = tempfile.mkdtemp() + "/replay"
+        >>> jrb.save(path, buffer, state, encode=pack)
+        1
+        >>> jrb.load(path, decode=unpack)[1].storage["mask"].shape
+        (4, 9)
     """
-    path = _settled(path)
-    state_specs.check_buffer(buffer, "save")
+    path, out = _settled(path), _outward(encode, items)
+    members.check(buffer, "save")
     if layout == "h5":
-        if keep:
-            raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
-        if extra is not None or score is not None or best:
-            raise ValueError(
-                "extra, score, best: expected none with layout='h5'. Use layout='native'."
-            )
+        _check_h5(keep, extra is None and score is None and not best, out)
         _h5().save(path, buffer, state, {"compression": compression, "fletcher32": fletcher32})
         return 0
     _check_native(layout, compression, fletcher32, keep)
     besides = beside.ranked(beside.of(extra, copy=False), score, best)
-    return folder.save(path, buffer, state, keep, besides)
+    return folder.save(path, buffer, state, keep, besides, out)
+
+
+def _outward(encode: Hooks, items: bool) -> Outward:
+    """What becomes of items, checked."""
+    out = Outward(encode, items)
+    out.check()
+    return out
+
+
+def _check_h5(keep: int, is_plain: bool, out: Outward) -> None:
+    if keep:
+        raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
+    if not is_plain:
+        raise ValueError("extra, score, best: expected none with layout='h5'. Use layout='native'.")
+    if not out.is_plain:
+        raise ValueError(
+            "encode, items: expected none with layout='h5', whose files others read. Use "
+            "compression=, or layout='native'."
+        )
 
 
 def save_async(
     path: Path,
-    buffer: Description,
+    buffer: Several,
     state: AnyState,
     *,
     extra: Item = None,
+    encode: Hooks = None,
+    items: bool = True,
     keep: int = 0,
     score: float | None = None,
     best: int = 0,
@@ -137,6 +190,8 @@ def save_async(
         buffer: the description.
         state: its state.
         extra: as for `save`.
+        encode: as for `save`; it is called before this returns.
+        items: as for `save`.
         keep: how many older generations stay.
         score: as for `save`.
         best: as for `save`.
@@ -147,11 +202,11 @@ def save_async(
     Raises:
         As `save`, and what went wrong with the save before.
     """
-    path = _settled(path)
-    state_specs.check_buffer(buffer, "save_async")
+    path, out = _settled(path), _outward(encode, items)
+    members.check(buffer, "save_async")
     _check_native("native", None, False, keep)
     besides = beside.ranked(beside.of(extra, copy=True), score, best)
-    pending = folder.pending(path, buffer, state, keep, True, besides)
+    pending = folder.pending(path, buffer, state, keep, True, besides, out)
     return background.start(path, None if isinstance(pending, int) else pending, keep)
 
 
@@ -174,10 +229,12 @@ def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) ->
 
 def load(
     path: Path,
-    buffer: Description | None = None,
+    buffer: Several = None,
     *,
     example: Item = None,
     extra: Item = None,
+    decode: Hooks = None,
+    items: Item = None,
     capacity: int | None = None,
     num_envs: int | EllipsisType | None = ...,
     generation: int | None = None,
@@ -193,12 +250,19 @@ def load(
         path: of a checkpoint, in either layout.
         buffer: the description as it was saved; needed if that holds functions, whose code no file
             has. Batch size and transforms may be others; if anything else is, the state becomes one
-            of this description as `jrb.rebuild` does it.
+            of this description as `jrb.rebuild` does it. Of several, a dict or tuple of them.
         example: one transition; needed if the items are of classes that the program has not
-            defined. Otherwise it is only compared.
+            defined. Otherwise it is only compared. Of several, a dict or tuple of them.
         extra: an example of what was saved besides, arrays, `jax.ShapeDtypeStruct`s or numbers: its
             leaves say where each comes back, as an array of JAX where that of the example lies, as
             one of NumPy, or as a Python number. None leaves it out.
+        decode: the inverse of the `encode` of the save, chunk by chunk: from what that gave, NumPy
+            arrays `[K, ...]`, to items as they are stored. Of several, as for `encode`. Next
+            observations that nothing holds any more, of those that are stored once, become zeros.
+        items: with a checkpoint that was saved with `items=False`, what `jrb.items(buffer, state)`
+            gave then: arrays `[K, ...]`, oldest first, keys as their words; of a `ListStorage` a
+            list. A few of them are compared with what was held. Of several, a dict or tuple of
+            them. Rows that hold no items come back as zeros.
         capacity: N of the buffer that is wanted; None for that of the checkpoint. The newest rows
             stay, with their priorities, and all the states start from there.
         num_envs: E of the buffer that is wanted; `...` for that of the checkpoint. The rows of all
@@ -208,22 +272,25 @@ def load(
         device: a device or a sharding, for all arrays; None for the default device.
 
     Returns:
-        The description and the state; and what was saved besides, if there is an example of it.
+        The description and the state, of several buffers each as they were saved, dicts or tuples;
+        and what was saved besides, if there is an example of it.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
         DamagedError: a file is not what was written; the message names leaf, block and file.
-        ValueError: another version, dtype, shape, structure or capacity, with the leaf's name.
+        ValueError: another version, dtype, shape, structure or capacity, with the leaf's name; no
+            `decode` or `items` where they are needed, or one where it is not.
     """
     path = _settled(path)
     if generation is not None:
         checks.count("generation", generation)
-    read = functools.partial(folder.load, number=generation, extra=extra)
+    back = Inward(decode, items)
+    read = functools.partial(folder.load, number=generation, extra=extra, back=back)
     if os.path.isfile(path):
-        if generation is not None or extra is not None:
+        if any(given is not None for given in (generation, extra, decode, items)):
             raise ValueError(
-                "generation, extra: expected None for an HDF5 file, which holds but one, and that "
-                "only."
+                "generation, extra, decode, items: expected None for an HDF5 file, which holds but "
+                "one generation, and all of it as it is."
             )
         read = _h5().load
     try:
@@ -246,8 +313,8 @@ def _resized(
     """What was loaded, of another size."""
     if not isinstance(found, ReplayBuffer):
         raise TypeError(
-            "load: capacity, num_envs: expected a checkpoint of a single buffer, got a Mix. Load "
-            "it as it is."
+            "load: capacity, num_envs: expected a checkpoint of a single buffer, got several. Load "
+            "them as they are, and call jrb.rebuild."
         )
     wanted = dataclasses.replace(
         host_items.prepared(found, given=False),
@@ -301,8 +368,10 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     Returns:
         For JSON: `generation`; `time`, when it was saved, in UTC; `versions` of libraries;
         `capacity`, `num_envs`, `size`; `writer`, where the next row goes; `leaves` that lie in
-        rows, with dtype and shape; `nbytes`; `score`; and `extra`, the leaves that were saved
-        besides; None where there is none.
+        rows, with dtype and shape; `nbytes`; `items`, "rows" as they are, "encoded", "objects", or
+        "apart" if they were left out; `encode`, the name of the function; `score`; `extra`, the
+        leaves that were saved besides, None where there is none; and `parts`, the same of each of
+        several buffers, by name.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.

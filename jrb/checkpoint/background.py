@@ -4,8 +4,8 @@ import atexit
 import os
 import threading
 
-from jrb.checkpoint.mixes import Pending as Parts
 from jrb.checkpoint.native import Pending
+from jrb.checkpoint.parts import Pending as Parts
 
 _lock = threading.Lock()
 _running: dict[str, "Save"] = {}

@@ -1,27 +1,34 @@
-"""A checkpoint in a folder, whatever is in it: one buffer, a mix, or a storage's own rows."""
+"""A checkpoint in a folder, whatever is in it: one buffer, several, or a storage's own rows."""
 
 from typing import Any
 
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
-from jrb.checkpoint import beside, commits, host_items, mixes, native
+from jrb.checkpoint import beside, commits, host_items, native, parts
 from jrb.checkpoint.beside import Beside
-from jrb.mix import AnyState, Description, Mix
+from jrb.checkpoint.hooks import Inward, Outward
+from jrb.checkpoint.members import Several
+from jrb.mix import AnyState
 from jrb.state import Device
 from jrb.types import Item
 
-_NOTHING = Beside()
+_NOTHING, _PLAIN, _THERE = Beside(), Outward(), Inward()
 
 
 def save(
-    path: str, buffer: Description, state: AnyState, keep: int, extra: Beside = _NOTHING
+    path: str,
+    buffer: Several,
+    state: AnyState,
+    keep: int,
+    extra: Beside = _NOTHING,
+    out: Outward = _PLAIN,
 ) -> int:
     """Saves now; the number of the generation. Writes of other threads wait."""
-    saved: native.Pending | mixes.Pending | int = 0
+    saved: native.Pending | parts.Pending | int = 0
     try:
         with host_items.reading(buffer, state):
-            saved = pending(path, buffer, state, keep, False, extra)
+            saved = pending(path, buffer, state, keep, False, extra, out)
             return saved if isinstance(saved, int) else saved.finish(keep)
     except BaseException:
         if not isinstance(saved, int):
@@ -30,8 +37,14 @@ def save(
 
 
 def pending(
-    path: str, buffer: Description, state: AnyState, keep: int, copy: bool, extra: Beside
-) -> native.Pending | mixes.Pending | int:
+    path: str,
+    buffer: Several,
+    state: AnyState,
+    keep: int,
+    copy: bool,
+    extra: Beside,
+    out: Outward,
+) -> native.Pending | parts.Pending | int:
     """A save that is to be finished, or the number of the generation if it is over already.
 
     Args:
@@ -41,22 +54,34 @@ def pending(
         keep: how many older generations stay.
         copy: whether what will be written is copied now, so that the state may change.
         extra: what is saved besides.
+        out: what becomes of items.
     """
-    if isinstance(buffer, Mix):
-        return mixes.Pending(path, buffer, state, copy, extra)
     if host_items.is_own(path, buffer, state):
+        if not out.is_plain:
+            raise ValueError(
+                "encode, items: expected none for the path of the storage itself, whose rows are "
+                "there already, as they are. Save to another path."
+            )
         return commits.save(buffer, state, keep, extra)
     with host_items.reading(buffer, state):
-        return native.Pending(path, buffer, state, copy, extra)
+        saved = parts.pending(path, buffer, state, extra, out)
+        saved.open(copy)
+        return saved
+
+
+def check(buffer: Several, state: AnyState) -> None:
+    """Raises what a save would raise before it writes."""
+    parts.pending("", buffer, state, _NOTHING, _PLAIN)
 
 
 def load(
     path: str,
-    buffer: Description | None,
+    buffer: Several,
     example: Item,
     device: Device,
     number: int | None = None,
     extra: Item = None,
+    back: Inward = _THERE,
 ) -> Any:
     """Loads a generation, the newest one if none is named.
 
@@ -67,7 +92,7 @@ def load(
     while True:
         there = generation.numbers(folder)[-1:]
         try:
-            return _load(path, folder, buffer, example, device, number, extra)
+            return _load(path, folder, buffer, example, device, number, extra, back)
         except (DamagedError, FileNotFoundError, StaleError):
             if number is not None or generation.numbers(folder)[-1:] == there:
                 raise  # else the next generation has come meanwhile
@@ -76,22 +101,21 @@ def load(
 def _load(
     path: str,
     folder: Folder,
-    buffer: Description | None,
+    buffer: Several,
     example: Item,
     device: Device,
     number: int | None,
     extra: Item,
+    back: Inward,
 ) -> Any:
     opened = generation.newest(folder) if number is None else opening.at(folder, number)
     besides = () if extra is None else (beside.restored(path, opened, extra),)
-    if (opened.body["meta"] or {}).get("kind") == mixes.KIND:
-        return *mixes.restored(path, buffer, example, device, opened), *besides
-    return *native.load(path, buffer, example, device, opened.number or None), *besides
+    return *parts.load(path, buffer, example, device, opened, back), *besides
 
 
 def verify(path: str) -> list[str]:
     """All that is wrong, a line each."""
-    return opening.damages(path) + mixes.damages(path)
+    return parts.damages(path)
 
 
 def generations(path: str) -> list[int]:

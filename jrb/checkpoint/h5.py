@@ -34,7 +34,8 @@ from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, host_items, matching, native, state_specs
+from jrb.checkpoint import descriptions, host_items, matching, members, native, state_specs
+from jrb.checkpoint.members import Several
 from jrb.checkpoint.shelter import Shelter
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
@@ -50,14 +51,17 @@ _SMALLEST = 2000  # times smaller than the data is no compressed data
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
 
-def save(path: str, buffer: Description, state: AnyState, options: dict[str, Any]) -> None:
+def save(path: str, buffer: Several, state: AnyState, options: dict[str, Any]) -> None:
     """Saves; see `jrb.checkpoint.save`."""
+    refusal = ValueError(
+        "layout: expected a single buffer of arrays with layout='h5', got several, objects, or "
+        "states under vmap. Use layout='native'."
+    )
+    if not members.is_one(buffer) or buffer.storage.of_objects:
+        raise refusal
     saved = state_specs.snapshot(buffer, state)
-    if not isinstance(buffer, ReplayBuffer) or saved.batch:
-        raise ValueError(
-            "layout: expected a single buffer with layout='h5', got a Mix, or states under vmap. "
-            "Use layout='native'."
-        )
+    if saved.batch:
+        raise refusal
     if buffer.writer.in_lanes:
         raise ValueError(
             "layout: expected a writer of all environments together with layout='h5', got "

@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, TypeGuard
 
 import jax
 import numpy as np
 
-from jrb._engine import columns, dispatch
+from jrb._base import pytree
+from jrb._engine import columns, dispatch, memory
+from jrb._engine.deferred import DeferredStorage
 from jrb._store import table
-from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
-from jrb.mix import AnyState, Description, Mix
+from jrb.checkpoint import members
+from jrb.mix import AnyState, Description
 from jrb.state import Buffer, BufferState
 from jrb.storages import DeviceStorage, HostArrays
 from jrb.storages.host_rows import HostView
@@ -55,12 +57,26 @@ def is_on_host(buffer: Description) -> TypeGuard[Buffer]:
 
 
 def on_device(buffer: Buffer) -> Any:
-    """The same buffer with its items on the device: its states have the same items."""
-    if buffer.storage.of_objects:
-        raise dispatch.refusal()
+    """The same buffer with its items on the device: its states have the same items.
+
+    Of objects, the same without them.
+    """
     if not dispatch.on_host(buffer):
         return buffer
+    if buffer.storage.of_objects:
+        return dataclasses.replace(buffer, storage=ObjectsApart(), transforms=())
     return dataclasses.replace(buffer, storage=DeviceStorage())
+
+
+@pytree.component
+class ObjectsApart(DeferredStorage):
+    """Stands for a storage of objects, which are looked after elsewhere."""
+
+    of_objects: ClassVar[bool] = True
+
+    def spec(self, state: None) -> Item:
+        """Objects have no shapes."""
+        return {}
 
 
 def view_of(buffer: Buffer, state: AnyState) -> HostView:
@@ -69,13 +85,17 @@ def view_of(buffer: Buffer, state: AnyState) -> HostView:
     Raises:
         ValueError: it is no state of this buffer.
     """
+    _check_kind(buffer, state)
+    return buffer.storage.view(state.storage)
+
+
+def _check_kind(buffer: Buffer, state: AnyState) -> None:
     its = isinstance(state, BufferState)
     if not its or not isinstance(state.storage, buffer.storage.state_type):
         raise ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
         )
-    return buffer.storage.view(state.storage)
 
 
 def is_own(path: str, buffer: Description, state: AnyState) -> bool:
@@ -104,35 +124,27 @@ def items_of(view: HostView) -> Any:
     return jax.tree.unflatten(structure, [leaf(*each) for each in enumerate(specs)])
 
 
-def exported(buffer: Description, state: AnyState) -> tuple[Any, Any]:
+def exported(buffer: Buffer, state: AnyState) -> tuple[Any, Any]:
     """The buffer as if its items were on the device, and its state with `Leaf`s for them.
 
     Raises:
         StaleError: the state is not the newest one of its store.
     """
-    if isinstance(buffer, Mix):
-        if not isinstance(state, tuple) or len(state) != len(buffer.buffers):
-            return buffer, state
-        parts = [exported(*pair) for pair in zip(buffer.buffers, state, strict=True)]
-        buffers, states = zip(*parts, strict=True)
-        return dataclasses.replace(buffer, buffers=buffers), states
     if not dispatch.on_host(buffer):
         return buffer, state
-    device = on_device(buffer)  # raises for objects
+    _check_kind(buffer, state)
+    if buffer.storage.of_objects:
+        return on_device(buffer), state.replace(storage=None)
     view = view_of(buffer, state)
     view.rows.check_newest(view.version)
-    return device, state.replace(storage=items_of(view))
+    return on_device(buffer), state.replace(storage=items_of(view))
 
 
 @contextlib.contextmanager
-def reading(buffer: Description, state: AnyState) -> Iterator[None]:
+def reading(buffer: Any, state: AnyState) -> Iterator[None]:
     """A time during which no other thread overwrites rows."""
-    pairs = [(buffer, state)]
-    if isinstance(buffer, Mix):
-        states = state if isinstance(state, tuple) else ()  # others say what is missing
-        pairs = list(zip(buffer.buffers, states, strict=False))
     with contextlib.ExitStack() as stack:
-        for one, its in pairs:
+        for one, its in members.pairs(buffer, state):
             if is_on_host(one):
                 stack.enter_context(view_of(one, its).rows.drawing())
         yield
@@ -149,13 +161,14 @@ def prepared(buffer: Description, given: bool) -> Any:
     return dataclasses.replace(buffer, storage=buffer.storage.elsewhere())
 
 
-def filled(buffer: Buffer, spec: Item, store: Store, pieces: Iterator[np.ndarray]) -> HostView:
-    """New rows of a buffer, those of a store, read piece by piece."""
+def filled(
+    buffer: Buffer, spec: Item, pieces: Iterable[tuple[np.ndarray, list[np.ndarray]]]
+) -> HostView:
+    """New rows of a buffer, of items that come piece by piece: slots and leaves, or their bytes."""
     view = view_of(buffer, dispatch.init(buffer, spec, None))
     rows, version = view.rows, view.version
-    for slots in pieces:
-        found = store.take(store.version, [slots] * len(rows.names))
-        if not all(map(table.is_zero, found)):
+    for slots, found in pieces:
+        if not all(table.is_zero(np.frombuffer(memory.view(leaf), np.uint8)) for leaf in found):
             leaves = [leaf.view(raw.dtype) for leaf, raw in zip(found, rows.raw, strict=True)]
             version = rows.put(version, slots, *leaves)
     return view.after(version)

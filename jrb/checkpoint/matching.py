@@ -7,8 +7,8 @@ import jax
 from jrb._base import prng_keys, pytree
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
-from jrb.checkpoint import descriptions, facts, host_items, rows, state_specs
-from jrb.mix import AnyState, Description, Mix
+from jrb.checkpoint import descriptions, facts, host_items, members, rows, state_specs
+from jrb.mix import AnyState, Description
 from jrb.state import Buffer
 from jrb.types import Item, StatefulTransform, Storage
 
@@ -17,7 +17,7 @@ class OtherError(ValueError):
     """Another description was given than was saved."""
 
 
-def about(kind: str, buffer: Description, saved: state_specs.Snapshot) -> dict[str, Any]:
+def about(kind: str, buffer: Buffer, saved: state_specs.Snapshot) -> dict[str, Any]:
     """What a checkpoint says of a state."""
     return {
         "kind": kind,
@@ -107,7 +107,7 @@ def matched(saved: descriptions.Json, given: Description | None) -> Any:
     transforms that have a state.
     """
     buffer = descriptions.decode(saved) if given is None else given
-    state_specs.check_buffer(buffer, "load")
+    members.check(buffer, "load")
     if given is None:
         return buffer
     lines = descriptions.differences(binding(saved), binding(descriptions.encode(given)))
@@ -152,14 +152,11 @@ def _learning(fields: dict[str, descriptions.Json]) -> descriptions.Json:
     return {"transforms": binding(parts[: learning[-1]])} if learning else {}
 
 
-def stored_spec(node: descriptions.Json, buffer: Description, example: Item) -> Any:
+def stored_spec(node: descriptions.Json, buffer: Buffer, example: Item) -> Any:
     """The specs of the stored items; those of an example must be the same."""
     if example is None:
         return pytree.spec_of(descriptions.decode_structure(node), "load")
-    if isinstance(buffer, Mix):
-        given = tuple(_stored(part, example) for part in buffer.buffers)
-    else:
-        given = _stored(buffer, example)
+    given = {} if buffer.storage.of_objects else _stored(buffer, example)
     if "unknown" in node:
         saved = [descriptions.decode_structure(leaf) for leaf in node["leaves"]]
         pytree.check_like(saved, jax.tree.leaves(given), "load: example", _MEND)

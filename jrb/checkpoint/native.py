@@ -1,53 +1,91 @@
 """Checkpoints as a folder: a store with the rows of one buffer (see `jrb._store.store`)."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jrb._engine import memory
-from jrb._store import opening
+from jrb._store import generation, opening
+from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._store.store import Store
-from jrb.checkpoint import commits, host_items, matching, rows, state_specs
+from jrb.checkpoint import (
+    apart,
+    commits,
+    hooks,
+    host_items,
+    matching,
+    objects,
+    rows,
+    state_specs,
+)
 from jrb.checkpoint.beside import Beside
-from jrb.mix import AnyState, Description
+from jrb.checkpoint.hooks import Inward, Outward
+from jrb.checkpoint.state_specs import Snapshot
+from jrb.mix import AnyState
 from jrb.state import Buffer, Device
 from jrb.types import Item
 
 KIND = "buffer"
 
+Table = Callable[[Generation | None], tuple[rows.Rows, dict[str, Any]]]
+"""What lies in rows, and the arrays beside it, given the generation that this goes on from."""
+
 
 class Pending:
-    """A save that knows what it will write, and holds the lock.
+    """A save of one buffer, after all checks.
 
     Args:
         path: of the checkpoint.
         buffer: the description.
         state: its state.
-        copy: whether what will be written is copied now, so that the state may change.
         extra: what is saved besides.
+        out: what becomes of its items.
     """
 
     def __init__(
-        self, path: str, buffer: Description, state: AnyState, copy: bool, extra: Beside
+        self, path: str, buffer: Buffer, state: AnyState, extra: Beside, out: Outward
     ) -> None:
         saved = state_specs.snapshot(buffer, state)
-        self.meta = matching.about(KIND, buffer, saved) | extra.meta
-        held, self.arrays = rows.split(saved)
-        self.kinds = matching.kinds(saved.state, self.arrays) | extra.kinds
-        self.extra = extra
-        self.store = opening.to_save(path, held.columns, held.count)
+        form, self._table = _form(saved, buffer, state, out)
+        self._saved = saved if form is None else _without_items(saved)
+        self.path, self.extra = path, extra
+        self.meta = {**matching.about(KIND, buffer, saved), "form": form, **extra.meta}
+        self._pieces: Any = []
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """Where it is written."""
+        if self._store is None:
+            raise ValueError("expected a save that was opened.")
+        return self._store
+
+    def open(self, copy: bool) -> None:
+        """Takes the lock, and finds out what will be written.
+
+        Args:
+            copy: whether that is copied now, so that the state may change.
+        """
+        last = _last(self.path, self.meta)
+        held, beside = self._table(last)
+        rest, arrays = rows.split(self._saved)
+        held = rest if self.meta["form"] is None else held
+        self.kinds = matching.kinds(self._saved.state, arrays) | {name: [] for name in beside}
+        self.kinds |= self.extra.kinds
+        self._store = store = opening.to_save(self.path, held.columns, held.count)
         try:
-            last = _last(self.store, self.meta)
-            which = rows.changed(self.store, held, last, saved)
-            self._pieces = rows.pieces(self.store, held, which)
+            if last is not None and (store.is_new_table() or store.generation != last.number):
+                last = None
+            pieces = rows.pieces(store, held, rows.changed(store, held, last, self._saved))
             if copy:
-                self._pieces = [
-                    (slots, list(map(np.array, found))) for slots, found in self._pieces
-                ]
-                self.arrays = {name: bytes(array) for name, array in self.arrays.items()}
-            self.arrays |= extra.arrays
+                pieces = [(slots, list(map(np.array, found))) for slots, found in pieces]
+                arrays = {name: bytes(array) for name, array in arrays.items()}
+            self._pieces, self.arrays = pieces, {**arrays, **beside, **self.extra.arrays}
         except BaseException:
             self.close()
             raise
@@ -66,53 +104,131 @@ class Pending:
         finally:
             self.close()
 
+    def expire(self, kept: set[int]) -> None:
+        """Removes the generations that need not stay."""
+        self.store.expire(kept)
+
     def close(self) -> None:
         """Gives the lock back."""
-        self.store.close()
+        if self._store is not None:
+            self._store.close()
         self._pieces, self.arrays = [], {}
 
 
-def _last(store: Store, meta: dict[str, Any]) -> Generation | None:
+def _form(
+    saved: Snapshot, buffer: Any, state: AnyState, out: Outward
+) -> tuple[dict[str, Any] | None, Table]:
+    """What a generation says of the items, None for rows of the state's own leaves; and these."""
+    nothing = rows.Rows((), (), 0, 1, in_slots=False), {}
+    if not out.items:
+        return apart.form_of(saved), lambda last: nothing
+    if saved.buffer.storage.of_objects:
+        if out.encode is not None:
+            raise TypeError(
+                "encode: expected items of arrays, got a ListStorage, whose objects are written as "
+                "they are. Leave it out."
+            )
+        blobs = objects.blobs(buffer, state)
+        return {"kind": objects.KIND}, functools.partial(objects.paged, blobs)
+    if out.encode is None:
+        return None, lambda last: nothing
+    held = hooks.encoded(saved, out.encode)
+    return hooks.form_of(held), lambda last: (held, hooks.arrays_of(held))
+
+
+def _without_items(saved: Snapshot) -> Snapshot:
+    return dataclasses.replace(saved, state=apart.without(saved.buffer, saved.state))
+
+
+def _last(path: str, meta: dict[str, Any]) -> Generation | None:
     """The generation that a save may go on from."""
-    if not store.generation or store.is_new_table():
+    try:
+        last = generation.newest(opening.folder_at(path))
+    except (DamagedError, FileNotFoundError):
         return None
-    last = Generation(store.folder, store.generation)
-    then = (last.body["meta"] or {}).get("buffer")
-    return last if matching.binding(then) == matching.binding(meta["buffer"]) else None
+    then = last.body["meta"] or {}
+    same = matching.binding(then.get("buffer")) == matching.binding(meta["buffer"])
+    return last if same and then.get("form") == meta["form"] else None
 
 
 def load(
-    path: str, given: Any, example: Item, device: Device, number: int | None = None
+    path: str,
+    given: Any,
+    example: Item,
+    device: Device,
+    number: int | None = None,
+    back: Inward | None = None,
 ) -> tuple[Any, Any]:
     """Loads a generation, the newest one if none is named; see `jrb.checkpoint.load`."""
     store = opening.reopen(path, number, check=False)
-    opened = Generation(store.folder, store.generation)
-    kind = (opened.body["meta"] or {}).get("kind")
-    if kind == commits.KIND:
+    opened, back = Generation(store.folder, store.generation), back or Inward()
+    meta = opened.body["meta"] or {}
+    form = meta.get("form")
+    back.check(path, form or {})
+    if meta.get("kind") == commits.KIND:
         return commits.reopened(path, given, example, device, opened, store)
-    return _restored(path, given, example, device, opened, store)
-
-
-def _restored(
-    path: str, given: Buffer | None, example: Item, device: Device, opened: Generation, store: Store
-) -> tuple[Any, Any]:
-    """The buffer and its state, from an open store."""
     buffer, spec = matching.described(path, opened, KIND, given, example)
     buffer = host_items.prepared(buffer, given is not None)
     batch = matching.batch_of(path, opened)
+    plain = host_items.on_device(buffer)
     want = state_specs.batched(state_specs.blank(buffer, spec), batch)
+    is_whole = form is None
+    seen = want if is_whole else apart.without(plain, want)
+    state = _restored(path, seen, device, opened, store, is_whole, host_items.is_on_host(buffer))
+    if not is_whole:
+        return buffer, _joined(path, buffer, want, state, spec, device, opened, store, back)
+    if not host_items.is_on_host(buffer):
+        return buffer, state
+    all_columns = lambda slots: store.take(store.version, [slots] * len(opened.columns))
+    pieces = ((slots, all_columns(slots)) for slots in rows.ranges(store))
+    return buffer, host_items.attach(buffer, state, host_items.filled(buffer, spec, pieces))
+
+
+def _restored(
+    path: str,
+    want: Any,
+    device: Device,
+    opened: Generation,
+    store: Store,
+    is_whole: bool,
+    on_host: bool,
+) -> Any:
+    """The state, or all of it but its items."""
     packed = state_specs.packed(want)
-    places = matching.places(path, opened, packed)
-    on_host, leaves = host_items.is_on_host(buffer), []
-    opening.check(store, rows=on_host)
+    places, leaves = matching.places(path, opened, packed, without_rows=not is_whole), []
+    opening.check(store, rows=on_host or not is_whole)
+    buffers = int(np.prod(want.edits.shape, dtype=int))
     for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
         if on_host and column is not None:
             leaves.append(np.zeros(0, np.uint8))  # what stands for it is attached
             continue
-        read = rows.reader(store, opened, name, column, int(np.prod(batch, dtype=int)))
+        read = rows.reader(store, opened, name, column, buffers)
         leaves.append(memory.restored(leaf, read, device))
-    state = state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
-    if not on_host:
-        return buffer, state
-    view = host_items.filled(buffer, spec, store, rows.ranges(store))
-    return buffer, host_items.attach(buffer, state, view)
+    return state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
+
+
+def _joined(
+    path: str,
+    buffer: Buffer,
+    want: Any,
+    state: Any,
+    spec: Item,
+    device: Device,
+    opened: Generation,
+    store: Store,
+    back: Inward,
+) -> Any:
+    """The state with its items, which do not lie in rows of its own."""
+    form = opened.body["meta"]["form"]
+    if form["kind"] == objects.KIND:
+        return state.replace(storage=objects.restored(path, opened, store, buffer, device))
+    if form["kind"] != apart.KIND:
+        pieces = hooks.decoded(path, opened, store, spec, back.decode)
+    else:
+        slots = apart.in_order(buffer, state.writer)
+        if buffer.storage.of_objects:
+            return state.replace(storage=objects.brought(path, form, slots, buffer, back.items))
+        pieces = apart.brought(path, form, slots, spec, back.items)
+    if host_items.is_on_host(buffer):
+        return host_items.attach(buffer, state, host_items.filled(buffer, spec, pieces))
+    return apart.joined(host_items.on_device(buffer), want, state, spec, pieces, device)

@@ -38,7 +38,7 @@ import numpy as np
 from jrb._base import extras
 from jrb._base.pytree import Leaf
 from jrb._engine import memory
-from jrb.checkpoint import folder, state_specs
+from jrb.checkpoint import folder, members
 from jrb.mix import AnyState, Description
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
@@ -88,7 +88,7 @@ class BufferSave(ocp.args.CheckpointArgs):
     """What to save.
 
     Attributes:
-        buffer: the description, a `ReplayBuffer` or a `Mix`.
+        buffer: the description, a `ReplayBuffer` or a `Mix`, or several, as for `jrb.save`.
         state: its state, also one that `vmap` has put axes before. It is only read, and may be
             donated as soon as `save` of the manager has returned.
     """
@@ -116,8 +116,8 @@ class BufferRestore(ocp.args.CheckpointArgs):
 
 def _check(args: BufferSave) -> None:
     """Raises at once what would else be raised in the background."""
-    state_specs.check_buffer(args.buffer, "save")
-    state_specs.snapshot(args.buffer, args.state)
+    members.check(args.buffer, "save")
+    folder.check(args.buffer, args.state)
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"save: expected a program of one process, got {jax.process_count()}. Save the part of "

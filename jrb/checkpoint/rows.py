@@ -46,53 +46,65 @@ class Rows:
             an array of another device.
         buffers: V.
         capacity: N.
+        in_slots: whether they are slots, so that the writer's stamps tell which are new.
     """
 
     columns: tuple[Column, ...]
     leaves: tuple[Any, ...]
     buffers: int
     capacity: int
+    in_slots: bool = True
 
     @property
     def count(self) -> int:
         """V * N."""
         return self.buffers * self.capacity
 
-    def take(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The bytes of rows `[B]` of each leaf, uint8 `[B, width]`."""
-        return [self._taken(*pair, rows) for pair in zip(self.columns, self.leaves, strict=True)]
+    @property
+    def width(self) -> int:
+        """The bytes of a row in all columns."""
+        return max(sum(column.width for column in self.columns), 1)
 
-    def _taken(self, column: Column, leaf: Leaf, rows: np.ndarray) -> np.ndarray:
+    def take(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The bytes of rows `[B]` of each column, uint8 `[B, width]`."""
+        buffer, slot = np.divmod(rows, self.capacity)
+        return [self.taken(number, buffer, slot) for number in range(len(self.columns))]
+
+    def taken(self, number: int, buffer: np.ndarray, slot: np.ndarray) -> np.ndarray:
+        """The same of one column; slots may be N or more, where the leaf has them."""
+        column, leaf = self.columns[number], self.leaves[number]
         if isinstance(leaf, host_items.Leaf):
-            return leaf.rows(rows)
+            return leaf.rows(slot)
         if isinstance(leaf, np.ndarray):
-            buffer, slot = rows // self.capacity, rows % self.capacity
-            runs = table.runs(rows)
-            if len(runs) == 1 and buffer[0] == buffer[-1]:
+            in_line = len(buffer) > 0 and buffer[0] == buffer[-1] and len(table.runs(slot)) == 1
+            if in_line:
                 return leaf[buffer[0], slot[0] : slot[-1] + 1]
             return leaf[buffer, slot]
-        return self._fetched(column, leaf, rows)
+        return self._fetched(column, leaf, buffer, slot)
 
-    def _fetched(self, column: Column, leaf: jax.Array, rows: np.ndarray) -> np.ndarray:
+    def _fetched(
+        self, column: Column, leaf: jax.Array, buffer: np.ndarray, slot: np.ndarray
+    ) -> np.ndarray:
         """The same from another device."""
         read, length = memory.reader(leaf), leaf.size * leaf.dtype.itemsize // self.buffers
-        place = rows // self.capacity * (length // max(column.width, 1)) + rows % self.capacity
+        place = buffer * (length // max(column.width, 1)) + slot
         found = [
             np.frombuffer(
                 read(int(place[a]) * column.width, (int(place[b - 1]) + 1) * column.width), np.uint8
             )
             for a, b in table.runs(place)
         ]
-        return np.concatenate(found).reshape(len(rows), column.width)
+        none = np.zeros(0, np.uint8)
+        return np.concatenate([none, *found]).reshape(len(slot), column.width)
 
     def pieces(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Some rows, a few megabytes at a time."""
-        return _in_parts(rows, self.columns, PIECE)
+        return in_parts(rows, self.width)
 
 
-def _in_parts(rows: np.ndarray, columns: tuple[Column, ...], size: int) -> Iterator[np.ndarray]:
-    """Some rows, so many at a time as take about `size` bytes in some columns."""
-    step = max(1, size // max(sum(column.width for column in columns), 1))
+def in_parts(rows: np.ndarray, width: int, size: int = PIECE) -> Iterator[np.ndarray]:
+    """Some rows, of `width` bytes each, so many at a time as take about `size` bytes."""
+    step = max(1, size // max(width, 1))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
 
@@ -107,11 +119,11 @@ def split(saved: state_specs.Snapshot) -> tuple[Rows, dict[str, Any]]:
         if id(leaf) not in by_slot or leaf.shape[len(batch)] < buffer.capacity:
             arrays[name] = array_bytes(leaf)
             continue
-        column, array, beyond = _column(name, leaf, batch, buffers, buffer.capacity)
+        column, array = column_of(name, leaf, batch, buffers)
         columns.append(column)
         held.append(array)
-        if beyond is not None:
-            arrays[name + BEYOND] = beyond
+        if leaf.shape[len(batch)] > buffer.capacity:
+            arrays[name + BEYOND] = _beyond(leaf, len(batch), buffer.capacity)
     return Rows(tuple(columns), tuple(held), buffers, buffer.capacity), arrays
 
 
@@ -120,22 +132,24 @@ def array_bytes(leaf: Leaf) -> Any:
     return memory.view(np.asarray(prng_keys.raw(leaf)))
 
 
-def _column(name: str, leaf: Leaf, batch: tuple[int, ...], buffers: int, capacity: int) -> tuple:
-    """The column of a leaf, what its rows are read from, and the bytes beyond them if there are."""
+def column_of(name: str, leaf: Leaf, batch: tuple[int, ...], buffers: int) -> tuple[Column, Any]:
+    """The column of a leaf, and what its rows are read from."""
     kind = kind_of(leaf)
     if isinstance(leaf, host_items.Leaf):
-        return Column(name, kind, leaf.width), leaf, None
+        return Column(name, kind, leaf.width), leaf
     words = prng_keys.raw(leaf)
     length = words.shape[len(batch)]
     width = words.size // max(buffers * length, 1) * words.dtype.itemsize
-    beyond = None
-    if length > capacity:
-        after = (slice(None),) * len(batch) + (slice(capacity, None),)
-        beyond = memory.view(np.asarray(words[after]))
     if memory.on_host(words):
         words = np.frombuffer(memory.view(np.asarray(words)), np.uint8)
         words = words.reshape(buffers, length, width)
-    return Column(name, kind, width), words, beyond
+    return Column(name, kind, width), words
+
+
+def _beyond(leaf: Leaf, axes: int, capacity: int) -> Any:
+    """The bytes of a leaf beyond its N rows."""
+    after = (slice(None),) * axes + (slice(capacity, None),)
+    return memory.view(np.asarray(prng_keys.raw(leaf)[after]))
 
 
 def kind_of(leaf: Leaf) -> tuple[str, ...]:
@@ -151,10 +165,12 @@ def changed(
     The writer's stamps tell them, if the state goes on from the one that was saved: tables of up to
     16 MB are compared as a whole where nothing should have changed, larger ones here and there, and
     where they were newest at the last save. If something differs, it is all rows. Where items were
-    edited since, all rows are compared.
+    edited since, all rows are compared; and so they are where they are no slots.
     """
     every = np.arange(rows.count)
     state = saved.state
+    if not rows.in_slots:
+        return every if last is None else every[_differ(store, rows, every)]
     then = None if last is None else _as_saved(last, {"writer": state.writer, "edits": state.edits})
     if then is None:
         return every
@@ -205,10 +221,9 @@ def _stamps(buffer: Buffer, axes: int, writer: Any) -> jax.Array:
 
 def _witnesses(store: Store, rows: Rows, old: np.ndarray) -> np.ndarray:
     """Those of some rows that are compared."""
-    width = max(sum(column.width for column in rows.columns), 1)
-    if rows.count * width <= SMALL:
+    if rows.count * rows.width <= SMALL:
         return old
-    most = max(WITNESS // width, 64)
+    most = max(WITNESS // rows.width, 64)
     newest = old[np.argsort(store.numbers(old), kind="stable")[-most:]]
     return np.union1d(newest, old[:: max(1, len(old) // min(most, 1024))])
 
@@ -225,7 +240,7 @@ def pieces(
 
 def ranges(store: Store) -> Iterator[np.ndarray]:
     """All slots of a store, a few megabytes at a time."""
-    return _in_parts(np.arange(store.slots), store.table.columns, PIECE)
+    return in_parts(np.arange(store.slots), sum(column.width for column in store.table.columns))
 
 
 def reader(
@@ -266,7 +281,7 @@ def _in_pieces(store: Store, column: int) -> Iterator[tuple[int, Any]]:
         if damage:
             raise DamagedError(damage)
     one = store.table.columns[column]
-    for slots in _in_parts(np.arange(store.slots), (one,), memory.PIECE):
+    for slots in in_parts(np.arange(store.slots), one.width, memory.PIECE):
         found = store.take_column(store.version, column, slots)
         yield int(slots[0]) * one.width, found.reshape(-1).data
 

@@ -12,31 +12,14 @@ from jrb._base import pytree, versions
 from jrb._base import tree as trees
 from jrb._base.pytree import PyTree
 from jrb._engine import dispatch, memory, state_check
-from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, host_items
-from jrb.mix import AnyState, Description, Mix
+from jrb.mix import AnyState
+from jrb.state import Buffer
 from jrb.types import Item
 
 
-def check_buffer(buffer: object, verb: str) -> None:
-    """Raises unless it is a description that can be saved."""
-    if not isinstance(buffer, ReplayBuffer | Mix):
-        order = "(path, buffer)" if verb == "load" else "(path, buffer, state)"
-        raise TypeError(
-            f"{verb}: expected a ReplayBuffer or a Mix, got {type(buffer).__name__}. The order is "
-            f"{verb}{order}."
-        )
-
-
-def check_arrays(buffer: Description, state: AnyState) -> None:
+def check_arrays(state: AnyState) -> None:
     """Raises unless all leaves of a state are arrays that are there."""
-    if isinstance(buffer, Mix) and (
-        not isinstance(state, tuple) or len(state) != len(buffer.buffers)
-    ):
-        raise ValueError(
-            f"save: expected a tuple of {len(buffer.buffers)} states, one for each buffer of the "
-            "mix, got something else."
-        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         where = f"save: leaf '{pytree.leaf_name(path)}'"
         if isinstance(leaf, jax.core.Tracer):
@@ -50,23 +33,14 @@ def check_arrays(buffer: Description, state: AnyState) -> None:
             )
 
 
-def stored(buffer: Description, state: AnyState) -> Any:
-    """The specs of the items, of each buffer of a mix."""
-    if isinstance(buffer, Mix):
-        return tuple(stored(*pair) for pair in zip(buffer.buffers, state, strict=True))
-    return buffer.storage.spec(state.storage)
-
-
-def blank(buffer: Description, spec: Item) -> Any:
+def blank(buffer: Buffer, spec: Item) -> Any:
     """The specs of the state whose items have this spec."""
-    if isinstance(buffer, Mix):
-        return tuple(blank(*pair) for pair in zip(buffer.buffers, spec, strict=True))
     leaves, structure = jax.tree.flatten(spec)
     return _blank(buffer, structure, tuple(leaves), versions.is_x64())
 
 
 @functools.lru_cache(maxsize=16)
-def _blank(buffer: ReplayBuffer, structure: Any, leaves: tuple, x64: bool) -> Any:
+def _blank(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
     """The same, remembered: a program saves the same state again and again."""
     spec = jax.tree.unflatten(structure, leaves)
     return jax.eval_shape(lambda: state_check.blank(host_items.on_device(buffer), spec))
@@ -114,7 +88,7 @@ class Snapshot:
     Attributes:
         buffer: the description, as if its items were on the device.
         state: its state, with `host_items.Leaf`s for items that are not.
-        spec: of one item as it is stored, of each buffer of a mix.
+        spec: of one item as it is stored; of objects, nothing.
         batch: the axes that `vmap` has put before all leaves.
     """
 
@@ -124,20 +98,20 @@ class Snapshot:
     batch: tuple[int, ...]
 
 
-def snapshot(buffer: Description, state: AnyState) -> Snapshot:
+def snapshot(buffer: Buffer, state: AnyState) -> Snapshot:
     """A state that is to be saved.
 
     Raises:
         ValueError, TypeError: it is no state of this buffer; the message names a leaf.
     """
     buffer, state = host_items.exported(buffer, state)
-    check_arrays(buffer, state)
+    check_arrays(state)
     specs = pytree.spec_of(state, "save")
     for axes in range(4):
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
         inner = jax.tree.map(strip, specs)
         try:
-            spec = stored(buffer, inner)
+            spec = buffer.storage.spec(inner.storage)
             want = blank(buffer, spec)
         except (TypeError, ValueError, AttributeError, IndexError):
             continue
@@ -147,14 +121,13 @@ def snapshot(buffer: Description, state: AnyState) -> Snapshot:
     raise _of_another(buffer, state, specs)
 
 
-def _of_another(buffer: Description, state: AnyState, specs: Item) -> Exception:
+def _of_another(buffer: Buffer, state: AnyState, specs: Item) -> Exception:
     """Why it is no state of this buffer."""
     try:
-        want = blank(buffer, stored(buffer, specs))
+        want = blank(buffer, buffer.storage.spec(specs.storage))
         mend = "Save the state that this very buffer made."
         pytree.check_like(_plain(want), _plain(specs), "save", mend)
-        for part, its in zip(*_each(buffer, state), strict=True):
-            dispatch.check_state(part, its)
+        dispatch.check_state(buffer, state)
     except (AttributeError, IndexError):
         return ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
@@ -168,11 +141,6 @@ def _of_another(buffer: Description, state: AnyState, specs: Item) -> Exception:
 def _plain(tree: Item) -> Any:
     """The tree as leaves by name, without what is static in it."""
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def _each(buffer: Description, state: AnyState) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The buffers of a mix and their states, or the buffer and its state."""
-    return (buffer.buffers, state) if isinstance(buffer, Mix) else ((buffer,), (state,))
 
 
 def _same(one: PyTree, other: PyTree) -> bool:

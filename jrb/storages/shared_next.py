@@ -91,13 +91,13 @@ def read(context: Context, state: Shared, where: Where) -> Item:
     named = columns.named(state.items)
     sources: dict[int, jax.Array] = {}
 
-    def source(slots: jax.Array) -> jax.Array:
+    def found(slots: jax.Array) -> jax.Array:
         if id(slots) not in sources:
-            sources[id(slots)] = _source(context, state, slots)
+            sources[id(slots)] = source(context, state, slots)
         return sources[id(slots)]
 
     at = {name: where(name) for name in named}
-    at = {name: source(slots) if name in shared else slots for name, slots in at.items()}
+    at = {name: found(slots) if name in shared else slots for name, slots in at.items()}
 
     def get(path: tuple, column: columns.Column) -> jax.Array:
         name = pytree.leaf_name(path)
@@ -107,7 +107,7 @@ def read(context: Context, state: Shared, where: Where) -> Item:
     return ordering.read(lambda: every(get, state.items))
 
 
-def _source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
+def source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
     """The row of the arrays of observations that holds the next observation of each slot."""
     ring, held = context.ring, context.held
     pointer = ordering.read(lambda: rows.get(state.pointer, slots))

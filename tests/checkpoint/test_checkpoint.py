@@ -400,9 +400,7 @@ def test_a_background_save_holds_what_the_state_was(tmp_path):
             state = add(state, testing.rows({"x": jnp.zeros(10_000)}, jnp.float32(number), 3))
         assert not save.done()
         with pytest.raises(checkpoint.LockedError):
-            checkpoint.native.Pending(
-                str(tmp_path), buffer, kept, False, checkpoint.beside.Beside()
-            )
+            checkpoint.folder.save(str(tmp_path), buffer, kept, 0)
         go.set()
         save.wait()
     finally:

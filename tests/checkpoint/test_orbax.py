@@ -197,7 +197,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path, monkeypatch):
         manager.save(0, args=save_args(other))
     with ocp.Checkpointer(orbax.BufferHandler()) as checkpointer:
         swapped = orbax.BufferSave(filled(), BUFFER)
-        with pytest.raises(TypeError, match="expected a ReplayBuffer or a Mix, got BufferState"):
+        with pytest.raises(TypeError, match="expected a ReplayBuffer, a Mix, or"):
             checkpointer.save(tmp_path / "one", args=swapped)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(NotImplementedError, match="expected a program of one process, got 2"):

@@ -111,13 +111,6 @@ def test_what_objects_cannot_do_is_said():
         buffer.sample(buffer.init(None), KEY)
 
 
-def test_objects_are_not_saved(tmp_path):
-    buffer = jrb.ReplayBuffer(2, storage=jrb.ListStorage())
-    with pytest.raises(TypeError, match="checkpoints"):
-        jrb.save(tmp_path / "x", buffer, buffer.add(buffer.init(None), "a"))
-    assert not (tmp_path / "x").exists()
-
-
 def test_epochs_and_prefetch_take_objects():
     buffer = jrb.ReplayBuffer(8, batch_size=3, storage=jrb.ListStorage())
     state = buffer.extend(buffer.init(None), list("abcdefg"))

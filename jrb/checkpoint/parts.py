@@ -1,0 +1,198 @@
+"""Checkpoints of several buffers: one for each of them, and a generation that names theirs.
+
+```
+generation-000000000003       which generation of each part belongs to it
+train/generation-000000000005 a buffer of that name, a checkpoint like any other; of a mix 0, 1, ...
+demo/...
+```
+
+The parts are written first, and keep what the older generations of the whole name: whatever
+happens, the newest generation of the whole is whole.
+"""
+
+import dataclasses
+from typing import Any
+
+from jrb._store import generation, opening
+from jrb._store.errors import DamagedError
+from jrb._store.generation import Generation
+from jrb._store.store import Store
+from jrb.checkpoint import descriptions, facts, matching, members, native
+from jrb.checkpoint.beside import Beside
+from jrb.checkpoint.hooks import Inward, Outward
+from jrb.checkpoint.members import Several
+from jrb.mix import AnyState, Mix
+from jrb.state import Device
+from jrb.types import Item
+
+
+def pending(
+    path: str, buffer: Several, state: AnyState, extra: Beside, out: Outward
+) -> "native.Pending | Pending":
+    """A save of one buffer or of several, after all checks."""
+    if members.is_one(buffer):
+        return native.Pending(path, buffer, state, extra, out)
+    return Pending(path, buffer, state, extra, out)
+
+
+class Pending:
+    """As `native.Pending`, for several buffers."""
+
+    def __init__(self, path: str, buffer: Any, state: Any, extra: Beside, out: Outward) -> None:
+        states, outward = members.of_each(buffer, state, "save: states"), out.of_each(buffer)
+        self.parts = {
+            name: pending(members.path_of(path, name), part, states[name], Beside(), outward[name])
+            for name, part in members.each(buffer).items()
+        }
+        self.path, self.extra = path, extra
+        self.meta = _about(buffer, state) | {"facts": facts.of_any()} | extra.meta
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """Of the generations that name those of the parts."""
+        if self._store is None:
+            raise ValueError("expected a save that was opened.")
+        return self._store
+
+    def open(self, copy: bool) -> None:
+        """See `native.Pending.open`."""
+        self._store = opening.to_save(self.path, (), 0)
+        try:
+            for part in self.parts.values():
+                part.open(copy)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, keep: int | None = None) -> int:
+        """Writes, the parts first; the number of the generation."""
+        numbers = {name: part.write() for name, part in self.parts.items()}
+        store, extra = self.store, self.extra
+        also = extra.best_of(store.folder)
+        meta = {**self.meta, "parts": numbers}
+        return store.commit(store.version, meta, extra.kinds, extra.arrays, keep, also)
+
+    def finish(self, keep: int) -> int:
+        """Writes, and gives the locks back; the number of the generation."""
+        try:
+            number = self.write(keep)
+            self._expire_parts()
+            return number
+        finally:
+            self.close()
+
+    def expire(self, kept: set[int]) -> None:
+        """Removes the generations that need not stay."""
+        self.store.expire(kept)
+        self._expire_parts()
+
+    def _expire_parts(self) -> None:
+        kept: dict[str, set[int]] = {name: set() for name in self.parts}
+        for number in generation.numbers(self.store.folder):
+            for name, one in members.known(self.store.folder, number).items():
+                kept.setdefault(name, set()).add(one)
+        for name, part in self.parts.items():
+            part.expire(kept[name])
+
+    def close(self) -> None:
+        """Gives the locks back."""
+        for part in self.parts.values():
+            part.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def _about(buffer: Any, state: Any) -> dict[str, Any]:
+    """What a generation says of several buffers."""
+    if isinstance(buffer, Mix):
+        return {"kind": members.MIX, "buffer": descriptions.encode(buffer)}
+    forms = {"buffer": members.form_of(buffer), "state": members.form_of(state)}
+    return {"kind": members.SEVERAL, "forms": forms}
+
+
+def load(
+    path: str, given: Any, example: Item, device: Device, opened: Generation, back: Inward
+) -> tuple[Any, Any]:
+    """The descriptions and the states of an opened generation."""
+    kind = (opened.body["meta"] or {}).get("kind")
+    if kind == members.MIX:
+        return _mixed(path, given, example, device, opened, back)
+    if kind == members.SEVERAL:
+        return _several(path, given, example, device, opened, back)
+    return native.load(path, given, example, device, opened.number or None, back)
+
+
+def _mixed(
+    path: str, mix: Any, example: Item, device: Device, opened: Generation, back: Inward
+) -> tuple[Any, Any]:
+    given = mix is not None
+    try:
+        mix = matching.matched(opened.body["meta"]["buffer"], mix)
+    except KeyError as error:
+        raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
+    numbers = members.generations(opened)
+    if list(numbers) != list(members.each(mix)):
+        raise DamagedError(f"{path}: expected {len(mix.buffers)} parts, got {list(numbers)}.")
+    buffers = members.each(mix) if given else dict.fromkeys(numbers)
+    examples = dict.fromkeys(numbers, example)
+    found = _parts(path, opened, buffers, examples, device, back.of_each(mix))
+    parts, states = zip(*found.values(), strict=True)
+    return dataclasses.replace(mix, buffers=parts), states
+
+
+def _several(
+    path: str, given: Any, example: Item, device: Device, opened: Generation, back: Inward
+) -> tuple[Any, Any]:
+    numbers, forms = members.generations(opened), opened.body["meta"].get("forms")
+    try:
+        like = members.formed(forms["buffer"], dict.fromkeys(numbers), given)
+        names = list(members.each(like))
+    except (KeyError, TypeError) as error:
+        raise DamagedError(f"{path}: expected several buffers, got {error!r}.") from error
+    none = dict.fromkeys(names)
+    buffers = none if given is None else members.of_each(like, given, "load: buffers")
+    examples = none if example is None else members.of_each(like, example, "load: examples")
+    found = _parts(path, opened, buffers, examples, device, back.of_each(like))
+    parts = {name: found[name][0] for name in names}
+    states = {name: found[name][1] for name in names}
+    whole = members.formed(forms["buffer"], parts, given)
+    return whole, members.formed(forms["state"], states, given)
+
+
+def _parts(
+    path: str,
+    opened: Generation,
+    buffers: dict[str, Any],
+    examples: dict[str, Item],
+    device: Device,
+    back: dict[str, Inward],
+) -> dict[str, tuple[Any, Any]]:
+    """Each buffer and its state."""
+    found = {}
+    for name, number in members.generations(opened).items():
+        folder = members.path_of(path, name)
+        one = opening.at(opening.folder_at(folder), number)
+        found[name] = load(folder, buffers[name], examples[name], device, one, back[name])
+    return found
+
+
+def damages(path: str) -> list[str]:
+    """All that is wrong, also with the parts and theirs, a line each."""
+    found = opening.damages(path)
+    folder = opening.folder_at(path)
+    for number in reversed(generation.numbers(folder)):
+        for name, one in members.known(folder, number).items():
+            found += _damages(members.path_of(path, name), one)
+    return list(dict.fromkeys(found))
+
+
+def _damages(path: str, number: int) -> list[str]:
+    """The same of a part that has to have a generation."""
+    try:
+        opening.at(opening.folder_at(path), number)
+    except FileNotFoundError as error:
+        return [str(error)]
+    except (DamagedError, ValueError):
+        pass  # which is found with all the others
+    return damages(path)

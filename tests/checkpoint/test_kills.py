@@ -1,0 +1,133 @@
+"""A save that is killed, or fails, at every operation on a file: the old state or the new one."""
+
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import checkpoint
+from jrb._store import files
+from tests.checkpoint.test_hooks import negated, restored
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+BUFFER = jrb.ReplayBuffer(6, batch_size=2, sampler=jrb.Prioritized())
+LIST = jrb.ReplayBuffer(6, batch_size=2, storage=jrb.ListStorage())
+
+
+def arrays(seed):
+    """A state of a buffer of arrays, and a later one."""
+    rows = lambda n, seed: {"observation": jnp.arange(4.0 * n).reshape(n, 4) + 100 * seed}
+    state = BUFFER.extend(BUFFER.init({"observation": jnp.zeros(4)}), rows(5, seed))
+    return state, BUFFER.extend(state, rows(3, seed + 10))
+
+
+def words(seed):
+    """The same of objects."""
+    row = lambda n: [{"text": f"{seed} {one}" * one, "x": np.arange(one)} for one in range(n)]
+    state = LIST.extend(LIST.init(None), row(5))
+    before = LIST.extend(LIST.init(None), row(5))  # states share their objects
+    return before, LIST.extend(state, row(3))
+
+
+def told(buffer, state):
+    """All that is in some states."""
+    if isinstance(buffer, dict):
+        return {name: told(part, state[name]) for name, part in buffer.items()}
+    rest = jax.tree.leaves(state.replace(storage=None))
+    return str([jrb.items(buffer, state), *map(np.asarray, rest)])
+
+
+def cases():
+    """What to save before and after, how, and how it is loaded: by which states."""
+    one, other = arrays(1)
+    before, after = words(2)
+    plain = (BUFFER, one, other)
+    several = {"a": BUFFER, "rows": LIST}
+    yield "encode", *plain, {"encode": negated}, lambda _: {"decode": restored}
+    yield "list", LIST, before, after, {}, lambda _: {}
+    first, second = {"a": one, "rows": before}, {"a": other, "rows": after}
+    yield "several", several, first, second, {}, lambda _: {}
+    apart = lambda state: {"items": jrb.items(BUFFER, state)}
+    yield "apart", *plain, {"items": False}, apart
+
+
+CASES = {name: rest for name, *rest in cases()}
+
+
+def found(path, buffer, states, back):
+    """Which of some states is there, and nothing else."""
+    assert checkpoint.verify(path) == []
+    for number, state in enumerate(states):
+        try:
+            _, there, extra = jrb.load(path, extra={"step": 0}, **back(state))
+        except ValueError:
+            continue  # these are the items of the other, whose load must work then
+        if extra == {"step": number}:
+            assert told(buffer, there) == told(buffer, state)
+            return number
+    raise AssertionError(path)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_a_save_that_is_killed_at_any_moment_has_happened_or_not(name, background, tmp_path):
+    buffer, old, new, out, back = CASES[name]
+    path, copies = tmp_path / "saved", []
+    jrb.save(path, buffer, old, extra={"step": 0}, **out)
+
+    def copy(*event):
+        copies.append(tmp_path / str(len(copies)))
+        shutil.copytree(path, copies[-1])
+
+    files.hook = copy
+    try:
+        if background:
+            save = checkpoint.save_async(path, buffer, new, extra={"step": 1}, **out)
+            save.wait()
+        else:
+            jrb.save(path, buffer, new, extra={"step": 1}, **out)
+    finally:
+        files.hook = None
+    states = [found(one, buffer, (old, new), back) for one in copies]
+    assert states == sorted(states)
+    assert {0, 1} == set(states)
+    assert found(path, buffer, (old, new), back) == 1
+    for one in copies[:: max(1, len(copies) // 6)]:
+        jrb.save(one, buffer, new, extra={"step": 1}, **out)
+        assert found(one, buffer, (old, new), back) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new(name, tmp_path):
+    buffer, old, new, out, back = CASES[name]
+    number, over = 0, False
+    while not over:
+        path, left = tmp_path / str(number), [number]
+        jrb.save(path, buffer, old, extra={"step": 0}, **out)
+
+        def strike(*event, left=left):
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError(28, "No space left on device")
+
+        files.hook = strike
+        try:
+            jrb.save(path, buffer, new, extra={"step": 1}, **out)
+        except OSError:
+            pass
+        finally:
+            files.hook = None
+        over = left[0] >= 0
+        assert found(path, buffer, (old, new), back) in (1,) if over else (0, 1)
+        jrb.save(path, buffer, new, extra={"step": 1}, **out)
+        assert found(path, buffer, (old, new), back) == 1
+        assert len(checkpoint.generations(path)) == 1
+        shutil.rmtree(path)
+        number += 4 if name == "several" else 1  # whose parts do what the others do
+    assert number > 4
+    assert not os.listdir(tmp_path)

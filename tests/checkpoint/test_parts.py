@@ -1,0 +1,226 @@
+"""Several buffers in one folder, saved in one generation."""
+
+import collections
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import checkpoint
+from tests.checkpoint.test_checkpoint import BUFFERS, assert_same, filled
+from tests.checkpoint.test_hooks import negated, restored
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
+
+
+class Both(collections.namedtuple("Both", ["train", "demo"])):
+    """Buffers of a class of the program."""
+
+
+class Others(collections.namedtuple("Others", ["demo", "train"])):
+    """The same in another order."""
+
+
+ONE, ITS = filled()
+OTHER, OWN = filled(**BUFFERS["prioritized"])
+
+
+def grown(state):
+    """A later state."""
+    return state.replace(edits=state.edits + jnp.uint32(1))
+
+
+@pytest.mark.parametrize(
+    ("buffer", "state"),
+    [
+        ({"train": ONE, "demo": OTHER}, {"demo": OWN, "train": ITS}),
+        ((ONE, OTHER, ONE), (ITS, OWN, ITS)),
+        (Both(ONE, OTHER), Both(ITS, OWN)),
+        (Both(ONE, OTHER), Others(train=ITS, demo=OWN)),
+        (
+            {"mix": jrb.Mix((ONE, OTHER), (0.5, 0.5)), "in": {"a": ONE}},
+            {"mix": (ITS, OWN), "in": {"a": ITS}},
+        ),
+    ],
+    ids=["dict", "tuple", "named", "renamed", "nested"],
+)
+def test_what_comes_back_is_what_was_there(buffer, state, tmp_path):
+    assert jrb.save(tmp_path, buffer, state, extra={"step": 3}) == 1
+    again, back, extra = jrb.load(tmp_path, extra={"step": 0})
+    assert again == buffer
+    assert type(again) is type(buffer)
+    assert type(back) is type(state)
+    assert_same(back, state)
+    assert extra == {"step": 3}
+    assert_same(jrb.load(tmp_path, buffer)[1], state)
+    later = jax.tree.map(grown, state, is_leaf=lambda node: hasattr(node, "edits"))
+    checkpoint.save_async(tmp_path, buffer, later, keep=1).wait()
+    assert_same(jrb.load(tmp_path)[1], later)
+    assert_same(jrb.load(tmp_path, generation=1)[1], state)
+    assert checkpoint.verify(tmp_path) == []
+    jrb.save(tmp_path, buffer, state)
+    assert checkpoint.generations(tmp_path) == [3]
+    for folder in filter(os.path.isdir, tmp_path.rglob("*")):
+        names = [name for name in os.listdir(folder) if name.startswith("generation-")]
+        assert len(names) < 2, folder
+    facts = checkpoint.metadata(tmp_path)
+    json.dumps(facts)
+    assert facts["kind"] == "several"
+    assert len(facts["parts"]) == len(buffer)
+
+
+NAMES = [
+    *("", ".", "..", "a/b", "/", "%", "%2F", "rows", "rows-3", "lock", "generation.new", "\0"),
+    *("generation-000000000001", "é", "\ud83d", "con", "a b", "0", "-", "~", "rows%", "x" * 200),
+]
+
+
+def test_any_name_is_safe(tmp_path):
+    buffer, state = jrb.from_items({"x": jnp.arange(3)}, batch_size=2)
+    whole = dict.fromkeys(NAMES, buffer)
+    states = {
+        name: buffer.set(state, jnp.arange(3), {"x": jnp.full(3, n)})
+        for n, name in enumerate(NAMES)
+    }
+    path = tmp_path / "inside"
+    for _ in range(3):
+        jrb.save(path, whole, states)
+        _, back = jrb.load(path)
+        assert list(back) == NAMES
+        assert_same(back, states)
+    assert checkpoint.verify(path) == []
+    assert os.listdir(tmp_path) == ["inside"]
+    jrb.save(path, buffer, state)  # the folder of a single one again
+    assert_same(jrb.load(path)[1], state)
+    for names in (["a", "A"], ["x" * 201]):
+        with pytest.raises(ValueError, match="Rename it"):
+            jrb.save(path, dict.fromkeys(names, buffer), dict.fromkeys(names, state))
+
+
+def test_one_of_them_is_a_checkpoint_of_its_own(tmp_path):
+    jrb.save(tmp_path, {"train": ONE, "demo": OTHER}, {"train": ITS, "demo": OWN})
+    buffer, state = jrb.load(tmp_path / "demo")
+    assert buffer == OTHER
+    assert_same(state, OWN)
+    assert checkpoint.metadata(tmp_path)["parts"]["demo"]["size"] == 24
+
+
+def test_others_come_and_go(tmp_path):
+    saves = [
+        ({"a": ONE}, {"a": ITS}),
+        ({"a": OTHER, "b": ONE}, {"a": OWN, "b": ITS}),
+        ({"b": ONE}, {"b": grown(ITS)}),
+        (ONE, ITS),
+        (jrb.Mix((ONE, OTHER), (0.5, 0.5)), (ITS, OWN)),
+        ({"b": OTHER, "a": ONE}, {"b": OWN, "a": ITS}),
+    ]
+    for buffer, state in saves:
+        jrb.save(tmp_path, buffer, state, keep=9)
+        assert_same(jrb.load(tmp_path)[1], state)
+    for number, (buffer, state) in enumerate(saves, 1):
+        again, back = jrb.load(tmp_path, generation=number)
+        assert again == buffer
+        assert_same(back, state)
+    assert checkpoint.verify(tmp_path) == []
+
+
+def test_hooks_for_all_or_by_name(tmp_path):
+    words = jrb.ReplayBuffer(4, batch_size=2, storage=jrb.ListStorage())
+    text = words.extend(words.init(None), ["a", "b"])
+    buffer, state = {"train": ONE, "words": words}, {"train": ITS, "words": text}
+    with pytest.raises(TypeError, match="ListStorage"):
+        jrb.save(tmp_path / "x", buffer, state, encode=negated)
+    assert not os.listdir(tmp_path)
+    jrb.save(tmp_path, buffer, state, encode={"train": negated, "words": None})
+    with pytest.raises(ValueError, match="expected decode="):
+        jrb.load(tmp_path)
+    with pytest.raises(ValueError, match="decode: expected None"):
+        jrb.load(tmp_path, decode=restored)
+    with pytest.raises(ValueError, match="expected a dict of 2 functions, one for each of"):
+        jrb.load(tmp_path, decode={"train": restored})
+    _, back = jrb.load(tmp_path, decode={"train": restored, "words": None})
+    assert_same(back["train"], ITS)
+    assert jrb.items(words, back["words"]) == ["a", "b"]
+    jrb.save(tmp_path, buffer, state, items=False)
+    items = {"train": jrb.items(ONE, ITS), "words": ["a", "b"]}
+    assert_same(jrb.load(tmp_path, items=items)[1]["train"], ITS)
+    pair = {"a": ONE, "b": OTHER}, {"a": ITS, "b": OWN}
+    jrb.save(tmp_path, *pair, encode=negated)
+    assert_same(jrb.load(tmp_path, decode=restored)[1], pair[1])
+
+
+def test_wrong_input_is_refused_and_nothing_is_written(tmp_path):
+    path = tmp_path / "x"
+    for buffer, state, kind, message in [
+        ({}, {}, TypeError, "expected a ReplayBuffer, a Mix, or a dict"),
+        ({"a": ITS}, {"a": ONE}, TypeError, "got BufferState"),
+        ({3: ONE}, {3: ITS}, TypeError, "expected names of buffers, got the key 3"),
+        (
+            {"a": ONE},
+            {"b": ITS},
+            ValueError,
+            r"dict of 1 states, one for each of \['a'\], got those",
+        ),
+        ({"a": ONE}, (ITS,), ValueError, "got tuple"),
+        ((ONE, ONE), (ITS,), ValueError, "tuple of 2 states"),
+        ({"a": ONE, "b": ONE}, {"a": ITS, "b": OWN}, Exception, "sampler"),
+    ]:
+        with pytest.raises(kind, match=message):
+            jrb.save(path, buffer, state)
+        assert not path.exists()
+    with pytest.raises(ValueError, match="expected a single buffer"):
+        jrb.save(path, {"a": ONE}, {"a": ITS}, layout="h5")
+    jrb.save(path, {"a": ONE}, {"a": ITS})
+    with pytest.raises(ValueError, match=r"expected a dict of 1 buffers, one for each of \['a'\]"):
+        jrb.load(path, {"b": ONE})
+    with pytest.raises(ValueError, match="got ReplayBuffer"):
+        jrb.load(path, ONE)
+    with pytest.raises(ValueError, match=r"buffer\.sampler: expected"):
+        jrb.load(path, {"a": OTHER})
+    with pytest.raises(TypeError, match="single buffer, got several"):
+        jrb.load(path, capacity=6)
+    assert_same(
+        jrb.load(path, example={"a": jax.tree.map(lambda x: x[0], ITS.storage)})[1]["a"], ITS
+    )
+
+
+def test_a_class_that_is_not_there_is_named(tmp_path, monkeypatch):
+    pair = Both(ONE, OTHER), Both(ITS, OWN)
+    jrb.save(tmp_path, *pair)
+    monkeypatch.delitem(globals(), "Both")
+    with pytest.raises(ValueError, match=r"test_parts:Both.*buffer="):
+        jrb.load(tmp_path)
+    assert_same(jrb.load(tmp_path, pair[0])[1], pair[1])
+
+
+def test_damage_to_a_part_and_a_lost_one_are_found(tmp_path):
+    jrb.save(tmp_path, {"a": ONE, "b": OTHER}, {"a": ITS, "b": OWN})
+    name = tmp_path / "b" / "rows" / "storage" / "action.bin"
+    data = bytearray(name.read_bytes())
+    data[3] ^= 1
+    name.write_bytes(data)
+    assert len(checkpoint.verify(tmp_path)) == 1
+    with pytest.raises(checkpoint.DamagedError, match="leaf 'storage/action'"):
+        jrb.load(tmp_path)
+    (tmp_path / "b" / "generation-000000000001").unlink()
+    assert "expected generation 1" in checkpoint.verify(tmp_path)[0]
+    shutil.rmtree(tmp_path / "b")
+    assert "found no folder" in checkpoint.verify(tmp_path)[0]
+    with pytest.raises(FileNotFoundError):
+        jrb.load(tmp_path)
+
+
+def test_parts_on_the_host_are_copied(tmp_path):
+    buffer, state = filled(storage=jrb.MemmapStorage(tmp_path / "own"))
+    jrb.save(tmp_path / "all", {"a": buffer}, {"a": state})
+    again, back = jrb.load(tmp_path / "all")
+    key = jax.random.key(0)
+    assert_same(again["a"].sample(back["a"], key), buffer.sample(state, key))
+    np.testing.assert_array_equal(
+        jrb.items(again["a"], back["a"])["action"], jrb.items(buffer, state)["action"]
+    )
