@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import pytree
+from jrb._base import checks, pytree
 from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb._engine.replaying import pieces
@@ -100,6 +100,7 @@ def _check_target(target: str) -> None:
 def _rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
     """In a full ring every row keeps its place; others begin with the oldest one."""
     ring = buffer.ring
+    checks.together("write_torchrl", buffer.writer)
     held = buffer.writer.held(ring, state.writer)
     first, count = int(held.first) // ring.envs, int(held.count) // ring.envs
     if int(held.count) % ring.envs:

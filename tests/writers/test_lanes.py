@@ -27,6 +27,11 @@ UNITS = {
     "windows": jrb.Sequence(3),
     "padded windows": jrb.Sequence(3, burn_in=1, short="pad"),
     "windows as long as the ring": jrb.Sequence(R),
+    "windows of a period": jrb.Sequence(2, period=2),
+    "padded windows of a period": jrb.Sequence(3, period=2, short="pad"),
+    "windows across ends": jrb.Sequence(3, across=True),
+    "windows of a period across ends": jrb.Sequence(2, period=3, across=True),
+    "whole episodes": jrb.Sequence(3, over="whole"),
     "stacks": jrb.FrameStack(3),
     "stacked windows": jrb.FrameStack(2, unit=jrb.Sequence(2)),
     "stacked strict n-step": jrb.FrameStack(3, unit=jrb.NStep(2, 0.9, strict=True)),
@@ -242,6 +247,8 @@ def test_masks_and_parts_that_do_not_fit_are_refused():
     assert int(lanes.size(lanes.add(state, items, jnp.bool_(False)))) == 0
     for parts in (
         {"sampler": jrb.Queue()},
+        {"sampler": jrb.Lifo()},
+        {"sampler": jrb.Newest(0.5)},
         {"storage": jrb.DeviceStorage(once=True)},
         {"storage": jrb.SpillStorage(None, hot_capacity=E)},
     ):
@@ -290,6 +297,8 @@ def test_lanes_are_saved_and_loaded(storage, tmp_path):
         state = buffer.add(state, items, jnp.arange(E) <= step % E)
     with pytest.raises(ValueError, match="layout='h5'"):
         jrb.save(tmp_path / "file.h5", buffer, state, layout="h5")
+    with pytest.raises(ValueError, match="write_torchrl: expected a writer of all environments"):
+        jrb.checkpoint.write_torchrl(tmp_path / "dump", buffer, state)
 
 
 def test_a_store_that_was_written_on_loses_the_oldest_of_each_lane(tmp_path):
