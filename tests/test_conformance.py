@@ -21,7 +21,6 @@ SAMPLERS = [
     jrb.Newest(0.3),
     jrb.Queue(),
     jrb.Lifo(),
-    jrb.Uniform(counted=True),
     jrb.Prioritized(counted=True),
     jrb.Prioritized(),
     jrb.Prioritized(normalize=None, new_priority=2.0, stratified=False),

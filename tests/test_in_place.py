@@ -28,7 +28,6 @@ SAMPLERS = {
     "epochs": jrb.WithoutReplacement(),
     "queue": jrb.Queue(),
     "stack": jrb.Lifo(),
-    "newest": jrb.Newest(0.1),
     "counted": jrb.Prioritized(counted=True),
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer", stratified=False),
@@ -158,7 +157,7 @@ def test_nothing_is_copied(name, step):
     assert growth(name, step) < 0.01
 
 
-MANY = [(name, None) for name in ("distinct", "epochs", "queue", "stack", "newest", "buffer")]
+MANY = [(name, None) for name in ("distinct", "epochs", "queue", "stack", "buffer")]
 MANY += [(name, 8) for name in ("uniform", "distinct", "epochs", "queue", "stack", "prioritized")]
 MANY += [("counted", None), ("counted", 8)]
 

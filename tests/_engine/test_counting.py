@@ -39,6 +39,7 @@ def items(rng, *lead):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", CASES, ids=lambda parts: "-".join(map(repr, parts.values())))
 def test_draws_of_random_programs_are_counted(parts):
     rng, envs = np.random.default_rng(1), 2
@@ -184,6 +185,7 @@ def test_a_mix_of_some_that_count_is_refused():
         mix.sample(states, KEY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", [None, 8])
 def test_counts_are_not_copied(agents):
     item = {"x": jnp.zeros(4)}

@@ -46,8 +46,11 @@ def told(buffer, state):
     return slots, buffer.writer.stamp(buffer.ring, state.writer, slots), found.count
 
 
+SHORT = jrb.DeviceStorage(once=True, room=4)  # rows leave early where it lacks room
 CASES = [
     (jrb.Transition(), 3),
+    (jrb.Transition(), 2, SHORT),
+    (jrb.Sequence(2), 1, SHORT),
     (jrb.NStep(3, 0.9, strict=True), 1),
     (jrb.Sequence(3), 2),
     (jrb.Sequence(2, burn_in=1, short="pad"), 2),
@@ -80,12 +83,12 @@ CHANCES = [0.5, 0.2, 0.04, 0.1, 0.12, 0.04]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("unit", "envs"), CASES, ids=str)
-def test_programs_of_verbs_do_what_a_list_does(unit, envs):
-    rows, rng = 5, np.random.default_rng(envs)
-    buffer = jrb.ReplayBuffer(
-        rows * envs, num_envs=envs, batch_size=3, sampler=jrb.Lifo(), unit=unit
-    )
+@pytest.mark.parametrize("parts", CASES, ids=str)
+def test_programs_of_verbs_do_what_a_list_does(parts):
+    (unit, envs, *storage), rows = parts, 5
+    rng, sampler = np.random.default_rng(envs), jrb.Lifo()
+    buffer = jrb.ReplayBuffer(rows * envs, envs, 3, sampler, unit)
+    buffer = dataclasses.replace(buffer, storage=storage[0]) if storage else buffer
     draw, look = jax.jit(buffer.draw), jax.jit(buffer.sample)
     can, step = jax.jit(buffer.can_sample), stepper(buffer, rows, envs, rng)
     state, model = buffer.init(EXAMPLE), Stack()

@@ -32,6 +32,7 @@ class Passes:
             self.left.remove(slot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler",
     [
