@@ -62,8 +62,8 @@ class ListStorage(HostStorage):
     Unlike those of other storages, states share their objects: an older state, of which something
     was overwritten since, may neither be written to nor draw that. The unit is `jrb.Transition()`.
     `jrb.save` takes None, numbers, strings, bytes, arrays, and lists, tuples, dicts with str keys,
-    named tuples and dataclasses of these; where slots hold one object, each comes back with its
-    own.
+    named tuples and dataclasses of these. Arrays come back as NumPy's or JAX's, which they were;
+    where several slots hold one object, each comes back with its own.
 
     Attributes:
         collate: from a list of B objects to `Sample.data`; None for the list. Where nothing was
