@@ -140,6 +140,16 @@ OTHERS = {
             next_goal=None,
         )
     },
+    "hindsight of returns": {
+        "unit": jrb.Hindsight(
+            lambda achieved, goal: -jnp.abs(achieved[0] - goal[0]),
+            achieved=("next", "observation"),
+            goal="observation",
+            next_goal=None,
+            unit=jrb.NStep(3, 0.9, strict=True),
+            exact=True,
+        )
+    },
     "once": {"storage": jrb.DeviceStorage(once=True)},
     "stacks of once": {"storage": jrb.DeviceStorage(once=True), "unit": jrb.FrameStack(3)},
     "best": {"writer": jrb.MaxValue(("next", "reward"))},
