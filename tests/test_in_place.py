@@ -122,6 +122,7 @@ CASES = [(name, step) for name in ("uniform", "prioritized") for step in ANY]
 CASES += [("prioritized", step) for step in UPDATES]
 OTHERS = {
     "n-step": {"unit": jrb.NStep(3, 0.9)},
+    "n-step that keeps": {"unit": jrb.NStep(3, 0.9, keep=("reward", "done"))},
     "strict n-step": {"unit": jrb.NStep(3, 0.9, strict=True)},
     "windows": {"unit": jrb.Sequence(5)},
     "padded": {"unit": jrb.Sequence(5, burn_in=3, short="pad")},
@@ -139,6 +140,16 @@ OTHERS = {
             achieved=("next", "observation"),
             goal="observation",
             next_goal=None,
+        )
+    },
+    "hindsight of returns": {
+        "unit": jrb.Hindsight(
+            lambda achieved, goal: -jnp.abs(achieved[0] - goal[0]),
+            achieved=("next", "observation"),
+            goal="observation",
+            next_goal=None,
+            unit=jrb.NStep(3, 0.9, strict=True),
+            exact=True,
         )
     },
     "once": {"storage": jrb.DeviceStorage(once=True)},

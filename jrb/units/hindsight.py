@@ -6,13 +6,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, ordering, pytree, random_bits
+from jrb._base import checks, ordering, permutation, pytree, random_bits
 from jrb._engine import episodes, rows
 from jrb._engine.episodes import Episodes
 from jrb.keys import Keys, Path, find, path_name, within
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
-from jrb.units.transition import all_held, every_slot
+from jrb.types.parts import check_part
+from jrb.units.frame_stack import FrameStack
+from jrb.units.sequence import Sequence
+from jrb.units.transition import Transition
 
 _WHICH, _WHERE = 2, 3  # the numbers that `bits.fold` gets
 
@@ -23,10 +26,12 @@ class Goals(pytree.State):
     Attributes:
         episodes: where each episode begins and ends.
         which: int32 `[N]`, the place of each slot's episode in their table.
+        unit: the state of the unit whose goals are changed.
     """
 
     episodes: Episodes
     which: jax.Array
+    unit: Any
 
 
 @pytree.component
@@ -37,11 +42,16 @@ class Hindsight(Unit):
     and in the next one, and the reward is computed anew; done flags too, where `terminated` is
     given, else they stay. `Sample.info` has `relabeled`, bool `[B]`.
 
+    Over another unit, a return or a window has one goal for all its rows: all their rewards are
+    computed anew, of a return before they are summed, and so are done flags. Which rows it has
+    stays as it is, also where the new goal is reached before its last row.
+
     Attributes:
         reward: from what was achieved and the goal, leaves of one transition, to its reward; must
             work under `vmap`.
-        strategy: which row g: "future", any of the episode from the transition on; "final", its
-            last that is held; "episode", any that is held; "random", any of the whole buffer.
+        strategy: which row g: "future", any of the episode from the transition on, or from the last
+            row of the return or window; "final", its last that is held; "episode", any that is
+            held; "random", any of the whole buffer.
         ratio: from 0 to 1.
         achieved: the path to what was achieved.
         goal: the path to the goal.
@@ -49,8 +59,13 @@ class Hindsight(Unit):
         terminated: from what was achieved and the goal, to whether the episode terminates there,
             bool; must work under `vmap`. What is relabeled has that in its leaf `terminated`, and
             in its leaf `done` that or its own `truncated`. None leaves both as they are.
+        unit: whose goals are changed, such as `NStep(3, 0.99)` or `Sequence(80)`.
+        exact: whether `round(ratio * B)` of each batch, at random places, are relabeled, instead of
+            each with probability `ratio`; of those that are masked none is.
 
-    Reference: Andrychowicz et al., 2017, "Hindsight experience replay", sections 3.3 and 4.5.
+    Reference: Andrychowicz et al., 2017, "Hindsight experience replay", sections 3.3 and 4.5;
+    Yang et al., 2020, "Bias-reduced multi-step hindsight experience replay", section 3.2 (returns
+    with rewards of the new goal).
     """
 
     reward: Callable[[Any, Any], jax.Array]
@@ -60,8 +75,12 @@ class Hindsight(Unit):
     goal: Path = ("observation", "desired_goal")
     next_goal: Path | None = ("next", "observation", "desired_goal")
     terminated: Callable[[Any, Any], jax.Array] | None = None
+    unit: Unit = Transition()
+    exact: bool = False
 
     def __post_init__(self) -> None:
+        check_part("unit", self.unit)
+        checks.flag("exact", self.exact)
         checks.choice("strategy", self.strategy, ("future", "final", "episode", "random"))
         checks.fraction("ratio", self.ratio)
         if not callable(self.reward):
@@ -70,18 +89,39 @@ class Hindsight(Unit):
             raise TypeError(f"Hindsight: terminated: expected a function, got {self.terminated!r}.")
 
     @property
-    def lag(self) -> int:
-        """Anchors enter in the order of their rows."""
-        return 0
+    def lag(self) -> int | None:
+        """That of the inner unit."""
+        return self.unit.lag
 
     @property
     def waits(self) -> bool:
-        """No: they are anchors at once."""
-        return False
+        """As those of the inner unit."""
+        return self.unit.waits
+
+    @property
+    def reach(self) -> int:
+        """What the inner unit reads."""
+        return self.unit.reach
+
+    @property
+    def needs_past(self) -> bool:
+        """As the inner unit."""
+        return self.unit.needs_past
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Rows in order of time."""
+        """Rows in order of time, of one episode for each goal."""
         checks.in_time("Hindsight", writer)
+        self.unit.check(ring, sampler, writer)
+        if isinstance(self.unit, Hindsight | FrameStack):
+            raise ValueError(
+                f"Hindsight: unit: expected one of single rows, as they are stored, got "
+                f"{type(self.unit).__name__}. Stacks go around: FrameStack(k, unit=Hindsight(...))."
+            )
+        if isinstance(self.unit, Sequence) and self.unit.across:
+            raise ValueError(
+                "Hindsight: unit: expected windows of one episode, as they get one goal, got "
+                "across=True. Leave it out."
+            )
 
     @property
     def goals(self) -> tuple[Path, ...]:
@@ -102,21 +142,29 @@ class Hindsight(Unit):
             goal = find(spec, path, "Hindsight: goal")
             mend = f"A goal must be what can be achieved at '{path_name(self.achieved)}'."
             pytree.check_like(achieved, goal, f"Hindsight: '{path_name(path)}'", mend)
-        return Goals(episodes=episodes.init(ring, 1), which=jnp.zeros(ring.capacity, jnp.int32))
+        return Goals(
+            episodes=episodes.init(ring, 1),
+            which=jnp.zeros(ring.capacity, jnp.int32),
+            unit=self.unit.init(context, spec),
+        )
 
     def on_write(
         self, context: Context, state: Goals, write: Write, items: Item
     ) -> tuple[Goals, Change]:
-        """What is written enters; what it overwrites left."""
+        """Anchors are those of the inner unit."""
         done = episodes.ending(context, write, items)
         after, _, which = episodes.after_write(context, state.episodes, write, done, 1)
-        state = Goals(episodes=after, which=rows.put(state.which, write, which))
-        return state, every_slot(context, write)
+        inner, change = self.unit.on_write(context, state.unit, write, items)
+        which = rows.put(state.which, write, which)
+        return Goals(episodes=after, which=which, unit=inner), change
 
-    def truncate(self, context: Context, state: Goals, which: jax.Array) -> tuple[Goals, None]:
+    def truncate(
+        self, context: Context, state: Goals, which: jax.Array
+    ) -> tuple[Goals, Change | None]:
         """The running episodes end."""
         after = episodes.truncated(state.episodes, which, 1)
-        return state.replace(episodes=after), None
+        inner, change = self.unit.truncate(context, state.unit, which)
+        return state.replace(episodes=after, unit=inner), change
 
     def ends(self, context: Context, state: Goals, slots: jax.Array) -> jax.Array:
         """Those whose successor is of another episode."""
@@ -126,30 +174,49 @@ class Hindsight(Unit):
         other = state.which[slots] != state.which[ring.slot_after(slots, ring.envs)]
         return jnp.where(last, over, other)
 
+    def rows_before(self, state: Goals, slots: jax.Array) -> jax.Array | None:
+        """As far as the inner unit counts."""
+        return self.unit.rows_before(state.unit, slots)
+
+    def resume(self, state: Goals, before: jax.Array) -> Goals:
+        """An empty state whose next rows have so many rows of their episodes behind them."""
+        return state.replace(unit=self.unit.resume(state.unit, before))
+
     def anchors(self, context: Context, state: Goals) -> Anchors:
-        """All that is held."""
-        return all_held(context)
+        """Those of the inner unit."""
+        return self.unit.anchors(context, state.unit)
 
     def look(
         self, context: Context, state: Goals, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> Look:
-        """What was achieved at the anchor and at the goal's row; the rest at the anchor."""
-        coin = random_bits.unit_interval(
-            random_bits.words(random_bits.fold(key, _WHICH), slots.size)[0]
-        )
-        relabeled = (coin < self.ratio) & mask
-        chosen = self._rows(
-            context, state, slots, random_bits.words(random_bits.fold(key, _WHERE), slots.size)
-        )
-        both = jnp.stack([slots, jnp.where(mask, chosen, slots)], axis=1)
-        achieved = path_name(self.achieved)
-        where = lambda name: both if within(name, achieved) else slots
-        return Look(where=where, mask=mask, info={"relabeled": relabeled})
+        """All that the inner unit reads; what was achieved at rewards, flags and the goal too."""
+        keys, achieved = context.keys, path_name(self.achieved)
+        inner = self.unit.look(context, state.unit, slots, mask, key)
+        words = lambda number: random_bits.words(random_bits.fold(key, number), slots.size)
+        relabeled = self._which(key, slots.size, words(_WHICH)[0]) & mask
+        at = [inner.where(path_name(path)) for path in (self.achieved, keys.reward, keys.done)]
+        chosen = self._rows(context, state, _wide(at[1])[:, -1], words(_WHERE))
+        distinct = list({id(where): _wide(where) for where in at}.values())
+        every = jnp.concatenate([*distinct, jnp.where(mask, chosen, slots)[:, None]], axis=1)
+        where = lambda name: every if within(name, achieved) else inner.where(name)
+        info = {**inner.info, "relabeled": relabeled}
+        return Look(where=where, mask=inner.mask, info=info, rest=(inner, _spans(at)))
+
+    def _which(self, key: jax.Array, size: int, words: jax.Array) -> jax.Array:
+        """Which of a batch are relabeled, bool `[B]`."""
+        if not self.exact:
+            return random_bits.unit_interval(words) < self.ratio
+        seed = random_bits.seed(random_bits.fold(key, _WHICH))
+        place = jnp.arange(size, dtype=jnp.int32)
+        return permutation.permute(seed, jnp.int32(size), place) < round(self.ratio * size)
 
     def _rows(
         self, context: Context, state: Goals, slots: jax.Array, words: jax.Array
     ) -> jax.Array:
-        """The slots of the rows whose achievement may become the goal, int32 `[B]`."""
+        """The slots of the rows whose achievement may become the goal, int32 `[B]`.
+
+        `slots`, int32 `[B]`, are the last rows that rewards are read at.
+        """
         ring, held = context.ring, context.held
         if self.strategy == "random":
             return held.nth(ring, random_bits.below(held.size, *words))
@@ -163,31 +230,47 @@ class Hindsight(Unit):
 
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """Other goals where it was so decided, and the rewards that they give."""
-        changed = look.info["relabeled"]
-        reached = jax.tree.leaves(find(raw, self.achieved, "Hindsight: achieved"))
-        choose = lambda new, old: jnp.where(changed.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
-        new = {path_name(self.achieved): [leaf[:, 0] for leaf in reached]}
+        (inner, spans), changed = look.rest, look.info["relabeled"]
+        reached = find(raw, self.achieved, "Hindsight: achieved")
+        own, paid, flagged, goal = (
+            jax.tree.map(lambda leaf, span=span: leaf[:, span], reached)
+            for span in (*spans, slice(-1, None))
+        )
+        lead = lambda path: inner.where(path_name(path)).ndim
+        cut = lambda leaf: leaf if lead(self.achieved) > 1 else leaf[:, 0]
+        new = {path_name(self.achieved): [cut(leaf) for leaf in jax.tree.leaves(own)]}
         for path in self._wanted:
             old = jax.tree.leaves(find(raw, path, "Hindsight: goal"))
+            wide = lambda leaf, path=path: leaf if lead(path) > 1 else leaf[:, 0]
             new[path_name(path)] = [
-                choose(leaf[:, 1], goal) for leaf, goal in zip(reached, old, strict=True)
+                _chosen(changed, wide(leaf), then)
+                for leaf, then in zip(jax.tree.leaves(goal), old, strict=True)
             ]
-        data = _with_leaves(raw, new)
-        reward = self._anew(self.reward, "reward", data, keys.get(data, "reward"))
-        found = {path_name(keys.reward): [choose(reward, keys.get(data, "reward"))]}
-        for name, flag in self._flags(data, keys).items():
-            found[name] = [choose(flag, keys.flags(data)[name])]
-        return _with_leaves(data, found), look.info
+        reward, axes = keys.get(raw, "reward"), lead(keys.reward)
+        new[path_name(keys.reward)] = [
+            _chosen(changed, self._anew(self.reward, "reward", paid, goal, reward, axes), reward)
+        ]
+        for name, flag in self._flags(
+            keys, keys.flags(raw), flagged, goal, lead(keys.done)
+        ).items():
+            new[name] = [_chosen(changed, flag, keys.flags(raw)[name])]
+        data, info = self.unit.reduce(_with_leaves(raw, new), inner, keys)
+        return data, {**info, **look.info}
 
-    def _anew(self, function: Callable, what: str, data: Item, old: jax.Array) -> jax.Array:
-        """What a function makes of achievements and goals, in the shape of `old`, `[B, ...]`."""
-        part = lambda path: find(data, path, "Hindsight")
-        new = jax.vmap(function)(part(self.achieved), part(self.goal))
-        item = lambda array: array.shape[1:]
-        if item(new) != item(old) and {item(new), item(old)} != {(), (1,)}:
+    def _anew(
+        self, function: Callable, what: str, reached: Any, goal: Any, old: jax.Array, lead: int
+    ) -> jax.Array:
+        """What a function makes of what was reached, `[B, K, ...]`, and goals, `[B, 1, ...]`.
+
+        In the shape of `old`, which has `lead` axes before those of a transition.
+        """
+        one = lambda rows, goal: jax.vmap(function, (0, None))(rows, goal)
+        new = jax.vmap(one)(reached, jax.tree.map(lambda leaf: leaf[:, 0], goal))
+        items = new.shape[2:], old.shape[lead:]
+        if items[0] != items[1] and set(items) != {(), (1,)}:
             raise ValueError(
-                f"Hindsight: {what}: expected shape {item(old)} for one transition, got "
-                f"{item(new)}. Reduce it over the parts of the goal."
+                f"Hindsight: {what}: expected shape {items[1]} for one transition, got "
+                f"{items[0]}. Reduce it over the parts of the goal."
             )
         dtype = old.dtype if what == "reward" else jnp.bool_
         if new.dtype != dtype:
@@ -197,14 +280,15 @@ class Hindsight(Unit):
             )
         return new.reshape(old.shape)
 
-    def _flags(self, data: Item, keys: Keys) -> dict[str, jax.Array]:
+    def _flags(
+        self, keys: Keys, there: dict[str, jax.Array], reached: Any, goal: Any, lead: int
+    ) -> dict[str, jax.Array]:
         """The flags that are computed anew, by name, in their own dtypes."""
-        there = keys.flags(data)
         done, over, cut = map(path_name, (keys.done, keys.terminated, keys.truncated))
         if self.terminated is None or not there.keys() & {done, over}:
             return {}
         like = there[over] if over in there else there[done]
-        ends = self._anew(self.terminated, "terminated", data, like)
+        ends = self._anew(self.terminated, "terminated", reached, goal, like, lead)
         found = {over: ends}
         found[done] = ends | _is_set(there[cut]).reshape(ends.shape) if cut in there else ends
         return {
@@ -212,6 +296,40 @@ class Hindsight(Unit):
             for name in (done, over)
             if name in there
         }
+
+    def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Those of the inner unit."""
+        return self.unit.priority_shapes(mask)
+
+    def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
+        """As the inner unit does."""
+        return self.unit.reduce_priorities(priorities, mask)
+
+    def reset(self, ring: Ring, state: Goals, token: jax.Array) -> Goals:
+        """No rows."""
+        emptied = ordering.emptied(state, token)
+        return emptied.replace(unit=self.unit.reset(ring, state.unit, token))
+
+
+def _wide(slots: jax.Array) -> jax.Array:
+    """Slots `[B]` as `[B, 1]`; those of many rows, `[B, K]`, as they are."""
+    return slots if slots.ndim > 1 else slots[:, None]
+
+
+def _spans(at: list[jax.Array]) -> list[slice]:
+    """Where each of these slots, `[B]` or `[B, K]`, stand if all distinct ones are put together."""
+    spans: dict[int, slice] = {}
+    stop = 0
+    for slots in at:
+        if id(slots) not in spans:
+            start, stop = stop, stop + _wide(slots).shape[1]
+            spans[id(slots)] = slice(start, stop)
+    return [spans[id(slots)] for slots in at]
+
+
+def _chosen(changed: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """The new ones where `changed`, bool `[B]`; else the old ones, `[B, ...]`."""
+    return jnp.where(changed.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
 
 def _is_set(flag: jax.Array) -> jax.Array:

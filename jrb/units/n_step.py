@@ -41,8 +41,8 @@ class NStep(Unit):
     with unless the episode terminated.
 
     Where each row has a discount of its own, g_t, as dm_env has them, that is discount^k replaced
-    by the product g_t ... g_{t+k-1}. A row that terminates has g = 0: then `info["discount"]` is 0,
-    and no flag is asked.
+    by the product g_t ... g_{t+k-1}, and `info["discount"]` by that of all m. A row that terminates
+    has g = 0 there: the value of the next observation then counts for nothing, whatever flags say.
 
     Attributes:
         n: the most rows in a return.
@@ -142,7 +142,7 @@ class NStep(Unit):
             if leaf is None or not real or leaf.shape not in ((), (1,)):
                 raise ValueError(
                     f"NStep: discount: expected a floating leaf at '{name}', of shape () or (1,) "
-                    f"for one transition, got {leaf or list(named)}."
+                    f"for one transition, got {list(named) if leaf is None else leaf}."
                 )
         after = path_name(keys.next_observation)
         for given, path in self._kept(list(named), keys).items():
