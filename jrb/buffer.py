@@ -88,18 +88,6 @@ class ReplayBuffer:
         if self.min_size is not None:
             checks.count("min_size", self.min_size, self.capacity)
         checks.flag("cast", self.cast)
-        self.unit.check(self.ring, self.sampler, self.writer)
-        self.sampler.check(self.ring, self.unit)
-        if self.storage.of_objects and not self.unit.one_row:
-            raise ValueError(
-                f"unit: expected jrb.Transition() with {type(self.storage).__name__}, which cannot "
-                f"look into its objects, got {type(self.unit).__name__}."
-            )
-        if self.storage.in_time:
-            checks.in_time(type(self.storage).__name__, self.writer)
-            checks.together(type(self.storage).__name__, self.writer)
-        if self.sampler.in_order:
-            checks.together(type(self.sampler).__name__, self.writer)
         numbers = {"capacity": self.capacity, "num_envs": self.num_envs}
         numbers |= {"batch_size": self.batch_size, "min_size": self.min_size}
         for name, value in numbers.items():  # NumPy's integers have a dtype
@@ -114,6 +102,22 @@ class ReplayBuffer:
                 f"transforms: expected a tuple of functions, got {self.transforms!r}. "
                 "Write (f,) for a single one."
             )
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Raises where parts do not fit each other."""
+        self.unit.check(self.ring, self.sampler, self.writer)
+        self.sampler.check(self.ring, self.unit)
+        if self.storage.of_objects and not self.unit.one_row:
+            raise ValueError(
+                f"unit: expected jrb.Transition() with {type(self.storage).__name__}, which cannot "
+                f"look into its objects, got {type(self.unit).__name__}."
+            )
+        if self.storage.in_time:
+            checks.in_time(type(self.storage).__name__, self.writer)
+            checks.together(type(self.storage).__name__, self.writer)
+        if self.sampler.in_order:
+            checks.together(type(self.sampler).__name__, self.writer)
         transforming.check(self.transforms, self.storage)
 
     @classmethod

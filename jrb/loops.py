@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Callable
+from types import EllipsisType
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from jrb._base import casting, pytree
 from jrb._engine import dispatch
@@ -80,13 +82,21 @@ class Jitted:
         self.init, self.nbytes, self.take = buffer.init, buffer.nbytes, buffer.take
 
     def add(
-        self, state: BufferState, item: Item, mask: Any = None, priorities: Any = None
+        self,
+        state: BufferState,
+        item: Item,
+        mask: ArrayLike | None = None,
+        priorities: ArrayLike | None = None,
     ) -> BufferState:
         """As `ReplayBuffer.add`; the state is donated."""
         return self._add(state, self._accepted(item, "add"), mask, priorities)
 
     def extend(
-        self, state: BufferState, items: Item, mask: Any = None, priorities: Any = None
+        self,
+        state: BufferState,
+        items: Item,
+        mask: ArrayLike | None = None,
+        priorities: ArrayLike | None = None,
     ) -> BufferState:
         """As `ReplayBuffer.extend`; the state is donated."""
         return self._extend(state, self._accepted(items, "extend"), mask, priorities)
@@ -112,7 +122,7 @@ class Jitted:
         return self._draw(state, key, batch_size=batch_size, beta=beta)
 
     def update_priority(
-        self, state: BufferState, sample_or_indices: Any, priorities: Any
+        self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: ArrayLike
     ) -> BufferState:
         """As `ReplayBuffer.update_priority`; the state is donated."""
         return self._update(state, _without_data(sample_or_indices), priorities)
@@ -121,7 +131,9 @@ class Jitted:
         """As `ReplayBuffer.set_alpha`; the state is donated."""
         return self._set_alpha(state, alpha)
 
-    def set(self, state: BufferState, where: Any, values: Item) -> BufferState:
+    def set(
+        self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
+    ) -> BufferState:
         """As `ReplayBuffer.set`; the state is donated."""
         if where is ...:
             return self._set_all(state, values)
@@ -133,11 +145,11 @@ class Jitted:
         """As `ReplayBuffer.map`; the state is donated. Each function is compiled once."""
         return self._map(state, function=function, batch_size=batch_size)
 
-    def drop(self, state: BufferState, where: Any) -> BufferState:
+    def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
         """As `ReplayBuffer.drop`; the state is donated."""
         return self._drop(state, _without_data(where))
 
-    def truncate(self, state: BufferState, mask: Any = None) -> BufferState:
+    def truncate(self, state: BufferState, mask: ArrayLike | None = None) -> BufferState:
         """As `ReplayBuffer.truncate`; the state is donated."""
         return self._truncate(state, mask)
 
@@ -157,7 +169,7 @@ class Jitted:
         """As `ReplayBuffer.newest`."""
         return self._newest(state, n=n)
 
-    def priorities(self, state: BufferState, slots: Any = None) -> jax.Array:
+    def priorities(self, state: BufferState, slots: ArrayLike | None = None) -> jax.Array:
         """As `ReplayBuffer.priorities`."""
         return self._priorities(state, slots)
 
@@ -202,27 +214,29 @@ class JittedMix:
 
     def sample(
         self,
-        states: Any,
+        states: tuple[BufferState, ...],
         key: jax.Array,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
-        proportions: Any = None,
+        proportions: ArrayLike | None = None,
     ) -> Sample:
         """As `Mix.sample`; the states are only read."""
         return self._sample(states, key, batch_size=batch_size, beta=beta, proportions=proportions)
 
     def draw(
         self,
-        states: Any,
+        states: tuple[BufferState, ...],
         key: jax.Array,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
-        proportions: Any = None,
+        proportions: ArrayLike | None = None,
     ) -> tuple[Any, Sample]:
         """As `Mix.draw`; the states are donated."""
         return self._draw(states, key, batch_size=batch_size, beta=beta, proportions=proportions)
 
-    def update_priority(self, states: Any, sample: Sample, priorities: Any) -> Any:
+    def update_priority(
+        self, states: tuple[BufferState, ...], sample: Sample, priorities: ArrayLike
+    ) -> Any:
         """As `Mix.update_priority`; the states are donated."""
         return self._update(states, _without_data(sample), priorities)
 
@@ -234,11 +248,11 @@ def _compilers(on_host: bool) -> tuple[Any, Any]:
     return functools.partial(jax.jit, donate_argnums=0), jax.jit
 
 
-def _as_it_is(verb: Any, **options: Any) -> Any:
+def _as_it_is(verb: Callable[..., Any], **options: Any) -> Any:
     del options
     return verb
 
 
-def _without_data(sample: Any) -> Any:
+def _without_data(sample: Sample | jax.Array) -> Any:
     """A sample without its items: fewer arrays to hand over."""
     return sample.replace(data=None) if isinstance(sample, Sample) else sample

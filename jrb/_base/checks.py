@@ -141,7 +141,7 @@ def window(name: str, rows: int, held: int) -> None:
 
 
 def write_mask(
-    verb: str, value: object, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
+    verb: str, value: Any, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
 ) -> jax.Array:
     """A mask of rows of time, or of single items where the writer can leave some of a row out."""
     each = (*time, *lead)

@@ -130,6 +130,18 @@ def after_write(
     """
     if isinstance(queue, LaneQueues):
         return lanes.after_write(context, queue, write, entered, slack, reach)
+    return _after_write(context, queue, write, entered, slack, reach)
+
+
+def _after_write(
+    context: Context,
+    queue: AnchorQueue,
+    write: Write,
+    entered: jax.Array,
+    slack: int,
+    reach: Callable[[jax.Array], jax.Array] | None,
+) -> tuple[AnchorQueue, Change]:
+    """The same for one queue of all environments."""
     ring, held = context.ring, context.held
 
     def leaving(slots: jax.Array) -> jax.Array:

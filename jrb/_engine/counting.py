@@ -15,11 +15,12 @@ from jrb._base import tree as trees
 from jrb._engine import rows
 from jrb.state import Sample
 from jrb.types import Draw, DrawCounts, Write
+from jrb.types.messages import PartState
 
 _MOST = 2**31 - 1
 
 
-def written(sampler: Any, write: Write) -> Any:
+def written(sampler: PartState, write: Write) -> Any:
     """The sampler's state in which new items were drawn 0 times."""
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler
@@ -27,7 +28,7 @@ def written(sampler: Any, write: Write) -> Any:
     return sampler.replace(draws=rows.put(sampler.draws, write, none))
 
 
-def drawn(sampler: Any, draw: Draw) -> tuple[Any, Draw]:
+def drawn(sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
     """The sampler's state that counts a draw, and the draw that tells what was counted before."""
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler, draw
@@ -37,7 +38,7 @@ def drawn(sampler: Any, draw: Draw) -> tuple[Any, Draw]:
     return sampler.replace(draws=counted), draw.replace(draws=before)
 
 
-def drawn_of(before: Any, after: Any, sample: Sample, mask: jax.Array) -> Any:
+def drawn_of(before: PartState, after: PartState, sample: Sample, mask: jax.Array) -> Any:
     """The state after a draw of which only some came into a sample.
 
     Args:
@@ -60,7 +61,7 @@ def _counted(draws: jax.Array, slots: jax.Array, mask: jax.Array, before: jax.Ar
     return trees.put(draws, at.astype(jnp.uint32), one, lax.scatter_add)
 
 
-def adopted(new: Any, old: Any, slots: jax.Array, places: jax.Array) -> Any:
+def adopted(new: PartState, old: PartState, slots: jax.Array, places: jax.Array) -> Any:
     """The new sampler's state, with what another one counted; from `slots` to `places`."""
     if not all(isinstance(state, DrawCounts) for state in (new, old)):
         return new

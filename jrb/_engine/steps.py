@@ -48,7 +48,7 @@ def write(
         writer = buffer.writer.shrink(ring, writer, left)
     state = state.replace(storage=storage, sampler=counting.written(state.sampler, write))
     if state.numbers is not None:
-        state, cuts = _numbered(buffer, context, state, write, items, cuts)
+        state, cuts = _numbered(buffer, context, state, state.numbers, write, items, cuts)
     write = dataclasses.replace(write, cuts=cuts)
     learned = transforming.learned(buffer.transforms, state.transforms, context, items, write)
     state = state.replace(transforms=learned)
@@ -60,12 +60,13 @@ def _numbered(
     buffer: Buffer,
     context: Context,
     state: BufferState,
+    numbers: jax.Array,
     write: Write,
     items: Item,
     cuts: jax.Array | None,
 ) -> tuple[BufferState, jax.Array]:
     """The state in which episodes end before rows of another number; and all cuts of this write."""
-    found = episodes.changes(items, buffer.keys, write.times[0], state.numbers)
+    found = episodes.changes(items, buffer.keys, write.times[0], numbers)
     within, ended, numbers = found
     state = _truncated(buffer, context, state, ended & (context.held.rows(context.ring) > 0))
     return state.replace(numbers=numbers), within if cuts is None else within | cuts

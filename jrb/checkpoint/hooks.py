@@ -16,6 +16,7 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import apart, descriptions, members, rows, state_specs
+from jrb.checkpoint.members import Several
 from jrb.types import Item
 
 Hook = Callable[[Any], Any]
@@ -37,7 +38,7 @@ class Outward:
     encode: Any = None
     items: bool = True
 
-    def of_each(self, buffer: Any) -> dict[str, "Outward"]:
+    def of_each(self, buffer: Several) -> dict[str, "Outward"]:
         """That of each of several buffers, by name."""
         encodes = _of_each(buffer, self.encode, "save: encode functions")
         return {name: Outward(encode, self.items) for name, encode in encodes.items()}
@@ -67,7 +68,7 @@ class Inward:
     decode: Any = None
     items: Item = None
 
-    def of_each(self, buffer: Any) -> dict[str, "Inward"]:
+    def of_each(self, buffer: Several) -> dict[str, "Inward"]:
         """That of each of several buffers, by name."""
         decodes = _of_each(buffer, self.decode, "load: decode functions")
         items: dict[str, Any] = dict.fromkeys(decodes)
@@ -105,7 +106,7 @@ class Inward:
             raise ValueError(f"{path}: items: expected None, as the items are there. Leave it out.")
 
 
-def _of_each(buffer: Any, hook: Any, what: str) -> dict[str, Any]:
+def _of_each(buffer: Several, hook: Any, what: str) -> dict[str, Any]:
     """The function for each buffer: one for all, or those of a dict."""
     if isinstance(hook, dict):
         return members.of_each(members.each(buffer), hook, what)

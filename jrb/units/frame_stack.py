@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jrb._base import checks, ordering, pytree
 from jrb._engine import anchor_queue, episodes, rows
-from jrb._engine.anchor_queue import AnchorQueue
+from jrb._engine.anchor_queue import Queue
 from jrb.keys import Keys, Path, path_name, within
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Where, Write, Writer
@@ -30,7 +30,7 @@ class Stacks(pytree.State):
 
     back: jax.Array
     length: jax.Array = pytree.tally()
-    queue: AnchorQueue
+    queue: Queue
     unit: Any
     k: int = pytree.static(default=0)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jrb._base import checks, pytree
 from jrb._engine import anchor_queue, episodes, rows
-from jrb._engine.anchor_queue import AnchorQueue
+from jrb._engine.anchor_queue import Queue
 from jrb.keys import Keys, Path, path_name, within
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
@@ -26,7 +26,7 @@ class Steps(pytree.State):
 
     ended: jax.Array
     length: jax.Array | None = pytree.tally()
-    queue: AnchorQueue | None
+    queue: Queue | None
     n: int | None = pytree.static(default=None)
 
 

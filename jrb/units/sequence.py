@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jrb._base import checks, ordering, pytree
 from jrb._engine import anchor_queue, episodes, rows, whole_episodes
-from jrb._engine.anchor_queue import AnchorQueue
+from jrb._engine.anchor_queue import Queue
 from jrb._engine.episodes import Episodes
 from jrb.keys import Keys, Path, find, path_name, within
 from jrb.ring import Ring
@@ -34,7 +34,7 @@ class Windows(pytree.State):
     ended: jax.Array
     before: jax.Array
     length: jax.Array = pytree.tally()
-    queue: AnchorQueue | None
+    queue: Queue | None
     episodes: Episodes | None
     rule: tuple[Any, ...] | None = pytree.static(default=None)
 
