@@ -48,25 +48,12 @@ def write(
         writer = buffer.writer.shrink(ring, writer, left)
     state = state.replace(storage=storage)
     if state.numbers is not None:
-        state, cuts = _numbered(buffer, context, state, write, items, cuts)
+        within, ended, numbers = episodes.changes(items, buffer.keys, write.written, state.numbers)
+        state = _truncated(buffer, context, state, ended & (context.held.count > 0))
+        state, cuts = state.replace(numbers=numbers), within if cuts is None else within | cuts
     write = dataclasses.replace(write, cuts=cuts)
     given = _given(buffer, write, items, priorities)
     return _learned(buffer, context, state, writer, write, items, given)
-
-
-def _numbered(
-    buffer: Buffer,
-    context: Context,
-    state: BufferState,
-    write: Write,
-    items: Item,
-    cuts: jax.Array | None,
-) -> tuple[BufferState, jax.Array]:
-    """The state in which episodes end before rows of another number; and all cuts of this write."""
-    found = episodes.changes(items, buffer.keys, write.written, state.numbers)
-    within, ended, numbers = found
-    state = _truncated(buffer, context, state, ended & (context.held.count > 0))
-    return state.replace(numbers=numbers), within if cuts is None else within | cuts
 
 
 def _with_room(
