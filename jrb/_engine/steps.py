@@ -48,28 +48,16 @@ def write(
         writer = buffer.writer.shrink(ring, writer, left)
     state = state.replace(storage=storage, sampler=counting.written(state.sampler, write))
     if state.numbers is not None:
-        state, cuts = _numbered(buffer, context, state, state.numbers, write, items, cuts)
+        found = episodes.changes(items, buffer.keys, write.times[0], state.numbers)
+        within, ended, numbers = found
+        any_held = context.held.rows(ring) > 0
+        state = _truncated(buffer, context, state, ended & any_held)
+        state, cuts = state.replace(numbers=numbers), within if cuts is None else within | cuts
     write = dataclasses.replace(write, cuts=cuts)
     learned = transforming.learned(buffer.transforms, state.transforms, context, items, write)
     state = state.replace(transforms=learned)
     given = _given(buffer, write, items, priorities)
     return _learned(buffer, context, state, writer, write, items, given)
-
-
-def _numbered(
-    buffer: Buffer,
-    context: Context,
-    state: BufferState,
-    numbers: jax.Array,
-    write: Write,
-    items: Item,
-    cuts: jax.Array | None,
-) -> tuple[BufferState, jax.Array]:
-    """The state in which episodes end before rows of another number; and all cuts of this write."""
-    found = episodes.changes(items, buffer.keys, write.times[0], numbers)
-    within, ended, numbers = found
-    state = _truncated(buffer, context, state, ended & (context.held.rows(context.ring) > 0))
-    return state.replace(numbers=numbers), within if cuts is None else within | cuts
 
 
 def _with_room(

@@ -1,6 +1,7 @@
 """N-step returns."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,13 +87,10 @@ class NStep(Unit):
 
     def _kept(self, names: list[str], keys: Keys) -> dict[str, str]:
         """From what is kept, as it was named, to the paths that this means in items."""
-        roles = {field.name for field in dataclasses.fields(keys)}
+        roles = {field.name: getattr(keys, field.name) for field in dataclasses.fields(keys)}
         is_leaf = lambda path: any(within(name, path) for name in names)
-        role = lambda name: getattr(keys, name) if name in roles else None
-        return {
-            name: name if is_leaf(name) or role(name) is None else path_name(role(name))
-            for name in self._kept_names
-        }
+        role = lambda name: path_name(roles.get(name) or name)
+        return {name: name if is_leaf(name) else role(name) for name in self._kept_names}
 
     def _is_discount(self, name: str) -> bool:
         """Whether a leaf is the discount of each row."""
@@ -287,7 +285,7 @@ class NStep(Unit):
         sum_ = jnp.zeros_like(wide[:, 0])
         row = lambda array: array.reshape(-1, *(1,) * (sum_.ndim - 1))
         for k in reversed(range(self.n)):
-            factor = self.discount
+            factor: Any = self.discount
             if discounts is not None:
                 factor = row(discounts[:, k]).astype(sum_.dtype)
             sum_ = jnp.where(row(k < steps), wide[:, k], 0) + factor * sum_

@@ -187,7 +187,7 @@ def n_step(n, discount, strict):
 
 def sequence(length, burn_in, short, period=1, across=False):
     def expected(model, entry, begins):
-        if (entry["time"] - begins[entry["env"], entry["episode"]]) % period:
+        if period > 1 and (entry["time"] - begins[entry["env"], entry["episode"]]) % period:
             return None
         of_env = model.held[entry["env"]]
         place = of_env.index(entry)

@@ -23,6 +23,7 @@ from tests.units.streams import (
     negative_distance,
     random_streams,
     sequence,
+    whole_episode,
 )
 
 pytestmark = pytest.mark.slow
@@ -117,6 +118,8 @@ EPOCHS = [
     (jrb.Sequence(3), sequence(3, 0, "drop")),
     (jrb.FrameStack(2), frame_stack(2)),
     (jrb.Sequence(2, over="episodes"), sequence(2, 0, "drop")),
+    (jrb.Sequence(2, over="whole"), whole_episode(2)),
+    (jrb.Sequence(2, period=2, short="pad"), sequence(2, 0, "pad", period=2)),
 ]
 
 
