@@ -7,28 +7,33 @@ import threading
 from jrb.checkpoint.native import Pending
 from jrb.checkpoint.parts import Pending as Parts
 
-_lock = threading.Lock()
-_running: dict[str, "Save"] = {}
+_running: dict[str, "Save"] = {}  # without a lock, as an interrupt could leave that taken
 
 
 class Save:
     """A save under way, in a thread that a program waits for before it ends."""
 
     def __init__(self, pending: Pending | Parts | None, keep: int) -> None:
+        self._pending, self._keep = pending, keep
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(pending, keep), name="jrb-save")
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Starts the thread."""
+        self._thread = threading.Thread(target=self._run, name="jrb-save")
         self._thread.start()
 
-    def _run(self, pending: Pending | Parts | None, keep: int) -> None:
+    def _run(self) -> None:
+        pending, self._pending = self._pending, None
         try:
             if pending is not None:
-                pending.finish(keep)
+                pending.finish(self._keep)
         except BaseException as error:
             self._error = error
 
     def done(self) -> bool:
         """Whether it is over."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
         """Returns when it is over.
@@ -36,7 +41,10 @@ class Save:
         Raises:
             OSError: what went wrong.
         """
-        self._thread.join()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        elif self._pending is not None:
+            self._pending.close()  # an interrupt came before it began
         if self._error is not None:
             raise self._error
 
@@ -56,14 +64,13 @@ def _report() -> None:
 
 def start(path: str, pending: Pending | Parts | None, keep: int) -> Save:
     """Begins to write, if there is something left; nothing else may be under way there."""
-    with _lock:
-        save = _running[os.path.realpath(path)] = Save(pending, keep)
+    save = _running[os.path.realpath(path)] = Save(pending, keep)
+    save.begin()
     return save
 
 
 def settle(path: str) -> None:
     """Waits until nothing is under way for a path, and raises what went wrong there, once."""
-    with _lock:
-        save = _running.pop(os.path.realpath(path), None)
+    save = _running.pop(os.path.realpath(path), None)
     if save is not None:
         save.wait()

@@ -11,6 +11,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
+from jrb.checkpoint import background
 from tests._store import faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -66,3 +67,16 @@ def test_an_interrupt_at_any_line_of_extend_and_save(storage, tmp_path):
         shutil.rmtree(path)
         number += STEP
     assert number > 2000
+
+
+def test_an_interrupt_where_a_save_in_the_background_begins_or_ends_hangs_nothing(tmp_path):
+    buffer = jrb.ReplayBuffer(4, batch_size=2)
+    state, number, over = buffer.extend(buffer.init({"x": jnp.zeros(())}), numbered(0, 3)), 0, False
+    while not over:
+        number += 1
+        path, trace = tmp_path / str(number), faults.Interrupt(background.__file__, number)
+        for _ in range(2):
+            attempted(trace, lambda: checkpoint.save_async(path, buffer, state).wait())  # noqa: B023
+        over = trace.lines < number
+        assert int(buffer.size(jrb.load(path)[1])) == 3
+    assert number > 10
