@@ -17,7 +17,6 @@ SAMPLERS = [
     jrb.Uniform(replacement=False),
     jrb.WithoutReplacement(),
     jrb.WithoutReplacement(drop_last=True),
-    jrb.WithoutReplacement(uses=2),
     jrb.Newest(0.3),
     jrb.Queue(),
     jrb.Lifo(),

@@ -17,7 +17,7 @@ from jrb._engine.steps import context_of
 
 pytestmark = pytest.mark.slow
 
-E, R, T, STEPS, PROGRAMS = 2, 5, 2, 14, 1200
+E, R, T, STEPS, PROGRAMS = 2, 5, 2, 14, 800
 N = R * E
 EXAMPLE = {"observation": jnp.int32(0), "next": {"observation": jnp.int32(0), "done": False}}
 EXAMPLE["next"]["reward"] = jnp.float32(0)

@@ -73,8 +73,10 @@ def found(path, buffer, states, back):
     raise AssertionError(path)
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("name", CASES)
+KILLED = [(name, name in ("encode", "several")) for name in CASES]  # some of them in a thread
+
+
+@pytest.mark.parametrize(("name", "background"), KILLED)
 def test_a_save_that_is_killed_at_any_moment_has_happened_or_not(name, background, tmp_path):
     buffer, old, new, out, back = CASES[name]
     path, copies = tmp_path / "saved", []
@@ -128,6 +130,6 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_old_or_the_new(name, tmp_
         assert found(path, buffer, (old, new), back) == 1
         assert len(checkpoint.generations(path)) == 1
         shutil.rmtree(path)
-        number += {"several": 4, "encode": 2}.get(name, 1)  # as the others do nearly the same
+        number += {"several": 7, "list": 2}.get(name, 5)  # as they do nearly the same
     assert number > 4
     assert not os.listdir(tmp_path)

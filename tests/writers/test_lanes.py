@@ -21,18 +21,12 @@ EXAMPLE = {
 }
 CHANCE = jnp.array([0.9, 0.5, 0.15])  # that an environment steps
 UNITS = {
-    "transition": jrb.Transition(),
     "n-step": jrb.NStep(3, 0.9),
     "strict n-step": jrb.NStep(3, 0.9, strict=True),
-    "windows": jrb.Sequence(3),
-    "padded windows": jrb.Sequence(3, burn_in=1, short="pad"),
     "windows as long as the ring": jrb.Sequence(R),
-    "windows of a period": jrb.Sequence(2, period=2),
-    "padded windows of a period": jrb.Sequence(3, period=2, short="pad"),
-    "windows across ends": jrb.Sequence(3, across=True),
+    "padded windows of a period": jrb.Sequence(3, burn_in=1, period=2, short="pad"),
     "windows of a period across ends": jrb.Sequence(2, period=3, across=True),
     "whole episodes": jrb.Sequence(3, over="whole"),
-    "stacks": jrb.FrameStack(3),
     "stacked windows": jrb.FrameStack(2, unit=jrb.Sequence(2)),
     "stacked strict n-step": jrb.FrameStack(3, unit=jrb.NStep(2, 0.9, strict=True)),
     "hindsight": jrb.Hindsight(
