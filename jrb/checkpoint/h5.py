@@ -34,7 +34,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, host_items, matching, members, native, state_specs
+from jrb.checkpoint import descriptions, host_items, matching, members, native, seal, state_specs
 from jrb.checkpoint.members import Several
 from jrb.checkpoint.shelter import Shelter
 from jrb.layouts.flat import from_flat, to_flat
@@ -102,6 +102,7 @@ def _write_sheltered(
         with h5py.File(shelter, "w") as file:
             _write(file, buffer, state, spec, options)
         shelter.check()
+        seal.put(opened, folder.path_of(name))
         files.sync(opened, folder.path_of(name))
     finally:
         os.close(opened)
@@ -187,6 +188,7 @@ def _put(
 
 def load(path: str, buffer: Description | None, example: Item, device: Device) -> tuple[Any, Any]:
     """Loads; see `jrb.checkpoint.load`."""
+    seal.check(path)
     try:
         with h5py.File(path, "r", locking=False) as file:
             return _read(path, file, buffer, example, device)
@@ -325,8 +327,11 @@ def _unraw(words: np.ndarray, spec: jax.ShapeDtypeStruct) -> jax.Array:
 def verify(path: str) -> list[str]:
     """All that is wrong with a file, a line each."""
     try:
+        seal.check(path)
         with h5py.File(path, "r", locking=False) as file:
             return list(_damages(path, file))
+    except DamagedError as error:
+        return [str(error)]
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         return [f"{path}: expected a checkpoint in HDF5, got {error!r}."]
 

@@ -637,6 +637,25 @@ def test_damage_to_an_h5_file_is_noticed(tmp_path):
         jrb.load(path)
 
 
+def test_hdf5_never_sees_a_damaged_file(tmp_path, monkeypatch):
+    buffer, state = numbered(9, 2, 20)
+    path = tmp_path / "file.h5"
+    jrb.save(path, buffer, state, layout="h5")
+    whole, rng = path.read_bytes(), np.random.default_rng(1)
+
+    def opened(*_, **__):
+        raise AssertionError("opened")
+
+    monkeypatch.setattr(h5py, "File", opened)
+    for place in rng.integers(0, len(whole) - 20, 30):
+        data = bytearray(whole)
+        data[place] ^= 1 << rng.integers(8)
+        path.write_bytes(data)
+        with pytest.raises(checkpoint.DamagedError, match="its bytes were damaged"):
+            jrb.load(path)
+        assert "its bytes were damaged" in checkpoint.verify(path)[0]
+
+
 def test_a_changed_number_in_an_h5_file_is_named(tmp_path):
     buffer, state = numbered(9, 2, 20)
     path = tmp_path / "file.h5"
