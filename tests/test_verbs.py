@@ -296,7 +296,7 @@ def test_programs_go_on_in_another_storage_and_after_a_save(name, tmp_path):
     unit, is_anchor = UNITS[name]
     given = programs(np.random.default_rng(1), 8)
     rng = np.random.default_rng(2)
-    for program in range(8):
+    for program in range(4):
         make = lambda number: jrb.ReplayBuffer(
             N, E, batch_size=4, unit=unit, sampler=jrb.Prioritized(), storage=STORAGES[number]()
         )
