@@ -292,13 +292,14 @@ def _shares_traced(proportions: jax.Array, batch_size: int) -> jax.Array:
 def _check_alike(parts: list[Sample | None]) -> None:
     """Raises unless all parts have the same structure, and items of the same shapes and dtypes."""
     first, *others = [part for part in parts if part is not None]
-    item = lambda part: jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
-        {"data": part.data, "mask": part.mask, "info": part.info},
+    item = lambda **fields: jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), fields
     )
     mend = "Give the buffers units and transforms with the same result, and let all or none count."
     for other in others:
-        pytree.check_like(item(first), item(other), "Mix", mend)
+        pytree.check_like(item(data=first.data), item(data=other.data), "Mix", mend)
+        found = [item(mask=part.mask, info=part.info) for part in (first, other)]
+        pytree.check_like(*found, "Mix", mend)
 
 
 def _joined(parts: list[Sample]) -> Sample:
