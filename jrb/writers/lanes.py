@@ -47,7 +47,3 @@ class Lanes(InTurn):
         held, slots = self.held(ring, state), jnp.arange(ring.capacity, dtype=jnp.int32)
         later = jnp.where(held.holds(ring, slots), held.after(ring, slots), -1)
         return jnp.argsort(-later, stable=True).astype(jnp.int32), held.size
-
-    def writable(self) -> "Lanes":
-        """It can be written."""
-        return self
