@@ -59,7 +59,7 @@ UNITS = {
     "hindsight": HINDSIGHT,
 }
 CASES = [(u, "prioritized", {}) for u in UNITS if u != "episodes"]
-CASES += [(u, "uniform", {}) for u in ("transition", "windows", "episodes", "hindsight")]
+CASES += [(u, "uniform", {}) for u in ("transition", "episodes")]
 CASES += [("transition", s, {}) for s in ("distinct", "buffer")]
 CASES += [(u, "epochs", {}) for u in ("transition", "strict n-step", "stacks")]
 CASES += [(u, "queue", {}) for u in ("transition", "strict n-step", "stacks")]

@@ -77,7 +77,7 @@ def test_a_save_leaves_the_old_or_the_new(fault, code, name, tmp_path):
 
 @pytest.mark.parametrize("again", [0, 1])
 def test_an_interrupt_at_any_line_leaves_a_store_that_goes_on(again, tmp_path):
-    found = run("interrupted", tmp_path, again, 7)
+    found = run("interrupted", tmp_path, again, 11)
     assert found["lines"] > 500
     assert found["outcomes"] == []
 
