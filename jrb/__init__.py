@@ -1,6 +1,19 @@
 """jrb: the replay buffer for JAX."""
 
-from jrb import checkpoint, interop, layouts, limits, ring, sum_tree, testing, transforms, types
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jrb import (
+    checkpoint,
+    interop,
+    layouts,
+    limits,
+    ring,
+    sum_tree,
+    testing,
+    transforms,
+    types,
+)
 from jrb._engine.dispatch import CopyWarning
 from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
@@ -17,6 +30,9 @@ from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
 from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
 from jrb.writers import Immutable, Lanes, MaxValue, Reservoir, RoundRobin, UntilFull
+
+if TYPE_CHECKING:
+    from jrb import datasets
 
 __version__ = "0.1.0"
 
@@ -52,6 +68,7 @@ __all__ = [
     "UntilFull",
     "WithoutReplacement",
     "checkpoint",
+    "datasets",
     "episodes",
     "epochs",
     "from_items",
@@ -72,3 +89,16 @@ __all__ = [
     "transforms",
     "types",
 ]
+
+_ON_DEMAND = ("datasets",)
+"""Rooms that are imported when they are first asked for: what they need takes its time."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})

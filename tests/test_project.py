@@ -24,7 +24,8 @@ ROOMS = [
     {"loops", "read", "rebuild", "limits", "demo"},
     {"from_items", "interop"},
     {"checkpoint", "iterate"},
-    {"cli", "testing"},
+    {"datasets", "testing"},
+    {"cli"},
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
 

@@ -1,6 +1,7 @@
 """How a state looks in a terminal and in a notebook."""
 
 import html as html_
+from collections.abc import Sequence
 
 import jax
 import jax.core
@@ -10,28 +11,42 @@ import numpy as np
 from jrb._base import pytree
 from jrb._base.pytree import Leaf, PyTree
 
+Row = tuple[str, ...]
+"""Cells of a table."""
+
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def text(state: PyTree) -> str:
     """A line for every leaf: name, dtype and shape, bytes, and the value of a number."""
-    rows = _rows(state)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n  ".join([_title(state), *lines])
+    return table_text(_title(state), (), _rows(state))
 
 
 def html(state: PyTree) -> str:
     """The same as a table."""
+    return table_html(_title(state), ("leaf", "type", "memory", "value"), _rows(state))
+
+
+def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
+    """A title, lines in columns below a head if there is one, and notes."""
+    lines = [*([head] if head else []), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in lines
+    ]
+    return "\n  ".join([title, *cells, *notes])
+
+
+def table_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
+    """The same as a table of HTML."""
+    top = "".join(f"<th>{html_.escape(cell)}</th>" for cell in head)
     cells = "".join(
-        "<tr>" + "".join(f"<td>{html_.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in _rows(state)
+        "<tr>" + "".join(f"<td>{html_.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    head = "<tr><th>leaf</th><th>type</th><th>memory</th><th>value</th></tr>"
-    return f"<table><caption>{html_.escape(_title(state))}</caption>{head}{cells}</table>"
+    below = "".join(f"<p>{html_.escape(note)}</p>" for note in notes)
+    caption = f"<caption>{html_.escape(title)}</caption>"
+    return f"<table>{caption}<tr>{top}</tr>{cells}</table>{below}"
 
 
 def bytes_text(count: float) -> str:

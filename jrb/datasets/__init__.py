@@ -1,0 +1,7 @@
+"""Datasets: offline data in other libraries' files, as episodes in TED and as buffers."""
+
+from jrb.datasets.dataset import Dataset
+from jrb.datasets.kind import Description, Kind
+from jrb.datasets.opening import kinds, open
+
+__all__ = ["Dataset", "Description", "Kind", "kinds", "open"]

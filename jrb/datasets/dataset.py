@@ -1,0 +1,243 @@
+"""A dataset: episodes that lie in files, in the way that some library wrote them.
+
+K episodes, T steps of one.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+import numpy as np
+
+from jrb._base import checks, display, pytree
+from jrb.datasets.ends import Ends
+from jrb.datasets.kind import Description, Episode, Kind, Source
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Dataset(Sequence[Episode]):
+    """Episodes that lie in files; opened by `jrb.datasets.open`, and read when they are asked for.
+
+    A sequence of episodes: `len`, iteration, `dataset[3]`, and slices, which are datasets too. An
+    episode is in TED, a nested dict of NumPy arrays `[T, ...]` in the files' dtypes: `observation`,
+    `action`, `next: {observation, reward, terminated, truncated, done}`, and under their own names
+    what else the files have for each step. The last step of an episode is always `done`.
+
+    A file may lack the observation after the last step of an episode that did not terminate. Then
+    zeros stand there, and in such a set every episode has a leaf `next/valid`, bool `[T]`: False
+    where a value of the next observation would be a value of nothing.
+
+    Attributes:
+        source: where it lies.
+        kind: in which layout.
+        description: what is known of it.
+        numbers: int64 `[K]`, which of the source's episodes these are.
+        final: "keep" or "drop", what happens to a last step whose next observation lacks.
+    """
+
+    source: Source
+    kind: Kind
+    description: Description = dataclasses.field(repr=False)
+    numbers: np.ndarray
+    final: str = "keep"
+
+    def __len__(self) -> int:
+        """K, how many episodes there are."""
+        return len(self.numbers)
+
+    @property
+    def episodes(self) -> int:
+        """K, as `len`."""
+        return len(self.numbers)
+
+    @property
+    def transitions(self) -> int:
+        """How many steps there are, over all episodes."""
+        return int(self.lengths.sum())
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 `[K]`, the steps of each episode."""
+        dropped = self._cut if self.final == "drop" else 0
+        return np.maximum(self._stored_lengths - dropped, 0)
+
+    @functools.cached_property
+    def spec(self) -> Any:
+        """One step: a nested dict of `jax.ShapeDtypeStruct`."""
+        flag = jax.ShapeDtypeStruct((), np.dtype(bool))
+        flags = dict.fromkeys(("terminated", "truncated", "done"), flag)
+        marks = {"valid": flag} if self._is_marked else {}
+        spec = self.description.spec
+        return {**spec, "next": {**spec["next"], **flags, **marks}}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes all steps take as arrays."""
+        return self.transitions * pytree.nbytes(self.spec)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the files say of themselves: environment, author, spaces, where they do."""
+        return self.description.metadata
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know: what was lost, left out, or taken for something."""
+        return self.description.notes + self._lacking_note()
+
+    @property
+    def facts(self) -> dict[str, np.ndarray]:
+        """What is known of each episode, arrays `[K]` by name, such as `seed`."""
+        return {name: fact[self.numbers] for name, fact in self.description.facts.items()}
+
+    @overload
+    def __getitem__(self, index: int) -> Episode: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Dataset": ...
+    def __getitem__(self, index: int | slice) -> Any:
+        """An episode; or the dataset of a slice of them."""
+        if isinstance(index, slice):
+            return self.only(self.numbers[index])
+        place = operator.index(index)
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"expected an episode of {len(self)}, got number {place}.")
+        return next(iter(self.only(self.numbers[place : place + 1 or None])))
+
+    def __iter__(self) -> Iterator[Episode]:
+        return self._ended(self.kind.pick)
+
+    def blocks(self) -> Iterator[Episode]:
+        """All steps in order, in blocks `[T, ...]` as the files are best read; see `steps`."""
+        return self._ended(self.kind.blocks)
+
+    def steps(self, rows: int | None = None) -> Iterator[Episode]:
+        """All steps in order.
+
+        Args:
+            rows: how many at a time, `[rows, ...]`, the last time perhaps fewer; None for single
+                ones, `[...]`.
+        """
+        if rows is not None:
+            checks.count("rows", rows)
+            yield from regrouped(self.blocks(), rows)
+            return
+        for block in self.blocks():
+            for row in range(len(block["next"]["done"])):
+                yield jax.tree.map(operator.itemgetter(row), block)
+
+    def returns(self) -> np.ndarray:
+        """float64 `[K]`, the sum of the rewards of each episode; reads nothing else of it."""
+        rewards = self.kind.rewards(self.source, self.numbers.tolist())
+        lengths = self.lengths.tolist()
+        found = [
+            np.sum(reward[:length], dtype=np.float64, axis=0)
+            for reward, length in zip(rewards, lengths, strict=True)
+        ]
+        return np.array(found, np.float64)
+
+    def filter(self, test: Callable[[Episode], Any]) -> "Dataset":
+        """The episodes for which a function is true; reads them all."""
+        return self.only(self.numbers[[bool(test(episode)) for episode in self]])
+
+    def at_least(self, steps: int) -> "Dataset":
+        """The episodes that have so many steps or more."""
+        checks.count("steps", steps)
+        return self.only(self.numbers[self.lengths >= steps])
+
+    def best(self, fraction: float) -> "Dataset":
+        """The episodes with the highest returns, as a fraction of their number, in their order.
+
+        At least one, if there is one; of equal returns the earlier ones.
+        """
+        checks.fraction("fraction", fraction)
+        count = max(1, round(fraction * len(self)))
+        order = np.argsort(-self.returns(), kind="stable")[:count]
+        return self.only(self.numbers[np.sort(order)])
+
+    def only(self, numbers: np.ndarray) -> "Dataset":
+        """The dataset of these of the source's episodes."""
+        return dataclasses.replace(self, numbers=np.asarray(numbers, np.int64))
+
+    def __repr__(self) -> str:
+        return display.table_text(self._title(), _HEAD, self._cells(), self.notes)
+
+    def _repr_html_(self) -> str:
+        return display.table_html(self._title(), _HEAD, self._cells(), self.notes)
+
+    def _title(self) -> str:
+        size = display.bytes_text(self.nbytes)
+        where = self.source if isinstance(self.source, str) else type(self.source).__name__
+        return (
+            f"Dataset ({self.kind.name}): {self.episodes} episodes, {self.transitions} "
+            f"transitions, {size}, {where}"
+        )
+
+    def _cells(self) -> list[tuple[str, str, str]]:
+        leaves = jax.tree_util.tree_leaves_with_path(self.spec)
+        return [
+            (pytree.leaf_name(path), str(leaf.dtype), str(list(leaf.shape)))
+            for path, leaf in leaves
+        ]
+
+    @property
+    def _stored_lengths(self) -> np.ndarray:
+        return self.description.lengths[self.numbers]
+
+    @property
+    def _cut(self) -> np.ndarray:
+        cut = self.description.cut
+        return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
+
+    @property
+    def _is_marked(self) -> bool:
+        """The same for all slices of a set, so that their steps have one structure."""
+        return (
+            self.final == "keep"
+            and self.description.cut is not None
+            and bool(self.description.cut.any())
+        )
+
+    def _ended(self, read: Callable[[Source, list[int]], Iterator[Episode]]) -> Iterator[Episode]:
+        ends = Ends(self._stored_lengths, self._cut, self._is_marked, self.final == "drop")
+        return ends.put(read(self.source, self.numbers.tolist()))
+
+    def _lacking_note(self) -> tuple[str, ...]:
+        count = int(self._cut.sum())
+        if not count:
+            return ()
+        what = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
+        return (
+            f"The observation after the last step is in no file for {count} of {len(self)} "
+            f"episodes that did not terminate: these steps are {what}.",
+        )
+
+
+_HEAD = ("leaf", "dtype", "shape")
+
+
+def regrouped(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
+    """The same steps in blocks of `rows`; the last may be shorter."""
+    parts: list[Episode] = []
+    held = 0
+    for block in blocks:
+        steps, start = len(block["next"]["done"]), 0
+        while held + steps - start >= rows:
+            stop = start + rows - held
+            parts.append(jax.tree.map(operator.itemgetter(slice(start, stop)), block))
+            yield joined(parts)
+            parts, held, start = [], 0, stop
+        if start < steps:
+            parts.append(jax.tree.map(operator.itemgetter(slice(start, steps)), block))
+            held += steps - start
+    if parts:
+        yield joined(parts)
+
+
+def joined(parts: Sequence[Episode]) -> Episode:
+    """Blocks of steps, one after the other, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

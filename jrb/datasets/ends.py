@@ -1,0 +1,63 @@
+"""What a dataset adds to what a kind reads: where episodes end, and which next observations lack.
+
+K episodes, T steps.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from jrb.datasets.kind import Episode
+
+
+class Ends:
+    """Where episodes end that are read one after the other.
+
+    Args:
+        lengths: int64 `[K]`, as they are in the files.
+        cut: bool `[K]`: see `Description.cut`.
+        is_marked: whether `next/valid` tells of steps whose next observation lacks.
+        is_dropped: whether such steps are left out.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, cut: np.ndarray, is_marked: bool, is_dropped: bool
+    ) -> None:
+        self._is_marked, self._is_dropped = is_marked, is_dropped
+        last = (np.cumsum(lengths) - 1)[lengths > 0]
+        cut = cut[lengths > 0]
+        self._lacking = last[cut]
+        self._over = last - cut if is_dropped else last  # the step before ends it then
+        self._over = np.unique(self._over)
+
+    def put(self, blocks: Iterator[Episode]) -> Iterator[Episode]:
+        """The blocks with `next/done`, and with `next/valid` or without the steps that lack it."""
+        place = 0
+        for block in blocks:
+            steps = len(block["next"]["reward"])
+            over, lacking = (_within(all_, place, steps) for all_ in (self._over, self._lacking))
+            yield self._put(block, over, lacking)
+            place += steps
+
+    def _put(self, block: Episode, ends: np.ndarray, lacking: np.ndarray) -> Episode:
+        """A block in which episodes end at these places, and next observations lack at those."""
+        after = block["next"]
+        terminated = np.asarray(after["terminated"], bool)
+        truncated = np.array(after["truncated"], bool)
+        truncated[ends] |= ~terminated[ends]
+        found = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+        valid = np.ones(len(terminated), bool)
+        valid[lacking] = False
+        if self._is_marked:
+            found["valid"] = valid
+        whole = {**block, "next": {**after, **found}}
+        if self._is_dropped and len(lacking):
+            return jax.tree.map(lambda leaf: leaf[valid], whole)
+        return whole
+
+
+def _within(places: np.ndarray, start: int, steps: int) -> np.ndarray:
+    """Those of sorted places that lie in a block, counted from its start."""
+    first, last = np.searchsorted(places, [start, start + steps])
+    return places[first:last] - start

@@ -1,0 +1,7 @@
+"""The layouts that are known, one a file, in the order in which they are asked."""
+
+from jrb.datasets.kind import Kind
+from jrb.datasets.kinds.d4rl import D4RL
+
+OURS: tuple[Kind, ...] = (D4RL(),)
+"""The special ones first: several layouts could be read as plain arrays."""

@@ -1,0 +1,101 @@
+"""D4RL: one HDF5 file, arrays of all steps at its top.
+
+`observations, actions, rewards, terminals`, perhaps `timeouts, next_observations, infos/*` of the
+same length, and `metadata/*`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+import h5py
+import numpy as np
+
+from jrb._base import checks
+from jrb.datasets.kind import Source
+from jrb.datasets.kinds import hdf5
+from jrb.datasets.kinds.flat import Column, Flat, Table, check_lengths, ends_of
+
+_NAMES = {
+    "observations": "observation",
+    "actions": "action",
+    "rewards": "next/reward",
+    "terminals": "next/terminated",
+    "timeouts": "next/truncated",
+    "next_observations": "next/observation",
+}
+_FLAGS = ("next/terminated", "next/truncated")
+_NEEDED = ("observations", "actions", "rewards", "terminals")
+
+
+@dataclasses.dataclass(frozen=True)
+class D4RL(Flat):
+    """Sets of D4RL.
+
+    Attributes:
+        horizon: after how many steps an episode is truncated, for files without `timeouts`; None if
+            nobody knows.
+    """
+
+    name: ClassVar[str] = "d4rl"
+    looks_for: ClassVar[str] = f"an HDF5 file with {', '.join(_NEEDED)} at its top"
+
+    horizon: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.horizon is not None:
+            checks.count("horizon", self.horizon)
+
+    def recognises(self, source: Source) -> bool:
+        """Whether the names are there."""
+        return set(_NEEDED) <= hdf5.top(source).keys()
+
+    @contextlib.contextmanager
+    def table(self, source: Source) -> Iterator[Table]:
+        """The columns."""
+        with hdf5.opened(source) as file:
+            found = {name: leaf for name, leaf in hdf5.leaves(file).items() if _is_step(name)}
+            columns: dict[str, Column] = {_name(name): leaf for name, leaf in found.items()}
+            check_lengths(source, columns)
+            flags = {name: _flags(columns[name]) for name in _FLAGS if name in columns}
+            notes = ()
+            if "next/truncated" not in flags:
+                flags["next/truncated"] = _after(flags["next/terminated"], self.horizon)
+                notes = (_said(self.horizon),)
+            ends = ends_of(flags["next/terminated"] | flags["next/truncated"])
+            about = hdf5.strings(file)
+            if isinstance(file.get("metadata"), h5py.Group):
+                about |= hdf5.strings(file["metadata"])
+            yield Table(columns | flags, ends, metadata=about, notes=notes)
+
+
+def _is_step(name: str) -> bool:
+    return name in _NAMES or name.startswith("infos/")
+
+
+def _name(name: str) -> str:
+    return _NAMES.get(name) or "info" + name.removeprefix("infos")
+
+
+def _flags(column: Column) -> np.ndarray:
+    return column[:].astype(bool).reshape(-1)
+
+
+def _after(terminated: np.ndarray, horizon: int | None) -> np.ndarray:
+    """Time-outs after so many steps from the beginning of an episode."""
+    steps = np.arange(len(terminated))
+    ends = np.concatenate([[0], np.flatnonzero(terminated) + 1])
+    begun = ends[np.searchsorted(ends, steps, side="right") - 1]
+    if horizon is None:
+        return np.zeros_like(terminated)
+    return ((steps - begun + 1) % horizon == 0) & ~terminated
+
+
+def _said(horizon: int | None) -> str:
+    if horizon is None:
+        return (
+            "There are no time-outs in the file: episodes end where one terminated only, and may "
+            "be several in one. Give horizon= if you know it."
+        )
+    return f"There are no time-outs in the file: every {horizon} steps stand for one (horizon=)."

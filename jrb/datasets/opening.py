@@ -1,0 +1,93 @@
+"""Which kind a file is of."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import os
+from typing import Any
+
+import numpy as np
+
+from jrb._base import checks
+from jrb.datasets.dataset import Dataset
+from jrb.datasets.kind import Kind, Source
+from jrb.datasets.kinds import OURS
+
+_GROUP = "jrb.datasets"
+
+
+def open(
+    source: Source, *, kind: str | Kind | None = None, final: str = "keep", **options: Any
+) -> Dataset:
+    """Opens a dataset, whatever library wrote it; reads no more than tells what is there.
+
+    Args:
+        source: the path of a file, or of a folder. For RLDS also episodes: a sequence of them, or a
+            function that returns an iterator.
+        kind: the name of a kind, or one of your own (`jrb.datasets.Kind`); None to recognise it by
+            what is in the files.
+        final: what happens to a last step whose next observation is in no file, of an episode that
+            did not terminate: "keep" marks it by `next/valid`, "drop" leaves it out.
+        options: fields of the kind, such as `horizon` for D4RL or `mapping` for plain arrays.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        ValueError: no kind recognises it, with what was looked for; or the files are damaged.
+        TypeError: an option that the kind does not have.
+    """
+    checks.choice("final", final, ("keep", "drop"))
+    source = _settled(source)
+    found = _configured(_chosen(source, kind), options)
+    description = found.describe(source)
+    return Dataset(source, found, description, np.arange(len(description.lengths)), final)
+
+
+def kinds() -> dict[str, Kind]:
+    """All kinds by name, in the order in which they are asked; other packages' come first."""
+    return {kind.name: kind for kind in (*_others(), *OURS)}
+
+
+@functools.cache
+def _others() -> tuple[Kind, ...]:
+    """Kinds that other packages bring: entry points of the group `jrb.datasets`."""
+    return tuple(entry.load()() for entry in importlib.metadata.entry_points(group=_GROUP))
+
+
+def _settled(source: Source) -> Source:
+    if not isinstance(source, str | os.PathLike):
+        return source
+    path = os.path.abspath(os.path.expanduser(os.fspath(source)))
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: there is nothing.")
+    return path
+
+
+def _chosen(source: Source, kind: str | Kind | None) -> Kind:
+    if isinstance(kind, Kind):
+        return kind
+    known = kinds()
+    if kind is not None:
+        if kind not in known:
+            raise ValueError(f"kind: expected one of {list(known)}, got {kind!r}.")
+        return known[kind]
+    for each in known.values():
+        if each.recognises(source):
+            return each
+    looked = "".join(f"\n  {each.name}: {each.looks_for}" for each in known.values())
+    raise ValueError(
+        f"{source!r}: expected a dataset, got something that no kind recognises. "
+        f"Looked for:{looked}\nName the kind with kind=..., or write one (jrb.datasets.Kind)."
+    )
+
+
+def _configured(kind: Kind, options: dict[str, Any]) -> Kind:
+    if not options:
+        return kind
+    fields = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
+    unknown = options.keys() - set(fields)
+    if unknown:
+        raise TypeError(
+            f"open: expected options of the kind '{kind.name}' ({', '.join(fields) or 'none'}), "
+            f"got {', '.join(sorted(unknown))}."
+        )
+    return dataclasses.replace(kind, **options)  # pyright: ignore[reportArgumentType]
