@@ -70,7 +70,7 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     made = made.replace(transforms=_learned(old, state, new, made))
     if not kept.mask.any():
         return made
-    if type(old.writer) is type(new.writer):
+    if type(old.writer.writable()) is type(new.writer.writable()):
         made = made.replace(writer=new.writer.adopt(new.ring, made.writer, state.writer))
     here, places = jnp.asarray(kept.slots[kept.mask]), jnp.asarray(kept.places)
     sampler = _sampler(old, state, new, made, here, places)

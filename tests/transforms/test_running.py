@@ -151,7 +151,7 @@ def test_many_rows_in_calls_of_all_sizes_are_as_exact_as_their_numbers():
     wide = numbers.astype(np.float64)
     mean = np.asarray(found.mean, np.float64) + np.asarray(found.mean_rest)
     np.testing.assert_allclose(mean, wide.mean(axis=0), rtol=6e-8)  # half a step of float32
-    np.testing.assert_allclose(found.var, wide.var(axis=0), rtol=1e-4)
+    np.testing.assert_allclose(found.var, wide.var(axis=0), rtol=3e-4)
 
 
 def test_a_hundred_million_rows_are_still_moved_by_single_ones():
