@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import jrb
 from jrb import sum_tree, testing, types
 from jrb._base import pytree, tree
+from jrb._engine import columns
 from jrb.checkpoint import state_specs
 
 KEY = jax.random.key(0)
@@ -432,3 +434,16 @@ def test_slots_that_hold_nothing_are_not_taken():
     with pytest.raises(ValueError, match="holds none"):
         buffer.take(buffer.empty(state), 0)
     assert jax.jit(buffer.take)(state, jnp.array([5]))["observation"].tolist() == [0.0]
+
+
+def test_dtypes_that_equal_those_of_numpy_are_these(tmp_path):
+    """HDF5 makes dtypes of its own, which equal NumPy's and are other objects."""
+    with h5py.File(tmp_path / "file", "w") as file:
+        file["x"] = np.arange(6, dtype=np.float32)
+        dtype = file["x"].dtype
+    assert dtype == np.float32
+    assert dtype is not np.dtype(np.float32)
+    assert not columns.is_small(dtype)
+    state = jrb.ReplayBuffer(37).init({"x": jax.ShapeDtypeStruct((), dtype)})
+    assert isinstance(state.storage["x"], jax.Array)
+    assert state.storage["x"].dtype == np.float32

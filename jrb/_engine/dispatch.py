@@ -212,6 +212,17 @@ def fill(
 _written_in_place = jax.jit(steps.write, donate_argnums=1)
 
 
+def half(buffer: Buffer, spec: Item) -> Any:
+    """An empty state without items, which lie on the host."""
+    return _blank(_for_device(buffer), spec, None)
+
+
+def told(buffer: Buffer, half: Any, items: Item, mask: Any) -> Any:
+    """Such a state after a write of items that lie there already."""
+    after = steps.write(_for_device(buffer), half, items, mask)
+    return after.replace(storage=half.storage)
+
+
 def expire(buffer: Buffer, state: BufferState, spec: Item, rows: Any) -> Any:
     """The state, without items, that has so many of the oldest rows no more, `[]` or `[E]`."""
     row = (1, buffer.ring.envs)

@@ -16,6 +16,8 @@ from jrb.types import Item
 
 Place = jax.Device | jax.sharding.Sharding | None
 
+_SMALL = 4096  # bytes
+
 PIECE = 8 << 20
 """Bytes that are on their way at a time."""
 
@@ -72,7 +74,8 @@ def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Place = None) -
         host: Any = aligned((size,))
         read(memoryview(host))
         array = host.view(inner.dtype).reshape(inner.shape)
-        array = jnp.array(array, copy=True) if size <= PIECE else jax.device_put(array)
+        copied = _SMALL < size <= PIECE  # for which a program is compiled
+        array = jnp.array(array, copy=True) if copied else jax.device_put(array)
     array = prng_keys.wrapped(array, spec.dtype)
     return array if device is None else jax.device_put(array, device)
 

@@ -22,6 +22,7 @@ class Places:
     Attributes:
         of: int64 `[N]`, the place of each slot, or `NEVER`, or `LOST`.
         kept: bool `[P]`, places that a generation names which must stay.
+        free: how many places stand in line; before `line_up`, none.
         version: the number of the newest row, rows being counted from 1.
         following: the number that the next row will have.
         numbered: of how many places at the head of the line the table knows those numbers.
@@ -44,7 +45,6 @@ class Places:
         self._left: list[np.ndarray] = []
         self._before: tuple | None = None
         self._under_way = False
-        self.line_up(self.kept)
 
     @property
     def room(self) -> int:
@@ -66,13 +66,12 @@ class Places:
         first = self.next(self.numbered)
         busy = kept | self.named()
         busy[first] = True
-        free = np.flatnonzero(~busy)
+        free = np.flatnonzero(np.logical_not(busy, out=busy))
         turn = np.searchsorted(free, self.last, side="right")
-        free = np.concatenate([first, free[turn:], free[:turn]])
-        line = np.zeros(len(kept), np.int64)
-        line[: len(free)] = free
+        line, count = np.zeros(len(kept), np.int64), len(first) + len(free)
+        np.concatenate([first, free[turn:], free[:turn]], out=line[:count])
         self._left, self._before = [], None
-        self.kept, self._line, self._head, self.free = kept, line, 0, len(free)
+        self.kept, self._line, self._head, self.free = kept, line, 0, count
 
     def next(self, count: int) -> np.ndarray:
         """The first places in the line, int64 `[count]`."""
@@ -165,11 +164,28 @@ class Places:
 
 def runs_of(of: np.ndarray) -> np.ndarray:
     """The places of slots as runs, int64 `[K, 3]`: a slot, its place, and how many follow both."""
+    found = [_runs_from(of[start : start + _PART], start) for start in range(0, len(of), _PART)]
+    runs = np.concatenate([np.zeros((0, 3), np.int64), *found])
+    if not len(runs):
+        return runs
+    slot, place, length = runs.T
+    goes_on = (slot[1:] == (slot + length)[:-1]) & (place[1:] == (place + length)[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    return np.stack([slot[first], place[first], np.add.reduceat(length, first)], axis=1)
+
+
+_PART = 1 << 18
+"""Slots that are looked at together: what is made of all at once is several times as large."""
+
+
+def _runs_from(of: np.ndarray, start: int) -> np.ndarray:
+    """The runs of some slots, the first of which has this number."""
     slots = np.flatnonzero(of >= 0)
     places = of[slots]
     breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(places) != 1)) + 1
     edges = np.concatenate([[0], breaks, [len(slots)]]) if len(slots) else np.zeros(1, np.int64)
-    return np.stack([slots[edges[:-1]], places[edges[:-1]], np.diff(edges)], axis=1)
+    first = edges[:-1]
+    return np.stack([slots[first] + start, places[first], np.diff(edges)], axis=1)
 
 
 def of_runs(runs: np.ndarray, slots: int, room: int) -> np.ndarray:
@@ -184,6 +200,8 @@ def of_runs(runs: np.ndarray, slots: int, room: int) -> np.ndarray:
         after = np.append(first[1:], most)
         if len(runs) and ((length < 1).any() or first[0] < 0 or (after - first < length).any()):
             raise ValueError("expected runs of places without a gap or an overlap")
+    if len(runs) == 1 and runs[0, 2] == slots:
+        return np.arange(runs[0, 1], runs[0, 1] + slots)
     of = np.full(slots, NEVER, np.int64)
     for slot, place, length in runs.tolist():
         of[slot : slot + length] = np.arange(place, place + length)

@@ -88,7 +88,7 @@ class Store:
 
     def adopt(self, opened: Generation) -> None:
         """Takes over the sums of the generation that is open, and leaves out rows that went."""
-        self.sums.columns, self.sums.named = opened.sums(), self._places.named()
+        self.sums.adopt(opened.sums(), self._places.named)
         self.leave_out_gone()
 
     def leave_out_gone(self) -> bool:
@@ -206,7 +206,9 @@ class Store:
 
     def gone(self) -> np.ndarray:
         """The slots whose rows this store has promised, but that are there no more."""
-        of = self._places.of
+        of, later = self._places.of, self.table.places_after(self.version)
+        if not np.any((later >= of.min(initial=0)) & (later <= of.max(initial=NEVER))):
+            return np.zeros(0, np.int64)  # as mostly, without a look at each
         return np.flatnonzero((of >= 0) & self.table.newer(of, self.version))
 
     def check_newest(self, version: int) -> None:
@@ -349,7 +351,7 @@ class Store:
         folder, old = folder_of(self._table_folder), self.table
         self.table = Table(self.folder, folder, old.columns, old.room, writable=True)
         self.sums.table = self.table
-        places = self._places
+        places, _ = self._places, self.sums.named  # as long as all that went is known
         places.of[self.gone()] = LOST
         places.following = max(self.table.highest(), places.version) + 1
         places.last = self.table.newest(places.of[places.of >= 0])

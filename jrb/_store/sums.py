@@ -22,19 +22,28 @@ class Sums:
     Attributes:
         table: the rows.
         columns: for each column the sums of its blocks, uint32.
-        named: bool `[P]`, the places that the sums are over.
     """
 
     table: Table
     columns: list[np.ndarray]
-    named: np.ndarray
 
     def __init__(self, table: Table) -> None:
         self.table = table
         self.columns = [np.zeros(0, np.uint32) for _ in table.columns]
-        self.named = np.zeros(table.room, bool)
+        self._named: np.ndarray | Callable[[], np.ndarray] = np.zeros(table.room, bool)
         self._touched = np.zeros(table.room, bool)  # written since
         self._unsynced = np.zeros(table.room, bool)  # summed, but a sync failed since
+
+    def adopt(self, columns: list[np.ndarray], named: Callable[[], np.ndarray]) -> None:
+        """Takes over sums; a function says over which places, once that is asked."""
+        self.columns, self._named = columns, named
+
+    @property
+    def named(self) -> np.ndarray:
+        """The places that the sums are over, bool `[P]`."""
+        if callable(self._named):
+            self._named = self._named()
+        return self._named
 
     @property
     def block(self) -> int:
@@ -71,7 +80,7 @@ class Sums:
     def grow(self) -> None:
         """Makes room for the rows of the table."""
         room = self.table.room
-        self.named, self._touched = longer(self.named, room), longer(self._touched, room)
+        self._named, self._touched = longer(self.named, room), longer(self._touched, room)
         self._unsynced = longer(self._unsynced, room)
 
     def damage(self, number: int, block: int) -> str:
@@ -132,7 +141,7 @@ class Sums:
 
         blocks = self._blocks_of(changed)
         share(compute, [(n, block) for n in range(len(sums)) for block in blocks], beside=others)
-        self.columns, self.named = sums, named
+        self.columns, self._named = sums, named
 
 
 def longer(array: np.ndarray, length: int) -> np.ndarray:

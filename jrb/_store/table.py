@@ -124,6 +124,10 @@ class Table:
         """Whether the row at each place has a higher number than this one."""
         return self._words[places] > np.uint64(number << 16 | 0xFFFF)
 
+    def places_after(self, number: int) -> np.ndarray:
+        """The places of rows with higher numbers than this one."""
+        return np.flatnonzero(self._words > np.uint64(number << 16 | 0xFFFF))
+
     def highest(self) -> int:
         """The highest number of all."""
         return int(self._words.max(initial=0)) >> 16

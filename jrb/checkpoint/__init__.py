@@ -239,6 +239,7 @@ def load(
     num_envs: int | EllipsisType | None = ...,
     generation: int | None = None,
     device: Device = None,
+    verify: bool = True,
 ) -> Any:
     """Loads what was saved: the next draws are, bit for bit, those of an uninterrupted run.
 
@@ -270,6 +271,8 @@ def load(
             crosses a seam.
         generation: which one; None for the newest.
         device: a device or a sharding, for all arrays; None for the default device.
+        verify: False opens the path of a storage on the host without a look at all of its rows, at
+            once; a damaged row is then drawn as it is. Else nothing is read without a look.
 
     Returns:
         The description and the state, of several buffers each as they were saved, dicts or tuples;
@@ -284,7 +287,8 @@ def load(
     path = _settled(path)
     if generation is not None:
         checks.count("generation", generation)
-    back = Inward(decode, items)
+    checks.flag("verify", verify)
+    back = Inward(decode, items, verify)
     read = functools.partial(folder.load, number=generation, extra=extra, back=back)
     if os.path.isfile(path):
         if any(given is not None for given in (generation, extra, decode, items)):

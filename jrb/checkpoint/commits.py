@@ -44,7 +44,13 @@ def save(buffer: Buffer, state: AnyState, keep: int, extra: Beside) -> int:
 
 
 def reopened(
-    path: str, given: Buffer | None, example: Item, device: Device, opened: Generation, store: Store
+    path: str,
+    given: Buffer | None,
+    example: Item,
+    device: Device,
+    opened: Generation,
+    store: Store,
+    verify: bool,
 ) -> tuple[Any, Any]:
     """The buffer and its state as they were committed; the first write takes the lock."""
     buffer, spec = matching.described(path, opened, KIND, given, example)
@@ -53,7 +59,8 @@ def reopened(
     want = state_specs.blank(buffer, spec).replace(storage=None)
     packed = state_specs.packed(want)
     places = matching.places(path, opened, packed, without_rows=True)
-    opening.check(store, rows=True)
+    if verify:
+        opening.check(store, rows=True)
     leaves = [
         memory.restored(leaf, rows.reader(store, opened, name, None, 1), device)
         for leaf, (name, _) in zip(jax.tree.leaves(packed), places, strict=True)

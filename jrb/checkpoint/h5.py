@@ -177,7 +177,7 @@ def _put(
 ) -> None:
     """A dataset, with a checksum, and with its dtype where HDF5 has none like it."""
     array = np.ascontiguousarray(leaf).reshape(leaf.shape)
-    plain = array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1
+    plain = array.dtype.kind in "biufc" and array.dtype.isbuiltin != 2
     stored = array if plain else array.view(f"u{array.itemsize}")
     dataset = group.create_dataset(
         name, data=stored, **(options if stored.size and stored.shape else {})

@@ -63,10 +63,12 @@ class Inward:
     Attributes:
         decode: the inverse of what they were encoded by. Of several buffers also a dict.
         items: themselves, where they were not saved. Of several buffers a dict or a tuple.
+        verify: whether rows that stay where they are, in files, are all looked at.
     """
 
     decode: Any = None
     items: Item = None
+    verify: bool = True
 
     def of_each(self, buffer: Several) -> dict[str, "Inward"]:
         """That of each of several buffers, by name."""
@@ -74,7 +76,7 @@ class Inward:
         items: dict[str, Any] = dict.fromkeys(decodes)
         if self.items is not None:
             items = members.of_each(buffer, self.items, "load: items")
-        return {name: Inward(decodes[name], items[name]) for name in decodes}
+        return {name: Inward(decodes[name], items[name], self.verify) for name in decodes}
 
     def check(self, path: str, form: dict[str, Any]) -> None:
         """Raises unless that is what a checkpoint needs.

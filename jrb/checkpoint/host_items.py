@@ -176,5 +176,5 @@ def filled(
 
 def attach(buffer: Buffer, state: AnyState, view: HostView) -> Any:
     """The state that knows of rows which are there already."""
-    held = buffer.writer.held(buffer.ring, state.writer)
+    held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
     return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))

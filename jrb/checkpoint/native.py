@@ -166,7 +166,7 @@ def load(
     form = meta.get("form")
     back.check(path, form or {})
     if meta.get("kind") == commits.KIND:
-        return commits.reopened(path, given, example, device, opened, store)
+        return commits.reopened(path, given, example, device, opened, store, back.verify)
     buffer, spec = matching.described(path, opened, KIND, given, example)
     buffer = host_items.prepared(buffer, given is not None)
     batch = matching.batch_of(path, opened)

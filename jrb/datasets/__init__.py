@@ -2,6 +2,7 @@
 
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Description, Kind
+from jrb.datasets.library import delete, list
 from jrb.datasets.opening import kinds, open
 
-__all__ = ["Dataset", "Description", "Kind", "kinds", "open"]
+__all__ = ["Dataset", "Description", "Kind", "delete", "kinds", "list", "open"]

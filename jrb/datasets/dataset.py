@@ -6,6 +6,7 @@ K episodes, T steps of one.
 import dataclasses
 import functools
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -13,8 +14,18 @@ import jax
 import numpy as np
 
 from jrb._base import checks, display, pytree
+from jrb.buffer import ReplayBuffer
+from jrb.datasets import into
+from jrb.datasets.blocks import regrouped
 from jrb.datasets.ends import Ends
-from jrb.datasets.kind import Description, Episode, Kind, Source
+from jrb.datasets.kind import Description, Episode, Kind, Source, rows_of
+from jrb.samplers import Uniform
+from jrb.state import BufferState
+from jrb.storages import DeviceStorage
+from jrb.types import Sampler, Storage, Unit
+from jrb.units import Transition
+
+_UNIFORM, _TRANSITION = Uniform(), Transition()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -125,7 +136,7 @@ class Dataset(Sequence[Episode]):
             yield from regrouped(self.blocks(), rows)
             return
         for block in self.blocks():
-            for row in range(len(block["next"]["done"])):
+            for row in range(rows_of(block)):
                 yield jax.tree.map(operator.itemgetter(row), block)
 
     def returns(self) -> np.ndarray:
@@ -156,6 +167,70 @@ class Dataset(Sequence[Episode]):
         count = max(1, round(fraction * len(self)))
         order = np.argsort(-self.returns(), kind="stable")[:count]
         return self.only(self.numbers[np.sort(order)])
+
+    def buffer(
+        self,
+        *,
+        storage: Storage | None = None,
+        sampler: Sampler = _UNIFORM,
+        unit: Unit = _TRANSITION,
+        num_envs: int | None = None,
+        fraction: float | None = None,
+        episodes: int | slice | Sequence[int] | np.ndarray | None = None,
+        transforms: tuple[Any, ...] = (),
+        cache: bool = False,
+        root: str | os.PathLike[str] | None = None,
+        progress: bool | None = None,
+        **parts: Any,
+    ) -> tuple[ReplayBuffer, BufferState]:
+        """A buffer that holds all steps, and is only read; and its state.
+
+        Steps are read and written in pieces of some megabytes, however many there are. In a
+        `jrb.MemmapStorage` with a path, what is there is kept now and then: after a crash the same
+        call goes on where it was, which a warning of the logger `jrb.datasets` tells, and once all
+        is there it opens that, at once for the parts that it was made with.
+
+        N capacity, E environments, K episodes, B batch.
+
+        Args:
+            storage: where the items go; None for the device, or with `cache` for files.
+            sampler: of the buffer.
+            unit: of the buffer.
+            num_envs: E; each episode then goes to the environment that has the fewest steps so far.
+                None for one stream, the episodes one after the other.
+            fraction: so much of the episodes, the first of them.
+            episodes: how many, the first ones; or a slice, or numbers of episodes.
+            transforms: of the buffer.
+            cache: whether a copy of the dataset in files is made once, and opened the next time; it
+                is told by the content of its files, wherever these lie.
+            root: the folder of such copies; None for the user's cache of the system.
+            progress: whether a bar shows how far it is; None where stderr is a terminal.
+            parts: what else `jrb.ReplayBuffer` takes, such as `batch_size`. Unless `cast=False`,
+                dtypes that JAX would change are converted as it would: float64 to float32, and
+                int64 to int32 if all numbers fit.
+
+        Returns:
+            The description, with N as many slots as are needed and `writer=jrb.Immutable(...)`, and
+            the state.
+
+        Raises:
+            ValueError: there are no steps; or something else lies at the path of the storage.
+            ModuleNotFoundError: platformdirs is not installed, and `cache` has no `root`.
+
+        Example:
+            >>> import jax, jrb
+            >>> dataset = jrb.datasets.open("tests/data/minari/cartpole/jrb-interop-v0")
+            >>> buffer, state = dataset.buffer(episodes=3, batch_size=2)
+            >>> buffer.sample(state, jax.random.key(0)).data["observation"].shape
+            (2, 4)
+        """
+        chosen = into.chosen(self, fraction, episodes)
+        parts |= {"sampler": sampler, "unit": unit, "transforms": transforms}
+        if root is not None and not cache:
+            raise ValueError("buffer: root: expected None without cache=True, which it is for.")
+        if cache:
+            return into.cached(chosen, storage, num_envs, root, progress, parts)
+        return into.filled(chosen, storage or DeviceStorage(), num_envs, progress, parts)
 
     def only(self, numbers: np.ndarray) -> "Dataset":
         """The dataset of these of the source's episodes."""
@@ -216,28 +291,3 @@ class Dataset(Sequence[Episode]):
 
 
 _HEAD = ("leaf", "dtype", "shape")
-
-
-def regrouped(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
-    """The same steps in blocks of `rows`; the last may be shorter."""
-    parts: list[Episode] = []
-    held = 0
-    for block in blocks:
-        steps, start = len(block["next"]["done"]), 0
-        while held + steps - start >= rows:
-            stop = start + rows - held
-            parts.append(jax.tree.map(operator.itemgetter(slice(start, stop)), block))
-            yield joined(parts)
-            parts, held, start = [], 0, stop
-        if start < steps:
-            parts.append(jax.tree.map(operator.itemgetter(slice(start, steps)), block))
-            held += steps - start
-    if parts:
-        yield joined(parts)
-
-
-def joined(parts: Sequence[Episode]) -> Episode:
-    """Blocks of steps, one after the other, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -105,13 +105,23 @@ class Indexed(Kind):
         """The episodes of these numbers, in their order."""
 
 
+def rows_of(block: Episode) -> int:
+    """How many steps an episode, or a block of steps, has."""
+    return len(jax.tree.leaves(block)[0])
+
+
 def spec_of(arrays: Any) -> Any:
     """The spec of one step, from arrays `[T, ...]`, or from what has a shape and a dtype."""
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), np.dtype(leaf.dtype)),
+        lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), native(leaf.dtype)),
         arrays,
         is_leaf=lambda leaf: hasattr(leaf, "shape"),
     )
+
+
+def native(dtype: Any) -> np.dtype:
+    """A dtype in this machine's order of bytes."""
+    return np.dtype(np.dtype(dtype).type)
 
 
 def ted(

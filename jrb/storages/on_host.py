@@ -1,6 +1,7 @@
 """Storages of arrays on the host, whatever keeps their rows."""
 
 import abc
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
@@ -64,8 +65,8 @@ class HostArrays(HostStorage):
         """The same storage for rows of its own, where it would else be at the path of others."""
         return self
 
-    def attach(self, ring: Ring, view: HostView, held: Held) -> Any:
-        """The state for rows that were there before."""
+    def attach(self, ring: Ring, view: HostView, held: Callable[[], Held]) -> Any:
+        """The state for rows that were there before; a function says which of them are held."""
         return view
 
     def spec(self, state: PartState) -> Item:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -203,9 +204,9 @@ class SpillStorage(StoreArrays):
         """The state of all rows and of the hot ones."""
         return Spilled(hot=device_state, view=view)
 
-    def attach(self, ring: Ring, view: HostView, held: Held) -> Spilled:
+    def attach(self, ring: Ring, view: HostView, find: Callable[[], Held]) -> Spilled:
         """The state for rows that were there before: the newest ones are made hot again."""
-        part, hot = self.device_part, self.device_part.ring(ring)
+        part, hot, held = self.device_part, self.device_part.ring(ring), find()
         count = min(int(held.count) // ring.envs, hot.rows)
         first = int(held.first) + int(held.count) - count * ring.envs
         slots = (first + np.arange(count * ring.envs)) % ring.capacity

@@ -241,3 +241,23 @@ def test_what_was_promised_but_overwritten_is_told_and_left_out(storage, unit, t
     again, back = jrb.load(path)
     assert int(again.size(back)) == min(64, size + 40)
     assert checkpoint.verify(path) == []
+
+
+def test_a_store_opens_without_a_look_at_its_rows(tmp_path):
+    buffer, state = jrb.from_items(
+        {"x": jnp.arange(8)}, storage=jrb.MemmapStorage(tmp_path / "rows"), batch_size=2
+    )
+    jrb.save(tmp_path / "rows", buffer, state)
+    del state
+    file = next((tmp_path / "rows").rglob("x.bin"))
+    damaged = bytearray(file.read_bytes())
+    damaged[8] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(checkpoint.DamagedError):
+        jrb.load(tmp_path / "rows")
+    buffer, state = jrb.load(tmp_path / "rows", verify=False)
+    assert jrb.items(buffer, state)["x"].tolist() == [0, 1, 3, 3, 4, 5, 6, 7]
+    with pytest.raises(checkpoint.DamagedError):
+        jrb.save(tmp_path / "rows", buffer, buffer.add(state, {"x": jnp.int32(8)}))
+    with pytest.raises(TypeError, match="verify"):
+        jrb.load(tmp_path / "rows", verify="no")

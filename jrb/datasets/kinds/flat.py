@@ -15,7 +15,7 @@ import numpy as np
 from jrb.datasets.kind import Description, Episode, Indexed, Source, spec_of
 from jrb.layouts.names import nest
 
-_BLOCK = 16 << 20  # bytes
+_BLOCK = 8 << 20  # bytes
 _SEEN, _AFTER = "observation", "next/observation"
 
 

@@ -1,0 +1,127 @@
+"""From a dataset to a buffer that holds it.
+
+K episodes, N capacity, E environments.
+"""
+
+import collections
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from jrb._base import checks
+from jrb._engine import transforming
+from jrb._engine.replaying import writable
+from jrb.buffer import ReplayBuffer
+from jrb.datasets import cache, copies, fingerprint
+from jrb.datasets.blocks import Episodes
+from jrb.datasets.filling import Streams, streams
+from jrb.rebuild import rebuild
+from jrb.state import BufferState
+from jrb.storages import MemmapStorage
+from jrb.types import Storage
+from jrb.writers import Immutable, Lanes, RoundRobin
+
+
+def filled(
+    dataset: Episodes,
+    storage: Storage,
+    num_envs: int | None,
+    show: bool | None,
+    parts: dict[str, Any],
+) -> tuple[ReplayBuffer, BufferState]:
+    """The buffer of all steps of a dataset, and its state.
+
+    Args:
+        dataset: with at least one step.
+        storage: where they go. In files at a path, a copy that is there is opened, or gone on with.
+        num_envs: E, or None for one stream.
+        show: whether a bar shows how far it is; None where stderr is a terminal.
+        parts: of the buffer.
+    """
+    flow = streams(dataset, num_envs)
+    buffer = _described(flow, storage, parts)
+    if isinstance(storage, MemmapStorage) and storage.path is not None:
+        path, told = os.path.abspath(storage.path), fingerprint.by_looks(dataset, num_envs)
+        return buffer, copies.kept(flow, buffer, path, told, show)
+    into = writable(buffer)
+    found = copies.written(flow, into, into.init(dataset.spec), 0, show)
+    state, *_ = collections.deque(found, maxlen=1).pop()
+    return buffer, state
+
+
+def cached(
+    dataset: Episodes,
+    storage: Storage | None,
+    num_envs: int | None,
+    root: cache.Path | None,
+    show: bool | None,
+    parts: dict[str, Any],
+) -> tuple[ReplayBuffer, BufferState]:
+    """The same from a copy in files, which is made if there is none yet.
+
+    Args:
+        dataset: with at least one step.
+        storage: where the steps go from there; None for them to stay.
+        num_envs: E, or None for one stream.
+        root: the folder of copies; None for that of the user.
+        show: whether a bar shows how far it is; None where stderr is a terminal.
+        parts: of the buffer.
+    """
+    for transform in parts["transforms"]:
+        if transforming.method(transform, "inverse"):
+            raise ValueError(
+                "buffer: cache: expected transforms without an inverse, which changes what is "
+                f"stored, got {transform!r}. Leave it out, or name a MemmapStorage with a path."
+            )
+    flow = streams(dataset, num_envs)
+    path, told = cache.place_of(dataset, num_envs, cache.settled(root))
+    buffer = _described(flow, MemmapStorage(path, slack=0), parts)
+    state = copies.opened(buffer, path, told)
+    if state is None:
+        with cache.locked(path, wait=True):
+            state = copies.kept(flow, buffer, path, told, show)
+    if storage is None:
+        return buffer, state
+    other = dataclasses.replace(buffer, storage=storage)
+    return other, rebuild(buffer, state, other)
+
+
+def _described(flow: Streams, storage: Storage, parts: dict[str, Any]) -> ReplayBuffer:
+    if not flow.rows:
+        raise ValueError(f"buffer: expected at least one step, got none in {flow.datasets[0]!r}")
+    envs = flow.num_envs or 1
+    writer = Immutable(RoundRobin() if flow.is_even else Lanes())
+    given = {"cast": True, **parts, "writer": writer, "storage": storage}
+    return ReplayBuffer(flow.rows * envs, flow.num_envs, **given)
+
+
+def chosen(dataset: Episodes, fraction: float | None, episodes: Any) -> Any:
+    """The first part of the episodes, the first so many of them, or those of a slice or numbers."""
+    if fraction is not None and episodes is not None:
+        raise ValueError(
+            "buffer: expected fraction= or episodes=, got both. Leave one of them out."
+        )
+    if fraction is not None:
+        checks.fraction("fraction", fraction)
+        return dataset[: max(1, round(fraction * len(dataset)))]
+    if episodes is None:
+        return dataset
+    if isinstance(episodes, slice):
+        return dataset[episodes]
+    if isinstance(episodes, int | np.integer) and not isinstance(episodes, bool):
+        checks.count("episodes", int(episodes), len(dataset))
+        return dataset[: int(episodes)]
+    return dataset.only(dataset.numbers[_numbers(episodes, len(dataset))])
+
+
+def _numbers(episodes: Any, count: int) -> np.ndarray:
+    numbers = np.asarray(episodes)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
+        raise TypeError(
+            f"episodes: expected a number, a slice or numbers of episodes, got {episodes!r}."
+        )
+    if numbers.min() < 0 or numbers.max() >= count:
+        raise ValueError(f"episodes: expected numbers below {count}, got {episodes!r}.")
+    return numbers

@@ -1,0 +1,62 @@
+"""A folder of datasets: what lies there, and how it goes."""
+
+import os
+import shutil
+from collections.abc import Iterator
+
+from jrb.datasets import cache, opening
+from jrb.datasets.dataset import Dataset
+
+_DEPTH = 3  # folders, as Minari has them
+
+
+def list(root: cache.Path | None = None) -> dict[str, Dataset]:
+    """The datasets in a folder, copies that were made by `cache=True` among them, by name.
+
+    Args:
+        root: the folder; None for the one that `cache=True` uses.
+
+    Returns:
+        Names as `delete` takes them, paths below the folder, in their order.
+    """
+    folder = cache.settled(root)
+    return {os.path.relpath(path, folder): found for path, found in _below(folder, _DEPTH)}
+
+
+def delete(name: str, root: cache.Path | None = None) -> None:
+    """Removes a dataset from the disk.
+
+    Args:
+        name: as `list` has it.
+        root: the folder; None for the one that `cache=True` uses.
+
+    Raises:
+        FileNotFoundError: there is none of this name.
+        ValueError: what is there is no dataset, or does not lie in the folder.
+        LockedError: it is being made.
+    """
+    folder = cache.settled(root)
+    path = os.path.normpath(os.path.join(folder, name))
+    inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
+    if not inside or not path.startswith(folder + os.sep) or os.path.islink(path):
+        raise ValueError(f"delete: expected the name of a dataset in {folder}, got {name!r}.")
+    opening.open(path)
+    with cache.locked(path, wait=False):
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+
+
+def _below(folder: str, depth: int) -> Iterator[tuple[str, Dataset]]:
+    """The datasets below a folder, at most so many folders deep."""
+    if not depth or not os.path.isdir(folder):
+        return
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if name.startswith(".") or os.path.islink(path):
+            continue
+        try:
+            yield path, opening.open(path)
+        except (ValueError, OSError):
+            yield from _below(path, depth - 1)
