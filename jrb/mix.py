@@ -298,8 +298,8 @@ def _check_alike(parts: list[Sample | None]) -> None:
     mend = "Give the buffers units and transforms with the same result, and let all or none count."
     for other in others:
         pytree.check_like(item(data=first.data), item(data=other.data), "Mix", mend)
-        found = [item(mask=part.mask, info=part.info) for part in (first, other)]
-        pytree.check_like(*found, "Mix", mend)
+        want, found = (item(mask=part.mask, info=part.info) for part in (first, other))
+        pytree.check_like(want, found, "Mix", mend)
 
 
 def _joined(parts: list[Sample]) -> Sample:

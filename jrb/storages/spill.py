@@ -204,14 +204,14 @@ class SpillStorage(StoreArrays):
         """The state of all rows and of the hot ones."""
         return Spilled(hot=device_state, view=view)
 
-    def attach(self, ring: Ring, view: HostView, find: Callable[[], Held]) -> Spilled:
+    def attach(self, ring: Ring, view: HostView, held: Callable[[], Held]) -> Spilled:
         """The state for rows that were there before: the newest ones are made hot again."""
-        part, hot, held = self.device_part, self.device_part.ring(ring), find()
-        count = min(int(held.count) // ring.envs, hot.rows)
-        first = int(held.first) + int(held.count) - count * ring.envs
+        part, hot, known = self.device_part, self.device_part.ring(ring), held()
+        count = min(int(known.count) // ring.envs, hot.rows)
+        first = int(known.first) + int(known.count) - count * ring.envs
         slots = (first + np.arange(count * ring.envs)) % ring.capacity
         newest = view.rows.fetch(view.version, [slots] * len(view.rows.names))
-        state = part.init(Context(ring, TED, held), view.rows.spec)
+        state = part.init(Context(ring, TED, known), view.rows.spec)
         clock = hot.advance(state.clock, jnp.int32(count))
         put = lambda column, new: columns.with_array(
             column, columns.array(column).at[: len(slots)].set(columns.packed(new))

@@ -46,7 +46,7 @@ def top(path: Any) -> dict[str, Any]:
         return {}
     try:
         with h5py.File(path, "r") as file:
-            return {name: _about(file.get(name)) for name in file}
+            return {str(name): _about(file.get(name)) for name in file}
     except OSError:
         return {}
 
@@ -61,13 +61,13 @@ def leaves(group: h5py.Group, prefix: str = "") -> dict[str, h5py.Dataset]:
     Links to other files are not followed.
     """
     found: dict[str, h5py.Dataset] = {}
-    for name in group:
+    for name in map(str, group):
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             continue
         entry = group[name]
         if isinstance(entry, h5py.Group):
             found |= leaves(entry, f"{prefix}{name}/")
-        elif is_numeric(entry):
+        elif isinstance(entry, h5py.Dataset) and is_numeric(entry):
             found[prefix + name] = entry
     return found
 
@@ -80,7 +80,7 @@ def is_numeric(dataset: h5py.Dataset) -> bool:
 def strings(group: h5py.Group) -> dict[str, Any]:
     """The texts and single numbers below a group, and its attributes, as Python values."""
     found: dict[str, Any] = {name: plain(value) for name, value in group.attrs.items()}
-    for name in group:
+    for name in map(str, group):
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             continue
         entry = group[name]
