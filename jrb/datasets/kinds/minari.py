@@ -62,4 +62,4 @@ class Minari(Indexed):
         scan = minari_scan.scanned(source)
         with minari_scan.opened(scan.folder, scan.description.metadata) as files:
             for number in numbers:
-                yield files.stored(number, ["rewards"]).leaves["rewards"].read()
+                yield scan.read(files, number, ["rewards"])["rewards"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jrb.datasets.kind import Source
 from jrb.datasets.kinds import hdf5
-from jrb.datasets.kinds.minari_leaf import Space, leaf_spaces
+from jrb.datasets.kinds.minari_leaf import Space, is_image, leaf_spaces, shape_of
 
 FILE = "metadata.json"
 MAIN = "main_data.hdf5"
@@ -79,13 +79,20 @@ def _object(where: str, text: str | bytes) -> dict[str, Any]:
 
 
 def spaces_of(folder: str, about: Mapping[str, Any]) -> dict[str, Space]:
-    """The spaces of all arrays that have one, by the names of these (`observations/image`)."""
+    """The spaces of all arrays that have one, by the names of these (`observations/image`).
+
+    Raises:
+        ValueError: what is there is no space.
+    """
     found: dict[str, Space] = {}
     for name, role in _SPACES.items():
-        if isinstance(about.get(name), dict):
-            try:
-                found |= leaf_spaces(role, about[name])
-            except (AttributeError, RecursionError) as error:
-                path = os.path.join(folder, FILE)
-                raise ValueError(f"{path}: '{name}': expected a space: {error}") from error
+        try:
+            inner = dict(leaf_spaces(role, about[name])) if name in about else {}
+            for space in inner.values():
+                shape_of(space)
+                is_image(space)
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            path = os.path.join(folder, FILE)
+            raise ValueError(f"{path}: '{name}': expected a space, got no such: {error}") from error
+        found |= inner
     return found

@@ -100,7 +100,7 @@ class Files:
     def _sound(self, where: str) -> Iterator[None]:
         try:
             yield
-        except (self._arrow.ArrowException, OSError) as error:
+        except (self._arrow.ArrowException, OSError, UnicodeError) as error:
             raise ValueError(
                 f"{where}: expected whole files of {self._layout}, got others: {error}"
             ) from error
@@ -161,6 +161,7 @@ class Files:
         first, *rest = column.path
         with self._sound(where):
             array = read(first).combine_chunks()
+            array.validate(full=True)
             gaps = array.null_count
             for name in rest:
                 array = array.field(name)

@@ -12,6 +12,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from h5py import h5d, h5g, h5l, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.datasets.kinds import hdf5
 from jrb.datasets.kinds.minari_about import MAIN
@@ -50,7 +51,7 @@ class Files:
         self._folder, self._spaces, self._jpeg, self._stack = folder, spaces, jpeg, stack
         self._images = {name for name, space in spaces.items() if is_image(space)}
         self._open: dict[str, h5py.File] = {}
-        self._main = self._file(MAIN)
+        self._main: Any = self._file(MAIN)
 
     def numbers(self) -> list[int]:
         """Those of the episodes, in order."""
@@ -115,10 +116,10 @@ class Files:
             )
         return group
 
-    def _leaf(self, where: str, name: str, found: h5py.h5d.DatasetID) -> Leaf | None:
+    def _leaf(self, where: str, name: str, found: h5d.DatasetID) -> Leaf | None:
         """A leaf of numbers or images, in its own file; None for all else."""
         shape, dtype, plan = found.shape, found.dtype, found.get_create_plist()
-        if not shape or plan.get_external_count() or plan.get_layout() == h5py.h5d.VIRTUAL:
+        if not shape or plan.get_external_count() or plan.get_layout() == h5d.VIRTUAL:
             return None
         varies = h5py.check_vlen_dtype(dtype) == np.uint8
         if not varies and dtype.kind not in "biufc":
@@ -139,10 +140,20 @@ class Files:
 
 @contextlib.contextmanager
 def _sound(where: str) -> Iterator[None]:
-    """Raises `ValueError` for whatever else HDF5 makes of damaged files."""
+    """Raises `ValueError`, with the name of the file, for all that HDF5 makes of damaged ones."""
     try:
         yield
-    except (OSError, KeyError, RuntimeError, TypeError, MemoryError, OverflowError) as error:
+    except (
+        OSError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        MemoryError,
+        OverflowError,
+        ValueError,
+    ) as error:
+        if isinstance(error, ValueError) and where.split(": ")[0] in str(error):
+            raise  # one of those below
         raise ValueError(f"{where}: expected a whole file, got one that is not: {error}") from error
 
 
@@ -171,19 +182,19 @@ def _walk(where: str, group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]
     names: list[bytes] = []
 
     def put(name: bytes, link: Any) -> None:
-        if link.type == h5py.h5l.TYPE_HARD:
+        if link.type == h5l.TYPE_HARD:
             names.append(name)
 
     group.links.iterate(put, info=True)
     for name in names:
-        entry, path = h5py.h5o.open(group, name), prefix + os.fsdecode(name)
-        if isinstance(entry, h5py.h5g.GroupID):
+        entry, path = h5o.open(group, name), prefix + os.fsdecode(name)
+        if isinstance(entry, h5g.GroupID):
             yield from _walk(where, entry, path + "/")
-        elif isinstance(entry, h5py.h5d.DatasetID):
+        elif isinstance(entry, h5d.DatasetID):
             yield path, entry
 
 
 def _named(group: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """The datasets of these names."""
     for name in names:
-        yield name, h5py.h5o.open(group, os.fsencode(name))
+        yield name, h5o.open(group, os.fsencode(name))

@@ -6,6 +6,7 @@ K episodes, T steps of one.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -95,15 +96,32 @@ class Scan:
 
     def episode(self, files: Files, number: int) -> Episode:
         """An episode, read."""
-        stored = files.stored(number, self.forms)
-        steps = stored.leaves["rewards"].rows
+        steps = int(self.description.lengths[number])
         found: dict[str, np.ndarray] = {}
-        for name, form in self.forms.items():
-            array, ted = stored.leaves[name].read(), _ted(name)
+        for name, array in self.read(files, number, self.forms).items():
+            ted = _ted(name)
             found[ted] = array[:steps]
-            if _is_twice(name, form):
+            if _is_twice(name, self.forms[name]):
                 found["next/" + ted] = shifted(array, steps)
         return nest(found)
+
+    def read(self, files: Files, number: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Arrays of an episode, by name.
+
+        Raises:
+            ValueError: they are damaged, or no longer what they were.
+        """
+        stored, found = files.stored(number, names), {}
+        steps = int(self.description.lengths[number])
+        for name in names:
+            leaf, form = stored.leaves.get(name), self.forms[name]
+            if leaf is None or leaf.form != form[:2] or not steps <= leaf.rows <= steps + 1:
+                raise ValueError(
+                    f"{stored.where}: '{name}': expected {_said(form)} with T = {steps} as when "
+                    "the set was opened, got something else. Open it again."
+                )
+            found[name] = leaf.read()
+        return found
 
 
 def scanned(source: Source) -> Scan:
@@ -164,11 +182,11 @@ def opened(folder: str, about: Mapping[str, Any]) -> Iterator[Files]:
         ValueError: they are damaged, or in a format that is not known.
     """
     layout = about.get("data_format", "hdf5")
+    spaces = minari_about.spaces_of(folder, about)
     if layout in minari_arrow.FORMATS:
         yield minari_arrow.Files(folder, about)
     elif layout == "hdf5":
         with contextlib.ExitStack() as stack:
-            spaces = minari_about.spaces_of(folder, about)
             is_jpeg = about.get("jpeg_encoding", True) is True
             yield minari_hdf5.Files(folder, spaces, is_jpeg, stack)
     else:
@@ -179,13 +197,16 @@ def opened(folder: str, about: Mapping[str, Any]) -> Iterator[Files]:
 def _check_numbers(folder: str, numbers: Sequence[int], about: Mapping[str, Any]) -> None:
     """Refuses sets where an episode lacks."""
     told = about.get("total_episodes", len(numbers))
-    wanted = range(told if isinstance(told, int) and told > 0 else max(len(numbers), 1))
-    if list(numbers) != list(wanted):
-        lacking = sorted(set(wanted) - set(numbers))[:5]
-        raise ValueError(
-            f"{folder}: expected the episodes 0 to {len(wanted) - 1}, got {len(numbers)}; "
-            f"of these lack {lacking}, not expected are {sorted(set(numbers) - set(wanted))[:5]}."
-        )
+    count = told if isinstance(told, int) and told > 0 else max(len(numbers), 1)
+    if len(numbers) == count and list(numbers) == list(range(count)):
+        return
+    found = set(numbers)
+    lacking = list(itertools.islice((each for each in range(count) if each not in found), 5))
+    surplus = [each for each in numbers if each >= count][:5]
+    raise ValueError(
+        f"{folder}: expected the episodes 0 to {count - 1}, got {len(numbers)}; of these lack "
+        f"{lacking}, not expected are {surplus}."
+    )
 
 
 def _summary(stored: Stored) -> Summary:

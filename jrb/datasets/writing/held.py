@@ -49,11 +49,18 @@ class Held:
     left_out: int = 0
 
 
-def episodes_of(source: ReplayBuffer | Dataset, state: BufferState | None) -> Iterator[Held]:
+def episodes_of(
+    who: str, source: ReplayBuffer | Dataset, state: BufferState | None
+) -> Iterator[Held]:
     """The episodes of a buffer and its state, or of a dataset.
 
     Those of a buffer have the facts `environment`, `complete` (it had ended) and `cut` (its
     beginning may be overwritten).
+
+    Args:
+        who: asks, for the error's first words.
+        source: the description, or a dataset.
+        state: that of the buffer; None with a dataset.
 
     Raises:
         TypeError: something else.
@@ -61,15 +68,14 @@ def episodes_of(source: ReplayBuffer | Dataset, state: BufferState | None) -> It
             truncated, or whose writer keeps no order of time.
     """
     if isinstance(source, Dataset) and state is None:
-        names = list(source.facts)
+        known = source.facts
         for number, items in enumerate(source):
-            facts = {name: source.facts[name][number] for name in names}
-            yield from _split(items, TED, facts)
+            yield from _split(items, TED, {name: fact[number] for name, fact in known.items()})
         return
     if not isinstance(source, ReplayBuffer) or state is None:
         raise TypeError(
-            f"expected a ReplayBuffer and its state, or a Dataset, got {type(source).__name__} and "
-            f"{type(state).__name__}."
+            f"{who}: expected a ReplayBuffer and its state, or a Dataset, got "
+            f"{type(source).__name__} and {type(state).__name__}."
         )
     for role in _ROLES:
         source.keys.get(source.stored(state), role)

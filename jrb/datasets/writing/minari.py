@@ -48,7 +48,8 @@ def write_minari(
     last step is truncated, as Minari's own collector does it, and its attribute `complete` False;
     of one whose beginning may be overwritten, `cut` is True. A last step whose next observation is
     not known (`next/valid`) is left out. How often that was so is told under `notes` in the
-    metadata. What items have besides (but for `done`) goes into `infos`.
+    metadata. What items have besides (but for `done`) goes into `infos`, `info` and `next/info`
+    together, as they are read.
 
     The set is written beside, synced and renamed: whatever goes wrong, it is whole or not there.
 
@@ -71,8 +72,8 @@ def write_minari(
 
     Raises:
         ValueError: something is at the path, there is no episode, items lack something or have a
-            dtype that HDF5 lacks, spaces do not fit, or a next observation is not the observation
-            of the next step, which Minari's sets cannot hold.
+            dtype that HDF5 lacks, spaces do not fit, or a next observation (or `next/info`) is
+            not what stands before the action of the next step, which a set cannot hold.
         TypeError: neither a buffer with its state nor a dataset.
     """
     target = os.path.abspath(os.path.expanduser(os.fspath(path)))
@@ -95,7 +96,7 @@ def write_minari(
         for name, space in given.items()
         if space is not None
     }
-    _write(target, Written(known), episodes_of(buffer, state), about)
+    _write(target, Written(known), episodes_of("write_minari", buffer, state), about)
 
 
 def _id(target: str, given: str | None) -> str:
@@ -115,7 +116,7 @@ def _env_spec(given: Any) -> str | None:
     text = given if isinstance(given, str) else None
     if isinstance(given, Mapping):
         text = json.dumps(dict(given))
-    elif hasattr(given, "to_json"):
+    elif not isinstance(given, str) and hasattr(given, "to_json"):
         text = given.to_json()
     try:
         found = json.loads(text or "")
@@ -142,6 +143,7 @@ def _write(
         whole = {**written.metadata(), **about, "dataset_size": round(size / 1e6, 1)}
         text = json.dumps({name: value for name, value in whole.items() if value is not None})
         files.write_new(os.path.join(data, FILE), [text.encode()])
+        files.Folder(data).sync()
         files.replace(folder, target)
 
 

@@ -27,7 +27,7 @@ class Written:
     """What is written so far.
 
     Attributes:
-        spaces: those that are known, under "observation" and "action".
+        given: the spaces that are known, under "observation" and "action".
         bounds: the least and the greatest of single integers, by name.
         specs: the arrays of the first episode, as specs `[T, ...]`.
         episodes: how many there are.
@@ -37,7 +37,7 @@ class Written:
         left_out: how many steps are left out.
     """
 
-    spaces: dict[str, dict[str, Any]]
+    given: dict[str, dict[str, Any]]
     bounds: dict[str, spaces.Bounds] = dataclasses.field(default_factory=dict)
     specs: dict[str, Any] = dataclasses.field(default_factory=dict)
     episodes: int = 0
@@ -48,8 +48,9 @@ class Written:
 
     def put(self, file: h5py.File, episode: Held) -> None:
         """Writes an episode."""
-        where = f"episode {self.episodes}: leaf 'next/observation"
-        seen = _joined(where, episode.observation, episode.after)
+        where = f"write_minari: episode {self.episodes}"
+        after = f"{where}: leaf 'next/observation"
+        seen = _joined(after, episode.observation, episode.after)
         for name, tree in (("observation", seen), ("action", episode.action)):
             self._note(name, tree)
         group = file.create_group(f"episode_{self.episodes}")
@@ -60,7 +61,7 @@ class Written:
         _put(group, "terminations", episode.terminated)
         _put(group, "truncations", episode.truncated)
         infos = group.create_group("infos")
-        for name, leaf in _infos(episode.rest).items():
+        for name, leaf in _infos(where, episode.rest).items():
             _put(infos, name, leaf)
         self.episodes += 1
         self.steps += len(episode.reward)
@@ -74,8 +75,8 @@ class Written:
             self.specs[name] = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree
             )
-            if name in self.spaces:
-                spaces.check(name, self.spaces[name], tree)
+            if name in self.given:
+                spaces.check(name, self.given[name], tree)
         self._widen(name, tree)
 
     def _widen(self, name: str, tree: Any) -> None:
@@ -95,7 +96,7 @@ class Written:
         if not self.episodes:
             raise ValueError("write_minari: expected at least one episode, got none.")
         found = {
-            name: self.spaces.get(name) or spaces.derived(name, spec, self.bounds)
+            name: self.given.get(name) or spaces.derived(name, spec, self.bounds)
             for name, spec in self.specs.items()
         }
         return {
@@ -132,14 +133,14 @@ def _joined(where: str, before: Any, after: Any) -> Any:
         return {part: _joined(f"{where}/{part}", inner[part], other[part]) for part in inner}
     if inner is not None or other is not None or not _alike(before, after):
         raise ValueError(
-            f"{where}': expected what is like the observation, got {spaces.said(after)} for "
-            f"{spaces.said(before)}."
+            f"{where}': expected what is like the one before the action, got {spaces.said(after)} "
+            f"after {spaces.said(before)}."
         )
     breaks = chain.differ(before[None], after[None])[0]
     if breaks.any():
         raise ValueError(
-            f"{where}': expected the observation of the next step after step "
-            f"{np.flatnonzero(breaks)[0]}, got another. Minari's sets hold every observation once: "
+            f"{where}': expected what stands before the action of the next step, got another "
+            f"after step {np.flatnonzero(breaks)[0]}. Minari's sets hold every observation once: "
             "end the episode there, or write transitions of one step."
         )
     return np.concatenate([before, after[-1:]])
@@ -167,21 +168,24 @@ def _put(group: h5py.Group, name: str, tree: Any) -> None:
         _put(found, part, entry)
 
 
-def _infos(rest: Leaves) -> Leaves:
-    """What goes into `infos`: `[T + 1, ...]` where what is there and what came next are one."""
+def _infos(where: str, rest: Leaves) -> Leaves:
+    """What goes into `infos`: `[T + 1, ...]` where both `info` and `next/info` are there."""
+    twins = {name: "next/" + name for name in rest if name.startswith("info/")}
+    twins = {name: after for name, after in twins.items() if after in rest}
     found: Leaves = {}
-    joined: set[str] = set()
-    for name, leaf in rest.items():
-        after = rest.get("next/" + name)
-        if name.startswith("info/") and after is not None and _follows(leaf, after):
-            joined.add("next/" + name)
-            leaf = np.concatenate([leaf, after[-1:]])
-        found[name] = leaf
-    return {name.removeprefix("info/"): found[name] for name in found if name not in joined}
-
-
-def _follows(before: np.ndarray, after: np.ndarray) -> bool:
-    return _alike(before, after) and not chain.differ(before[None], after[None]).any()
+    for name in [name for name in rest if name not in twins.values()]:
+        short = name.removeprefix("info/")
+        if short in found:
+            raise ValueError(
+                f"{where}: leaf '{name}': expected a name of its own in infos, got '{short}' "
+                "twice. Rename one."
+            )
+        after = rest.get(twins.get(name, ""))
+        leaf = rest[name]
+        found[short] = (
+            leaf if after is None else _joined(f"{where}: leaf 'next/{name}", leaf, after)
+        )
+    return found
 
 
 def _attributes(number: int, episode: Held) -> dict[str, Any]:

@@ -45,9 +45,16 @@ def as_json(name: str, space: Any) -> dict[str, Any]:
         TypeError: something else, or a space that has no such form.
     """
     if isinstance(space, str):
-        space = json.loads(space)
-    if isinstance(space, Mapping):
-        return dict(space)
+        try:
+            space = json.loads(space)
+        except ValueError as error:
+            raise ValueError(f"{name}: expected JSON of a space, got {space!r}.") from error
+    if isinstance(space, dict) and "type" in space:  # Gymnasium's own are mappings, but no dicts
+        return space
+    return _of_gymnasium(name, space)
+
+
+def _of_gymnasium(name: str, space: Any) -> dict[str, Any]:
     match type(space).__name__:
         case "Box":
             bounds = {"low": space.low.tolist(), "high": space.high.tolist()}

@@ -5,12 +5,15 @@ import json
 import os
 import warnings
 
-import gymnasium
 import h5py
 import jax
-import minari
 import numpy as np
 import pytest
+
+pytest.importorskip("minari")
+
+import gymnasium
+import minari
 from gymnasium import spaces
 
 

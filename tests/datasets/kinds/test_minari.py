@@ -258,6 +258,13 @@ def test_episodes_that_do_not_fit_are_refused(tmp_path, wrong, match):
     [
         (lambda about: about.update(total_episodes=3), r"episodes 0 to 2.*lack \[2\]"),
         (lambda about: about.update(total_episodes=1), r"not expected are \[1\]"),
+        (lambda about: about.update(total_episodes=10**15), r"lack \[2, 3, 4, 5, 6\]"),
+        (lambda about: about.update(observation_space=3), "'observation_space': expected a space"),
+        (lambda about: about.update(action_space='{"type": "Box"}'), "'action_space': expected a"),
+        (
+            lambda about: about.update(action_space='{"type": "Tuple", "subspaces": [3]}'),
+            "'action_space': expected a space",
+        ),
         (lambda about: about.update(observation_space="{"), "'observation_space': expected JSON"),
         (lambda about: about.update(env_spec="[1]"), "'env_spec': expected an object"),
         (lambda about: about.update(data_format="zarr"), "'data_format': expected one of"),
@@ -405,3 +412,18 @@ def test_nothing_else_is_taken_for_a_set(tmp_path):
         assert not Minari().recognises(source)
     with pytest.raises(ValueError, match=r"expected a folder with 'metadata\.json'"):
         jrb.datasets.open(tmp_path, kind="minari")
+
+
+def test_files_that_change_under_a_dataset_are_refused(place, tmp_path):
+    """Where nothing but an episode's own file tells."""
+    pytest.importorskip("pyarrow")
+    options = {"episodes": 2, "data_format": "arrow"}
+    path, _ = sets.recorded(place, sets.World(), "name/changed-v0", **options)
+    dataset = jrb.datasets.open(path)
+    data = pathlib.Path(path) / "data"
+    shutil.copy(data / "0" / "part-0.arrow", data / "1" / "part-0.arrow")
+    assert dataset.lengths.tolist() == [3, 4]
+    with pytest.raises(ValueError, match=r"/data/1: '.*with T = 4 as when the set was opened"):
+        dataset[1]
+    with pytest.raises(ValueError, match=r"'rewards': expected float64 .*Open it again"):
+        dataset.returns()
