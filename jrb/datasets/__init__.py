@@ -4,5 +4,15 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Description, Kind
 from jrb.datasets.library import delete, list
 from jrb.datasets.opening import kinds, open
+from jrb.datasets.writing.minari import write_minari
 
-__all__ = ["Dataset", "Description", "Kind", "delete", "kinds", "list", "open"]
+__all__ = [
+    "Dataset",
+    "Description",
+    "Kind",
+    "delete",
+    "kinds",
+    "list",
+    "open",
+    "write_minari",
+]

@@ -1,0 +1,155 @@
+"""Behaviour cloning: a policy that does what a dataset has recorded, played in the environment.
+
+    python -m benchmarks.offline [--set PATH] [--plot FILE] [--json FILE]
+
+It needs gymnasium and optax.
+
+The set is opened, made a buffer, and drawn from in one jitted scan. After each part of the training
+the policy plays some episodes, in each of which it does what it finds most likely.
+
+Reference: Pomerleau, 1991, "Efficient training of artificial neural networks for autonomous
+navigation".
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import pathlib
+import time
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jrb
+from benchmarks import report
+from jrb._base import extras
+
+RECORDED = "tests/data/minari/cartpole/jrb-interop-v0"
+PARTS, STEPS, BATCH, HIDDEN, EPISODES = 10, 1000, 256, 64, 20
+
+optimizer = optax.adam(1e-3)
+
+
+def scores(params: Any, observation: jax.Array) -> jax.Array:
+    """How likely each action is, before a softmax, `[..., A]`."""
+    hidden = jnp.tanh(observation @ params["w0"] + params["b0"])
+    hidden = jnp.tanh(hidden @ params["w1"] + params["b1"])
+    return hidden @ params["w2"] + params["b2"]
+
+
+def begun(key: jax.Array, width: int, actions: int) -> Any:
+    """The parameters of a network with two hidden layers."""
+    sizes = [width, HIDDEN, HIDDEN, actions]
+    params = {}
+    for number, (rows, columns) in enumerate(itertools.pairwise(sizes)):
+        drawn = jax.random.normal(jax.random.fold_in(key, number), (rows, columns))
+        params[f"w{number}"] = drawn / np.float32(np.sqrt(rows))
+        params[f"b{number}"] = jnp.zeros(columns)
+    return params
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def trained(
+    buffer: jrb.ReplayBuffer, state: jrb.BufferState, learner: Any, key: jax.Array
+) -> tuple[Any, jax.Array]:
+    """The learner after some steps, and the mean of the losses."""
+
+    def loss(params: Any, data: Any) -> jax.Array:
+        found = scores(params, data["observation"])
+        return optax.softmax_cross_entropy_with_integer_labels(found, data["action"]).mean()
+
+    def step(learner: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        params, moments = learner
+        batch = buffer.sample(state, key)
+        value, slope = jax.value_and_grad(loss)(params, batch.data)
+        change, moments = optimizer.update(slope, moments)
+        return (optax.apply_updates(params, change), moments), value
+
+    learner, losses = jax.lax.scan(step, learner, jax.random.split(key, STEPS))
+    return learner, losses.mean()
+
+
+def played(params: Any, environment: str, seed: int) -> list[float]:
+    """The returns of some episodes, all played side by side."""
+    best = jax.jit(lambda params, seen: scores(params, seen).argmax(axis=-1))
+    mode = gymnasium.vector.AutoresetMode.DISABLED
+    envs = gymnasium.make_vec(
+        environment, EPISODES, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode}
+    )
+    seen, _ = envs.reset(seed=seed)
+    returns, over = np.zeros(EPISODES), np.zeros(EPISODES, bool)
+    while not over.all():
+        seen, reward, terminated, truncated, _ = envs.step(np.asarray(best(params, seen)))
+        returns += reward * ~over
+        over |= terminated | truncated
+    envs.close()
+    return returns.tolist()
+
+
+def run(path: str) -> dict[str, Any]:
+    """Trains and plays; what came of it."""
+    start = time.perf_counter()
+    dataset = jrb.datasets.open(path)
+    environment = dataset.metadata["env_spec"]["id"]
+    buffer, state = dataset.buffer(batch_size=BATCH)
+    opened = time.perf_counter() - start
+    actions = int(jrb.items(buffer, state)["action"].max()) + 1
+    params = begun(jax.random.key(0), dataset.spec["observation"].shape[-1], actions)
+    learner, losses, returns = (params, optimizer.init(params)), [], []
+    for part in range(PARTS):
+        learner, loss = trained(buffer, state, learner, jax.random.key(part + 1))
+        losses.append(float(loss))
+        returns.append(played(learner[0], environment, seed=1000 * part))
+    return {
+        "set": pathlib.Path(path).name,
+        "environment": environment,
+        "recorded_return": float(dataset.returns().mean()),
+        "losses": losses,
+        "returns": returns,
+        "mean_return": float(np.mean(returns[-1])),
+        "seconds_to_buffer": opened,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def picture(result: dict[str, Any]) -> Any:
+    """Returns over steps of training, beside those that were recorded, as a figure."""
+    figure = extras.require("matplotlib.figure", "demo").Figure((6.4, 4), layout="constrained")
+    axes, steps = figure.subplots(), STEPS * np.arange(1, PARTS + 1)
+    returns = np.array(result["returns"])
+    axes.fill_between(steps, returns.min(axis=1), returns.max(axis=1), alpha=0.2, lw=0)
+    axes.plot(steps, returns.mean(axis=1), marker="o", label="cloned, mean of 20 episodes")
+    axes.axhline(result["recorded_return"], color="grey", ls="--", label="recorded, mean")
+    axes.set(
+        xlabel="steps of training", ylabel="return", ylim=(0, None), title=result["environment"]
+    )
+    axes.legend(loc="lower right")
+    return figure
+
+
+def main() -> None:
+    """Runs, prints, and writes what is asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--set", default=RECORDED, help="of Minari, with numbered actions")
+    parser.add_argument("--plot", help="a PNG of the returns")
+    parser.add_argument("--json", help="where the figures go")
+    options = parser.parse_args()
+    result = run(options.set)
+    print(
+        f"{result['environment']}: recorded {result['recorded_return']:.0f}, cloned "
+        f"{result['mean_return']:.0f}, in {result['seconds']:.0f} s"
+    )
+    if options.plot:
+        picture(result).savefig(options.plot, dpi=150)
+    if options.json:
+        found = {"machine": report.machine(), **result}
+        pathlib.Path(options.json).write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Datasets in other libraries' layouts, written from buffers and from datasets."""
