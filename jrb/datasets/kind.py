@@ -15,7 +15,7 @@ Episode = dict[str, Any]
 """An episode in TED: a nested dict of NumPy arrays `[T, ...]`.
 
 `observation`, `action`, `next: {observation, reward, terminated, truncated}`, and whatever else the
-files have for every step, under its own name.
+files have for every step, under its own name. Without `reward` where the files have none.
 """
 
 Source = Any
@@ -103,6 +103,11 @@ class Indexed(Kind):
     @abc.abstractmethod
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """The episodes of these numbers, in their order."""
+
+
+def rows_of(block: Episode) -> int:
+    """T, the steps of a block."""
+    return len(jax.tree.leaves(block)[0])
 
 
 def spec_of(arrays: Any) -> Any:
