@@ -2,7 +2,8 @@
 
 from jrb.datasets.kind import Kind
 from jrb.datasets.kinds.d4rl import D4RL
+from jrb.datasets.kinds.lerobot import LeRobot
 from jrb.datasets.kinds.table import Tables
 
-OURS: tuple[Kind, ...] = (D4RL(), Tables())
+OURS: tuple[Kind, ...] = (D4RL(), LeRobot(), Tables())
 """The special ones first: several layouts could be read as plain arrays."""

@@ -302,7 +302,8 @@ class Column:
         self._files, self._leaf = files, leaf
         self._batches: Iterator[Any] = iter(())
         self._first = self._stop = self._file = self._group = -1
-        self._starts, self._path, self._held = starts_of([]), files.path, None
+        self._starts, self._path = starts_of([]), files.path
+        self._held: Any = None
         if None in leaf.levels:
             self._leaf = dataclasses.replace(leaf, levels=self._first_lengths())
 

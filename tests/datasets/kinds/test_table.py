@@ -1,6 +1,5 @@
 import itertools
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,6 +11,8 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.feather as feather  # noqa: E402
 import pyarrow.ipc as ipc  # noqa: E402
 import pyarrow.parquet as parquet  # noqa: E402
+
+from tests.datasets.kinds.trees import flat, same  # noqa: E402
 
 LENGTHS = [5, 1, 7, 3, 1, 1, 9, 2, 4, 6, 8, 3]
 STEPS = sum(LENGTHS)
@@ -69,20 +70,6 @@ def expected(leaves, lengths, number):
     found["next/done"] = over
     found["next/valid"] = found["next/terminated"] | ~over
     return found
-
-
-def flat(episode):
-    pairs = jax.tree_util.tree_leaves_with_path(episode)
-    return {"/".join(str(key.key) for key in path): leaf for path, leaf in pairs}
-
-
-def same(found, wanted):
-    found = flat(found)
-    assert found.keys() == wanted.keys()
-    for name, leaf in wanted.items():
-        assert found[name].dtype == leaf.dtype, name
-        assert found[name].shape == leaf.shape, name
-        np.testing.assert_array_equal(found[name], leaf, err_msg=name)
 
 
 def write_parquet(path, table):
