@@ -1,0 +1,1 @@
+"""What buffers hold, written in other libraries' layouts."""
