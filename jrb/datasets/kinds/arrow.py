@@ -87,16 +87,17 @@ class File(abc.ABC):
 
 class _Parquet(File):
     def __init__(self, path: str) -> None:
-        parquet = extras.require("pyarrow.parquet", "datasets")
-        self.path, self._file = path, parquet.ParquetFile(path, memory_map=True)
-        self.schema, about = self._file.schema_arrow, self._file.metadata
-        counts = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
-        self.starts = starts_of(counts)
+        self._parquet = extras.require("pyarrow.parquet", "datasets")
+        file = self._parquet.ParquetFile(path, memory_map=True)
+        self.path, self.schema, self._about = path, file.schema_arrow, file.metadata
+        groups = map(self._about.row_group, range(self._about.num_row_groups))
+        self.starts = starts_of([group.num_rows for group in groups])
 
     def batches(self, group: int, name: str, rows: int) -> Iterator[Any]:
         groups = list(range(group, len(self.starts) - 1))
-        found = self._file.iter_batches(rows, groups, [name], use_threads=False)
-        for batch in found:
+        # A file of its own: how many rows are read at once is kept there for all its columns.
+        file = self._parquet.ParquetFile(self.path, metadata=self._about, memory_map=True)
+        for batch in file.iter_batches(rows, groups, [name], use_threads=False):
             yield batch.column(name)
 
 
@@ -325,8 +326,11 @@ class Column:
     def __getitem__(self, part: slice) -> np.ndarray:
         """These rows, an array of their own."""
         start, stop, _ = part.indices(len(self))
-        pieces = [self._numbers(piece) for piece in self._pieces(start, stop)]
-        return np.concatenate(pieces) if pieces else np.zeros((0, *self.shape[1:]), self.dtype)
+        found, place = np.empty((max(stop - start, 0), *self.shape[1:]), self.dtype), 0
+        for piece in self._pieces(start, stop):
+            found[place : place + len(piece)] = self._numbers(piece)
+            place += len(piece)
+        return found
 
     def _pieces(self, start: int, stop: int) -> Iterator[Any]:
         """Arrow's arrays of these rows, and no others."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import extras
@@ -141,7 +142,7 @@ def features_of(spec: Mapping[str, Any], after: bool, images: bool) -> list[Feat
 
 def _feature(leaf: str, about: Any, images: bool) -> Feature:
     dtype, shape = str(about.dtype), tuple(about.shape)
-    is_key = jax.dtypes.issubdtype(about.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(about.dtype, jax.dtypes.prng_key)
     if is_key or dtype not in (*_DTYPES, *_FLOATS):
         raise ValueError(
             f"leaf '{leaf}': expected a dtype that LeRobot has ({', '.join(_DTYPES)}, "

@@ -4,6 +4,10 @@ import io
 import json
 
 import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("PIL")
 import pyarrow as pa
 import pyarrow.parquet as parquet
 from PIL import Image

@@ -6,6 +6,7 @@ import pytest
 import jrb
 from jrb import datasets
 from jrb.datasets.kinds import arrow
+from jrb.datasets.kinds import flat as layout
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.feather as feather  # noqa: E402
@@ -151,6 +152,23 @@ def test_random_stretches_of_columns(tmp_path, monkeypatch):
             read = columns[name][start:stop]
             np.testing.assert_array_equal(read, leaf[start:stop])
             assert read.dtype == leaf.dtype and read.flags.writeable
+
+
+def test_what_is_held_while_columns_are_read_together_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow, "_PIECE", 100_000)
+    monkeypatch.setattr(layout, "_BLOCK", 200_000)
+    steps = 8000
+    leaves = {
+        "observation": np.ones((steps, 250), np.float32),
+        "action": np.ones(steps, np.float32),
+        "next/terminated": np.arange(steps) % 100 == 99,
+    }
+    parquet.write_table(table_of(leaves), tmp_path / "t", row_group_size=1000)
+    before, most = pa.total_allocated_bytes(), 0
+    for block in datasets.open(tmp_path / "t").blocks():
+        most = max(most, pa.total_allocated_bytes() - before)
+        assert block["observation"].shape[1:] == (250,)
+    assert most < 2_000_000  # of 8 MB
 
 
 def test_only_the_row_groups_that_are_needed_are_read(tmp_path, monkeypatch):
