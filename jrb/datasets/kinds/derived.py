@@ -18,7 +18,7 @@ class Flags:
     Attributes:
         steps: T.
         function: from the columns' values to flags.
-        columns: `[T]` each, of zeros and ones.
+        columns: bool `[T]` each.
     """
 
     steps: int
@@ -44,7 +44,59 @@ class Flags:
         start, stop, _ = part.indices(self.steps)
         if self.function is None:
             return np.zeros(stop - start, bool)
-        return self.function(*(column[start:stop].astype(bool) for column in self.columns))
+        return self.function(*(column[start:stop] for column in self.columns))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flag:
+    """A column of zeros and ones, of any dtype, as flags.
+
+    Attributes:
+        column: `[T]` or `[T, 1]`.
+        name: what it is called, for errors.
+        source: what it is of, for errors.
+
+    Raises:
+        ValueError: it has more than one value for each step.
+    """
+
+    column: Column
+    name: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if np.prod(self.column.shape[1:], dtype=np.int64) != 1:
+            raise ValueError(
+                f"{self.source}: '{self.name}': expected a flag for each step, got "
+                f"{list(self.column.shape[1:])}."
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[T]`."""
+        return (len(self.column),)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Bool."""
+        return np.dtype(bool)
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.column)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """These flags.
+
+        Raises:
+            ValueError: a value is neither 0 nor 1.
+        """
+        found = self.column[part].reshape(-1)
+        if not np.isin(found, (0, 1)).all():
+            raise ValueError(
+                f"{self.source}: '{self.name}': expected flags of 0 and 1, got others."
+            )
+        return found.astype(bool)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

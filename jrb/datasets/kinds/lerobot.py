@@ -16,7 +16,7 @@ import numpy as np
 from jrb._base import checks
 from jrb.datasets.kind import Source
 from jrb.datasets.kinds import arrow, lerobot_meta, pictures
-from jrb.datasets.kinds.derived import Flags, Numbered, Shaped
+from jrb.datasets.kinds.derived import Flag, Flags, Numbered, Shaped
 from jrb.datasets.kinds.flat import Column, Flat, Table
 from jrb.datasets.kinds.lerobot_meta import Meta
 from jrb.datasets.kinds.mapping import to_ted
@@ -60,7 +60,7 @@ class LeRobot(Flat):
         tables = _Tables(source, meta)
         videos, lacking = self._videos(meta, tables.columns)
         columns = tables.columns | {tables.names[name]: each for name, each in videos.items()}
-        flags = {name: columns.pop(name) for name in _FLAGS if name in columns}
+        flags = {name: Flag(columns.pop(name), name, source) for name in _FLAGS if name in columns}
         about = {name: value for name, value in meta.info.items() if not name.endswith("_path")}
         about["tasks"] = meta.tasks
         notes = (*tables.notes(), *lacking, *self._notes(flags))
@@ -91,7 +91,7 @@ class LeRobot(Flat):
         self, about: Mapping[str, Any], paths: list[str], columns: Mapping[str, Column]
     ) -> str | None:
         """Why frames of a video cannot be there; None if they can."""
-        lacking = next((path for path in paths if not os.path.isfile(path)), None)
+        lacking = next((path for path in dict.fromkeys(paths) if not os.path.isfile(path)), None)
         reasons = {
             "videos=False": not self.videos,
             "av is not installed": importlib.util.find_spec("av") is None,
@@ -102,7 +102,7 @@ class LeRobot(Flat):
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _ends(self, flags: Mapping[str, Column], steps: int) -> dict[str, Column]:
+    def _ends(self, flags: Mapping[str, Flag], steps: int) -> dict[str, Column]:
         """How episodes ended."""
         nothing = Flags(steps)
         done, terminated, truncated = (flags.get(name, nothing) for name in _FLAGS)
@@ -113,7 +113,7 @@ class LeRobot(Flat):
             "next/truncated": Flags(steps, _truncated, (done, terminated, truncated)),
         }
 
-    def _notes(self, flags: Mapping[str, Column]) -> tuple[str, ...]:
+    def _notes(self, flags: Mapping[str, Flag]) -> tuple[str, ...]:
         if not flags:
             return ("Nothing tells how episodes ended: all are taken for truncated.",)
         if "next/done" in flags and "next/terminated" not in flags:

@@ -18,6 +18,7 @@ from jrb.datasets.kinds import arrow
 
 INFO = os.path.join("meta", "info.json")
 
+_MOST = 1 << 48  # steps
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{0,2})d?)?\}")
 _V2_DATA = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
 _V2_VIDEO = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
@@ -273,7 +274,7 @@ def _in_order(lines: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
 
 def _lengths(found: Sequence[Any], path: str) -> np.ndarray:
     for number, length in enumerate(found):
-        if type(length) is not int or length < 1:
+        if type(length) is not int or not 0 < length < _MOST:
             raise ValueError(
                 f"{path}: episode {number}: length: expected a number above 0, got {length!r}."
             )

@@ -255,6 +255,9 @@ def test_bad_videos_are_refused(tmp_path):
         datasets.open(tmp_path)[-1]
 
 
+OURS = {"jrb": {"leaf": "../x", "shape": [1]}}
+
+
 def changed(root, change):
     path = root / "meta" / "info.json"
     info = json.loads(path.read_text())
@@ -278,6 +281,7 @@ def changed(root, change):
         ),
         (lambda info: info["features"].update({"../x": VIDEO}), "names without a slash"),
         (lambda info: info["features"]["action"].update(shape=[7]), r"\[7\] for each step"),
+        (lambda info: info["features"]["action"].update(OURS), "expected names of leaves"),
         (lambda info: info.update(total_episodes=13), "total_episodes: expected 12"),
         (lambda info: info.update(total_frames=51), "total_frames: expected 50"),
         (lambda info: info.update(data_path="../{episode_index}"), "within the folder|a path of"),
@@ -317,6 +321,10 @@ def edit(rows, number, **changes):
         (lambda rows: rows[:3] + rows[4:], r"from 0 to 10, got none with the numbers \[3\]"),
         (lambda rows: [], "from 0|expected a table"),
         (lambda rows: edit(rows, 3, length=0), "episode 3: length: expected a number above 0"),
+        (
+            lambda rows: edit(rows, 3, length=1 << 50),
+            "episode 3: length: expected a number above 0",
+        ),
         (lambda rows: edit(rows, 3, length=None), "episode 3: length: expected a number above 0"),
         (lambda rows: edit(rows, 3, episode_index=2), r"with the numbers \[3\]"),
         (lambda rows: edit(rows, 3, episode_index=None), "a number 'episode_index'"),
@@ -369,6 +377,16 @@ def test_tables_of_other_lengths_and_episodes_are_refused(tmp_path):
     (data / "episode_000002.parquet").unlink()
     with pytest.raises(FileNotFoundError, match="episode_000002"):
         datasets.open(tmp_path)[2]
+
+
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [(np.full(50, 0.5), "flags of 0 and 1"), (np.ones((50, 2), bool), "a flag for each step")],
+)
+def test_bad_flags_are_refused(tmp_path, done, told):
+    sets.write_v30(tmp_path, LENGTHS, made() | {"next.done": done})
+    with pytest.raises(ValueError, match=f"'next/done': expected {told}"):
+        datasets.open(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x89PNG none", None])

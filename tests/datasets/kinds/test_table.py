@@ -123,7 +123,7 @@ def test_every_way_of_reading_gives_what_was_written(tmp_path, monkeypatch, writ
 
 def test_files_of_a_folder_follow_each_other_by_numbers(tmp_path):
     leaves = made()
-    table, edges = table_of(leaves), [0, 3, 4, 20, 21, 22, 23, 24, 25, 26, 40, 45, STEPS]
+    table, edges = table_of(leaves), [0, 0, 3, 3, 4, 20, 21, 22, 23, 24, 25, 26, 40, 45, STEPS]
     for number, (start, stop) in enumerate(itertools.pairwise(edges)):
         path = tmp_path / f"part-{number}.{'arrow' if number % 2 else 'parquet'}"
         (write_file if number % 2 else write_parquet)(str(path), table.slice(start, stop - start))
@@ -320,7 +320,7 @@ def uneven():
         ({"action": uneven()}, r"column 'action': expected lists of 2, got some of \[2, 3\]"),
         ({"next__reward": pa.array([None, *[1.0] * (STEPS - 1)])}, "values everywhere, got a null"),
         ({"action": pa.array([None, *[[1.0]] * (STEPS - 1)])}, "values everywhere, got a null"),
-        ({"next__terminated": pa.array([2] * STEPS)}, "a flag for each step"),
+        ({"next__terminated": pa.array([2] * STEPS)}, "flags of 0 and 1"),
         ({"next__terminated": pa.array([[0, 1]] * STEPS)}, "a flag for each step"),
         (
             {"observation__arm": None, "observation__grid": None},

@@ -146,6 +146,16 @@ def test_names_of_lerobot(tmp_path):
     assert found["next/terminated"].tolist() == items["end"].tolist()
 
 
+def test_flags_with_an_axis_are_read_back_without(tmp_path):
+    items = made()
+    flags = {name: items["next"][name] for name in ("done", "terminated", "truncated")}
+    items["next"] |= {name: leaf[:, None] for name, leaf in flags.items()}
+    datasets.write_lerobot(tmp_path / "set", *held(items), fps=20)
+    whole = next(datasets.open(tmp_path / "set").steps(50))["next"]
+    for name, flag in flags.items():
+        np.testing.assert_array_equal(whole[name], flag)
+
+
 def test_files_are_as_lerobot_reads_them(tmp_path):
     items = made()
     items["next"]["reward"][3] = 0
