@@ -187,13 +187,14 @@ def test_only_the_row_groups_that_are_needed_are_read(tmp_path, monkeypatch):
     assert groups == [2, 6, 0]
 
 
-def test_columns_of_no_numbers_are_left_out_and_told(tmp_path):
+@pytest.mark.parametrize("write", WRITERS)
+def test_columns_of_no_numbers_are_left_out_and_told(tmp_path, write):
     leaves = made()
     table = table_of(leaves)
     table = table.append_column("text", pa.array(["a"] * STEPS))
     table = table.append_column("word", pa.array(["a"] * STEPS).dictionary_encode())
     table = table.append_column("when", pa.array([0] * STEPS, pa.timestamp("s")))
-    write_parquet(path := str(tmp_path / "t"), table)
+    write(path := str(tmp_path / "t"), table)
     dataset = datasets.open(path)
     same(dataset[0], expected(leaves, LENGTHS, 0))
     assert any("text (string), word (dict" in note and "when" in note for note in dataset.notes)
