@@ -59,7 +59,7 @@ def refused(path: str) -> Iterator[None]:
     pa = extras.require("pyarrow", "datasets")
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise ValueError(
@@ -96,7 +96,9 @@ class _Parquet(File):
     def batches(self, group: int, name: str, rows: int) -> Iterator[Any]:
         groups = list(range(group, len(self.starts) - 1))
         # A file of its own: how many rows are read at once is kept there for all its columns.
-        file = self._parquet.ParquetFile(self.path, metadata=self._about, memory_map=True)
+        file = self._parquet.ParquetFile(
+            self.path, metadata=self._about, memory_map=True, page_checksum_verification=True
+        )
         for batch in file.iter_batches(rows, groups, [name], use_threads=False):
             yield batch.column(name)
 
@@ -147,10 +149,9 @@ def opened(path: str) -> File:
         raise ValueError(f"{path}: expected a Parquet or Arrow file, got another.")
     with refused(path):
         file = _Parquet(path) if form == "parquet" else _Arrow(path, form == "stream")
-    if len(set(file.schema.names)) < len(file.schema.names):
-        raise ValueError(
-            f"{path}: expected a name of its own for each column, got {file.schema.names}."
-        )
+        names = file.schema.names
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}: expected a name of its own for each column, got {names}.")
     return file
 
 
@@ -358,14 +359,16 @@ class Column:
 
     def _seek(self, number: int, group: int, begin: int) -> None:
         """Begins with a group of rows of a file."""
-        file = self._files.file(number)
-        self._batches = file.batches(group, self._leaf.path[0], self._rows_at_once)
+        file, name = self._files.file(number), self._leaf.path[0]
+        self._check(name in file.schema.names, "a column of this name", "none")
+        self._batches = file.batches(group, name, self._rows_at_once)
         self._first = self._stop = begin + int(self._starts[group])
 
     def _next(self) -> None:
         found = next(self._batches, None)
         if found is None:
             raise ValueError(f"{self._path}: expected more rows of '{self._leaf.name}', got none.")
+        found.validate(full=True)
         self._held = found
         self._first, self._stop = self._stop, self._stop + len(found)
 

@@ -234,7 +234,10 @@ class _Writer:
             self._file += 1
             chunk, file = divmod(self._file, _CHUNK)
             path = self._path(_DATA.format(chunk_index=chunk, file_index=file))
-            self._table, self._size = parquet.ParquetWriter(path, table.schema), 0
+            self._table, self._size = (
+                parquet.ParquetWriter(path, table.schema, write_page_checksum=True),
+                0,
+            )
         self._table.write_table(table, row_group_size=len(table))
         self._size += table.nbytes
 

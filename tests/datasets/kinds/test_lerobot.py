@@ -379,6 +379,14 @@ def test_tables_of_other_lengths_and_episodes_are_refused(tmp_path):
         datasets.open(tmp_path)[2]
 
 
+def test_a_column_that_lacks_in_a_file_is_named(tmp_path):
+    sets.write_v30(tmp_path, LENGTHS, made())
+    path = tmp_path / "data" / "chunk-000" / "file-001.parquet"
+    parquet.write_table(parquet.read_table(path).drop_columns(["observation.force"]), path)
+    with pytest.raises(ValueError, match=r"file-001.parquet: column 'observation.force'.*got none"):
+        list(datasets.open(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("done", "told"),
     [(np.full(50, 0.5), "flags of 0 and 1"), (np.ones((50, 2), bool), "a flag for each step")],

@@ -156,6 +156,18 @@ def test_flags_with_an_axis_are_read_back_without(tmp_path):
         np.testing.assert_array_equal(whole[name], flag)
 
 
+def test_a_changed_byte_of_a_table_is_seen(tmp_path):
+    items = {"action": np.arange(50, dtype=np.float32)[:, None] ** 3, "next": {}}
+    items["next"]["done"] = np.arange(50) == 49
+    datasets.write_lerobot(tmp_path / "set", *held(items), fps=20)
+    path = tmp_path / "set" / "data" / "chunk-000" / "file-000.parquet"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match="expected a whole Parquet"):
+        list(datasets.open(tmp_path / "set"))
+
+
 def test_files_are_as_lerobot_reads_them(tmp_path):
     items = made()
     items["next"]["reward"][3] = 0
