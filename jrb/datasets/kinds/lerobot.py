@@ -7,6 +7,7 @@ of them.
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -179,7 +180,7 @@ class _Tables:
             return pictures.Images(self._files, name)
         column = arrow.Column(self._files, self._leaves[name])
         shape = self._shape(name, column)
-        if np.prod(shape, dtype=np.int64) != np.prod(column.shape[1:], dtype=np.int64):
+        if math.prod(shape) != math.prod(column.shape[1:]):
             raise ValueError(
                 f"{self._files.path}: column '{name}': expected {list(shape)} for each step, as in "
                 f"info.json, got {list(column.shape[1:])}."
@@ -214,4 +215,4 @@ def _ours(about: Mapping[str, Any]) -> tuple[str, tuple[int, ...]] | None:
     leaf, shape = ours.get("leaf"), ours.get("shape")
     if not isinstance(leaf, str) or not isinstance(shape, list):
         return None
-    return (leaf, tuple(shape)) if all(type(size) is int for size in shape) else None
+    return (leaf, tuple(shape)) if all(type(size) is int and size > 0 for size in shape) else None

@@ -280,6 +280,7 @@ def changed(root, change):
             "expected a column 'x'",
         ),
         (lambda info: info["features"].update({"../x": VIDEO}), "names without a slash"),
+        (lambda info: info["features"]["action"].update(shape=[10**30]), "for each step"),
         (lambda info: info["features"]["action"].update(shape=[7]), r"\[7\] for each step"),
         (lambda info: info["features"]["action"].update(OURS), "expected names of leaves"),
         (lambda info: info.update(total_episodes=13), "total_episodes: expected 12"),
