@@ -4,6 +4,7 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Description, Kind
 from jrb.datasets.library import delete, list
 from jrb.datasets.opening import kinds, open
+from jrb.datasets.writing.lerobot import write_lerobot
 from jrb.datasets.writing.minari import write_minari
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "kinds",
     "list",
     "open",
+    "write_lerobot",
     "write_minari",
 ]

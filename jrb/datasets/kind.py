@@ -15,7 +15,7 @@ Episode = dict[str, Any]
 """An episode in TED: a nested dict of NumPy arrays `[T, ...]`.
 
 `observation`, `action`, `next: {observation, reward, terminated, truncated}`, and whatever else the
-files have for every step, under its own name.
+files have for every step, under its own name. Without `reward` where the files have none.
 """
 
 Source = Any

@@ -2,7 +2,9 @@
 
 from jrb.datasets.kind import Kind
 from jrb.datasets.kinds.d4rl import D4RL
+from jrb.datasets.kinds.lerobot import LeRobot
 from jrb.datasets.kinds.minari import Minari
+from jrb.datasets.kinds.table import Tables
 
-OURS: tuple[Kind, ...] = (Minari(), D4RL())
+OURS: tuple[Kind, ...] = (Minari(), LeRobot(), D4RL(), Tables())
 """The special ones first: several layouts could be read as plain arrays."""

@@ -1,0 +1,63 @@
+"""Parquet and Arrow tables with a row for each step: one file, or a folder of them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from jrb.datasets.kind import Source
+from jrb.datasets.kinds import arrow
+from jrb.datasets.kinds.flags import read_flags
+from jrb.datasets.kinds.flat import Column, Flat, Table
+from jrb.datasets.kinds.mapping import to_ted
+from jrb.keys import Keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables(Flat):
+    """Tables: Parquet, Feather, Arrow's files and streams.
+
+    Columns hold numbers, lists of one length, or structs of these. The files of a folder follow
+    each other by the numbers in their names.
+
+    An observation is needed, and something that tells where episodes end: a column of flags, or one
+    with the episode's number. Rewards and actions may lack.
+
+    Attributes:
+        mapping: from names of columns to fields of `jrb.Keys` or leaves of TED, or `jrb.Keys`; None
+            where the names are usual ones. See `mapping.to_ted`.
+    """
+
+    name: ClassVar[str] = "table"
+    looks_for: ClassVar[str] = "a Parquet or Arrow file with a row a step, or a folder of them"
+
+    mapping: Mapping[str, Any] | Keys | None = None
+
+    def recognises(self, source: Source) -> bool:
+        """Whether there is such a file."""
+        return bool(arrow.tables(source))
+
+    @contextlib.contextmanager
+    def table(self, source: Source) -> Iterator[Table]:
+        """The columns, which read what they are asked for."""
+        paths = arrow.tables(source)
+        if not paths:
+            raise ValueError(f"{source}: expected Parquet or Arrow files, found none.")
+        files = arrow.Files(paths)
+        if not files.starts[-1]:
+            raise ValueError(f"{source}: expected rows, found none.")
+        leaves, others = arrow.leaves(files.schema)
+        names = to_ted([leaf.name for leaf in leaves], self.mapping, source)
+        columns: dict[str, Column] = {
+            names[leaf.name]: arrow.Column(files, leaf) for leaf in leaves
+        }
+        if not any(name.split("/")[0] == "observation" for name in columns):
+            raise ValueError(
+                f"{source}: expected a column for the observation, got {sorted(names)}. Name it "
+                'with mapping={"...": "observation"}.'
+            )
+        flags = read_flags(columns, source)
+        columns.pop("next/done", None)
+        ends = {"next/terminated": flags.terminated, "next/truncated": flags.truncated}
+        notes = (*flags.notes, *arrow.left_out(others))
+        yield Table(columns | ends, flags.ends, flags.facts, notes=notes)
