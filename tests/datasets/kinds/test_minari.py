@@ -20,6 +20,8 @@ import jrb.datasets
 from jrb.datasets.kinds.minari import Minari
 from tests.datasets.kinds import minari_sets as sets
 
+pytestmark = pytest.mark.interop
+
 CARTPOLE = pathlib.Path(__file__).parents[2] / "data" / "minari" / "cartpole-v0"
 FORMATS = ("hdf5", "arrow", "parquet")
 
@@ -344,7 +346,7 @@ def test_damaged_files_are_refused(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"main_data\.hdf5|no kind recognises"):
             list(jrb.datasets.open(folder))
-    for _ in range(200):
+    for _ in range(60):
         changed = bytearray(whole)
         for place in rng.integers(0, len(whole), 5):
             changed[place] = rng.integers(0, 256)

@@ -24,6 +24,8 @@ from jrb._store import files
 from jrb.datasets.writing import minari_episodes
 from tests.datasets.kinds import minari_sets as sets
 
+pytestmark = pytest.mark.interop
+
 CARTPOLE = pathlib.Path(__file__).parents[2] / "data" / "minari" / "cartpole-v0"
 
 
@@ -86,6 +88,7 @@ def loaded(path):
     return list(minari.MinariDataset(os.path.join(path, "data")).iterate_episodes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("capacity", "envs", "count"), [(40, None, 30), (20, None, 35), (21, 3, 10)]
