@@ -129,7 +129,16 @@ class Dataset(Sequence[Episode]):
                 yield jax.tree.map(operator.itemgetter(row), block)
 
     def returns(self) -> np.ndarray:
-        """float64 `[K]`, the sum of the rewards of each episode; reads nothing else of it."""
+        """float64 `[K]`, the sum of the rewards of each episode; reads nothing else of it.
+
+        Raises:
+            ValueError: there are no rewards in the files.
+        """
+        if "reward" not in self.spec["next"]:
+            raise ValueError(
+                f"returns: expected a leaf 'next/reward', got a set of kind '{self.kind.name}' "
+                f"without rewards, with the leaves {pytree.leaf_names(self.spec)}."
+            )
         rewards = self.kind.rewards(self.source, self.numbers.tolist())
         lengths = self.lengths.tolist()
         found = [

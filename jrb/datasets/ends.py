@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jrb.datasets.kind import Episode
+from jrb.datasets.kind import Episode, rows_of
 
 
 class Ends:
@@ -35,7 +35,7 @@ class Ends:
         """The blocks with `next/done`, and with `next/valid` or without the steps that lack it."""
         place = 0
         for block in blocks:
-            steps = len(block["next"]["reward"])
+            steps = rows_of(block)
             over, lacking = (_within(all_, place, steps) for all_ in (self._over, self._lacking))
             yield self._put(block, over, lacking)
             place += steps

@@ -15,7 +15,7 @@ Episode = dict[str, Any]
 """An episode in TED: a nested dict of NumPy arrays `[T, ...]`.
 
 `observation`, `action`, `next: {observation, reward, terminated, truncated}`, and whatever else the
-files have for every step, under its own name.
+files have for every step, under its own name. Without `reward` where the files have none.
 """
 
 Source = Any
@@ -64,6 +64,10 @@ class Kind(abc.ABC):
     def recognises(self, source: Source) -> bool:
         """Whether this is of the kind, by what is in it; looks at names and shapes only."""
 
+    def settle(self, source: Source) -> Source:
+        """The source as it is kept, for what is no path; here, as it is."""
+        return source
+
     @abc.abstractmethod
     def describe(self, source: Source) -> Description:
         """What there is; does not read what is large."""
@@ -103,6 +107,11 @@ class Indexed(Kind):
     @abc.abstractmethod
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """The episodes of these numbers, in their order."""
+
+
+def rows_of(block: Episode) -> int:
+    """T, the steps of a block."""
+    return len(jax.tree.leaves(block)[0])
 
 
 def spec_of(arrays: Any) -> Any:
