@@ -195,7 +195,7 @@ def flags_of(source: Source, name: str, column: Column) -> np.ndarray:
             f"({len(column)},), got {column.shape}."
         )
     found = column[:].reshape(-1)
-    if not np.isin(found, (0, 1)).all():
+    if found.dtype != bool and not ((found == 0) | (found == 1)).all():
         raise ValueError(f"{source}: '{name}': expected flags, 0 and 1, got other values.")
     return found.astype(bool)
 

@@ -1,0 +1,1 @@
+"""What a buffer holds, written in other libraries' layouts."""
