@@ -72,8 +72,8 @@ class D4RL(Flat):
             flags, notes = self._flags(source, columns)
             ends = ends_of(flags["next/terminated"] | flags["next/truncated"])
             about = hdf5.strings(file)
-            if isinstance(hdf5.own(file, "metadata"), h5py.Group):
-                about |= hdf5.strings(file["metadata"])
+            if isinstance(metadata := hdf5.own(file, "metadata"), h5py.Group):
+                about |= hdf5.strings(metadata)
             notes += left_out_note(every.keys() - found.keys())
             yield Table(columns | flags, ends, metadata=about, notes=notes)
 

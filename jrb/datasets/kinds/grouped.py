@@ -129,11 +129,10 @@ def places_in(path: str, group: h5py.Group, pattern: re.Pattern[str]) -> list[Pl
     Raises:
         ValueError: none, or two of one number.
     """
-    names = {name: pattern.fullmatch(name) for name in group}
+    names = {name: pattern.fullmatch(name) for name in map(str, group)}
+    above = str(group.name).rstrip("/")
     found = [
-        Place(path, f"{group.name.rstrip('/')}/{name}", int(match[1]))
-        for name, match in names.items()
-        if match
+        Place(path, f"{above}/{name}", int(match[1])) for name, match in names.items() if match
     ]
     found.sort(key=operator.attrgetter("number"))
     numbers = [place.number for place in found]

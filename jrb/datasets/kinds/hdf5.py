@@ -48,7 +48,7 @@ def top(path: Any) -> dict[str, Any]:
         return {}
     try:
         with opened(path) as file:
-            entries = {name: own(file, name) for name in file}
+            entries = {name: own(file, name) for name in map(str, file)}
             return {name: _about(entry) for name, entry in entries.items() if entry is not None}
     except (ValueError, OSError):
         return {}
@@ -79,7 +79,7 @@ def below(group: h5py.Group) -> dict[str, h5py.Dataset]:
 def _below(
     group: h5py.Group, prefix: str, above: tuple[h5py.Group, ...]
 ) -> Iterator[tuple[str, h5py.Dataset]]:
-    for name in group:
+    for name in map(str, group):
         entry = own(group, name)
         if isinstance(entry, h5py.Dataset):
             yield prefix + name, entry
@@ -107,7 +107,7 @@ def is_numeric(dataset: h5py.Dataset) -> bool:
 def strings(group: h5py.Group) -> dict[str, Any]:
     """The texts and single numbers below a group, and its attributes, as Python values."""
     found: dict[str, Any] = {name: plain(value) for name, value in group.attrs.items()}
-    for name in group:
+    for name in map(str, group):
         entry = own(group, name)
         if isinstance(entry, h5py.Dataset) and entry.shape == () and not entry.external:
             found[name] = plain(entry[()])

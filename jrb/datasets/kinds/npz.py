@@ -154,7 +154,7 @@ class Packed:
             self._file = self._archive.open(self._info)
         if not len(self._last) or start != self._place:
             self._file.seek(self._header.size + start * (rows.nbytes // len(rows)))
-        target = memoryview(rows).cast("B")
+        target = memoryview(rows.data).cast("B")
         found = self._file.read(len(target))
         if len(found) != len(target):
             what = self._info.filename

@@ -138,7 +138,7 @@ def _glance(found: Read) -> tuple[Any, int, bool, Leaves, set[str], bool]:
 
 
 def _begun(source: Any) -> Iterable[Any]:
-    return source() if callable(source) and not isinstance(source, Iterable) else source
+    return source if isinstance(source, Iterable) else source()
 
 
 def _changed(expected: str, got: Any) -> ValueError:

@@ -52,7 +52,7 @@ class Robomimic(Grouped):
             return False
         try:
             with hdf5.opened(source) as file:
-                return any(map(_DEMO.fullmatch, file["data"]))
+                return any(map(_DEMO.fullmatch, hdf5.own(file, "data")))
         except (ValueError, OSError):
             return False
 
@@ -83,7 +83,7 @@ class Robomimic(Grouped):
 
 
 def _attributes(file: h5py.File) -> list[tuple[str, Any]]:
-    return [*file.attrs.items(), *file["data"].attrs.items()]
+    return [*file.attrs.items(), *hdf5.own(file, "data").attrs.items()]
 
 
 def _parsed(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """D4RL: one HDF5 file, arrays of all steps."""
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import h5py
 import jax
@@ -67,7 +67,8 @@ def _put(file: h5py.File, place: int, piece: Piece) -> None:
     arrays = {_in_file(name): leaf for name, leaf in piece.leaves.items()}
     arrays |= {"terminals": piece.terminated, "timeouts": piece.truncated}
     for name, array in arrays.items():
-        file[name][place : place + len(array)] = array
+        column = cast(h5py.Dataset, file[name])
+        column[place : place + len(array)] = array
 
 
 def _in_file(name: str) -> str:
