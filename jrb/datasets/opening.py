@@ -38,8 +38,7 @@ def open(
     """
     checks.choice("final", final, ("keep", "drop"))
     source = _settled(source)
-    found = _configured(_chosen(source, kind), options)
-    source = found.settle(source)
+    found = _configured(_chosen(source, kind), options).pinned(source)
     description = found.describe(source)
     return Dataset(source, found, description, np.arange(len(description.lengths)), final)
 

@@ -79,15 +79,10 @@ class Table:
         return spec_of(nest(leaves))
 
     @property
-    def cut(self) -> np.ndarray | None:
-        """Bool `[K]`: see `Description.cut`."""
-        if self.has_next:
-            return None
-        terminated = self.columns["next/terminated"][:]
-        return np.array(
-            [end > start and not terminated[end - 1] for start, end in _bounds(self)],
-            bool,
-        )
+    def terminated(self) -> np.ndarray:
+        """Bool `[K]`: whether the last step of each episode says so."""
+        flags = self.columns["next/terminated"][:]
+        return np.array([end > start and flags[end - 1] for start, end in _bounds(self)], bool)
 
     @property
     def _seen(self) -> list[str]:
@@ -128,9 +123,12 @@ class Flat(Indexed):
         """What there is, from the shapes and the ends of episodes."""
         with self.table(source) as table:
             lengths = np.diff(table.ends, prepend=0).astype(np.int64)
-            return Description(
-                table.spec, lengths, table.cut, table.facts, table.metadata, table.notes
-            )
+            cut = None if table.has_next else ~self._terminated(table)
+            return Description(table.spec, lengths, cut, table.facts, table.metadata, table.notes)
+
+    def _terminated(self, table: Table) -> np.ndarray:
+        """Bool `[K]`: whether the last step of each episode says so."""
+        return table.terminated
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """The episodes of these numbers."""

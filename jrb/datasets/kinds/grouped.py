@@ -77,7 +77,7 @@ class Grouped(Indexed):
             first = table.spec if first is None else first
             _check_same(place, table.spec, first)
             lengths.append(int(table.ends[0]))
-            cuts.append(table.cut is not None and bool(table.cut[0]))
+            cuts.append(not table.has_next and not table.terminated[0])
             left_out |= others
         notes += left_out_note(left_out)
         return Description(

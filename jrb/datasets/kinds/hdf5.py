@@ -11,6 +11,8 @@ import numpy as np
 from jrb.datasets.kinds.names import check_names
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LARGE = 1 << 28  # bytes, from which on an array is looked at before it is read
+_MOST_RATIO = 1032  # that a filter of HDF5 can pack
 
 
 def is_hdf5(path: Any) -> bool:
@@ -82,6 +84,7 @@ def _below(
     for name in map(str, group):
         entry = own(group, name)
         if isinstance(entry, h5py.Dataset):
+            _check_size(entry)
             yield prefix + name, entry
         elif isinstance(entry, h5py.Group):
             if entry in above:
@@ -90,6 +93,19 @@ def _below(
                     "itself."
                 )
             yield from _below(entry, f"{prefix}{name}/", (*above, entry))
+
+
+def _check_size(dataset: h5py.Dataset) -> None:
+    """Refuses an array that says it is larger than what is stored of it could be."""
+    if dataset.shape is None or dataset.nbytes < _LARGE or dataset.external or dataset.is_virtual:
+        return
+    stored = dataset.id.get_storage_size()
+    filters = dataset.id.get_create_plist().get_nfilters()
+    if dataset.nbytes > stored * _MOST_RATIO**filters:
+        raise ValueError(
+            f"{dataset.file.filename}: '{dataset.name}': expected {dataset.nbytes} bytes, which "
+            f"its shape {dataset.shape} takes, got {stored}. The file may be cut or damaged."
+        )
 
 
 def own(group: h5py.Group, name: str) -> Any:

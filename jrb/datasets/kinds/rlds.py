@@ -86,7 +86,7 @@ class RLDS(Kind):
 
     def recognises(self, source: Source) -> bool:
         """Whether the first episode has steps; of an iterator, which would lose it, its type."""
-        if isinstance(source, Iterator | Episodes):
+        if isinstance(source, Iterator):
             return True
         if isinstance(source, str | bytes | Mapping) or not (
             callable(source) or isinstance(source, Iterable)
@@ -94,13 +94,13 @@ class RLDS(Kind):
             return False
         return is_episode(next(iter(_begun(source)), None))
 
-    def settle(self, source: Source) -> Episodes:
-        """Episodes that can be gone through again."""
-        return source if isinstance(source, Episodes) else Episodes(source)
+    def pinned(self, source: Source) -> "Pinned":
+        """The kind of these episodes, which takes those of an iterator into memory."""
+        return Pinned(Episodes(source))
 
     def describe(self, source: Source) -> Description:
         """What there is, by going through all of it."""
-        episodes = self.settle(source)
+        episodes = self._of(source)
         told = [_glance(found) for found in episodes]
         if not told:
             raise ValueError("rlds: expected one episode or more, got none.")
@@ -119,17 +119,38 @@ class RLDS(Kind):
 
     def episodes(self, source: Source) -> Iterator[Episode]:
         """All episodes."""
-        for found in self.settle(source):
+        for found in self._of(source):
             yield found.items
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """The episodes of these numbers; of what is no sequence, by going through all."""
-        episodes = self.settle(source)
+        episodes = self._of(source)
         if not episodes.is_sequence:
-            yield from super().pick(episodes, numbers)
+            yield from super().pick(source, numbers)
             return
         for found in episodes.pick(numbers):
             yield found.items
+
+    def _of(self, source: Source) -> Episodes:
+        return Episodes(source)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pinned(RLDS):
+    """Episodes of RLDS that are told, whatever the source has become.
+
+    Attributes:
+        told: the episodes.
+    """
+
+    told: Episodes
+
+    def pinned(self, source: Source) -> "Pinned":
+        """The same."""
+        return self
+
+    def _of(self, source: Source) -> Episodes:
+        return self.told
 
 
 def _glance(found: Read) -> tuple[Any, int, bool, Leaves, set[str], bool]:

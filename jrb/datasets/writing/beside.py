@@ -13,12 +13,14 @@ def written_beside(path: str | os.PathLike[str]) -> Iterator[str]:
     """The path of an empty file, which is renamed to `path` at the end, or removed after an error.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        ValueError: there is something at `path`.
         FileNotFoundError: there is no folder for it.
     """
     whole = os.path.abspath(os.path.expanduser(os.fspath(path)))
     if os.path.lexists(whole):
-        raise FileExistsError(f"{whole}: expected a path at which nothing is. Remove it first.")
+        raise ValueError(
+            f"{whole}: expected nothing there, found something. Write to another path."
+        )
     folder, name = os.path.split(whole)
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"{folder}: expected a folder to write {name!r} in. Make it first.")

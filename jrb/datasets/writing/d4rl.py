@@ -39,8 +39,9 @@ def write_d4rl(path: str | os.PathLike[str], buffer: ReplayBuffer, state: Buffer
         state: is only read; what lies in it is written as it is stored.
 
     Raises:
-        FileExistsError: there is something at the path.
-        ValueError: no steps, no such arrays, or a dtype that HDF5 lacks.
+        ValueError: there is something at the path, there are no steps or no such arrays, or they
+            have a dtype that HDF5 lacks.
+        FileNotFoundError: there is no folder for it.
     """
     found = episodes(buffer, state)
     spec = buffer.stored(state)

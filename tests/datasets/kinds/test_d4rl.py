@@ -246,3 +246,14 @@ def test_a_group_in_itself_is_refused(tmp_path):
         group["again"] = group
     with pytest.raises(ValueError, match="in itself"):
         jrb.datasets.open(path)
+
+
+@pytest.mark.parametrize("chunks", [None, (1 << 20,)])
+def test_a_shape_that_nothing_is_stored_of_is_refused(tmp_path, chunks):
+    arrays = arrays_of([2, 2], [True, False])
+    del arrays["terminals"]
+    path = write(tmp_path / "a.h5", arrays)
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("terminals", (1 << 40,), np.uint8, chunks=chunks)
+    with pytest.raises(ValueError, match=r"'/terminals': expected 1099511627776 bytes.*got 0"):
+        jrb.datasets.open(path)

@@ -140,11 +140,11 @@ def test_what_the_layout_lacks_is_refused(tmp_path):
 def test_what_is_there_stays(tmp_path):
     path = tmp_path / "a.hdf5"
     path.write_text("mine")
-    with pytest.raises(FileExistsError, match="nothing is"):
+    with pytest.raises(ValueError, match="found something"):
         jrb.datasets.write_d4rl(path, *filled(episodes_of(0)))
     assert path.read_text() == "mine"
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(FileExistsError, match="nothing is"):
+    with pytest.raises(ValueError, match="found something"):
         jrb.datasets.write_d4rl(tmp_path / "link", *filled(episodes_of(0)))
     with pytest.raises(FileNotFoundError, match="Make it first"):
         jrb.datasets.write_d4rl(tmp_path / "no" / "a.hdf5", *filled(episodes_of(0)))
