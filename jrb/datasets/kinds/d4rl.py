@@ -15,13 +15,13 @@ import numpy as np
 from jrb._base import checks
 from jrb.datasets.kind import Source
 from jrb.datasets.kinds import hdf5
+from jrb.datasets.kinds.derived import Flag
 from jrb.datasets.kinds.flat import (
     Column,
     Flat,
     Table,
     check_lengths,
     ends_of,
-    flags_of,
     left_out_note,
     needed,
 )
@@ -81,7 +81,7 @@ class D4RL(Flat):
         self, source: Source, columns: dict[str, Column]
     ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
         """Both flags of each step, bool `[T]`, and what is to be said of them."""
-        flags = {name: flags_of(source, name, columns[name]) for name in _FLAGS if name in columns}
+        flags = {name: Flag(columns[name], name, source)[:] for name in _FLAGS if name in columns}
         if "next/truncated" not in flags:
             flags["next/truncated"] = _after(flags["next/terminated"], self.horizon)
             return flags, (_said(self.horizon),)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jrb.datasets.kinds.derived import Flag
 from jrb.datasets.kinds.flat import Column, ends_of
 
 _TERMINATED, _TRUNCATED, _DONE = "next/terminated", "next/truncated", "next/done"
@@ -44,7 +45,7 @@ def read_flags(columns: Mapping[str, Column], source: Any) -> Flags:
         ValueError: there is none of them, flags are not 0 and 1, or steps of an episode lie apart.
     """
     names = [name for name in (_TERMINATED, _TRUNCATED, _DONE) if name in columns]
-    given = {name: _flags(name, columns[name], source) for name in names}
+    given = {name: Flag(columns[name], name, source)[:] for name in names}
     if not given and _EPISODE not in columns:
         raise ValueError(
             f"{source}: expected something that tells where episodes end (done, terminated, "
@@ -68,16 +69,6 @@ def _notes(given: Mapping[str, np.ndarray]) -> tuple[str, ...]:
         other = ", unless they are truncated" if _TRUNCATED in given else ""
         return (f"Steps that are done are taken for terminated{other}.",)
     return ()
-
-
-def _flags(name: str, column: Column, source: Any) -> np.ndarray:
-    found = column[:]
-    if found.size != len(found) or not np.isin(found, (0, 1)).all():
-        raise ValueError(
-            f"{source}: '{name}': expected a flag for each step, got {found.dtype} "
-            f"{list(found.shape)}{' with others than 0 and 1' * (found.size == len(found))}."
-        )
-    return found.astype(bool).reshape(-1)
 
 
 def _numbers(columns: Mapping[str, Column], source: Any) -> np.ndarray | None:

@@ -181,23 +181,6 @@ def ends_of(over: np.ndarray) -> np.ndarray:
     return ends.astype(np.int64)
 
 
-def flags_of(source: Source, name: str, column: Column) -> np.ndarray:
-    """Bool `[T]`, a flag of each step, of a column `[T]` or `[T, 1]`.
-
-    Raises:
-        ValueError: it is of another shape, or has other values than 0 and 1.
-    """
-    if np.prod(column.shape[1:], dtype=np.int64) != 1:
-        raise ValueError(
-            f"{source}: '{name}': expected one flag for each step, of shape "
-            f"({len(column)},), got {column.shape}."
-        )
-    found = column[:].reshape(-1)
-    if found.dtype != bool and not ((found == 0) | (found == 1)).all():
-        raise ValueError(f"{source}: '{name}': expected flags, 0 and 1, got other values.")
-    return found.astype(bool)
-
-
 def needed(source: Source, found: Iterable[str], names: Iterable[str]) -> None:
     """Refuses files that lack a column.
 

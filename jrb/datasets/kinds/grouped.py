@@ -16,11 +16,11 @@ import numpy as np
 
 from jrb.datasets.kind import Description, Episode, Indexed, Source
 from jrb.datasets.kinds import hdf5
+from jrb.datasets.kinds.derived import Flag
 from jrb.datasets.kinds.flat import (
     Column,
     Table,
     check_lengths,
-    flags_of,
     left_out_note,
     needed,
 )
@@ -117,7 +117,7 @@ class Grouped(Indexed):
                 f"{where}: expected observations of one step or more, got {steps} steps of "
                 f"{list(found)}."
             )
-        over = flags_of(where, _OVER, columns[_OVER])
+        over = Flag(columns[_OVER], _OVER, where)[:]
         flags = {_OVER: over, "next/truncated": np.zeros_like(over)}
         others = {name for name in every if self.leaf_of(name) not in columns}
         return Table(columns | flags, np.array([steps])), others

@@ -18,13 +18,13 @@ import numpy as np
 
 from jrb.datasets.kind import Description, Episode, Source
 from jrb.datasets.kinds import npz
+from jrb.datasets.kinds.derived import Flag
 from jrb.datasets.kinds.flat import (
     Column,
     Flat,
     Table,
     check_lengths,
     ends_of,
-    flags_of,
     left_out_note,
     needed,
 )
@@ -60,7 +60,7 @@ class OGBench(Flat):
             columns: dict[str, Column] = {
                 _NAMES.get(name, name): leaf for name, leaf in archive.columns.items()
             }
-            ends = ends_of(flags_of(source, "terminals", columns.pop("terminals")))
+            ends = ends_of(Flag(columns.pop("terminals"), "terminals", source)[:])
             _check_rows(source, ends)
             padding = np.zeros(int(ends[-1]) if len(ends) else 0, bool)
             padding[ends - 1] = True

@@ -180,9 +180,9 @@ BAD = {
     "missing": (without("actions"), {}, "expected an array 'actions'"),
     "lengths": (cut("rewards"), {}, "arrays of one length.*'rewards': 3"),
     "infos": (lambda a: {**a, "infos/x": np.zeros(3)}, {}, "arrays of one length.*'infos/x': 3"),
-    "shape": (lambda a: {**a, "terminals": np.zeros((4, 2))}, {}, r"one flag.*\(4, 2\)"),
-    "values": (lambda a: {**a, "timeouts": np.full(4, 7)}, {}, "flags, 0 and 1"),
-    "nan": (lambda a: {**a, "terminals": np.full(4, np.nan)}, {}, "flags, 0 and 1"),
+    "shape": (lambda a: {**a, "terminals": np.zeros((4, 2))}, {}, r"a flag for each step.*\[2\]"),
+    "values": (lambda a: {**a, "timeouts": np.full(4, 7)}, {}, "flags of 0 and 1"),
+    "nan": (lambda a: {**a, "terminals": np.full(4, np.nan)}, {}, "flags of 0 and 1"),
     "horizon": (lambda a: a, {"horizon": 3}, "its own 'timeouts'"),
     "scalar": (lambda a: {**a, "rewards": np.float32(1)}, {}, "expected an array 'rewards'"),
 }

@@ -74,7 +74,7 @@ BAD = {
     "missing": (lambda a: {**a, "actions": None}, "expected an array 'actions'"),
     "lengths": (lambda a: {**a, "qpos": a["qpos"][:-1]}, "arrays of one length.*'qpos': 6"),
     "one row": (lambda a: {**a, "terminals": np.ones(7, bool)}, "two rows or more.*episode 0"),
-    "values": (lambda a: {**a, "terminals": np.arange(7)}, "flags, 0 and 1"),
+    "values": (lambda a: {**a, "terminals": np.arange(7)}, "flags of 0 and 1"),
 }
 
 

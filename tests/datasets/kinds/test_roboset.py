@@ -121,7 +121,7 @@ BAD = {
     "lengths": ({"Trial0": wrong(rewards=np.zeros(3))}, "Trial0.*arrays of one length"),
     "none": ({"Trial0": {name: array[:0] for name, array in wrong().items()}}, "one step or more"),
     "other": ({"Trial0": wrong(), "Trial1": wrong(actions=np.zeros((4, 9)))}, "Trial1.*the leaves"),
-    "flag": ({"Trial0": wrong(done=np.full(4, 3))}, "flags, 0 and 1"),
+    "flag": ({"Trial0": wrong(done=np.full(4, 3))}, "flags of 0 and 1"),
 }
 
 
