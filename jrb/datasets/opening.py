@@ -22,8 +22,9 @@ def open(
     """Opens a dataset, whatever library wrote it; reads no more than tells what is there.
 
     Args:
-        source: the path of a file, or of a folder. For RLDS also episodes: a sequence of them, or a
-            function that returns an iterator.
+        source: the path of a file, or of a folder. For RLDS episodes: a sequence of them, anything
+            else that can be gone through again and again, a function that returns an iterator, or
+            an iterator, which is taken into memory.
         kind: the name of a kind, or one of your own (`jrb.datasets.Kind`); None to recognise it by
             what is in the files.
         final: what happens to a last step whose next observation is in no file, of an episode that
@@ -37,7 +38,7 @@ def open(
     """
     checks.choice("final", final, ("keep", "drop"))
     source = _settled(source)
-    found = _configured(_chosen(source, kind), options)
+    found = _configured(_chosen(source, kind), options).pinned(source)
     description = found.describe(source)
     return Dataset(source, found, description, np.arange(len(description.lengths)), final)
 

@@ -15,7 +15,16 @@ import numpy as np
 from jrb._base import checks
 from jrb.datasets.kind import Source
 from jrb.datasets.kinds import hdf5
-from jrb.datasets.kinds.flat import Column, Flat, Table, check_lengths, ends_of
+from jrb.datasets.kinds.derived import Flag
+from jrb.datasets.kinds.flat import (
+    Column,
+    Flat,
+    Table,
+    check_lengths,
+    ends_of,
+    left_out_note,
+    needed,
+)
 
 _NAMES = {
     "observations": "observation",
@@ -48,26 +57,40 @@ class D4RL(Flat):
             checks.count("horizon", self.horizon)
 
     def recognises(self, source: Source) -> bool:
-        """Whether the names are there."""
-        return set(_NEEDED) <= hdf5.top(source).keys()
+        """Whether the arrays are there."""
+        return set(_NEEDED) <= {name for name, about in hdf5.top(source).items() if about}
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """The columns."""
         with hdf5.opened(source) as file:
-            found = {name: leaf for name, leaf in hdf5.leaves(file).items() if _is_step(name)}
+            every = {name: leaf for name, leaf in hdf5.below(file).items() if _is_step(name)}
+            found = {name: leaf for name, leaf in every.items() if hdf5.is_numeric(leaf)}
+            needed(source, found, _NEEDED)
+            check_lengths(source, found)
             columns: dict[str, Column] = {_name(name): leaf for name, leaf in found.items()}
-            check_lengths(source, columns)
-            flags = {name: _flags(columns[name]) for name in _FLAGS if name in columns}
-            notes = ()
-            if "next/truncated" not in flags:
-                flags["next/truncated"] = _after(flags["next/terminated"], self.horizon)
-                notes = (_said(self.horizon),)
+            flags, notes = self._flags(source, columns)
             ends = ends_of(flags["next/terminated"] | flags["next/truncated"])
             about = hdf5.strings(file)
-            if isinstance(file.get("metadata"), h5py.Group):
-                about |= hdf5.strings(file["metadata"])
+            if isinstance(metadata := hdf5.own(file, "metadata"), h5py.Group):
+                about |= hdf5.strings(metadata)
+            notes += left_out_note(every.keys() - found.keys())
             yield Table(columns | flags, ends, metadata=about, notes=notes)
+
+    def _flags(
+        self, source: Source, columns: dict[str, Column]
+    ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+        """Both flags of each step, bool `[T]`, and what is to be said of them."""
+        flags = {name: Flag(columns[name], name, source)[:] for name in _FLAGS if name in columns}
+        if "next/truncated" not in flags:
+            flags["next/truncated"] = _after(flags["next/terminated"], self.horizon)
+            return flags, (_said(self.horizon),)
+        if self.horizon is not None:
+            raise ValueError(
+                f"{source}: horizon: expected None for a file with its own 'timeouts', got "
+                f"{self.horizon}. Leave it out."
+            )
+        return flags, ()
 
 
 def _is_step(name: str) -> bool:
@@ -76,10 +99,6 @@ def _is_step(name: str) -> bool:
 
 def _name(name: str) -> str:
     return _NAMES.get(name) or "info" + name.removeprefix("infos")
-
-
-def _flags(column: Column) -> np.ndarray:
-    return column[:].astype(bool).reshape(-1)
 
 
 def _after(terminated: np.ndarray, horizon: int | None) -> np.ndarray:

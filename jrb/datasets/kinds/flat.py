@@ -7,7 +7,7 @@ import abc
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,6 +70,24 @@ class Table:
         """Whether the next observations are there."""
         return any(name.split("/")[:2] == ["next", "observation"] for name in self.columns)
 
+    @property
+    def spec(self) -> Any:
+        """Of one step, in TED."""
+        leaves = dict(self.columns)
+        if not self.has_next:
+            leaves |= {"next/" + name: self.columns[name] for name in self._seen}
+        return spec_of(nest(leaves))
+
+    @property
+    def terminated(self) -> np.ndarray:
+        """Bool `[K]`: whether the last step of each episode says so."""
+        flags = self.columns["next/terminated"][:]
+        return np.array([end > start and flags[end - 1] for start, end in _bounds(self)], bool)
+
+    @property
+    def _seen(self) -> list[str]:
+        return [name for name in self.columns if name.split("/")[0] == _SEEN]
+
     def rows(self, start: int, stop: int) -> Episode:
         """The steps from `start` to `stop`, in TED."""
         reach = min(stop + 1, int(self.ends[-1]))
@@ -104,26 +122,13 @@ class Flat(Indexed):
     def describe(self, source: Source) -> Description:
         """What there is, from the shapes and the ends of episodes."""
         with self.table(source) as table:
-            spec = dict(table.columns)
-            cut = None
-            if not table.has_next:
-                spec |= {
-                    "next/" + name: column
-                    for name, column in table.columns.items()
-                    if name.split("/")[0] == _SEEN
-                }
-                cut = ~self._terminated(table)
             lengths = np.diff(table.ends, prepend=0).astype(np.int64)
-            return Description(
-                spec_of(nest(spec)), lengths, cut, table.facts, table.metadata, table.notes
-            )
+            cut = None if table.has_next else ~self._terminated(table)
+            return Description(table.spec, lengths, cut, table.facts, table.metadata, table.notes)
 
     def _terminated(self, table: Table) -> np.ndarray:
         """Bool `[K]`: whether the last step of each episode says so."""
-        terminated = table.columns["next/terminated"][:]
-        return np.array(
-            [end > start and terminated[end - 1] for start, end in _bounds(table)], bool
-        )
+        return table.terminated
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """The episodes of these numbers."""
@@ -174,6 +179,24 @@ def ends_of(over: np.ndarray) -> np.ndarray:
     if len(over) and (not len(ends) or ends[-1] != len(over)):
         ends = np.append(ends, len(over))
     return ends.astype(np.int64)
+
+
+def needed(source: Source, found: Iterable[str], names: Iterable[str]) -> None:
+    """Refuses files that lack a column.
+
+    Raises:
+        ValueError: the message names the one that lacks, and those that are there.
+    """
+    there = list(found)
+    for name in names:
+        if name not in there:
+            raise ValueError(f"{source}: expected an array '{name}', got {there}.")
+
+
+def left_out_note(names: Iterable[str]) -> tuple[str, ...]:
+    """The sentence that tells what was left out; none if nothing was."""
+    left_out = ", ".join(f"'{name}'" for name in sorted(names))
+    return (f"Left out, as no arrays of numbers for each step: {left_out}.",) * bool(left_out)
 
 
 def check_lengths(source: Source, columns: Mapping[str, Column]) -> None:

@@ -1,0 +1,81 @@
+"""Plain arrays: one `.npz` or HDF5 file, all arrays of one length, a row a step.
+
+Their names are told by a mapping, or are usual ones (`obs`, `actions`, `rewards`, ...).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from jrb.datasets.kind import Source
+from jrb.datasets.kinds import hdf5, npz
+from jrb.datasets.kinds.flags import read_flags
+from jrb.datasets.kinds.flat import Column, Flat, Table, check_lengths, left_out_note
+from jrb.datasets.kinds.mapping import to_ted
+from jrb.keys import Keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays(Flat):
+    """Plain arrays.
+
+    An episode ends where a flag says so, and before a row whose `episode`, a number, is another.
+    Rewards may lack.
+
+    Attributes:
+        mapping: from names in the file to those of `jrb.Keys` or of leaves in TED; or `jrb.Keys`
+            that say where in the file things lie. None for usual names alone.
+    """
+
+    name: ClassVar[str] = "arrays"
+    looks_for: ClassVar[str] = "an .npz or HDF5 file with arrays of one length"
+
+    mapping: Mapping[str, Any] | Keys | None = None
+
+    def recognises(self, source: Source) -> bool:
+        """Whether there are arrays, all of one length."""
+        try:
+            with _opened(source) as (columns, _):
+                return len({len(column) for column in columns.values()}) == 1
+        except (ValueError, OSError):
+            return False
+
+    @contextlib.contextmanager
+    def table(self, source: Source) -> Iterator[Table]:
+        """The columns."""
+        with _opened(source) as (found, left_out):
+            check_lengths(source, found)
+            leaves = to_ted(found, self.mapping, source)
+            columns = {leaves[name]: column for name, column in found.items()}
+            _check(source, columns, leaves)
+            flags = read_flags(columns, source)
+            columns.pop("next/done", None)
+            over = {"next/terminated": flags.terminated, "next/truncated": flags.truncated}
+            notes = (*flags.notes, *left_out_note(left_out))
+            yield Table(columns | over, flags.ends, flags.facts, notes=notes)
+
+
+@contextlib.contextmanager
+def _opened(source: Source) -> Iterator[tuple[dict[str, Column], set[str]]]:
+    """The arrays of numbers, and the names of the rest."""
+    if hdf5.is_hdf5(source):
+        with hdf5.opened(source) as file:
+            every = hdf5.below(file)
+            found: dict[str, Column] = {n: e for n, e in every.items() if hdf5.is_numeric(e)}
+            yield found, every.keys() - found.keys()
+    elif npz.is_npz(source):
+        with npz.opened(source) as archive:
+            yield archive.columns, set(archive.left_out)
+    else:
+        raise ValueError(f"{source}: expected an .npz or HDF5 file, got something else.")
+
+
+def _check(source: Source, columns: Mapping[str, Column], leaves: Mapping[str, str]) -> None:
+    """Refuses files in which nothing is an observation, or an action."""
+    for role in ("observation", "action"):
+        if not any(name.split("/")[0] == role for name in columns):
+            raise ValueError(
+                f"{source}: expected an array for '{role}', got {list(leaves)}. Tell which it is: "
+                f"mapping={{<its name>: '{role}'}}."
+            )

@@ -1,0 +1,33 @@
+"""Names that files have for their arrays, looked at before they become names of leaves."""
+
+from collections.abc import Iterable
+
+_NO_PARTS = ("", ".", "..")
+
+
+def check_names(source: object, names: Iterable[str]) -> None:
+    """Refuses names that lead elsewhere, and such as no nested dict could hold together.
+
+    Args:
+        source: the file, for the message.
+        names: with slashes between their parts.
+
+    Raises:
+        ValueError: a part that is empty, `.` or `..`; a name twice, or one that is also a group.
+    """
+    seen: set[str] = set()
+    groups: set[str] = set()
+    for name in names:
+        parts = name.split("/")
+        if any(part in _NO_PARTS or "\0" in part for part in parts):
+            raise ValueError(
+                f"{source}: expected names of arrays such as 'a/b', got {name!r}. Rename it."
+            )
+        if name in seen:
+            raise ValueError(f"{source}: expected one array of each name, got {name!r} twice.")
+        seen.add(name)
+        groups.update("/".join(parts[:count]) for count in range(1, len(parts)))
+    for name in sorted(seen & groups):
+        raise ValueError(
+            f"{source}: expected '{name}' to be an array or a group of arrays, got both."
+        )

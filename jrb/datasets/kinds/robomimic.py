@@ -1,0 +1,131 @@
+"""robomimic: one HDF5 file with a group for each demonstration.
+
+`data/demo_<k>/{obs, next_obs, actions, rewards, dones, states}`, with an attribute `num_samples`;
+`data` has `env_args`, what the environment was made of, as JSON. `mask/<key>` lists the names of
+some demonstrations, such as those to train on.
+
+Reference: Mandlekar et al., What Matters in Learning from Offline Human Demonstrations, 2021.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import h5py
+import numpy as np
+
+from jrb.datasets.kind import Source
+from jrb.datasets.kinds import hdf5
+from jrb.datasets.kinds.grouped import Grouped, Place, group_at, places_in
+
+_DEMO = re.compile(r"demo_(\d+)")
+_NAMES = {
+    "obs": "observation",
+    "next_obs": "next/observation",
+    "actions": "action",
+    "rewards": "next/reward",
+    "dones": "next/terminated",
+}
+_NOTE = (
+    "The file has one flag, 'dones', for a task that is done and for the end of a demonstration: "
+    "it is taken for a termination."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Robomimic(Grouped):
+    """Sets of robomimic, with their observations.
+
+    As facts, `demo` is the number of a demonstration, and `mask/<key>`, bool, whether it is one of
+    those that the file lists under this key.
+    """
+
+    name: ClassVar[str] = "robomimic"
+    looks_for: ClassVar[str] = "an HDF5 file with groups data/demo_<k>"
+    needed: ClassVar[tuple[str, ...]] = ("actions", "rewards", "dones")
+
+    def recognises(self, source: Source) -> bool:
+        """Whether there are demonstrations."""
+        if hdf5.top(source).get("data", ()) is not None:
+            return False
+        try:
+            with hdf5.opened(source) as file:
+                return any(map(_DEMO.fullmatch, hdf5.own(file, "data")))
+        except (ValueError, OSError):
+            return False
+
+    def places(self, source: Source) -> list[Place]:
+        """The demonstrations by their numbers, of which some may lack."""
+        with hdf5.opened(source) as file:
+            data = hdf5.own(file, "data")
+            if not isinstance(data, h5py.Group):
+                raise ValueError(f"{source}: expected a group 'data', got {list(file)}.")
+            return places_in(source, data, _DEMO)
+
+    def leaf_of(self, name: str) -> str:
+        """By the first of its parts."""
+        first, *rest = name.split("/")
+        return "/".join([_NAMES.get(first, first), *rest])
+
+    def told(
+        self, source: Source, places: Sequence[Place]
+    ) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
+        """The numbers, the masks, and the attributes."""
+        facts = {"demo": np.array([place.number for place in places], np.int64)}
+        with hdf5.opened(source) as file:
+            for place in places:
+                _check_samples(place, group_at(file, place))
+            metadata = {name: _parsed(hdf5.plain(value)) for name, value in _attributes(file)}
+            facts |= _masks(source, file, [place.group.split("/")[-1] for place in places])
+        return facts, metadata, (_NOTE, *_gaps(places))
+
+
+def _attributes(file: h5py.File) -> list[tuple[str, Any]]:
+    return [*file.attrs.items(), *hdf5.own(file, "data").attrs.items()]
+
+
+def _parsed(value: Any) -> Any:
+    """A text of JSON as what it stands for; else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _masks(source: Source, file: h5py.File, names: list[str]) -> dict[str, np.ndarray]:
+    """Whether each demonstration is in the list of each key, bool `[K]`."""
+    group = hdf5.own(file, "mask")
+    lists = hdf5.below(group) if isinstance(group, h5py.Group) else {}
+    found = {}
+    for key, entry in lists.items():
+        texts = hdf5.plain(np.asarray(entry[()]).reshape(-1))
+        listed = [hdf5.plain(text) for text in texts]
+        unknown = [name for name in listed if name not in names]
+        if unknown:
+            raise ValueError(
+                f"{source}: mask/{key}: expected names of demonstrations, got {unknown[:3]}."
+            )
+        found[f"mask/{key}"] = np.isin(names, listed)
+    return found
+
+
+def _gaps(places: Sequence[Place]) -> tuple[str, ...]:
+    first, last = places[0].number, places[-1].number
+    lacking = last - first + 1 - len(places)
+    return (f"Between demo_{first} and demo_{last} there lack {lacking}.",) * bool(lacking)
+
+
+def _check_samples(place: Place, group: h5py.Group) -> None:
+    """Refuses a group that has other steps than it says."""
+    said, actions = group.attrs.get("num_samples"), hdf5.own(group, "actions")
+    if said is None or not isinstance(actions, h5py.Dataset) or not actions.shape:
+        return
+    if len(actions) != said:
+        raise ValueError(
+            f"{place.path}: {place.group}: expected {said} actions by its attribute num_samples, "
+            f"got {len(actions)}."
+        )

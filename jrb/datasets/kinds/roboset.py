@@ -1,0 +1,87 @@
+"""RoboSet: HDF5 files with a group for each trial, several of them in a folder.
+
+`Trial<N>/{observations, actions, rewards, done, env_infos, ...}`, all of the trial's length.
+
+Reference: Bharadhwaj et al., RoboAgent, 2023.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jrb.datasets.kind import Source
+from jrb.datasets.kinds import hdf5
+from jrb.datasets.kinds.grouped import Grouped, Place, places_in
+
+_TRIAL = re.compile(r"Trial(\d+)")
+_NAMES = {
+    "observations": "observation",
+    "actions": "action",
+    "rewards": "next/reward",
+    "done": "next/terminated",
+    "env_infos": "info",
+}
+_NOTE = "The files have one flag, 'done': it is taken for a termination, not for a time-out."
+
+
+@dataclasses.dataclass(frozen=True)
+class RoboSet(Grouped):
+    """Sets of RoboSet; as facts, `seed` counts the files, and `episode` is the number of a trial.
+
+    Files are in the order of their names, numbers in them by their values.
+    """
+
+    name: ClassVar[str] = "roboset"
+    looks_for: ClassVar[str] = "an HDF5 file with groups Trial<N>, or a folder of such"
+    needed: ClassVar[tuple[str, ...]] = ("actions", "rewards", "done")
+
+    def recognises(self, source: Source) -> bool:
+        """Whether there are trials in the first of the files."""
+        files = _files(source)
+        top = hdf5.top(files[0]) if files else {}
+        return any(_TRIAL.fullmatch(name) and about is None for name, about in top.items())
+
+    def places(self, source: Source) -> list[Place]:
+        """The trials of one file after the other."""
+        found = []
+        for path in _files(source):
+            with hdf5.opened(path) as file:
+                inside = places_in(path, file, _TRIAL)
+            numbers = [place.number for place in inside]
+            if numbers != list(range(len(numbers))):
+                raise ValueError(f"{path}: expected trials from 0 on, each once, got {numbers}.")
+            found += inside
+        return found
+
+    def leaf_of(self, name: str) -> str:
+        """By the first of its parts."""
+        first, *rest = name.split("/")
+        return "/".join([_NAMES.get(first, first), *rest])
+
+    def told(
+        self, source: Source, places: Sequence[Place]
+    ) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
+        """The numbers of files and trials."""
+        files = _files(source)
+        seeds = [files.index(place.path) for place in places]
+        trials = [place.number for place in places]
+        facts = {"seed": np.array(seeds, np.int64), "episode": np.array(trials, np.int64)}
+        return facts, {"files": [os.path.basename(path) for path in files]}, (_NOTE,)
+
+
+def _files(source: Any) -> list[str]:
+    """The HDF5 files: one, or those in a folder."""
+    if not isinstance(source, str) or not os.path.isdir(source):
+        return [source] if hdf5.is_hdf5(source) else []
+    names = sorted(os.listdir(source), key=_by_value)
+    return [path for name in names if hdf5.is_hdf5(path := os.path.join(source, name))]
+
+
+def _by_value(name: str) -> list[tuple[int, str]]:
+    """Orders names, numbers in them by their values."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts] + [(-1, name)]

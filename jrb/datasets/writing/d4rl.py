@@ -1,0 +1,100 @@
+"""D4RL: one HDF5 file, arrays of all steps."""
+
+import os
+from typing import Any, cast
+
+import h5py
+import jax
+import numpy as np
+
+from jrb._base import prng_keys, pytree
+from jrb.buffer import ReplayBuffer
+from jrb.datasets.writing.beside import written_beside
+from jrb.datasets.writing.pieces import Piece, names_in, pieces
+from jrb.read import episodes
+from jrb.state import BufferState
+
+_NAMES = {
+    "observation": "observations",
+    "action": "actions",
+    "next/reward": "rewards",
+    "next/observation": "next_observations",
+}
+_FLAGS = ("next/done", "next/terminated", "next/truncated", "next/valid")
+
+
+def write_d4rl(path: str | os.PathLike[str], buffer: ReplayBuffer, state: BufferState) -> None:
+    """Writes the episodes that a buffer holds in D4RL's layout, one after the other.
+
+    Further leaves go below `infos/`. An episode that is still running, or that was cut by
+    `truncate`, ends by a time-out. Attributes of the file count those that run (`running`), and
+    those whose beginning may have been overwritten (`cut`). Of flags, `done` alone is taken for a
+    termination. Where the observation after a last step lacks (`next/valid`), the file has no
+    `next_observations`.
+
+    Args:
+        path: of the new file; nothing may be there. It is there when it is whole.
+        buffer: the description, with a writer that keeps the order of time. Observations, actions
+            and rewards are single arrays.
+        state: is only read; what lies in it is written as it is stored.
+
+    Raises:
+        ValueError: there is something at the path, there are no steps or no such arrays, or they
+            have a dtype that HDF5 lacks.
+        FileNotFoundError: there is no folder for it.
+    """
+    found = episodes(buffer, state)
+    spec = buffer.stored(state)
+    shapes = _shapes(buffer, jax.tree.map(prng_keys.raw_spec, spec))
+    steps = sum(map(len, found))
+    if not steps:
+        raise ValueError("write_d4rl: expected a buffer that holds steps, got an empty one.")
+    with written_beside(path) as temporary, h5py.File(temporary, "w") as file:
+        file.attrs["running"] = sum(not each.complete for each in found)
+        file.attrs["cut"] = sum(each.cut for each in found)
+        for name, leaf in shapes.items():
+            file.create_dataset(name, (steps, *leaf.shape), leaf.dtype)
+        place, is_whole = 0, True
+        for piece in pieces(buffer, found):
+            _put(file, place, piece)
+            place += len(piece.terminated)
+            is_whole &= piece.has_last
+        if not is_whole:
+            del file["next_observations"]
+
+
+def _put(file: h5py.File, place: int, piece: Piece) -> None:
+    """Writes the steps of an episode from a place on."""
+    arrays = {_in_file(name): leaf for name, leaf in piece.leaves.items()}
+    arrays |= {"terminals": piece.terminated, "timeouts": piece.truncated}
+    for name, array in arrays.items():
+        column = cast(h5py.Dataset, file[name])
+        column[place : place + len(array)] = array
+
+
+def _in_file(name: str) -> str:
+    return _NAMES.get(name) or "infos/" + name.removeprefix("info/")
+
+
+def _shapes(buffer: ReplayBuffer, spec: Any) -> dict[str, Any]:
+    """The shape and dtype of one step of each array in the file."""
+    names = names_in(buffer, spec, "write_d4rl")
+    leaves = {
+        names[pytree.leaf_name(path)]: leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(spec)
+    }
+    for name in _NAMES:
+        if name not in leaves:
+            raise ValueError(
+                f"write_d4rl: expected one array '{name}', got leaves {list(leaves)}. "
+                "write_rlds takes nested ones."
+            )
+    for name, leaf in leaves.items():
+        if np.dtype(leaf.dtype).kind not in "biufc":
+            raise ValueError(
+                f"write_d4rl: leaf '{name}': expected a dtype that HDF5 has, got {leaf.dtype}. "
+                "Convert it."
+            )
+    shapes = {_in_file(name): leaf for name, leaf in leaves.items() if name not in _FLAGS}
+    flag = jax.ShapeDtypeStruct((), np.dtype(bool))
+    return {**shapes, "terminals": flag, "timeouts": flag}

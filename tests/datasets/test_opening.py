@@ -1,0 +1,135 @@
+import importlib.metadata
+import os
+
+import h5py
+import numpy as np
+import pytest
+
+import jrb
+from jrb.datasets import opening
+from tests.datasets.access import check_access
+from tests.datasets.memory import Memory, expected_of, source_of
+
+
+@pytest.fixture(autouse=True)
+def forget_the_kinds_of_others():
+    opening._others.cache_clear()
+    yield
+    opening._others.cache_clear()
+
+
+def d4rl(path):
+    with h5py.File(path, "w") as file:
+        for name in ("observations", "actions", "rewards"):
+            file[name] = np.zeros((4, 2))
+        file["terminals"] = np.array([0, 1, 0, 1], bool)
+    return path
+
+
+def test_what_is_not_recognised_lists_what_was_looked_for(tmp_path):
+    path = tmp_path / "text.hdf5"
+    path.write_text("no data")
+    with pytest.raises(ValueError, match="no kind recognises") as error:
+        jrb.datasets.open(path)
+    for name, kind in jrb.datasets.kinds().items():
+        assert f"\n  {name}: {kind.looks_for}" in str(error.value)
+    assert str(path) in str(error.value)
+    assert "kind=..." in str(error.value)
+
+
+def test_nothing_at_the_path(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is nothing"):
+        jrb.datasets.open(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="there is nothing"):
+        jrb.datasets.open(tmp_path / "link")
+
+
+def test_paths_of_every_form(tmp_path, monkeypatch):
+    d4rl(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (tmp_path / "a", str(tmp_path / "a"), "a", "./a", "~/a"):
+        dataset = jrb.datasets.open(path)
+        assert dataset.source == os.path.join(tmp_path, "a")
+        assert dataset.kind.name == "d4rl"
+
+
+def test_a_kind_by_its_name(tmp_path):
+    path = d4rl(tmp_path / "a")
+    assert jrb.datasets.open(path, kind="arrays").kind.name == "arrays"
+    with pytest.raises(ValueError, match=r"kind: expected one of .*'d4rl'.*got 'd5rl'"):
+        jrb.datasets.open(path, kind="d5rl")
+
+
+def test_options_that_a_kind_does_not_have(tmp_path):
+    path = d4rl(tmp_path / "a")
+    with pytest.raises(TypeError, match=r"'d4rl' \(horizon\), got horizont, mapping"):
+        jrb.datasets.open(path, horizont=3, mapping={})
+    with pytest.raises(TypeError, match=r"'rlds' \(none\), got horizon"):
+        jrb.datasets.open([{"steps": {}}], horizon=3)
+    for wrong, error in ((0, ValueError), ("3", TypeError)):
+        with pytest.raises(error, match="horizon"):
+            jrb.datasets.open(path, horizon=wrong)
+    with pytest.raises(ValueError, match="final: expected one of 'keep', 'drop'"):
+        jrb.datasets.open(path, final="cut")
+
+
+def test_a_kind_of_ones_own():
+    source = source_of(0)
+    with pytest.raises(ValueError, match="no kind recognises"):
+        jrb.datasets.open(source)
+    check_access(jrb.datasets.open(source, kind=Memory()), expected_of(source))
+    dataset = jrb.datasets.open(source, kind=Memory(), scale=2.0)
+    assert dataset.kind.scale == 2.0
+    np.testing.assert_array_equal(dataset[0]["next"]["reward"], 2 * source[0]["reward"])
+
+
+class Greedy(Memory):
+    """Of another package; it recognises everything."""
+
+    name = "greedy"
+
+    def recognises(self, source):
+        return True
+
+
+class Entry:
+    def __init__(self, kind):
+        self.kind = kind
+
+    def load(self):
+        return self.kind
+
+
+def bring(monkeypatch, *found):
+    entries = lambda *, group: [Entry(each) for each in found] if group == "jrb.datasets" else []
+    monkeypatch.setattr(importlib.metadata, "entry_points", entries)
+
+
+def test_kinds_of_another_package(monkeypatch):
+    bring(monkeypatch, Memory)
+    assert next(iter(jrb.datasets.kinds())) == "memory"
+    assert {
+        "d4rl",
+        "roboset",
+        "robomimic",
+        "ogbench",
+        "rlds",
+        "arrays",
+    } <= jrb.datasets.kinds().keys()
+    source = source_of(0)
+    for options in ({}, {"kind": "memory"}):
+        dataset = jrb.datasets.open(source, **options)
+        assert dataset.kind == Memory()
+        check_access(dataset, expected_of(source))
+
+
+def test_kinds_of_another_package_are_asked_first(monkeypatch):
+    bring(monkeypatch, Greedy)
+    source = source_of(0)
+    assert jrb.datasets.open(source).kind.name == "greedy"
+
+
+def test_general_kinds_are_asked_last():
+    assert list(jrb.datasets.kinds())[-1] == "arrays"
