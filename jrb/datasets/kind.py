@@ -64,6 +64,10 @@ class Kind(abc.ABC):
     def recognises(self, source: Source) -> bool:
         """Whether this is of the kind, by what is in it; looks at names and shapes only."""
 
+    def settled(self, source: Source) -> "Kind":
+        """The kind for what is there now: of files that grow, nothing that comes later is read."""
+        return self
+
     @abc.abstractmethod
     def describe(self, source: Source) -> Description:
         """What there is; does not read what is large."""

@@ -2,6 +2,7 @@
 
 from jrb.datasets.kind import Kind
 from jrb.datasets.kinds.d4rl import D4RL
+from jrb.datasets.kinds.recorded import Recorded
 
-OURS: tuple[Kind, ...] = (D4RL(),)
+OURS: tuple[Kind, ...] = (Recorded(), D4RL())
 """The special ones first: several layouts could be read as plain arrays."""
