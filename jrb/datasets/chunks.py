@@ -177,10 +177,11 @@ def stamps(path: str, names: list[str]) -> tuple[int, ...]:
 
 
 def _count(root: Folder, writer: str) -> int:
-    for _ in range(2):  # a listing may pass over a chunk that comes meanwhile, and show the next
-        names = [name for name in root.names(writer) if _is_chunk(name)]
-        if names == [_chunk_name(number) for number in range(len(names))]:
-            return len(names)
+    names = _chunks(root, writer)
+    if not _is_whole(names):  # it may have passed over a chunk that came meanwhile
+        names = _chunks(root, writer)
+    if _is_whole(names):
+        return len(names)
     missing = next(n for n, name in enumerate(names) if name != _chunk_name(n))
     raise DamagedError(
         f"{root.path_of(writer)}: expected chunks without a gap, found no {_chunk_name(missing)} "
@@ -188,8 +189,13 @@ def _count(root: Folder, writer: str) -> int:
     )
 
 
-def _is_chunk(name: str) -> bool:
-    return name.startswith(_CHUNK) and not name.endswith(_NEW)
+def _chunks(root: Folder, writer: str) -> list[str]:
+    names = root.names(writer)
+    return [name for name in names if name.startswith(_CHUNK) and not name.endswith(_NEW)]
+
+
+def _is_whole(names: list[str]) -> bool:
+    return names == [_chunk_name(number) for number in range(len(names))]
 
 
 def _chunk_name(number: int) -> str:
@@ -280,7 +286,7 @@ _FIELDS = dataclasses.fields(Index)
 
 
 def _bytes(column: np.ndarray) -> memoryview:
-    return memoryview(column.reshape(-1).view(np.uint8)) if column.size else memoryview(b"")
+    return column.reshape(-1).view(np.uint8).data if column.size else memoryview(b"")
 
 
 class Chunk:
@@ -340,7 +346,7 @@ class Chunk:
         """Some blocks of a leaf, uint8, checked."""
         size, begin = self.index.items * self._leaves[number].width, first * BLOCK
         data = np.empty(min(last * BLOCK, size) - begin, np.uint8)
-        view = memoryview(data)
+        view = data.data
         files.read_at(self._file, self.path, self._offset(number) + begin, view)
         for block in range(first, last):
             at = block * BLOCK - begin

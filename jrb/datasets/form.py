@@ -56,7 +56,7 @@ class Form:
             found.append(leaf)
         return found
 
-    def arrays(self, items: Any, lead: tuple[int, ...], verb: str) -> list[np.ndarray]:
+    def arrays(self, items: Any, lead: tuple[int, ...], verb: str) -> list[Any]:
         """The same as NumPy arrays, keys as their words."""
         return [
             leaf if isinstance(leaf, _NUMPY) else _on_host(leaf, known, verb)

@@ -251,7 +251,7 @@ class Recorder:
         if len(lead) > 1:
             arrays = [array.reshape((count, *array.shape[2:])) for array in arrays]
         if self._num_envs is not None:
-            envs = self._every if len(lead) == 1 else np.tile(self._every, lead[0])
+            envs = np.tile(self._every, count // self._num_envs) if len(lead) > 1 else self._every
         if mask is not None:
             kept = mask.reshape(mask.shape + (1,) * (len(lead) - mask.ndim))
             kept = np.broadcast_to(kept, lead).reshape(-1)
