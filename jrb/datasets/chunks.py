@@ -11,7 +11,8 @@ A file begins with a line of JSON, `format`, `version`, and length and CRC-32 of
 follows, its body. That of a head is a `Head`. That of a chunk has its `number`, the `sum` of the
 head's body, what is in `Index`, and for each leaf the CRC-32 of blocks of 32 KiB; the leaves
 follow, `[n, ...]` each, one after the other. Items lie environment by environment, those of one in
-the order of time.
+the order of time. A leaf that is `shared` has only the items at some places; of all others it is
+that of another leaf one item later, as next observations mostly are.
 
 A file is written beside the others, synced, and renamed, and then its folder is synced: it is there
 whole, or not at all, whatever happens. What was named once never changes.
@@ -45,6 +46,12 @@ _LARGEST_FIRST = 200  # bytes of the first line
 _NONSENSE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
 
 Body = dict[str, Any]
+
+Shared = dict[int, tuple[int, np.ndarray]]
+"""By the number of a leaf: that of the leaf it shares items with, and the places where it does not.
+
+Places are int64, ascending; the last item of a chunk is among them.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,17 +275,34 @@ def check_alike(path: str, name: str, other: Head, head: Head) -> None:
 
 
 def write_chunk(
-    folder: Folder, number: int, head_sum: int, columns: list[np.ndarray], index: Index
+    folder: Folder,
+    number: int,
+    head_sum: int,
+    columns: list[np.ndarray],
+    index: Index,
+    shared: Shared,
 ) -> None:
-    """Writes a chunk: columns `[n, ...]`, C-contiguous, in the order of the head's leaves.
+    """Writes a chunk, for good: written again, it has to be the same.
+
+    Args:
+        folder: of the writer.
+        number: of the chunk.
+        head_sum: the checksum of the head.
+        columns: `[n, ...]`, C-contiguous, in the order of the head's leaves.
+        index: of the chunk.
+        shared: which leaves are mostly those of others one item later.
 
     Raises:
-        OSError: the disk is full or broken. Written again, the chunk has to be the same.
+        OSError: the disk is full or broken.
     """
+    columns = list(columns)
+    for leaf, (_, places) in shared.items():
+        columns[leaf] = columns[leaf][places]
     data = [_bytes(column) for column in columns]
     sums = [[zlib.crc32(one[at : at + BLOCK]) for at in range(0, len(one), BLOCK)] for one in data]
-    places = {field.name: getattr(index, field.name).tolist() for field in _FIELDS}
-    _write(folder, _chunk_name(number), {"number": number, "head": head_sum, **places,
+    found = {field.name: getattr(index, field.name).tolist() for field in _FIELDS}
+    found["shared"] = [[leaf, seen, at.tolist()] for leaf, (seen, at) in shared.items()]
+    _write(folder, _chunk_name(number), {"number": number, "head": head_sum, **found,
                                          "sums": sums}, data)  # fmt: skip
 
 
@@ -314,7 +338,9 @@ class Chunk:
         weakref.finalize(self, os.close, self._file)
         body, self._begin, _ = _read(self._file, self.path)
         try:
-            self.index, self._sums = _index_of(body, head, number, head_sum)
+            self.index = _index_of(body, head, number, head_sum)
+            self._shared = _shared_of(body, head, self.index.items)
+            self._sums = self._sums_of(body)
         except _NONSENSE as error:
             raise DamagedError(f"{self.path}: expected chunk {number}, got {error!r}.") from error
         size, wanted = os.fstat(self._file).st_size, self._offset(len(self._leaves))
@@ -322,8 +348,20 @@ class Chunk:
             raise DamagedError(f"{self.path}: expected {wanted} bytes, found {size}.")
         self._near = functools.lru_cache(maxsize=4 * len(self._leaves))(self._blocks)
 
+    def _size(self, leaf: int) -> int:
+        """Bytes of a leaf in the file."""
+        items = len(self._shared[leaf][1]) if leaf in self._shared else self.index.items
+        return items * self._leaves[leaf].width
+
     def _offset(self, leaf: int) -> int:
-        return self._begin + self.index.items * sum(one.width for one in self._leaves[:leaf])
+        return self._begin + sum(map(self._size, range(leaf)))
+
+    def _sums_of(self, body: Body) -> list[list[int]]:
+        """The checksums of each leaf's blocks."""
+        wanted = [-(-self._size(leaf) // BLOCK) for leaf in range(len(self._leaves))]
+        if [len(sums) for sums in body["sums"]] != wanted:
+            raise ValueError("sums")
+        return body["sums"]
 
     def read(self, number: int, start: int, stop: int) -> np.ndarray:
         """Items from `start` to `stop` of the leaf of this number, `[stop - start, ...]`.
@@ -331,6 +369,18 @@ class Chunk:
         Raises:
             DamagedError: it is not what was written.
         """
+        if number not in self._shared:
+            return self._stored(number, start, stop)
+        seen, places = self._shared[number]
+        found = np.empty((stop - start, *self._leaves[number].shape), self._leaves[number].numpy)
+        later = self._stored(seen, start + 1, min(stop + 1, self.index.items))
+        found[: len(later)] = later
+        first, last = np.searchsorted(places, [start, stop])
+        found[places[first:last] - start] = self._stored(number, first, last)
+        return found
+
+    def _stored(self, number: int, start: int, stop: int) -> np.ndarray:
+        """Items of a leaf, counted as they lie in the file."""
         leaf = self._leaves[number]
         found = np.empty((stop - start, *leaf.shape), leaf.numpy)
         if found.size:
@@ -344,7 +394,7 @@ class Chunk:
 
     def _blocks(self, number: int, first: int, last: int) -> np.ndarray:
         """Some blocks of a leaf, uint8, checked."""
-        size, begin = self.index.items * self._leaves[number].width, first * BLOCK
+        size, begin = self._size(number), first * BLOCK
         data = np.empty(min(last * BLOCK, size) - begin, np.uint8)
         view = data.data
         files.read_at(self._file, self.path, self._offset(number) + begin, view)
@@ -359,23 +409,34 @@ class Chunk:
         return data
 
 
-def _index_of(body: Body, head: Head, number: int, head_sum: int) -> tuple[Index, list[list[int]]]:
-    """The index in a body, and the checksums of each leaf's blocks."""
+def _index_of(body: Body, head: Head, number: int, head_sum: int) -> Index:
+    """The index in a body."""
     if body["number"] != number or body["head"] != head_sum:
         raise ValueError("that of another chunk, or of another head")
-    index = Index(*(np.array(body[field.name], np.int64).reshape(-1) for field in _FIELDS))
-    if len(index.counts) != head.envs or index.counts.min() < 0:
+    counts, *rest = (np.array(body[field.name], np.int64).reshape(-1) for field in _FIELDS)
+    if len(counts) != head.envs or counts.min() < 0:
         raise ValueError("counts")
-    for field in _FIELDS[1:]:
-        places = getattr(index, field.name)
-        if len(places) and (places[0] < 0 or places[-1] >= index.items):
-            raise ValueError(field.name)
-        if (np.diff(places) <= 0).any():
-            raise ValueError(field.name)
-    wanted = [-(-index.items * leaf.width // BLOCK) for leaf in head.leaves]
-    if [len(sums) for sums in body["sums"]] != wanted:
-        raise ValueError("sums")
-    return index, body["sums"]
+    return Index(counts, *(_ascending(places, int(counts.sum())) for places in rest))
+
+
+def _shared_of(body: Body, head: Head, items: int) -> Shared:
+    """The leaves in a body that share items with others."""
+    found: Shared = {}
+    for leaf, seen, places in body["shared"]:
+        one, other = head.leaves[_natural(leaf)], head.leaves[_natural(seen)]
+        found[leaf] = seen, _ascending(np.array(places, np.int64), items)
+        if (one.dtype, one.shape) != (other.dtype, other.shape) or found[leaf][1][-1] != items - 1:
+            raise ValueError("shared")
+    if any(seen in found for seen, _ in found.values()):
+        raise ValueError("shared")
+    return found
+
+
+def _ascending(places: np.ndarray, items: int) -> np.ndarray:
+    """The same places, all of them within so many items, each once."""
+    if len(places) and (places[0] < 0 or places[-1] >= items or (np.diff(places) <= 0).any()):
+        raise ValueError("places")
+    return places
 
 
 # What all files have in common.

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from jrb._store.files import Folder
-from jrb.datasets import chunks, roles
+from jrb.datasets import chunks, roles, shared
 from jrb.datasets.chunks import Head, Index
 from jrb.keys import path_name
 
@@ -176,7 +176,8 @@ class Writer:
             self._lock.check()
             self.progress = dataclasses.replace(now, is_due=True)
             columns, index, last = self._ordered(now)
-            chunks.write_chunk(self.folder, now.number, self._sum, columns, index)
+            found = shared.found(self._known, columns, index.counts)
+            chunks.write_chunk(self.folder, now.number, self._sum, columns, index, found)
             sealed = now.sealed + now.held
             self.progress = Progress(now.number + 1, sealed=sealed, last=last, anew=now.anew)
 

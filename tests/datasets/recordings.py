@@ -5,9 +5,9 @@ import numpy as np
 KINDS = ("goes on", "terminated", "truncated")
 
 
-def item(number, how="goes on", after=True):
-    """One item; without `after`, it has no next observation."""
-    seen = {"observation": seen_at(number + 0.5)} if after else {}
+def item(number, how="goes on", after=0.5):
+    """One item, whose next observation is that of the item so much later; None for without one."""
+    seen = {} if after is None else {"observation": seen_at(number + after)}
     return {
         "observation": seen_at(number),
         "action": np.int8(number % 100),
@@ -54,7 +54,7 @@ class Stream:
         return found
 
 
-def check(dataset, streams, after=True):
+def check(dataset, streams, after=0.5):
     """Raises unless a dataset holds the episodes of some streams, and nothing else."""
     wanted = [episode for stream in streams for episode in stream.episodes()]
     assert dataset.lengths.tolist() == [len(episode) for episode in wanted]
@@ -67,7 +67,7 @@ def check(dataset, streams, after=True):
 
 
 def check_episode(found, episode, after):
-    items = stacked([item(number, how) for number, how in episode])
+    items = stacked([item(number, how, after) for number, how in episode])
     numbers = np.array([number for number, _ in episode])
     assert_same(found["observation"], items["observation"])
     assert_same(found["action"], items["action"])
@@ -76,7 +76,7 @@ def check_episode(found, episode, after):
     cut = ~items["next"]["terminated"][-1]
     assert found["next"]["truncated"].tolist() == [False] * (len(numbers) - 1) + [bool(cut)]
     seen = found["next"]["observation"]["image"]
-    if after:
+    if after is not None:
         assert_same(seen, items["next"]["observation"]["image"])
     else:
         assert_same(seen[:-1], items["observation"]["image"][1:])

@@ -15,7 +15,7 @@ from tests.datasets.recordings import Stream, assert_same, check, item, stacked
 HOWS = ["goes on", "terminated", "goes on", "goes on", "truncated", "terminated", "goes on"]
 
 
-def recorded(path, after=False, envs=None):
+def recorded(path, after=None, envs=None):
     """A recording of 7 steps of each environment in chunks of a few, and its streams."""
     streams = [Stream() for _ in range(envs or 1)]
     with Recorder(path, num_envs=envs, chunk=3 * (envs or 1), metadata={"env": "x"}) as recorder:
@@ -29,7 +29,7 @@ def recorded(path, after=False, envs=None):
 
 
 @pytest.mark.parametrize("envs", [None, 1, 4])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [None, 0.5, 1])
 def test_every_access_reads_the_same(envs, after, tmp_path):
     streams = recorded(tmp_path, after, envs)
     dataset = jrb.datasets.open(tmp_path)
@@ -45,7 +45,7 @@ def test_every_access_reads_the_same(envs, after, tmp_path):
     np.testing.assert_allclose(dataset.returns(), returns)
     assert dataset.facts["env"].tolist() == [e for e in range(envs or 1) for _ in range(4)]
     dropped = jrb.datasets.open(tmp_path, final="drop")
-    fewer = 0 if after else 2 * (envs or 1)
+    fewer = 0 if after is not None else 2 * (envs or 1)
     assert dropped.transitions == dataset.transitions - fewer
     assert sum(len(one["action"]) for one in dropped) == dropped.transitions
 
@@ -77,6 +77,15 @@ def test_describing_reads_no_payload(tmp_path):
     assert dataset.lengths.tolist() == [2, 3, 1, 1]
     with pytest.raises(ValueError, match="'observation/image', block 0: expected the checksum"):
         dataset[0]
+
+
+def test_next_observations_are_kept_once(tmp_path):
+    sizes = {}
+    for after in (None, 0.5, 1):
+        recorded(tmp_path / str(after), after)
+        sizes[after] = sum(map(os.path.getsize, files_of(tmp_path / str(after))[:2]))
+    observation = 2 * 3 * 4 * 3  # bytes of a chunk's
+    assert sizes[0.5] - sizes[1] > observation // 2
 
 
 def test_steps_across_many_blocks_are_read_in_part(tmp_path):
@@ -184,6 +193,11 @@ NONSENSE = {
         lambda body: body.update(sums=3),
         lambda body: body.update(number=1),
         lambda body: body.update(head=1),
+        lambda body: body.update(shared=[[7, 0, [2]]]),
+        lambda body: body.update(shared=[[0, 1, [2]]]),
+        lambda body: body.update(shared=[[1, 1, [2]]]),
+        lambda body: body.update(shared=[[1, 1, []]]),
+        lambda body: body.update(shared=3),
     ],
 }
 
@@ -229,7 +243,7 @@ def test_folders_that_are_none_are_not_recognised(tmp_path):
 
 def test_other_items_beside_are_told(tmp_path):
     recorded(tmp_path / "a")
-    recorded(tmp_path / "b", after=True)
+    recorded(tmp_path / "b", after=1)
     (writer,) = os.listdir(tmp_path / "b")
     os.rename(tmp_path / "b" / writer, tmp_path / "a" / writer)
     with pytest.raises(ValueError, match="expected items as the writer"):
