@@ -43,6 +43,8 @@ class Recorder:
     `extend` is, and `record` for both inside `jit` and `scan`. A call happens as a whole, or raises
     and has not happened. Whatever is forked off cannot write.
 
+    Next observations that are the observation of the next item are kept once.
+
     What is in memory is sealed when the recorder is closed, at the end of a `with` block, and, if
     nothing goes wrong, when the program ends.
 

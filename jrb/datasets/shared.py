@@ -1,6 +1,7 @@
 """Next observations that are the observation of the next item, kept once in a chunk.
 
-n items of a chunk, environment by environment.
+n items of a chunk, environment by environment: where one ends, the next item is another's, and
+mostly does not fit.
 """
 
 import numpy as np
@@ -9,19 +10,17 @@ from jrb.datasets.chunks import Head, Shared
 from jrb.keys import path_name, within
 
 
-def found(head: Head, columns: list[np.ndarray], counts: np.ndarray) -> Shared:
+def found(head: Head, columns: list[np.ndarray]) -> Shared:
     """What the leaves of a chunk share.
 
     Args:
         head: of its writer.
         columns: `[n, ...]`, of every leaf.
-        counts: int64 `[E]`, the items of each environment.
     """
-    all_ = {
-        after: (seen, places(columns[after], columns[seen], counts))
-        for after, seen in pairs(head).items()
+    pieces = {
+        after: (seen, places(columns[after], columns[seen])) for after, seen in pairs(head).items()
     }
-    return {after: one for after, one in all_.items() if len(one[1]) < counts.sum()}
+    return {after: one for after, one in pieces.items() if len(one[1]) < len(columns[after])}
 
 
 def pairs(head: Head) -> dict[int, int]:
@@ -42,19 +41,17 @@ def pairs(head: Head) -> dict[int, int]:
     return found
 
 
-def places(after: np.ndarray, seen: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def places(after: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """The places of items whose next observation is not, bit for bit, what the next item saw.
 
     Args:
         after: the next observations `[n, ...]`.
         seen: the observations `[n, ...]`.
-        counts: int64 `[E]`, the items of each environment.
 
     Returns:
-        int64, ascending; the last item of each environment is among them.
+        int64, ascending; the last item is among them.
     """
     raw = lambda column: column.reshape(len(column), -1).view(np.uint8)
     differs = np.ones(len(after), bool)
     differs[:-1] = (raw(after)[:-1] != raw(seen)[1:]).any(1)
-    differs[np.cumsum(counts)[counts > 0] - 1] = True
     return np.flatnonzero(differs)

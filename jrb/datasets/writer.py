@@ -176,7 +176,7 @@ class Writer:
             self._lock.check()
             self.progress = dataclasses.replace(now, is_due=True)
             columns, index, last = self._ordered(now)
-            found = shared.found(self._known, columns, index.counts)
+            found = shared.found(self._known, columns)
             chunks.write_chunk(self.folder, now.number, self._sum, columns, index, found)
             sealed = now.sealed + now.held
             self.progress = Progress(now.number + 1, sealed=sealed, last=last, anew=now.anew)

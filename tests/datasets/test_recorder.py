@@ -159,6 +159,19 @@ def test_episodes_end_by_their_numbers_too_across_chunks(tmp_path):
     assert dataset[0]["id"].tolist() == [3, 3, 3]
 
 
+def test_an_environment_begins_anew_with_its_own_next_item(tmp_path):
+    with Recorder(tmp_path, item(0), num_envs=3) as recorder:
+        row = stacked([item(0)] * 3)
+        recorder.add(row)
+        recorder.truncate(np.array([True, True, False]))
+        recorder.add(row, np.array([True, False, True]))
+        recorder.add(row)
+        recorder.truncate()
+        recorder.append(stacked([row] * 4), np.array([[False, True, True]] + [[True] * 3] * 3))
+    dataset = jrb.datasets.open(tmp_path)
+    assert dataset.lengths.tolist() == [1, 2, 3, 1, 1, 4, 3, 4]
+
+
 def test_items_are_mapped_by_their_keys(tmp_path):
     keys = jrb.Keys(
         observation="obs", action=("do", "it"), reward="r", done="over", next_observation="obs2"
