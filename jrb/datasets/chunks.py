@@ -164,7 +164,7 @@ def writers(path: str) -> list[str]:
     """The folders of all writers that have begun, in the order in which they were opened."""
     root = Folder(path)
     names = [name for name in root.names() if name.startswith(_WRITER)]
-    return [name for name in names if _HEAD in root.names(name)]
+    return [name for name in names if os.path.isfile(root.path_of(f"{name}/{_HEAD}"))]
 
 
 def sealed(path: str) -> tuple[tuple[str, int], ...]:
@@ -184,25 +184,17 @@ def stamps(path: str, names: list[str]) -> tuple[int, ...]:
 
 
 def _count(root: Folder, writer: str) -> int:
-    names = _chunks(root, writer)
-    if not _is_whole(names):  # it may have passed over a chunk that came meanwhile
-        names = _chunks(root, writer)
-    if _is_whole(names):
-        return len(names)
-    missing = next(n for n, name in enumerate(names) if name != _chunk_name(n))
-    raise DamagedError(
-        f"{root.path_of(writer)}: expected chunks without a gap, found no {_chunk_name(missing)} "
-        f"before {names[-1]}."
-    )
-
-
-def _chunks(root: Folder, writer: str) -> list[str]:
-    names = root.names(writer)
-    return [name for name in names if name.startswith(_CHUNK) and not name.endswith(_NEW)]
-
-
-def _is_whole(names: list[str]) -> bool:
-    return names == [_chunk_name(number) for number in range(len(names))]
+    names = {name for name in root.names(writer) if name.startswith(_CHUNK)}
+    count, path = 0, root.path_of(writer)
+    while _chunk_name(count) in names or os.path.isfile(f"{path}/{_chunk_name(count)}"):
+        count += 1  # a listing may pass over one that came meanwhile, and show the next
+    beyond = [name for name in names if name > _chunk_name(count) and not name.endswith(_NEW)]
+    if beyond:
+        raise DamagedError(
+            f"{path}: expected chunks without a gap, found no {_chunk_name(count)} before "
+            f"{min(beyond)}."
+        )
+    return count
 
 
 def _chunk_name(number: int) -> str:
@@ -495,4 +487,7 @@ def _read(file: int, path: str) -> tuple[Body, int, int]:
             f"{path}: expected the checksum {checksum!r}, found {zlib.crc32(text)}: it was cut "
             "short or damaged."
         )
-    return json.loads(text), len(first) + 1 + size, checksum
+    try:
+        return json.loads(text), len(first) + 1 + size, checksum
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path}: expected a body in JSON, got {error!r}.") from error

@@ -291,9 +291,12 @@ def _plain(metadata: Any) -> dict[str, Any]:
     try:
         if not isinstance(metadata, dict | None):
             raise TypeError(type(metadata).__name__)
-        return json.loads(json.dumps(metadata or {}))
+        found = json.loads(json.dumps(metadata or {}))
     except (TypeError, ValueError) as error:
         raise TypeError(f"metadata: expected a dict that JSON can hold, got {error}.") from error
+    if "writers" in found:
+        raise ValueError("metadata: expected other names than 'writers', which has a meaning.")
+    return found
 
 
 def _check_alike(path: str, head: Head) -> None:

@@ -92,10 +92,17 @@ class Writer:
             )
 
     def begin(self, head: Head) -> None:
-        """Says how items look; once, before the first."""
+        """Says how items look, before the first.
+
+        Raises:
+            ValueError: it was told already that they look otherwise.
+        """
         with self._turn:
             self.check()
             self._lock.check()
+            if self._head is not None:  # by another thread, or by one that was interrupted then
+                chunks.check_alike(self.folder.path, "itself", self._head, head)
+                return
             self._sum = chunks.write_head(self.folder, head)
             width = max(1, sum(leaf.width for leaf in head.leaves))
             self._room = self._chunk or min(max(1, _CHUNK // width), _MOST)

@@ -344,6 +344,54 @@ def test_threads_may_share_a_recorder(tmp_path):
     ]
 
 
+def test_it_is_read_while_another_thread_writes(tmp_path):
+    recorder, opened = Recorder(tmp_path, item(0), chunk=1), threading.Event()
+
+    def work():
+        number = 0
+        while not opened.is_set() or number < 50:
+            recorder.add(item(number))
+            number += 1
+        recorder.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    counts = []
+    try:
+        for _ in range(15):
+            dataset = jrb.datasets.open(tmp_path)
+            counts.append(dataset.transitions)
+            for episode in dataset:
+                actions = np.arange(counts[-1]) % 100
+                assert_same(episode["action"], actions.astype(np.int8))
+    finally:
+        opened.set()
+        thread.join()
+    assert counts == sorted(counts)
+    assert jrb.datasets.open(tmp_path).transitions == recorder.sealed >= 50
+
+
+def test_threads_that_begin_together_agree(tmp_path):
+    recorder, told, gate = Recorder(tmp_path), [], threading.Barrier(2)
+
+    def work(one):
+        gate.wait()
+        try:
+            recorder.add(one)
+        except ValueError as error:
+            told.append(str(error))
+
+    ones = [item(3, after=None), item(3)]
+    threads = [threading.Thread(target=work, args=(one,)) for one in ones]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    assert len(told) == 1
+    assert jrb.datasets.open(tmp_path)[0]["action"].tolist() == [3]
+
+
 def test_what_is_let_go_of_is_sealed(tmp_path):
     recorder = Recorder(tmp_path, item(0))
     recorder.add(item(0))
@@ -486,6 +534,7 @@ def test_arguments_are_checked_before_anything_is_made(tmp_path):
         (ValueError, {"name": ""}),
         (TypeError, {"metadata": {"x": object()}}),
         (TypeError, {"metadata": [1]}),
+        (ValueError, {"metadata": {"writers": 3}}),
     ]:
         with pytest.raises(error, match=next(iter(bad))):
             Recorder(path, **bad)
