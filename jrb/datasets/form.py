@@ -13,7 +13,7 @@ import numpy as np
 from jrb._base import casting, prng_keys, pytree
 from jrb.checkpoint import descriptions
 from jrb.datasets import roles
-from jrb.datasets.chunks import Leaf
+from jrb.datasets.heads import Leaf
 from jrb.keys import Keys, find, path_name
 
 _MEND = "All items of a recorder look alike; make another recorder, at another path, for others."

@@ -1,7 +1,7 @@
 """What a buffer is given, kept on the disk while the ring forgets.
 
 Items are taken into memory, an array for each leaf, and written by chunks (see
-`jrb.datasets.chunks`): a call costs microseconds, a chunk a write and three syncs. A crash, of the
+`jrb.datasets.folders`): a call costs microseconds, a chunk a write and three syncs. A crash, of the
 program or of the machine, costs what was not sealed: the newest items, at most as many as a chunk
 holds, or those of one call if they are more. `flush` seals them at once.
 
@@ -24,9 +24,9 @@ from jax import lax
 from jrb._base import checks, host_calls, prng_keys
 from jrb._store.files import Folder
 from jrb.checkpoint import facts
-from jrb.datasets import chunks
-from jrb.datasets.chunks import Head
+from jrb.datasets import folders, heads
 from jrb.datasets.form import Form, check_kept, form_of
+from jrb.datasets.heads import Head
 from jrb.datasets.writer import Writer
 from jrb.keys import TED, Keys
 
@@ -301,10 +301,10 @@ def _plain(metadata: Any) -> dict[str, Any]:
 
 def _check_alike(path: str, head: Head) -> None:
     """Raises unless the writers that are there have the same items."""
-    for name in chunks.writers(path):
+    for name in folders.writers(path):
         with contextlib.suppress(FileNotFoundError):
-            other, _ = chunks.read_head(Folder(os.path.join(path, name)))
-            chunks.check_alike(path, name, other, head)
+            other, _ = heads.read_head(Folder(os.path.join(path, name)))
+            heads.check_alike(path, name, other, head)
 
 
 def _check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], verb: str) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from jrb._store.files import Folder
-from jrb.datasets import chunks
-from jrb.datasets.chunks import Chunk, Head, Index
+from jrb.datasets import heads
+from jrb.datasets.chunks import Chunk, Index
+from jrb.datasets.heads import Head
 
 _OPEN = 32  # files
 
@@ -38,7 +39,7 @@ class Written:
 
     def __init__(self, path: str, name: str, count: int, first: int) -> None:
         self._folder = Folder(os.path.join(path, name))
-        self.head, self._sum = chunks.read_head(self._folder)
+        self.head, self._sum = heads.read_head(self._folder)
         self._indices = [self._open(number).index for number in range(count)]
         envs = [np.zeros((0, self.head.envs), np.int64)]
         self._counts = np.concatenate([*envs, *[index.counts[None] for index in self._indices]])
@@ -106,7 +107,7 @@ class Recording:
         for name, count in sealed:
             self._writers.append(Written(path, name, count, steps))
             steps += int(self._writers[-1].totals.sum())
-            chunks.check_alike(path, sealed[0][0], self._writers[0].head, self._writers[-1].head)
+            heads.check_alike(path, sealed[0][0], self._writers[0].head, self._writers[-1].head)
         self.head = self._writers[0].head
         users = [writer.head.metadata.get("user", {}) for writer in self._writers]
         self.metadata = {name: value for user in users for name, value in user.items()}

@@ -6,7 +6,8 @@ mostly does not fit.
 
 import numpy as np
 
-from jrb.datasets.chunks import Head, Shared
+from jrb.datasets.chunks import Shared
+from jrb.datasets.heads import Head
 from jrb.keys import path_name, within
 
 

@@ -10,8 +10,9 @@ import threading
 import numpy as np
 
 from jrb._store.files import Folder
-from jrb.datasets import chunks, roles, shared
-from jrb.datasets.chunks import Head, Index
+from jrb.datasets import chunks, folders, heads, roles, shared
+from jrb.datasets.chunks import Index
+from jrb.datasets.heads import Head
 from jrb.keys import path_name
 
 _CHUNK = 16 << 20  # bytes
@@ -66,7 +67,7 @@ class Writer:
     is_closed: bool
 
     def __init__(self, path: str, name: str, chunk: int | None) -> None:
-        self.folder, self._lock = chunks.claim(path, name)
+        self.folder, self._lock = folders.claim(path, name)
         self._chunk, self._room, self._process = chunk, 0, os.getpid()
         self._turn = threading.RLock()
         self.is_closed, self._head, self._sum = False, None, 0
@@ -101,9 +102,9 @@ class Writer:
             self.check()
             self._lock.check()
             if self._head is not None:  # by another thread, or by one that was interrupted then
-                chunks.check_alike(self.folder.path, "itself", self._head, head)
+                heads.check_alike(self.folder.path, "itself", self._head, head)
                 return
-            self._sum = chunks.write_head(self.folder, head)
+            self._sum = heads.write_head(self.folder, head)
             width = max(1, sum(leaf.width for leaf in head.leaves))
             self._room = self._chunk or min(max(1, _CHUNK // width), _MOST)
             self._head = head

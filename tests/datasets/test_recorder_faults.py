@@ -43,7 +43,7 @@ def calls(recorder, count=COUNT):
 
 def held(path):
     """How many of the items are there, if they are the first of all, in order; 0 for nothing."""
-    if not (os.path.isdir(path) and jrb.datasets.chunks.is_recording(str(path))):
+    if not (os.path.isdir(path) and jrb.datasets.folders.is_recording(str(path))):
         return 0
     dataset = jrb.datasets.open(path)
     count, found = dataset.transitions, list(dataset)

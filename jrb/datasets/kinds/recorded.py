@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from jrb.datasets import chunks, roles
-from jrb.datasets.chunks import Leaf
+from jrb.datasets import folders, roles
+from jrb.datasets.heads import Leaf
 from jrb.datasets.kind import Kind, Source
 from jrb.datasets.kinds.flat import Column, Flat, Table
 from jrb.datasets.recording import Recording
@@ -35,7 +35,7 @@ class Recorded(Flat):
 
     def recognises(self, source: Source) -> bool:
         """Whether a writer has begun there."""
-        return isinstance(source, str) and os.path.isdir(source) and chunks.is_recording(source)
+        return isinstance(source, str) and os.path.isdir(source) and folders.is_recording(source)
 
     def settled(self, source: Source) -> Kind:
         """The same for the chunks that are there now."""
@@ -45,14 +45,14 @@ class Recorded(Flat):
     def table(self, source: Source) -> Iterator[Table]:
         """The columns."""
         path, sealed = os.path.realpath(source), self._sealed(source)
-        yield _table(path, sealed, chunks.stamps(path, [name for name, _ in sealed]))
+        yield _table(path, sealed, folders.stamps(path, [name for name, _ in sealed]))
 
     def _sealed(self, source: Source) -> tuple[tuple[str, int], ...]:
         if self.sealed:
             return self.sealed
         if not self.recognises(source):
             raise ValueError(f"{source}: expected {self.looks_for}, got something else.")
-        return chunks.sealed(source)
+        return folders.sealed(source)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets import Recorder, chunks
+from jrb.datasets import Recorder, framed
 from tests.datasets.recordings import Stream, assert_same, check, item, stacked
 
 HOWS = ["goes on", "terminated", "goes on", "goes on", "truncated", "terminated", "goes on"]
@@ -213,7 +213,7 @@ def test_nonsense_with_a_right_checksum_is_noticed(name, tmp_path):
 
 
 def test_a_newer_version_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "VERSION", 2)
+    monkeypatch.setattr(framed, "VERSION", 2)
     recorded(tmp_path)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="expected version 1 or older, got version 2"):
