@@ -89,10 +89,10 @@ def write_chunk(
         columns[leaf] = columns[leaf][places]
     data = [_bytes(column) for column in columns]
     sums = [[zlib.crc32(one[at : at + BLOCK]) for at in range(0, len(one), BLOCK)] for one in data]
-    found = {field.name: getattr(index, field.name).tolist() for field in _FIELDS}
-    found["shared"] = [[leaf, seen, at.tolist()] for leaf, (seen, at) in shared.items()]
-    framed.write(folder, name_of(number), {"number": number, "head": head_sum, **found,
-                                         "sums": sums}, data)  # fmt: skip
+    body = {"number": number, "head": head_sum, "sums": sums}
+    body |= {field.name: getattr(index, field.name).tolist() for field in _FIELDS}
+    body["shared"] = [[leaf, seen, at.tolist()] for leaf, (seen, at) in shared.items()]
+    framed.write(folder, name_of(number), body, data)
 
 
 _FIELDS = dataclasses.fields(Index)
