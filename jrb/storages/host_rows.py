@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 
-from jrb._base import prng_keys, pytree, versions
+from jrb._base import host_calls, prng_keys, pytree, versions
 from jrb._store.errors import StaleError
 from jrb.state import Device
 from jrb.types import HostState, Item
@@ -284,18 +283,13 @@ def call(function: Callable[..., Any], shapes: Any, *args: Any) -> Any:
     Raises:
         TypeError: under `vmap`.
     """
-    return io_callback(function, shapes, *map(_single, args), ordered=True)
+    return host_calls.call(function, shapes, _single, *args)
 
 
-@jax.custom_batching.custom_vmap
-def _single(argument: jax.Array) -> jax.Array:
-    return argument
-
-
-@_single.def_vmap
-def _refuse(size: int, batched: Any, argument: jax.Array) -> Any:
-    raise TypeError(
+_single = host_calls.refusing(
+    lambda size: (
         f"vmap: expected a storage on the device, got one on the host for {size} buffers or draws "
         "at once, whose rows lie in one place. Use one buffer with num_envs=E in place of E "
         "buffers, a larger batch in place of several draws, or jrb.DeviceStorage()."
     )
+)
