@@ -64,6 +64,14 @@ class Kind(abc.ABC):
     def recognises(self, source: Source) -> bool:
         """Whether this is of the kind, by what is in it; looks at names and shapes only."""
 
+    def pinned(self, source: Source) -> "Kind":
+        """The kind for what is there now, where that may change later; here, as it is.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        return self
+
     @abc.abstractmethod
     def describe(self, source: Source) -> Description:
         """What there is; does not read what is large."""

@@ -37,7 +37,7 @@ def open(
     """
     checks.choice("final", final, ("keep", "drop"))
     source = _settled(source)
-    found = _configured(_chosen(source, kind), options)
+    found = _configured(_chosen(source, kind), options).pinned(source)
     description = found.describe(source)
     return Dataset(source, found, description, np.arange(len(description.lengths)), final)
 

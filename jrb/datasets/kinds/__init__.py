@@ -2,6 +2,8 @@
 
 from jrb.datasets.kind import Kind
 from jrb.datasets.kinds.d4rl import D4RL
+from jrb.datasets.kinds.native import Native, NativeH5
+from jrb.datasets.kinds.torchrl import TorchRL
 
-OURS: tuple[Kind, ...] = (D4RL(),)
+OURS: tuple[Kind, ...] = (Native(), NativeH5(), TorchRL(), D4RL())
 """The special ones first: several layouts could be read as plain arrays."""
