@@ -6,6 +6,7 @@ K episodes, T steps of one.
 import dataclasses
 import functools
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -13,8 +14,10 @@ import jax
 import numpy as np
 
 from jrb._base import checks, display, pytree
+from jrb.datasets import preprocess as preprocessing
 from jrb.datasets.ends import Ends
 from jrb.datasets.kind import Description, Episode, Kind, Source
+from jrb.datasets.kinds.native import Native
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -156,6 +159,56 @@ class Dataset(Sequence[Episode]):
         count = max(1, round(fraction * len(self)))
         order = np.argsort(-self.returns(), kind="stable")[:count]
         return self.only(self.numbers[np.sort(order)])
+
+    def preprocess(
+        self,
+        function: Callable[[Episode], Any],
+        dest: str | os.PathLike[str],
+        *,
+        workers: int = 0,
+        num_frames: int | None = None,
+        by: str = "step",
+        jit: bool = False,
+        cast: bool = False,
+        progress: bool | None = None,
+    ) -> "Dataset":
+        """Maps all steps through a function into a new dataset on the disk, in their order.
+
+        Memory stays bounded, whatever the size. All dtypes are kept; `jrb.load(dest)` gives the new
+        dataset as a buffer too, where JAX knows these. Episodes end where they did: the last step
+        of each is done, and `next/valid` stays as it was.
+
+        Args:
+            function: from a step, in TED, leaves `[...]`, to another, with leaves, shapes and
+                dtypes of its own, the same for all steps. `next/reward`, `next/terminated` and
+                `next/truncated` must be among them.
+            dest: the path of a folder, where nothing is yet, and nothing will be if this fails.
+            workers: how many processes call it, each of which imports the module in which it
+                stands; 0 for this one.
+            num_frames: at most so many steps, the first ones; None for all.
+            by: "step", or "episode": the function maps an episode, leaves `[T, ...]`, to another
+                of any length, or to None, which leaves it out.
+            jit: whether the function is one of JAX. It is compiled once, and mapped by `vmap` over
+                blocks of steps.
+            cast: with `jit`, whether numbers of 64 bits come to it as ones of 32, if JAX has no
+                others; an integer that does not fit is an error. If not, they are errors.
+            progress: whether a bar is shown; None for yes if stderr is a terminal.
+
+        Returns:
+            The new dataset.
+
+        Raises:
+            RuntimeError: the function failed, or gave something else than before; the message names
+                the episode and the step, and the cause is what went wrong.
+            ValueError: there is something at `dest`; or no step was left.
+            TypeError: with `jit`, numbers of 64 bits.
+        """
+        plan = preprocessing.Plan(function, workers, num_frames, by, jit, cast, progress)
+        preprocessing.preprocess(self, dest, plan)
+        path = os.path.abspath(os.path.expanduser(os.fspath(dest)))
+        kind = Native().pinned(path)
+        description = kind.describe(path)
+        return Dataset(path, kind, description, np.arange(len(description.lengths)))
 
     def only(self, numbers: np.ndarray) -> "Dataset":
         """The dataset of these of the source's episodes."""

@@ -23,10 +23,6 @@ _LARGEST_HEAD = 200  # bytes of the first line of a generation
 _H5_FORMAT = "jrb-h5"
 _MOST = 8  # that are remembered
 
-VALID = "next/valid"
-"""The leaf by which our own datasets tell next observations that are none."""
-
-
 Stamp = tuple[int, ...]
 """What tells a file, as it is now, from what may lie at its path later."""
 
@@ -165,11 +161,12 @@ class Opened:
         keys = keys or stored.buffer.keys
         rows = stored.rows(dataclasses.replace(stored.buffer, keys=keys))
         leaves = stored.leaves()
-        mark = leaves.pop(VALID, None)
+        mark = leaves.pop(saved.VALID, None)
         self.valid = None if mark is None else rings.is_set(mark.take(rows.order))
         table, about = rings.table(path, leaves, keys, rows), stored.metadata
         self.table = dataclasses.replace(
             table,
+            facts={**table.facts, **stored.facts},
             metadata=about.get("metadata", {}),
             notes=table.notes + stored.notes + tuple(about.get("notes", ())),
         )
@@ -187,7 +184,7 @@ class Opened:
         inside = np.delete(self.valid, last)
         if not inside.all():
             raise ValueError(
-                f"leaf '{VALID}': expected True but for last steps of episodes, got "
+                f"leaf '{saved.VALID}': expected True but for last steps of episodes, got "
                 f"{np.count_nonzero(~inside)} others."
             )
         return ~self.valid[last] & ~terminated

@@ -25,6 +25,13 @@ from jrb.datasets.kinds import rings
 from jrb.datasets.kinds.rings import Leaf, Rows
 from jrb.keys import Keys, path_name
 
+VALID = "next/valid"
+"""The leaf by which our own datasets tell next observations that are none."""
+
+ENDS, FACTS = ".dataset/ends", ".dataset/facts/"
+"""The arrays by which a store that was written as a dataset tells where episodes end, int64 `[K]`,
+and what is known of each."""
+
 
 def stored(path: str, number: int | None) -> "InRows | InMemory":
     """What lies at a path, read by rows where it can be."""
@@ -145,6 +152,8 @@ class InRows:
 
     def rows(self, buffer: ReplayBuffer) -> Rows:
         """The rows that are held, by the flags that the keys of this description name."""
+        if ENDS in self._opened.arrays:
+            return self._told()
         checks.in_time("jrb.datasets", buffer.writer)
         episodes.check(self.spec, buffer.keys)
         writer, unit = self._parts()
@@ -155,6 +164,23 @@ class InRows:
         here = self._without_lost(slots, here)
         over = np.array(buffer.unit.ends(context, unit, jnp.asarray(slots)))
         return rings.in_episodes(slots, self._over(buffer.keys, slots, here, over), here)
+
+    def _told(self) -> Rows:
+        """All rows, with the episodes that were written."""
+        ends = self._opened.array(ENDS, np.int64)
+        if (np.diff(ends, prepend=0) < 1).any() or ends[-1:].tolist() != [self._store.slots]:
+            raise DamagedError(f"{self.path}: expected ends of episodes in their order.")
+        order = np.arange(self._store.slots)
+        return Rows(order, ends, np.zeros(len(ends), np.int64), np.ones(len(ends), bool))
+
+    @property
+    def facts(self) -> dict[str, np.ndarray]:
+        """What was known of each episode when it was written."""
+        entries = {name: entry for name, entry in self._opened.arrays.items() if FACTS in name}
+        return {
+            name.removeprefix(FACTS): self._opened.array(name, np.dtype(entry["kind"][0]))
+            for name, entry in entries.items()
+        }
 
     def _over(
         self, keys: Keys, slots: np.ndarray, here: np.ndarray, over: np.ndarray
@@ -209,6 +235,7 @@ class InMemory:
 
     notes: tuple[str, ...] = ("This layout is read as a whole, and kept in memory.",)
     metadata: dict[str, Any] = {}
+    facts: dict[str, np.ndarray] = {}
     lost: int = 0
 
     def __init__(self, path: str, number: int | None = None) -> None:
