@@ -64,7 +64,7 @@ class Dataset(Sequence[Episode]):
     @property
     def lengths(self) -> np.ndarray:
         """int64 `[K]`, the steps of each episode."""
-        dropped = self._cut if self.final == "drop" else 0
+        dropped = self.cut if self.final == "drop" else 0
         return np.maximum(self._stored_lengths - dropped, 0)
 
     @functools.cached_property
@@ -240,7 +240,8 @@ class Dataset(Sequence[Episode]):
         return self.description.lengths[self.numbers]
 
     @property
-    def _cut(self) -> np.ndarray:
+    def cut(self) -> np.ndarray:
+        """Bool `[K]`: whether the next observation of the last step is in no file, and wanted."""
         cut = self.description.cut
         return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
 
@@ -254,11 +255,11 @@ class Dataset(Sequence[Episode]):
         )
 
     def _ended(self, read: Callable[[Source, list[int]], Iterator[Episode]]) -> Iterator[Episode]:
-        ends = Ends(self._stored_lengths, self._cut, self._is_marked, self.final == "drop")
+        ends = Ends(self._stored_lengths, self.cut, self._is_marked, self.final == "drop")
         return ends.put(read(self.source, self.numbers.tolist()))
 
     def _lacking_note(self) -> tuple[str, ...]:
-        count = int(self._cut.sum())
+        count = int(self.cut.sum())
         if not count:
             return ()
         what = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
