@@ -10,6 +10,7 @@ import multiprocessing
 import operator
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler as Travel
 from typing import Any, Protocol
 
 import jax
@@ -101,6 +102,11 @@ class Plan:
                 f"jit: expected workers=0 and by='step', got workers={self.workers} and "
                 f"by={self.by!r}: a function of JAX is mapped over blocks of steps, in this "
                 "process."
+            )
+        if self.workers and not _can_travel(self.function):
+            raise TypeError(
+                f"function: expected one that other processes can import, got {self.function!r}. "
+                "Put it at the top of a module, or leave workers= out."
             )
 
 
@@ -233,9 +239,10 @@ def _in_order(
         for task in tasks:
             waiting.append((task, _begun(pool, call, plan.function, task)))
             if len(waiting) > 2 * plan.workers:
-                yield _came_back(*waiting.popleft(), name)
-        while waiting:
-            yield _came_back(*waiting.popleft(), name)
+                first, future = waiting.popleft()
+                yield first, _came_back(future, name)
+        for first, future in waiting:
+            yield first, _came_back(future, name)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -255,24 +262,35 @@ def _begun(
 def _elsewhere(call: Call, function: Function, task: Episode) -> Result:
     """A call in another process; an error takes along where it came from."""
     result = call(function, task)
-    if isinstance(result, Failure):
-        result.error.add_note("".join(traceback.format_exception(result.error)))
-    return result
+    if not isinstance(result, Failure):
+        return result
+    error = result.error if _can_travel(result.error) else RuntimeError(repr(result.error))
+    error.add_note("".join(traceback.format_exception(result.error)))
+    return Failure(result.place, error)
+
+
+def _can_travel(thing: Any) -> bool:
+    """Whether something arrives in another process: it must be found there by its name."""
+    try:
+        Travel.loads(Travel.dumps(thing))  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception:  # whatever its classes raise
+        return False
+    return True
 
 
 def _came_back(
-    task: Episode, future: "concurrent.futures.Future[Result]", name: "_Step | _Episode"
-) -> tuple[Episode, Any]:
+    future: "concurrent.futures.Future[Result]", name: "_Step | _Episode"
+) -> Leaves | None:
+    """What a call in another process returned, checked."""
     try:
         result = future.result()
     except Exception as error:
         raise RuntimeError(
             f"preprocess: from {name(0)} on: a process failed, not the function: "
-            f"{type(error).__name__}: {error}. With workers=, the function has to stand in a "
-            "module that other processes can import, and a script needs `if __name__ == "
+            f"{type(error).__name__}: {error}. With workers=, a script needs `if __name__ == "
             "'__main__':`."
         ) from error
-    return task, _checked(result, name)
+    return _checked(result, name)
 
 
 def _checked(result: Result, name: "_Step | _Episode") -> Leaves | None:
@@ -313,11 +331,12 @@ def _check_like(first: Leaves, leaves: Leaves) -> None:
     """Raises unless two steps have the same leaves, shapes and dtypes."""
     if first.keys() != leaves.keys():
         raise ValueError(f"expected the leaves {sorted(first)}, as before, got {sorted(leaves)}.")
-    kind = lambda leaf: f"{leaf.dtype}{list(leaf.shape)}"
     for name, leaf in leaves.items():
-        if kind(first[name]) != kind(leaf):
+        want = first[name]
+        if want.shape != leaf.shape or want.dtype != leaf.dtype:
             raise ValueError(
-                f"leaf '{name}': expected {kind(first[name])}, as before, got {kind(leaf)}."
+                f"leaf '{name}': expected {want.dtype}{list(want.shape)}, as before, got "
+                f"{leaf.dtype}{list(leaf.shape)}."
             )
 
 

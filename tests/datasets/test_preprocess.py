@@ -70,6 +70,17 @@ def unlucky(step):
     return step
 
 
+class OddError(Exception):
+    """One that no other process can be told of."""
+
+    def __init__(self, one, other):
+        super().__init__(one)
+
+
+def odd(step):
+    raise OddError("what", "else")
+
+
 def dies(step):
     if step["observation"][0] == np.float32(41):
         os._exit(3)
@@ -224,6 +235,13 @@ def test_a_failing_step_is_named(item, workers, tmp_path, small_blocks):
         assert any("in unlucky" in note for note in caught.value.__cause__.__notes__)
 
 
+def test_an_error_that_cannot_travel(tmp_path):
+    source = make(tmp_path / "a.hdf5")
+    with pytest.raises(RuntimeError, match=r"episode 0, step 0: .*OddError\('what'\)"):
+        source.preprocess(odd, tmp_path / "b", workers=1)
+    assert names(tmp_path) == ["a.hdf5"]
+
+
 def test_a_failing_episode_is_named(tmp_path):
     source = make(tmp_path / "a.hdf5")
 
@@ -241,7 +259,7 @@ def test_a_process_that_dies(tmp_path, small_blocks):
         file["observations"][10, 0] = 41
     with pytest.raises(RuntimeError, match=r"from episode \d, step \d on: a process failed"):
         source.preprocess(dies, tmp_path / "b", workers=1)
-    with pytest.raises(RuntimeError, match="a module that other processes can import"):
+    with pytest.raises(TypeError, match="expected one that other processes can import"):
         source.preprocess(lambda step: step, tmp_path / "b", workers=1)
     assert names(tmp_path) == ["a.hdf5"]
 

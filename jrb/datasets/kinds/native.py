@@ -158,12 +158,12 @@ class Opened:
     pins: dict[str, Any]
 
     def __init__(self, path: str, stored: saved.InRows | saved.InMemory, keys: Keys | None) -> None:
-        keys = keys or stored.buffer.keys
-        rows = stored.rows(dataclasses.replace(stored.buffer, keys=keys))
+        found = stored.buffer.keys if keys is None else keys
+        rows = stored.rows(dataclasses.replace(stored.buffer, keys=found))
         leaves = stored.leaves()
         mark = leaves.pop(saved.VALID, None)
         self.valid = None if mark is None else rings.is_set(mark.take(rows.order))
-        table, about = rings.table(path, leaves, keys, rows), stored.metadata
+        table, about = rings.table(path, leaves, found, rows), stored.metadata
         self.table = dataclasses.replace(
             table,
             facts={**table.facts, **stored.facts},

@@ -240,7 +240,7 @@ class InMemory:
 
     def __init__(self, path: str, number: int | None = None) -> None:
         self.buffer, self._state = checkpoint.load(path, generation=number)
-        self.generation = number
+        self.generation = number or 0
         self._held = read.items(self.buffer, self._state)
 
     def leaves(self) -> dict[str, Leaf]:
