@@ -140,7 +140,8 @@ def preprocess(dataset: Episodes, dest: Any, plan: Plan) -> None:
 def _by_step(dataset: Episodes, target: NewDataset, plan: Plan) -> Found:
     """Maps steps, block by block."""
     bounds = np.cumsum(dataset.lengths)
-    total = min(int(bounds[-1]) if len(bounds) else 0, plan.num_frames or int(bounds[-1:].sum()))
+    total = int(dataset.lengths.sum())
+    total = min(total, plan.num_frames or total)
     kept = np.flatnonzero((dataset.lengths > 0) & (bounds - dataset.lengths < total))
     ends = np.minimum(bounds[kept], total)
     rows = max(1, min(_MOST, _BLOCK // max(pytree.nbytes(dataset.spec), 1)))
