@@ -151,6 +151,12 @@ class Places:
         self.of[slots] = LOST
         self._append(places)
 
+    def resize(self, slots: int) -> None:
+        """Makes N another number; slots from there on are no more."""
+        of = self.of[:slots]
+        self._before = None
+        self.of = np.concatenate([of, np.full(slots - len(of), NEVER, np.int64)])
+
     def grow(self, room: int) -> None:
         """Makes room for so many rows."""
         new = np.arange(self.room, room)

@@ -196,6 +196,11 @@ class Store:
         places = self._places.of[slots]
         return np.where(places >= 0, self.table.numbers_at(places), 0)
 
+    def blocks_of(self, slots: np.ndarray) -> list[int]:
+        """The blocks in which the rows of some slots are, each once."""
+        places = self._places.of[slots]
+        return np.unique(places[places >= 0] // self.sums.block).tolist()
+
     def is_new_table(self) -> bool:
         """Whether no generation has this table yet."""
         return self._folders.get(self.generation) != self._table_folder
@@ -268,6 +273,14 @@ class Store:
             self._writer = threading.get_ident()
             self._places.assign(slots, expiring)
             return self.version
+
+    def resize(self, slots: int) -> None:
+        """Makes N another number, for rows whose number nobody knows beforehand.
+
+        Slots from there on are no more. To be called before anything was committed.
+        """
+        with self._turn:
+            self._places.resize(slots)
 
     def take_back(self, version: int) -> None:
         """Makes this version the newest again, if this thread made the last write to it.

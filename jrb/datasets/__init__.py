@@ -1,20 +1,39 @@
 """Datasets: offline data in other libraries' files, as episodes in TED and as buffers."""
 
 from jrb.datasets.dataset import Dataset
+from jrb.datasets.joining import concatenate, mix
 from jrb.datasets.kind import Description, Kind
 from jrb.datasets.library import delete, list
 from jrb.datasets.opening import kinds, open
+from jrb.datasets.recorder import Recorder
+from jrb.datasets.trajectories import (
+    join_trajectories,
+    lengths,
+    returns,
+    split_trajectories,
+)
+from jrb.datasets.writing.d4rl import write_d4rl
 from jrb.datasets.writing.lerobot import write_lerobot
 from jrb.datasets.writing.minari import write_minari
+from jrb.datasets.writing.rlds import write_rlds
 
 __all__ = [
     "Dataset",
     "Description",
     "Kind",
+    "Recorder",
+    "concatenate",
     "delete",
+    "join_trajectories",
     "kinds",
+    "lengths",
     "list",
+    "mix",
     "open",
+    "returns",
+    "split_trajectories",
+    "write_d4rl",
     "write_lerobot",
     "write_minari",
+    "write_rlds",
 ]

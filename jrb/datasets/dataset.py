@@ -16,9 +16,11 @@ import numpy as np
 from jrb._base import checks, display, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
+from jrb.datasets import preprocess as preprocessing
 from jrb.datasets.blocks import regrouped
 from jrb.datasets.ends import Ends
 from jrb.datasets.kind import Description, Episode, Kind, Source, rows_of
+from jrb.datasets.kinds.native import Native
 from jrb.samplers import Uniform
 from jrb.state import BufferState
 from jrb.storages import DeviceStorage
@@ -72,7 +74,7 @@ class Dataset(Sequence[Episode]):
     @property
     def lengths(self) -> np.ndarray:
         """int64 `[K]`, the steps of each episode."""
-        dropped = self._cut if self.final == "drop" else 0
+        dropped = self.cut if self.final == "drop" else 0
         return np.maximum(self._stored_lengths - dropped, 0)
 
     @functools.cached_property
@@ -241,6 +243,56 @@ class Dataset(Sequence[Episode]):
             return into.cached(chosen, storage, num_envs, root, progress, parts)
         return into.filled(chosen, storage or DeviceStorage(), num_envs, progress, parts)
 
+    def preprocess(
+        self,
+        function: Callable[[Episode], Any],
+        dest: str | os.PathLike[str],
+        *,
+        workers: int = 0,
+        num_frames: int | None = None,
+        by: str = "step",
+        jit: bool = False,
+        cast: bool = False,
+        progress: bool | None = None,
+    ) -> "Dataset":
+        """Maps all steps through a function into a new dataset on the disk, in their order.
+
+        Memory stays bounded, whatever the size. All dtypes are kept; `jrb.load(dest)` gives the new
+        dataset as a buffer too, where JAX knows these. Episodes end where they did: the last step
+        of each is done, and `next/valid` stays as it was.
+
+        Args:
+            function: from a step, in TED, leaves `[...]`, to another, with leaves, shapes and
+                dtypes of its own, the same for all steps. `next/reward`, `next/terminated` and
+                `next/truncated` must be among them.
+            dest: the path of a folder, where nothing is yet, and nothing will be if this fails.
+            workers: how many processes call it, each of which imports the module in which it
+                stands; 0 for this one.
+            num_frames: at most so many steps, the first ones; None for all.
+            by: "step", or "episode": the function maps an episode, leaves `[T, ...]`, to another
+                of any length, or to None, which leaves it out.
+            jit: whether the function is one of JAX. It is compiled once, and mapped by `vmap` over
+                blocks of steps.
+            cast: with `jit`, whether numbers of 64 bits come to it as ones of 32, if JAX has no
+                others; an integer that does not fit is an error. If not, they are errors.
+            progress: whether a bar is shown; None for yes if stderr is a terminal.
+
+        Returns:
+            The new dataset.
+
+        Raises:
+            RuntimeError: the function failed, or gave something else than before; the message names
+                the episode and the step, and the cause is what went wrong.
+            ValueError: there is something at `dest`; or no step was left.
+            TypeError: with `jit`, numbers of 64 bits.
+        """
+        plan = preprocessing.Plan(function, workers, num_frames, by, jit, cast, progress)
+        preprocessing.preprocess(self, dest, plan)
+        path = os.path.abspath(os.path.expanduser(os.fspath(dest)))
+        kind = Native().pinned(path)
+        description = kind.describe(path)
+        return Dataset(path, kind, description, np.arange(len(description.lengths)))
+
     def only(self, numbers: np.ndarray) -> "Dataset":
         """The dataset of these of the source's episodes."""
         return dataclasses.replace(self, numbers=np.asarray(numbers, np.int64))
@@ -271,7 +323,8 @@ class Dataset(Sequence[Episode]):
         return self.description.lengths[self.numbers]
 
     @property
-    def _cut(self) -> np.ndarray:
+    def cut(self) -> np.ndarray:
+        """Bool `[K]`: whether the next observation of the last step is in no file, and wanted."""
         cut = self.description.cut
         return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
 
@@ -285,11 +338,11 @@ class Dataset(Sequence[Episode]):
         )
 
     def _ended(self, read: Callable[[Source, list[int]], Iterator[Episode]]) -> Iterator[Episode]:
-        ends = Ends(self._stored_lengths, self._cut, self._is_marked, self.final == "drop")
+        ends = Ends(self._stored_lengths, self.cut, self._is_marked, self.final == "drop")
         return ends.put(read(self.source, self.numbers.tolist()))
 
     def _lacking_note(self) -> tuple[str, ...]:
-        count = int(self._cut.sum())
+        count = int(self.cut.sum())
         if not count:
             return ()
         what = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"

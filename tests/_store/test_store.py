@@ -314,3 +314,22 @@ def test_a_copy_of_a_folder_is_another_store(path, tmp_path):
     with pytest.raises(OSError, match="renamed"):
         ring.write(1)
     assert faults.content(faults.opened(path)) == 21
+
+
+def test_a_store_for_as_many_rows_as_come(path):
+    column = Column("x", (), 4)
+    made = opening.create(path, (column,), 3, 3, reserve=False)
+    for start in range(0, 40, 8):
+        made.resize(max(made.slots, 2 * start + 8))
+        rows = np.arange(start, start + 8, dtype=np.int32).view(np.uint8).reshape(8, 4)
+        made.put(made.version, np.arange(start, start + 8), [rows], expiring=False)
+    made.resize(40)
+    made.commit(made.version, {}, {}, {})
+    made.close()
+    again = opening.reopen(path)
+    assert again.slots == 40 and not opening.damages(path)
+    slots = np.random.default_rng(0).permutation(40)
+    found = again.take(again.version, [slots])[0]
+    assert found.view(np.int32).reshape(-1).tolist() == slots.tolist()
+    assert again.blocks_of(slots) == sorted({int(place) // again.sums.block for place in slots})
+    assert again.blocks_of(slots[:0]) == []

@@ -50,7 +50,7 @@ def held(path):
     wanted = [item(number, how(number)) for number in range(count)]
     for part in ("observation", "action"):
         if count:
-            whole = jrb.datasets.dataset.joined(found)
+            whole = jrb.datasets.blocks.joined(found)
             assert_same(whole[part], stacked(wanted)[part])
     assert dataset.lengths.tolist()[:-1] == [3] * (len(dataset) - 1)
     return count

@@ -5,15 +5,20 @@ from jrb.datasets.kinds.arrays import Arrays
 from jrb.datasets.kinds.d4rl import D4RL
 from jrb.datasets.kinds.lerobot import LeRobot
 from jrb.datasets.kinds.minari import Minari
+from jrb.datasets.kinds.native import Native, NativeH5
 from jrb.datasets.kinds.ogbench import OGBench
 from jrb.datasets.kinds.recorded import Recorded
 from jrb.datasets.kinds.rlds import RLDS
 from jrb.datasets.kinds.robomimic import Robomimic
 from jrb.datasets.kinds.roboset import RoboSet
 from jrb.datasets.kinds.table import Tables
+from jrb.datasets.kinds.torchrl import TorchRL
 
 OURS: tuple[Kind, ...] = (
     Recorded(),
+    Native(),
+    NativeH5(),
+    TorchRL(),
     Minari(),
     LeRobot(),
     D4RL(),

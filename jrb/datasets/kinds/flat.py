@@ -63,7 +63,7 @@ class Table:
     @property
     def starts(self) -> np.ndarray:
         """int64 `[K]`, the number of steps before each episode."""
-        return np.concatenate([[0], self.ends])[:-1].astype(np.int64)
+        return self.ends - np.diff(self.ends, prepend=0)
 
     @property
     def has_next(self) -> bool:
