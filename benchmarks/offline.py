@@ -29,7 +29,7 @@ import jrb
 from benchmarks import report
 from jrb._base import extras
 
-RECORDED = "tests/data/minari/cartpole/jrb-interop-v0"
+RECORDED = "tests/data/minari/cartpole-v0"
 PARTS, STEPS, BATCH, HIDDEN, EPISODES = 10, 1000, 256, 64, 20
 
 optimizer = optax.adam(1e-3)

@@ -230,7 +230,7 @@ class Dataset(Sequence[Episode]):
 
         Example:
             >>> import jax, jrb
-            >>> dataset = jrb.datasets.open("tests/data/minari/cartpole/jrb-interop-v0")
+            >>> dataset = jrb.datasets.open("tests/data/minari/cartpole-v0")
             >>> buffer, state = dataset.buffer(episodes=3, batch_size=2)
             >>> buffer.sample(state, jax.random.key(0)).data["observation"].shape
             (2, 4)
