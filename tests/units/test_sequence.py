@@ -220,8 +220,7 @@ def test_windows_across_need_no_flag_and_then_know_what_truncate_told():
         state = jrb.rebuild(buffer, state, buffer)
 
 
-@pytest.mark.parametrize("short", ["drop", "pad"])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("short", "stacked"), [("drop", True), ("pad", False)])
 def test_a_period_is_counted_on_where_rows_are_told_anew(short, stacked):
     unit = jrb.Sequence(2, period=3, short=short)
     unit = jrb.FrameStack(2, unit=unit) if stacked else unit
@@ -285,8 +284,9 @@ def test_marks_are_known_in_streams_that_are_dealt_out_anew():
     assert sample.mask.sum(axis=1).tolist() == [4, 4]
 
 
-@pytest.mark.parametrize("storage", [jrb.DeviceStorage, lambda: jrb.MemmapStorage(None)])
-@pytest.mark.parametrize("burn_in", [0, 2])
+@pytest.mark.parametrize(
+    ("burn_in", "storage"), [(2, jrb.DeviceStorage), (0, lambda: jrb.MemmapStorage(None))]
+)
 def test_a_stored_state_is_read_for_the_first_row_only(burn_in, storage):
     plain = jrb.Sequence(4, burn_in=burn_in)
     items = {
