@@ -100,17 +100,16 @@ def everything(buffer, state, total, key):
     state, sample = buffer.draw(state, key)
     total = total + testing.consumed(sample)
     state = buffer.extend(state, rows(total, 6, E))
-    state, sample = buffer.draw(state, key)
-    total = total + testing.consumed(sample)
-    state = buffer.add(buffer.add(state, rows(total, E)), rows(total + 1, E))
+    state = buffer.add(state, rows(total, E))
     if buffer.sampler.prioritized:
         sample = buffer.sample(state, key)
         total = total + testing.consumed(sample)
         priorities = jnp.abs(jnp.sin(total + jnp.arange(B, dtype=jnp.float32)))
         state = buffer.update_priority(state, sample, priorities)
         state = buffer.add(state, rows(total, E))
-    state, sample = buffer.draw(state, key)
-    total = total + testing.consumed(sample)
+    else:
+        state, sample = buffer.draw(state, key)
+        total = total + testing.consumed(sample)
     state = buffer.empty(state)
     state = buffer.extend(state, rows(total, 3, E), mask=jnp.sin(total + jnp.arange(3.0)) > 0)
     return state, total
@@ -168,9 +167,8 @@ def test_nothing_is_copied(name, step):
     assert growth(name, step) < 0.01
 
 
-MANY = [(name, None) for name in ("distinct", "epochs", "queue", "buffer")]
-MANY += [(name, 8) for name in ("uniform", "distinct", "epochs", "queue", "stack", "prioritized")]
-MANY += [("counted", 8)]
+MANY = [(name, None) for name in ("distinct", "queue", "buffer", "counted")]
+MANY += [(name, 8) for name in ("uniform", "epochs", "stack", "prioritized")]
 
 
 @pytest.mark.parametrize(("name", "agents"), MANY)
@@ -221,8 +219,10 @@ def test_schedules_copy_nothing(name, agents):
     assert growth(name, schedules, agents) < 0.01
 
 
-@pytest.mark.parametrize("parts", ["n-step", "strict n-step", "stacked n-step", "once"])
-@pytest.mark.parametrize("agents", [None, 8])
+@pytest.mark.parametrize(
+    ("parts", "agents"),
+    [("n-step", 8), ("strict n-step", None), ("stacked n-step", 8), ("once", None)],
+)
 def test_edits_copy_nothing(parts, agents):
     assert growth("prioritized", edits, agents, **OTHERS[parts]) < 0.01
 
@@ -260,16 +260,19 @@ def test_a_bare_sample_before_a_write_is_what_copies(name):
     assert growth(name, sample_add) > 0.5
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_tie_of_draw_is_what_keeps_draw_then_add_in_place(name, monkeypatch):
+def test_the_tie_of_draw_is_what_keeps_draw_then_add_in_place(monkeypatch):
     monkeypatch.setattr(ordering, "token", lambda reads: jnp.int32(0))
     jax.clear_caches()
-    assert growth(name, draw_add) > 0.5
+    grown = {name: growth(name, draw_add) for name in SAMPLERS}
     jax.clear_caches()
+    assert min(grown.values()) > 0.5, grown
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "float16"])
-@pytest.mark.parametrize("agents", [None, 8])
+NARROW = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "float16"]
+NARROW = [("bfloat16", None), *zip(NARROW, [8, None, 8, None, 8], strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "agents"), NARROW)
 def test_no_dtype_is_widened_and_copied(dtype, agents):
     example = {"x": jnp.zeros(64, dtype)}
 

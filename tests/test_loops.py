@@ -193,14 +193,15 @@ UNITS = [jrb.Transition(), jrb.NStep(2, 0.9, strict=True), jrb.Sequence(2), jrb.
 SAMPLERS = [
     jrb.Uniform(),
     jrb.Uniform(replacement=False),
-    jrb.WithoutReplacement(),
-    jrb.Queue(),
     jrb.Lifo(),
     jrb.Newest(0.5),
-    jrb.Prioritized(),
     jrb.Prioritized(counted=True),
 ]
-COMPOSITIONS = [{"unit": unit} for unit in UNITS[1:]]
+COMPOSITIONS = [
+    {"unit": UNITS[1], "sampler": jrb.Prioritized()},
+    {"unit": UNITS[2], "sampler": jrb.WithoutReplacement()},
+    {"unit": UNITS[3], "sampler": jrb.Queue()},
+]
 COMPOSITIONS += [{"sampler": sampler} for sampler in SAMPLERS]
 COMPOSITIONS += [
     {"writer": jrb.MaxValue(("next", "reward"))},

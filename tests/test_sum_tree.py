@@ -1,5 +1,7 @@
 """The sum-tree against a float64 reference: structure, search, draws, and what may never happen."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -574,6 +576,7 @@ def test_a_second_call_does_not_retrace():
     assert len(traces) == 2
 
 
+@functools.lru_cache(maxsize=1)
 def ten_million_equal(branching):
     return set_all(sum_tree.init(10_000_000, branching), jnp.ones(10_000_000))
 
@@ -585,16 +588,16 @@ def dispersion(draws):
     return counts.var() / counts.mean()
 
 
-@pytest.mark.parametrize("branching", [8, 32])
+@pytest.mark.parametrize("branching", [32, 8])
 def test_10_million_leaves_are_told_apart(branching):
-    tree, keys = ten_million_equal(branching), jax.random.split(jax.random.key(11), 16)
+    tree, keys = ten_million_equal(branching), jax.random.split(jax.random.key(11), 8)
     assert abs(dispersion([sample(tree, key, 1 << 18, False) for key in keys]) - 1.0) < 0.005
 
 
 def test_a_float32_alone_cannot_tell_10_million_leaves_apart():
-    tree, keys = ten_million_equal(8), jax.random.split(jax.random.key(11), 16)
+    tree, keys = ten_million_equal(8), jax.random.split(jax.random.key(11), 8)
     point = jax.jit(lambda key: random_bits.unit_interval(random_bits.bits(key, (1 << 18,))) * 1e7)
-    assert dispersion([find(tree, point(key)) for key in keys]) > 1.02
+    assert dispersion([find(tree, point(key)) for key in keys]) > 1.01
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -604,19 +607,19 @@ def test_10_million_leaves_share_all_random_words(half, monkeypatch):
     monkeypatch.setattr(random_bits, "bits", lambda key, shape: key)
     draw = jax.jit(lambda words: sum_tree.draw(tree, words, 1 << 20, False)[1])
     fixed = jnp.full(1 << 20, 1_234_567_890, jnp.uint32)
-    drawn = []
-    for chunk in range(16):
-        every = ((chunk << 20) + jnp.arange(1 << 20, dtype=jnp.uint32)) << 8
+    drawn, low = [], jnp.asarray(np.random.default_rng(13).integers(0, 4, 1 << 20, np.uint32))
+    for chunk in range(4):  # of each four words that follow each other, one
+        every = ((((chunk << 20) + jnp.arange(1 << 20, dtype=jnp.uint32)) << 2) + low) << 8
         drawn.append(draw(jnp.stack([fixed, every] if half else [every, fixed])))
     drawn = np.concatenate(drawn)
     if half:
         counts = np.bincount(drawn - drawn.min())
         assert counts.shape == (4096,)
-        assert np.abs(counts - 4096).max() <= 2
+        assert np.abs(counts - 1024).max() <= 2
     else:
         counts = np.bincount(drawn // 4096)
         assert counts.shape == (2442,)
-        assert np.abs(counts[:-1] - 2**24 * 4096 / 1e7).max() <= 2
+        assert np.abs(counts[:-1] - 2**22 * 4096 / 1e7).max() <= 2
 
 
 @pytest.mark.parametrize(("capacity", "branching"), [(1, 8), (9, 2), (1000, 8), (4099, 32)])

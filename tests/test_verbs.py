@@ -1,6 +1,7 @@
 """Random programs of verbs against plain Python: what is held, what is drawn, how likely.
 
-A thousand programs of a description run side by side, as one compiled program.
+Hundreds of programs of a description run side by side, as one compiled program, and in the middle
+all of them are saved and loaded, and some rebuilt.
 """
 
 import math
@@ -17,7 +18,7 @@ from jrb._engine.steps import context_of
 
 pytestmark = pytest.mark.slow
 
-E, R, T, STEPS, PROGRAMS = 2, 5, 2, 14, 800
+E, R, T, STEPS, PROGRAMS, REBUILT = 2, 5, 2, 14, 800, 3
 N = R * E
 EXAMPLE = {"observation": jnp.int32(0), "next": {"observation": jnp.int32(0), "done": False}}
 EXAMPLE["next"]["reward"] = jnp.float32(0)
@@ -248,22 +249,38 @@ def seen(buffer, state):
         ("stacks", True),
     ],
 )
-def test_programs_of_verbs_do_what_plain_python_does(name, once):
+def test_programs_of_verbs_do_what_plain_python_does(name, once, tmp_path):
     unit, is_anchor = UNITS[name]
     storage = jrb.DeviceStorage(once=once, room=N if once else None)
     buffer = jrb.ReplayBuffer(
         N, E, batch_size=4, unit=unit, sampler=jrb.Prioritized(), storage=storage
     )
     given = programs(np.random.default_rng(len(name)), PROGRAMS)
-    run = lambda given: seen(buffer, jax.lax.scan(step(buffer), buffer.init(EXAMPLE), given)[0])
-    told_of = jax.device_get(jax.jit(jax.vmap(run))(given))
+    half = jax.jit(jax.vmap(lambda state, given: jax.lax.scan(step(buffer), state, given)[0]))
+    states = jax.vmap(lambda _: buffer.init(EXAMPLE))(jnp.arange(PROGRAMS))
+    states = half(states, {name: leaf[:, : STEPS // 2] for name, leaf in given.items()})
+    jrb.save(tmp_path, buffer, states)
+    found, states = jrb.load(tmp_path)
+    assert found == buffer
+    states = rebuilt(buffer, states)
+    states = half(states, {name: leaf[:, STEPS // 2 :] for name, leaf in given.items()})
+    told_of = jax.device_get(jax.jit(jax.vmap(lambda state: seen(buffer, state)))(states))
     for program in range(PROGRAMS):
         model = Model(unit, is_anchor)
         for number in range(STEPS):
             one = {name: leaf[program, number] for name, leaf in given.items()}
             model.run(VERBS[one["verb"]], one)
+            if program < REBUILT and number + 1 == STEPS // 2:
+                model.rebuilt()
         told = [program, *[VERBS[verb] for verb in given["verb"][program]]]
         check(model, jax.tree.map(operator.itemgetter(program), told_of), told)
+
+
+def rebuilt(buffer, states):
+    """The first of some states in a ring of their own."""
+    one = [jax.tree.map(operator.itemgetter(number), states) for number in range(REBUILT)]
+    new = [jrb.rebuild(buffer, state, buffer) for state in one]
+    return jax.tree.map(lambda leaf, *some: leaf.at[:REBUILT].set(jnp.stack(some)), states, *new)
 
 
 def check(model, found, told):
@@ -283,6 +300,7 @@ def check(model, found, told):
     assert refused == model.refused, told
 
 
+SEVERAL = 4
 STORAGES = [
     lambda: jrb.DeviceStorage(),
     lambda: jrb.MemmapStorage(None),
@@ -294,9 +312,9 @@ STORAGES = [
 @pytest.mark.parametrize("name", ["transition", "strict n-step", "stacks"])
 def test_programs_go_on_in_another_storage_and_after_a_save(name, tmp_path):
     unit, is_anchor = UNITS[name]
-    given = programs(np.random.default_rng(1), 8)
+    given = programs(np.random.default_rng(1), SEVERAL)
     rng = np.random.default_rng(2)
-    for program in range(4):
+    for program in range(SEVERAL):
         make = lambda number: jrb.ReplayBuffer(
             N, E, batch_size=4, unit=unit, sampler=jrb.Prioritized(), storage=STORAGES[number]()
         )

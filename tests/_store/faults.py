@@ -753,13 +753,13 @@ class Interrupt:
         return self
 
 
-def interrupted(path, again, stride):
+def interrupted(path, again, first, stride):
     """An interrupt at every so-manieth line of writes, edits and commits: all goes on.
 
     What was interrupted is done again at once, or not at all.
     """
     here = os.path.dirname(os.path.abspath(files.__file__))
-    outcomes, number, over = [], 1 - stride, False
+    outcomes, number, over = [], first - stride, False
     while not over:
         number += stride
         left()

@@ -129,8 +129,10 @@ def test_an_h5_file_of_observations_stored_once_gives_the_same_draws(tmp_path):
         state, back = buffer.add(state, row), buffer.add(back, row)
 
 
-@pytest.mark.parametrize("name", ["n-step", "epochs", "episodes"])
-@pytest.mark.parametrize("layout", ["native", "h5"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("n-step", "native"), ("n-step", "h5"), ("epochs", "h5"), ("episodes", "native")],
+)
 def test_the_next_draws_are_those_of_an_uninterrupted_run(name, layout, tmp_path):
     buffer, state = filled(**BUFFERS[name])
     jrb.save(tmp_path / "saved", buffer, state, layout=layout)
@@ -256,17 +258,17 @@ def test_a_part_of_ones_own_is_found_if_it_is_defined(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "layout"),
     [
-        {"capacity": 48},
-        {"num_envs": 4},
-        {"sampler": jrb.Uniform()},
-        {"sampler": jrb.Prioritized(alpha=0.7)},
-        {"unit": jrb.NStep(2, 0.9)},
+        ({"capacity": 48}, "native"),
+        ({"capacity": 48}, "h5"),
+        ({"num_envs": 4}, "native"),
+        ({"sampler": jrb.Uniform()}, "h5"),
+        ({"sampler": jrb.Prioritized(alpha=0.7)}, "h5"),
+        ({"unit": jrb.NStep(2, 0.9)}, "native"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("layout", ["native", "h5"])
 def test_another_description_gets_what_a_rebuild_in_memory_gives(change, layout, tmp_path):
     buffer, state = filled(unit=jrb.NStep(3, 0.9), sampler=jrb.Prioritized())
     path, other = _saved(tmp_path, buffer, state, layout), dataclasses.replace(buffer, **change)
@@ -496,8 +498,9 @@ def numbered(rows, envs, capacity, **parts):
     return buffer, buffer.extend(buffer.init(TED), items)
 
 
-@pytest.mark.parametrize("layout", ["native", "h5"])
-@pytest.mark.parametrize("capacity", [6, 16, 60])
+@pytest.mark.parametrize(
+    ("layout", "capacity"), [("native", 6), ("h5", 6), ("h5", 16), ("native", 60)]
+)
 def test_another_capacity_keeps_the_newest_rows(layout, capacity, tmp_path):
     buffer, state = numbered(25, 2, 20)
     path = _saved(tmp_path, buffer, state, layout)
@@ -553,8 +556,9 @@ def test_the_best_stay_when_there_is_room_for_fewer(tmp_path):
     np.testing.assert_array_equal(back.sampler.raw, back.storage["next"]["reward"] + 1)
 
 
-@pytest.mark.parametrize("envs", [1, 2, 5, 6, None])
-@pytest.mark.parametrize("rows", [1, 4, 25])
+@pytest.mark.parametrize(
+    ("envs", "rows"), [(1, 1), (1, 25), (2, 4), (5, 25), (6, 4), (6, 1), (None, 25)]
+)
 def test_another_number_of_environments_loses_only_the_oldest_and_crosses_no_seam(
     envs, rows, tmp_path
 ):

@@ -198,6 +198,9 @@ print(np.asarray(at["w"]).tobytes().hex(), np.asarray(state.sampler.raw).tobytes
 """
 
 
+KILLS = 4
+
+
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("storage", ["device", "memmap"])
@@ -221,10 +224,10 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(storage
     assert whole.returncode == 0, whole.stderr
     kills = 0
     for seed in range(1, 30):
-        one = run("killed", seed if kills < 10 else 0)
+        one = run("killed", seed if kills < KILLS else 0)
         if one.returncode == 0:
             break
         assert one.returncode == -signal.SIGKILL, one.stderr
         kills += 1
-    assert kills == 10
+    assert kills == KILLS
     assert one.stdout == whole.stdout

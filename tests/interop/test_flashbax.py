@@ -93,8 +93,7 @@ def numbers(buffer, state):
     return np.asarray(buffer.take(state, slots)["number"])
 
 
-@pytest.mark.parametrize("count", [2, 7, 8, 13, 24])
-@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize(("count", "envs"), [(2, 1), (7, 3), (8, 1), (8, 3), (13, 3), (24, 1)])
 def test_every_row_keeps_its_place(envs, count):
     state = filled(trajectory(envs, 8), count, envs)
     dump = checkpoint.read_flashbax(state)
@@ -114,8 +113,7 @@ def test_every_row_keeps_its_place(envs, count):
     )
 
 
-@pytest.mark.parametrize("count", [5, 8, 13])
-@pytest.mark.parametrize("envs", [1, 3])
+@pytest.mark.parametrize(("count", "envs"), [(5, 3), (8, 1), (13, 3)])
 def test_adding_goes_on_where_flashbax_would(envs, count):
     theirs, ours = trajectory(envs, 8), jrb.ReplayBuffer(capacity=8 * envs, num_envs=envs)
     state = filled(theirs, count, envs)
@@ -160,7 +158,7 @@ def test_the_items_outlive_a_donated_state():
 
 
 @pytest.mark.parametrize(
-    ("envs", "count", "period"), [(1, 8, 1), (3, 6, 2), (3, 13, 1), (3, 13, 2), (3, 18, 4)]
+    ("envs", "count", "period"), [(1, 8, 1), (3, 6, 2), (3, 13, 2), (3, 18, 4)]
 )
 def test_priorities_lie_where_sequences_start(envs, count, period):
     theirs = prioritised(envs, 8, sequence=4, period=period)
@@ -180,7 +178,7 @@ def test_priorities_lie_where_sequences_start(envs, count, period):
     assert dump.info["max_priority"] == pytest.approx(highest, rel=1e-5)
 
 
-@pytest.mark.parametrize(("count", "known"), [(7, None), (8, 3), (13, None), (13, 3)])
+@pytest.mark.parametrize(("count", "known"), [(7, None), (8, 3), (13, None)])
 def test_sequences_are_drawn_with_the_same_probabilities(count, known):
     theirs = prioritised(2, 8, sequence=3)
     state, highest = with_priorities(theirs, filled(theirs, count, 2))

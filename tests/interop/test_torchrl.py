@@ -197,9 +197,12 @@ def in_storage(buffer, state):
     return jax.tree.map(np.asarray, buffer.take(state, slots))
 
 
-@pytest.mark.parametrize("layout", ["default", "flat"])
-@pytest.mark.parametrize("envs", [None, 1, 3])
-@pytest.mark.parametrize("count", [1, 7, 12, 17, 29])
+COUNTS = [1, 7, 12, 17, 29]
+WRITTEN = [(layout, 3, count) for layout in ("default", "flat") for count in COUNTS]
+WRITTEN += [("default", None, 7), ("default", 1, 29), ("flat", None, 17), ("flat", 1, 12)]
+
+
+@pytest.mark.parametrize(("layout", "envs", "count"), WRITTEN)
 def test_what_was_written_comes_back(tmp_path, layout, envs, count):
     buffer, state = filled(12, envs, count)
     write_torchrl(tmp_path / "dump", buffer, state, layout)

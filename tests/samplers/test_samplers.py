@@ -36,8 +36,9 @@ def priorities(buffer, state, values):
     return buffer.update_priority(state, np.arange(len(values)), np.asarray(values, np.float32))
 
 
-@pytest.mark.parametrize("capacity", [1, 7, 37, 100])
-@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize(
+    ("capacity", "replacement"), [(1, False), (7, True), (7, False), (37, True), (100, False)]
+)
 def test_uniform_is_uniform_over_what_is_held(capacity, replacement):
     buffer, state = filled(jrb.Uniform(replacement), capacity * 2 // 3 or 1, capacity)
     assert fits(counts(buffer, state), np.arange(capacity) < (capacity * 2 // 3 or 1))
@@ -140,8 +141,9 @@ def test_a_queue_loses_what_is_overwritten():
     assert epoch(buffer, state, 2)[1] == [[25, 26, 27, 28], [29]]
 
 
-@pytest.mark.parametrize("capacity", [3, 37, 101])
-@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.parametrize(
+    ("capacity", "stratified"), [(3, True), (37, False), (101, True), (101, False)]
+)
 def test_prioritized_draws_follow_the_priorities(capacity, stratified):
     sampler = jrb.Prioritized(alpha=0.7, eps=0.0, stratified=stratified)
     buffer, state = filled(sampler, capacity)

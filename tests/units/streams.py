@@ -74,13 +74,15 @@ def compiled(unit, rows, envs):
 def commands(draw, envs, rows, truncates=False):
     """Calls with the flags of their rows; episodes of length one and long ones.
 
-    Of `truncate`, in place of a mask over time, which environments begin anew.
+    Of `truncate`, in place of a mask over time, which environments begin anew. Of a ring of few
+    rows, what extends it is longer than the ring anyway.
     """
     often = draw(st.sampled_from([0.02, 0.2, 0.6]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     calls = []
     for _ in range(draw(st.integers(1, 12))):
-        some = ["add", "add", "extend", "extend", "long", "empty"] + ["truncate"] * truncates
+        some = ["add", "add", "extend", "extend", "long" if rows > CHUNK else "add", "empty"]
+        some += ["truncate"] * truncates
         verb = draw(st.sampled_from(some))
         length = {"add": 1, "extend": CHUNK, "long": 2 * rows + 1}.get(verb, 0)
         flags = rng.random((length, envs, 2)) < often / 2
