@@ -49,3 +49,9 @@ def compilations():
         yield lambda: sum("backend_compile" in name for name in events[before:])
 
     return counted
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_compiled_is_not_looked_through():
+    """What earlier modules left behind stays: tests that collect would go through all of it."""
+    gc.freeze()
