@@ -1,7 +1,12 @@
-"""Items that stay where they are, told to other parts."""
+"""Items that lie on the host from slot 0 on, told to other parts in their order.
 
+N capacity, E environments, T rows of time.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,32 +14,62 @@ from jrb._base import pytree
 from jrb._engine import dispatch
 from jrb._engine.replaying import replaying
 from jrb.state import Buffer, BufferState
+from jrb.types import Item
 
-_PIECE = 16 << 20  # bytes of items that are told at a time
+_PIECE = 16 << 20  # bytes of items that are on their way
+
+
+def told(buffer: Buffer, state: BufferState) -> Iterator[tuple[Item, jax.Array]]:
+    """All rows, in pieces of one size.
+
+    Args:
+        buffer: with a storage on the host whose rows were written once, from slot 0 on.
+        state: is only read.
+
+    Yields:
+        Items `[T, ...]` or `[T, E, ...]`, as they are stored, and which of them there are, bool
+        `[T]`, in lanes `[T, E]`.
+    """
+    ring, envs = buffer.ring, buffer.ring.envs
+    counts = np.broadcast_to(buffer.writer.held(ring, state.writer).rows(ring), envs)
+    size = max(1, _PIECE // max(1, pytree.nbytes(buffer.stored(state)) * envs))
+    size = min(size, max(1, int(counts.max())))
+    for start in range(0, int(counts.max()), size):
+        row = np.arange(start, start + size)
+        slots = np.minimum(row, ring.rows - 1)[:, None] * envs + np.arange(envs)
+        slots = slots[:, 0] if buffer.num_envs is None else slots
+        mask = row[:, None] < counts
+        mask = mask if buffer.writer.in_lanes else mask[:, 0]
+        yield buffer.storage.take(state.storage, slots), jnp.asarray(mask)
 
 
 def retold(old: Buffer, state: BufferState, new: Buffer) -> Any:
     """The state of a description with other parts over the same items, which stay where they are.
 
-    Sampler, unit and transforms with a state learn from all rows, in their order. N capacity, E
-    environments.
+    Sampler, unit and transforms with a state learn from all rows.
 
     Args:
-        old: the description of the state: of a storage on the host whose rows were written once,
-            from slot 0 on.
+        old: the description of the state; see `told`.
         state: is only read; its rows are those of the new state too.
         new: with the same capacity, environments and storage, and a writer of the same states.
     """
-    into, envs = replaying(new), old.ring.envs
+    into = replaying(new)
     half = dispatch.half(into, old.stored(state))
-    counts = np.broadcast_to(old.writer.held(old.ring, state.writer).rows(old.ring), envs)
-    size = max(1, _PIECE // max(1, pytree.nbytes(old.stored(state)) * envs))
-    for start in range(0, int(counts.max()), size):
-        row = np.arange(start, start + size)
-        slots = np.minimum(row, old.ring.rows - 1)[:, None] * envs + np.arange(envs)
-        slots = slots[:, 0] if new.num_envs is None else slots
-        items = old.storage.take(state.storage, slots)
-        mask = row[:, None] < counts
-        mask = mask if new.writer.in_lanes else mask[:, 0]
-        half = dispatch.told(into, half, items, jnp.asarray(mask))
+    for items, mask in told(old, state):
+        half = dispatch.told(into, half, items, mask)
     return half.replace(storage=state.storage)
+
+
+def moved(old: Buffer, state: BufferState, new: Buffer) -> Any:
+    """The state of a description with another storage, to which the items are copied.
+
+    Args:
+        old: the description of the state; see `told`.
+        state: is only read.
+        new: with the same capacity and environments, and a writer of the same states.
+    """
+    into = replaying(new)
+    made = dispatch.init(into, old.stored(state), None)
+    for items, mask in told(old, state):
+        made = dispatch.fill(into, made, items, None, mask)
+    return made

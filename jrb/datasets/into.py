@@ -13,11 +13,11 @@ import numpy as np
 from jrb._base import checks
 from jrb._engine import transforming
 from jrb._engine.replaying import writable
+from jrb._engine.retelling import moved
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import cache, copies, fingerprint
 from jrb.datasets.blocks import Episodes
 from jrb.datasets.filling import Streams, streams
-from jrb.rebuild import rebuild
 from jrb.state import BufferState
 from jrb.storages import MemmapStorage
 from jrb.types import Storage
@@ -85,7 +85,7 @@ def cached(
     if storage is None:
         return buffer, state
     other = dataclasses.replace(buffer, storage=storage)
-    return other, rebuild(buffer, state, other)
+    return other, moved(buffer, state, other)
 
 
 def _described(flow: Streams, storage: Storage, parts: dict[str, Any]) -> ReplayBuffer:
