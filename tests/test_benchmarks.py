@@ -1,5 +1,7 @@
-"""Benchmarks that look at how rows lie in files still find them."""
+"""Benchmarks run, and those that look at how rows lie in files still find them."""
 
+import jax
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -12,3 +14,16 @@ def test_draws_from_files_are_measured(tmp_path):
     rows, _ = host.frames(1000, 1, str(tmp_path))
     rows += host.spill(1000, 1)
     assert all(row["ratio"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_behaviour_is_cloned_and_played(monkeypatch, tmp_path):
+    offline = pytest.importorskip("benchmarks.offline", exc_type=ImportError)
+    monkeypatch.setattr(offline, "PARTS", 2)
+    monkeypatch.setattr(offline, "EPISODES", 2)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        result = offline.run(offline.RECORDED)
+    assert (result["environment"], result["episodes"]) == ("CartPole-v1", 20)
+    assert result["losses"][1] < result["losses"][0]
+    assert np.shape(result["returns"]) == (2, 2)
+    offline.picture(result).savefig(tmp_path / "returns.png")
