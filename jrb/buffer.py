@@ -9,7 +9,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jrb._base import casting, checks, pytree
+from jrb._base import casting, checks, display, pytree
 from jrb._engine import dispatch, transforming
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
@@ -73,6 +73,12 @@ class ReplayBuffer:
     keys: Keys = TED
     min_size: int | None = None
     cast: bool = False
+
+    def __repr__(self) -> str:
+        return display.laid_out(self)
+
+    def _repr_html_(self) -> str:
+        return display.tree_html(self)
 
     def __post_init__(self) -> None:
         check_part("sampler", self.sampler)

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, permutation, pytree, random_bits
+from jrb._base import checks, display, permutation, pytree, random_bits
 from jrb._engine import counting, dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.state import Buffer, BufferState, Device, Sample
@@ -46,6 +46,12 @@ class Mix:
     buffers: tuple[ReplayBuffer, ...]
     proportions: tuple[float, ...]
     batch_size: int | None = None
+
+    def __repr__(self) -> str:
+        return display.laid_out(self)
+
+    def _repr_html_(self) -> str:
+        return display.tree_html(self)
 
     def __post_init__(self) -> None:
         is_buffers = isinstance(self.buffers, tuple) and self.buffers

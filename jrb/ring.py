@@ -7,8 +7,9 @@ together, or each of them by itself, in its own lane of R slots.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jrb._base import ordering, pytree
+from jrb._base import display, ordering, pytree
 
 
 class Clock(pytree.State):
@@ -23,6 +24,13 @@ class Clock(pytree.State):
     cursor: jax.Array = pytree.cursor()
     count: jax.Array
     lap: jax.Array
+
+    def summary(self, ring: "Ring") -> dict[str, str]:
+        """How many items are held."""
+        rows = display.known(self.count)
+        if rows is None:
+            return {}
+        return {"held": display.share(np.broadcast_to(rows, ring.envs), ring.capacity)}
 
 
 @pytree.component

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar, Final, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jrb._base import display, pytree
 from jrb.keys import Keys
@@ -42,10 +43,19 @@ class BufferState(pytree.State):
         )
 
     def __repr__(self) -> str:
-        return display.text(self)
+        return display.text(self, display.of_arrays(self), self._facts())
 
     def _repr_html_(self) -> str:
-        return display.html(self)
+        return display.html(self, display.of_arrays(self), self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        """What a person wants to know of it first."""
+        lead = jnp.shape(self.edits) if pytree.is_array(self.edits) else ()
+        if lead:
+            return {"states under vmap": " x ".join(map(str, lead))}
+        parts = (self.writer, self.sampler, self.unit)
+        told = [part.summary(self.ring) for part in parts if isinstance(part, pytree.State)]
+        return {name: fact for facts in told for name, fact in facts.items()}
 
 
 class Sample(pytree.State):
@@ -70,6 +80,22 @@ class Sample(pytree.State):
     mask: jax.Array
     info: dict[str, jax.Array]
     stamp: jax.Array
+
+    def __repr__(self) -> str:
+        return display.text(self, type(self).__name__, self._facts())
+
+    def _repr_html_(self) -> str:
+        return display.html(self, type(self).__name__, self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        """What a person wants to know of it first."""
+        if not pytree.is_array(self.mask):
+            return {}
+        return {
+            "real entries": display.share(self.mask, self.mask.size),
+            "probabilities": display.spread(self.probabilities),
+            "weights": display.spread(self.weights),
+        }
 
 
 Device = jax.Device | jax.sharding.Sharding | BufferState | None

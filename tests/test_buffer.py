@@ -384,3 +384,49 @@ def test_outside_jit_a_draw_and_an_update_do_not_return_the_items():
     after = buffer.update_priority(after, sample, jnp.ones(8))
     assert after.storage["x"].unsafe_buffer_pointer() == where
     assert buffer.empty(after).storage["x"].unsafe_buffer_pointer() == where
+
+
+def test_a_description_reads_as_it_is_written():
+    plain = jrb.ReplayBuffer(10)
+    assert repr(plain) == "ReplayBuffer(capacity=10)"
+    unit = jrb.FrameStack(4, unit=jrb.NStep(3, 0.9))
+    buffer = jrb.ReplayBuffer(20, 2, batch_size=4, unit=unit, sampler=jrb.Prioritized(beta=0.5))
+    lines = repr(buffer).splitlines()
+    assert lines[0] == "ReplayBuffer("
+    assert "    sampler=Prioritized(beta=0.5)," in lines
+    assert eval(repr(buffer), {**vars(jrb)}) == buffer
+    assert eval(repr(unit), {**vars(jrb)}) == unit
+    page = buffer._repr_html_()
+    assert "<b>Prioritized</b>" in page and "stratified" not in page
+
+
+def test_states_and_samples_say_what_is_in_them_wherever_they_are():
+    buffer = jrb.ReplayBuffer(6, 2, batch_size=3, sampler=jrb.Prioritized(), unit=jrb.NStep(2, 0.9))
+    item = {"x": jnp.int32(0), "next": {"reward": jnp.float32(0), "done": jnp.bool_(False)}}
+    state = buffer.init(item)
+    assert "held: 0 of 6 (0 %)" in repr(state)
+    rows = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), item)
+    state = buffer.add(state, {**rows, "next": {**rows["next"], "done": jnp.array([True, False])}})
+    told = repr(state)
+    assert "held: 2 of 6 (33 %)" in told
+    assert "ends of episodes: 1" in told
+    assert "priorities: mean 1, from 1 to 1" in told
+    assert "<summary>leaves</summary>" in state._repr_html_()
+    sample = buffer.sample(state, jax.random.key(0))
+    assert "real entries: 3 of 3 (100 %)" in repr(sample)
+    assert "data/next/reward" in sample._repr_html_()
+    seen = []
+    jax.jit(lambda *things: seen.extend(map(repr, things)))(state, sample)
+    many = jax.tree.map(lambda leaf: leaf[None], (state, sample))
+    jax.vmap(lambda *things: seen.extend(map(repr, things)))(*many)
+    seen += [repr(jax.tree.map(lambda leaf: None, thing)) for thing in (state, sample)]
+    seen += [repr(jax.tree.map(lambda leaf: 0, thing)) for thing in (state, sample)]
+    assert all(text.startswith(("BufferState", "Sample")) for text in seen)
+    assert "states under vmap: 1" in repr(many[0])
+    lanes = jrb.ReplayBuffer(20, 4, writer=jrb.Lanes())
+    some = lanes.add(
+        lanes.init(item),
+        jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), item),
+        jnp.array([True, False, True, True]),
+    )
+    assert "held: 3 of 20 (15 %)" in repr(some)

@@ -37,8 +37,23 @@ def component(cls: type[T]) -> type[T]:
         check(self)
 
     cls.__post_init__ = post_init  # pyright: ignore[reportAttributeAccessIssue]
+    if "__repr__" not in cls.__dict__:
+        cls.__repr__ = _call
     _COMPONENTS.add(cls)
-    return jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(cls))
+    return jax.tree_util.register_static(dataclasses.dataclass(frozen=True, repr=False)(cls))
+
+
+def changed(description: Any) -> list[tuple[str, Any]]:
+    """The fields of a description that are not what they are by default, and their values."""
+    found = [(field, getattr(description, field.name)) for field in dataclasses.fields(description)]
+    same = lambda value, default: type(value) is type(default) and value == default
+    return [(field.name, value) for field, value in found if not same(value, field.default)]
+
+
+def _call(self: Any) -> str:
+    """How a description is written, without what goes without saying."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in changed(self))
+    return f"{type(self).__name__}({fields})"
 
 
 def is_component(cls: Any) -> bool:
@@ -72,6 +87,14 @@ class State:
 
     Leaves are in the order of their names. Two states are equal if they are the same.
     """
+
+    def summary(self, ring: Any) -> dict[str, str]:
+        """What a person wants to know of it first, by name; the default is nothing.
+
+        Args:
+            ring: the shape of the buffer's ring.
+        """
+        return {}
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)

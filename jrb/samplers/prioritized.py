@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jrb import sum_tree
-from jrb._base import checks, ordering, pytree, random_bits
+from jrb._base import checks, display, ordering, pytree, random_bits
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
 from jrb.held import Held
@@ -56,6 +56,13 @@ class Priorities(DrawCounts):
     refused: jax.Array
     dropped: jax.Array
     told: bool = pytree.static(default=False)
+
+    def summary(self, ring: Ring) -> dict[str, str]:
+        """How the priorities of what may be drawn spread, and how many were refused."""
+        raw, refused = display.known(self.raw), display.known(self.refused)
+        some = None if raw is None else raw[raw > 0]
+        found = {} if some is None else {"priorities": display.spread(some)}
+        return found | ({"refused": f"{int(refused):,}"} if refused else {})
 
 
 @pytree.component

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, pytree
+from jrb._base import checks, display, pytree
 from jrb._engine import anchor_queue, episodes, rows
 from jrb._engine.anchor_queue import Queue
 from jrb.keys import Keys, Path, path_name, within
@@ -29,6 +29,10 @@ class Steps(pytree.State):
     length: jax.Array | None = pytree.tally()
     queue: Queue | None
     n: int | None = pytree.static(default=None)
+
+    def summary(self, ring: Ring) -> dict[str, str]:
+        """How many episodes have ended."""
+        return {"ends of episodes": display.count(self.ended)}
 
 
 @pytree.component

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, ordering, pytree
+from jrb._base import checks, display, ordering, pytree
 from jrb._engine import anchor_queue, episodes, rows, whole_episodes
 from jrb._engine.anchor_queue import Queue
 from jrb._engine.episodes import Episodes
@@ -37,6 +37,10 @@ class Windows(pytree.State):
     queue: Queue | None
     episodes: Episodes | None
     rule: tuple[Any, ...] | None = pytree.static(default=None)
+
+    def summary(self, ring: Ring) -> dict[str, str]:
+        """How many episodes have ended."""
+        return {"ends of episodes": display.count(self.ended)}
 
 
 @pytree.component

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import ordering, pytree
+from jrb._base import display, ordering, pytree
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
 from jrb.keys import Path, find, path_name, within
@@ -30,6 +30,10 @@ class Ranks(pytree.State):
     count: jax.Array = pytree.cursor()
     number: jax.Array
     key: Path = pytree.static(default="")
+
+    def summary(self, ring: Ring) -> dict[str, str]:
+        """How many items are held."""
+        return {"held": display.share(self.count, ring.capacity)}
 
 
 @pytree.component

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, ordering, pytree, random_bits
+from jrb._base import checks, display, ordering, pytree, random_bits
 from jrb._engine import rows
 from jrb.ring import Ring
 from jrb.types import Item, Write
@@ -31,6 +31,12 @@ class Sampled(pytree.State):
     count: jax.Array = pytree.cursor()
     number: jax.Array
     came: jax.Array
+
+    def summary(self, ring: Ring) -> dict[str, str]:
+        """How many items are held, and of how many."""
+        came = display.known(self.came)
+        told = "" if came is None else f"{int(came):,}"
+        return {"held": display.share(self.count, ring.capacity), "that ever came": told}
 
 
 @pytree.component
