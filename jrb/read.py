@@ -84,13 +84,22 @@ def taken(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:
     whole = jax.tree.map(lambda leaf: np.empty((len(slots), *leaf.shape), leaf.dtype), raw)
     step = max(1, _PIECE // max(pytree.nbytes(raw), 1))
     for start in range(0, len(slots), step):
-        part = slice(start, start + step)
+        part = slots[start : start + step]
         found = jax.device_get(
-            jax.tree.map(prng_keys.raw, buffer.take(state, jnp.asarray(slots[part])))
+            jax.tree.map(prng_keys.raw, buffer.take(state, jnp.asarray(_rounded(part))))
         )
         for target, leaf in zip(jax.tree.leaves(whole), jax.tree.leaves(found), strict=True):
-            target[part] = leaf
+            target[start : start + step] = leaf[: len(part)]
     return whole
+
+
+def _rounded(slots: np.ndarray) -> np.ndarray:
+    """Slots of a length that is a power of two, the last of them again and again.
+
+    Reads are compiled once for each length, and episodes are of many.
+    """
+    missing = (1 << (len(slots) - 1).bit_length()) - len(slots)
+    return np.pad(slots, (0, missing), mode="edge")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -151,3 +151,24 @@ def test_the_newest_rows_are_told_by_their_slots(envs):
         np.testing.assert_array_equal(after.storage["x"][slots[3 - held :]], data[length - held :])
     with pytest.raises(ValueError, match=f"n: expected from 1 to {rows}"):
         buffer.newest(state, rows + 1)
+
+
+def test_episodes_of_many_lengths_are_read_in_few_shapes(monkeypatch):
+    """Every shape is compiled once, which takes longer than the reads."""
+    lengths = np.arange(1, 20)
+    done = np.zeros(lengths.sum(), bool)
+    done[np.cumsum(lengths) - 1] = True
+    items = {"id": np.arange(len(done), dtype=np.int32), "next": {"done": done}}
+    buffer = jrb.ReplayBuffer(len(done))
+    state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0], items)), items)
+    shapes, take = set(), jrb.ReplayBuffer.take
+
+    def counted(self, state, indices, *rest):
+        shapes.add(indices.shape)
+        return take(self, state, indices, *rest)
+
+    monkeypatch.setattr(jrb.ReplayBuffer, "take", counted)
+    found = [episode.items["id"] for episode in jrb.episodes(buffer, state)]
+    assert [len(ids) for ids in found] == lengths.tolist()
+    np.testing.assert_array_equal(np.concatenate(found), items["id"])
+    assert len(shapes) <= 6

@@ -42,7 +42,9 @@ def settled(root: Path | None) -> str:
 def place_of(dataset: Episodes, num_envs: int | None, root: str) -> tuple[str, bytes]:
     """The path of a copy, and the 32 bytes that tell its content."""
     content = _content_of(dataset, num_envs, root)
-    name = os.path.splitext(os.path.basename(dataset.source))[0]
+    source = dataset.source
+    whole = os.path.basename(source) if isinstance(source, str) else dataset.kind.name
+    name = os.path.splitext(whole)[0]
     return os.path.join(root, f"{name}-{content.hex()[:16]}"), content
 
 

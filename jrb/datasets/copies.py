@@ -18,6 +18,7 @@ from jrb._engine.retelling import retold
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import matching
 from jrb.datasets.filling import Streams
+from jrb.datasets.finite import NotFinite
 from jrb.datasets.progress import track
 from jrb.loops import Jitted
 from jrb.samplers import Uniform
@@ -137,16 +138,18 @@ def written(
         The state after each piece, how many rows it has, and whether much was written since the
         last time that this was true.
     """
-    into, row_bytes, last = Jitted(buffer), flow.row_bytes, rows
+    into, row_bytes, last, odd = Jitted(buffer), flow.row_bytes, rows, NotFinite(flow)
     with track(flow.rows, "reading", show) as done:
         done(rows)
         for items, mask, count in flow.pieces(rows):
+            odd.look(items, rows)
             state = into.extend(state, items, mask)
             done(count)
             rows += count
             is_due = (rows - last) * row_bytes >= _BETWEEN
             last = rows if is_due else last
             yield state, rows, is_due
+    odd.tell()
 
 
 def _commit(path: str, told: bytes, buffer: ReplayBuffer, state: BufferState, rows: int) -> None:

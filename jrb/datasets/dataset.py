@@ -117,14 +117,15 @@ class Dataset(Sequence[Episode]):
         place = operator.index(index)
         if not -len(self) <= place < len(self):
             raise IndexError(f"expected an episode of {len(self)}, got number {place}.")
-        return next(iter(self.only(self.numbers[place : place + 1 or None])))
+        (episode,) = self.only(self.numbers[place : place + 1 or None])
+        return episode
 
     def __iter__(self) -> Iterator[Episode]:
-        return self._ended(self.kind.pick)
+        return self._ends.put(self._read(self.kind.pick), each=True)
 
     def blocks(self) -> Iterator[Episode]:
         """All steps in order, in blocks `[T, ...]` as the files are best read; see `steps`."""
-        return self._ended(self.kind.blocks)
+        return self._ends.put(self._read(self.kind.blocks), each=False)
 
     def steps(self, rows: int | None = None) -> Iterator[Episode]:
         """All steps in order.
@@ -201,6 +202,9 @@ class Dataset(Sequence[Episode]):
         call goes on where it was, which a warning of the logger `jrb.datasets` tells, and once all
         is there it opens that, at once for the parts that it was made with.
 
+        Rewards that are no finite numbers are kept; while the steps are read they are counted, and
+        a warning of the same logger tells how many there are, and the first episode that has some.
+
         N capacity, E environments, K episodes, B batch.
 
         Args:
@@ -225,7 +229,9 @@ class Dataset(Sequence[Episode]):
             the state.
 
         Raises:
-            ValueError: there are no steps; or something else lies at the path of the storage.
+            ValueError: there are no steps; something else lies at the path of the storage; or the
+                files have other episodes than when they were opened.
+            TypeError: a writer or a capacity, which a dataset chooses itself.
             ModuleNotFoundError: platformdirs is not installed, and `cache` has no `root`.
 
         Example:
@@ -235,6 +241,7 @@ class Dataset(Sequence[Episode]):
             >>> buffer.sample(state, jax.random.key(0)).data["observation"].shape
             (2, 4)
         """
+        into.check(num_envs, parts)
         chosen = into.chosen(self, fraction, episodes)
         parts |= {"sampler": sampler, "unit": unit, "transforms": transforms}
         if root is not None and not cache:
@@ -337,9 +344,12 @@ class Dataset(Sequence[Episode]):
             and bool(self.description.cut.any())
         )
 
-    def _ended(self, read: Callable[[Source, list[int]], Iterator[Episode]]) -> Iterator[Episode]:
-        ends = Ends(self._stored_lengths, self.cut, self._is_marked, self.final == "drop")
-        return ends.put(read(self.source, self.numbers.tolist()))
+    @property
+    def _ends(self) -> Ends:
+        return Ends(self._stored_lengths, self.cut, self._is_marked, self.final == "drop")
+
+    def _read(self, read: Callable[[Source, list[int]], Iterator[Episode]]) -> Iterator[Episode]:
+        return read(self.source, self.numbers.tolist())
 
     def _lacking_note(self) -> tuple[str, ...]:
         count = int(self.cut.sum())

@@ -19,6 +19,8 @@ def by_looks(dataset: Episodes, num_envs: int | None) -> bytes:
 
     Files are told by name, size and time of change.
     """
+    if isinstance(dataset.source, tuple):
+        return _digest(dataset, num_envs, [by_looks(part, None).hex() for part in dataset.source])
     files = [_looks(path) for path in _files(dataset.source)]
     return _digest(dataset, num_envs, files)
 
@@ -26,6 +28,8 @@ def by_looks(dataset: Episodes, num_envs: int | None) -> bytes:
 def by_content(dataset: Episodes, num_envs: int | None) -> bytes:
     """32 bytes: the same for the same files, wherever they lie; reads all that is in them."""
     root = dataset.source
+    if isinstance(root, tuple):
+        return _digest(dataset, num_envs, [by_content(part, None).hex() for part in root])
     files = [(os.path.relpath(path, root), _content(path)) for path in _files(root)]
     return _digest(dataset, num_envs, files)
 
@@ -35,12 +39,13 @@ def _digest(dataset: Episodes, num_envs: int | None, files: list[Any]) -> bytes:
     spec = [(pytree.leaf_name(path), str(leaf.dtype), leaf.shape) for path, leaf in leaves]
     options = repr(dataset.kind), dataset.final, num_envs
     told = hashlib.sha256(json.dumps([spec, options, files]).encode())
-    told.update(dataset.numbers.astype("<i8").tobytes())
+    for array in (dataset.numbers, dataset.lengths):
+        told.update(array.astype("<i8").tobytes())
     return told.digest()
 
 
 def _files(source: Any) -> Iterator[str]:
-    """A file; or all files below a folder, in the order of their names."""
+    """A file; or all files below a folder, in the order of their names; links are followed."""
     if not isinstance(source, str):
         raise TypeError(
             f"expected a dataset in files, got one in a {type(source).__name__}, which nothing "
@@ -48,9 +53,12 @@ def _files(source: Any) -> Iterator[str]:
         )
     if os.path.isfile(source):
         yield source
-    for folder, folders, names in os.walk(source):
-        folders.sort()
-        yield from (os.path.join(folder, name) for name in sorted(names))
+    seen = set[str]()
+    for folder, folders, names in os.walk(source, followlinks=True):
+        folders[:] = [] if os.path.realpath(folder) in seen else sorted(folders)
+        seen.add(os.path.realpath(folder))
+        paths = (os.path.join(folder, name) for name in sorted(names))
+        yield from filter(os.path.isfile, paths)
 
 
 def _looks(path: str) -> tuple[str, int, int]:

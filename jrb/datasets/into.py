@@ -97,6 +97,18 @@ def _described(flow: Streams, storage: Storage, parts: dict[str, Any]) -> Replay
     return ReplayBuffer(flow.rows * envs, flow.num_envs, **given)
 
 
+def check(num_envs: int | None, parts: dict[str, Any]) -> None:
+    """Refuses a number of environments that is none, and parts that are not to be chosen."""
+    if num_envs is not None:
+        checks.count("num_envs", num_envs)
+    for name in ("capacity", "writer"):
+        if name in parts:
+            raise TypeError(
+                f"buffer: {name}: expected none, as the buffer holds all steps and is only read, "
+                f"got {parts[name]!r}. For another one there is jrb.rebuild."
+            )
+
+
 def chosen(dataset: Episodes, fraction: float | None, episodes: Any) -> Any:
     """The first part of the episodes, the first so many of them, or those of a slice or numbers."""
     if fraction is not None and episodes is not None:

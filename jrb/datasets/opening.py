@@ -33,7 +33,8 @@ def open(
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        ValueError: no kind recognises it, with what was looked for; or the files are damaged.
+        ValueError: no kind recognises it, with what was looked for; the files are damaged; or
+            the path is that of a pipe, a socket or a device.
         TypeError: an option that the kind does not have.
     """
     checks.choice("final", final, ("keep", "drop"))
@@ -58,8 +59,10 @@ def _settled(source: Source) -> Source:
     if not isinstance(source, str | os.PathLike):
         return source
     path = os.path.abspath(os.path.expanduser(os.fspath(source)))
-    if not os.path.exists(path):
+    if not os.fspath(source) or not os.path.exists(path):
         raise FileNotFoundError(f"{path}: there is nothing.")
+    if not (os.path.isfile(path) or os.path.isdir(path)):
+        raise ValueError(f"{path}: expected a file or a folder, got a pipe, a socket or a device.")
     return path
 
 

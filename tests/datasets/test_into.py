@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from jrb._engine import retelling
 from jrb._store import files
 from jrb.datasets import cache, copies, filling
 
+MINARI = pathlib.Path(__file__).parents[1] / "data" / "minari" / "cartpole-v0"
 LENGTHS = [3, 1, 7, 2, 5, 1, 9, 4, 6, 2, 8, 3]
 
 
@@ -315,3 +317,83 @@ def made_in(source, root):
     logging.disable()
     buffer, state = datasets.open(source).buffer(cache=True, root=root)
     return int(buffer.size(state))
+
+
+def linked(folder, path):
+    """A set of Minari, in the cache's eyes a folder, whose files lie behind a link."""
+    shutil.copytree(MINARI, path)
+    os.makedirs(folder)
+    os.symlink(path / "data", folder / "data")
+    return str(folder)
+
+
+def test_what_lies_behind_links_tells_sets_apart(tmp_path):
+    made = [linked(tmp_path / name / "set", tmp_path / f"files-{name}") for name in "ab"]
+    with h5py.File(tmp_path / "files-b" / "data" / "main_data.hdf5", "r+") as file:
+        file["episode_0/rewards"][...] = 77
+    os.symlink(tmp_path / "a", tmp_path / "a" / "set" / "round")
+    os.symlink("nowhere", tmp_path / "a" / "set" / "dangling")
+    os.mkfifo(tmp_path / "a" / "set" / "pipe")
+    for path, reward in zip(made, (1, 77), strict=True):
+        buffer, state = datasets.open(path).buffer(episodes=1, cache=True, root=tmp_path / "root")
+        assert set(np.asarray(jrb.items(buffer, state)["next"]["reward"]).tolist()) == {reward}
+
+
+def test_joined_sets_are_told_by_their_parts(tmp_path):
+    parts = [datasets.open(d4rl(tmp_path / name, seed=seed)) for name, seed in (("a", 0), ("b", 1))]
+    keep = {"cache": True, "root": tmp_path / "root"}
+    for chosen in (parts, parts[::-1], [parts[0], parts[1][:3]]):
+        joined = datasets.concatenate(*chosen)
+        for _ in range(2):
+            same(jrb.items(*joined.buffer(**keep)), jrb.items(*joined.buffer()))
+    path = jrb.MemmapStorage(tmp_path / "files")
+    same(jrb.items(*joined.buffer(storage=path)), jrb.items(*joined.buffer()))
+    with pytest.raises(ValueError, match="another store"):
+        datasets.concatenate(*parts).buffer(storage=path)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS[:-1], [*LENGTHS, 2]])
+@pytest.mark.parametrize("envs", [None, 2])
+def test_files_that_were_changed_since_are_refused(tmp_path, lengths, envs):
+    path = tmp_path / "set.hdf5"
+    dataset = datasets.open(d4rl(path))
+    d4rl(path, lengths)
+    if lengths[: len(LENGTHS)] != LENGTHS:
+        places = (
+            {},
+            {"cache": True, "root": tmp_path},
+            {"storage": jrb.MemmapStorage(tmp_path / "f")},
+        )
+        for where in places:
+            with pytest.raises(ValueError, match=r"changed since\. Open it again"):
+                dataset.buffer(num_envs=envs, **where)
+    d4rl(path, LENGTHS[::-1])
+    with pytest.raises(ValueError, match="up to episode"):
+        list(dataset)
+    with pytest.raises(ValueError, match="changed since"):
+        dataset[2]
+
+
+def test_a_copy_made_of_changed_files_is_nobody_elses(tmp_path):
+    """The ends that were looked up before belong to it."""
+    path = tmp_path / "set.hdf5"
+    dataset = datasets.open(d4rl(path))
+    d4rl(path, LENGTHS[::-1], seed=1)
+    dataset.buffer(cache=True, root=tmp_path)
+    again = datasets.open(path)
+    same(jrb.items(*again.buffer(cache=True, root=tmp_path)), jrb.items(*again.buffer()))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"num_envs": 0}, ValueError, "num_envs: expected at least 1, got 0"),
+        ({"num_envs": -2}, ValueError, "num_envs: expected at least 1, got -2"),
+        ({"num_envs": 2.0}, TypeError, "num_envs: expected an integer"),
+        ({"writer": jrb.RoundRobin()}, TypeError, "writer: expected none"),
+        ({"capacity": 7}, TypeError, "capacity: expected none.* got 7"),
+    ],
+)
+def test_what_a_dataset_chooses_itself_is_refused(dataset, given, error, match):
+    with pytest.raises(error, match=match):
+        dataset.buffer(**given)

@@ -133,3 +133,25 @@ def test_kinds_of_another_package_are_asked_first(monkeypatch):
 
 def test_general_kinds_are_asked_last():
     assert list(jrb.datasets.kinds())[-1] == "arrays"
+
+
+@pytest.mark.parametrize("kind", [None, *jrb.datasets.kinds()])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", os.devnull):
+        with pytest.raises(ValueError, match="expected a file or a folder, got a pipe"):
+            jrb.datasets.open(path, kind=kind)
+
+
+def test_an_empty_path_is_not_the_folder_one_is_in():
+    with pytest.raises(FileNotFoundError, match="there is nothing"):
+        jrb.datasets.open("")
+
+
+@pytest.mark.parametrize("kind", jrb.datasets.kinds())
+def test_a_kind_that_is_not_there_says_so(tmp_path, kind):
+    (tmp_path / "text").write_text("no data")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "text", tmp_path / "folder"):
+        with pytest.raises((ValueError, OSError), match=r"expected|Is a directory"):
+            jrb.datasets.open(path, kind=kind)

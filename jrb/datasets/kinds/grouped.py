@@ -70,6 +70,8 @@ class Grouped(Indexed):
     def describe(self, source: Source) -> Description:
         """What there is, from the shapes and the flags of all groups."""
         places = self.places(source)
+        if not places:
+            raise ValueError(f"{source}: expected {self.looks_for}, got none.")
         facts, metadata, notes = self.told(source, places)
         lengths, cuts, left_out, first = [], [], set[str](), None
         for group, place in _groups(places):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 _NO_PARTS = ("", ".", "..")
+_DEPTH = 64  # parts of a name
 
 
 def check_names(source: object, names: Iterable[str]) -> None:
@@ -13,15 +14,16 @@ def check_names(source: object, names: Iterable[str]) -> None:
         names: with slashes between their parts.
 
     Raises:
-        ValueError: a part that is empty, `.` or `..`; a name twice, or one that is also a group.
+        ValueError: a part that is empty, `.` or `..`; more than 64 parts; a name twice, or one
+            that is also a group.
     """
     seen: set[str] = set()
     groups: set[str] = set()
     for name in names:
         parts = name.split("/")
-        if any(part in _NO_PARTS or "\0" in part for part in parts):
+        if len(parts) > _DEPTH or any(part in _NO_PARTS or "\0" in part for part in parts):
             raise ValueError(
-                f"{source}: expected names of arrays such as 'a/b', got {name!r}. Rename it."
+                f"{source}: expected names of arrays such as 'a/b', got {name[:99]!r}. Rename it."
             )
         if name in seen:
             raise ValueError(f"{source}: expected one array of each name, got {name!r} twice.")

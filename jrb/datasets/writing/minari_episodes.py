@@ -157,7 +157,7 @@ def _put(group: h5py.Group, name: str, tree: Any) -> None:
     if name in group:
         raise ValueError(f"'{where}': expected names that differ, got two of these. Rename one.")
     if inner is None:
-        if tree.dtype.kind not in "biufc" or not tree.dtype.isbuiltin:
+        if tree.dtype.kind not in "biufc" or tree.dtype.isbuiltin == 2:
             raise ValueError(
                 f"'{where}': expected a dtype that HDF5 has, got {tree.dtype}. Store it as another."
             )

@@ -389,3 +389,17 @@ def test_what_is_written_is_plain_hdf5(tmp_path):
         assert list(file) == ["episode_0"]
         assert file["episode_0"].attrs["rewards_sum"] == 10.0
         assert file["episode_0/rewards"].dtype == np.float32
+
+
+def test_what_a_buffer_in_any_storage_holds(tmp_path):
+    """Rows of a file have dtypes that NumPy made anew, and does not call its own."""
+    dataset = jrb.datasets.open(CARTPOLE)[:2]
+    for name, storage in (("device", None), ("files", jrb.MemmapStorage())):
+        path = tmp_path / name / "set-v0"
+        jrb.datasets.write_minari(path, *dataset.buffer(storage=storage))
+        found = jrb.datasets.open(path)
+        for episode, wanted in zip(found, dataset, strict=True):
+            for leaf in ("observation", "action"):
+                np.testing.assert_array_equal(episode[leaf], wanted[leaf])
+            for leaf, value in wanted["next"].items():
+                np.testing.assert_array_equal(episode["next"][leaf], value)
