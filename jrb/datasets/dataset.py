@@ -17,8 +17,8 @@ from jrb._base import checks, display, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
-from jrb.datasets.blocks import regrouped
-from jrb.datasets.ends import Ends
+from jrb.datasets.copying.blocks import regrouped
+from jrb.datasets.copying.ends import Ends
 from jrb.datasets.kind import Description, Episode, Kind, Source, rows_of
 from jrb.datasets.kinds.native import Native
 from jrb.samplers import Uniform

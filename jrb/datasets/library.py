@@ -4,7 +4,8 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from jrb.datasets import cache, opening
+from jrb.datasets import opening
+from jrb.datasets.copying import cache
 from jrb.datasets.dataset import Dataset
 
 _DEPTH = 3  # folders, as Minari has them

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 from jrb._base import casting, checks, pytree
-from jrb.datasets import progress
+from jrb.datasets.copying import progress
+from jrb.datasets.copying.new_dataset import NewDataset
 from jrb.datasets.kind import Episode
-from jrb.datasets.kinds.rings import is_set
-from jrb.datasets.kinds.saved import VALID
-from jrb.datasets.new_dataset import NewDataset
+from jrb.datasets.kinds.native.saved import VALID
+from jrb.datasets.reading.rings import is_set
 from jrb.layouts.names import Leaves, flatten, nest
 
 _BLOCK = 4 << 20  # bytes of steps that are on their way together

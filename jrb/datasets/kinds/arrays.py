@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import hdf5, npz
-from jrb.datasets.kinds.flags import read_flags
-from jrb.datasets.kinds.flat import Column, Flat, Table, check_lengths, left_out_note
-from jrb.datasets.kinds.mapping import to_ted
+from jrb.datasets.reading import hdf5, npz
+from jrb.datasets.reading.flags import read_flags
+from jrb.datasets.reading.flat import Column, Flat, Table, check_lengths, left_out_note
+from jrb.datasets.reading.mapping import to_ted
 from jrb.keys import Keys
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from jrb._base import checks
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import hdf5
-from jrb.datasets.kinds.derived import Flag
-from jrb.datasets.kinds.flat import (
+from jrb.datasets.reading import hdf5
+from jrb.datasets.reading.derived import Flag
+from jrb.datasets.reading.flat import (
     Column,
     Flat,
     Table,

@@ -17,8 +17,8 @@ import h5py
 import numpy as np
 
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import hdf5
-from jrb.datasets.kinds.grouped import Grouped, Place, group_at, places_in
+from jrb.datasets.reading import hdf5
+from jrb.datasets.reading.grouped import Grouped, Place, group_at, places_in
 
 _DEMO = re.compile(r"demo_(\d+)")
 _NAMES = {

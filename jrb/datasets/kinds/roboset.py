@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import hdf5
-from jrb.datasets.kinds.grouped import Grouped, Place, places_in
+from jrb.datasets.reading import hdf5
+from jrb.datasets.reading.grouped import Grouped, Place, places_in
 
 _TRIAL = re.compile(r"Trial(\d+)")
 _NAMES = {

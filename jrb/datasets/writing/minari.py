@@ -16,7 +16,7 @@ from jrb._store import files
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint.shelter import Shelter
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.kinds.minari_about import FILE, MAIN
+from jrb.datasets.kinds.minari.about import FILE, MAIN
 from jrb.datasets.writing import spaces
 from jrb.datasets.writing.held import Held, episodes_of
 from jrb.datasets.writing.minari_episodes import Written

@@ -11,7 +11,7 @@ import h5py
 import jax
 import numpy as np
 
-from jrb.datasets.kinds import hdf5
+from jrb.datasets.reading import hdf5
 from jrb.datasets.writing import spaces
 from jrb.datasets.writing.held import Held
 from jrb.layouts import chain

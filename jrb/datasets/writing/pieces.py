@@ -11,8 +11,8 @@ import numpy as np
 
 from jrb._base import pytree
 from jrb.buffer import ReplayBuffer
-from jrb.datasets.kinds.mapping import ROLES
-from jrb.datasets.kinds.names import check_names
+from jrb.datasets.reading.mapping import ROLES
+from jrb.datasets.reading.names import check_names
 from jrb.keys import Keys, path_name, within
 from jrb.layouts.names import Leaves
 from jrb.read import Episode

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jrb.buffer import ReplayBuffer
-from jrb.datasets.kinds.names import check_names
+from jrb.datasets.reading.names import check_names
 from jrb.datasets.writing.pieces import Piece, names_in, pieces
 from jrb.keys import within
 from jrb.layouts import chain

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb.datasets.kinds.minari_leaf import shape_of, subspaces
+from jrb.datasets.kinds.minari.leaf import shape_of, subspaces
 
 Bounds = tuple[int, int]
 """The least and the greatest number."""

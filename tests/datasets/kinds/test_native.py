@@ -14,7 +14,7 @@ import pytest
 import jrb
 from jrb._base import versions
 from jrb._store.errors import DamagedError, LostWarning, StaleError
-from jrb.datasets.kinds import native
+from jrb.datasets.kinds.native import kind as native
 
 
 def steps(rng, *lead, chance=0.15):

@@ -5,8 +5,8 @@ import pytest
 
 import jrb
 from jrb import datasets
-from jrb.datasets.kinds import arrow
-from jrb.datasets.kinds import flat as layout
+from jrb.datasets.reading import arrow
+from jrb.datasets.reading import flat as layout
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.feather as feather  # noqa: E402

@@ -1,0 +1,100 @@
+"""Where episodes end, by the columns that steps have.
+
+K episodes, T steps over all of them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jrb.datasets.reading.derived import Flag
+from jrb.datasets.reading.flat import Column, ends_of
+
+_TERMINATED, _TRUNCATED, _DONE = "next/terminated", "next/truncated", "next/done"
+_EPISODE = "episode"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flags:
+    """Where episodes end.
+
+    Attributes:
+        terminated: bool `[T]`.
+        truncated: bool `[T]`.
+        ends: int64 `[K]`, as in `flat.Table`.
+        facts: the numbers of episodes, where there are some.
+        notes: as in `Description`.
+    """
+
+    terminated: np.ndarray
+    truncated: np.ndarray
+    ends: np.ndarray
+    facts: dict[str, np.ndarray]
+    notes: tuple[str, ...]
+
+
+def read_flags(columns: Mapping[str, Column], source: Any) -> Flags:
+    """Where episodes end, by the leaves of TED that there are.
+
+    By `next/terminated`, `next/truncated`, `next/done`, and before a step that has another number
+    in `episode` than the one before it. Done without terminated is taken for that.
+
+    Raises:
+        ValueError: there is none of them, flags are not 0 and 1, or steps of an episode lie apart.
+    """
+    names = [name for name in (_TERMINATED, _TRUNCATED, _DONE) if name in columns]
+    given = {name: Flag(columns[name], name, source)[:] for name in names}
+    if not given and _EPISODE not in columns:
+        raise ValueError(
+            f"{source}: expected something that tells where episodes end (done, terminated, "
+            f"truncated or episode), got {sorted(columns)}. Name it with mapping=."
+        )
+    steps = len(next(iter(columns.values())))
+    nothing = np.zeros(steps, bool)
+    done, truncated = given.get(_DONE, nothing), given.get(_TRUNCATED, nothing)
+    terminated = given.get(_TERMINATED, done & ~truncated)
+    truncated = truncated | (done & ~terminated)
+    numbers = _numbers(columns, source)
+    ends = ends_of(terminated | truncated | _changes(numbers, steps))
+    facts = {} if numbers is None else {_EPISODE: numbers[ends - 1]}
+    return Flags(terminated, truncated, ends, facts, _notes(given))
+
+
+def _notes(given: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    if not given:
+        return ("No flags tell how episodes ended: all are taken for truncated.",)
+    if _DONE in given and _TERMINATED not in given:
+        other = ", unless they are truncated" if _TRUNCATED in given else ""
+        return (f"Steps that are done are taken for terminated{other}.",)
+    return ()
+
+
+def _numbers(columns: Mapping[str, Column], source: Any) -> np.ndarray | None:
+    """The number of each step's episode."""
+    if _EPISODE not in columns:
+        return None
+    found = columns[_EPISODE][:]
+    if found.size != len(found):
+        raise ValueError(
+            f"{source}: 'episode': expected a number for each step, got {list(found.shape)}."
+        )
+    found = found.reshape(-1)
+    runs = found[_changes(found, len(found))]
+    kinds, counts = np.unique(runs, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"{source}: 'episode': expected the steps of an episode side by side, got those of "
+            f"{kinds[counts > 1][:5].tolist()} apart. Sort the rows by episode and time."
+        )
+    return found
+
+
+def _changes(numbers: np.ndarray | None, steps: int) -> np.ndarray:
+    """Bool `[T]`: the last steps of stretches of one number."""
+    found = np.zeros(steps, bool)
+    if numbers is not None:
+        found[:-1] = numbers[1:] != numbers[:-1]
+        found[-1:] = True
+    return found
