@@ -52,14 +52,29 @@ def read_flags(columns: Mapping[str, Column], source: Any) -> Flags:
             f"truncated or episode), got {sorted(columns)}. Name it with mapping=."
         )
     steps = len(next(iter(columns.values())))
-    nothing = np.zeros(steps, bool)
-    done, truncated = given.get(_DONE, nothing), given.get(_TRUNCATED, nothing)
-    terminated = given.get(_TERMINATED, done & ~truncated)
-    truncated = truncated | (done & ~terminated)
+    order = (_DONE, _TERMINATED, _TRUNCATED)
+    terminated, truncated = both(steps, *(given.get(name) for name in order))
     numbers = _numbers(columns, source)
     ends = ends_of(terminated | truncated | _changes(numbers, steps))
     facts = {} if numbers is None else {_EPISODE: numbers[ends - 1]}
     return Flags(terminated, truncated, ends, facts, _notes(given))
+
+
+def both(
+    steps: int,
+    done: np.ndarray | None,
+    terminated: np.ndarray | None,
+    truncated: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Terminated and truncated, bool `[T]` each, by the flags that there are.
+
+    Done without terminated is taken for that, unless it is truncated; with it, and without
+    truncated, for the latter.
+    """
+    done = np.zeros(steps, bool) if done is None else done
+    truncated = np.zeros(steps, bool) if truncated is None else truncated
+    terminated = done & ~truncated if terminated is None else terminated
+    return terminated, truncated | (done & ~terminated)
 
 
 def _notes(given: Mapping[str, np.ndarray]) -> tuple[str, ...]:

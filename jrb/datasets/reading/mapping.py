@@ -6,7 +6,7 @@ from typing import Any
 
 from jrb.keys import TED, Keys, path_name, within
 
-_FIELDS = (
+FIELDS = (
     "observation",
     "action",
     "reward",
@@ -15,7 +15,7 @@ _FIELDS = (
     "truncated",
     "next_observation",
 )
-ROLES = {**{name: path_name(getattr(TED, name)) for name in _FIELDS}, "episode": "episode"}
+ROLES = {**{name: path_name(getattr(TED, name)) for name in FIELDS}, "episode": "episode"}
 """The fields of `jrb.Keys`, and the names that TED has for them."""
 
 _USUAL = {
@@ -68,6 +68,27 @@ def to_ted(
     leaves = _apart(leaves)
     _check(leaves, source)
     return leaves
+
+
+def ted_names(names: Iterable[str], keys: Keys, roles: Iterable[str] = FIELDS) -> dict[str, str]:
+    """The leaves in TED of leaves of a buffer's items; those that play no part keep their names.
+
+    Args:
+        names: those of the leaves.
+        keys: where the parts of a transition lie.
+        roles: which of them are told.
+    """
+    own = {role: path_name(getattr(keys, role)) for role in roles}
+    return {name: _ted_name(name, own) for name in names}
+
+
+def _ted_name(name: str, own: Mapping[str, str]) -> str:
+    """By the longest of the paths that it is, or lies below."""
+    fitting = [role for role in own if within(name, own[role])]
+    if not fitting:
+        return name
+    role = max(fitting, key=lambda role: len(own[role]))
+    return ROLES[role] + name[len(own[role]) :]
 
 
 def _told(

@@ -10,18 +10,11 @@ from typing import Any
 import numpy as np
 
 from jrb.datasets.kind import Source
+from jrb.datasets.reading.flags import both
 from jrb.datasets.reading.flat import Table
-from jrb.keys import TED, Keys, path_name, within
+from jrb.datasets.reading.mapping import ted_names
+from jrb.keys import Keys, path_name, within
 
-_ROLES = (
-    "observation",
-    "action",
-    "reward",
-    "done",
-    "terminated",
-    "truncated",
-    "next_observation",
-)
 _DONE, _TERMINATED, _TRUNCATED = "next/done", "next/terminated", "next/truncated"
 
 Take = Callable[[np.ndarray], np.ndarray]
@@ -130,7 +123,7 @@ def table(source: Source, leaves: Mapping[str, Leaf], keys: Keys, rows: Rows) ->
 
 def in_ted(source: Source, names: Iterable[str], keys: Keys) -> dict[str, str]:
     """TED's names of leaves, by their own; others stay as they are."""
-    found = {name: _in_ted(name, keys) for name in names}
+    found = ted_names(names, keys)
     taken = list(found.values())
     for name, new in found.items():
         parts = new.split("/")
@@ -143,15 +136,6 @@ def in_ted(source: Source, names: Iterable[str], keys: Keys) -> dict[str, str]:
     return found
 
 
-def _in_ted(name: str, keys: Keys) -> str:
-    own = {role: path_name(getattr(keys, role)) for role in _ROLES}
-    fitting = [role for role in _ROLES if within(name, own[role])]
-    if not fitting:
-        return name
-    role = max(fitting, key=lambda role: len(own[role]))
-    return path_name(getattr(TED, role)) + name[len(own[role]) :]
-
-
 def _flags(columns: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Terminated and truncated, bool `[T]`; and what is to be said of them."""
     done, terminated, truncated = (
@@ -159,15 +143,10 @@ def _flags(columns: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str
         for name in (_DONE, _TERMINATED, _TRUNCATED)
     )
     notes = ()
-    none = np.zeros(len(next(iter(columns.values()))), bool)
     if terminated is None and truncated is None and done is not None:
         notes = ("Only done flags are stored: what is done counts as terminated.",)
-    if done is None:
-        done = none
-    if terminated is None:
-        terminated = done if truncated is None else done & ~truncated
-    if truncated is None:
-        truncated = done & ~terminated
+    steps = len(next(iter(columns.values())))
+    terminated, truncated = both(steps, done, terminated, truncated)
     return {_TERMINATED: terminated, _TRUNCATED: truncated}, notes
 
 

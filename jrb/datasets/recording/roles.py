@@ -5,16 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from jrb.datasets.reading import mapping
 from jrb.keys import Keys, path_name, within
 
 FLAGS = ("terminated", "truncated", "done")
 _RESERVED = tuple(f"next/{flag}" for flag in FLAGS)
-_PLACES = {
-    "observation": "observation",
-    "action": "action",
-    "reward": "next/reward",
-    "next_observation": "next/observation",
-}
+_ROLES = ("observation", "action", "reward", "next_observation")
 
 
 def ted_names(names: Sequence[str], keys: Keys) -> dict[str, str]:
@@ -24,7 +20,8 @@ def ted_names(names: Sequence[str], keys: Keys) -> dict[str, str]:
         ValueError: there is no reward, two leaves would have one name, or a flag is no leaf.
     """
     flags = flag_names(names, keys)
-    found = {name: _ted_name(name, keys) for name in names if name not in flags.values()}
+    others = [name for name in names if name not in flags.values()]
+    found = mapping.ted_names(others, keys, _ROLES)
     if path_name(keys.reward) not in names:
         raise ValueError(
             f"reward: expected a leaf at '{path_name(keys.reward)}', got items with the leaves "
@@ -38,14 +35,6 @@ def flag_names(names: Sequence[str], keys: Keys) -> dict[str, str]:
     """From `terminated`, `truncated` and `done`, where there is one, to the name of its leaf."""
     paths = {flag: path_name(getattr(keys, flag)) for flag in FLAGS}
     return {flag: path for flag, path in paths.items() if path in names}
-
-
-def _ted_name(name: str, keys: Keys) -> str:
-    for role, place in _PLACES.items():
-        path = path_name(getattr(keys, role))
-        if within(name, path):
-            return place + name.removeprefix(path)
-    return name
 
 
 def _check_apart(found: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import jrb
 from jrb import datasets
-from jrb.datasets.writing.stats import joined, stats_of
+from jrb.datasets.writing.lerobot.stats import joined, stats_of
 from tests.datasets.kinds.trees import flat
 
 pytest.importorskip("pyarrow")
@@ -320,7 +320,7 @@ def test_what_fails_midway_leaves_nothing(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("no space")
 
-    monkeypatch.setattr("jrb.datasets.writing.lerobot._sync", fails)
+    monkeypatch.setattr("jrb.datasets.writing.beside._sync", fails)
     with pytest.raises(OSError, match="no space"):
         datasets.write_lerobot(tmp_path / "set", *held(made()), fps=20)
     assert os.listdir(tmp_path) == []

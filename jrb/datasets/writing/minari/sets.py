@@ -6,7 +6,6 @@ T steps of an episode.
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,9 +16,11 @@ from jrb.buffer import ReplayBuffer
 from jrb.checkpoint.shelter import Shelter
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kinds.minari.about import FILE, MAIN
-from jrb.datasets.writing import spaces
-from jrb.datasets.writing.held import Held, episodes_of
-from jrb.datasets.writing.minari_episodes import Written
+from jrb.datasets.writing.beside import free, new_folder
+from jrb.datasets.writing.minari import spaces
+from jrb.datasets.writing.minari.episodes import Written
+from jrb.datasets.writing.minari.parts import ROLES, parts_of
+from jrb.datasets.writing.source import Source
 from jrb.state import BufferState
 
 _ID = re.compile(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+")
@@ -76,11 +77,7 @@ def write_minari(
             not what stands before the action of the next step, which a set cannot hold.
         TypeError: neither a buffer with its state nor a dataset.
     """
-    target = os.path.abspath(os.path.expanduser(os.fspath(path)))
-    if os.path.lexists(target):
-        raise ValueError(
-            f"{target}: expected nothing there, found something. Write to another path."
-        )
+    target = free(path)
     about: dict[str, Any] = {
         "dataset_id": _id(target, dataset_id),
         "author": [author] if isinstance(author, str) else list(author),
@@ -96,7 +93,8 @@ def write_minari(
         for name, space in given.items()
         if space is not None
     }
-    _write(target, Written(known), episodes_of("write_minari", buffer, state), about)
+    source = Source("write_minari", buffer, state, roles=ROLES)
+    _write(target, Written(known), source, about)
 
 
 def _id(target: str, given: str | None) -> str:
@@ -130,34 +128,28 @@ def _env_spec(given: Any) -> str | None:
     return text
 
 
-def _write(
-    target: str, written: Written, episodes: Iterable[Held], about: Mapping[str, Any]
-) -> None:
-    above = os.path.dirname(target)
-    files.make_folder(above)
-    with tempfile.TemporaryDirectory(dir=above, prefix=".jrb-") as beside:
-        folder = os.path.join(beside, "set")
+def _write(target: str, written: Written, source: Source, about: Mapping[str, Any]) -> None:
+    with new_folder(target) as folder:
         data = os.path.join(folder, "data")
         files.make_folder(data)
-        size = _write_file(os.path.join(data, MAIN), written, episodes)
+        size = _write_file(os.path.join(data, MAIN), written, source)
         whole = {**written.metadata(), **about, "dataset_size": round(size / 1e6, 1)}
         text = json.dumps({name: value for name, value in whole.items() if value is not None})
         files.write_new(os.path.join(data, FILE), [text.encode()])
-        files.Folder(data).sync()
-        files.replace(folder, target)
 
 
-def _write_file(path: str, written: Written, episodes: Iterable[Held]) -> int:
+def _write_file(path: str, written: Written, source: Source) -> int:
     """Writes the arrays; returns the number of bytes."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         shelter = Shelter(opened, path)
         with h5py.File(shelter, "w") as file:
-            for episode in episodes:
-                written.put(file, episode)
-                shelter.check()
+            for held in source:
+                episode = parts_of(held, source.keys)
+                if episode is not None:
+                    written.put(file, episode)
+                    shelter.check()
         shelter.check()
-        files.sync(opened, path)
         return os.fstat(opened).st_size
     finally:
         os.close(opened)

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jrb.datasets.reading import hdf5
-from jrb.datasets.writing import spaces
-from jrb.datasets.writing.held import Held
+from jrb.datasets.writing.minari import spaces
+from jrb.datasets.writing.minari.parts import Parts
 from jrb.layouts import chain
 from jrb.layouts.names import Leaves
 
@@ -46,7 +46,7 @@ class Written:
     begun: int = 0
     left_out: int = 0
 
-    def put(self, file: h5py.File, episode: Held) -> None:
+    def put(self, file: h5py.File, episode: Parts) -> None:
         """Writes an episode."""
         where = f"write_minari: episode {self.episodes}"
         after = f"{where}: leaf 'next/observation"
@@ -65,8 +65,8 @@ class Written:
             _put(infos, name, leaf)
         self.episodes += 1
         self.steps += len(episode.reward)
-        self.running += not episode.facts.get("complete", True)
-        self.begun += bool(episode.facts.get("cut", False))
+        self.running += not episode.held.is_complete
+        self.begun += episode.held.is_cut
         self.left_out += episode.left_out
 
     def _note(self, name: str, tree: Any) -> None:
@@ -188,7 +188,7 @@ def _infos(where: str, rest: Leaves) -> Leaves:
     return found
 
 
-def _attributes(number: int, episode: Held) -> dict[str, Any]:
+def _attributes(number: int, episode: Parts) -> dict[str, Any]:
     """What is said of an episode: what Minari's collector says, and facts that HDF5 can hold."""
     if episode.reward.ndim != 1 or episode.reward.dtype.kind not in "biuf":
         raise ValueError(
@@ -196,7 +196,7 @@ def _attributes(number: int, episode: Held) -> dict[str, Any]:
             f"of shape {episode.reward.shape[1:]}."
         )
     reward = episode.reward.astype(np.float64)
-    facts = {name: hdf5.plain(fact) for name, fact in episode.facts.items()}
+    facts = {name: hdf5.plain(fact) for name, fact in episode.held.facts.items()}
     told = {name: fact for name, fact in facts.items() if isinstance(fact, str | int | float)}
     said = (number, len(reward), reward.sum(), reward.mean(), reward.std())
     return {**told, **dict(zip(_OURS, (*said, reward.max(), reward.min()), strict=True))}

@@ -1,141 +1,27 @@
-"""Sets of LeRobot, version 3, written without LeRobot.
+"""LeRobot's tables of a set that is being written, and what its `meta/` tells of them.
 
 K episodes, L steps of one.
 """
 
-import contextlib
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from jrb import read
-from jrb._base import checks, extras, pytree
+from jrb._base import extras
 from jrb._store import files
-from jrb.buffer import ReplayBuffer
-from jrb.datasets.writing import lerobot_features as known
-from jrb.datasets.writing.lerobot_features import Feature
-from jrb.datasets.writing.stats import Stats, joined, stats_of
-from jrb.layouts.names import Leaves, flatten
-from jrb.state import BufferState
+from jrb.datasets.writing.lerobot.features import Feature, own_features
+from jrb.datasets.writing.lerobot.stats import Stats, joined, stats_of
+from jrb.layouts.names import Leaves
 
 _CHUNK = 1000  # files in a folder
-_PIECE = 32 << 20  # bytes of items that are read at a time
 _PLACE = "chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _DATA, _EPISODES = "data/" + _PLACE, "meta/episodes/" + _PLACE
 
 
-def write_lerobot(
-    path: str | os.PathLike[str],
-    buffer: ReplayBuffer,
-    state: BufferState,
-    *,
-    fps: int,
-    robot_type: str | None = None,
-    task: str | Sequence[str] = "",
-    images: bool = True,
-    next_observations: bool = False,
-    whole: bool = False,
-    file_mb: int = 100,
-) -> None:
-    """Writes what a buffer holds as a set that LeRobot loads (version 3.0).
-
-    Names are TED's with dots for slashes; an observation that is a single array becomes
-    `observation.state`, or `observation.image`. LeRobot has no place for the observation after the
-    last step of an episode: it is left out, unless next observations are features too. Leaves
-    `timestamp, frame_index, episode_index, index` are made anew.
-
-    Args:
-        path: of a folder, which is not there yet.
-        buffer: the description; its items are nested dicts, and tell where episodes end.
-        state: its state. It is only read, a few episodes at a time.
-        fps: steps in a second.
-        robot_type: which robot it was.
-        task: what was to be done; or texts, of which an integer leaf `task_index` takes one for
-            each step.
-        images: whether observations uint8 `[height, width, 1 or 3]` are stored as PNGs, which is
-            exact, rather than as lists.
-        next_observations: whether they are stored, as `next.observation...`; needed where they are
-            not the observations of the next steps.
-        whole: whether episodes are left out that are running, or whose beginning was overwritten.
-        file_mb: about how large a table becomes before the next one begins.
-
-    Raises:
-        ValueError: something is at the path; there are no episodes; LeRobot cannot hold a leaf;
-            next observations that would be lost.
-        TypeError: items are no nested dicts.
-    """
-    target = os.path.realpath(os.fspath(path))
-    if os.path.lexists(target):
-        raise ValueError(f"{target}: expected nothing there, found something. Choose another path.")
-    checks.count("fps", fps)
-    checks.count("file_mb", file_mb)
-    held = _Held(buffer, state, whole)
-    features = known.features_of(held.spec, next_observations, images)
-    tasks = _Tasks(task, held.spec)
-    files.make_folder(os.path.dirname(target))
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(target), prefix=".jrb-") as beside:
-        folder = os.path.join(beside, "set")
-        with contextlib.closing(_Writer(folder, features, tasks, fps, file_mb << 20)) as writer:
-            for number, leaves in enumerate(held):
-                if not next_observations:
-                    known.check_chain(leaves, number)
-                writer.add(leaves)
-            writer.finish(robot_type)
-        _sync(folder)
-        files.replace(folder, target)
-
-
-class _Held:
-    """The episodes of a buffer as leaves of TED, `[L, ...]`.
-
-    Attributes:
-        spec: of one step, by leaf.
-    """
-
-    def __init__(self, buffer: ReplayBuffer, state: BufferState, whole: bool) -> None:
-        self._buffer, self._state = buffer, state
-        every = read.episodes(buffer, state)
-        self._episodes = [each for each in every if not whole or (each.complete and not each.cut)]
-        if not self._episodes:
-            raise ValueError("write_lerobot: expected a buffer that holds episodes, got none.")
-        spec = flatten(buffer.stored(state), "write_lerobot")
-        self._names = known.ted_names(spec, buffer.keys)
-        self.spec = {self._names[name]: leaf for name, leaf in spec.items()}
-        if any(flag in self.spec for flag in known.FLAGS):
-            self.spec["next/done"] = jax.ShapeDtypeStruct((), np.dtype(bool))
-
-    def __iter__(self) -> Iterator[Leaves]:
-        for group in self._groups():
-            slots = np.concatenate([each.slots for each in group])
-            items = flatten(read.taken(self._buffer, self._state, slots), "write_lerobot")
-            found = {self._names[name]: leaf for name, leaf in items.items()}
-            done = known.done_of(found)
-            if done is not None:
-                found["next/done"] = done
-            start = 0
-            for each in group:
-                part = slice(start, start + len(each))
-                yield {name: leaf[part] for name, leaf in found.items()}
-                start += len(each)
-
-    def _groups(self) -> Iterator[list[read.Episode]]:
-        """Episodes that are read together, some megabytes if they are not longer."""
-        most = _PIECE // max(pytree.nbytes(self._buffer.stored(self._state)), 1)
-        group: list[read.Episode] = []
-        for each in self._episodes:
-            if group and sum(map(len, group)) + len(each) > most:
-                yield group
-                group = []
-            group.append(each)
-        yield group
-
-
-class _Tasks:
+class Tasks:
     """Which task each step belongs to."""
 
     def __init__(self, task: str | Sequence[str], spec: dict[str, Any]) -> None:
@@ -165,8 +51,8 @@ class _Tasks:
         return found
 
 
-class _Writer:
-    """A set that is being written.
+class Tables:
+    """The tables.
 
     Args:
         folder: which is made.
@@ -177,10 +63,10 @@ class _Writer:
     """
 
     def __init__(
-        self, folder: str, features: list[Feature], tasks: _Tasks, fps: int, most: int
+        self, folder: str, features: list[Feature], tasks: Tasks, fps: int, most: int
     ) -> None:
         self._folder, self._tasks, self._fps, self._most = folder, tasks, fps, most
-        self._features = [*features, *known.own_features()]
+        self._features = [*features, *own_features()]
         self._rows: list[dict[str, Any]] = []
         self._stats: dict[str, Stats] = {}
         self._file, self._size, self._steps, self._table = -1, 0, 0, None
@@ -300,16 +186,3 @@ def _task_table(texts: Sequence[str]) -> Any:
     about["pandas_version"] = "2.0.0"
     table = pa.table({"task_index": np.arange(len(texts)), "task": list(texts)})
     return table.replace_schema_metadata({"pandas": json.dumps(about)})
-
-
-def _sync(folder: str) -> None:
-    """All files below are on the disk afterwards."""
-    for inner, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(inner, name)
-            file = os.open(path, os.O_RDONLY)
-            try:
-                files.sync(file, path)
-            finally:
-                os.close(file)
-        files.Folder(inner).sync()

@@ -5,7 +5,7 @@ L steps of an episode.
 
 import dataclasses
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import extras
-from jrb.keys import Keys, path_name, within
-from jrb.layouts.names import Leaves
+from jrb.datasets.writing.pieces import FLAGS
+from jrb.datasets.writing.source import Source
+from jrb.keys import within
+from jrb.layouts.names import Leaves, flatten
 
 OWN = {
     "timestamp": "float32",
@@ -28,18 +30,6 @@ OWN = {
 _DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64")
 _AFTER = "next/observation"
-_ROLES = (
-    "observation",
-    "action",
-    "reward",
-    "done",
-    "terminated",
-    "truncated",
-    "next_observation",
-)
-FLAGS = ("next/done", "next/terminated", "next/truncated")
-"""What says that an episode ends."""
-
 _MOST_AXES = 5
 
 
@@ -100,18 +90,14 @@ def own_features() -> list[Feature]:
     return [Feature(name, name, dtype, ()) for name, dtype in OWN.items()]
 
 
-def ted_names(names: Iterable[str], keys: Keys) -> dict[str, str]:
-    """From the names of a buffer's leaves to those in TED."""
-    return {name: _ted_name(name, keys) for name in names}
-
-
-def _ted_name(name: str, keys: Keys) -> str:
-    ted = Keys()
-    for role in _ROLES:
-        path = path_name(getattr(keys, role))
-        if within(name, path):
-            return path_name(getattr(ted, role)) + name[len(path) :]
-    return name
+def with_done(source: Source) -> dict[str, Any]:
+    """The specs of leaves by their names in TED, with `next/done` if there is any flag."""
+    spec = {
+        source.names[name]: leaf for name, leaf in flatten(source.spec, "write_lerobot").items()
+    }
+    if any(flag in spec for flag in FLAGS):
+        spec["next/done"] = jax.ShapeDtypeStruct((), np.dtype(bool))
+    return spec
 
 
 def features_of(spec: Mapping[str, Any], after: bool, images: bool) -> list[Feature]:
