@@ -62,7 +62,7 @@ def _opened(source: Source) -> Iterator[tuple[dict[str, Column], set[str]]]:
     if hdf5.is_hdf5(source):
         with hdf5.opened(source) as file:
             every = hdf5.below(file)
-            found: dict[str, Column] = {n: e for n, e in every.items() if hdf5.is_numeric(e)}
+            found: dict[str, Column] = {n: e for n, e in every.items() if e.is_numeric}
             yield found, every.keys() - found.keys()
     elif npz.is_npz(source):
         with npz.opened(source) as archive:

@@ -65,7 +65,7 @@ class D4RL(Flat):
         """The columns."""
         with hdf5.opened(source) as file:
             every = {name: leaf for name, leaf in hdf5.below(file).items() if _is_step(name)}
-            found = {name: leaf for name, leaf in every.items() if hdf5.is_numeric(leaf)}
+            found = {name: leaf for name, leaf in every.items() if leaf.is_numeric}
             needed(source, found, _NEEDED)
             check_lengths(source, found)
             columns: dict[str, Column] = {_name(name): leaf for name, leaf in found.items()}

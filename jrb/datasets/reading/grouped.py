@@ -97,7 +97,7 @@ class Grouped(Indexed):
         """The steps of an episode, and the names of what is no array of them."""
         where = f"{place.path}: {place.group}"
         every = hdf5.below(group)
-        found = {name: leaf for name, leaf in every.items() if hdf5.is_numeric(leaf)}
+        found = {name: leaf for name, leaf in every.items() if leaf.is_numeric}
         needed(where, found, self.needed)
         steps = len(found[self.needed[0]])
         columns: dict[str, Column] = {

@@ -1,18 +1,21 @@
 """HDF5 files that others wrote: opened, looked at, and refused where they are damaged."""
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import h5py
 import numpy as np
+from h5py import h5d, h5g, h5l, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.datasets.reading.names import check_names
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _LARGE = 1 << 28  # bytes, from which on an array is looked at before it is read
 _MOST_RATIO = 1032  # that a filter of HDF5 can pack
+_DEPTH = 16  # of groups within groups: more only where groups hold themselves
 
 
 def is_hdf5(path: Any) -> bool:
@@ -60,64 +63,83 @@ def _about(entry: Any) -> Any:
     return (entry.shape, entry.dtype) if isinstance(entry, h5py.Dataset) else None
 
 
-def leaves(group: h5py.Group) -> dict[str, h5py.Dataset]:
-    """All datasets of numbers below a group, by name (`a/b`); those of strings are left out.
+class Array:
+    """A dataset in a file, read by slices; h5py's own takes several times as long to be made.
 
-    Links to other files are not followed.
+    Attributes:
+        shape: `[T, ...]`; None or empty where it is no array.
+        dtype: NumPy's.
+        is_numeric: whether it is an array of numbers that NumPy knows, kept in its own file.
+
+    Raises:
+        ValueError: it says that it is larger than what is stored of it could be.
+    """
+
+    def __init__(self, where: str, found: h5d.DatasetID) -> None:
+        self._found = found
+        self.shape, self.dtype = found.shape, found.dtype
+        plan = found.get_create_plist()
+        is_here = not plan.get_external_count() and plan.get_layout() != h5d.VIRTUAL
+        self.is_numeric = is_here and bool(self.shape) and self.dtype.kind in "biufc"
+        size = math.prod(self.shape or ()) * self.dtype.itemsize
+        stored = found.get_storage_size() if is_here and size >= _LARGE else size
+        if size > stored * _MOST_RATIO ** plan.get_nfilters():
+            raise ValueError(
+                f"{where}: expected {size} bytes, which its shape {self.shape} takes, got "
+                f"{stored}. The file may be cut or damaged."
+            )
+
+    def __len__(self) -> int:
+        """T."""
+        return self.shape[0]
+
+    def __getitem__(self, part: Any) -> Any:
+        """These rows, or all there is for `()`."""
+        return h5py.Dataset(self._found)[part]
+
+
+def below(group: h5py.Group) -> dict[str, Array]:
+    """All datasets below a group, of whatever they are, by name (`a/b`).
+
+    Links are not followed.
 
     Raises:
         ValueError: a name that leads elsewhere (`..`), or a group that lies in itself.
     """
-    return {name: entry for name, entry in below(group).items() if is_numeric(entry)}
-
-
-def below(group: h5py.Group) -> dict[str, h5py.Dataset]:
-    """All datasets below a group, of whatever they are; see `leaves`."""
-    found = dict(_below(group, "", (group,)))
-    check_names(group.file.filename, found)
+    path, above = group.file.filename, str(group.name).rstrip("/")
+    found = {
+        name: Array(f"{path}: '{above}/{name}'", each) for name, each in walk(path, group.id)
+    }
+    check_names(path, found)
     return found
 
 
-def _below(
-    group: h5py.Group, prefix: str, above: tuple[h5py.Group, ...]
-) -> Iterator[tuple[str, h5py.Dataset]]:
-    for name in map(str, group):
-        entry = own(group, name)
-        if isinstance(entry, h5py.Dataset):
-            _check_size(entry)
-            yield prefix + name, entry
-        elif isinstance(entry, h5py.Group):
-            if entry in above:
-                raise ValueError(
-                    f"{group.file.filename}: expected groups in groups, got '{entry.name}' in "
-                    "itself."
-                )
-            yield from _below(entry, f"{prefix}{name}/", (*above, entry))
-
-
-def _check_size(dataset: h5py.Dataset) -> None:
-    """Refuses an array that says it is larger than what is stored of it could be."""
-    if dataset.shape is None or dataset.nbytes < _LARGE or dataset.external or dataset.is_virtual:
-        return
-    stored = dataset.id.get_storage_size()
-    filters = dataset.id.get_create_plist().get_nfilters()
-    if dataset.nbytes > stored * _MOST_RATIO**filters:
+def walk(where: str, group: h5g.GroupID, prefix: str = "") -> Iterator[tuple[str, h5d.DatasetID]]:
+    """The same as objects of HDF5 itself."""
+    if prefix.count("/") > _DEPTH:
         raise ValueError(
-            f"{dataset.file.filename}: '{dataset.name}': expected {dataset.nbytes} bytes, which "
-            f"its shape {dataset.shape} takes, got {stored}. The file may be cut or damaged."
+            f"{where}: expected at most {_DEPTH} groups in each other, got more, or one in itself."
         )
+    names: list[bytes] = []
+
+    def put(name: bytes, link: Any) -> None:
+        if link.type == h5l.TYPE_HARD:
+            names.append(name)
+
+    group.links.iterate(put, info=True)
+    for name in names:
+        entry, path = h5o.open(group, name), prefix + os.fsdecode(name)
+        if isinstance(entry, h5g.GroupID):
+            yield from walk(where, entry, path + "/")
+        elif isinstance(entry, h5d.DatasetID):
+            yield path, entry
 
 
 def own(group: h5py.Group, name: str) -> Any:
     """What lies in a group itself; None for a link elsewhere, and for what is not there."""
-    return group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-
-
-def is_numeric(dataset: h5py.Dataset) -> bool:
-    """Whether a dataset is an array of numbers that NumPy knows, kept in its own file."""
-    if dataset.external or dataset.is_virtual or not dataset.shape:
-        return False
-    return dataset.dtype.kind in "biufc"
+    links, path = group.id.links, os.fsencode(name)
+    is_own = links.exists(path) and links.get_info(path).type == h5l.TYPE_HARD
+    return group[name] if is_own else None
 
 
 def strings(group: h5py.Group) -> dict[str, Any]:

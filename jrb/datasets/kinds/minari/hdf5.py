@@ -12,7 +12,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5d, h5g, h5l, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
+from h5py import h5d, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.datasets.kinds.minari.about import MAIN
 from jrb.datasets.kinds.minari.leaf import (
@@ -27,7 +27,6 @@ from jrb.datasets.kinds.minari.leaf import (
 from jrb.datasets.reading import hdf5
 
 _EPISODE = re.compile(r"episode_(0|[1-9]\d*)")
-_DEPTH = 16  # of groups within groups: more only where groups hold themselves
 _JPEG = b"\xff\xd8\xff"
 
 
@@ -66,7 +65,7 @@ class Files:
         others: list[str] = []
         with _sound(where):
             group = self._group(number).id
-            for name, found in _walk(where, group) if names is None else _named(group, names):
+            for name, found in hdf5.walk(where, group) if names is None else _named(group, names):
                 leaf = self._leaf(f"{where}: '{name}'", name, found)
                 if leaf is None:
                     others.append(name)
@@ -170,28 +169,6 @@ def _images(where: str, dataset: h5py.Dataset, space: Space | None) -> Leaf | No
         shape = image_shape(where, dataset[0].tobytes())
     read = lambda: images(where, [frame.tobytes() for frame in _read(where, dataset)], shape)
     return Leaf(len(dataset), shape, np.dtype(np.uint8), read, is_jpeg=True)
-
-
-def _walk(where: str, group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All datasets below a group, by name; links are not followed.
-
-    These are the objects of HDF5 itself, which takes a third of the time.
-    """
-    if prefix.count("/") > _DEPTH:
-        raise ValueError(f"{where}: expected at most {_DEPTH} groups in each other, got more.")
-    names: list[bytes] = []
-
-    def put(name: bytes, link: Any) -> None:
-        if link.type == h5l.TYPE_HARD:
-            names.append(name)
-
-    group.links.iterate(put, info=True)
-    for name in names:
-        entry, path = h5o.open(group, name), prefix + os.fsdecode(name)
-        if isinstance(entry, h5g.GroupID):
-            yield from _walk(where, entry, path + "/")
-        elif isinstance(entry, h5d.DatasetID):
-            yield path, entry
 
 
 def _named(group: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
