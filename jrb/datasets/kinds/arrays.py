@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import hdf5, npz
-from jrb.datasets.reading.flags import read_flags
+from jrb.datasets.reading.flags import read_flags, remembered_flags
 from jrb.datasets.reading.flat import Column, Flat, Table, check_lengths, left_out_note
 from jrb.datasets.reading.mapping import to_ted
 from jrb.keys import Keys
@@ -49,11 +49,8 @@ class Arrays(Flat):
             leaves = to_ted(found, self.mapping, source)
             columns = {leaves[name]: column for name, column in found.items()}
             _check(source, columns, leaves)
-            flags = read_flags(columns, source)
-            columns.pop("next/done", None)
-            over = {"next/terminated": flags.terminated, "next/truncated": flags.truncated}
-            notes = (*flags.notes, *left_out_note(left_out))
-            yield Table(columns | over, flags.ends, flags.facts, notes=notes)
+            flags = remembered_flags([source], leaves, lambda: read_flags(columns, source))
+            yield flags.table(columns, left_out_note(left_out))
 
 
 @contextlib.contextmanager

@@ -45,6 +45,10 @@ class RoboSet(Grouped):
         top = hdf5.top(files[0]) if files else {}
         return any(_TRIAL.fullmatch(name) and about is None for name, about in top.items())
 
+    def files(self, source: Source) -> list[str]:
+        """Those with trials."""
+        return _files(source)
+
     def places(self, source: Source) -> list[Place]:
         """The trials of one file after the other."""
         found = []

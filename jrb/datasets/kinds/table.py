@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading.flags import read_flags
+from jrb.datasets.reading.flags import read_flags, remembered_flags
 from jrb.datasets.reading.flat import Column, Flat, Table
 from jrb.datasets.reading.mapping import to_ted
 from jrb.keys import Keys
@@ -56,8 +56,5 @@ class Tables(Flat):
                 f"{source}: expected a column for the observation, got {sorted(names)}. Name it "
                 'with mapping={"...": "observation"}.'
             )
-        flags = read_flags(columns, source)
-        columns.pop("next/done", None)
-        ends = {"next/terminated": flags.terminated, "next/truncated": flags.truncated}
-        notes = (*flags.notes, *arrow.left_out(others))
-        yield Table(columns | ends, flags.ends, flags.facts, notes=notes)
+        flags = remembered_flags(paths, names, lambda: read_flags(columns, source))
+        yield flags.table(columns, arrow.left_out(others))

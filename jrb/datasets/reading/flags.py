@@ -4,13 +4,14 @@ K episodes, T steps over all of them.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jrb.datasets.reading.derived import Flag
-from jrb.datasets.reading.flat import Column, ends_of
+from jrb.datasets.reading.flat import Column, Table, ends_of
+from jrb.datasets.reading.remembered import Remembered, stamps
 
 _TERMINATED, _TRUNCATED, _DONE = "next/terminated", "next/truncated", "next/done"
 _EPISODE = "episode"
@@ -18,7 +19,7 @@ _EPISODE = "episode"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flags:
-    """Where episodes end.
+    """Where episodes end. The arrays may be those of other tables too: they are only read.
 
     Attributes:
         terminated: bool `[T]`.
@@ -33,6 +34,33 @@ class Flags:
     ends: np.ndarray
     facts: dict[str, np.ndarray]
     notes: tuple[str, ...]
+
+    def table(
+        self,
+        columns: Mapping[str, Column],
+        notes: tuple[str, ...] = (),
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Table:
+        """The columns with these flags in place of their own."""
+        found = {name: column for name, column in columns.items() if name != _DONE}
+        found |= {_TERMINATED: self.terminated, _TRUNCATED: self.truncated}
+        return Table(found, self.ends, self.facts, metadata or {}, (*self.notes, *notes))
+
+
+def remembered_flags(
+    files: Iterable[str], told: Mapping[str, Any], read: Callable[[], Flags]
+) -> Flags:
+    """Where episodes end, read once as long as files are as they were.
+
+    Args:
+        files: where the columns lie.
+        told: what they are taken for: the leaves that their names stand for, or options.
+        read: reads all flags there are.
+    """
+    return _known.get((stamps(files), tuple(sorted(told.items()))), read)
+
+
+_known: Remembered[Flags] = Remembered()
 
 
 def read_flags(columns: Mapping[str, Column], source: Any) -> Flags:

@@ -6,7 +6,6 @@ K episodes, T steps over all of them.
 import abc
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -82,11 +81,18 @@ class Table:
     def terminated(self) -> np.ndarray:
         """Bool `[K]`: whether the last step of each episode says so."""
         flags = self.columns["next/terminated"][:]
-        return np.array([end > start and flags[end - 1] for start, end in _bounds(self)], bool)
+        found = np.zeros(len(self.ends), bool)
+        is_there = self.ends > self.starts
+        found[is_there] = flags[self.ends[is_there] - 1]
+        return found
 
     @property
     def _seen(self) -> list[str]:
         return [name for name in self.columns if name.split("/")[0] == _SEEN]
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Where an episode begins and ends."""
+        return int(self.ends[number - 1]) if number else 0, int(self.ends[number])
 
     def rows(self, start: int, stop: int) -> Episode:
         """The steps from `start` to `stop`, in TED."""
@@ -94,7 +100,8 @@ class Table:
         leaves: dict[str, np.ndarray] = {}
         for name, column in self.columns.items():
             if name.split("/")[0] != _SEEN or self.has_next:
-                leaves[name] = column[start:stop]
+                found = column[start:stop]
+                leaves[name] = found.copy() if isinstance(column, np.ndarray) else found
                 continue
             seen = column[start:reach]
             leaves[name], leaves["next/" + name] = (
@@ -133,9 +140,8 @@ class Flat(Indexed):
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """The episodes of these numbers."""
         with self.table(source) as table:
-            bounds = _bounds(table)
             for number in numbers:
-                yield table.rows(*bounds[number])
+                yield table.rows(*table.bounds(number))
 
     def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """The same steps, those of episodes that lie side by side together."""
@@ -143,34 +149,28 @@ class Flat(Indexed):
             columns = table.columns.values()
             width = sum(int(np.prod(c.shape[1:])) * np.dtype(c.dtype).itemsize for c in columns)
             step = max(1, _BLOCK // max(width, 1))
-            for start, stop in _runs(_bounds(table), numbers):
+            for start, stop in _runs(map(table.bounds, numbers)):
                 for place in range(start, stop, step):
                     yield table.rows(place, min(place + step, stop))
 
     def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """The rewards of these episodes, without the rest of them."""
         with self.table(source) as table:
-            bounds, column = _bounds(table), table.columns["next/reward"]
+            column = table.columns["next/reward"]
             for number in numbers:
-                yield column[slice(*bounds[number])]
+                yield column[slice(*table.bounds(number))]
 
 
-def _bounds(table: Table) -> list[tuple[int, int]]:
-    return list(zip(table.starts.tolist(), table.ends.tolist(), strict=True))
-
-
-def _runs(bounds: list[tuple[int, int]], numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(bounds: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Where episodes that lie side by side begin and end together."""
-    found = [bounds[number] for number in numbers]
-    if not found:
-        return
-    start, stop = found[0]
-    for first, last in itertools.islice(found, 1, None):
+    start, stop = next(bounds, (0, 0))
+    for first, last in bounds:
         if first != stop:
             yield start, stop
             start = first
         stop = last
-    yield start, stop
+    if stop > start:
+        yield start, stop
 
 
 def ends_of(over: np.ndarray) -> np.ndarray:

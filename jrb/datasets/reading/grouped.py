@@ -18,6 +18,7 @@ from jrb.datasets.kind import Description, Episode, Indexed, Source
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.derived import Flag
 from jrb.datasets.reading.flat import Column, Table, check_lengths, left_out_note, needed
+from jrb.datasets.reading.remembered import Remembered, stamps
 
 _OVER = "next/terminated"
 _STRICT = ("observation", "action", "next")
@@ -46,6 +47,10 @@ class Grouped(Indexed):
     """
 
     needed: ClassVar[tuple[str, ...]]
+
+    def files(self, source: Source) -> list[str]:
+        """Where they lie."""
+        return [source]
 
     @abc.abstractmethod
     def places(self, source: Source) -> list[Place]:
@@ -89,7 +94,8 @@ class Grouped(Indexed):
             yield table.columns["next/reward"][:]
 
     def _tables(self, source: Source, numbers: Sequence[int]) -> Iterator[Table]:
-        places = self.places(source)
+        key = (self, stamps(self.files(source)))
+        places = _known.get(key, lambda: self.places(source))
         for group, place in _groups([places[number] for number in numbers]):
             yield self._table(group, place)[0]
 
@@ -115,6 +121,9 @@ class Grouped(Indexed):
         flags = {_OVER: over, "next/truncated": np.zeros_like(over)}
         others = {name for name in every if self.leaf_of(name) not in columns}
         return Table(columns | flags, np.array([steps])), others
+
+
+_known: Remembered[list[Place]] = Remembered()
 
 
 def places_in(path: str, group: h5py.Group, pattern: re.Pattern[str]) -> list[Place]:

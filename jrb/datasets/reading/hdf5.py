@@ -107,9 +107,7 @@ def below(group: h5py.Group) -> dict[str, Array]:
         ValueError: a name that leads elsewhere (`..`), or a group that lies in itself.
     """
     path, above = group.file.filename, str(group.name).rstrip("/")
-    found = {
-        name: Array(f"{path}: '{above}/{name}'", each) for name, each in walk(path, group.id)
-    }
+    found = {name: Array(f"{path}: '{above}/{name}'", each) for name, each in walk(path, group.id)}
     check_names(path, found)
     return found
 

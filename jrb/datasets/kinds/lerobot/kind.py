@@ -22,6 +22,7 @@ from jrb.datasets.reading import arrow, pictures
 from jrb.datasets.reading.derived import Flag, Flags, Numbered, Shaped
 from jrb.datasets.reading.flat import Column, Flat, Table
 from jrb.datasets.reading.mapping import to_ted
+from jrb.datasets.reading.remembered import Remembered
 
 OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns that each set has: a number for each step, though LeRobot calls their shape [1]."""
@@ -58,7 +59,7 @@ class LeRobot(Flat):
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """The columns, which read what they are asked for."""
-        meta = lerobot_meta.read(source)
+        meta = _known.get(lerobot_meta.stamps(source), lambda: lerobot_meta.read(source))
         tables = _Tables(source, meta)
         videos, lacking = self._videos(meta, tables.columns)
         columns = tables.columns | {tables.names[name]: each for name, each in videos.items()}
@@ -132,6 +133,9 @@ def _is_depth(about: Mapping[str, Any]) -> bool:
     info = about.get("info")
     told = [about, info if isinstance(info, dict) else {}]
     return any(each.get(name) for each in told for name in ("is_depth_map", "video.is_depth_map"))
+
+
+_known: Remembered[Meta] = Remembered()
 
 
 class _Tables:

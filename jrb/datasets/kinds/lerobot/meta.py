@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jrb._base import extras
-from jrb.datasets.reading import arrow
+from jrb.datasets.reading import arrow, remembered
 
 INFO = os.path.join("meta", "info.json")
 
@@ -66,6 +66,12 @@ def is_set(path: Any) -> bool:
     except (ValueError, OSError):
         return False
     return isinstance(info, dict) and {"codebase_version", "features"} <= info.keys()
+
+
+def stamps(root: str) -> remembered.Stamps:
+    """What tells `meta/`, as it is now, from what it may become."""
+    walked = os.walk(os.path.join(root, "meta"))
+    return remembered.stamps(os.path.join(at, name) for at, _, names in walked for name in names)
 
 
 def read(root: str) -> Meta:
