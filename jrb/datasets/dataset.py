@@ -8,7 +8,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import jax
 import numpy as np
@@ -293,7 +293,7 @@ class Dataset(Sequence[Episode]):
         description = kind.describe(path)
         return Dataset(path, kind, description, np.arange(len(description.lengths)))
 
-    def only(self, numbers: np.ndarray) -> "Dataset":
+    def only(self, numbers: np.ndarray) -> Self:
         """The dataset of these of the source's episodes."""
         return dataclasses.replace(self, numbers=np.asarray(numbers, np.int64))
 

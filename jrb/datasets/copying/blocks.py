@@ -4,7 +4,7 @@ K episodes, T steps of one.
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import jax
@@ -51,12 +51,35 @@ class Episodes(Protocol):
         """One step: a nested dict of `jax.ShapeDtypeStruct`."""
         ...
 
+    @property
+    def facts(self) -> Mapping[str, np.ndarray]:
+        """What is known of each, arrays `[K]` by name."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the files say of themselves."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know."""
+        ...
+
     def only(self, numbers: np.ndarray) -> Self:
         """These of the source's episodes."""
         ...
 
     def blocks(self) -> Iterator[Episode]:
         """All steps in order, in blocks `[T, ...]` as the files are best read."""
+        ...
+
+    def steps(self, rows: int | None = None) -> Iterator[Episode]:
+        """All steps in order, so many at a time."""
+        ...
+
+    def __iter__(self) -> Iterator[Episode]:
+        """Them, one after the other."""
         ...
 
     def __len__(self) -> int:

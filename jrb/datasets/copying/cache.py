@@ -34,9 +34,9 @@ def settled(root: Path | None) -> str:
     Raises:
         ModuleNotFoundError: platformdirs is not installed, and there is no root.
     """
-    if root is None:
-        root = extras.require("platformdirs", "datasets").user_cache_dir("jrb", appauthor=False)
-    return os.path.abspath(os.path.expanduser(os.fspath(root)))
+    if root is not None:
+        return os.path.abspath(os.path.expanduser(os.fspath(root)))
+    return extras.require("platformdirs", "datasets").user_cache_dir("jrb", appauthor=False)
 
 
 def place_of(dataset: Episodes, num_envs: int | None, root: str) -> tuple[str, bytes]:

@@ -16,12 +16,12 @@ import numpy as np
 
 from jrb._base import versions
 from jrb._store import files, opening
-from jrb._store.files import Folder
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
 from jrb.datasets.kind import Episode, spec_of
 from jrb.datasets.kinds.native.saved import ENDS, FACTS
+from jrb.datasets.writing.beside import free
 from jrb.ring import Clock
 from jrb.storages import MemmapStorage
 from jrb.storages.host_rows import bytes_of
@@ -55,12 +55,7 @@ class NewDataset:
     like: dict[str, np.ndarray] | None
 
     def __init__(self, dest: Any, about: int) -> None:
-        self.dest = os.path.abspath(os.path.expanduser(os.fspath(dest)))
-        if os.path.lexists(self.dest):
-            raise ValueError(
-                f"{self.dest}: expected nothing there, found something. Remove it, or choose "
-                "another path."
-            )
+        self.dest = free(dest)
         folder, name = os.path.split(self.dest)
         self._beside = os.path.join(folder, f".{name}.{secrets.token_hex(4)}")
         self._about, self._store = max(about, 1), None
@@ -110,12 +105,7 @@ class NewDataset:
             self._commit(store, ends, facts, about)
         finally:
             store.close()
-        above, name = os.path.split(self.dest)
-        if os.path.lexists(self.dest):
-            raise ValueError(f"{self.dest}: expected nothing there, found something by now.")
-        folder = Folder(above)
-        folder.replace(os.path.basename(self._beside), name)
-        folder.sync()
+        files.replace(self._beside, free(self.dest))
 
     def _commit(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jrb.datasets.kind import Source
-from jrb.datasets.reading import arrow
+from jrb.datasets.reading import arrow, arrow_columns
 from jrb.datasets.reading.flags import read_flags, remembered_flags
 from jrb.datasets.reading.flat import Column, Flat, Table
 from jrb.datasets.reading.mapping import to_ted
@@ -46,10 +46,10 @@ class Tables(Flat):
         files = arrow.Files(paths)
         if not files.starts[-1]:
             raise ValueError(f"{source}: expected rows, found none.")
-        leaves, others = arrow.leaves(files.schema)
+        leaves, others = arrow_columns.leaves(files.schema)
         names = to_ted([leaf.name for leaf in leaves], self.mapping, source)
         columns: dict[str, Column] = {
-            names[leaf.name]: arrow.Column(files, leaf) for leaf in leaves
+            names[leaf.name]: arrow_columns.Column(files, leaf) for leaf in leaves
         }
         if not any(name.split("/")[0] == "observation" for name in columns):
             raise ValueError(
@@ -57,4 +57,4 @@ class Tables(Flat):
                 'with mapping={"...": "observation"}.'
             )
         flags = remembered_flags(paths, names, lambda: read_flags(columns, source))
-        yield flags.table(columns, arrow.left_out(others))
+        yield flags.table(columns, arrow_columns.left_out(others))

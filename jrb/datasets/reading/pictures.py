@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 
 from jrb._base import extras
-from jrb.datasets.reading import arrow
+from jrb.datasets.reading import arrow, arrow_columns
 from jrb.datasets.reading.flat import Column
 
 _AT_ONCE = 16  # images
 _PALETTE = "P"
 
 
-class Images(arrow.Column):
+class Images(arrow_columns.Column):
     """A column of encoded images, bytes or `{bytes, path}`, decoded when they are read.
 
     All have the shape and dtype of the first one.
     """
 
     def __init__(self, files: arrow.Files, name: str) -> None:
-        super().__init__(files, arrow.Leaf((name,), np.dtype(np.uint8)))
+        super().__init__(files, arrow_columns.Leaf((name,), np.dtype(np.uint8)))
 
     @functools.cached_property
     def _first_image(self) -> np.ndarray:

@@ -18,7 +18,7 @@ from jrb._base import checks
 from jrb.datasets.kind import Source
 from jrb.datasets.kinds.lerobot import meta as lerobot_meta
 from jrb.datasets.kinds.lerobot.meta import Meta
-from jrb.datasets.reading import arrow, pictures
+from jrb.datasets.reading import arrow, arrow_columns, pictures
 from jrb.datasets.reading.derived import Flag, Flags, Numbered, Shaped
 from jrb.datasets.reading.flat import Column, Flat, Table
 from jrb.datasets.reading.mapping import to_ted
@@ -150,7 +150,7 @@ class _Tables:
     def __init__(self, source: str, meta: Meta) -> None:
         self._meta, self._files = meta, arrow.Files(meta.files, meta.counts)
         self.ends, self._schema = np.cumsum(meta.lengths), self._files.schema.names
-        leaves, _ = arrow.leaves(self._files.schema)
+        leaves, _ = arrow_columns.leaves(self._files.schema)
         self._leaves = {leaf.path[0]: leaf for leaf in leaves if len(leaf.path) == 1}
         self.names = to_ted(meta.features, _told(meta.features), source)
         self.columns: dict[str, Column] = {
@@ -169,7 +169,7 @@ class _Tables:
         ]
         strange = ", ".join(name for name in self._schema if name not in features)
         told = f"Columns that are not in info.json are left out: {strange}."
-        return (*arrow.left_out(others), *[told] * bool(strange))
+        return (*arrow_columns.left_out(others), *[told] * bool(strange))
 
     def _is_left_out(self, name: str) -> bool:
         """Whether a feature is neither of numbers nor of images."""
@@ -183,7 +183,7 @@ class _Tables:
     def _column(self, name: str, kind: str) -> Column:
         if kind == "image":
             return pictures.Images(self._files, name)
-        column = arrow.Column(self._files, self._leaves[name])
+        column = arrow_columns.Column(self._files, self._leaves[name])
         shape = self._shape(name, column)
         if math.prod(shape) != math.prod(column.shape[1:]):
             raise ValueError(

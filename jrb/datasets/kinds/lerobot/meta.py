@@ -5,7 +5,6 @@ K episodes.
 
 import dataclasses
 import itertools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,19 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import extras
+from jrb.datasets.kinds.lerobot import rows
 from jrb.datasets.reading import arrow, remembered
 
 INFO = os.path.join("meta", "info.json")
 
-_MOST = 1 << 48  # steps
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{0,2})d?)?\}")
 _V2_DATA = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
 _V2_VIDEO = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
 _V3_DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _V3_VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-_OWN = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
-_GROUPS = ("stats/", "data/", "videos/", "meta/")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +58,7 @@ def is_set(path: Any) -> bool:
     if not isinstance(path, str) or not os.path.isfile(os.path.join(path, INFO)):
         return False
     try:
-        info = _json(os.path.join(path, INFO))
+        info = rows.read_json(os.path.join(path, INFO))
     except (ValueError, OSError):
         return False
     return isinstance(info, dict) and {"codebase_version", "features"} <= info.keys()
@@ -83,7 +79,7 @@ def read(root: str) -> Meta:
     path = os.path.join(root, INFO)
     if not os.path.isfile(path):
         raise ValueError(f"{root}: expected {INFO}, found none.")
-    info = _checked(_json(path), path)
+    info = _checked(rows.read_json(path), path)
     version = re.fullmatch(r"v?([23])\.\d+", str(info["codebase_version"]))
     if version is None:
         raise ValueError(
@@ -125,13 +121,13 @@ def _is_feature(about: Any) -> bool:
 def _second(root: str, info: dict[str, Any]) -> Meta:
     """Version 2: a table for each episode."""
     path = os.path.join(root, "meta", "episodes.jsonl")
-    lines = _in_order(_lines(path), path)
-    lengths = _lengths([line.get("length") for line in lines], path)
+    lines = rows.in_order(rows.read_lines(path), path)
+    lengths = rows.lengths([line.get("length") for line in lines], path)
     size = info.get("chunks_size", 1000)
     if type(size) is not int or size < 1:
         raise ValueError(f"{root}: chunks_size: expected a number above 0, got {size!r}.")
     places = [{"episode_chunk": k // size, "episode_index": k} for k in range(len(lines))]
-    tasks = _lines(os.path.join(root, "meta", "tasks.jsonl"), is_needed=False)
+    tasks = rows.read_lines(os.path.join(root, "meta", "tasks.jsonl"), is_needed=False)
     template = info.get("video_path") or _V2_VIDEO
     videos = {
         key: (
@@ -141,16 +137,15 @@ def _second(root: str, info: dict[str, Any]) -> Meta:
         for key in _videos(info)
     }
     files = [inside(root, info.get("data_path") or _V2_DATA, **place) for place in places]
-    facts = _facts({name: [line.get(name) for line in lines] for name in _names(lines)})
-    return Meta(info, lengths, files, lengths.tolist(), facts, _tasks(tasks), videos)
+    facts = rows.facts({name: [line.get(name) for line in lines] for name in rows.names(lines)})
+    return Meta(info, lengths, files, lengths.tolist(), facts, rows.tasks(tasks), videos)
 
 
 def _third(root: str, info: dict[str, Any]) -> Meta:
     """Version 3: tables with many episodes each."""
     folder = os.path.join(root, "meta", "episodes")
-    rows = _rows(folder, is_needed=True)
-    lines = _in_order(rows, folder)
-    lengths = _lengths([line.get("length") for line in lines], folder)
+    lines = rows.in_order(rows.read_tables(folder, is_needed=True), folder)
+    lengths = rows.lengths([line.get("length") for line in lines], folder)
     _check_places(lines, lengths, folder)
     template = info.get("data_path") or _V3_DATA
     files = [inside(root, template, **_place(line, "data", folder)) for line in lines]
@@ -162,8 +157,10 @@ def _third(root: str, info: dict[str, Any]) -> Meta:
     for file, length in zip(files, lengths.tolist(), strict=True):
         counts[file] += length
     videos = {key: _spans(root, info, key, lines, folder) for key in _videos(info)}
-    tasks = _tasks(_rows(os.path.join(root, "meta", "tasks.parquet"), is_needed=False))
-    facts = _facts({name: [line.get(name) for line in lines] for name in _names(lines)})
+    tasks = rows.tasks(
+        rows.read_tables(os.path.join(root, "meta", "tasks.parquet"), is_needed=False)
+    )
+    facts = rows.facts({name: [line.get(name) for line in lines] for name in rows.names(lines)})
     return Meta(info, lengths, order, list(counts.values()), facts, tasks, videos)
 
 
@@ -232,101 +229,3 @@ def inside(root: str, template: str, **values: Any) -> str:
 
 def _videos(info: Mapping[str, Any]) -> list[str]:
     return [name for name, about in info["features"].items() if about["dtype"] == "video"]
-
-
-def _names(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is told of episodes beyond LeRobot's own."""
-    names = dict.fromkeys(name for line in lines for name in line)
-    return [name for name in names if name not in _OWN and not name.startswith(_GROUPS)] + [
-        "tasks"
-    ] * ("tasks" in names)
-
-
-def _facts(columns: Mapping[str, list[Any]]) -> dict[str, np.ndarray]:
-    """Arrays `[K]` of what is a number for all episodes; tasks as tuples of texts."""
-    found: dict[str, np.ndarray] = {}
-    for name, column in columns.items():
-        if name == "tasks":
-            found[name] = np.empty(len(column), object)
-            found[name][:] = [tuple(each) if isinstance(each, list) else each for each in column]
-        elif all(isinstance(value, bool | int | float) for value in column):
-            found[name] = np.array(column)
-    return found
-
-
-def _tasks(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Texts by number; pandas keeps them in a column that has no name of its own."""
-    found = {}
-    for line in lines:
-        text = next((value for value in line.values() if isinstance(value, str)), None)
-        if isinstance(line.get("task_index"), int) and text is not None:
-            found[line["task_index"]] = text
-    return dict(sorted(found.items()))
-
-
-def _in_order(lines: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
-    """The episodes by their numbers, which have no gaps."""
-    numbers = [line.get("episode_index") for line in lines]
-    if not all(type(number) is int for number in numbers):
-        raise ValueError(f"{path}: expected a number 'episode_index' for each episode.")
-    lacking = sorted(set(range(len(lines))) - set(numbers))
-    if lacking or not lines:
-        raise ValueError(
-            f"{path}: expected episodes from 0 to {len(lines) - 1}, got none with the numbers "
-            f"{lacking[:5]}."
-        )
-    return sorted(lines, key=lambda line: line["episode_index"])
-
-
-def _lengths(found: Sequence[Any], path: str) -> np.ndarray:
-    for number, length in enumerate(found):
-        if type(length) is not int or not 0 < length < _MOST:
-            raise ValueError(
-                f"{path}: episode {number}: length: expected a number above 0, got {length!r}."
-            )
-    return np.array(found, np.int64)
-
-
-def _json(path: str) -> Any:
-    with open(path, encoding="utf-8") as file:
-        try:
-            return json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected JSON, got something else: {error}") from error
-
-
-def _lines(path: str, is_needed: bool = True) -> list[dict[str, Any]]:
-    """The dicts of a file of JSON lines."""
-    if not os.path.isfile(path):
-        if is_needed:
-            raise ValueError(f"{path}: expected a file, found none.")
-        return []
-    with open(path, encoding="utf-8") as file:
-        try:
-            found = [json.loads(line) for line in file if line.strip()]
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected lines of JSON, got others: {error}") from error
-    if not all(isinstance(line, dict) for line in found):
-        raise ValueError(f"{path}: expected a dict of JSON in each line, got others.")
-    return found
-
-
-def _rows(path: str, is_needed: bool) -> list[dict[str, Any]]:
-    """The rows of a table, or of those in the folders of a folder, without statistics."""
-    parquet = extras.require("pyarrow.parquet", "datasets")
-    found: list[dict[str, Any]] = []
-    for each in _tables(path):
-        with arrow.refused(each):
-            names = parquet.read_schema(each).names
-            wanted = [name for name in names if not name.startswith("stats/")]
-            found += parquet.ParquetFile(each).read(wanted).to_pylist()
-    if not found and is_needed:
-        raise ValueError(f"{path}: expected a table of episodes, found none.")
-    return found
-
-
-def _tables(path: str) -> list[str]:
-    if not os.path.isdir(path):
-        return arrow.tables(path)
-    chunks = sorted(os.listdir(path), key=arrow.in_order)
-    return [table for chunk in chunks for table in arrow.tables(os.path.join(path, chunk))]

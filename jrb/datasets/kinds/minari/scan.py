@@ -9,7 +9,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -25,17 +25,8 @@ from jrb.datasets.kinds.minari import (
     hdf5 as minari_hdf5,
 )
 from jrb.datasets.kinds.minari.leaf import Stored
+from jrb.datasets.kinds.minari.summary import TED, Form, check_alike, is_info, role, said, summary
 from jrb.layouts.names import nest
-
-_TED = {
-    "observations": "observation",
-    "actions": "action",
-    "rewards": "next/reward",
-    "terminations": "next/terminated",
-    "truncations": "next/truncated",
-    "infos": "info",
-}
-_FLAGS = ("terminations", "truncations")
 
 
 class Files(Protocol):
@@ -52,40 +43,6 @@ class Files(Protocol):
     def attributes(self, number: int) -> dict[str, Any]:
         """What is said of an episode."""
         ...
-
-
-class Form(NamedTuple):
-    """What a leaf is alike in, in all episodes.
-
-    Attributes:
-        shape: of a row.
-        dtype: NumPy's.
-        has_next: whether there are T + 1 rows, so that a step's next row is that of the next step.
-        is_jpeg: whether it is kept as images.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    has_next: bool
-    is_jpeg: bool
-
-
-class Summary(NamedTuple):
-    """What is known of an episode.
-
-    Attributes:
-        where: in which file.
-        steps: T.
-        is_cut: see `Description.cut`.
-        forms: of what can be read, by name.
-        others: the names of what cannot.
-    """
-
-    where: str
-    steps: int
-    is_cut: bool
-    forms: dict[str, Form]
-    others: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +64,7 @@ class Scan:
         steps = int(self.description.lengths[number])
         found: dict[str, np.ndarray] = {}
         for name, array in self.read(files, number, self.forms).items():
-            ted = _ted(name)
+            ted = ted_name(name)
             found[ted] = array[:steps]
             if _is_twice(name, self.forms[name]):
                 found["next/" + ted] = shifted(array, steps)
@@ -125,7 +82,7 @@ class Scan:
             leaf, form = stored.leaves.get(name), self.forms[name]
             if leaf is None or leaf.form != form[:2] or not steps <= leaf.rows <= steps + 1:
                 raise ValueError(
-                    f"{stored.where}: '{name}': expected {_said(form)} with T = {steps} as when "
+                    f"{stored.where}: '{name}': expected {said(form)} with T = {steps} as when "
                     "the set was opened, got something else. Open it again."
                 )
             found[name] = leaf.read()
@@ -161,16 +118,16 @@ def _scan(folder: str, signatures: tuple[Any, ...]) -> Scan:
     with opened(folder, about) as files:
         numbers = files.numbers()
         _check_numbers(folder, numbers, about)
-        found = [_summary(files.stored(number)) for number in numbers]
+        found = [summary(files.stored(number)) for number in numbers]
         facts = _facts([files.attributes(number) for number in numbers])
-    forms = {name: form for name, form in found[0].forms.items() if not _is_info(name)}
+    forms = {name: form for name, form in found[0].forms.items() if not is_info(name)}
     for each in found:
-        _check_alike(each, found[0].where, forms)
-    infos = {name: form for name, form in found[0].forms.items() if _is_info(name)}
+        check_alike(each, found[0].where, forms)
+    infos = {name: form for name, form in found[0].forms.items() if is_info(name)}
     kept = {name for name in infos if all(each.forms.get(name) == infos[name] for each in found)}
     forms |= {name: infos[name] for name in infos if name in kept}
     seen = frozenset[str]().union(*(each.others | each.forms.keys() for each in found))
-    about["jpeg"] = [_ted(name) for name, form in forms.items() if form.is_jpeg]
+    about["jpeg"] = [ted_name(name) for name, form in forms.items() if form.is_jpeg]
     description = Description(
         nest(_specs(forms)),
         np.array([each.steps for each in found], np.int64),
@@ -217,99 +174,24 @@ def _check_numbers(folder: str, numbers: Sequence[int], about: Mapping[str, Any]
     )
 
 
-def _summary(stored: Stored) -> Summary:
-    """What is known of an episode.
-
-    Raises:
-        ValueError: it lacks something, or has arrays of lengths that do not fit together.
-    """
-    _check_complete(stored)
-    steps = stored.leaves["rewards"].rows
-    rows = {name: leaf.rows for name, leaf in stored.leaves.items()}
-    seen = {count for name, count in rows.items() if _role(name) == "observations"}
-    exact = {count for name, count in rows.items() if _role(name) not in ("observations", "infos")}
-    if not steps or exact != {steps} or seen not in ({steps}, {steps + 1}):
-        raise ValueError(
-            f"{stored.where}: expected T > 0 rewards, flags and actions, and T + 1 observations "
-            f"(or T), got {rows}."
-        )
-    fit = {name for name, count in rows.items() if count in (steps, steps + 1)}
-    forms = {
-        name: Form(leaf.shape, leaf.dtype, leaf.rows > steps, leaf.is_jpeg)
-        for name, leaf in stored.leaves.items()
-        if name in fit
-    }
-    is_cut = seen == {steps} and not stored.leaves["terminations"].read()[-1]
-    others = frozenset(stored.others) | rows.keys() - fit
-    return Summary(stored.where, steps, is_cut, forms, others)
-
-
-def _check_complete(stored: Stored) -> None:
-    """Refuses an episode without what every episode has."""
-    roles = {_role(name) for name in stored.leaves}
-    lacking = [name for name in _TED if name not in roles | {"infos"}]
-    if lacking:
-        raise ValueError(
-            f"{stored.where}: expected numbers in {', '.join(lacking)}, got an episode with "
-            f"{sorted(stored.leaves)}{_beside(stored)}."
-        )
-    for name in ("rewards", *_FLAGS):
-        if name not in stored.leaves:
-            raise ValueError(f"{stored.where}: '{name}': expected an array, got a group.")
-    for name in _FLAGS:
-        shape, dtype = stored.leaves[name].form
-        if shape or dtype.kind not in "biu":
-            raise ValueError(
-                f"{stored.where}: '{name}': expected bool of shape (T,), got {dtype} of shape "
-                f"{('T', *shape)}."
-            )
-
-
-def _beside(stored: Stored) -> str:
-    return f", and {sorted(stored.others)}, which are none" if stored.others else ""
-
-
-def _check_alike(found: Summary, first: str, forms: Mapping[str, Form]) -> None:
-    """Refuses an episode that has other leaves than the first one, but for infos."""
-    mine = {name: form for name, form in found.forms.items() if not _is_info(name)}
-    for name in sorted(mine.keys() | forms.keys()):
-        want, have = forms.get(name), mine.get(name)
-        if want is None or have is None or want[:2] != have[:2]:
-            raise ValueError(
-                f"{found.where}: '{name}': expected {_said(want)} as in {first}, got {_said(have)}."
-            )
-
-
-def _said(form: Form | None) -> str:
-    return "nothing" if form is None else f"{form.dtype} of shape {('T', *form.shape)}"
-
-
-def _role(name: str) -> str:
-    return name.split("/")[0]
-
-
-def _is_info(name: str) -> bool:
-    return _role(name) == "infos"
-
-
-def _ted(name: str) -> str:
+def ted_name(name: str) -> str:
     """Where a leaf lies in TED."""
     head, *rest = name.split("/")
-    return "/".join([_TED[head], *rest])
+    return "/".join([TED[head], *rest])
 
 
 def _is_twice(name: str, form: Form) -> bool:
     """Whether a leaf is one of the next step too."""
-    return _role(name) == "observations" or (_is_info(name) and form.has_next)
+    return role(name) == "observations" or (is_info(name) and form.has_next)
 
 
 def _specs(forms: Mapping[str, Form]) -> dict[str, jax.ShapeDtypeStruct]:
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for name, form in forms.items():
         spec = jax.ShapeDtypeStruct(form.shape, form.dtype)
-        found[_ted(name)] = spec
+        found[ted_name(name)] = spec
         if _is_twice(name, form):
-            found["next/" + _ted(name)] = spec
+            found["next/" + ted_name(name)] = spec
     return found
 
 
