@@ -13,16 +13,8 @@ import numpy as np
 from jrb._base import pytree
 from jrb.datasets.copying import progress
 from jrb.datasets.copying.blocks import Episodes
-from jrb.datasets.copying.calls import (
-    Compiled,
-    EpisodeName,
-    Plan,
-    StepName,
-    in_order,
-    length_of,
-    mapped,
-    mapped_episode,
-)
+from jrb.datasets.copying.calls import EpisodeName, Plan, StepName, in_order
+from jrb.datasets.copying.mapped import Compiled, length_of, mapped, mapped_episode
 from jrb.datasets.copying.new_dataset import NewDataset
 from jrb.datasets.kind import Episode
 from jrb.datasets.kinds.native.saved import VALID
@@ -59,7 +51,7 @@ def _by_step(dataset: Episodes, target: NewDataset, plan: Plan) -> Found:
     kept = np.flatnonzero((dataset.lengths > 0) & (bounds - dataset.lengths < total))
     ends = np.minimum(bounds[kept], total)
     rows = max(1, min(_MOST, _BLOCK // max(pytree.nbytes(dataset.spec), 1)))
-    call = Compiled(plan, dataset.spec, rows) if plan.jit else mapped
+    call = Compiled(plan.function, plan.cast, dataset.spec, rows) if plan.jit else mapped
     with progress.track(total, "preprocessing", plan.progress) as advance:
         tasks = _limited(dataset.steps(rows), total)
         for block, result in in_order(call, plan, tasks, StepName(bounds, target)):

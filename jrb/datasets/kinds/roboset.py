@@ -38,6 +38,7 @@ class RoboSet(Grouped):
     name: ClassVar[str] = "roboset"
     looks_for: ClassVar[str] = "an HDF5 file with groups Trial<N>, or a folder of such"
     needed: ClassVar[tuple[str, ...]] = ("actions", "rewards", "done")
+    names: ClassVar[Mapping[str, str]] = _NAMES
 
     def recognises(self, source: Source) -> bool:
         """Whether there are trials in the first of the files."""
@@ -60,11 +61,6 @@ class RoboSet(Grouped):
                 raise ValueError(f"{path}: expected trials from 0 on, each once, got {numbers}.")
             found += inside
         return found
-
-    def leaf_of(self, name: str) -> str:
-        """By the first of its parts."""
-        first, *rest = name.split("/")
-        return "/".join([_NAMES.get(first, first), *rest])
 
     def told(
         self, source: Source, places: Sequence[Place]

@@ -48,7 +48,28 @@ class Flags:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Flag:
+class _Over:
+    """A column with the rows of another."""
+
+    column: Column
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[T, ...]`."""
+        return self.column.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """NumPy's."""
+        return self.column.dtype
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.column)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flag(_Over):
     """A column of zeros and ones, of any dtype, as flags.
 
     Attributes:
@@ -60,7 +81,6 @@ class Flag:
         ValueError: it has more than one value for each step.
     """
 
-    column: Column
     name: str
     source: str
 
@@ -81,10 +101,6 @@ class Flag:
         """Bool."""
         return np.dtype(bool)
 
-    def __len__(self) -> int:
-        """T."""
-        return len(self.column)
-
     def __getitem__(self, part: slice) -> np.ndarray:
         """These flags.
 
@@ -100,7 +116,7 @@ class Flag:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shaped:
+class Shaped(_Over):
     """A column whose rows have another shape.
 
     Attributes:
@@ -108,22 +124,12 @@ class Shaped:
         row: the shape of a row.
     """
 
-    column: Column
     row: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """`[T, ...]`."""
         return (len(self.column), *self.row)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The column's."""
-        return self.column.dtype
-
-    def __len__(self) -> int:
-        """T."""
-        return len(self.column)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """These rows."""
@@ -132,7 +138,7 @@ class Shaped:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Numbered:
+class Numbered(_Over):
     """A column of each step's episode, refused where it is not what the ends of episodes tell.
 
     Attributes:
@@ -141,23 +147,8 @@ class Numbered:
         source: what it is of, for errors.
     """
 
-    column: Column
     ends: np.ndarray
     source: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`[T]`."""
-        return self.column.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The column's."""
-        return self.column.dtype
-
-    def __len__(self) -> int:
-        """T."""
-        return len(self.column)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """These numbers.

@@ -44,9 +44,11 @@ class Grouped(Indexed):
 
     Attributes:
         needed: the arrays that every group has.
+        names: what the first parts of names stand for in TED, such as `next/reward` for `rewards`.
     """
 
     needed: ClassVar[tuple[str, ...]]
+    names: ClassVar[Mapping[str, str]]
 
     def files(self, source: Source) -> list[str]:
         """Where they lie."""
@@ -56,9 +58,10 @@ class Grouped(Indexed):
     def places(self, source: Source) -> list[Place]:
         """Where the episodes lie, in their order; `places_in` finds those of a file."""
 
-    @abc.abstractmethod
     def leaf_of(self, name: str) -> str:
-        """The leaf in TED of an array of a group, such as `next/reward` for `rewards`."""
+        """The leaf in TED of an array of a group, by the first of its parts."""
+        first, *rest = name.split("/")
+        return "/".join([self.names.get(first, first), *rest])
 
     @abc.abstractmethod
     def told(

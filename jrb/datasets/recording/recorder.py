@@ -8,11 +8,8 @@ if they are more. `flush` seals them at once.
 T time, E environments.
 """
 
-import contextlib
-import json
 import math
 import os
-import re
 import weakref
 from typing import Any, Self
 
@@ -21,10 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import checks, host_calls, prng_keys
-from jrb._store.files import Folder
+from jrb._base import host_calls, prng_keys
 from jrb.checkpoint import facts
-from jrb.datasets.recording import folders, heads
+from jrb.datasets.recording.checking import (
+    check_alike,
+    check_mask,
+    check_options,
+    length_of,
+    plain_metadata,
+)
 from jrb.datasets.recording.form import Form, check_kept, form_of
 from jrb.datasets.recording.heads import Head
 from jrb.datasets.recording.writer import Writer
@@ -85,13 +87,13 @@ class Recorder:
         metadata: dict[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
-        _check(num_envs, keys, chunk, name)
+        check_options(num_envs, keys, chunk, name)
         self._path = os.path.abspath(os.path.expanduser(os.fspath(path)))
         self._num_envs, self._keys, self._form = num_envs, keys, None
-        self._metadata = _plain(metadata)
+        self._metadata = plain_metadata(metadata)
         form = None if example is None else form_of(example, 0, keys, "Recorder: example")
         if form is not None and os.path.isdir(self._path):
-            _check_alike(self._path, self._head(form))
+            check_alike(self._path, self._head(form))
         self._every = np.arange(num_envs or 1, dtype=np.int32)
         self._writer = Writer(self._path, name or str(os.getpid()), chunk)
         self._end = weakref.finalize(self, self._writer.close)
@@ -144,7 +146,7 @@ class Recorder:
         Raises:
             ValueError, TypeError, OSError, LockedError: as `add`.
         """
-        self._take(items, (_length(items), *self._lead), mask, "append")
+        self._take(items, (length_of(items), *self._lead), mask, "append")
 
     def record(self, items: Any, mask: Any = None) -> None:
         """The same from inside `jit`, `scan` and `grad`: by a call to the host, in their order.
@@ -172,7 +174,7 @@ class Recorder:
         leaves = [prng_keys.raw(leaf) for leaf in form.checked(items, lead, "record")]
         if mask is not None:
             mask = jnp.asarray(mask)
-            _check_mask(mask, lead, self._lead, "record")
+            check_mask(mask, lead, self._lead, "record")
         masks = () if mask is None else (mask,)
 
         def put(*arrays: Any) -> None:
@@ -191,7 +193,7 @@ class Recorder:
         """
         self._writer.check()
         which = np.ones((), bool) if mask is None else np.asarray(mask)
-        _check_mask(which, self._lead, self._lead, "truncate")
+        check_mask(which, self._lead, self._lead, "truncate")
         self._writer.truncate(np.broadcast_to(which, self._every.shape))
 
     def flush(self) -> None:
@@ -242,7 +244,7 @@ class Recorder:
         arrays = form.arrays(items, lead, verb)
         if mask is not None:
             mask = np.asarray(mask)
-            _check_mask(mask, lead, self._lead, verb)
+            check_mask(mask, lead, self._lead, verb)
         if self._form is None:
             self._begin(form)
         self._put(arrays, lead, mask)
@@ -269,63 +271,9 @@ class Recorder:
     def _begin(self, form: Form) -> None:
         """Writes down how items look."""
         head = self._head(form)
-        _check_alike(self._path, head)
+        check_alike(self._path, head)
         self._writer.begin(head)
         self._form = form
-
-
-def _check(num_envs: Any, keys: Any, chunk: Any, name: Any) -> None:
-    if num_envs is not None:
-        checks.count("num_envs", num_envs, 2**31 - 1)
-    if chunk is not None:
-        checks.count("chunk", chunk)
-    if not isinstance(keys, Keys):
-        raise TypeError(f"keys: expected jrb.Keys(...), got {keys!r}.")
-    if name is not None and (not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,100}", name)):
-        raise ValueError(
-            f"name: expected at most 100 letters, digits, dots and dashes, got {name!r}."
-        )
-
-
-def _plain(metadata: Any) -> dict[str, Any]:
-    try:
-        if not isinstance(metadata, dict | None):
-            raise TypeError(type(metadata).__name__)
-        found = json.loads(json.dumps(metadata or {}))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"metadata: expected a dict that JSON can hold, got {error}.") from error
-    if "writers" in found:
-        raise ValueError("metadata: expected other names than 'writers', which has a meaning.")
-    return found
-
-
-def _check_alike(path: str, head: Head) -> None:
-    """Raises unless the writers that are there have the same items."""
-    for name in folders.writers(path):
-        with contextlib.suppress(FileNotFoundError):
-            other, _ = heads.read_head(Folder(os.path.join(path, name)))
-            heads.check_alike(path, name, other, head)
-
-
-def _check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], verb: str) -> None:
-    """Raises unless a mask is one of times, or of times and environments."""
-    time = lead[: len(lead) - len(envs)]
-    if mask.dtype != np.bool_:
-        raise TypeError(f"{verb}: mask: expected dtype bool, got {mask.dtype}. Compare, not cast.")
-    if mask.shape not in (time, lead):
-        shapes = " or ".join(map(str, dict.fromkeys((time, lead))))
-        raise ValueError(f"{verb}: mask: expected shape {shapes}, got {mask.shape}.")
-
-
-def _length(items: Any) -> int:
-    """T, the first axis of the first leaf."""
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(items)]
-    if not shapes or not shapes[0]:
-        raise ValueError(
-            "append: expected leaves with an axis of time, got none. For a single timestep there "
-            "is add."
-        )
-    return shapes[0][0]
 
 
 _single = host_calls.refusing(

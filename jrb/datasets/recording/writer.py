@@ -10,15 +10,13 @@ import threading
 import numpy as np
 
 from jrb._store.files import Folder
-from jrb.datasets.recording import chunks, folders, heads, roles, shared
+from jrb.datasets.recording import chunks, folders, heads, shared
 from jrb.datasets.recording.chunks import Index
 from jrb.datasets.recording.heads import Head
-from jrb.keys import path_name
+from jrb.datasets.recording.indexes import Last, indexed
 
 _CHUNK = 16 << 20  # bytes
 _MOST = 1 << 20  # items
-
-_Last = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +39,7 @@ class Progress:
     held: int = 0
     is_due: bool = False
     sealed: int = 0
-    last: _Last | None = None
+    last: Last | None = None
     begins: tuple[int, ...] = ()
     anew: np.ndarray | None = None
 
@@ -189,7 +187,7 @@ class Writer:
             sealed = now.sealed + now.held
             self.progress = Progress(now.number + 1, sealed=sealed, last=last, anew=now.anew)
 
-    def _ordered(self, now: Progress) -> tuple[list[np.ndarray], Index, _Last | None]:
+    def _ordered(self, now: Progress) -> tuple[list[np.ndarray], Index, Last | None]:
         """All that is held, environment by environment, what is in it, and `Progress.last`."""
         columns = [column[: now.held] for column in self._memory[0]]
         begins, counts = np.array(now.begins), np.array([now.held])
@@ -212,53 +210,3 @@ class Writer:
             self.seal()
             self._lock.release()
             self.is_closed = True
-
-
-def indexed(
-    head: Head,
-    columns: list[np.ndarray],
-    counts: np.ndarray,
-    begins: np.ndarray,
-    last: _Last | None,
-) -> tuple[Index, _Last | None]:
-    """The index of a chunk.
-
-    Args:
-        head: of the writer.
-        columns: `[n, ...]`, environment by environment.
-        counts: int64 `[E]`, the items of each.
-        begins: places of items that begin an episode because the writer was told so.
-        last: as `Progress.last`, before the chunk.
-
-    Returns:
-        The index, and `Progress.last` after the chunk.
-    """
-    names = head.names
-    flags = roles.flags(lambda name: columns[names.index(name)], names, head.keys)
-    terminated, truncated, ends = map(np.flatnonzero, flags)
-    starts = begins.astype(np.int64)
-    if head.keys.episode is not None:
-        ids = columns[names.index(path_name(head.keys.episode))].reshape(-1)
-        changes, last = _changes(ids, counts, last)
-        starts = np.union1d(starts, changes)
-    return Index(counts, ends, terminated, truncated, starts), last
-
-
-def _changes(ids: np.ndarray, counts: np.ndarray, last: _Last | None) -> tuple[np.ndarray, _Last]:
-    """Places of items whose episode has another number than the one before, and the last numbers.
-
-    Args:
-        ids: the numbers `[n]`, environment by environment.
-        counts: int64 `[E]`, the items of each.
-        last: as `Progress.last`, before these items.
-    """
-    there = np.flatnonzero(counts)
-    after = np.cumsum(counts)[there]
-    first = after - counts[there]
-    numbers, seen = np.zeros(len(counts), ids.dtype), np.zeros(len(counts), bool)
-    if last is not None:
-        numbers, seen = last[0].copy(), last[1].copy()
-    before, known = np.roll(ids, 1), np.ones(len(ids), bool)
-    before[first], known[first] = numbers[there], seen[there]
-    numbers[there], seen[there] = ids[after - 1], True
-    return np.flatnonzero(known & (before != ids)), (numbers, seen)
