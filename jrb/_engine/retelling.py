@@ -26,9 +26,9 @@ def retold(old: Buffer, state: BufferState, new: Buffer) -> Any:
         new: with the same capacity, environments and storage, and a writer of the same states.
     """
     into, envs = replaying(new), old.ring.envs
-    half = dispatch.half(into, old.stored(state))
+    half = dispatch.half(into, old.storage.spec(state.storage))
     counts = np.broadcast_to(old.writer.held(old.ring, state.writer).rows(old.ring), envs)
-    size = max(1, _PIECE // max(1, pytree.nbytes(old.stored(state)) * envs))
+    size = max(1, _PIECE // max(1, pytree.nbytes(old.storage.spec(state.storage)) * envs))
     for start in range(0, int(counts.max()), size):
         row = np.arange(start, start + size)
         slots = np.minimum(row, old.ring.rows - 1)[:, None] * envs + np.arange(envs)
