@@ -32,7 +32,7 @@ def told(buffer: Buffer, state: BufferState) -> Iterator[tuple[Item, jax.Array]]
     """
     ring, envs = buffer.ring, buffer.ring.envs
     counts = np.broadcast_to(buffer.writer.held(ring, state.writer).rows(ring), envs)
-    size = max(1, _PIECE // max(1, pytree.nbytes(buffer.stored(state)) * envs))
+    size = max(1, _PIECE // max(1, pytree.nbytes(buffer.storage.spec(state.storage)) * envs))
     size = min(size, max(1, int(counts.max())))
     for start in range(0, int(counts.max()), size):
         row = np.arange(start, start + size)
@@ -54,7 +54,7 @@ def retold(old: Buffer, state: BufferState, new: Buffer) -> Any:
         new: with the same capacity, environments and storage, and a writer of the same states.
     """
     into = replaying(new)
-    half = dispatch.half(into, old.stored(state))
+    half = dispatch.half(into, old.storage.spec(state.storage))
     for items, mask in told(old, state):
         half = dispatch.told(into, half, items, mask)
     return half.replace(storage=state.storage)
@@ -69,7 +69,7 @@ def moved(old: Buffer, state: BufferState, new: Buffer) -> Any:
         new: with the same capacity and environments, and a writer of the same states.
     """
     into = replaying(new)
-    made = dispatch.init(into, old.stored(state), None)
+    made = dispatch.init(into, old.storage.spec(state.storage), None)
     for items, mask in told(old, state):
         made = dispatch.fill(into, made, items, None, mask)
     return made

@@ -5,13 +5,8 @@ from jrb.datasets.joining import concatenate, mix
 from jrb.datasets.kind import Description, Kind
 from jrb.datasets.library import delete, list
 from jrb.datasets.opening import kinds, open
-from jrb.datasets.recorder import Recorder
-from jrb.datasets.trajectories import (
-    join_trajectories,
-    lengths,
-    returns,
-    split_trajectories,
-)
+from jrb.datasets.recording.recorder import Recorder
+from jrb.datasets.trajectories import join_trajectories, lengths, returns, split_trajectories
 from jrb.datasets.writing.d4rl import write_d4rl
 from jrb.datasets.writing.lerobot import write_lerobot
 from jrb.datasets.writing.minari import write_minari

@@ -8,7 +8,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import jax
 import numpy as np
@@ -17,8 +17,8 @@ from jrb._base import checks, display, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
-from jrb.datasets.blocks import regrouped
-from jrb.datasets.ends import Ends
+from jrb.datasets.copying.blocks import regrouped
+from jrb.datasets.copying.ends import Ends
 from jrb.datasets.kind import Description, Episode, Kind, Source, rows_of
 from jrb.datasets.kinds.native import Native
 from jrb.samplers import Uniform
@@ -300,7 +300,7 @@ class Dataset(Sequence[Episode]):
         description = kind.describe(path)
         return Dataset(path, kind, description, np.arange(len(description.lengths)))
 
-    def only(self, numbers: np.ndarray) -> "Dataset":
+    def only(self, numbers: np.ndarray) -> Self:
         """The dataset of these of the source's episodes."""
         return dataclasses.replace(self, numbers=np.asarray(numbers, np.int64))
 

@@ -15,9 +15,9 @@ from jrb._engine import transforming
 from jrb._engine.replaying import writable
 from jrb._engine.retelling import moved
 from jrb.buffer import ReplayBuffer
-from jrb.datasets import cache, copies, fingerprint
-from jrb.datasets.blocks import Episodes
-from jrb.datasets.filling import Streams, streams
+from jrb.datasets.copying import cache, copies, fingerprint
+from jrb.datasets.copying.blocks import Episodes
+from jrb.datasets.copying.filling import Streams, streams
 from jrb.state import BufferState
 from jrb.storages import MemmapStorage
 from jrb.types import Storage

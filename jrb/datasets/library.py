@@ -4,7 +4,8 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from jrb.datasets import cache, opening
+from jrb.datasets import opening
+from jrb.datasets.copying import cache
 from jrb.datasets.dataset import Dataset
 
 _DEPTH = 3  # folders, as Minari has them
@@ -40,8 +41,10 @@ def delete(name: str, root: cache.Path | None = None) -> None:
     inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
     if not inside or not path.startswith(folder + os.sep) or os.path.islink(path):
         raise ValueError(f"delete: expected the name of a dataset in {folder}, got {name!r}.")
-    opening.open(path)
-    with cache.locked(path, wait=False):
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: there is nothing.")
+    with cache.locked(path, wait=False):  # what is being made may be no dataset yet
+        opening.open(path)
         if os.path.isdir(path):
             shutil.rmtree(path)
         else:

@@ -20,7 +20,7 @@ import jrb
 from jrb import datasets
 from jrb._engine import retelling
 from jrb._store import files
-from jrb.datasets import cache, copies, filling
+from jrb.datasets.copying import cache, copies, filling
 
 MINARI = pathlib.Path(__file__).parents[1] / "data" / "minari" / "cartpole-v0"
 LENGTHS = [3, 1, 7, 2, 5, 1, 9, 4, 6, 2, 8, 3]
@@ -179,7 +179,7 @@ KILLED = """
 import os, random, signal, sys
 import jrb
 from jrb._store import files
-from jrb.datasets import copies, filling
+from jrb.datasets.copying import copies, filling
 
 source, path, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 filling._PIECE, copies._BETWEEN = 100, 200

@@ -9,6 +9,7 @@ import pytest
 
 import jrb
 from jrb.datasets import Dataset, concatenate, mix
+from tests.datasets.access import assert_same
 
 
 def make(path, lengths, seed=0, whole=False, real=np.float32):
@@ -25,13 +26,6 @@ def make(path, lengths, seed=0, whole=False, real=np.float32):
         if whole:
             file["next_observations"] = rng.normal(size=(steps, 2)).astype(real)
     return jrb.datasets.open(path)
-
-
-def assert_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
 def marked(episode):
@@ -54,12 +48,12 @@ def test_one_after_the_other(sets):
     assert joined.lengths.tolist() == [3, 1, 4, 2, 5, 2, 1, 4]
     assert joined.facts["dataset"].tolist() == [0] * 4 + [1] * 2 + [2] * 2
     for number, episode in enumerate(joined):
-        assert_equal(episode, every[number])
-        assert_equal(joined[number - 8], every[number])
+        assert_same(episode, every[number])
+        assert_same(joined[number - 8], every[number])
     for episode, wanted in zip(joined[::-3], every[::-3], strict=True):
-        assert_equal(episode, wanted)
+        assert_same(episode, wanted)
     steps = jax.tree.map(lambda *leaves: np.concatenate(leaves), *joined.steps(rows=4))
-    assert_equal(steps, jax.tree.map(lambda *leaves: np.concatenate(leaves), *every))
+    assert_same(steps, jax.tree.map(lambda *leaves: np.concatenate(leaves), *every))
     np.testing.assert_array_equal(joined.returns()[4:6], other.returns()[::-1])
     assert joined.spec["next"]["valid"].dtype == bool
     assert "joined" in repr(joined) and joined.transitions == 22
@@ -73,21 +67,21 @@ def test_marks_only_where_they_are_needed(sets, tmp_path):
     assert "valid" not in dropped.spec["next"]
     wanted = [*dataclasses.replace(sets[0], final="drop"), *other]
     for episode, one in zip(dropped, wanted, strict=True):
-        assert_equal(episode, one)
+        assert_same(episode, one)
     later = dataclasses.replace(concatenate(*sets), final="drop")
     for episode, one in zip(later, wanted, strict=True):
-        assert_equal(episode, one)
+        assert_same(episode, one)
     assert later.lengths.tolist() == dropped.lengths.tolist()
 
 
 def test_joined_sets_can_be_joined_and_mapped(sets, tmp_path):
     twice = concatenate(concatenate(*sets), sets[0])
     for episode, one in zip(twice, [*sets[0], *sets[1], *sets[0]], strict=True):
-        assert_equal(episode["observation"], one["observation"])
-        assert_equal(episode, marked(one))
+        assert_same(episode["observation"], one["observation"])
+        assert_same(episode, marked(one))
     new = twice.preprocess(lambda step: step, tmp_path / "new")
     for episode, one in zip(new, twice, strict=True):
-        assert_equal(episode, one)
+        assert_same(episode, one)
     assert new.facts["dataset"].tolist() == twice.facts["dataset"].tolist()
 
 

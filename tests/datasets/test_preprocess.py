@@ -16,6 +16,7 @@ import pytest
 import jrb
 from jrb._base import versions
 from jrb.datasets import preprocess as preprocessing
+from tests.datasets.access import assert_same
 
 ROOT = pathlib.Path(jrb.__file__).parents[1]
 
@@ -39,17 +40,10 @@ def make(path, lengths=(5, 1, 12, 3), wide=True, next_=False):
     return jrb.datasets.open(path)
 
 
-def assert_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
-
-
 def assert_same_set(one, other):
     assert one.lengths.tolist() == other.lengths.tolist()
     for a, b in zip(one, other, strict=True):
-        assert_equal(a, b)
+        assert_same(a, b)
 
 
 def same(item):
@@ -131,7 +125,7 @@ def test_other_leaves_shapes_and_dtypes(workers, tmp_path, small_blocks):
     for one, other in zip(flat, wanted, strict=True):
         other = jax.tree.map(np.asarray, other)
         other["next"].update({name: one["next"][name] for name in ("truncated", "done")})
-        assert_equal(jax.tree.map(np.asarray, one), other)
+        assert_same(jax.tree.map(np.asarray, one), other)
     ends = [[*[False] * (length - 1), True] for length in (5, 1, 9)]
     assert [each["next"]["done"].tolist() for each in found] == ends
     assert found[2]["next"]["valid"].all()  # it was cut where the file goes on
@@ -152,11 +146,11 @@ def test_by_episode(workers, tmp_path):
     wanted = [backwards(episode) for episode in source if len(episode["action"]) > 1]
     assert found.lengths.tolist() == [3, 2, 5, 1]
     for one, other in zip(found, wanted, strict=True):
-        assert_equal(one["observation"], other["observation"])
+        assert_same(one["observation"], other["observation"])
         assert one["next"]["done"][-1]
     few = source.preprocess(doubled, tmp_path / "c", by="episode", num_frames=12)
     assert few.lengths.tolist() == [8, 2, 2]
-    assert_equal(few[0]["action"], np.concatenate([source[0]["action"]] * 2))
+    assert_same(few[0]["action"], np.concatenate([source[0]["action"]] * 2))
 
 
 def test_what_is_known_of_episodes_goes_along(tmp_path):
@@ -188,7 +182,7 @@ def test_a_function_of_jax(tmp_path, small_blocks):
     for a, b in zip(one, other, strict=True):
         seen = a.pop("observation"), b.pop("observation")
         np.testing.assert_allclose(*seen, rtol=1e-6)
-        assert_equal(a, b)
+        assert_same(a, b)
 
 
 def test_numbers_of_64_bits(tmp_path):
@@ -208,10 +202,10 @@ def test_the_new_set_is_a_buffer_too(tmp_path):
     buffer, state = jrb.load(tmp_path / "b")
     assert jrb.checkpoint.verify(tmp_path / "b") == []
     assert buffer.capacity == 21 and isinstance(buffer.writer, jrb.Immutable)
-    assert_equal(jrb.items(buffer, state), next(source.steps(rows=21)))
+    assert_same(jrb.items(buffer, state), next(source.steps(rows=21)))
     sample = buffer.sample(state, jax.random.key(0), 8)
     seen = next(source.steps(rows=21))["observation"][np.asarray(sample.indices)]
-    assert_equal(np.asarray(sample.data["observation"]), seen)
+    assert_same(np.asarray(sample.data["observation"]), seen)
     assert [len(each) for each in jrb.episodes(buffer, state)] == [5, 1, 12, 3]
     wide = make(tmp_path / "c.hdf5")
     wide.preprocess(same, tmp_path / "d")

@@ -1,4 +1,4 @@
-"""The layouts that are known, one a file, in the order in which they are asked."""
+"""The layouts that are known, each a file or a folder, in the order in which they are asked."""
 
 from jrb.datasets.kind import Kind
 from jrb.datasets.kinds.arrays import Arrays

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import hdf5, npz
-from jrb.datasets.kinds.flags import read_flags
-from jrb.datasets.kinds.flat import Column, Flat, Table, check_lengths, left_out_note
-from jrb.datasets.kinds.mapping import to_ted
+from jrb.datasets.reading import hdf5, npz
+from jrb.datasets.reading.flags import read_flags, remembered_flags
+from jrb.datasets.reading.flat import Column, Flat, Table, check_lengths, left_out_note
+from jrb.datasets.reading.mapping import to_ted
 from jrb.keys import Keys
 
 
@@ -49,11 +49,8 @@ class Arrays(Flat):
             leaves = to_ted(found, self.mapping, source)
             columns = {leaves[name]: column for name, column in found.items()}
             _check(source, columns, leaves)
-            flags = read_flags(columns, source)
-            columns.pop("next/done", None)
-            over = {"next/terminated": flags.terminated, "next/truncated": flags.truncated}
-            notes = (*flags.notes, *left_out_note(left_out))
-            yield Table(columns | over, flags.ends, flags.facts, notes=notes)
+            flags = remembered_flags([source], leaves, lambda: read_flags(columns, source))
+            yield flags.table(columns, left_out_note(left_out))
 
 
 @contextlib.contextmanager
@@ -62,7 +59,7 @@ def _opened(source: Source) -> Iterator[tuple[dict[str, Column], set[str]]]:
     if hdf5.is_hdf5(source):
         with hdf5.opened(source) as file:
             every = hdf5.below(file)
-            found: dict[str, Column] = {n: e for n, e in every.items() if hdf5.is_numeric(e)}
+            found: dict[str, Column] = {n: e for n, e in every.items() if e.is_numeric}
             yield found, every.keys() - found.keys()
     elif npz.is_npz(source):
         with npz.opened(source) as archive:

@@ -6,6 +6,7 @@ same length, and `metadata/*`.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -14,14 +15,14 @@ import numpy as np
 
 from jrb._base import checks
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import hdf5
-from jrb.datasets.kinds.derived import Flag
-from jrb.datasets.kinds.flat import (
+from jrb.datasets.reading import hdf5
+from jrb.datasets.reading.derived import Flag
+from jrb.datasets.reading.flags import Flags, read_flags, remembered_flags
+from jrb.datasets.reading.flat import (
     Column,
     Flat,
     Table,
     check_lengths,
-    ends_of,
     left_out_note,
     needed,
 )
@@ -34,7 +35,7 @@ _NAMES = {
     "timeouts": "next/truncated",
     "next_observations": "next/observation",
 }
-_FLAGS = ("next/terminated", "next/truncated")
+_TERMINATED, _TRUNCATED = "next/terminated", "next/truncated"
 _NEEDED = ("observations", "actions", "rewards", "terminals")
 
 
@@ -65,32 +66,36 @@ class D4RL(Flat):
         """The columns."""
         with hdf5.opened(source) as file:
             every = {name: leaf for name, leaf in hdf5.below(file).items() if _is_step(name)}
-            found = {name: leaf for name, leaf in every.items() if hdf5.is_numeric(leaf)}
+            found = {name: leaf for name, leaf in every.items() if leaf.is_numeric}
             needed(source, found, _NEEDED)
             check_lengths(source, found)
             columns: dict[str, Column] = {_name(name): leaf for name, leaf in found.items()}
-            flags, notes = self._flags(source, columns)
-            ends = ends_of(flags["next/terminated"] | flags["next/truncated"])
+            notes = self._told(source, columns)
+            read = functools.partial(self._flags, source, columns)
+            flags = remembered_flags([source], {"horizon": self.horizon}, read)
             about = hdf5.strings(file)
             if isinstance(metadata := hdf5.own(file, "metadata"), h5py.Group):
                 about |= hdf5.strings(metadata)
             notes += left_out_note(every.keys() - found.keys())
-            yield Table(columns | flags, ends, metadata=about, notes=notes)
+            yield flags.table(columns, notes, about)
 
-    def _flags(
-        self, source: Source, columns: dict[str, Column]
-    ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-        """Both flags of each step, bool `[T]`, and what is to be said of them."""
-        flags = {name: Flag(columns[name], name, source)[:] for name in _FLAGS if name in columns}
-        if "next/truncated" not in flags:
-            flags["next/truncated"] = _after(flags["next/terminated"], self.horizon)
-            return flags, (_said(self.horizon),)
+    def _flags(self, source: Source, columns: dict[str, Column]) -> Flags:
+        """Where episodes end, time-outs put in where the file has none."""
+        if _TRUNCATED in columns:
+            return read_flags(columns, source)
+        terminated = Flag(columns[_TERMINATED], _TERMINATED, source)[:]
+        return read_flags({**columns, _TRUNCATED: _after(terminated, self.horizon)}, source)
+
+    def _told(self, source: Source, columns: dict[str, Column]) -> tuple[str, ...]:
+        """What is to be said of time-outs."""
+        if _TRUNCATED not in columns:
+            return (_said(self.horizon),)
         if self.horizon is not None:
             raise ValueError(
                 f"{source}: horizon: expected None for a file with its own 'timeouts', got "
                 f"{self.horizon}. Leave it out."
             )
-        return flags, ()
+        return ()
 
 
 def _is_step(name: str) -> bool:

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from jrb.datasets.kind import Description, Episode, Source
-from jrb.datasets.kinds import npz
-from jrb.datasets.kinds.derived import Flag
-from jrb.datasets.kinds.flat import (
+from jrb.datasets.reading import npz
+from jrb.datasets.reading.derived import Flag
+from jrb.datasets.reading.flat import (
     Column,
     Flat,
     Table,

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from jrb.datasets import folders, roles
-from jrb.datasets.heads import Leaf
 from jrb.datasets.kind import Kind, Source
-from jrb.datasets.kinds.flat import Column, Flat, Table
-from jrb.datasets.recording import Recording
+from jrb.datasets.reading.flat import Column, Flat, Table
+from jrb.datasets.recording import folders, roles
+from jrb.datasets.recording.heads import Leaf
+from jrb.datasets.recording.recording import Recording
 
 
 @dataclasses.dataclass(frozen=True)

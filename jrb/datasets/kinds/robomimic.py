@@ -17,8 +17,8 @@ import h5py
 import numpy as np
 
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import hdf5
-from jrb.datasets.kinds.grouped import Grouped, Place, group_at, places_in
+from jrb.datasets.reading import hdf5
+from jrb.datasets.reading.grouped import Grouped, Place, group_at, places_in
 
 _DEMO = re.compile(r"demo_(\d+)")
 _NAMES = {
@@ -45,6 +45,7 @@ class Robomimic(Grouped):
     name: ClassVar[str] = "robomimic"
     looks_for: ClassVar[str] = "an HDF5 file with groups data/demo_<k>"
     needed: ClassVar[tuple[str, ...]] = ("actions", "rewards", "dones")
+    names: ClassVar[Mapping[str, str]] = _NAMES
 
     def recognises(self, source: Source) -> bool:
         """Whether there are demonstrations."""
@@ -63,11 +64,6 @@ class Robomimic(Grouped):
             if not isinstance(data, h5py.Group):
                 raise ValueError(f"{source}: expected a group 'data', got {list(file)}.")
             return places_in(source, data, _DEMO)
-
-    def leaf_of(self, name: str) -> str:
-        """By the first of its parts."""
-        first, *rest = name.split("/")
-        return "/".join([_NAMES.get(first, first), *rest])
 
     def told(
         self, source: Source, places: Sequence[Place]

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import hdf5
-from jrb.datasets.kinds.grouped import Grouped, Place, places_in
+from jrb.datasets.reading import hdf5
+from jrb.datasets.reading.grouped import Grouped, Place, places_in
 
 _TRIAL = re.compile(r"Trial(\d+)")
 _NAMES = {
@@ -38,12 +38,17 @@ class RoboSet(Grouped):
     name: ClassVar[str] = "roboset"
     looks_for: ClassVar[str] = "an HDF5 file with groups Trial<N>, or a folder of such"
     needed: ClassVar[tuple[str, ...]] = ("actions", "rewards", "done")
+    names: ClassVar[Mapping[str, str]] = _NAMES
 
     def recognises(self, source: Source) -> bool:
         """Whether there are trials in the first of the files."""
         files = _files(source)
         top = hdf5.top(files[0]) if files else {}
         return any(_TRIAL.fullmatch(name) and about is None for name, about in top.items())
+
+    def files(self, source: Source) -> list[str]:
+        """Those with trials."""
+        return _files(source)
 
     def places(self, source: Source) -> list[Place]:
         """The trials of one file after the other."""
@@ -56,11 +61,6 @@ class RoboSet(Grouped):
                 raise ValueError(f"{path}: expected trials from 0 on, each once, got {numbers}.")
             found += inside
         return found
-
-    def leaf_of(self, name: str) -> str:
-        """By the first of its parts."""
-        first, *rest = name.split("/")
-        return "/".join([_NAMES.get(first, first), *rest])
 
     def told(
         self, source: Source, places: Sequence[Place]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import arrow
-from jrb.datasets.kinds.flags import read_flags
-from jrb.datasets.kinds.flat import Column, Flat, Table
-from jrb.datasets.kinds.mapping import to_ted
+from jrb.datasets.reading import arrow, arrow_columns
+from jrb.datasets.reading.flags import read_flags, remembered_flags
+from jrb.datasets.reading.flat import Column, Flat, Table
+from jrb.datasets.reading.mapping import to_ted
 from jrb.keys import Keys
 
 
@@ -46,18 +46,15 @@ class Tables(Flat):
         files = arrow.Files(paths)
         if not files.starts[-1]:
             raise ValueError(f"{source}: expected rows, found none.")
-        leaves, others = arrow.leaves(files.schema)
+        leaves, others = arrow_columns.leaves(files.schema)
         names = to_ted([leaf.name for leaf in leaves], self.mapping, source)
         columns: dict[str, Column] = {
-            names[leaf.name]: arrow.Column(files, leaf) for leaf in leaves
+            names[leaf.name]: arrow_columns.Column(files, leaf) for leaf in leaves
         }
         if not any(name.split("/")[0] == "observation" for name in columns):
             raise ValueError(
                 f"{source}: expected a column for the observation, got {sorted(names)}. Name it "
                 'with mapping={"...": "observation"}.'
             )
-        flags = read_flags(columns, source)
-        columns.pop("next/done", None)
-        ends = {"next/terminated": flags.terminated, "next/truncated": flags.truncated}
-        notes = (*flags.notes, *arrow.left_out(others))
-        yield Table(columns | ends, flags.ends, flags.facts, notes=notes)
+        flags = remembered_flags(paths, names, lambda: read_flags(columns, source))
+        yield flags.table(columns, arrow_columns.left_out(others))

@@ -12,9 +12,9 @@ import numpy as np
 
 from jrb._base import pytree
 from jrb.datasets.kind import Source
-from jrb.datasets.kinds import rings
-from jrb.datasets.kinds.flat import Flat, Table
-from jrb.datasets.kinds.rings import Leaf
+from jrb.datasets.reading import rings
+from jrb.datasets.reading.flat import Flat, Table
+from jrb.datasets.reading.rings import Leaf
 from jrb.interop.torchrl import read_torchrl
 from jrb.interop.torchrl_files import Folder
 from jrb.keys import Keys, lookup

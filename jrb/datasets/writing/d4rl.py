@@ -7,11 +7,11 @@ import h5py
 import jax
 import numpy as np
 
-from jrb._base import prng_keys, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.datasets.writing.beside import written_beside
-from jrb.datasets.writing.pieces import Piece, names_in, pieces
-from jrb.read import episodes
+from jrb.datasets.dataset import Dataset
+from jrb.datasets.writing.beside import new_file
+from jrb.datasets.writing.pieces import FLAGS, VALID, Piece, check_source, piece_of
+from jrb.datasets.writing.source import Source
 from jrb.state import BufferState
 
 _NAMES = {
@@ -20,11 +20,14 @@ _NAMES = {
     "next/reward": "rewards",
     "next/observation": "next_observations",
 }
-_FLAGS = ("next/done", "next/terminated", "next/truncated", "next/valid")
 
 
-def write_d4rl(path: str | os.PathLike[str], buffer: ReplayBuffer, state: BufferState) -> None:
-    """Writes the episodes that a buffer holds in D4RL's layout, one after the other.
+def write_d4rl(
+    path: str | os.PathLike[str],
+    buffer: ReplayBuffer | Dataset,
+    state: BufferState | None = None,
+) -> None:
+    """Writes the episodes that a buffer holds, or a dataset, in D4RL's layout, one after the other.
 
     Further leaves go below `infos/`. An episode that is still running, or that was cut by
     `truncate`, ends by a time-out. Attributes of the file count those that run (`running`), and
@@ -34,33 +37,35 @@ def write_d4rl(path: str | os.PathLike[str], buffer: ReplayBuffer, state: Buffer
 
     Args:
         path: of the new file; nothing may be there. It is there when it is whole.
-        buffer: the description, with a writer that keeps the order of time. Observations, actions
-            and rewards are single arrays.
-        state: is only read; what lies in it is written as it is stored.
+        buffer: the description, with a writer that keeps the order of time; or a dataset, without
+            a state. Observations, actions and rewards are single arrays.
+        state: its state. It is only read, some megabytes at a time; what lies in it is written as
+            it is stored.
 
     Raises:
         ValueError: there is something at the path, there are no steps or no such arrays, or they
             have a dtype that HDF5 lacks.
         FileNotFoundError: there is no folder for it.
+        TypeError: neither a buffer with its state nor a dataset.
     """
-    found = episodes(buffer, state)
-    spec = buffer.stored(state)
-    shapes = _shapes(buffer, jax.tree.map(prng_keys.raw_spec, spec))
-    steps = sum(map(len, found))
+    source = Source("write_d4rl", buffer, state)
+    shapes, steps = _shapes(source), int(source.lengths.sum())
     if not steps:
         raise ValueError("write_d4rl: expected a buffer that holds steps, got an empty one.")
-    with written_beside(path) as temporary, h5py.File(temporary, "w") as file:
-        file.attrs["running"] = sum(not each.complete for each in found)
-        file.attrs["cut"] = sum(each.cut for each in found)
+    with new_file(path) as temporary, h5py.File(temporary, "w") as file:
         for name, leaf in shapes.items():
             file.create_dataset(name, (steps, *leaf.shape), leaf.dtype)
-        place, is_whole = 0, True
-        for piece in pieces(buffer, found):
+        place, running, cut, is_whole = 0, 0, 0, True
+        for held in source:
+            piece = piece_of(held)
             _put(file, place, piece)
+            running += not held.is_complete
+            cut += held.is_cut
             place += len(piece.terminated)
             is_whole &= piece.has_last
         if not is_whole:
             del file["next_observations"]
+        file.attrs.update(running=running, cut=cut)
 
 
 def _put(file: h5py.File, place: int, piece: Piece) -> None:
@@ -76,13 +81,10 @@ def _in_file(name: str) -> str:
     return _NAMES.get(name) or "infos/" + name.removeprefix("info/")
 
 
-def _shapes(buffer: ReplayBuffer, spec: Any) -> dict[str, Any]:
+def _shapes(source: Source) -> dict[str, Any]:
     """The shape and dtype of one step of each array in the file."""
-    names = names_in(buffer, spec, "write_d4rl")
-    leaves = {
-        names[pytree.leaf_name(path)]: leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(spec)
-    }
+    check_source(source, "write_d4rl")
+    leaves = source.leaves
     for name in _NAMES:
         if name not in leaves:
             raise ValueError(
@@ -95,6 +97,6 @@ def _shapes(buffer: ReplayBuffer, spec: Any) -> dict[str, Any]:
                 f"write_d4rl: leaf '{name}': expected a dtype that HDF5 has, got {leaf.dtype}. "
                 "Convert it."
             )
-    shapes = {_in_file(name): leaf for name, leaf in leaves.items() if name not in _FLAGS}
+    shapes = {_in_file(name): leaf for name, leaf in leaves.items() if name not in (*FLAGS, VALID)}
     flag = jax.ShapeDtypeStruct((), np.dtype(bool))
     return {**shapes, "terminals": flag, "timeouts": flag}

@@ -9,19 +9,22 @@ from typing import Any
 import numpy as np
 
 from jrb.buffer import ReplayBuffer
-from jrb.datasets.kinds.names import check_names
-from jrb.datasets.writing.pieces import Piece, names_in, pieces
+from jrb.datasets.dataset import Dataset
+from jrb.datasets.reading.names import check_names
+from jrb.datasets.writing.pieces import Piece, check_source, piece_of
+from jrb.datasets.writing.source import Held, Source
 from jrb.keys import within
 from jrb.layouts import chain
 from jrb.layouts.names import Leaves, nest
-from jrb.read import episodes
 from jrb.state import BufferState
 
 _SEEN, _AFTER = "observation", "next/observation"
 
 
-def write_rlds(buffer: ReplayBuffer, state: BufferState) -> Iterator[dict[str, Any]]:
-    """The episodes that a buffer holds in RLDS's layout, one by one.
+def write_rlds(
+    buffer: ReplayBuffer | Dataset, state: BufferState | None = None
+) -> Iterator[dict[str, Any]]:
+    """The episodes that a buffer holds, or a dataset, in RLDS's layout, one by one.
 
     An episode is a dict. `steps` has arrays `[L + 1, ...]`: the observations with the last one,
     `action`, `reward`, `is_first`, `is_last`, `is_terminal`, and further leaves under their names.
@@ -31,11 +34,13 @@ def write_rlds(buffer: ReplayBuffer, state: BufferState) -> Iterator[dict[str, A
 
     Beside `steps`, `environment` is whose the episode is, `is_running` whether it is still running;
     it is written as a truncated one. `is_cut` is whether its beginning may have been overwritten.
-    Of flags, `done` alone is taken for a termination.
+    Of a dataset, they are its facts. Of flags, `done` alone is taken for a termination.
 
     Args:
-        buffer: the description, with a writer that keeps the order of time.
-        state: is only read; what lies in it is written as it is stored.
+        buffer: the description, with a writer that keeps the order of time; or a dataset, without
+            a state.
+        state: its state. It is only read, some megabytes at a time; what lies in it is written as
+            it is stored.
 
     Returns:
         An iterator, which `jrb.datasets.open` takes too.
@@ -44,13 +49,15 @@ def write_rlds(buffer: ReplayBuffer, state: BufferState) -> Iterator[dict[str, A
         ValueError: items without observation, action or next observation; or, when the episode is
             asked for, a next observation that is not the observation of the next step, as RLDS has
             each of them once.
+        TypeError: neither a buffer with its state nor a dataset.
     """
-    names_in(buffer, buffer.stored(state), "write_rlds")
-    found = episodes(buffer, state)
-    return (_episode(number, piece) for number, piece in enumerate(pieces(buffer, found)))
+    source = Source("write_rlds", buffer, state)
+    check_source(source, "write_rlds")
+    return (_episode(number, held) for number, held in enumerate(source))
 
 
-def _episode(number: int, piece: Piece) -> dict[str, Any]:
+def _episode(number: int, held: Held) -> dict[str, Any]:
+    piece = piece_of(held)
     steps, leaves = len(piece.terminated), dict(piece.leaves)
     leaves.setdefault("discount", (~piece.terminated).astype(np.float32))
     after = {name: leaves.pop(name) for name in list(leaves) if within(name, _AFTER)}
@@ -68,9 +75,9 @@ def _episode(number: int, piece: Piece) -> dict[str, Any]:
     check_names(f"write_rlds: episode {number}", rows)
     return {
         "steps": nest(rows),
-        "environment": np.int64(piece.source.environment),
-        "is_running": np.bool_(not piece.source.complete),
-        "is_cut": np.bool_(piece.source.cut),
+        "environment": np.int64(held.facts.get("environment", 0)),
+        "is_running": np.bool_(not held.is_complete),
+        "is_cut": np.bool_(held.is_cut),
     }
 
 

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets.kinds import flat
 from jrb.datasets.kinds.d4rl import D4RL
+from jrb.datasets.reading import flat
 from tests.datasets.access import after, assert_same, chained, check_access
 
 

@@ -14,7 +14,8 @@ import pytest
 import jrb
 from jrb._base import versions
 from jrb._store.errors import DamagedError, LostWarning, StaleError
-from jrb.datasets.kinds import native
+from jrb.datasets.kinds.native import kind as native
+from tests.datasets.access import assert_same
 
 
 def steps(rng, *lead, chance=0.15):
@@ -34,13 +35,6 @@ def steps(rng, *lead, chance=0.15):
         },
         "log_prob": normal(),
     }
-
-
-def assert_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
 def as_dataset(episode):
@@ -103,16 +97,16 @@ def test_episodes_are_those_of_the_buffer(storage, num_envs, rows, tmp_path):
     every = [as_dataset(each) for each in wanted]
     assert found.transitions == buffer.size(state)
     for number, episode in enumerate(found):
-        assert_equal(episode, every[number])
-        assert_equal(found[number - len(found)], every[number])
+        assert_same(episode, every[number])
+        assert_same(found[number - len(found)], every[number])
     for episode, other in zip(found[::-2], every[::-2], strict=True):
-        assert_equal(episode, other)
+        assert_same(episode, other)
     whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *every)
     for parts in (found.blocks(), found.steps(rows=5)):
-        assert_equal(jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), whole)
+        assert_same(jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), whole)
     returns = [each["next"]["reward"].astype(np.float64).sum() for each in every]
     np.testing.assert_allclose(found.returns(), returns)
-    assert_equal(
+    assert_same(
         jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), found.spec),
         jax.tree.map(lambda leaf: np.zeros_like(leaf[0]), whole),
     )
@@ -177,9 +171,9 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path):
         found = jrb.datasets.open(tmp_path / name)
         whole = next(found.steps(rows=3))
         for leaf in ("wide", "none", "half", "small"):
-            assert_equal(whole[leaf], np.asarray(data[leaf]))
-        assert_equal(whole["next"]["reward"], data["next"]["reward"])
-        assert_equal(whole["key"], np.asarray(jax.random.key_data(data["key"])))
+            assert_same(whole[leaf], np.asarray(data[leaf]))
+        assert_same(whole["next"]["reward"], data["next"]["reward"])
+        assert_same(whole["key"], np.asarray(jax.random.key_data(data["key"])))
         assert np.isnan(found.returns()[0])
 
 
@@ -204,12 +198,12 @@ def test_a_dataset_stays_what_it_was_when_it_was_opened(tmp_path):
     found = jrb.datasets.open(path)
     before = next(found.steps(rows=40))
     jrb.save(path, buffer, state, keep=1)
-    assert_equal(next(found.steps(rows=40)), before)
-    assert_equal(before["observation"], data["observation"])
+    assert_same(next(found.steps(rows=40)), before)
+    assert_same(before["observation"], data["observation"])
     after = next(jrb.datasets.open(path).steps(rows=40))
     assert not np.array_equal(after["log_prob"], before["log_prob"])
     old = jrb.datasets.open(path, generation=1)
-    assert_equal(next(old.steps(rows=40)), before)
+    assert_same(next(old.steps(rows=40)), before)
     with pytest.raises(FileNotFoundError, match="expected generation 7"):
         jrb.datasets.open(path, generation=7)
 
@@ -240,8 +234,8 @@ def test_a_path_with_another_checkpoint_of_the_same_number(tmp_path):
     shutil.rmtree(tmp_path / "a")
     other = saved(tmp_path / "a", rows=20)
     assert jrb.datasets.open(tmp_path / "a").transitions == 20
-    assert_equal(next(found.steps(rows=40))["log_prob"], first["log_prob"])  # still open
-    assert_equal(next(jrb.datasets.open(tmp_path / "a").steps(20))["log_prob"], other["log_prob"])
+    assert_same(next(found.steps(rows=40))["log_prob"], first["log_prob"])  # still open
+    assert_same(next(jrb.datasets.open(tmp_path / "a").steps(20))["log_prob"], other["log_prob"])
     native._remembered.clear()
     with pytest.raises(StaleError, match="Open it again"):
         found[0]

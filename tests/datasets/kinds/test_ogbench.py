@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets.kinds import flat
+from jrb.datasets.reading import flat
 from tests.datasets.access import after, check_access
 
 SAVES = {"plain": np.savez, "compressed": np.savez_compressed}

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets import Recorder, framed
-from tests.datasets.recordings import Stream, assert_same, check, item, stacked
+from jrb.datasets import Recorder
+from jrb.datasets.recording import framed
+from tests.datasets.recording.recordings import Stream, assert_same, check, item, stacked
 
 HOWS = ["goes on", "terminated", "goes on", "goes on", "truncated", "terminated", "goes on"]
 

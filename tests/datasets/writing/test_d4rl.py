@@ -164,3 +164,21 @@ def test_nothing_is_left_after_a_failure(tmp_path, monkeypatch, error):
     with pytest.raises(error):
         jrb.datasets.write_d4rl(tmp_path / "a.hdf5", *filled(episodes_of(0)))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_dataset_is_written_as_it_is_read(tmp_path):
+    """One that lacks last observations, and a slice of it."""
+    jrb.datasets.write_d4rl(tmp_path / "a.hdf5", *filled(episodes_of(4)))
+    dataset = jrb.datasets.open(tmp_path / "a.hdf5")
+    jrb.datasets.write_d4rl(tmp_path / "b.hdf5", dataset)
+    check_access(jrb.datasets.open(tmp_path / "b.hdf5"), list(dataset))
+    with h5py.File(tmp_path / "b.hdf5", "r+") as file:
+        del file["next_observations"]
+    lacking = jrb.datasets.open(tmp_path / "b.hdf5")[1:4]
+    jrb.datasets.write_d4rl(tmp_path / "c.hdf5", lacking)
+    check_access(jrb.datasets.open(tmp_path / "c.hdf5"), list(lacking))
+    buffer, state = filled(episodes_of(0))
+    for wrong in [(buffer,), ("x", state), (dataset, state)]:
+        with pytest.raises(TypeError, match="expected a ReplayBuffer and its state, or a Dataset"):
+            jrb.datasets.write_d4rl(tmp_path / "d.hdf5", *wrong)
+    assert sorted(os.listdir(tmp_path)) == ["a.hdf5", "b.hdf5", "c.hdf5"]

@@ -9,8 +9,8 @@ import pytest
 
 import jrb
 from jrb import datasets
-from jrb.datasets.writing.stats import joined, stats_of
-from tests.datasets.kinds.trees import flat
+from jrb.datasets.writing.lerobot.stats import joined, stats_of
+from tests.datasets.kinds.trees import flat, same
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("PIL")
@@ -320,7 +320,7 @@ def test_what_fails_midway_leaves_nothing(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("no space")
 
-    monkeypatch.setattr("jrb.datasets.writing.lerobot._sync", fails)
+    monkeypatch.setattr("jrb.datasets.writing.beside._sync", fails)
     with pytest.raises(OSError, match="no space"):
         datasets.write_lerobot(tmp_path / "set", *held(made()), fps=20)
     assert os.listdir(tmp_path) == []
@@ -334,3 +334,16 @@ def test_statistics_are_joined_as_if_of_all():
         found = joined(found, stats_of(part, False))
     for name, wanted in stats_of(np.concatenate(parts), False).items():
         np.testing.assert_allclose(found[name], wanted, rtol=1e-12)
+
+
+def test_a_dataset_is_written_as_it_is_read(tmp_path):
+    buffer, state = held(made())
+    datasets.write_lerobot(tmp_path / "a", buffer, state, fps=20, next_observations=True)
+    dataset = datasets.open(tmp_path / "a")
+    datasets.write_lerobot(tmp_path / "b", dataset, fps=20, next_observations=True)
+    again = datasets.open(tmp_path / "b")
+    assert again.lengths.tolist() == LENGTHS
+    for one, other in zip(dataset, again, strict=True):
+        same(one, flat(other))
+    with pytest.raises(TypeError, match="expected a ReplayBuffer and its state, or a Dataset"):
+        datasets.write_lerobot(tmp_path / "c", buffer, fps=20)

@@ -21,7 +21,7 @@ from gymnasium import spaces
 import jrb
 import jrb.datasets
 from jrb._store import files
-from jrb.datasets.writing import minari_episodes
+from jrb.datasets.writing.minari import episodes as minari_episodes
 from tests.datasets.kinds import minari_sets as sets
 
 pytestmark = pytest.mark.interop

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb.datasets.writing import source
 from tests.datasets.access import assert_same, check_access
 from tests.datasets.writing.streams import cut_off, episodes_of, filled
 
@@ -102,3 +103,24 @@ def test_what_lacks_is_refused_at_once():
         episode["observation"] = {"a": episode["observation"]}
     with pytest.raises(ValueError, match="expected what the observation is"):
         next(jrb.datasets.write_rlds(*filled(episodes)))
+
+
+def test_a_dataset_is_written_as_it_is_read():
+    running = cut_off(episodes_of(5, 1)[0], 1)
+    running["next"] |= {name: np.zeros(1, bool) for name in ("done", "terminated", "truncated")}
+    dataset = jrb.datasets.open(list(jrb.datasets.write_rlds(*filled([*episodes_of(3), running]))))
+    again = jrb.datasets.open(list(jrb.datasets.write_rlds(dataset)))
+    check_access(again, list(dataset))
+    for name, fact in dataset.facts.items():
+        assert again.facts[name].tolist() == fact.tolist()
+    assert again.facts["is_running"].tolist() == [False] * 5 + [True]
+
+
+def test_episodes_are_read_in_groups(monkeypatch):
+    """However small these are, and in environments of several lengths."""
+    episodes = episodes_of(6, 7)
+    wanted = list(jrb.datasets.write_rlds(*filled(episodes)))
+    for size in (1, 100, 1000):
+        monkeypatch.setattr(source, "_PIECE", size)
+        for one, other in zip(jrb.datasets.write_rlds(*filled(episodes)), wanted, strict=True):
+            assert_same(one, other)

@@ -1,0 +1,1 @@
+"""Steps on their way: out of files into buffers, into copies of them, into new datasets."""

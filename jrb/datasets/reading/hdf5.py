@@ -1,0 +1,159 @@
+"""HDF5 files that others wrote: opened, looked at, and refused where they are damaged."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py import h5d, h5g, h5l, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
+
+from jrb.datasets.reading.names import check_names
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LARGE = 1 << 28  # bytes, from which on an array is looked at before it is read
+_MOST_RATIO = 1032  # that a filter of HDF5 can pack
+_DEPTH = 16  # of groups within groups: more only where groups hold themselves
+
+
+def is_hdf5(path: Any) -> bool:
+    """Whether a path is that of an HDF5 file."""
+    if not isinstance(path, str) or not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(_SIGNATURE)) == _SIGNATURE
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[h5py.File]:
+    """The file, to be read.
+
+    Raises:
+        ValueError: HDF5 cannot read it, as it is cut short or damaged.
+    """
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (OSError, RuntimeError, KeyError) as error:  # h5py's, for what HDF5 cannot read
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise ValueError(
+            f"{path}: expected a whole HDF5 file, got one that is not: {error}"
+        ) from error
+
+
+def top(path: Any) -> dict[str, Any]:
+    """What lies at the top of a file, by name; nothing if it is no HDF5 file or damaged.
+
+    Datasets and groups are there as `(shape, dtype)` and None; links elsewhere are left out.
+    """
+    if not is_hdf5(path):
+        return {}
+    try:
+        with opened(path) as file:
+            entries = {name: own(file, name) for name in map(str, file)}
+            return {name: _about(entry) for name, entry in entries.items() if entry is not None}
+    except (ValueError, OSError):
+        return {}
+
+
+def _about(entry: Any) -> Any:
+    return (entry.shape, entry.dtype) if isinstance(entry, h5py.Dataset) else None
+
+
+class Array:
+    """A dataset in a file, read by slices; h5py's own takes several times as long to be made.
+
+    Attributes:
+        shape: `[T, ...]`; None or empty where it is no array.
+        dtype: NumPy's.
+        is_numeric: whether it is an array of numbers that NumPy knows, kept in its own file.
+
+    Raises:
+        ValueError: it says that it is larger than what is stored of it could be.
+    """
+
+    def __init__(self, where: str, found: h5d.DatasetID) -> None:
+        self._found = found
+        self.shape, self.dtype = found.shape, found.dtype
+        plan = found.get_create_plist()
+        is_here = not plan.get_external_count() and plan.get_layout() != h5d.VIRTUAL
+        self.is_numeric = is_here and bool(self.shape) and self.dtype.kind in "biufc"
+        size = math.prod(self.shape or ()) * self.dtype.itemsize
+        stored = found.get_storage_size() if is_here and size >= _LARGE else size
+        if size > stored * _MOST_RATIO ** plan.get_nfilters():
+            raise ValueError(
+                f"{where}: expected {size} bytes, which its shape {self.shape} takes, got "
+                f"{stored}. The file may be cut or damaged."
+            )
+
+    def __len__(self) -> int:
+        """T."""
+        return self.shape[0]
+
+    def __getitem__(self, part: Any) -> Any:
+        """These rows, or all there is for `()`."""
+        return h5py.Dataset(self._found)[part]
+
+
+def below(group: h5py.Group) -> dict[str, Array]:
+    """All datasets below a group, of whatever they are, by name (`a/b`).
+
+    Links are not followed.
+
+    Raises:
+        ValueError: a name that leads elsewhere (`..`), or a group that lies in itself.
+    """
+    path, above = group.file.filename, str(group.name).rstrip("/")
+    found = {name: Array(f"{path}: '{above}/{name}'", each) for name, each in walk(path, group.id)}
+    check_names(path, found)
+    return found
+
+
+def walk(where: str, group: h5g.GroupID, prefix: str = "") -> Iterator[tuple[str, h5d.DatasetID]]:
+    """The same as objects of HDF5 itself."""
+    if prefix.count("/") > _DEPTH:
+        raise ValueError(
+            f"{where}: expected at most {_DEPTH} groups in each other, got more, or one in itself."
+        )
+    names: list[bytes] = []
+
+    def put(name: bytes, link: Any) -> None:
+        if link.type == h5l.TYPE_HARD:
+            names.append(name)
+
+    group.links.iterate(put, info=True)
+    for name in names:
+        entry, path = h5o.open(group, name), prefix + os.fsdecode(name)
+        if isinstance(entry, h5g.GroupID):
+            yield from walk(where, entry, path + "/")
+        elif isinstance(entry, h5d.DatasetID):
+            yield path, entry
+
+
+def own(group: h5py.Group, name: str) -> Any:
+    """What lies in a group itself; None for a link elsewhere, and for what is not there."""
+    links, path = group.id.links, os.fsencode(name)
+    is_own = links.exists(path) and links.get_info(path).type == h5l.TYPE_HARD
+    return group[name] if is_own else None
+
+
+def strings(group: h5py.Group) -> dict[str, Any]:
+    """The texts and single numbers below a group, and its attributes, as Python values."""
+    found: dict[str, Any] = {name: plain(value) for name, value in group.attrs.items()}
+    for name in map(str, group):
+        entry = own(group, name)
+        if isinstance(entry, h5py.Dataset) and entry.shape == () and not entry.external:
+            found[name] = plain(entry[()])
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value of an attribute as one of Python."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value

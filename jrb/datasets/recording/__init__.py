@@ -1,0 +1,1 @@
+"""Recordings: what a buffer is ever given, kept on the disk by `jrb.datasets.Recorder`."""
