@@ -14,7 +14,7 @@ from tests import test_devices as devices
 pytestmark = pytest.mark.slow
 
 B = devices.B
-DEVICE_CASES = [(u, s, parts) for u, s, parts in devices.CASES]
+DEVICE_CASES = [(unit, sampler, parts) for unit, sampler, parts, _ in devices.CASES]
 
 
 def operations(operation):
