@@ -78,6 +78,7 @@ def test_a_buffer_holds_all_steps_in_their_order(dataset, tmp_path, number, piec
         buffer.extend(state, whole(dataset))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("envs", [1, 2, 3, 5])
 @pytest.mark.parametrize("lengths", [LENGTHS, [4] * 30], ids=["uneven", "even"])
 def test_each_episode_is_in_one_environment(tmp_path, envs, lengths, monkeypatch):
@@ -143,6 +144,7 @@ def dying(at):
     return hook
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("envs", [None, 3])
 def test_a_copy_goes_on_where_it_was(dataset, tmp_path, envs, monkeypatch, caplog):
@@ -306,6 +308,7 @@ def test_one_makes_a_copy_and_others_wait(dataset, tmp_path, monkeypatch, caplog
     same(jrb.items(*found[0]), whole(dataset))
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_copy(dataset, tmp_path):
     processes = multiprocessing.get_context("spawn")
     with processes.Pool(2) as pool:

@@ -163,7 +163,7 @@ def test_what_is_known_of_episodes_goes_along(tmp_path):
 
 def on_device(step):
     seen = jnp.sin(step["observation"]) * 2 + step["action"][0].astype(np.float32)
-    after = {**step["next"], "reward": step["next"]["reward"] * 2}
+    after = {**step["next"], "reward": step["next"]["reward"] * np.float32(2)}
     return {**step, "observation": seen, "next": after, "row": jnp.arange(2, dtype=jnp.int8)}
 
 

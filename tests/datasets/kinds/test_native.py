@@ -17,6 +17,8 @@ from jrb._store.errors import DamagedError, LostWarning, StaleError
 from jrb.datasets.kinds.native import kind as native
 from tests.datasets.access import assert_same
 
+pytestmark = pytest.mark.slow
+
 
 def steps(rng, *lead, chance=0.15):
     """Random steps in TED, `[T, ...]` or `[T, E, ...]`."""

@@ -20,6 +20,8 @@ from jrb.datasets import Recorder
 from jrb.datasets.kind import native
 from tests.datasets.recording.recordings import KINDS, Stream, assert_same, check, item, stacked
 
+pytestmark = pytest.mark.slow
+
 
 class Told:
     """A recorder, and what it was given, call by call."""

@@ -10,6 +10,8 @@ import jrb
 from tests.datasets.access import assert_same, check_access
 from tests.datasets.writing.streams import cut_off, episodes_of, filled
 
+pytestmark = pytest.mark.slow
+
 
 def expected_of(episode, ended=True):
     """As the set reads it: a running episode is truncated."""

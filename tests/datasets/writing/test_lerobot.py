@@ -17,6 +17,8 @@ pytest.importorskip("PIL")
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 1, 7, 3, 1, 1, 9, 2, 4, 6, 8, 3]
 LACKING = ("timestamp", "frame_index", "episode_index", "index")
 

@@ -24,7 +24,7 @@ from jrb._store import files
 from jrb.datasets.writing.minari import episodes as minari_episodes
 from tests.datasets.kinds import minari_sets as sets
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
 CARTPOLE = pathlib.Path(__file__).parents[2] / "data" / "minari" / "cartpole-v0"
 

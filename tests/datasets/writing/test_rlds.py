@@ -7,6 +7,8 @@ from jrb.datasets.writing import source
 from tests.datasets.access import assert_same, check_access
 from tests.datasets.writing.streams import cut_off, episodes_of, filled
 
+pytestmark = pytest.mark.slow
+
 
 def expected_of(episode, ended=True):
     """As the set reads it: with the discount that was written, a running episode truncated."""
