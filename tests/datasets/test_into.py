@@ -18,6 +18,7 @@ import pytest
 
 import jrb
 from jrb import datasets
+from jrb._base import versions
 from jrb._engine import retelling
 from jrb._store import files
 from jrb.datasets.copying import cache, copies, filling
@@ -277,6 +278,17 @@ def test_a_copy_is_made_once_for_each_content(dataset, tmp_path, monkeypatch):
         file["rewards"][0] = -1
     with pytest.raises(TypeError):
         make(datasets.open(elsewhere))  # as many bytes, of another content
+
+
+def test_a_copy_has_the_dtypes_that_jax_has_then(dataset, tmp_path):
+    rewards = lambda: jrb.items(*dataset.buffer(cache=True, root=tmp_path / "root"))["next"][
+        "reward"
+    ]
+    with versions.enable_x64():
+        assert rewards().dtype == np.float64
+    assert rewards().dtype == np.float32
+    with versions.enable_x64():
+        assert rewards().dtype == np.float64
 
 
 def test_what_cannot_be_cached_is_refused(dataset, tmp_path):
