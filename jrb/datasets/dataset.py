@@ -35,9 +35,10 @@ class Dataset(Sequence[Episode]):
     """Episodes that lie in files; opened by `jrb.datasets.open`, and read when they are asked for.
 
     A sequence of episodes: `len`, iteration, `dataset[3]`, and slices, which are datasets too. An
-    episode is in TED, a nested dict of NumPy arrays `[T, ...]` in the files' dtypes: `observation`,
-    `action`, `next: {observation, reward, terminated, truncated, done}`, and under their own names
-    what else the files have for each step. The last step of an episode is always `done`.
+    episode is in TED, a nested dict of NumPy arrays `[T, ...]` in the files' dtypes, in this
+    machine's order of bytes: `observation`, `action`, `next: {observation, reward, terminated,
+    truncated, done}`, and under their own names what else the files have for each step. The last
+    step of an episode is always `done`.
 
     A file may lack the observation after the last step of an episode that did not terminate. Then
     zeros stand there, and in such a set every episode has a leaf `next/valid`, bool `[T]`: False
@@ -76,6 +77,12 @@ class Dataset(Sequence[Episode]):
         """int64 `[K]`, the steps of each episode."""
         dropped = self.cut if self.final == "drop" else 0
         return np.maximum(self._stored_lengths - dropped, 0)
+
+    @property
+    def cut(self) -> np.ndarray:
+        """Bool `[K]`: whether the next observation of the last step is in no file, and wanted."""
+        cut = self.description.cut
+        return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
 
     @functools.cached_property
     def spec(self) -> Any:
@@ -328,12 +335,6 @@ class Dataset(Sequence[Episode]):
     @property
     def _stored_lengths(self) -> np.ndarray:
         return self.description.lengths[self.numbers]
-
-    @property
-    def cut(self) -> np.ndarray:
-        """Bool `[K]`: whether the next observation of the last step is in no file, and wanted."""
-        cut = self.description.cut
-        return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
 
     @property
     def _is_marked(self) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -87,11 +87,11 @@ def _chosen(source: Source, kind: str | Kind | None) -> Kind:
 def _configured(kind: Kind, options: dict[str, Any]) -> Kind:
     if not options:
         return kind
-    fields = [field.name for field in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
+    fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     unknown = options.keys() - set(fields)
     if unknown:
         raise TypeError(
             f"open: expected options of the kind '{kind.name}' ({', '.join(fields) or 'none'}), "
             f"got {', '.join(sorted(unknown))}."
         )
-    return dataclasses.replace(kind, **options)  # pyright: ignore[reportArgumentType]
+    return dataclasses.replace(cast(Any, kind), **options)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets import opening
+from jrb.datasets import Kind, opening
 from tests.datasets.access import check_access
 from tests.datasets.memory import Memory, expected_of, source_of
 
@@ -73,6 +73,23 @@ def test_options_that_a_kind_does_not_have(tmp_path):
             jrb.datasets.open(path, horizon=wrong)
     with pytest.raises(ValueError, match="final: expected one of 'keep', 'drop'"):
         jrb.datasets.open(path, final="cut")
+
+
+def test_a_kind_without_fields_has_no_options(tmp_path):
+    class Plain(Kind):
+        name, looks_for = "plain", "nothing"
+
+        def recognises(self, source):
+            return False
+
+        def describe(self, source):
+            raise NotImplementedError
+
+        def episodes(self, source):
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"options of the kind 'plain' \(none\), got horizon"):
+        jrb.datasets.open(tmp_path, kind=Plain(), horizon=3)
 
 
 def test_a_kind_of_ones_own():

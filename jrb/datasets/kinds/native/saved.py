@@ -24,6 +24,7 @@ from jrb.checkpoint import commits, descriptions, host_items, members, native, s
 from jrb.datasets.reading import rings
 from jrb.datasets.reading.rings import Leaf, Rows
 from jrb.keys import Keys, path_name
+from jrb.storages import DeviceStorage
 
 VALID = "next/valid"
 """The leaf by which our own datasets tell next observations that are none."""
@@ -41,7 +42,7 @@ def stored(path: str, number: int | None) -> "InRows | InMemory":
     meta = opened.body["meta"] or {}
     _check(path, meta)
     buffer, spec = _described(path, meta)
-    if getattr(buffer.storage, "once", False):
+    if isinstance(buffer.storage, DeviceStorage) and buffer.storage.once:
         return InMemory(path, opened.number)
     return InRows(path, buffer, spec, store, opened)
 
