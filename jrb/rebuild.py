@@ -4,6 +4,7 @@ N capacity, E environments, T rows of time.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from jrb.held import Held
 from jrb.ring import Ring
 from jrb.samplers.prioritized import DROPPED
 from jrb.state import BufferState
-from jrb.types import Context
+from jrb.types import Context, Sampler
+from jrb.types.messages import PartState
 
 
 def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferState:
@@ -124,17 +126,30 @@ def _sampler(
     places: jax.Array,
 ) -> Any:
     """The new sampler's state, with what the old one knew of the items."""
-    if old.sampler == new.sampler:
-        return new.sampler.adopt(made.sampler, state.sampler, here, places)
-    if type(old.sampler) is type(new.sampler) and not new.sampler.prioritized:
-        return new.sampler.adopt(made.sampler, state.sampler, here, places)
+    alike = type(old.sampler) is type(new.sampler) and not new.sampler.prioritized
+    if alike or old.sampler == new.sampler:
+        return _adopted(new.sampler, made.sampler, state.sampler, here, places)
     if not (old.sampler.prioritized and new.sampler.prioritized):
         return made.sampler
     known = old.sampler.priorities(state.sampler)[here]
-    assigned = new.sampler.assign(made.sampler, places, known, None)
+    assigned = _assigned(new.sampler, made.sampler, places, known)
     gone = places[np.asarray(known == DROPPED)]
     ok = jnp.ones(gone.shape, jnp.bool_)
     return new.sampler.drop(new.ring, assigned, gone, ok) if gone.size else assigned
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _adopted(
+    sampler: Sampler, made: PartState, old: PartState, here: jax.Array, places: jax.Array
+) -> Any:
+    """`adopt`, compiled once for as many items."""
+    return sampler.adopt(made, old, here, places)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _assigned(sampler: Sampler, made: PartState, places: jax.Array, known: jax.Array) -> Any:
+    """`assign`, the same."""
+    return sampler.assign(made, places, known, None)
 
 
 def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:

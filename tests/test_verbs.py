@@ -1,7 +1,7 @@
 """Random programs of verbs against plain Python: what is held, what is drawn, how likely.
 
-Hundreds of programs of a description run side by side, as one compiled program, and in the middle
-all of them are saved and loaded, and some rebuilt.
+Hundreds of programs of a description run side by side, as one compiled program. Again and again, by
+chance, all of them are saved and loaded, and some are rebuilt, in either order.
 """
 
 import math
@@ -18,7 +18,11 @@ from jrb._engine.steps import context_of
 
 pytestmark = pytest.mark.slow
 
-E, R, T, STEPS, PROGRAMS, REBUILT = 2, 5, 2, 14, 800, 3
+E, R, T, STEPS, PROGRAMS = 2, 5, 2, 14, 800
+PAUSE = 2
+"""After how many steps programs may be saved or rebuilt."""
+REBUILT = 16
+"""How many programs are rebuilt at a time."""
 N = R * E
 EXAMPLE = {"observation": jnp.int32(0), "next": {"observation": jnp.int32(0), "done": False}}
 EXAMPLE["next"]["reward"] = jnp.float32(0)
@@ -255,32 +259,51 @@ def test_programs_of_verbs_do_what_plain_python_does(name, once, tmp_path):
     buffer = jrb.ReplayBuffer(
         N, E, batch_size=4, unit=unit, sampler=jrb.Prioritized(), storage=storage
     )
-    given = programs(np.random.default_rng(len(name)), PROGRAMS)
-    half = jax.jit(jax.vmap(lambda state, given: jax.lax.scan(step(buffer), state, given)[0]))
+    rng = np.random.default_rng(len(name) + once)
+    given, events = programs(rng, PROGRAMS), [at_a_pause(rng) for _ in range(STEPS // PAUSE)]
+    some = jax.jit(jax.vmap(lambda state, given: jax.lax.scan(step(buffer), state, given)[0]))
     states = jax.vmap(lambda _: buffer.init(EXAMPLE))(jnp.arange(PROGRAMS))
-    states = half(states, {name: leaf[:, : STEPS // 2] for name, leaf in given.items()})
-    jrb.save(tmp_path, buffer, states)
-    found, states = jrb.load(tmp_path)
-    assert found == buffer
-    states = rebuilt(buffer, states)
-    states = half(states, {name: leaf[:, STEPS // 2 :] for name, leaf in given.items()})
+    for number, event in enumerate(events):
+        now = slice(PAUSE * number, PAUSE * (number + 1))
+        states = some(states, {name: leaf[:, now] for name, leaf in given.items()})
+        for what, chosen in event:
+            states = paused(buffer, states, what, chosen, tmp_path)
     told_of = jax.device_get(jax.jit(jax.vmap(lambda state: seen(buffer, state)))(states))
     for program in range(PROGRAMS):
-        model = Model(unit, is_anchor)
+        model, told = Model(unit, is_anchor), [program]
         for number in range(STEPS):
             one = {name: leaf[program, number] for name, leaf in given.items()}
-            model.run(VERBS[one["verb"]], one)
-            if program < REBUILT and number + 1 == STEPS // 2:
-                model.rebuilt()
-        told = [program, *[VERBS[verb] for verb in given["verb"][program]]]
+            told.append(VERBS[one["verb"]])
+            model.run(told[-1], one)
+            for what, chosen in events[number // PAUSE] if (number + 1) % PAUSE == 0 else []:
+                if what == "rebuild" and program in chosen:
+                    model.rebuilt()
+                    told.append(what)
         check(model, jax.tree.map(operator.itemgetter(program), told_of), told)
 
 
-def rebuilt(buffer, states):
-    """The first of some states in a ring of their own."""
-    one = [jax.tree.map(operator.itemgetter(number), states) for number in range(REBUILT)]
-    new = [jrb.rebuild(buffer, state, buffer) for state in one]
-    return jax.tree.map(lambda leaf, *some: leaf.at[:REBUILT].set(jnp.stack(some)), states, *new)
+def at_a_pause(rng):
+    """What happens then, in which order, and to which programs."""
+    found = [("save", None)] * int(rng.random() < 0.5)
+    if rng.random() < 0.7:
+        chosen = rng.choice(PROGRAMS, min(REBUILT, PROGRAMS), replace=False)
+        found.insert(rng.integers(len(found) + 1), ("rebuild", chosen))
+    return found
+
+
+def paused(buffer, states, what, chosen, path):
+    """All states from a checkpoint, or some of them in a ring of their own."""
+    if what == "save":
+        jrb.save(path, buffer, states)
+        found, states = jrb.load(path)
+        assert found == buffer
+        return states
+    host = jax.tree.map(np.array, states)
+    for number in chosen:
+        one = jax.tree.map(lambda leaf: jnp.asarray(leaf[number]), host)  # noqa: B023
+        new = jax.device_get(jrb.rebuild(buffer, one, buffer))
+        jax.tree.map(lambda leaf, told: operator.setitem(leaf, number, told), host, new)  # noqa: B023
+    return jax.tree.map(jnp.asarray, host)
 
 
 def check(model, found, told):

@@ -108,6 +108,7 @@ def check_branching(branching: int) -> None:
         )
 
 
+@functools.cache
 def _most_leaves(branching: int) -> int:
     """The most leaves of a tree whose nodes, a little over b / (b - 1) a leaf, int32 can number."""
     below = lambda capacity: Tree(jnp.zeros(0), capacity, branching, "sum").leaf + capacity
