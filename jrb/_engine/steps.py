@@ -14,9 +14,10 @@ from jrb._base import ordering
 from jrb._engine import counting, episodes, transforming
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Batch, Context, Draw, Given, Item, Look, Write
+from jrb.types.messages import PartState
 
 
-def context_of(buffer: Buffer, writer: Any) -> Context:
+def context_of(buffer: Buffer, writer: PartState) -> Context:
     """What the parts may know while the writer's state is this one."""
     return Context(buffer.ring, buffer.keys, buffer.writer.held(buffer.ring, writer))
 
@@ -103,7 +104,7 @@ def _learned(
     buffer: Buffer,
     context: Context,
     state: BufferState,
-    writer: Any,
+    writer: PartState,
     write: Write,
     items: Item,
     given: Given | None = None,

@@ -95,6 +95,8 @@ class Lock:
 
     def forget(self) -> None:
         """In a process that was forked off: lets go of the file, the lock stays with the other."""
+        if self._file < 0:
+            return
         self._end.detach()
         os.close(self._file)
         self._file = -1
@@ -113,8 +115,7 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 def _forget_all() -> None:
     for lock in list(_held):
-        if lock._file >= 0:  # pyright: ignore[reportPrivateUsage]
-            lock.forget()
+        lock.forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -56,14 +56,14 @@ def _drain(
     work: Callable[[T], None], left: Iterator[T], lock: threading.Lock, errors: list[BaseException]
 ) -> None:
     """Takes one task after the other until there is none, or something went wrong."""
-    end = object()
     while not errors:
         with lock:
-            task = next(left, end)
-        if task is end:
-            return
+            try:
+                task = next(left)
+            except StopIteration:
+                return
         try:
-            work(task)  # pyright: ignore[reportArgumentType]: it is not the end
+            work(task)
         except BaseException as error:
             errors.append(error)
 

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import prng_keys, pytree
-from jrb._base.pytree import Leaf
+from jrb._base.pytree import Leaf, PyTree
 from jrb._engine import columns, memory
 from jrb._engine.steps import context_of
 from jrb.checkpoint import rows, state_specs
 from jrb.state import Buffer, Device
 from jrb.storages import DeviceStorage, shared_next
 from jrb.types import Item
+from jrb.types.messages import PartState
 
 KIND = "apart"
 
@@ -57,7 +58,7 @@ class Items:
         source: int `[V, N]`, where next observations are that are stored once; None if none is.
     """
 
-    spec: Any
+    spec: PyTree
     held: rows.Rows
     number: tuple[int, ...]
     elsewhere: tuple[bool, ...]
@@ -126,7 +127,7 @@ def _check(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sources(buffer: Buffer, axes: int, writer: Any, storage: Any) -> jax.Array:
+def _sources(buffer: Buffer, axes: int, writer: PartState, storage: Any) -> jax.Array:
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
     source = lambda writer, storage: shared_next.source(context_of(buffer, writer), storage, slots)
     for _ in range(axes):
@@ -222,7 +223,7 @@ def _reader(array: np.ndarray) -> Any:
 # Items that the user keeps.
 
 
-def in_order(buffer: Buffer, writer: Any) -> np.ndarray:
+def in_order(buffer: Buffer, writer: PartState) -> np.ndarray:
     """The slots that hold items, oldest first."""
     slots, count = buffer.writer.in_order(buffer.ring, writer)
     return np.asarray(slots)[: int(count)]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeGuard
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jrb._base import pytree
 from jrb._engine import columns, dispatch, memory
@@ -38,7 +39,7 @@ class Leaf:
     view: HostView
     number: int
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
 
     @property
     def width(self) -> int:

@@ -14,8 +14,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jrb._base import prng_keys
+from jrb._base.pytree import PyTree
 from jrb._engine import memory
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
@@ -38,7 +40,7 @@ class _Writer:
     def __init__(self) -> None:
         self.heap, self.size = [], 0
 
-    def node(self, value: Any, where: str) -> Any:
+    def node(self, value: object, where: str) -> Any:
         """An object as JSON.
 
         Raises:
@@ -123,7 +125,7 @@ def _text(value: str) -> Any:
     return value
 
 
-def _why(value: Any) -> str:
+def _why(value: object) -> str:
     """What of a dict is in the way."""
     odd = [key for key in value if type(key) is not str] if type(value) is dict else []
     return f" with the key {odd[0]!r}" if odd else ""
@@ -193,7 +195,7 @@ class _Reader:
             return self._on_device(raw, dtype)
         return raw[()] if kind == "scalar" else raw
 
-    def _on_device(self, raw: np.ndarray, dtype: Any) -> jax.Array:
+    def _on_device(self, raw: np.ndarray, dtype: DTypeLike) -> jax.Array:
         array = jnp.asarray(raw)
         if array.dtype != raw.dtype:
             raise TypeError(
@@ -310,7 +312,9 @@ def filled(buffer: Buffer, slots: np.ndarray, found: list[Any]) -> Any:
     return buffer.storage.put_values(state, None, slots, found) if len(slots) else state
 
 
-def brought(path: str, form: dict[str, Any], slots: np.ndarray, buffer: Buffer, items: Any) -> Any:
+def brought(
+    path: str, form: dict[str, Any], slots: np.ndarray, buffer: Buffer, items: PyTree
+) -> Any:
     """The same with the objects of a user.
 
     Raises:

@@ -22,6 +22,7 @@ from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
 from jrb.state import Buffer
+from jrb.types.messages import PartState
 
 PIECE = 16 << 20
 """Bytes of the rows that are on their way at a time."""
@@ -210,7 +211,7 @@ def _as_saved(last: Generation, parts: dict[str, Any]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _stamps(buffer: Buffer, axes: int, writer: Any) -> jax.Array:
+def _stamps(buffer: Buffer, axes: int, writer: PartState) -> jax.Array:
     """The stamps of all slots, uint32 `[V, N]`."""
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
     stamp = lambda writer: buffer.writer.stamp(buffer.ring, writer, slots)

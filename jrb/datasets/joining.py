@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jrb._base import pytree
+from jrb._base.pytree import PyTree
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Description, Episode, Indexed, Source
 from jrb.mix import Mix, States
@@ -111,7 +112,7 @@ def _check_alike(datasets: Mapping[str, Any]) -> None:
                 )
 
 
-def _leaves(spec: Any) -> dict[str, str]:
+def _leaves(spec: PyTree) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     return {pytree.leaf_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 

@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
+
+from jrb._base.pytree import PyTree
 
 Episode = dict[str, Any]
 """An episode in TED: a nested dict of NumPy arrays `[T, ...]`.
@@ -38,7 +41,7 @@ class Description:
             taken for something.
     """
 
-    spec: Any
+    spec: PyTree
     lengths: np.ndarray
     cut: np.ndarray | None = None
     facts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -127,7 +130,7 @@ def spec_of(arrays: Any) -> Any:
     )
 
 
-def native(dtype: Any) -> np.dtype:
+def native(dtype: DTypeLike) -> np.dtype:
     """A dtype in this machine's order of bytes."""
     return np.dtype(np.dtype(dtype).type)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jrb._base import pytree
 from jrb._base.pytree import PyTree
@@ -63,7 +64,7 @@ def split_trajectories(
     return padded, xp.asarray(mask), xp.asarray(running)
 
 
-def join_trajectories(padded: PyTree, mask: Any) -> Any:
+def join_trajectories(padded: PyTree, mask: ArrayLike | None) -> Any:
     """Padded trajectories one after the other: what `split_trajectories` was given.
 
     Args:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import pytree
+from jrb._base.pytree import PyTree
 from jrb._engine.replaying import pieces, writable
 from jrb.buffer import ReplayBuffer
 from jrb.loops import Jitted
@@ -25,7 +26,7 @@ class Dump(NamedTuple):
             `[T, E]`, p as an agent reported it, with `alpha`, `eps` and `max_priority`.
     """
 
-    items: Any
+    items: PyTree
     info: dict[str, Any]
 
     def into(self, buffer: ReplayBuffer) -> BufferState:

@@ -213,14 +213,14 @@ def whole(value: Any, where: str, name: str) -> int:
     return int(value)
 
 
-def number(value: Any, where: str, name: str) -> float:
+def number(value: object, where: str, name: str) -> float:
     """A number of at least 0 out of a file."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**128:
         raise damaged(where, f"{name} to be a finite number of at least 0", value)
     return float(value)
 
 
-def shape_of(value: Any, where: str) -> tuple[int, ...]:
+def shape_of(value: object, where: str) -> tuple[int, ...]:
     """A shape out of a file."""
     if not isinstance(value, list) or len(value) > 32:
         raise damaged(where, "a shape of at most 32 axes", value)

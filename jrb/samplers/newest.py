@@ -11,6 +11,7 @@ from jrb._base import checks, pytree, random_bits
 from jrb.ring import Ring
 from jrb.samplers.uniform import draw_of
 from jrb.types import Anchors, Draw, Sampler
+from jrb.types.messages import PartState
 
 _PARTS = 2**16 - 1  # a whole of so many parts can be multiplied in 32 bits
 
@@ -65,7 +66,7 @@ class Newest(Sampler):
     def draw(
         self,
         ring: Ring,
-        state: Any,
+        state: PartState,
         anchors: Anchors,
         key: jax.Array,
         batch_size: int,

@@ -54,7 +54,9 @@ class HostRows(abc.ABC):
         )
 
     @abc.abstractmethod
-    def put(self, version: Version, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
+    def put(
+        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+    ) -> np.ndarray:
         """Writes leaves `[T, E, ...]` at slots `[T, E]`, those of N or more left out.
 
         Args:
@@ -71,7 +73,7 @@ class HostRows(abc.ABC):
         """
 
     def edit(
-        self, version: Version, slots: Any, names: tuple[str, ...], *leaves: Any
+        self, version: Version, slots: np.ndarray, names: tuple[str, ...], *leaves: Any
     ) -> np.ndarray:
         """Writes some leaves `[B, ...]` at slots `[B]`, those of N or more left out.
 
@@ -155,7 +157,7 @@ class HostRows(abc.ABC):
             for slots, spec in zip(places, self.raw, strict=True)
         ]
 
-        def fetch(version: Version, *slots: Any) -> list[np.ndarray]:
+        def fetch(version: Version, *slots: np.ndarray) -> list[np.ndarray]:
             arrays = [np.asarray(one) for one in slots]
             return self.take(version, [arrays[number] for number in index])
 
@@ -187,7 +189,9 @@ class PlainRows(HostRows):
     def read_rows(self, leaf: int, slots: np.ndarray) -> np.ndarray:
         """The leaf of this number at slots, integers `[B]`, in any order and more than once."""
 
-    def put(self, version: Version, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
+    def put(
+        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+    ) -> np.ndarray:
         """See `HostRows.put`; of rows that go to one slot, the last one is written."""
         self.check_newest(version)
         at = np.asarray(slots).reshape(-1).astype(np.int64)

@@ -38,7 +38,9 @@ class StoreRows(HostRows):
         self.store, self.expiring = store, expiring
         self.path = store.path
 
-    def put(self, version: Version, slots: Any, *leaves: Any, patient: bool = False) -> np.ndarray:
+    def put(
+        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+    ) -> np.ndarray:
         """See `HostRows.put`."""
         return self._put(version, slots, leaves, self.expiring, patient)
 
@@ -109,7 +111,7 @@ def make(
     return StoreRows(store, spec, in_time or path is None)
 
 
-def _room(path: Any, slack: float, ring: Ring, spec: Item, in_time: bool) -> int:
+def _room(path: object, slack: float, ring: Ring, spec: Item, in_time: bool) -> int:
     """P, for how many rows there is room."""
     width = max(sum(column.width for column in columns(spec)), 1)
     beside = max(ring.envs, min(_BESIDE // width, ring.capacity))
@@ -151,7 +153,7 @@ def _part(key: Any) -> str:
     return "%2E" if name == "." else name
 
 
-def _checked_path(name: str, path: Any) -> str | None:
+def _checked_path(name: str, path: object) -> str | None:
     """A path as a string."""
     if path is not None and not path:
         raise ValueError(

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar, NoReturn
 
 import jax
+from jax.typing import ArrayLike
 
 from jrb._base import pytree
 from jrb.held import Held
@@ -58,7 +59,9 @@ class Immutable(Writer):
         """As the writer it was filled by."""
         return self.of.adopt(ring, state, old)
 
-    def plan(self, ring: Ring, state: PartState, items: Item, mask: Any) -> tuple[Any, Write]:
+    def plan(
+        self, ring: Ring, state: PartState, items: Item, mask: ArrayLike | None
+    ) -> tuple[Any, Write]:
         """Raises."""
         raise _refusal("add")
 

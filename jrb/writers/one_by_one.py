@@ -1,6 +1,6 @@
 """Items that go each to a slot of its own, in no order of time."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jrb._engine import rows
 from jrb.held import Held
 from jrb.ring import Ring
 from jrb.types import Write, Writer
+from jrb.types.messages import PartState
 
 
 class OneByOne(Writer):
@@ -21,15 +22,15 @@ class OneByOne(Writer):
 
     in_time: ClassVar[bool] = False
 
-    def held(self, ring: Ring, state: Any) -> Held:
+    def held(self, ring: Ring, state: PartState) -> Held:
         """The first slots."""
         return Held(first=jnp.zeros((), jnp.int32), count=state.count)
 
-    def stamp(self, ring: Ring, state: Any, slots: jax.Array) -> jax.Array:
+    def stamp(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """The number of the item."""
         return ordering.read(lambda: state.stamps.at[slots].get(mode="clip"))
 
-    def in_order(self, ring: Ring, state: Any) -> tuple[jax.Array, jax.Array]:
+    def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
         """By the numbers of the items."""
         return rows.by_number(state.stamps, state.number, state.count), state.count
 

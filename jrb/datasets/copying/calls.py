@@ -9,7 +9,7 @@ import dataclasses
 import multiprocessing
 import traceback
 from collections.abc import Iterable, Iterator
-from multiprocessing.reduction import ForkingPickler as Travel
+from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -128,10 +128,11 @@ def _elsewhere(call: Call, function: Function, task: Episode) -> Result:
     return Failure(result.place, error)
 
 
-def _can_travel(thing: Any) -> bool:
+def _can_travel(thing: object) -> bool:
     """Whether something arrives in another process: it must be found there by its name."""
     try:
-        Travel.loads(Travel.dumps(thing))  # pyright: ignore[reportAttributeAccessIssue]
+        pickler: Any = reduction.ForkingPickler
+        pickler.loads(pickler.dumps(thing))
     except Exception:  # whatever its classes raise
         return False
     return True

@@ -44,7 +44,7 @@ def _digest(dataset: Episodes, num_envs: int | None, files: list[Any]) -> bytes:
     return told.digest()
 
 
-def _files(source: Any) -> Iterator[str]:
+def _files(source: object) -> Iterator[str]:
     """A file; or all files below a folder, in the order of their names; links are followed."""
     if not isinstance(source, str):
         raise TypeError(

@@ -4,10 +4,10 @@ E environments, T rows of time.
 """
 
 import logging
-from typing import Any
 
 import numpy as np
 
+from jrb._base.pytree import PyTree
 from jrb.datasets.copying.filling import Streams
 
 _log = logging.getLogger("jrb.datasets")
@@ -30,7 +30,7 @@ class NotFinite:
     def __init__(self, flow: Streams) -> None:
         self._flow, self.count, self.first = flow, 0, None
 
-    def look(self, items: Any, start: int) -> None:
+    def look(self, items: PyTree, start: int) -> None:
         """Looks at items `[T, ...]` or `[T, E, ...]`, zeros where there are none, from this row."""
         reward = items["next"].get("reward")
         if reward is None or reward.dtype.kind in "biu":

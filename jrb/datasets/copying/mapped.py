@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jrb._base import casting, pytree
+from jrb._base.pytree import PyTree
 from jrb.datasets.kind import Episode
 from jrb.layouts.names import Leaves, flatten
 
@@ -62,7 +63,7 @@ def mapped_episode(function: Function, episode: Episode) -> Result:
         return Failure(0, error)
 
 
-def _flat(item: Any) -> Leaves:
+def _flat(item: PyTree) -> Leaves:
     """The arrays of what a function returned, by name."""
     leaves = flatten(jax.tree.map(np.asarray, item), "function")
     for name, leaf in leaves.items():
@@ -81,7 +82,7 @@ class Compiled:
         TypeError: steps with numbers of 64 bits, which JAX would make ones of 32.
     """
 
-    def __init__(self, function: Function, cast: bool, spec: Any, rows: int) -> None:
+    def __init__(self, function: Function, cast: bool, spec: PyTree, rows: int) -> None:
         self._function, self._rows, self._cast = jax.jit(jax.vmap(function)), rows, cast
         for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
             if not cast and not casting.is_kept(np.zeros((), leaf.dtype)):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import versions
+from jrb._base.pytree import PyTree
 from jrb._store import files, opening
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
@@ -51,7 +52,7 @@ class NewDataset:
 
     dest: str
     steps: int
-    spec: Any
+    spec: PyTree
     like: dict[str, np.ndarray] | None
 
     def __init__(self, dest: Any, about: int) -> None:
@@ -141,7 +142,7 @@ class NewDataset:
         shutil.rmtree(self._beside, ignore_errors=True)
 
 
-def _state(buffer: ReplayBuffer, spec: Any) -> Any:
+def _state(buffer: ReplayBuffer, spec: PyTree) -> Any:
     """The state of a full buffer, without its items."""
     with versions.enable_x64():
         want = state_specs.blank(host_items.on_device(buffer), spec).replace(storage=None)
@@ -150,14 +151,14 @@ def _state(buffer: ReplayBuffer, spec: Any) -> Any:
     return state.replace(writer=clock)
 
 
-def _for_json(value: Any) -> Any:
+def _for_json(value: object) -> Any:
     """What JSON has of a value."""
     if isinstance(value, Mapping):
         return {str(key): _for_json(entry) for key, entry in value.items() if _fits(entry)}
     return list(value) if isinstance(value, tuple) else value
 
 
-def _fits(value: Any) -> bool:
+def _fits(value: object) -> bool:
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):

@@ -82,7 +82,7 @@ def _attributes(file: h5py.File) -> list[tuple[str, Any]]:
     return [*file.attrs.items(), *hdf5.own(file, "data").attrs.items()]
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Any:
     """A text of JSON as what it stands for; else as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value

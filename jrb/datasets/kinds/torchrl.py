@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jrb._base import pytree
+from jrb._base.pytree import PyTree
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import rings
 from jrb.datasets.reading.flat import Flat, Table
@@ -82,7 +83,7 @@ def _spec(leaf: np.ndarray) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
-def _over(path: str, items: Any, keys: Keys, numbers: np.ndarray) -> np.ndarray:
+def _over(path: str, items: PyTree, keys: Keys, numbers: np.ndarray) -> np.ndarray:
     """Which rows `[T, E]`, oldest first, end an episode."""
     flags = keys.flags(items)
     if not flags:

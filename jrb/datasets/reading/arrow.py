@@ -17,7 +17,7 @@ from jrb._base import extras
 _SIGNATURES = {b"PAR1": "parquet", b"ARRO": "file", b"\xff\xff\xff\xff": "stream"}
 
 
-def format_of(path: Any) -> str | None:
+def format_of(path: object) -> str | None:
     """`parquet`, or Arrow's `file` or `stream`, by how a file begins; None if it is neither."""
     if not isinstance(path, str) or not os.path.isfile(path):
         return None

@@ -114,7 +114,7 @@ def _notes(given: Mapping[str, np.ndarray]) -> tuple[str, ...]:
     return ()
 
 
-def _numbers(columns: Mapping[str, Column], source: Any) -> np.ndarray | None:
+def _numbers(columns: Mapping[str, Column], source: object) -> np.ndarray | None:
     """The number of each step's episode."""
     if _EPISODE not in columns:
         return None

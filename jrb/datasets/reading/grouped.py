@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
+from jrb._base.pytree import PyTree
 from jrb.datasets.kind import Description, Episode, Indexed, Source
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.derived import Flag
@@ -172,7 +173,7 @@ def group_at(file: h5py.File, place: Place) -> h5py.Group:
     return group
 
 
-def _check_same(place: Place, spec: Any, first: Any) -> None:
+def _check_same(place: Place, spec: PyTree, first: Any) -> None:
     """Refuses an episode of other leaves than the first one."""
     if spec != first:
         raise ValueError(

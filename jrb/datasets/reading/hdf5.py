@@ -18,7 +18,7 @@ _MOST_RATIO = 1032  # that a filter of HDF5 can pack
 _DEPTH = 16  # of groups within groups: more only where groups hold themselves
 
 
-def is_hdf5(path: Any) -> bool:
+def is_hdf5(path: object) -> bool:
     """Whether a path is that of an HDF5 file."""
     if not isinstance(path, str) or not os.path.isfile(path):
         return False
@@ -150,7 +150,7 @@ def strings(group: h5py.Group) -> dict[str, Any]:
     return found
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A value of an attribute as one of Python."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")

@@ -33,7 +33,7 @@ _PARTS = re.compile(r"[./]")
 
 
 def to_ted(
-    names: Iterable[str], mapping: Mapping[str, Any] | Keys | None, source: Any
+    names: Iterable[str], mapping: Mapping[str, Any] | Keys | None, source: object
 ) -> dict[str, str]:
     """The leaves in TED of names in a file, `{"rewards": "next/reward"}`.
 
@@ -92,7 +92,7 @@ def _ted_name(name: str, own: Mapping[str, str]) -> str:
 
 
 def _told(
-    names: list[str], mapping: Mapping[str, Any] | Keys | None, source: Any
+    names: list[str], mapping: Mapping[str, Any] | Keys | None, source: object
 ) -> dict[str, str]:
     """What a mapping says, from names in the file to leaves of TED."""
     if mapping is None:
@@ -123,7 +123,7 @@ def _is_said(path: str, role: str, names: list[str]) -> bool:
     return path != ROLES[role] or role == "episode" or _is_there(path, names)
 
 
-def _leaf(name: str, path: Any, source: Any) -> str:
+def _leaf(name: str, path: object, source: object) -> str:
     """The leaf of TED that a mapping names."""
     if isinstance(path, tuple) and path and all(isinstance(part, str) for part in path):
         return "/".join(path)
@@ -182,7 +182,7 @@ def _is_under(leaf: str, every: set[str]) -> bool:
     return any("/".join(parts[:count]) in every for count in range(1, len(parts)))
 
 
-def _check(leaves: dict[str, str], source: Any) -> None:
+def _check(leaves: dict[str, str], source: object) -> None:
     """Refuses leaves that two names have, that lie in others, and that are no paths."""
     by_leaf: dict[str, list[str]] = {}
     for name, leaf in leaves.items():

@@ -82,7 +82,7 @@ def opened(path: str) -> Iterator[Archive]:
         )
 
 
-def is_npz(path: Any) -> bool:
+def is_npz(path: object) -> bool:
     """Whether a path is that of an archive, such as `.npz` is."""
     if not isinstance(path, str) or not os.path.isfile(path):
         return False

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jrb._base import checks
+from jrb._base.pytree import PyTree
 from jrb._store.files import Folder
 from jrb.datasets.recording import folders, heads
 from jrb.datasets.recording.heads import Head
@@ -61,7 +62,7 @@ def check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], verb: st
         raise ValueError(f"{verb}: mask: expected shape {shapes}, got {mask.shape}.")
 
 
-def length_of(items: Any) -> int:
+def length_of(items: PyTree) -> int:
     """T, the first axis of the first leaf."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(items)]
     if not shapes or not shapes[0]:

@@ -11,6 +11,7 @@ import jax.core
 import numpy as np
 
 from jrb._base import casting, prng_keys, pytree
+from jrb._base.pytree import PyTree
 from jrb.checkpoint import descriptions
 from jrb.datasets.recording import roles
 from jrb.datasets.recording.heads import Leaf
@@ -32,12 +33,12 @@ class Form:
         leaves: the same, as they lie in files.
     """
 
-    spec: Any
+    spec: PyTree
     structure: Any
     specs: list[Any]
     leaves: tuple[Leaf, ...]
 
-    def checked(self, items: Any, lead: tuple[int, ...], verb: str) -> list[Any]:
+    def checked(self, items: PyTree, lead: tuple[int, ...], verb: str) -> list[Any]:
         """The leaves of items, `[*lead, ...]` each, Python's numbers as arrays.
 
         Raises:
@@ -56,14 +57,14 @@ class Form:
             found.append(leaf)
         return found
 
-    def arrays(self, items: Any, lead: tuple[int, ...], verb: str) -> list[Any]:
+    def arrays(self, items: PyTree, lead: tuple[int, ...], verb: str) -> list[Any]:
         """The same as NumPy arrays, keys as their words."""
         return [
             leaf if isinstance(leaf, _NUMPY) else _on_host(leaf, known, verb)
             for leaf, known in zip(self.checked(items, lead, verb), self.leaves, strict=True)
         ]
 
-    def axes(self, items: Any, verb: str) -> tuple[int, ...]:
+    def axes(self, items: PyTree, verb: str) -> tuple[int, ...]:
         """The axes that the first leaf of some items has before its own."""
         leaves = jax.tree.leaves(items)
         if not leaves or not self.specs:
@@ -128,13 +129,13 @@ def _spec(leaf: Any, lead: int, where: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(leaf.shape[lead:]), dtype)
 
 
-def _leaf(name: str, spec: Any) -> Leaf:
+def _leaf(name: str, spec: PyTree) -> Leaf:
     raw = prng_keys.raw_spec(spec)
     made = prng_keys.implementation(spec.dtype) if prng_keys.is_keys(spec.dtype) else None
     return Leaf(name, str(np.dtype(raw.dtype)), tuple(raw.shape), made)
 
 
-def _check_flags(spec: Any, leaves: tuple[Leaf, ...], keys: Keys, verb: str) -> None:
+def _check_flags(spec: PyTree, leaves: tuple[Leaf, ...], keys: Keys, verb: str) -> None:
     """Raises unless flags, and numbers of episodes, are single numbers."""
     found = {leaf.name: leaf for leaf in leaves}
     paths = [getattr(keys, flag) for flag in roles.FLAGS if keys.flags(spec)]
@@ -156,7 +157,7 @@ def _check_flags(spec: Any, leaves: tuple[Leaf, ...], keys: Keys, verb: str) -> 
         )
 
 
-def _number(leaf: Any, spec: Any, where: str) -> np.ndarray:
+def _number(leaf: object, spec: PyTree, where: str) -> np.ndarray:
     """A number of Python as an array of the dtype that JAX gives it."""
     if not isinstance(leaf, _NUMBERS):
         raise TypeError(f"{where}: expected an array, got {type(leaf).__name__}.")
@@ -167,7 +168,7 @@ def _number(leaf: Any, spec: Any, where: str) -> np.ndarray:
     return np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(type(leaf)))
 
 
-def _other(leaf: Any, spec: Any, lead: tuple[int, ...], where: str) -> Exception:
+def _other(leaf: Any, spec: PyTree, lead: tuple[int, ...], where: str) -> Exception:
     if leaf.dtype != spec.dtype:
         return TypeError(
             f"{where}: expected dtype {spec.dtype}, got {leaf.dtype}. Cast it yourself: a "

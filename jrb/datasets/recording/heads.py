@@ -112,7 +112,7 @@ def _head_of(body: framed.Body) -> Head:
     return Head(envs, leaves, keys, dict(body["metadata"]))
 
 
-def natural(value: Any) -> int:
+def natural(value: object) -> int:
     """The same number; raises `ValueError` unless it is one that a file may have."""
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise ValueError(repr(value))

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jrb._base import host_calls, prng_keys
+from jrb._base.pytree import PyTree
 from jrb.checkpoint import facts
 from jrb.datasets.recording.checking import (
     check_alike,
@@ -120,7 +122,7 @@ class Recorder:
         """How many items are in memory."""
         return self._writer.progress.held
 
-    def add(self, item: Any, mask: Any = None) -> None:
+    def add(self, item: PyTree, mask: ArrayLike | None = None) -> None:
         """Takes one timestep, as a buffer's `add`.
 
         Args:
@@ -136,7 +138,7 @@ class Recorder:
         """
         self._take(item, self._lead, mask, "add")
 
-    def append(self, items: Any, mask: Any = None) -> None:
+    def append(self, items: PyTree, mask: ArrayLike | None = None) -> None:
         """Takes T timesteps, time first, as a buffer's `extend`.
 
         Args:
@@ -148,7 +150,7 @@ class Recorder:
         """
         self._take(items, (length_of(items), *self._lead), mask, "append")
 
-    def record(self, items: Any, mask: Any = None) -> None:
+    def record(self, items: PyTree, mask: ArrayLike | None = None) -> None:
         """The same from inside `jit`, `scan` and `grad`: by a call to the host, in their order.
 
         Without an example, something must have been added before. Errors of the disk come out of
@@ -183,7 +185,7 @@ class Recorder:
 
         host_calls.call(put, None, _single, *map(lax.stop_gradient, (*leaves, *masks)))
 
-    def truncate(self, mask: Any = None) -> None:
+    def truncate(self, mask: ArrayLike | None = None) -> None:
         """With the next item an episode begins, though no flag has ended the one before.
 
         For environments that were reset in the middle of one, as a buffer's `truncate`.
@@ -237,7 +239,9 @@ class Recorder:
     def _lead(self) -> tuple[int, ...]:
         return () if self._num_envs is None else (self._num_envs,)
 
-    def _take(self, items: Any, lead: tuple[int, ...], mask: Any, verb: str) -> None:
+    def _take(
+        self, items: PyTree, lead: tuple[int, ...], mask: ArrayLike | None, verb: str
+    ) -> None:
         form = self._form
         if form is None:
             form = form_of(items, len(lead), self._keys, verb)

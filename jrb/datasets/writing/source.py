@@ -12,6 +12,7 @@ import numpy as np
 
 from jrb import read
 from jrb._base import prng_keys, pytree
+from jrb._base.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.reading.mapping import ted_names
@@ -33,7 +34,7 @@ class Held:
             `cut` (its beginning may be overwritten).
     """
 
-    items: Any
+    items: PyTree
     names: dict[str, str]
     facts: dict[str, Any]
 
@@ -78,7 +79,7 @@ class Source:
     """
 
     keys: Keys
-    spec: Any
+    spec: PyTree
     names: dict[str, str]
     lengths: np.ndarray
 
@@ -122,7 +123,7 @@ class Source:
         }
 
 
-def _check(spec: Any, keys: Keys, roles: tuple[str, ...]) -> None:
+def _check(spec: PyTree, keys: Keys, roles: tuple[str, ...]) -> None:
     for role in roles:
         keys.get(spec, role)
 

@@ -53,7 +53,7 @@ class Meta:
         return self.info["features"]
 
 
-def is_set(path: Any) -> bool:
+def is_set(path: object) -> bool:
     """Whether a folder has an `info.json` of LeRobot's."""
     if not isinstance(path, str) or not os.path.isfile(os.path.join(path, INFO)):
         return False
@@ -179,13 +179,14 @@ def _spans(
 
 def _place(line: Mapping[str, Any], group: str, where: str) -> dict[str, int]:
     """Which file of which chunk an episode is in."""
-    found = {name: line.get(f"{group}/{name}") for name in ("chunk_index", "file_index")}
+    names = ("chunk_index", "file_index")
+    found: dict[str, Any] = {name: line.get(f"{group}/{name}") for name in names}
     if not all(type(number) is int and number >= 0 for number in found.values()):
         raise ValueError(
             f"{where}: episode {line.get('episode_index')}: expected numbers in "
             f"'{group}/chunk_index' and '{group}/file_index', got {list(found.values())}."
         )
-    return found  # pyright: ignore[reportReturnType]
+    return found
 
 
 def _check_places(lines: Sequence[dict[str, Any]], lengths: np.ndarray, where: str) -> None:

@@ -11,6 +11,7 @@ import h5py
 import jax
 import numpy as np
 
+from jrb._base.pytree import PyTree
 from jrb.datasets.reading import hdf5
 from jrb.datasets.writing.minari import spaces
 from jrb.datasets.writing.minari.parts import Parts
@@ -69,7 +70,7 @@ class Written:
         self.begun += episode.held.is_cut
         self.left_out += episode.left_out
 
-    def _note(self, name: str, tree: Any) -> None:
+    def _note(self, name: str, tree: PyTree) -> None:
         """Takes down what spaces are told from."""
         if name not in self.specs:
             self.specs[name] = jax.tree.map(
@@ -79,7 +80,7 @@ class Written:
                 spaces.check(name, self.given[name], tree)
         self._widen(name, tree)
 
-    def _widen(self, name: str, tree: Any) -> None:
+    def _widen(self, name: str, tree: PyTree) -> None:
         inner = spaces.entries(name, tree)
         for part, entry in (inner or {}).items():
             self._widen(f"{name}/{part}", entry)
@@ -150,7 +151,7 @@ def _alike(before: np.ndarray, after: np.ndarray) -> bool:
     return (before.shape, before.dtype) == (after.shape, after.dtype)
 
 
-def _put(group: h5py.Group, name: str, tree: Any) -> None:
+def _put(group: h5py.Group, name: str, tree: PyTree) -> None:
     """Writes arrays, a container as a group."""
     where = f"{group.name}/{name}"
     inner = spaces.entries(where, tree)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jrb._base import pytree
+from jrb._base.pytree import PyTree
 from jrb.datasets.writing.pieces import VALID
 from jrb.datasets.writing.source import Held
 from jrb.keys import Keys, path_name, within
@@ -89,7 +90,7 @@ def _valid_steps(valid: np.ndarray, steps: int) -> int:
     return steps - 1
 
 
-def _rest(items: Any, keys: Keys) -> Leaves:
+def _rest(items: PyTree, keys: Keys) -> Leaves:
     """The leaves that play no part, by name."""
     known = [path_name(getattr(keys, role)) for role in (*ROLES, "done")]
     return {

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jrb._base.pytree import PyTree
 from jrb.datasets.kinds.minari.leaf import shape_of, subspaces
 
 Bounds = tuple[int, int]
@@ -14,7 +15,7 @@ Bounds = tuple[int, int]
 _MOST = np.iinfo(np.int64).max
 
 
-def entries(where: str, tree: Any) -> dict[str, Any] | None:
+def entries(where: str, tree: PyTree) -> dict[str, Any] | None:
     """What lies in a container, by name (`_index_0` and so on in a tuple); None for an array.
 
     Raises:
@@ -78,7 +79,7 @@ def _of_gymnasium(name: str, space: Any) -> dict[str, Any]:
     )
 
 
-def check(name: str, space: Mapping[str, Any], tree: Any) -> None:
+def check(name: str, space: Mapping[str, Any], tree: PyTree) -> None:
     """Refuses a space that is not that of the arrays `[T, ...]`.
 
     Raises:
@@ -99,14 +100,14 @@ def check(name: str, space: Mapping[str, Any], tree: Any) -> None:
         )
 
 
-def said(tree: Any) -> str:
+def said(tree: PyTree) -> str:
     """An array or a container in a few words."""
     if hasattr(tree, "dtype"):
         return f"{tree.dtype} of shape {tree.shape[1:]}"
     return f"{type(tree).__name__} of {list(entries('.', tree) or {})}"
 
 
-def derived(name: str, tree: Any, bounds: Mapping[str, Bounds]) -> dict[str, Any]:
+def derived(name: str, tree: PyTree, bounds: Mapping[str, Bounds]) -> dict[str, Any]:
     """The space of arrays `[T, ...]`.
 
     Single integers are `Discrete`, up to the greatest that there is; flags `MultiBinary`; all else
