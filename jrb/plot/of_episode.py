@@ -79,7 +79,7 @@ def _rows(buffer: ReplayBuffer, state: BufferState, found: Rows, spans: Spans, k
     rows = np.linspace(0, stop - start - 1, min(stop - start, _POINTS)).astype(int)
     slots = _slots(buffer, found, env, start + rows)
     heading = _words(buffer, spans, int(at), k)
-    panels = [Row(0.8, [lambda axes, tone: canvas.heading(axes, tone, *heading)])]
+    panels = [Row(0.5, [lambda *on: canvas.heading(*on, *heading)], around=0)]
     add = lambda height, draw: panels.append(Row(height, [_along(draw, stop - start)]))
     if found.rewards is not None:
         paid = found.rewards[start:stop, env].reshape(stop - start, -1)
@@ -197,6 +197,6 @@ def _film(
     slots = _slots(buffer, found, env, start + rows)
     values = facts.leaves(buffer, state, slots, {name})[name]
     pictures, told = images.colored(kind.frames(values, 1)[:, -1])
-    sheet = images.tiles(pictures[None], np.ones((1, few), np.bool_))
+    sheet = images.tiles(pictures[None], np.ones((1, few)))
     shown = "all rows" if few == stop - start else f"{few} of {stop - start:,} rows, evenly apart"
     return [images.row(sheet, f"{words.leaf(name)}: {shown}", told)]
