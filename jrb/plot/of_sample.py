@@ -42,7 +42,7 @@ def sample(batch: Sample, ax: Any = None) -> Any:
     """
     _check(batch)
     real = np.asarray(batch.mask)
-    drawn = real.reshape(len(real), -1).any(axis=1)
+    drawn = np.asarray(real.reshape(len(real), -1).any(axis=1))
     if not drawn.any():
         more = f"all {words.count(len(real), 'entry', 'entries')} of the batch are masked"
         return canvas.drawn(canvas.note("Nothing was drawn", more), ax, "plot.sample")
@@ -143,7 +143,7 @@ def _windows(batch: Sample, real: np.ndarray) -> Row:
     marks = shown.astype(np.int64)
     for value, name in ((2, "is_first"), (3, "is_last")):
         flags = batch.info.get(name)
-        if np.shape(flags) == real.shape:
+        if flags is not None and np.shape(flags) == real.shape:
             marks[np.asarray(flags)[:_ROWS]] = value
 
     def draw(axes: Any, tone: Tone) -> None:

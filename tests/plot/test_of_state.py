@@ -37,7 +37,9 @@ KINDS = {
 }
 
 
-CASES = [(kind, 60) for kind in KINDS]
+LONGER = ("immutable", "whole", "stacks", "epochs", "stack", "once", "n-step", "environments")
+slow = lambda kind: [pytest.mark.slow] if kind in LONGER else []
+CASES = [pytest.param(kind, 60, marks=slow(kind)) for kind in KINDS]
 CASES += [(kind, 5) for kind in ("prioritized", "windows", "lanes", "best", "spill")]
 CASES += [(kind, 0) for kind in ("plain", "lanes", "reservoir")]
 
