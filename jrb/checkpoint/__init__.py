@@ -30,7 +30,7 @@ from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 from jrb.mix import AnyState
-from jrb.rebuild import rebuild
+from jrb.rebuilding import rebuild
 from jrb.state import Device
 from jrb.types import Item
 
