@@ -15,7 +15,7 @@ ROOT = pathlib.Path(jrb.__file__).parent
 
 ROOMS = [
     {"_store"},
-    {"_base"},
+    {"_base", "_saved"},
     {"keys", "ring", "sum_tree"},
     {"held"},
     {"types", "layouts"},
@@ -29,6 +29,7 @@ ROOMS = [
     {"checkpoint", "iterate"},
     {"datasets", "testing"},
     {"_public", "cli"},
+    {"__main__"},
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
 
