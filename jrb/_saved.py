@@ -16,6 +16,9 @@ from jrb._store.opening import Progress, nobody
 MIX, SEVERAL = "mix", "several"
 """The kinds of checkpoints that consist of others."""
 
+H5 = "jrb-h5"
+"""The format of checkpoints in one file of HDF5."""
+
 EXTRA = ".extra/"
 """How the names of arrays begin that were saved besides."""
 

@@ -68,7 +68,7 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
         )
     spec = buffer.stored(state)
     schema = _schema(pa, spec, facts)
-    size = chunks or max(1, _PIECE // max(pytree.nbytes(_raw(spec)), 1))
+    size = chunks or rows_of_a_batch(buffer, state)
     batches = (
         _batch(pa, schema, {**_part(facts, rows), **_leaves(buffer, state, slots[rows])})
         for rows in _parts(len(slots), size)
@@ -190,8 +190,10 @@ def _parts(count: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def _raw(spec: Any) -> Any:
-    return jax.tree.map(prng_keys.raw_spec, spec)
+def rows_of_a_batch(buffer: ReplayBuffer, state: BufferState) -> int:
+    """How many items are some megabytes."""
+    raw = jax.tree.map(prng_keys.raw_spec, buffer.stored(state))
+    return max(1, _PIECE // max(pytree.nbytes(raw), 1))
 
 
 # Arrow.

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import _saved
 from jrb._base import prng_keys, pytree
 from jrb._base.pytree import Leaf
 from jrb._engine import dispatch, memory
@@ -54,7 +55,7 @@ from jrb.mix import AnyState, Description
 from jrb.state import Device
 from jrb.types import Item
 
-FORMAT, VERSION = "jrb-h5", 1
+FORMAT, VERSION = _saved.H5, 1
 _PARTS = ("writer", "sampler", "unit", "transforms")
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are looked at a time
