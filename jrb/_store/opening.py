@@ -291,7 +291,7 @@ def _damages_of(folder: Folder, number: int, progress: Progress) -> list[str]:
         if not number:
             return []
         for entry in opened.body["arrays"]:
-            opened.array(entry["name"], np.uint8)
+            opened.check(entry["name"])
         store = _opened(folder, opened)
         store.table.check_numbers()
         return list(_damages(store, progress))

@@ -12,6 +12,7 @@ from jrb._store import generation
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
+from jrb._store.table import Column
 from jrb.cli import found
 
 _ROWS = "storage/"
@@ -19,7 +20,10 @@ _ROWS = "storage/"
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array: its name, dtype and shape, and the bytes that all of it takes."""
+    """An array: its name, dtype and shape, and the bytes that it takes.
+
+    Of items, dtype and shape of one, and the bytes of all.
+    """
 
     name: str
     dtype: str
@@ -54,7 +58,7 @@ class Report:
         episodes: how many.
         transitions: how many steps they have.
         generations: those that are there, oldest first.
-        leaves: of items; in a store of all rows, in a dataset of all steps.
+        leaves: of items.
         others: arrays of the state that are not of items.
         extra: what was saved besides.
         notes: what a reader has to know.
@@ -105,10 +109,7 @@ def _of_folder(path: str, number: int | None = None) -> Report:
     parts = _saved.generations(opened)
     arrays = list(_arrays(opened))
     rows = opened.body["table"]["slots"]
-    leaves = [
-        Leaf(column.name.removeprefix(_ROWS), *_type_of(column.kind), column.width * rows)
-        for column in opened.columns
-    ]
+    leaves = [_row_leaf(column, rows, meta) for column in opened.columns]
     return Report(
         path,
         kind,
@@ -126,6 +127,14 @@ def _of_folder(path: str, number: int | None = None) -> Report:
         metadata={"versions": facts.get("versions")} if facts else {},
         parts={name: _of_folder(_saved.path_of(path, name), n) for name, n in parts.items()},
     )
+
+
+def _row_leaf(column: Column, rows: int, meta: dict[str, Any]) -> Leaf:
+    """A leaf of items; of a state's own arrays, whose first axes are of buffers and rows."""
+    dtype, shape = _type_of(column.kind)
+    if column.name.startswith(_ROWS) and not meta.get("form"):
+        shape = shape[1 + len(meta.get("batch") or ()) :]
+    return Leaf(column.name.removeprefix(_ROWS), dtype, shape, column.width * rows)
 
 
 def _numbers(path: str) -> list[int]:
@@ -231,7 +240,7 @@ def _leaves_of(node: Any, rows: int, path: tuple[str, ...] = ()) -> Iterator[Lea
         size = rows
         for length in shape:
             size *= length
-        yield Leaf("/".join(path) or ".", dtype, [rows, *shape], size * width)
+        yield Leaf("/".join(path) or ".", dtype, shape, size * width)
     for name, inner in _entries(node):
         yield from _leaves_of(inner, rows, (*path, name))
 
@@ -262,7 +271,7 @@ def _of_dataset(path: str) -> Report:
     steps = dataset.transitions
     specs = pytree.jax.tree.leaves(dataset.spec)
     leaves = [
-        Leaf(name, str(leaf.dtype), [steps, *leaf.shape], steps * pytree.nbytes(leaf))
+        Leaf(name, str(leaf.dtype), list(leaf.shape), steps * pytree.nbytes(leaf))
         for name, leaf in zip(pytree.leaf_names(dataset.spec), specs, strict=True)
     ]
     return Report(
