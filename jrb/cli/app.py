@@ -9,6 +9,7 @@ from jrb.cli import convert, data, demo, found, inspect, stats, verify
 typer = extras.require("typer", "cli")
 
 _TRACEBACK = "--traceback"
+_INTERRUPTED = 130
 
 _UsageError: Any = typer.BadParameter.__mro__[2]  # of all that is said of a wrong call
 
@@ -43,9 +44,10 @@ def run(arguments: list[str]) -> int:
     """Runs a command; the status. What goes wrong is told in a line."""
     rest = [word for word in arguments if word != _TRACEBACK]
     try:
-        return app(rest, prog_name="jrb", standalone_mode=False) or 0
+        status = app(rest, prog_name="jrb", standalone_mode=False) or 0
+        return status if status != _INTERRUPTED else _failed("interrupted.", _INTERRUPTED)
     except (KeyboardInterrupt, typer.Abort):
-        return _failed("interrupted.", 130)
+        return _failed("interrupted.", _INTERRUPTED)
     except _UsageError as error:
         return _failed(error.format_message(), 2)
     except BrokenPipeError:  # whoever read has seen enough

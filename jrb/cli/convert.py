@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -40,14 +41,21 @@ def convert(
     _check(to, fps, compression)
     found.kind_of(source)
     _check_dest(source, dest, overwrite)
-    options = {"fps": fps} if to == "lerobot" else {}
+    options: dict[str, Any] = {"fps": fps} if to == "lerobot" else {}
     options |= {"compression": compression} if to == "h5" else {}
+    options |= {"dataset_id": _minari_id(dest)} if to == "minari" else {}
     with importlib.import_module("jrb._base.versions").enable_x64():  # or 64 bits would be cast
         what = _opened(source, to)
         _replace(dest, lambda path: _write(to, path, what, options))
     size = bytes_text(reports.disk(dest))
     lost = f" It has no place for {_LOST[to]}." if to in _LOST else ""
     console.out().print(console.plain(f"{dest}: {to}, {size}.{lost}"))
+
+
+def _minari_id(dest: str) -> str:
+    """The name of the folder, with a version, which Minari wants."""
+    name = os.path.basename(os.path.normpath(dest))
+    return name if re.search(r"-v\d+$", name) else re.sub(r"[^-\w]", "-", name) + "-v0"
 
 
 def _check(to: str, fps: int | None, compression: str | None) -> None:

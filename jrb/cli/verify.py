@@ -1,7 +1,10 @@
 """`jrb verify`: whether everything is what was written."""
 
 import importlib
+import math
+import os
 import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from jrb import _saved
@@ -10,6 +13,10 @@ from jrb._store.opening import Progress
 from jrb.cli import console, found
 
 typer = extras.require("typer", "cli")
+
+_PIECE = 4 << 20  # bytes that are read at a time
+_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
+"""What is raised by files that are not what they should be."""
 
 
 def verify(
@@ -35,7 +42,29 @@ def _in_file(path: str, progress: Progress) -> list[str]:
 
 
 def _by_reading(path: str, progress: Progress) -> list[str]:
-    """Reads a dataset, some megabytes at a time; once something is wrong, episode by episode."""
+    folders = importlib.import_module("jrb.datasets.recording.folders")
+    if os.path.isdir(path) and folders.is_recording(path):
+        return _damages(*_of_recording(path, folders), progress)
+    return _of_dataset(path, progress)
+
+
+def _of_recording(path: str, folders: Any) -> tuple[Callable[[Any], Any], list[Any]]:
+    """What reads a piece of a recording, and the pieces: of all leaves, some megabytes at a time.
+
+    What a dataset of it does not need is looked at too.
+    """
+    recording = importlib.import_module("jrb.datasets.recording.recording")
+    found = recording.Recording(os.path.realpath(path), folders.sealed(path))
+    pieces = []
+    for number, leaf in enumerate(found.head.leaves):
+        width = max(leaf.numpy.itemsize * math.prod(leaf.shape), 1)
+        step, steps = max(1, _PIECE // width), len(found.terminated)
+        pieces += [(number, start, min(start + step, steps)) for start in range(0, steps, step)]
+    return lambda piece: found.read(*piece), pieces
+
+
+def _of_dataset(path: str, progress: Progress) -> list[str]:
+    """Reads a dataset block by block; once something is wrong, episode by episode."""
     dataset = found.dataset(path)
     steps, done = max(dataset.transitions, 1), 0
     rows_of = importlib.import_module("jrb.datasets.kind").rows_of
@@ -43,20 +72,22 @@ def _by_reading(path: str, progress: Progress) -> list[str]:
         for block in dataset.blocks():
             done += rows_of(block)
             progress(done / steps)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        found_again = [_damage(dataset, number) for number in range(len(dataset))]
-        lines = [f"{path}: {error}", *filter(None, found_again)]
-        return list(dict.fromkeys(lines[1:] or lines))
+    except _ERRORS as error:
+        lines = _damages(dataset.__getitem__, range(len(dataset)), progress)
+        return lines or [str(error)]
     return []
 
 
-def _damage(dataset: Any, number: int) -> str:
-    """What is wrong with an episode."""
-    try:
-        dataset[number]
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        return f"{dataset.source}: episode {number}: {error}"
-    return ""
+def _damages(read: Callable[[Any], Any], pieces: Sequence[Any], progress: Progress) -> list[str]:
+    """What is said of pieces that cannot be read, each once."""
+    lines: dict[str, None] = {}
+    for done, piece in enumerate(pieces):
+        try:
+            read(piece)
+        except _ERRORS as error:
+            lines[str(error)] = None
+        progress((done + 1) / len(pieces))
+    return list(lines)
 
 
 _CHECKS = {found.FOLDER: _saved.damages, found.FILE: _in_file, found.OTHER: _by_reading}
