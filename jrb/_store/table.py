@@ -256,7 +256,8 @@ class Table:
             rows = buffer[: places.stop - start]
             self._read(number, start, rows)
             mask = named[start : start + len(rows)]
-            found = zlib.crc32(rows if mask.all() else rows[mask], found) if rows.size else 0
+            rows = rows if mask.all() else rows[mask]
+            found = zlib.crc32(rows.reshape(-1).data, found) if rows.size else found
         return found
 
     def damage(self, number: int, block: int, expected: int, found: int) -> str:

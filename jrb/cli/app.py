@@ -26,7 +26,7 @@ app.add_typer(data.app, name="data")
 
 @app.callback(invoke_without_command=True)
 def _group(
-    context: typer.Context,
+    context: typer.Context,  # pyright: ignore[reportInvalidTypeForm]
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     traceback: Annotated[bool, typer.Option(_TRACEBACK, help="Show where errors arise.")] = False,
 ) -> None:

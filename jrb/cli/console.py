@@ -73,6 +73,17 @@ def indented(thing: Any) -> Any:
 
 
 @contextlib.contextmanager
+def working(text: str) -> Iterator[None]:
+    """Says that something lasts, where somebody looks, and nobody knows for how long."""
+    console = rich_console.Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
+
+
+@contextlib.contextmanager
 def bar(text: str) -> Iterator[Progress]:
     """A bar on stderr, where somebody looks; it goes when the work is done.
 

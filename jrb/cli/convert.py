@@ -46,7 +46,8 @@ def convert(
     options |= {"dataset_id": _minari_id(dest)} if to == "minari" else {}
     with importlib.import_module("jrb._base.versions").enable_x64():  # or 64 bits would be cast
         what = _opened(source, to)
-        _replace(dest, lambda path: _write(to, path, what, options))
+        with console.working(f"writing {dest}"):
+            _replace(dest, lambda path: _write(to, path, what, options))
     size = bytes_text(reports.disk(dest))
     lost = f" It has no place for {_LOST[to]}." if to in _LOST else ""
     console.out().print(console.plain(f"{dest}: {to}, {size}.{lost}"))

@@ -105,7 +105,7 @@ def _of_folder(path: str, number: int | None = None) -> Report:
     opened = _saved.opened(path, number)
     meta = opened.body["meta"] or {}
     facts, form = meta.get("facts") or {}, meta.get("form") or {}
-    kind = {"buffer": "checkpoint", None: "store"}.get(meta.get("kind"), meta.get("kind"))
+    kind = {"buffer": "checkpoint", "None": "store"}.get(told := str(meta.get("kind")), told)
     parts = _saved.generations(opened)
     arrays = list(_arrays(opened))
     rows = opened.body["table"]["slots"]

@@ -13,7 +13,7 @@ typer = extras.require("typer", "cli")
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BINS = 16
-_HEAD = ("", "count", "min", "median", "mean", "max", "std")
+_ROWS = ("count", "min", "median", "mean", "max", "std")
 
 Summary = dict[str, Any]
 
@@ -35,17 +35,14 @@ def stats(
     out = console.out()
     out.print(console.plain(path, "bold"))
     out.print(console.facts([(name, f"{count:,}") for name, count in counts.items()]))
-    rows = [_row(name, each) for name, each in told.items() if each["count"]]
-    if rows:
+    some = {name: each for name, each in told.items() if each["count"]}
+    if some:
+        rows = [[row, *(_text(each[row]) for each in some.values())] for row in _ROWS]
         out.print(console.plain(""))
-        out.print(console.table(_HEAD, rows, numbers=6))
+        out.print(console.table(["", *some], rows, numbers=len(some)))
         drawn = [(name, _drawn(each)) for name, each in told.items() if _drawn(each)]
         for block in [console.plain(""), console.facts(drawn)] if drawn else []:
             out.print(block)
-
-
-def _row(name: str, told: Summary) -> list[str]:
-    return [name, f"{told['count']:,}", *(_text(told[each]) for each in _HEAD[2:])]
 
 
 def _ends(path: str) -> dict[str, int]:
@@ -105,4 +102,6 @@ def bars(counts: list[int]) -> str:
 
 
 def _text(number: float | None) -> str:
-    return "" if number is None else f"{number:.5g}"
+    if number is None:
+        return ""
+    return f"{number:,}" if isinstance(number, int) else f"{number:.5g}"

@@ -105,6 +105,7 @@ def test_a_pipe_breaks_no_lines(tmp_path, capsys, monkeypatch):
     assert f"{path}: checkpoint" in call(capsys, "inspect", path)[1].splitlines()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["native", "d4rl"])
 def test_a_plot_is_drawn(kind, tmp_path, capsys):
     pytest.importorskip("matplotlib")
@@ -221,6 +222,7 @@ def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["native", "h5", "torchrl", "torchrl-flat"])
 @pytest.mark.parametrize("kind", ["native", "store", "h5", "d4rl"])
 def test_convert_goes_there_and_back_exactly(kind, to, tmp_path, capsys):
