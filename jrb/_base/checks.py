@@ -10,7 +10,6 @@ import numpy as np
 
 from jrb._base import pytree
 from jrb._base.pytree import Leaf, PyTree
-from jrb.types.messages import PartState
 
 
 def count(name: str, value: object, most: int | None = None) -> None:
@@ -142,7 +141,7 @@ def window(name: str, rows: int, held: int) -> None:
 
 
 def write_mask(
-    verb: str, value: Any, time: tuple[int, ...], lead: tuple[int, ...], writer: PartState
+    verb: str, value: Any, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
 ) -> jax.Array:
     """A mask of rows of time, or of single items where the writer can leave some of a row out."""
     each = (*time, *lead)
@@ -156,7 +155,7 @@ def write_mask(
     return mask(verb, value, each, "which items are written")
 
 
-def together(name: str, writer: PartState) -> None:
+def together(name: str, writer: Any) -> None:
     """Raises if environments are written one without the other."""
     if writer.in_lanes:
         raise ValueError(
@@ -166,7 +165,7 @@ def together(name: str, writer: PartState) -> None:
         )
 
 
-def in_time(name: str, writer: PartState) -> None:
+def in_time(name: str, writer: Any) -> None:
     """A writer that keeps the order of time."""
     if not writer.in_time:
         raise ValueError(
