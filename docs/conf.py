@@ -26,6 +26,8 @@ default_role = "named"
 nitpicky = True
 
 html_theme = "furo"
+pygments_style = "default"
+pygments_dark_style = "github-dark"
 html_title = "jrb"
 html_static_path = ["_static"]
 html_css_files = ["jrb.css"]
@@ -42,7 +44,6 @@ copybutton_prompt_is_regexp = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_type_aliases = {}
 autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 maximum_signature_line_length = 78

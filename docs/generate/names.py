@@ -5,7 +5,9 @@ import re
 from typing import Any
 
 from docutils import nodes
-from sphinx.domains.python import PyXRefRole
+from sphinx.addnodes import pending_xref
+from sphinx.domains.python import PyObject, PyXRefRole
+from sphinx.transforms.post_transforms import SphinxPostTransform
 
 ROOMS = (
     "jrb",
@@ -70,6 +72,54 @@ def resolve(app: Any, env: Any, node: Any, content: nodes.Node) -> nodes.Node | 
     return None if ours and not node.get("may_miss") else content
 
 
+class Linked(SphinxPostTransform):
+    """Code in Markdown that is the name of something documented, such as `jrb.save(...)`, links."""
+
+    default_priority = 5
+
+    def run(self, **_: Any) -> None:
+        """Looks at all inline code of a page."""
+        domain = self.env.domains["py"]
+        for node in list(self.document.findall(nodes.literal)):
+            name = node.astext().split("(")[0]
+            known = (f"jrb.{name}", name)[name.startswith("jrb.")]
+            is_name = name[:1].isupper() or name.startswith("jrb.")
+            inside = isinstance(node.parent, nodes.reference | nodes.title)
+            if inside or not is_name or known not in domain.objects:
+                continue
+            copy = node.deepcopy()
+            link = domain.resolve_xref(
+                self.env, self.env.docname, self.app.builder, "obj", known, _XREF, copy
+            )
+            if link is not None:
+                node.replace_self(link)
+
+
+_XREF = pending_xref("", refdomain="py", reftype="obj")
+
+
+def closed(app: Any, document: nodes.document) -> None:
+    """Called by Sphinx: takes off the empty line that a doctest in Markdown ends with."""
+    for node in document.findall(nodes.literal_block):
+        text = node.astext()
+        if text.endswith("\n"):
+            node.rawsource = text.rstrip("\n")
+            node.children = [nodes.Text(node.rawsource)]
+
+
+def retitle() -> None:
+    """What docstrings list as attributes is called so."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
+
+
+def unread(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Called by Sphinx before `napoleon`, to which words before a colon are a property's type."""
+    if what in ("property", "attribute", "data") and lines:
+        lines.insert(0, "")
+
+
 def apart(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Called by Sphinx with each docstring: letters right behind a backtick, as in `x`s, may stand.
 
@@ -82,5 +132,9 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.jrb_public_names = public_names()
     app.add_role("named", Named())
+    app.add_post_transform(Linked)
+    retitle()
+    app.connect("doctree-read", closed)
+    app.connect("autodoc-process-docstring", unread, priority=400)
     app.connect("autodoc-process-docstring", apart)
     app.connect("missing-reference", resolve)
