@@ -90,7 +90,7 @@ def loss(params, target, batch):
     """The weighted squared error of each value, and the errors by themselves, [B]."""
     after = batch.data["next"]
     best = jnp.max(values(target, after["observation"]), axis=-1)
-    goal = after["reward"] + batch.info["discount"] * best
+    goal = after["reward"] + batch.info["discount"] * best * (1 - after["done"])
     taken = batch.data["action"][:, None]
     value = jnp.take_along_axis(values(params, batch.data["observation"]), taken, axis=1)[:, 0]
     error = goal - value
