@@ -16,6 +16,7 @@ ROOMS = (
     "jrb.datasets",
     "jrb.layouts",
     "jrb.limits",
+    "jrb.plot",
     "jrb.sum_tree",
     "jrb.ring",
     "jrb.storages",
