@@ -153,7 +153,7 @@ def main(folder="quick_start", parts=10):
 
     # [plot]
     figure = jrb.plot.state(again, restored)
-    figure.savefig(folder / "priorities.png", dpi=150)
+    figure.savefig(folder / "priorities.png", dpi=110)
     # [end]
     return float(caught)
 
