@@ -22,26 +22,24 @@ HEIGHT, WIDTH = 8, 5
 
 def begun(key):
     """A ball falls from the top row; the paddle waits in the middle of the bottom row."""
-    return {
-        "ball": jax.random.randint(key, (), 0, WIDTH),
-        "row": jnp.int32(0),
-        "paddle": jnp.int32(2),
-    }
+    ball = jax.random.randint(key, (), 0, WIDTH)
+    return {"ball": ball, "row": jnp.int32(0), "paddle": jnp.int32(WIDTH // 2)}
 
 
 def seen(world):
-    """The board, float32 [HEIGHT * WIDTH]: 1 where the ball is, and where the paddle is."""
+    """The board, float32 [HEIGHT * WIDTH]: 1 where ball and paddle are."""
     board = jnp.zeros((HEIGHT, WIDTH)).at[world["row"], world["ball"]].set(1.0)
     return board.at[HEIGHT - 1, world["paddle"]].set(1.0).ravel()
 
 
 def stepped(world, action, key):
-    """One step: action 0 moves left, 1 stays, 2 moves right. A new ball falls after each end."""
+    """Action 0 moves left, 1 stays, 2 moves right. A new ball falls after each end."""
     paddle = jnp.clip(world["paddle"] + action - 1, 0, WIDTH - 1)
     world = {"ball": world["ball"], "row": world["row"] + 1, "paddle": paddle}
     done = world["row"] == HEIGHT - 1
     caught = jnp.where(world["ball"] == paddle, 1.0, -1.0)
-    after = {"observation": seen(world), "reward": jnp.where(done, caught, 0.0), "done": done}
+    reward = jnp.where(done, caught, 0.0)
+    after = {"observation": seen(world), "reward": reward, "done": done}
     fresh = begun(key)
     return jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, world), after
 
@@ -57,10 +55,11 @@ buffer = jrb.ReplayBuffer(
     unit=jrb.NStep(3, discount=0.95),
     min_size=500,
 )
+board = jnp.zeros(HEIGHT * WIDTH)
 example = {
-    "observation": jnp.zeros(HEIGHT * WIDTH),
+    "observation": board,
     "action": jnp.int32(0),
-    "next": {"observation": jnp.zeros(HEIGHT * WIDTH), "reward": jnp.float32(0), "done": False},
+    "next": {"observation": board, "reward": jnp.float32(0), "done": False},
 }
 
 
@@ -101,16 +100,20 @@ def loss(params, target, batch):
 def train_step(carry, key):
     """Acts once in every environment, keeps what happened, and learns from a batch."""
     agent, replay, worlds, number = carry
-    keys = dict(zip(("explore", "act", "worlds", "draw"), jax.random.split(key, 4), strict=True))
+    names = ("explore", "act", "worlds", "draw")
+    keys = dict(zip(names, jax.random.split(key, 4), strict=True))
 
     observation = jax.vmap(seen)(worlds)
     greedy = jnp.argmax(values(agent["params"], observation), axis=-1).astype(jnp.int32)
     anything = jax.random.randint(keys["act"], (ENVS,), 0, 3)
-    explore = jax.random.uniform(keys["explore"], (ENVS,)) < jnp.maximum(1 - number / 1000, 0.05)
+    share = jnp.maximum(1 - number / 1000, 0.05)
+    explore = jax.random.uniform(keys["explore"], (ENVS,)) < share
     action = jnp.where(explore, anything, greedy)
-    worlds, after = jax.vmap(stepped)(worlds, action, jax.random.split(keys["worlds"], ENVS))
+    each = jax.random.split(keys["worlds"], ENVS)
+    worlds, after = jax.vmap(stepped)(worlds, action, each)
 
-    replay = buffer.add(replay, {"observation": observation, "action": action, "next": after})
+    step = {"observation": observation, "action": action, "next": after}
+    replay = buffer.add(replay, step)
     batch = buffer.sample(replay, keys["draw"])
     (_, error), slope = jax.value_and_grad(loss, has_aux=True)(
         agent["params"], agent["target"], batch
