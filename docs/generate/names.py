@@ -35,7 +35,9 @@ class Named(PyXRefRole):
     ) -> tuple[str, str]:
         """Marks the reference as one that may point nowhere."""
         refnode["reftype"], refnode["refdomain"], refnode["may_miss"] = "obj", "py", True
-        return super().process_link(env, refnode, has_explicit_title, title, target)
+        refnode["py:module"] = env.ref_context.get("py:module")
+        refnode["py:class"] = env.ref_context.get("py:class")
+        return title, target
 
 
 INSTEAD = {
@@ -115,10 +117,19 @@ def retitle() -> None:
             field.label = "Attributes"
 
 
-def unread(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+_COLON = "\ue000"
+"""Stands for a colon in what `napoleon` reads."""
+
+
+def hide_colons(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Called by Sphinx before `napoleon`, to which words before a colon are a property's type."""
-    if what in ("property", "attribute", "data") and lines:
-        lines.insert(0, "")
+    if what in ("property", "attribute", "data"):
+        lines[:1] = [line.replace(":", _COLON) for line in lines[:1]]
+
+
+def show_colons(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Called by Sphinx after `napoleon`."""
+    lines[:] = [line.replace(_COLON, ":") for line in lines]
 
 
 def apart(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
@@ -136,6 +147,7 @@ def setup(app: Any) -> None:
     app.add_post_transform(Linked)
     retitle()
     app.connect("doctree-read", closed)
-    app.connect("autodoc-process-docstring", unread, priority=400)
-    app.connect("autodoc-process-docstring", apart)
+    app.connect("autodoc-process-docstring", hide_colons, priority=400)
+    app.connect("autodoc-process-docstring", show_colons, priority=600)
+    app.connect("autodoc-process-docstring", apart, priority=600)
     app.connect("missing-reference", resolve)
