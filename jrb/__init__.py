@@ -32,7 +32,7 @@ from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
 from jrb.writers import Immutable, Lanes, MaxValue, Reservoir, RoundRobin, UntilFull
 
 if TYPE_CHECKING:
-    from jrb import datasets
+    from jrb import datasets, plot
 
 __version__ = "0.1.0"
 
@@ -78,6 +78,7 @@ __all__ = [
     "layouts",
     "limits",
     "load",
+    "plot",
     "prefetch",
     "rebuild",
     "ring",
@@ -90,7 +91,7 @@ __all__ = [
     "types",
 ]
 
-_ON_DEMAND = ("datasets",)
+_ON_DEMAND = ("datasets", "plot")
 """Rooms that are imported when they are first asked for: what they need takes its time."""
 
 

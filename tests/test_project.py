@@ -21,10 +21,11 @@ ROOMS = [
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"mix"},
-    {"loops", "read", "rebuild", "limits", "demo"},
+    {"loops", "read", "rebuild", "limits"},
     {"from_items", "interop"},
     {"checkpoint", "iterate"},
-    {"datasets", "testing"},
+    {"datasets", "plot", "testing"},
+    {"demo"},
     {"cli"},
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
