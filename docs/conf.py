@@ -51,6 +51,6 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-add_module_names = False
+add_module_names = True
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
