@@ -1,4 +1,4 @@
-"""Guides are run as their readers run them: with the promotion of dtypes that JAX has by default."""
+"""Guides are run as their readers run them: with the promotion of dtypes that is the default."""
 
 import jax
 import pytest
