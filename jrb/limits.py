@@ -25,7 +25,7 @@ class Counters(pytree.State):
 class SampleToInsert:
     """Holds the ratio of samples taken to items added within a tolerance.
 
-    With n items and m samples, |ratio * (n - min_size) - m| is at most `tolerance`; nothing is
+    With n items and m samples, `abs(ratio * (n - min_size) - m)` is at most `tolerance`; nothing is
     sampled before there are `min_size` items. Pure functions over counters of its own: put them
     beside the state of the buffer, and ask before each call. The counters never overflow: they hold
     no totals, and are exact, as the ratio is a fraction.

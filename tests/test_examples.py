@@ -95,3 +95,14 @@ def test_a_storage_of_zarr_keeps_the_contracts(tmp_path):
 
     example = {"x": jnp.zeros(16), "next": {"reward": jnp.float32(0), "done": jnp.bool_(False)}}
     testing.conform(make, example)
+
+
+def test_the_quick_start_learns_to_catch_is_saved_and_plotted(tmp_path):
+    pytest.importorskip("matplotlib")
+    from examples import quick_start
+
+    with jax.numpy_dtype_promotion("standard"):  # of optax, and of who reads the quick start
+        caught = quick_start.main(tmp_path, parts=4)
+    assert caught > 0.9
+    assert jrb.checkpoint.verify(tmp_path / "replay") == []
+    assert (tmp_path / "priorities.png").stat().st_size > 10_000

@@ -257,7 +257,8 @@ def load(
             defined. Otherwise it is only compared. Of several, a dict or tuple of them.
         extra: an example of what was saved besides, arrays, `jax.ShapeDtypeStruct`s or numbers: its
             leaves say where each comes back, as an array of JAX where that of the example lies, as
-            one of NumPy, or as a Python number. None leaves it out.
+            one of NumPy, or as a Python number, which takes a saved number of any width. None
+            leaves it out.
         decode: the inverse of the `encode` of the save, chunk by chunk: from what that gave, NumPy
             arrays `[K, ...]`, to items as they are stored. Of several, as for `encode`. Next
             observations that nothing holds any more, of those that are stored once, become zeros.

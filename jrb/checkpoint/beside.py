@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import prng_keys, pytree, versions
@@ -15,10 +16,16 @@ from jrb._store import generation
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
-from jrb.checkpoint import rows, state_specs
+from jrb.checkpoint import descriptions, rows, state_specs
 from jrb.types import Item
 
 _NUMBER = bool | int | float | complex
+_SORTS = {
+    bool: jnp.bool_,
+    int: jnp.integer,
+    float: jnp.floating,
+    complex: jnp.complexfloating,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +144,8 @@ def restored(path: str, opened: Generation, example: Item) -> Any:
 
 def _restored(opened: Generation, name: str, example: Leaf) -> Any:
     """One leaf: a Python number, an array of NumPy, or one of JAX where the example lies."""
-    wanted = _array(name, example) if not _is_spec(example) else example
     entry = opened.arrays[EXTRA + name]
+    wanted = example if _is_spec(example) else _array(name, _as_wide(example, entry["kind"]))
     if entry["kind"] != list(rows.kind_of(wanted)):
         raise ValueError(
             f"{opened.path}: extra: leaf '{name}': expected {entry['kind']} as it was saved, got "
@@ -152,6 +159,18 @@ def _restored(opened: Generation, name: str, example: Leaf) -> Any:
         return array if isinstance(example, np.ndarray) else array[()]
     device = example.sharding if versions.is_committed(example) else None
     return jax.device_put(prng_keys.wrapped(jax.numpy.asarray(array), wanted.dtype), device)
+
+
+def _as_wide(example: Leaf, kind: list[str]) -> Any:
+    """A Python number in the dtype of a number of its sort that was saved; else the example.
+
+    A count of steps becomes an array of 32 bits where it goes through `jit`.
+    """
+    if not isinstance(example, _NUMBER) or kind[1] != "[]":
+        return example
+    sort = next(sort for type_, sort in _SORTS.items() if isinstance(example, type_))
+    dtype = descriptions.dtype_of(kind[0])
+    return np.zeros((), dtype) if jnp.issubdtype(dtype, sort) else example
 
 
 def _is_spec(leaf: Leaf) -> bool:

@@ -59,6 +59,34 @@ def test_it_comes_back_as_its_example_says(tmp_path):
     assert checkpoint.verify(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("saved", "number", "other"),
+    [
+        (jnp.int32(12), 0, 0.0),
+        (np.uint8(12), 0, False),
+        (jnp.bfloat16(0.5), 0.0, 0),
+        (jnp.bool_(True), False, 0),
+        (jnp.complex64(2j), 0j, 0.0),
+        (12, 0, False),
+    ],
+)
+def test_a_number_that_became_an_array_comes_back_as_a_number(saved, number, other, tmp_path):
+    buffer, state = made()
+    jrb.save(tmp_path, buffer, state, extra={"n": saved})
+    back = jrb.load(tmp_path, extra={"n": number})[2]["n"]
+    assert type(back) is type(number) and back == saved
+    with pytest.raises(ValueError, match="leaf 'n': expected"):
+        jrb.load(tmp_path, extra={"n": other})
+
+
+@pytest.mark.parametrize("saved", [jnp.ones(1, jnp.int32), jax.random.key(0)])
+def test_what_is_no_single_number_does_not(saved, tmp_path):
+    buffer, state = made()
+    jrb.save(tmp_path, buffer, state, extra={"n": saved})
+    with pytest.raises(ValueError, match="leaf 'n': expected"):
+        jrb.load(tmp_path, extra={"n": 0})
+
+
 def test_it_goes_with_a_mix_with_files_and_to_another_description(tmp_path):
     buffer, state = made()
     mix = jrb.Mix((buffer, buffer), (0.5, 0.5), 4)
