@@ -1,38 +1,25 @@
 """jrb: the replay buffer for JAX."""
 
+# ruff: noqa: F403, F405
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jrb import (
-    checkpoint,
-    interop,
-    layouts,
-    limits,
-    ring,
-    sum_tree,
-    testing,
-    transforms,
-    types,
-)
-from jrb._engine.dispatch import CopyWarning
-from jrb._store.errors import LostWarning, StaleError
-from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import load, save
-from jrb.from_items import from_items
-from jrb.iterate import epochs, prefetch, steps
-from jrb.keys import TED, Keys
-from jrb.loops import jitted
-from jrb.mix import Mix
-from jrb.read import episodes, items, stats
-from jrb.rebuild import rebuild
-from jrb.samplers import Lifo, Newest, Prioritized, Queue, Uniform, WithoutReplacement
-from jrb.state import BufferState, Sample
-from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
-from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
-from jrb.writers import Immutable, Lanes, MaxValue, Reservoir, RoundRobin, UntilFull
-
 if TYPE_CHECKING:
-    from jrb import datasets, plot
+    from jrb import (
+        checkpoint,
+        datasets,
+        interop,
+        layouts,
+        limits,
+        plot,
+        ring,
+        sum_tree,
+        testing,
+        transforms,
+        types,
+    )
+    from jrb._public import *
 
 __version__ = "0.1.0"
 
@@ -87,19 +74,38 @@ __all__ = [
     "steps",
     "sum_tree",
     "testing",
+    "to_arrow",
+    "to_pandas",
     "transforms",
     "types",
 ]
 
-_ON_DEMAND = ("datasets", "plot")
-"""Rooms that are imported when they are first asked for: what they need takes its time."""
+_ROOMS = (
+    "checkpoint",
+    "datasets",
+    "interop",
+    "layouts",
+    "limits",
+    "plot",
+    "ring",
+    "sum_tree",
+    "testing",
+    "transforms",
+    "types",
+)
+"""Modules. They are imported when they are first asked for, as all else is: the command needs none,
+and JAX takes its time."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_DEMAND:
+    if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = importlib.import_module(f"{__name__}._public")
+    globals().update({name: getattr(public, name) for name in __all__ if name not in _ROOMS})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_DEMAND})
+    return sorted({*globals(), *__all__})

@@ -48,14 +48,14 @@ def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -
         >>> jrb.items(buffer, state)["x"]
         array([2, 3, 4], dtype=int32)
     """
-    slots = _held(buffer, state, "items")
+    slots = held_slots(buffer, state, "items")
     if chunks is not None:
         checks.count("chunks", chunks)
         return _in_chunks(buffer, state, slots, chunks)
     return taken(buffer, state, slots)
 
 
-def _held(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray:
+def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray:
     """The slots that hold items, oldest first."""
     _check_single(buffer, state, who)
     slots, count = buffer.in_order(state)
@@ -216,6 +216,14 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
     return Episodes([one for _, _, one in sorted(found, key=lambda each: each[:2])])
 
 
+def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
+    """Whether `episodes` can tell them: items lie in time, and have flags or a number."""
+    storage, keys = buffer.storage, buffer.keys
+    if not buffer.writer.in_time or storage.of_objects:
+        return False
+    return keys.episode is not None or bool(keys.flags(storage.spec(state.storage)))
+
+
 @jax.jit
 def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array | None]:
     """Ends, bool `[R, E]`, and rewards `[R, E, ...]`, None if there are none; oldest row first."""
@@ -253,12 +261,9 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
         >>> jrb.stats(buffer, buffer.extend(empty, items))["return"]
         {'mean': 2.0, 'std': 0.0, 'min': 2.0, 'max': 2.0}
     """
-    found: dict[str, Any] = {"size": len(_held(buffer, state, "stats"))}
+    found: dict[str, Any] = {"size": len(held_slots(buffer, state, "stats"))}
     found["capacity"] = buffer.capacity
-    storage = buffer.storage
-    plain = buffer.writer.in_time and not storage.of_objects
-    keys = buffer.keys
-    if plain and (keys.episode is not None or keys.flags(storage.spec(state.storage))):
+    if has_episodes(buffer, state):
         every = episodes(buffer, state)
         over = [each for each in every if each.complete and not each.cut]
         found["episodes"], found["complete"] = len(every), len(over)
@@ -281,7 +286,7 @@ def _drawable(buffer: ReplayBuffer, state: BufferState) -> np.ndarray:
     slots, shares, count = jax.device_get(_anchors(buffer, state.replace(storage=None)))
     if (shares[:count] == 1).all():
         return slots[:count]
-    return np.asarray(_held(buffer, state, "stats"))
+    return np.asarray(held_slots(buffer, state, "stats"))
 
 
 @jax.jit

@@ -1,7 +1,10 @@
 """The layers, and the manners of the package."""
 
 import ast
+import inspect
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +15,7 @@ ROOT = pathlib.Path(jrb.__file__).parent
 
 ROOMS = [
     {"_store"},
-    {"_base"},
+    {"_base", "_saved"},
     {"keys", "ring", "sum_tree"},
     {"held"},
     {"types", "layouts"},
@@ -21,12 +24,13 @@ ROOMS = [
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"mix"},
-    {"loops", "read", "rebuild", "limits"},
-    {"from_items", "interop"},
+    {"loops", "read", "rebuilding", "limits"},
+    {"of_items", "interop", "tables"},
     {"checkpoint", "iterate"},
     {"datasets", "plot", "testing"},
     {"demo"},
-    {"cli"},
+    {"_public", "cli"},
+    {"__main__"},
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
 
@@ -102,6 +106,19 @@ def test_the_core_imports_nothing_but_its_dependencies(path):
 def test_all_public_names_exist_and_are_documented():
     for name in jrb.__all__:
         assert getattr(jrb, name).__doc__ or name == "TED"
+
+
+def test_no_function_has_the_name_of_a_module():
+    """As importing the module would put it in its place."""
+    rooms = {path.stem for path in ROOT.iterdir()}
+    for name in jrb.__all__:
+        assert name not in rooms or inspect.ismodule(getattr(jrb, name))
+
+
+def test_a_bare_import_is_without_jax():
+    code = "import jrb, sys; assert 'jax' not in sys.modules and 'load' in dir(jrb)"
+    code += "; import jrb.checkpoint; jrb.rebuild, jrb.datasets; from jrb import *; load, ring"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT.parent)
 
 
 def test_a_missing_extra_is_named():

@@ -9,13 +9,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import pytree
+from jrb._base import pytree, wording
 from jrb._base.pytree import Leaf, PyTree
 
 Row = tuple[str, ...]
 """Cells of a table."""
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def known(leaf: Leaf) -> np.ndarray | None:
@@ -90,7 +88,7 @@ def html(state: PyTree, title: str, facts: dict[str, str]) -> str:
 def of_arrays(state: PyTree) -> str:
     """Name of the class, and memory: `BufferState, 1.5 MB`."""
     arrays = [leaf for leaf in jax.tree.leaves(state) if pytree.is_array(leaf)]
-    return f"{type(state).__name__}, {bytes_text(pytree.nbytes(arrays))}"
+    return f"{type(state).__name__}, {wording.bytes_text(pytree.nbytes(arrays))}"
 
 
 def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
@@ -116,14 +114,6 @@ def table_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] 
     return f"<table>{caption}{head_row}{cells}</table>{below}"
 
 
-def bytes_text(count: float) -> str:
-    """`1.5 MB` for 1500000."""
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
-
-
 def _rows(state: PyTree) -> list[tuple[str, str, str, str]]:
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return [(pytree.leaf_name(path), *_cells(leaf)) for path, leaf in leaves]
@@ -133,7 +123,7 @@ def _cells(leaf: Leaf) -> tuple[str, str, str]:
     if not pytree.is_array(leaf):
         return type(leaf).__name__, "", repr(leaf)
     kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    return kind, bytes_text(leaf.size * leaf.dtype.itemsize), _value(leaf)
+    return kind, wording.bytes_text(leaf.size * leaf.dtype.itemsize), _value(leaf)
 
 
 def _value(leaf: Leaf) -> str:

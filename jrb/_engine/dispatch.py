@@ -15,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, display, pytree, versions
+from jrb._base import checks, pytree, versions, wording
 from jrb._engine import editing, state_check, steps, transforming
 from jrb._engine.deferred import DeferredStorage
 from jrb.state import Buffer, BufferState, Device, Sample
@@ -246,7 +246,7 @@ def _warn_of_copies(buffer: Buffer, state: BufferState) -> None:
         return
     _WARNED.add(buffer)
     warnings.warn(
-        f"add, extend: outside jit each call copies the whole buffer, {display.bytes_text(size)}. "
+        f"add, extend: outside jit each call copies the whole buffer, {wording.bytes_text(size)}. "
         "Use the verbs of jrb.jitted(buffer), which write in place, or call the verb in a function "
         "under jax.jit(..., donate_argnums=...).",
         CopyWarning,

@@ -1,11 +1,13 @@
 """Makes stores, opens them, and says what is wrong with them."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,6 +20,18 @@ from jrb._store.places import NEVER, Places
 from jrb._store.store import Store, folder_of, is_for_table, is_table, writing
 from jrb._store.table import Column, Table
 from jrb._store.threads import share
+
+Progress = Callable[[float], None]
+"""What is told the share of some work that is done, from 0 to 1."""
+
+
+def nobody(share: float) -> None:
+    """Is told, and says nothing."""
+
+
+def steps(progress: Progress, count: int) -> list[Progress]:
+    """What each of some tasks calls, which are taken to be of one length."""
+    return [lambda share, done=done: progress((done + share) / count) for done in range(count)]
 
 
 def create(
@@ -251,41 +265,53 @@ def _opened(folder: Folder, opened: Generation) -> Store:
     return store
 
 
-def damages(path: str) -> list[str]:
-    """All that is wrong with a store and its older generations, a line each."""
+def damages(path: str, progress: Progress = nobody) -> list[str]:
+    """All that is wrong with a store and its older generations, a line each.
+
+    Args:
+        path: of the folder.
+        progress: is told how far it is, perhaps from other threads, one at a time.
+    """
     folder = folder_at(path)
     while True:
         there = generation.numbers(folder)
         if not there:
             generation.newest(folder)  # raises
-        found = [line for number in reversed(there) for line in _damages_of(folder, number)]
+        found = []
+        for number, step in zip(reversed(there), steps(progress, len(there)), strict=True):
+            found += _damages_of(folder, number, step)
         if not found or generation.numbers(folder)[-1:] == there[-1:]:
+            progress(1.0)
             return list(dict.fromkeys(found))
 
 
-def _damages_of(folder: Folder, number: int) -> list[str]:
+def _damages_of(folder: Folder, number: int, progress: Progress) -> list[str]:
     try:
         opened = Generation(folder, number)
         if not number:
             return []
         for entry in opened.body["arrays"]:
-            opened.array(entry["name"], np.uint8)
+            opened.check(entry["name"])
         store = _opened(folder, opened)
         store.table.check_numbers()
-        return list(_damages(store))
+        return list(_damages(store, progress))
     except (DamagedError, OSError) as error:
         return [str(error)]
 
 
-def _damages(store: Store) -> Iterator[str]:
+def _damages(store: Store, progress: Progress = nobody) -> Iterator[str]:
     found: list[tuple[int, int, str]] = []
+    blocks = store.sums.blocks()
+    done, turn = itertools.count(1), threading.Lock()
 
     def check(task: tuple[int, int]) -> None:
         damage = store.sums.damage(*task)
         if damage:
             found.append((*task, damage))
+        with turn:
+            progress(next(done) / len(blocks))
 
-    share(check, store.sums.blocks())
+    share(check, blocks)
     if found and store.leave_out_gone():
         yield from _damages(store)
     else:

@@ -10,14 +10,15 @@ from typing import Any
 
 import jax
 
+from jrb import _saved
 from jrb._base import checks
 from jrb._store.errors import DamagedError, LockedError
+from jrb._store.opening import Progress, nobody
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     background,
     beside,
     descriptions,
-    facts,
     folder,
     host_items,
     matching,
@@ -30,7 +31,7 @@ from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 from jrb.mix import AnyState
-from jrb.rebuild import rebuild
+from jrb.rebuilding import rebuild
 from jrb.state import Device
 from jrb.types import Item
 
@@ -370,21 +371,28 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
         generation: which one; None for the newest.
 
     Returns:
-        For JSON: `generation`; `time`, when it was saved, in UTC; `versions` of libraries;
-        `capacity`, `num_envs`, `size`; `writer`, where the next row goes; `leaves` that lie in
-        rows, with dtype and shape; `nbytes`; `items`, "rows" as they are, "encoded", "objects", or
-        "apart" if they were left out; `encode`, the name of the function; `score`; `extra`, the
-        leaves that were saved besides, None where there is none; and `parts`, the same of each of
-        several buffers, by name.
+        For JSON: `generation`; `description`, as it is written; `time`, when it was saved, in UTC;
+        `versions` of libraries; `capacity`, `num_envs`, `size`; `writer`, where the next row goes;
+        `leaves` that lie in rows, with dtype and shape; `nbytes`; `items`, "rows" as they are,
+        "encoded", "objects", or "apart" if they were left out; `encode`, the name of the function;
+        `score`; `extra`, the leaves that were saved besides, None where there is none; and `parts`,
+        the same of each of several buffers, by name.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
     """
-    return facts.metadata(_settled(path), generation)
+    return _saved.metadata(_settled(path), generation)
 
 
-def verify(path: Path) -> list[str]:
+def verify(path: Path, progress: Progress = nobody) -> list[str]:
     """Reads all of a checkpoint, older generations too, and says what is wrong, a line each.
+
+    It takes some megabytes of memory, whatever the size.
+
+    Args:
+        path: of a checkpoint, in either layout.
+        progress: a function that is called now and then with the share of the work that is done,
+            from 0 to 1; perhaps from another thread, one call at a time.
 
     Returns:
         Nothing for one that is whole.
@@ -393,4 +401,6 @@ def verify(path: Path) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    return _h5().verify(path) if os.path.isfile(path) else folder.verify(path)
+    if os.path.isfile(path):
+        return _h5().verify(path, progress)
+    return _saved.damages(path, progress)

@@ -10,6 +10,7 @@ import numpy as np
 
 from jrb._base import prng_keys, pytree, versions
 from jrb._base.pytree import Leaf
+from jrb._saved import EXTRA
 from jrb._store import generation
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
@@ -17,7 +18,6 @@ from jrb._store.generation import Generation
 from jrb.checkpoint import rows, state_specs
 from jrb.types import Item
 
-_PREFIX = ".extra/"
 _NUMBER = bool | int | float | complex
 
 
@@ -89,9 +89,9 @@ def of(extra: Item, copy: bool) -> Beside:
     kinds, arrays = {}, {}
     for name, leaf in zip(state_specs.leaf_names(extra), jax.tree.leaves(extra), strict=True):
         array = _array(name, leaf)
-        kinds[_PREFIX + name] = list(rows.kind_of(array))
+        kinds[EXTRA + name] = list(rows.kind_of(array))
         held = rows.array_bytes(array)
-        arrays[_PREFIX + name] = bytes(held) if copy else held
+        arrays[EXTRA + name] = bytes(held) if copy else held
     return Beside({"extra": list(kinds)}, kinds, arrays)
 
 
@@ -119,11 +119,11 @@ def restored(path: str, opened: Generation, example: Item) -> Any:
             f"{path}: extra: expected a checkpoint that was saved with extra=, got one without."
         )
     names, entries = state_specs.leaf_names(example), opened.arrays
-    odd = sorted(set(told) ^ {_PREFIX + name for name in names})
+    odd = sorted(set(told) ^ {EXTRA + name for name in names})
     if odd:
-        saved = [name.removeprefix(_PREFIX) for name in told]
+        saved = [name.removeprefix(EXTRA) for name in told]
         raise ValueError(
-            f"{path}: extra: leaf '{odd[0].removeprefix(_PREFIX)}': expected the leaves {saved}, "
+            f"{path}: extra: leaf '{odd[0].removeprefix(EXTRA)}': expected the leaves {saved}, "
             f"got an example with {names}."
         )
     if not set(told) <= entries.keys():
@@ -138,14 +138,14 @@ def restored(path: str, opened: Generation, example: Item) -> Any:
 def _restored(opened: Generation, name: str, example: Leaf) -> Any:
     """One leaf: a Python number, an array of NumPy, or one of JAX where the example lies."""
     wanted = _array(name, example) if not _is_spec(example) else example
-    entry = opened.arrays[_PREFIX + name]
+    entry = opened.arrays[EXTRA + name]
     if entry["kind"] != list(rows.kind_of(wanted)):
         raise ValueError(
             f"{opened.path}: extra: leaf '{name}': expected {entry['kind']} as it was saved, got "
             f"an example of {list(rows.kind_of(wanted))}."
         )
     raw = prng_keys.raw_spec(wanted)
-    array = opened.array(_PREFIX + name, raw.dtype).reshape(raw.shape)
+    array = opened.array(EXTRA + name, raw.dtype).reshape(raw.shape)
     if isinstance(example, _NUMBER):
         return type(example)(array.item())
     if isinstance(example, np.ndarray | np.generic):
@@ -156,9 +156,3 @@ def _restored(opened: Generation, name: str, example: Leaf) -> Any:
 
 def _is_spec(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def names(meta: dict[str, Any]) -> list[str] | None:
-    """The names of its leaves; None if there is nothing."""
-    found = meta.get("extra")
-    return None if found is None else [name.removeprefix(_PREFIX) for name in found]

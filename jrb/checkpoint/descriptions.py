@@ -13,9 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import samplers, storages, transforms, units, writers
 from jrb._base import prng_keys, pytree
 from jrb._base.pytree import DType, PyTree
 from jrb.types import Item
+
+OWN = samplers, storages, transforms, units, writers
+"""The rooms of the parts that come with jrb: once they are imported, `find_class` knows these."""
 
 Json = Any
 

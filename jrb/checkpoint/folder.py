@@ -113,11 +113,6 @@ def _load(
     return *parts.load(path, buffer, example, device, opened, back), *besides
 
 
-def verify(path: str) -> list[str]:
-    """All that is wrong, a line each."""
-    return parts.damages(path)
-
-
 def generations(path: str) -> list[int]:
     """The generations that are there, oldest first."""
     return [number for number in generation.numbers(opening.folder_at(path)) if number]

@@ -25,16 +25,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import _saved
 from jrb._base import prng_keys, pytree
 from jrb._base.pytree import Leaf
 from jrb._engine import dispatch, memory
 from jrb._engine.replaying import pieces, replaying
-from jrb._store import files
+from jrb._store import files, opening
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
+from jrb._store.opening import Progress, nobody
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, host_items, matching, members, native, seal, state_specs
+from jrb.checkpoint import (
+    descriptions,
+    facts,
+    host_items,
+    matching,
+    members,
+    native,
+    seal,
+    state_specs,
+)
 from jrb.checkpoint.members import Several
 from jrb.checkpoint.shelter import Shelter
 from jrb.layouts.flat import from_flat, to_flat
@@ -44,9 +55,10 @@ from jrb.mix import AnyState, Description
 from jrb.state import Device
 from jrb.types import Item
 
-FORMAT, VERSION = "jrb-h5", 1
+FORMAT, VERSION = _saved.H5, 1
 _PARTS = ("writer", "sampler", "unit", "transforms")
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
+_PIECE = 4 << 20  # bytes that are looked at a time
 _SMALLEST = 2000  # times smaller than the data is no compressed data
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
@@ -115,6 +127,7 @@ def _write(
     leaves = _items(buffer, state, spec, slots)
     about: dict[str, Any] = {
         "kind": native.KIND,
+        "facts": facts.of(buffer, state, ()),
         "buffer": descriptions.encode(buffer),
         "items": descriptions.encode_structure(spec),
         "rows": len(slots),
@@ -232,6 +245,14 @@ def _about(path: str, file: h5py.File) -> dict[str, Any]:
 
 def _get(path: str, group: h5py.Group, name: str) -> np.ndarray:
     """A dataset as it was stored, checked."""
+    dataset = _dataset(path, group, name)
+    array = np.asarray(dataset[()])
+    _check_sum(path, f"{group.name}/{name}", dataset, zlib.crc32(memory.view(array)))
+    return array
+
+
+def _dataset(path: str, group: h5py.Group, name: str) -> h5py.Dataset:
+    """A dataset that holds what it says."""
     dataset = _plain(path, group, name)
     if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
         raise DamagedError(f"{path}: leaf '{name}': expected a plain dataset.")
@@ -240,14 +261,16 @@ def _get(path: str, group: h5py.Group, name: str) -> np.ndarray:
             f"{path}: leaf '{name}': expected data for {dataset.nbytes} bytes, found "
             f"{dataset.id.get_storage_size()}."
         )
+    return dataset
+
+
+def _check_sum(path: str, name: str, dataset: h5py.Dataset, found: int) -> None:
     expected: Any = dataset.attrs["crc32"]
-    array = np.asarray(dataset[()])
-    if zlib.crc32(memory.view(array)) != expected:
+    if found != expected:
         raise DamagedError(
-            f"{path}: leaf '{group.name}/{name}': expected the checksum {expected:08x}, found "
-            f"{zlib.crc32(memory.view(array)):08x}: its bytes were damaged."
+            f"{path}: leaf '{name}': expected the checksum {expected:08x}, found {found:08x}: its "
+            "bytes were damaged."
         )
-    return array
 
 
 def _plain(path: str, group: h5py.Group, name: str) -> Any:
@@ -324,25 +347,43 @@ def _unraw(words: np.ndarray, spec: jax.ShapeDtypeStruct) -> jax.Array:
     return prng_keys.wrapped(jnp.asarray(words), spec.dtype)
 
 
-def verify(path: str) -> list[str]:
-    """All that is wrong with a file, a line each."""
+def verify(path: str, progress: Progress = nobody) -> list[str]:
+    """All that is wrong with a file, a line each; see `jrb.checkpoint.verify`."""
     try:
         seal.check(path)
         with h5py.File(path, "r", locking=False) as file:
-            return list(_damages(path, file))
+            return list(_damages(path, file, progress))
     except DamagedError as error:
         return [str(error)]
     except (OSError, RuntimeError, KeyError, ValueError) as error:
+        if isinstance(error, PermissionError | FileNotFoundError):
+            raise
         return [f"{path}: expected a checkpoint in HDF5, got {error!r}."]
 
 
-def _damages(path: str, file: h5py.File) -> Iterator[str]:
+def _damages(path: str, file: h5py.File, progress: Progress) -> Iterator[str]:
     names: list[str] = []
     file.visititems(
         lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None
     )
-    for name in names:
+    for name, step in zip(names, opening.steps(progress, len(names)), strict=True):
         try:
-            _get(path, file, name)
+            dataset = _dataset(path, file, name)
+            _check_sum(path, f"{file.name}/{name}", dataset, _sum_of(dataset, step))
         except (DamagedError, OSError, KeyError, RuntimeError) as error:
             yield str(error)
+    progress(1.0)
+
+
+def _sum_of(dataset: h5py.Dataset, progress: Progress) -> int:
+    """The checksum of what a dataset holds, some megabytes at a time."""
+    if not dataset.shape:
+        return zlib.crc32(memory.view(np.asarray(dataset[()])))
+    rows, found = dataset.shape[0], 0
+    step = max(1, _PIECE * rows // max(dataset.nbytes, 1))
+    if dataset.chunks:  # each is unpacked whole
+        step = -(-step // dataset.chunks[0]) * dataset.chunks[0]
+    for start in range(0, rows, step):
+        found = zlib.crc32(memory.view(np.asarray(dataset[start : start + step])), found)
+        progress(min(start + step, rows) / rows)
+    return found

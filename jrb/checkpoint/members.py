@@ -1,19 +1,12 @@
 """Several buffers in one folder: their names, and what belongs to each."""
 
-import os
 from collections.abc import Iterator
 from typing import Any, TypeGuard
-from urllib.parse import quote
 
-from jrb._store.errors import DamagedError
-from jrb._store.files import Folder
-from jrb._store.generation import Generation
+from jrb import _saved
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions
 from jrb.mix import Mix
-
-MIX, SEVERAL = "mix", "several"
-"""The kinds of checkpoints that consist of others."""
 
 Several = Any
 """A `ReplayBuffer`, a `Mix`, or a dict or tuple of them."""
@@ -128,7 +121,7 @@ def folders(names: list[str]) -> dict[str, str]:
     Raises:
         ValueError: names that cannot be told apart as folders, or are too long.
     """
-    found = {name: _folder(name) for name in names}
+    found = {name: _saved.folder_name(name) for name in names}
     lower = [folder.lower() for folder in found.values()]
     for name, folder in found.items():
         if len(folder) > _LONGEST or lower.count(folder.lower()) > 1:
@@ -137,38 +130,3 @@ def folders(names: list[str]) -> dict[str, str]:
                 "other has in small letters, as it becomes that of a folder. Rename it."
             )
     return found
-
-
-def _folder(name: str) -> str:
-    """A name that no file of a store has, without what has a meaning on a file system."""
-    safe = quote(name, safe=" !#$&'()+,;=@[]^`{}~", errors="surrogatepass")
-    taken = safe.startswith((".", "rows", "generation", "lock"))
-    return f"%{ord(safe[0]):02X}{safe[1:]}" if taken else safe or "%"
-
-
-def path_of(path: str, name: str) -> str:
-    """The path of one of several buffers."""
-    return os.path.join(path, _folder(name))
-
-
-def generations(opened: Generation) -> dict[str, int]:
-    """Which generation of each buffer belongs to one of all; nothing if it is of another kind.
-
-    Raises:
-        DamagedError: it does not say so.
-    """
-    meta = opened.body["meta"] or {}
-    if meta.get("kind") not in (MIX, SEVERAL):
-        return {}
-    found = meta.get("parts")
-    if not isinstance(found, dict) or not all(type(number) is int for number in found.values()):
-        raise DamagedError(f"{opened.path}: expected the generation of each part, got {found!r}.")
-    return found
-
-
-def known(folder: Folder, number: int) -> dict[str, int]:
-    """The same of a generation that may be damaged, or gone: then nothing."""
-    try:
-        return generations(Generation(folder, number))
-    except (DamagedError, FileNotFoundError):
-        return {}

@@ -13,6 +13,7 @@ happens, the newest generation of the whole is whole.
 import dataclasses
 from typing import Any
 
+from jrb import _saved
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
@@ -41,11 +42,11 @@ class Pending:
     def __init__(self, path: str, buffer: Any, state: Any, extra: Beside, out: Outward) -> None:
         states, outward = members.of_each(buffer, state, "save: states"), out.of_each(buffer)
         self.parts = {
-            name: pending(members.path_of(path, name), part, states[name], Beside(), outward[name])
+            name: pending(_saved.path_of(path, name), part, states[name], Beside(), outward[name])
             for name, part in members.each(buffer).items()
         }
         self.path, self.extra = path, extra
-        self.meta = _about(buffer, state) | {"facts": facts.of_any()} | extra.meta
+        self.meta = _about(buffer, state) | {"facts": facts.of_several(buffer)} | extra.meta
         self._store: Store | None = None
 
     @property
@@ -90,7 +91,7 @@ class Pending:
     def _expire_parts(self) -> None:
         kept: dict[str, set[int]] = {name: set() for name in self.parts}
         for number in generation.numbers(self.store.folder):
-            for name, one in members.known(self.store.folder, number).items():
+            for name, one in _saved.known(self.store.folder, number).items():
                 kept.setdefault(name, set()).add(one)
         for name, part in self.parts.items():
             part.expire(kept[name])
@@ -106,9 +107,9 @@ class Pending:
 def _about(buffer: Any, state: Any) -> dict[str, Any]:
     """What a generation says of several buffers."""
     if isinstance(buffer, Mix):
-        return {"kind": members.MIX, "buffer": descriptions.encode(buffer)}
+        return {"kind": _saved.MIX, "buffer": descriptions.encode(buffer)}
     forms = {"buffer": members.form_of(buffer), "state": members.form_of(state)}
-    return {"kind": members.SEVERAL, "forms": forms}
+    return {"kind": _saved.SEVERAL, "forms": forms}
 
 
 def load(
@@ -116,9 +117,9 @@ def load(
 ) -> tuple[Any, Any]:
     """The descriptions and the states of an opened generation."""
     kind = (opened.body["meta"] or {}).get("kind")
-    if kind == members.MIX:
+    if kind == _saved.MIX:
         return _mixed(path, given, example, device, opened, back)
-    if kind == members.SEVERAL:
+    if kind == _saved.SEVERAL:
         return _several(path, given, example, device, opened, back)
     return native.load(path, given, example, device, opened.number or None, back)
 
@@ -131,7 +132,7 @@ def _mixed(
         mix = matching.matched(opened.body["meta"]["buffer"], mix)
     except KeyError as error:
         raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
-    numbers = members.generations(opened)
+    numbers = _saved.generations(opened)
     if list(numbers) != list(members.each(mix)):
         raise DamagedError(f"{path}: expected {len(mix.buffers)} parts, got {list(numbers)}.")
     buffers = members.each(mix) if given else dict.fromkeys(numbers)
@@ -144,7 +145,7 @@ def _mixed(
 def _several(
     path: str, given: Any, example: Item, device: Device, opened: Generation, back: Inward
 ) -> tuple[Any, Any]:
-    numbers, forms = members.generations(opened), opened.body["meta"].get("forms")
+    numbers, forms = _saved.generations(opened), opened.body["meta"].get("forms")
     try:
         like = members.formed(forms["buffer"], dict.fromkeys(numbers), given)
         names = list(members.each(like))
@@ -170,29 +171,8 @@ def _parts(
 ) -> dict[str, tuple[Any, Any]]:
     """Each buffer and its state."""
     found = {}
-    for name, number in members.generations(opened).items():
-        folder = members.path_of(path, name)
+    for name, number in _saved.generations(opened).items():
+        folder = _saved.path_of(path, name)
         one = opening.at(opening.folder_at(folder), number)
         found[name] = load(folder, buffers[name], examples[name], device, one, back[name])
     return found
-
-
-def damages(path: str) -> list[str]:
-    """All that is wrong, also with the parts and theirs, a line each."""
-    found = opening.damages(path)
-    folder = opening.folder_at(path)
-    for number in reversed(generation.numbers(folder)):
-        for name, one in members.known(folder, number).items():
-            found += _damages(members.path_of(path, name), one)
-    return list(dict.fromkeys(found))
-
-
-def _damages(path: str, number: int) -> list[str]:
-    """The same of a part that has to have a generation."""
-    try:
-        opening.at(opening.folder_at(path), number)
-    except FileNotFoundError as error:
-        return [str(error)]
-    except (DamagedError, ValueError):
-        pass  # which is found with all the others
-    return damages(path)

@@ -13,7 +13,7 @@ from typing import Any, Self, overload
 import jax
 import numpy as np
 
-from jrb._base import checks, display, pytree
+from jrb._base import checks, display, pytree, wording
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
@@ -318,7 +318,7 @@ class Dataset(Sequence[Episode]):
         return display.table_html(self._title(), _HEAD, self._cells(), self.notes)
 
     def _title(self) -> str:
-        size = display.bytes_text(self.nbytes)
+        size = wording.bytes_text(self.nbytes)
         where = self.source if isinstance(self.source, str) else type(self.source).__name__
         return (
             f"Dataset ({self.kind.name}): {self.episodes} episodes, {self.transitions} "

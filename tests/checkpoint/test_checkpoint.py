@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import errno
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -971,3 +972,26 @@ def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression
         files.hook = None
     assert total > 10
     assert_same(jrb.load(path)[1], state)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 1000])
+@pytest.mark.parametrize("layout", ["native", "h5"])
+def test_verify_reads_by_pieces_of_any_size(layout, piece, tmp_path, monkeypatch):
+    items = {"wide": jnp.arange(60.0).reshape(20, 3), "x": jnp.arange(20)}
+    buffer = jrb.ReplayBuffer(30, sampler=jrb.Prioritized())
+    state = buffer.extend(buffer.init({"wide": jnp.zeros(3), "x": 0}), items)
+    path = tmp_path / "a"
+    jrb.save(path, buffer, state, layout=layout)
+    for module in ("jrb._store.table", "jrb._store.generation", "jrb.checkpoint.h5"):
+        monkeypatch.setattr(importlib.import_module(module), "_PIECE", piece)
+    shares = []
+    assert jrb.checkpoint.verify(path, shares.append) == []
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    file = path if layout == "h5" else next(path.rglob("wide.bin"))
+    data = bytearray(file.read_bytes())
+    place = bytes(data).find(np.float32(40).tobytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    (line,) = jrb.checkpoint.verify(path)
+    assert "checksum" in line

@@ -145,7 +145,7 @@ def test_a_flipped_bit_is_found(tmp_path):
         flip_a_bit(tmp_path / "0" / "buffer")
         with pytest.raises(checkpoint.DamagedError, match=r"leaf '.*', block 0"):
             manager.restore(0, args=restore_args())
-    assert len(folder.verify(str(tmp_path / "0" / "buffer" / orbax.FOLDER))) == 1
+    assert len(checkpoint.verify(tmp_path / "0" / "buffer" / orbax.FOLDER)) == 1
 
 
 @pytest.mark.parametrize("kind", ["Checkpointer", "AsyncCheckpointer"])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import checkpoint, read
+from jrb import _saved, checkpoint, read
 from jrb._base import checks, prng_keys, pytree, versions
 from jrb._engine import columns, episodes
 from jrb._engine.steps import context_of
@@ -20,7 +20,7 @@ from jrb._store.errors import DamagedError, StaleError
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import commits, descriptions, host_items, members, native, state_specs
+from jrb.checkpoint import commits, descriptions, host_items, native, state_specs
 from jrb.datasets.reading import rings
 from jrb.datasets.reading.rings import Leaf, Rows
 from jrb.keys import Keys, path_name
@@ -63,8 +63,8 @@ def _described(path: str, meta: dict[str, Any]) -> tuple[ReplayBuffer, Any]:
 def _check(path: str, meta: dict[str, Any]) -> None:
     """Raises unless a generation is one of a buffer with items that anybody can read."""
     kind, form = meta.get("kind"), meta.get("form")
-    if kind in (members.MIX, members.SEVERAL):
-        parts = [members.path_of(path, name) for name in meta.get("parts", {})]
+    if kind in (_saved.MIX, _saved.SEVERAL):
+        parts = [_saved.path_of(path, name) for name in meta.get("parts", {})]
         raise ValueError(
             f"{path}: expected a single buffer, got several. Open one of them: {', '.join(parts)}."
         )

@@ -1,0 +1,145 @@
+"""`jrb convert`: from one format to another."""
+
+import importlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from jrb._base import extras
+from jrb._base.wording import bytes_text
+from jrb.cli import console, found, reports
+
+typer = extras.require("typer", "cli")
+
+_WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
+_EPISODES = ("minari", "lerobot", "d4rl")
+_TABLES = ("parquet", "arrow")
+FORMATS = (*_WHOLE, *_EPISODES, *_TABLES)
+
+_LOST = {
+    "torchrl": "batch size, unit, transforms, and the state of samplers but priorities",
+    "torchrl-flat": "batch size, unit, transforms, and the state of samplers but priorities",
+    **dict.fromkeys(_EPISODES, "the description, priorities, and all other state"),
+    **dict.fromkeys(_TABLES, "the description, and all state but priorities"),
+}
+"""What a format has no place for."""
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
+    dest: Annotated[str, typer.Argument(help="Where the result goes.")],
+    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(FORMATS)}.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset that is there.")
+    ] = False,
+    fps: Annotated[int | None, typer.Option(help="With lerobot: frames a second.", min=1)] = None,
+    compression: Annotated[str | None, typer.Option(help="With h5: such as gzip.")] = None,
+) -> None:
+    """Write what lies at one path to another, in another format."""
+    _check(to, fps, compression)
+    found.kind_of(source)
+    _check_dest(source, dest, overwrite)
+    options: dict[str, Any] = {"fps": fps} if to == "lerobot" else {}
+    options |= {"compression": compression} if to == "h5" else {}
+    options |= {"dataset_id": _minari_id(dest)} if to == "minari" else {}
+    with importlib.import_module("jrb._base.versions").enable_x64():  # or 64 bits would be cast
+        what = _opened(source, to)
+        with console.working(f"writing {dest}"):
+            _replace(dest, lambda path: _write(to, path, what, options))
+    size = bytes_text(reports.disk(dest))
+    lost = f" It has no place for {_LOST[to]}." if to in _LOST else ""
+    console.out().print(console.plain(f"{dest}: {to}, {size}.{lost}"))
+
+
+def _minari_id(dest: str) -> str:
+    """The name of the folder, with a version, which Minari wants."""
+    name = os.path.basename(os.path.normpath(dest))
+    return name if re.search(r"-v\d+$", name) else re.sub(r"[^-\w]", "-", name) + "-v0"
+
+
+def _check(to: str, fps: int | None, compression: str | None) -> None:
+    if to not in FORMATS:
+        raise typer.BadParameter(f"--to: expected one of {', '.join(FORMATS)}, got {to!r}.")
+    if (fps is None) == (to == "lerobot"):
+        raise typer.BadParameter("--fps: expected a number with --to lerobot, and only with it.")
+    if compression is not None and to != "h5":
+        raise typer.BadParameter("--compression: expected none but with --to h5.")
+
+
+def _check_dest(source: str, dest: str, overwrite: bool) -> None:
+    """Raises unless the result may go there."""
+    one, other = os.path.realpath(source), os.path.realpath(dest)
+    if os.path.commonpath([one, other]) in (one, other):
+        raise ValueError(f"{dest}: expected a path apart from that of the source, got {source}.")
+    if not os.path.lexists(dest):
+        return
+    if not overwrite:
+        raise ValueError(f"{dest}: there is something already; --overwrite would replace it.")
+    if found.kind_of(dest) == found.OTHER:
+        found.dataset(dest)  # raises where it is none: nothing else is ever removed
+
+
+def _opened(source: str, to: str) -> tuple[Any, Any]:
+    """A buffer and its state; or a dataset, and None, where episodes are all that is wanted."""
+    if found.kind_of(source) != found.OTHER:
+        return found.buffer(source)
+    dataset = found.dataset(source)
+    if to in _EPISODES:
+        return dataset, None
+    memmap = importlib.import_module("jrb.storages").MemmapStorage(None)
+    return dataset.buffer(storage=memmap, cast=False)
+
+
+def _replace(dest: str, write: Callable[[str], None]) -> None:
+    """Writes beside the path, and puts it there when it is whole."""
+    temporary = f"{os.path.normpath(dest)}.new-{os.getpid()}"
+    old = f"{temporary}-old"
+    try:
+        write(temporary)
+        if os.path.lexists(dest):
+            os.rename(dest, old)
+        os.rename(temporary, dest)
+    finally:
+        for path in (temporary, old):
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.remove(path)
+
+
+def _write(to: str, path: str, what: tuple[Any, Any], options: dict[str, Any]) -> None:
+    buffer, state = what
+    jrb = importlib.import_module("jrb")
+    if to in ("native", "h5"):
+        jrb.save(path, buffer, state, layout=to, **options)
+    elif to in _TABLES:
+        _write_table(to, path, buffer, state)
+    elif to in _WHOLE:
+        layout = "flat" if to == "torchrl-flat" else "default"
+        jrb.checkpoint.write_torchrl(path, buffer, state, layout)
+    else:
+        write = {
+            "minari": jrb.datasets.write_minari,
+            "lerobot": jrb.datasets.write_lerobot,
+            "d4rl": jrb.datasets.write_d4rl,
+        }[to]
+        write(path, buffer, state, **options)
+
+
+def _write_table(to: str, path: str, buffer: Any, state: Any) -> None:
+    """A table of all items, some megabytes at a time."""
+    tables = importlib.import_module("jrb.tables")
+    reader = tables.to_arrow(buffer, state, chunks=tables.rows_of_a_batch(buffer, state))
+    if to == "parquet":
+        make = extras.require("pyarrow.parquet", "tables").ParquetWriter
+    else:
+        make = extras.require("pyarrow", "tables").RecordBatchFileWriter
+    with make(path, reader.schema) as writer:
+        for batch in reader:
+            writer.write_batch(batch)

@@ -1,0 +1,23 @@
+"""`jrb demo`: a training to look at."""
+
+import importlib
+from typing import Annotated
+
+from jrb._base import extras
+
+typer = extras.require("typer", "cli")
+_option = typer.Option
+
+
+def demo(
+    env: Annotated[str, _option(help="a gymnax environment with discrete actions")] = (
+        "Breakout-MinAtar"
+    ),
+    steps: Annotated[int, _option(help="environment steps of each training", min=1)] = 400_000,
+    seeds: Annotated[int, _option(help="trainings side by side, under vmap", min=1)] = 1,
+    seed: Annotated[int, _option(help="the first seed")] = 0,
+    out: Annotated[str, _option(help="where the picture goes")] = "jrb-demo.png",
+) -> None:
+    """Train a double DQN, all of it inside one jit."""
+    report = importlib.import_module("jrb.demo.report")
+    report.main(env=env, steps=steps, seeds=seeds, seed=seed, out=out)

@@ -1,0 +1,70 @@
+"""What lies at a path."""
+
+import importlib
+import os
+from typing import Any
+
+from jrb import _saved
+from jrb._store import generation
+from jrb._store.files import Folder
+
+FOLDER, FILE, OTHER = "folder", "file", "other"
+"""A checkpoint or a store in a folder; one in HDF5; what somebody else made, perhaps."""
+
+_SIGN = b"\x89HDF\r\n\x1a\n"
+
+
+class NotOursError(ValueError):
+    """There is something at the path, but nothing that jrb can read."""
+
+
+NOT_THERE = (FileNotFoundError, NotADirectoryError, NotOursError)
+"""What is raised of a path at which there is nothing to be read."""
+
+
+def kind_of(path: str) -> str:
+    """Which of the three it is; without JAX.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        PermissionError: it cannot be read.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: there is nothing.")
+    if os.path.isdir(path):
+        return FOLDER if generation.numbers(Folder(path)) else OTHER
+    return FILE if os.path.isfile(path) and _is_ours(path) else OTHER
+
+
+def _is_ours(path: str) -> bool:
+    with open(path, "rb") as file:
+        if file.read(len(_SIGN)) != _SIGN:
+            return False
+    h5py = importlib.import_module("h5py")  # which takes its time
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return file.attrs.get("format") == _saved.H5
+    except OSError:
+        return False
+
+
+def dataset(path: str) -> Any:
+    """The dataset at a path, whoever wrote it.
+
+    Raises:
+        NotOursError: no kind recognises it.
+    """
+    datasets = importlib.import_module("jrb.datasets")
+    kinds = datasets.kinds().values()
+    settled = os.path.abspath(os.path.expanduser(path))
+    if not any(kind.recognises(settled) for kind in kinds):
+        raise NotOursError(
+            f"{path}: expected a checkpoint, a store, or a dataset of a kind that jrb knows, found "
+            "something else."
+        )
+    return datasets.open(path)
+
+
+def buffer(path: str) -> tuple[Any, Any]:
+    """The description and the state of what was saved at a path."""
+    return importlib.import_module("jrb.checkpoint").load(path)

@@ -1,0 +1,122 @@
+"""`jrb inspect`: what lies at a path."""
+
+import dataclasses
+import importlib
+from typing import Annotated, Any
+
+from jrb._base import extras
+from jrb._base.wording import bytes_text
+from jrb.cli import console, found, reports
+from jrb.cli.reports import Leaf, Report
+
+typer = extras.require("typer", "cli")
+
+_LONGEST = 200  # characters of what a file says of itself
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw what the buffer holds, as PNG or SVG.")
+    ] = None,
+) -> None:
+    """Say what lies at a path."""
+    told = reports.report(path)
+    if plot is not None:
+        _plot(path, plot)
+    if json:
+        console.write_json(dataclasses.asdict(told))
+    else:
+        out = console.out()
+        for block in blocks(told):
+            out.print(block)
+
+
+def _plot(path: str, file: str) -> None:
+    drawing = importlib.import_module("jrb.plot")
+    if found.kind_of(path) == found.OTHER:
+        buffer, state = found.dataset(path).buffer()
+    else:
+        buffer, state = found.buffer(path)
+    if not dataclasses.is_dataclass(buffer) or not hasattr(buffer, "storage"):
+        raise ValueError(f"{path}: expected a single buffer for --plot, got several. Name a part.")
+    drawing.state(buffer, state).savefig(file, dpi=150)
+
+
+def blocks(told: Report) -> list[Any]:
+    """What is printed, one below the other."""
+    made = [console.plain(f"{told.path}: {told.kind}", "bold"), console.facts(_facts(told))]
+    made += _section("description", [console.plain(told.description)] if told.description else [])
+    made += _section("generations", [_generations(told)] if told.generations else [])
+    for name, leaves in _sections(told):
+        made += _section(name, [_leaves(leaves)] if leaves else [])
+    made += _section("notes", [console.plain(note) for note in told.notes])
+    for name, part in told.parts.items():
+        made += _section(f"part '{name}'", blocks(part))
+    return made
+
+
+def _sections(told: Report) -> list[tuple[str, list[Leaf]]]:
+    arrays = [leaf for leaf in told.others if leaf.shape]
+    numbers = len(told.others) - len(arrays)
+    name = "state" + (f" (and {numbers} numbers)" if numbers else "")
+    return [("items", told.leaves), (name, arrays), ("extra", told.extra)]
+
+
+def _section(name: str, things: list[Any]) -> list[Any]:
+    if not things:
+        return []
+    return [console.plain(""), console.plain(name, "bold"), *map(console.indented, things)]
+
+
+def _facts(told: Report) -> list[tuple[str, str]]:
+    said = [(name, str(text)[:_LONGEST]) for name, text in told.metadata.items() if text]
+    return [
+        ("items", _size(told)),
+        ("environments", _count(told.num_envs)),
+        ("episodes", _count(told.episodes)),
+        ("transitions", _count(told.transitions)),
+        ("as arrays", "" if told.nbytes is None else bytes_text(told.nbytes)),
+        ("on disk", "" if told.disk is None else bytes_text(told.disk)),
+        *[(name, text) for name, text in said if name != "versions"],
+        ("versions", _versions(told.metadata.get("versions"))),
+    ]
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def _size(told: Report) -> str:
+    """`30 of 40 (75 %)`."""
+    if told.capacity is None or told.size is None:
+        return _count(told.size) if isinstance(told.size, int) else ""
+    if not isinstance(told.size, int):
+        return f"{told.size} of {told.capacity:,} each"
+    return f"{told.size:,} of {told.capacity:,} ({100 * told.size / told.capacity:.0f} %)"
+
+
+def _versions(versions: Any) -> str:
+    return ", ".join(f"{name} {number}" for name, number in (versions or {}).items())
+
+
+def _generations(told: Report) -> Any:
+    rows = [
+        (
+            str(each.generation or ""),
+            each.damage or (each.time or "").replace("T", " ").replace("+00:00", " UTC"),
+            "" if each.score is None else f"{each.score:g}",
+            f"{each.size:,}" if isinstance(each.size, int) else str(each.size or ""),
+        )
+        for each in told.generations
+    ]
+    return console.table(("number", "saved", "score", "items"), rows, numbers=2)
+
+
+def _leaves(leaves: list[Leaf]) -> Any:
+    rows = [
+        (leaf.name, f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]", bytes_text(leaf.nbytes))
+        for leaf in leaves
+    ]
+    return console.table(("leaf", "type", "memory"), rows, numbers=1)

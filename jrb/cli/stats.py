@@ -1,0 +1,107 @@
+"""`jrb stats`: returns, lengths and rewards of what lies at a path."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+
+from jrb._base import extras
+from jrb.cli import console, found
+
+typer = extras.require("typer", "cli")
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_BINS = 16
+_ROWS = ("count", "min", "median", "mean", "max", "std")
+
+Summary = dict[str, Any]
+
+
+def stats(
+    path: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what returns, lengths and rewards are."""
+    kind = found.kind_of(path)
+    dataset = found.dataset(path)
+    counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
+    counts |= {} if kind == found.OTHER else _ends(path)
+    told = {name: summary(values) for name, values in _numbers(dataset).items()}
+    if json:
+        empty = {"complete": None, "running": None, "returns": None, "rewards": None}
+        console.write_json({"path": path, **empty, **counts, **told})
+        return
+    out = console.out()
+    out.print(console.plain(path, "bold"))
+    out.print(console.facts([(name, f"{count:,}") for name, count in counts.items()]))
+    some = {name: each for name, each in told.items() if each["count"]}
+    if some:
+        rows = [[row, *(_text(each[row]) for each in some.values())] for row in _ROWS]
+        out.print(console.plain(""))
+        out.print(console.table(["", *some], rows, numbers=len(some)))
+        drawn = [(name, _drawn(each)) for name, each in told.items() if _drawn(each)]
+        for block in [console.plain(""), console.facts(drawn)] if drawn else []:
+            out.print(block)
+
+
+def _ends(path: str) -> dict[str, int]:
+    """How many episodes have ended; nothing where functions would be needed to load them."""
+    checkpoint, read = map(importlib.import_module, ("jrb.checkpoint", "jrb.read"))
+    try:
+        episodes = read.episodes(*checkpoint.load(path, verify=False))
+    except (ValueError, TypeError):
+        return {}
+    complete = sum(each.complete for each in episodes)
+    return {"complete": complete, "running": len(episodes) - complete}
+
+
+def _numbers(dataset: Any) -> dict[str, np.ndarray]:
+    """Lengths, and where there are rewards these and returns; each number of a reward by itself."""
+    found = {"lengths": dataset.lengths}
+    if "reward" not in dataset.spec["next"]:
+        return found
+    returns = dataset.returns()
+    rewards = list(dataset.kind.rewards(dataset.source, dataset.numbers.tolist()))
+    rows = [reward[:n] for reward, n in zip(rewards, dataset.lengths.tolist(), strict=True)]
+    rewards = np.concatenate(rows) if rows else np.zeros(0)
+    return found | _apart("returns", returns) | _apart("rewards", rewards)
+
+
+def _apart(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Numbers `[K]`; of several, `[K, ...]`, each by itself."""
+    if values.ndim == 1:
+        return {name: values}
+    rows = values.reshape(len(values), -1)
+    return {f"{name}[{place}]": rows[:, place] for place in range(rows.shape[1])}
+
+
+def summary(values: Sequence[float] | np.ndarray) -> Summary:
+    """Count, least, median, mean, most, deviation, and a histogram; None where there are none."""
+    array = np.asarray(values, np.float64)
+    fine = array[np.isfinite(array)]
+    told: Summary = {"count": len(array), "finite": len(fine)}
+    names = {"min": np.min, "median": np.median, "mean": np.mean, "max": np.max, "std": np.std}
+    told |= {name: float(of(fine)) if len(fine) else None for name, of in names.items()}
+    counts = np.histogram(fine, _BINS)[0] if len(fine) else np.zeros(0, int)
+    return {**told, "histogram": counts.tolist()}
+
+
+def _drawn(told: Summary) -> str:
+    """A histogram from the least to the most, a character a bin."""
+    if not told["histogram"] or told["min"] == told["max"]:
+        return ""
+    return f"{told['min']:.5g} {bars(told['histogram'])} {told['max']:.5g}"
+
+
+def bars(counts: list[int]) -> str:
+    """A character for each count, as high as it is large; a blank for none."""
+    most = max(counts, default=0)
+    level = lambda count: -(-count * len(_BLOCKS) // most) - 1
+    return "".join(_BLOCKS[level(count)] if count else " " for count in counts)
+
+
+def _text(number: float | None) -> str:
+    if number is None:
+        return ""
+    return f"{number:,}" if isinstance(number, int) else f"{number:.5g}"

@@ -1,0 +1,93 @@
+"""`jrb verify`: whether everything is what was written."""
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from jrb import _saved
+from jrb._base import extras
+from jrb._store.opening import Progress
+from jrb.cli import console, found
+
+typer = extras.require("typer", "cli")
+
+_PIECE = 4 << 20  # bytes that are read at a time
+_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
+"""What is raised by files that are not what they should be."""
+
+
+def verify(
+    path: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
+) -> None:
+    """Read everything, and say what is damaged.
+
+    A line for each damage; then the exit status is 1.
+    """
+    kind = found.kind_of(path)
+    with console.bar("verifying") as progress:
+        damages = _CHECKS[kind](path, progress)
+    for line in damages:
+        sys.stdout.write(f"{' '.join(line.split())}\n")
+    if damages:
+        raise typer.Exit(1)
+    what = "is whole" if kind != found.OTHER else "can be read from end to end"
+    sys.stdout.write(f"{path} {what}.\n")
+
+
+def _in_file(path: str, progress: Progress) -> list[str]:
+    return importlib.import_module("jrb.checkpoint").verify(path, progress)
+
+
+def _by_reading(path: str, progress: Progress) -> list[str]:
+    folders = importlib.import_module("jrb.datasets.recording.folders")
+    if os.path.isdir(path) and folders.is_recording(path):
+        return _damages(*_of_recording(path, folders), progress)
+    return _of_dataset(path, progress)
+
+
+def _of_recording(path: str, folders: Any) -> tuple[Callable[[Any], Any], list[Any]]:
+    """What reads a piece of a recording, and the pieces: of all leaves, some megabytes at a time.
+
+    What a dataset of it does not need is looked at too.
+    """
+    recording = importlib.import_module("jrb.datasets.recording.recording")
+    found = recording.Recording(os.path.realpath(path), folders.sealed(path))
+    pieces = []
+    for number, leaf in enumerate(found.head.leaves):
+        width = max(leaf.numpy.itemsize * math.prod(leaf.shape), 1)
+        step, steps = max(1, _PIECE // width), len(found.terminated)
+        pieces += [(number, start, min(start + step, steps)) for start in range(0, steps, step)]
+    return lambda piece: found.read(*piece), pieces
+
+
+def _of_dataset(path: str, progress: Progress) -> list[str]:
+    """Reads a dataset block by block; once something is wrong, episode by episode."""
+    dataset = found.dataset(path)
+    steps, done = max(dataset.transitions, 1), 0
+    rows_of = importlib.import_module("jrb.datasets.kind").rows_of
+    try:
+        for block in dataset.blocks():
+            done += rows_of(block)
+            progress(done / steps)
+    except _ERRORS as error:
+        lines = _damages(dataset.__getitem__, range(len(dataset)), progress)
+        return lines or [str(error)]
+    return []
+
+
+def _damages(read: Callable[[Any], Any], pieces: Sequence[Any], progress: Progress) -> list[str]:
+    """What is said of pieces that cannot be read, each once."""
+    lines: dict[str, None] = {}
+    for done, piece in enumerate(pieces):
+        try:
+            read(piece)
+        except _ERRORS as error:
+            lines[str(error)] = None
+        progress((done + 1) / len(pieces))
+    return list(lines)
+
+
+_CHECKS = {found.FOLDER: _saved.damages, found.FILE: _in_file, found.OTHER: _by_reading}

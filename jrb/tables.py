@@ -1,0 +1,243 @@
+"""What a buffer holds as a table, for Arrow and pandas: a row for each transition.
+
+K items, N capacity, E environments.
+
+Columns are, oldest item first: `slot`; with a writer that keeps the order of time `environment`;
+where episodes are known `episode`, its number in `jrb.episodes`, and `step`, the item's place in
+what is held of it; with a sampler that has priorities `priority`; and the leaves of items under
+their names, `next/reward`, `.` for items that are one array. A leaf with the name of a column
+above is called `item/step`.
+
+No value is lost. What tables have no type for is held in one that has all its values: bfloat16,
+float8 and the like as float32, integers of a few bits as ones of 8, PRNG keys as their words.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrb import read
+from jrb._base import checks, extras, prng_keys, pytree
+from jrb.buffer import ReplayBuffer
+from jrb.mix import Mix
+from jrb.state import BufferState
+
+_PIECE = 32 << 20  # bytes of items in a batch of records
+_EXTRA = "tables"
+
+Columns = dict[str, np.ndarray]
+"""Arrays `[K, ...]` by the names of columns."""
+
+
+def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -> Any:
+    """What is held, oldest first, as a table of Arrow; see `jrb.tables` for its columns.
+
+    Leaves of several numbers are fixed-shape tensors; complex numbers are tensors with a last axis
+    of real and imaginary parts. A field whose type is not the leaf's own has that in its metadata
+    as `jrb.dtype`, such as `bfloat16`, `complex64` or `key:threefry2x32`.
+
+    Args:
+        buffer: the description.
+        state: is only read, some megabytes at a time.
+        chunks: so many rows at a time, for what memory cannot hold; None for all at once.
+
+    Returns:
+        A `pyarrow.Table`, whose chunks are some megabytes; or a `pyarrow.RecordBatchReader`, which
+        reads each batch when it is asked for.
+
+    Raises:
+        TypeError: a `Mix`, states under vmap, or objects.
+        ModuleNotFoundError: pyarrow is not installed.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer, state = jrb.from_items({"x": jnp.arange(6).reshape(3, 2), "y": jnp.ones(3)})
+        >>> table = jrb.to_arrow(buffer, state)
+        >>> table.column_names, table["x"].to_pylist()[1]
+        (['slot', 'environment', 'x', 'y'], [2, 3])
+    """
+    pa = extras.require("pyarrow", _EXTRA)
+    if chunks is not None:
+        checks.count("chunks", chunks)
+    slots, facts = _facts("to_arrow", buffer, state)
+    if buffer.storage.of_objects:
+        raise TypeError(
+            "to_arrow: expected items of arrays, got objects. jrb.to_pandas has a column for them."
+        )
+    spec = buffer.stored(state)
+    schema = _schema(pa, spec, facts)
+    size = chunks or rows_of_a_batch(buffer, state)
+    batches = (
+        _batch(pa, schema, {**_part(facts, rows), **_leaves(buffer, state, slots[rows])})
+        for rows in _parts(len(slots), size)
+    )
+    reader = pa.RecordBatchReader.from_batches(schema, batches)
+    return reader if chunks is not None else reader.read_all()
+
+
+def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
+    """What is held, oldest first, as a frame of pandas; see `jrb.tables` for its columns.
+
+    Numbers are columns of their dtype. Where a leaf has several numbers, or words of a PRNG key,
+    the column holds an array of NumPy `[...]` in each row. Objects are the column `item`.
+
+    Args:
+        buffer: the description.
+        state: is only read.
+
+    Returns:
+        A `pandas.DataFrame` of K rows, numbered from 0.
+
+    Raises:
+        TypeError: a `Mix`, or states under vmap.
+        ModuleNotFoundError: pandas is not installed.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> items = {"next": {"reward": jnp.arange(4.0), "done": jnp.arange(4) % 2 == 1}}
+        >>> frame = jrb.to_pandas(*jrb.from_items(items))
+        >>> frame.groupby("episode")["next/reward"].sum().tolist()
+        [1.0, 5.0]
+    """
+    pandas = extras.require("pandas", _EXTRA)
+    slots, columns = _facts("to_pandas", buffer, state)
+    if buffer.storage.of_objects:
+        columns = {**columns, "item": _in_rows(read.taken(buffer, state, slots))}
+    else:
+        columns = {**columns, **_leaves(buffer, state, slots)}
+    cells = lambda leaf: leaf if leaf.ndim == 1 else _in_rows(leaf)
+    return pandas.DataFrame({name: cells(leaf) for name, leaf in columns.items()})
+
+
+def _facts(who: str, buffer: Any, state: Any) -> tuple[np.ndarray, Columns]:
+    """The slots that hold items, oldest first; and the columns that are not of items."""
+    if isinstance(buffer, Mix):
+        raise TypeError(
+            f"{who}: expected a ReplayBuffer, got a Mix, whose buffers may hold different items. "
+            f"Take one of them: {who}(mix.buffers[0], state[0])."
+        )
+    slots = read.held_slots(buffer, state, who)
+    facts = {"slot": slots}
+    if buffer.writer.in_time:
+        facts["environment"] = slots % buffer.ring.envs
+    if read.has_episodes(buffer, state):
+        facts |= _episodes(buffer, state, slots)
+    if buffer.sampler.prioritized:
+        facts["priority"] = np.asarray(buffer.priorities(state))[slots]
+    return slots, facts
+
+
+def _episodes(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Columns:
+    """Of which episode each item is, and which of its steps."""
+    number, step = np.zeros((2, buffer.capacity), np.int32)
+    for count, each in enumerate(read.episodes(buffer, state)):
+        number[each.slots], step[each.slots] = count, np.arange(len(each), dtype=np.int32)
+    return {"episode": number[slots], "step": step[slots]}
+
+
+_OURS = ("slot", "environment", "episode", "step", "priority")
+
+
+def _column_names(spec: Any) -> list[str]:
+    """The name of the column of each leaf."""
+    names = [f"item/{name}" if name in _OURS else name for name in pytree.leaf_names(spec)]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"expected leaves with a name of their own each, got columns {names}. Rename some, as "
+            "jrb.transforms.Rename does."
+        )
+    return names
+
+
+def _leaves(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Columns:
+    """The leaves of items at slots, in dtypes that tables have."""
+    found = jax.tree.leaves(read.taken(buffer, state, slots))
+    names = _column_names(buffer.stored(state))
+    return {name: _widened(leaf) for name, leaf in zip(names, found, strict=True)}
+
+
+def _widened(leaf: np.ndarray) -> np.ndarray:
+    """The same values in a dtype that NumPy has of itself."""
+    return leaf.astype(_plain(leaf.dtype), copy=False)
+
+
+def _plain(dtype: Any) -> np.dtype:
+    """The dtype that holds the values of another in a table."""
+    dtype = np.dtype(dtype)
+    if dtype.isbuiltin == 1:
+        return dtype
+    if jax.numpy.issubdtype(dtype, np.floating):
+        return np.dtype(np.float32)
+    signed = jax.numpy.issubdtype(dtype, np.signedinteger)
+    return np.dtype(np.int8 if signed else np.uint8)
+
+
+def _in_rows(rows: Any) -> np.ndarray:
+    """An array of objects `[K]`, each a row."""
+    cells = np.empty(len(rows), object)
+    for number, row in enumerate(rows):
+        cells[number] = row
+    return cells
+
+
+def _part(columns: Columns, rows: slice) -> Columns:
+    return {name: leaf[rows] for name, leaf in columns.items()}
+
+
+def _parts(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, count, size))
+
+
+def rows_of_a_batch(buffer: ReplayBuffer, state: BufferState) -> int:
+    """How many items are some megabytes."""
+    raw = jax.tree.map(prng_keys.raw_spec, buffer.stored(state))
+    return max(1, _PIECE // max(pytree.nbytes(raw), 1))
+
+
+# Arrow.
+
+
+def _schema(pa: Any, spec: Any, facts: Columns) -> Any:
+    fields = [pa.field(name, pa.from_numpy_dtype(leaf.dtype)) for name, leaf in facts.items()]
+    for name, leaf in zip(_column_names(spec), jax.tree.leaves(spec), strict=True):
+        fields.append(_field(pa, name, leaf))
+    return pa.schema(fields)
+
+
+def _field(pa: Any, name: str, leaf: Any) -> Any:
+    raw = prng_keys.raw_spec(leaf)
+    words, shape = _parted(_plain(raw.dtype), raw.shape)
+    kind = pa.from_numpy_dtype(words)
+    own = _dtype_name(leaf.dtype)
+    metadata = None if own == str(words) else {"jrb.dtype": own}
+    return pa.field(name, pa.fixed_shape_tensor(kind, shape) if shape else kind, metadata=metadata)
+
+
+def _parted(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
+    """The dtype and shape of an array whose complex numbers are pairs."""
+    if dtype.kind != "c":
+        return dtype, shape
+    return np.dtype(f"f{dtype.itemsize // 2}"), (*shape, 2)
+
+
+def _dtype_name(dtype: Any) -> str:
+    if prng_keys.is_keys(dtype):
+        return f"key:{prng_keys.implementation(dtype)}"
+    return str(np.dtype(dtype))
+
+
+def _batch(pa: Any, schema: Any, columns: Columns) -> Any:
+    arrays = [_array(pa, field.type, columns[field.name]) for field in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _array(pa: Any, kind: Any, leaf: np.ndarray) -> Any:
+    words, shape = _parted(leaf.dtype, leaf.shape)
+    flat = pa.array(np.ascontiguousarray(leaf).reshape(-1).view(words))
+    if len(shape) == 1:
+        return flat
+    stored = kind.storage_type
+    lists = pa.Array.from_buffers(stored, len(leaf), [None], children=[flat])
+    return pa.ExtensionArray.from_storage(kind, lists)

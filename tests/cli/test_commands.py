@@ -1,0 +1,488 @@
+"""All commands on all kinds of paths, in this process."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import h5py
+import jax
+import numpy as np
+import pytest
+
+import jrb
+from jrb import cli
+from jrb.cli import found, stats
+from tests.cli import paths
+from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
+
+pytest.importorskip("typer")
+
+KEYS = {
+    *("path", "kind", "description", "size", "capacity", "num_envs", "nbytes", "disk"),
+    *("episodes", "transitions", "generations", "leaves", "others", "extra", "notes"),
+    *("metadata", "parts"),
+}
+CARTPOLE = "tests/data/minari/cartpole-v0"
+LEAVES = [
+    *("action", "next/done", "next/observation", "next/reward", "next/terminated"),
+    *("next/truncated", "observation"),
+]
+
+
+@pytest.mark.parametrize("kind", OURS + OTHERS)
+def test_inspect_tells_of_every_kind(kind, tmp_path, capsys):
+    path = make(kind, tmp_path)
+    status, out, err = call(capsys, "inspect", path, "--json")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert set(told) == KEYS
+    assert told["path"] == path
+    one = told["parts"]["b/c"] if kind == "several" else told
+    assert [leaf["name"] for leaf in one["leaves"]] == LEAVES
+    spec = {leaf["name"]: (leaf["dtype"], leaf["shape"]) for leaf in one["leaves"]}
+    assert spec["observation"] == ("float32", [3])
+    assert spec["next/done"] == ("bool", [])
+    assert told["disk"] > 0
+    status, text, err = call(capsys, "inspect", path)
+    assert (status, err) == (0, "")
+    assert path in text
+    assert all(name in text for name in LEAVES)
+
+
+def test_inspect_tells_of_generations_and_what_was_saved_besides(tmp_path, capsys):
+    told = json.loads(call(capsys, "inspect", make("native", tmp_path), "--json")[1])
+    assert (told["kind"], told["size"], told["capacity"]) == ("checkpoint", 22, 30)
+    scores = [(each["generation"], each["score"], each["size"]) for each in told["generations"]]
+    assert scores == [(1, 1.5, 22), (2, 0.5, 22)]
+    assert told["extra"][0] == {"name": "params", "dtype": "float32", "shape": [2], "nbytes": 8}
+    assert told["description"].startswith("ReplayBuffer(capacity=30, batch_size=4")
+    memory = {leaf["name"]: leaf["nbytes"] for leaf in told["leaves"]}
+    assert memory["observation"] == 30 * 12
+    text = call(capsys, "inspect", told["path"])[1]
+    assert "22 of 30 (73 %)" in text
+    assert "sampler=Prioritized()" in text
+
+
+def test_descriptions_name_functions(tmp_path, capsys):
+    buffer, state = paths.filled(transforms=(paths.unchanged,))
+    jrb.save(tmp_path / "a", buffer, state)
+    assert "transforms=(unchanged,)" in call(capsys, "inspect", tmp_path / "a")[1]
+
+
+def test_what_is_left_out_encoded_or_of_objects_is_said(tmp_path, capsys):
+    buffer, state = paths.filled()
+    jrb.save(tmp_path / "a", buffer, state, items=False)
+    assert "22 items were left out" in call(capsys, "inspect", tmp_path / "a")[1]
+    jrb.save(tmp_path / "b", buffer, state, encode=jax.tree_util.tree_leaves)
+    assert "encoded by" in call(capsys, "inspect", tmp_path / "b")[1]
+    jrb.save(tmp_path / "c", *jrb.from_items(["a", {}], storage=jrb.ListStorage()))
+    status, out, _ = call(capsys, "inspect", tmp_path / "c")
+    assert status == 0
+    assert "Python objects" in out
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "100"])
+@pytest.mark.parametrize("kind", ["native", "several", "d4rl"])
+def test_lines_fit_into_a_terminal(kind, columns, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    for command in ("inspect", "stats"):
+        if (command, kind) == ("stats", "several"):
+            continue
+        (tmp_path / command).mkdir()
+        status, out, _ = call(capsys, command, make(kind, tmp_path / command))
+        assert status == 0
+        assert max(map(len, out.splitlines())) <= int(columns)
+        assert "\x1b" not in out
+
+
+def test_a_pipe_breaks_no_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    path = make("native", folder)
+    assert f"{path}: checkpoint" in call(capsys, "inspect", path)[1].splitlines()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["native", "d4rl"])
+def test_a_plot_is_drawn(kind, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "a.png"
+    status, _, err = call(capsys, "inspect", make(kind, tmp_path), "--plot", file)
+    assert (status, err) == (0, "")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_of_several_is_refused(tmp_path, capsys):
+    path = make("several", tmp_path)
+    status, out, err = call(capsys, "inspect", path, "--plot", tmp_path / "a.png")
+    assert (status, out) == (1, "")
+    assert "expected a single buffer" in err
+
+
+@pytest.mark.parametrize("kind", OURS + OTHERS)
+def test_verify_says_when_all_is_whole(kind, tmp_path, capsys):
+    status, out, err = call(capsys, "verify", make(kind, tmp_path))
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) == 1
+
+
+def flip(path, place):
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+def files_below(path, ending=""):
+    names = [os.path.join(at, name) for at, _, names in os.walk(path) for name in names]
+    return sorted(name for name in names if name.endswith(ending))
+
+
+@pytest.mark.parametrize("kind", ["native", "store"])
+def test_verify_has_a_line_for_every_damage(kind, tmp_path, capsys):
+    path = make(kind, tmp_path)
+    for name in ("observation.bin", "action.bin"):
+        (file,) = [one for one in files_below(path, name) if "next" not in one]
+        flip(file, 5)
+    status, out, err = call(capsys, "verify", path)
+    assert (status, err) == (1, "")
+    assert len(out.splitlines()) == 2
+    assert all("checksum" in line and "block 0" in line for line in out.splitlines())
+
+
+def test_verify_finds_damaged_parts(tmp_path, capsys):
+    path = make("several", tmp_path)
+    flip(next(name for name in files_below(path, "action.bin") if "/a/" in name), 3)
+    status, out, _ = call(capsys, "verify", path)
+    assert status == 1
+    assert len(out.splitlines()) == 1
+    os.remove(files_below(os.path.join(path, "a"), "000001")[0])
+    status, out, _ = call(capsys, "verify", path)
+    assert status == 1
+
+
+@pytest.mark.parametrize("where", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("kind", ["h5", "recorded"])
+def test_verify_finds_a_damaged_file(kind, where, tmp_path, capsys):
+    path = make(kind, tmp_path)
+    sizes = {name: os.path.getsize(name) for name in files_below(path) or [path]}
+    file = max(sizes, key=lambda name: sizes[name])
+    flip(file, int(where * sizes[file]))
+    status, out, err = call(capsys, "verify", path)
+    assert status == 1
+    assert len(out.splitlines()) + len(err.splitlines()) == 1
+    assert "Traceback" not in err
+
+
+def test_verify_tells_how_far_it_is(tmp_path):
+    for kind in OURS:
+        shares = []
+        assert jrb.checkpoint.verify(make(kind, tmp_path), shares.append) == []
+        assert shares == sorted(shares)
+        assert 0 < shares[0] <= 1
+        assert shares[-1] == 1
+
+
+@pytest.mark.parametrize("kind", ["native", "store", "h5", *OTHERS])
+def test_stats_are_those_of_the_episodes(kind, tmp_path, capsys):
+    path = make(kind, tmp_path)
+    status, out, err = call(capsys, "stats", path, "--json")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    lengths = LENGTHS if kind == "recorded" else [*LENGTHS, 1]
+    steps = np.arange(sum(lengths), dtype=np.float64)
+    returns = [part.sum() for part in np.split(steps, np.cumsum(lengths)[:-1])]
+    assert (told["episodes"], told["transitions"]) == (len(lengths), len(steps))
+    for name, values in {"lengths": lengths, "returns": returns, "rewards": steps}.items():
+        assert told[name]["count"] == len(values)
+        for reduce in ("min", "median", "mean", "max", "std"):
+            np.testing.assert_allclose(told[name][reduce], getattr(np, reduce)(values))
+        assert sum(told[name]["histogram"]) == len(values)
+    if kind in OURS:
+        assert (told["complete"], told["running"]) == (4, 1)
+    status, text, _ = call(capsys, "stats", path)
+    assert status == 0
+    assert "lengths" in text
+    assert "returns" in text
+
+
+def test_stats_leave_out_what_is_not_finite():
+    told = stats.summary(np.array([1.0, np.nan, 3.0, np.inf]))
+    assert (told["count"], told["finite"], told["mean"]) == (4, 2, 2.0)
+    assert stats.summary([])["mean"] is None
+    assert stats.bars([0, 1, 8]) == " ▁█"
+    assert stats.bars([]) == ""
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["native", "h5", "torchrl", "torchrl-flat"])
+@pytest.mark.parametrize("kind", ["native", "store", "h5", "d4rl"])
+def test_convert_goes_there_and_back_exactly(kind, to, tmp_path, capsys):
+    source, dest = make(kind, tmp_path), str(tmp_path / "dest")
+    status, out, err = call(capsys, "convert", source, dest, "--to", to)
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) == 1
+    want = paths.stream()
+    if kind == "d4rl":  # an episode that runs is a truncated one there
+        want["next"]["truncated"][-1] = want["next"]["done"][-1] = True
+    if to in ("native", "h5"):
+        buffer, state = jrb.load(dest)
+        same(jrb.items(buffer, state), want)
+        if kind != "d4rl":
+            again, old = paths.filled()
+            same(buffer.priorities(state), again.priorities(old))
+            draw = lambda one, held: one.sample(held, jax.random.key(3)).indices
+            same(draw(buffer, state), draw(again, old))
+    else:
+        found_items = jrb.checkpoint.read_torchrl(dest).items
+        if to == "torchrl-flat":  # which has flags and rewards at the root too
+            found_items = {name: found_items[name] for name in want}
+        same(found_items, want)
+    assert call(capsys, "verify", dest)[0] == 0
+
+
+@pytest.mark.parametrize("to", ["minari", "d4rl", "lerobot", "parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["native", "recorded"])
+def test_convert_writes_datasets(kind, to, tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    source, dest = make(kind, tmp_path), str(tmp_path / f"dest.{to}")
+    options = ["--fps", "10"] if to == "lerobot" else []
+    status, out, err = call(capsys, "convert", source, dest, "--to", to, *options)
+    assert (status, err) == (0, "")
+    assert "It has no place for" in out
+    dataset = jrb.datasets.open(dest)
+    want = paths.stream()
+    rows = sum(LENGTHS) if kind == "recorded" else len(want["action"])
+    found_rows = [np.concatenate([each[name] for each in dataset]) for name in ("action",)]
+    same(found_rows[0].reshape(-1), want["action"][:rows])
+    seen = np.concatenate([each["observation"] for each in dataset])
+    same(seen, want["observation"][:rows])
+
+
+def test_convert_keeps_numbers_of_64_bits(tmp_path, capsys):
+    dest = str(tmp_path / "dest")
+    assert call(capsys, "convert", CARTPOLE, dest, "--to", "native")[0] == 0
+    told = json.loads(call(capsys, "inspect", dest, "--json")[1])
+    types = {leaf["name"]: leaf["dtype"] for leaf in told["leaves"]}
+    assert (types["action"], types["next/reward"]) == ("int64", "float64")
+    assert not jax.config.jax_enable_x64
+
+
+def test_convert_replaces_only_when_it_is_told(tmp_path, capsys):
+    source, dest = make("native", tmp_path), tmp_path / "dest"
+    convert = ["convert", source, dest, "--to", "native"]
+    assert call(capsys, *convert)[0] == 0
+    before = files_below(dest)
+    status, out, err = call(capsys, *convert)
+    assert (status, out) == (1, "")
+    assert "--overwrite" in err
+    assert files_below(dest) == before
+    assert call(capsys, *convert, "--overwrite")[0] == 0
+    assert sorted(os.listdir(tmp_path)) == ["dest", "native"]
+    other = tmp_path / "mine"
+    other.mkdir()
+    (other / "thesis.tex").write_text("all of it")
+    convert[2] = other
+    assert call(capsys, *convert, "--overwrite")[0] == 2
+    assert (other / "thesis.tex").read_text() == "all of it"
+    for inside in (source, os.path.join(source, "a"), tmp_path):
+        convert[2] = inside
+        status, _, err = call(capsys, *convert, "--overwrite")
+        assert status == 1
+        assert "apart from" in err
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, capsys):
+    source = make("several", tmp_path)
+    status, out, err = call(capsys, "convert", source, tmp_path / "dest", "--to", "h5")
+    assert (status, out) == (1, "")
+    assert "single buffer" in err
+    assert os.listdir(tmp_path) == ["several"]
+    assert call(capsys, "convert", source, tmp_path / "dest", "--to", "native")[0] == 0
+    assert set(jrb.load(tmp_path / "dest")[0]) == {"a", "b/c"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--to", "tarball"], "--to: expected one of native"),
+        (["--to", "lerobot"], "--fps: expected a number"),
+        (["--to", "h5", "--fps", "3"], "--fps: expected"),
+        (["--to", "native", "--compression", "gzip"], "--compression: expected none"),
+        ([], "Missing option '--to'"),
+    ],
+)
+def test_wrong_calls_are_told_in_a_line(options, words, tmp_path, capsys):
+    status, out, err = call(capsys, "convert", CARTPOLE, tmp_path / "a", *options)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+    assert not os.listdir(tmp_path)
+
+
+def test_compression_goes_to_hdf5(tmp_path, capsys):
+    dest = tmp_path / "a.h5"
+    call(capsys, "convert", make("native", tmp_path), dest, "--to", "h5", "--compression", "gzip")
+    with h5py.File(dest) as file:
+        assert file["trajectories/000001/action"].compression == "gzip"
+
+
+def test_datasets_are_copied_listed_and_deleted(tmp_path, capsys):
+    dest = tmp_path / "copy"
+    status, out, err = call(capsys, "data", "copy", CARTPOLE, dest)
+    assert (status, err) == (0, "")
+    assert "8,543 transitions" in out
+    assert jrb.datasets.open(dest).transitions == 8543
+    told = json.loads(call(capsys, "data", "list", "--root", tmp_path, "--json")[1])
+    assert [(each["name"], each["episodes"]) for each in told] == [("copy", 20)]
+    assert "copy" in call(capsys, "data", "list", "--root", tmp_path)[1]
+    assert call(capsys, "data", "delete", "copy", "--root", tmp_path, "--yes")[0] == 0
+    assert not dest.exists()
+    assert "none" in call(capsys, "data", "list", "--root", tmp_path)[1]
+    status, _, err = call(capsys, "data", "delete", "copy", "--root", tmp_path, "--yes")
+    assert status == 2
+    assert "there is nothing" in err
+
+
+def test_deleting_asks_first(tmp_path, capsys, monkeypatch):
+    path = make("native", tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    status, _, err = call(capsys, "data", "delete", "native", "--root", tmp_path)
+    assert status != 0
+    assert "Traceback" not in err
+    assert os.path.exists(path)
+
+
+COMMANDS = [["inspect"], ["verify"], ["stats"], ["convert"], ["data", "copy"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[-1])
+@pytest.mark.parametrize("what", ["nothing", "file", "folder", "empty"])
+def test_paths_that_are_not_ours_are_told_in_a_line(what, command, tmp_path, capsys):
+    path = tmp_path / what
+    if what == "file":
+        path.write_bytes(b"hello")
+    elif what == "empty":
+        path.write_bytes(b"")
+    elif what == "folder":
+        path.mkdir()
+    more = [tmp_path / "dest"] if command[-1] in ("convert", "copy") else []
+    more += ["--to", "native"] if command == ["convert"] else []
+    status, out, err = call(capsys, *command, path, *more)
+    assert (status, out) == (2, "")
+    assert err.startswith("jrb: ")
+    assert str(path) in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["stats"]], ids=lambda w: w[0])
+def test_unreadable_paths_are_told_in_a_line(command, tmp_path, capsys, monkeypatch):
+    """Whoever runs this may read everything, so the system's answer is made up."""
+
+    def refused(path, *rest, **named):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = make("native", tmp_path)
+    monkeypatch.setattr(found.Folder, "names", refused)
+    monkeypatch.setattr(found, "Folder", refused)
+    status, out, err = call(capsys, *command, path)
+    assert (status, out) == (1, "")
+    assert err == f"jrb: {path}: permission denied.\n"
+
+
+@pytest.mark.parametrize("size", [0, 10, 300])
+@pytest.mark.parametrize("kind", ["native", "h5", "store"])
+def test_damaged_heads_are_told_in_a_line(kind, size, tmp_path, capsys):
+    path = make(kind, tmp_path)
+    head = path if kind == "h5" else files_below(path, "")[0]
+    for name in files_below(path) or [path]:
+        if name == path or "generation-" in name:
+            head = name
+            os.truncate(name, size)
+    assert head
+    for command in ("inspect", "stats"):
+        status, out, err = call(capsys, command, path)
+        assert status in (1, 2), (command, out)
+        assert len(err.splitlines()) == 1
+        assert err.startswith("jrb: ")
+    status, out, err = call(capsys, "verify", path)
+    assert status in (1, 2)
+    assert len(out.splitlines() + err.splitlines()) >= 1
+
+
+def test_tracebacks_are_shown_on_request(tmp_path):
+    for words in (["inspect", "nowhere", "--traceback"], ["--traceback", "inspect", "nowhere"]):
+        with pytest.raises(FileNotFoundError):
+            cli.main(words)
+
+
+def test_alone_it_prints_help(capsys):
+    status, out, err = call(capsys)
+    assert (status, err) == (0, "")
+    assert all(name in out for name in ("inspect", "verify", "convert", "stats", "data", "demo"))
+    assert call(capsys, "--version")[1] == f"jrb {jrb.__version__}\n"
+    status, out, err = call(capsys, "inspct")
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_interrupts_and_broken_pipes_are_quiet(error, capsys, monkeypatch):
+    def fails(path):
+        raise error
+
+    monkeypatch.setattr(found, "kind_of", fails)
+    monkeypatch.setattr("sys.stderr.close", lambda: None, raising=False)
+    status, out, err = call(capsys, "verify", CARTPOLE)
+    assert out == ""
+    if error is KeyboardInterrupt:
+        assert (status, err.strip()) == (130, "jrb: interrupted.")
+    else:
+        assert (status, err) == (1, "")
+
+
+def test_errors_that_nobody_thought_of_are_named(capsys, monkeypatch):
+    def fails(path):
+        raise KeyError("x")
+
+    monkeypatch.setattr(found, "kind_of", fails)
+    status, _, err = call(capsys, "verify", CARTPOLE)
+    assert (status, err) == (1, "jrb: KeyError: 'x' (--traceback shows where.)\n")
+
+
+def run(code, *arguments):
+    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_store_is_told_of_and_checked_without_jax(tmp_path):
+    path = make("store", tmp_path)
+    for command in ("inspect", "verify"):
+        code = "import sys; sys.modules['jax'] = None; from jrb import cli; cli.main()"
+        ended = run(code, command, path)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_without_the_extra_it_says_which_to_install():
+    code = "import sys; sys.modules['typer'] = None; from jrb import cli; cli.main()"
+    ended = run(code, "inspect", "x")
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr.splitlines() == [
+        "jrb: typer is not installed. It comes with the extra 'cli': pip install 'jrb[cli]'"
+    ]
+
+
+def test_whoever_reads_may_stop(tmp_path):
+    path = make("native", tmp_path)
+    command = f"{sys.executable} -m jrb inspect {path} --json | head -n 1"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("{\n", "")
