@@ -89,6 +89,16 @@ class Prioritized(Sampler):
         counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> sampler = jrb.Prioritized(alpha=1.0, beta=1.0, eps=0.0)
+        >>> buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=sampler)
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(2)})
+        >>> state = buffer.update_priority(state, jnp.array([0, 1]), jnp.array([1.0, 3.0]))
+        >>> batch = buffer.sample(state, jax.random.key(0))
+        >>> batch.data["x"].tolist(), batch.probabilities.tolist()
+        ([0, 1, 1, 1], [0.25, 0.75, 0.75, 0.75])
     """
 
     alpha: float = 0.6

@@ -32,6 +32,15 @@ class Queue(Sampler):
 
     Attributes:
         counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(8, batch_size=2, sampler=jrb.Queue())
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)})
+        >>> state, first = buffer.draw(state, jax.random.key(0))
+        >>> state, second = buffer.draw(state, jax.random.key(0))
+        >>> first.data["x"].tolist(), second.data["x"][second.mask].tolist()
+        ([0, 1], [2])
     """
 
     counted: bool = False

@@ -18,6 +18,14 @@ class Uniform(Sampler):
         replacement: whether an anchor may stand twice in a batch. If not, a batch that is larger
             than the number of anchors is masked at its end.
         counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=jrb.Uniform(replacement=False))
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)})
+        >>> batch = buffer.sample(state, jax.random.key(0))
+        >>> sorted(batch.data["x"][batch.mask].tolist()), batch.mask.tolist()
+        ([0, 1, 2], [True, True, True, False])
     """
 
     replacement: bool = True

@@ -50,6 +50,17 @@ class WithoutReplacement(Sampler):
         shuffle: whether the order is random; if not, anchors come in theirs, oldest first.
         uses: how many passes an epoch has: how often each anchor is drawn in it.
         counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(8, batch_size=2, sampler=jrb.WithoutReplacement())
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(4)})
+        >>> drawn = []
+        >>> for _ in range(2):
+        ...     state, batch = buffer.draw(state, jax.random.key(0))
+        ...     drawn += batch.data["x"].tolist()
+        >>> sorted(drawn)
+        [0, 1, 2, 3]
     """
 
     drop_last: bool = False

@@ -25,6 +25,15 @@ class DeviceStorage(Storage):
             ends of episodes; at least E, at most N; None for the larger of N / 32 and E. Where
             more are held, the oldest rows leave early: `size` says so, and `take` finds a next
             observation only for slots that are held.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> frame = jnp.zeros((84, 84), jnp.uint8)
+        >>> step = {"observation": frame, "next": {"observation": frame}}
+        >>> twice = jrb.ReplayBuffer(10_000)
+        >>> once = jrb.ReplayBuffer(10_000, storage=jrb.DeviceStorage(once=True))
+        >>> round(once.nbytes(step) / twice.nbytes(step), 2)
+        0.52
     """
 
     once: bool = False

@@ -21,6 +21,14 @@ class ToFloat(Transform):
         paths: which leaves; None for those of the observation and the next that are uint8.
         scale: what is multiplied with.
         dtype: of the result.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(8, batch_size=2, transforms=(jrb.transforms.ToFloat(),))
+        >>> state = buffer.init({"observation": jnp.zeros(3, jnp.uint8)})
+        >>> state = buffer.add(state, {"observation": jnp.array([0, 51, 255], jnp.uint8)})
+        >>> buffer.sample(state, jax.random.key(0)).data["observation"][0].round(3).tolist()
+        [0.0, 0.20000000298023224, 1.0]
     """
 
     paths: Paths | None = None

@@ -52,6 +52,14 @@ class FrameStack(Unit):
 
     Reference: Mnih et al., 2015, "Human-level control through deep reinforcement learning",
     methods (preprocessing).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> rows = {"observation": jnp.arange(4), "next": {"done": jnp.arange(4) == 1}}
+        >>> buffer, state = jrb.from_items(rows, unit=jrb.FrameStack(3))
+        >>> batch = buffer.sample(state, jax.random.key(0), batch_size=32)
+        >>> sorted(set(map(tuple, batch.data["observation"].tolist())))
+        [(0, 0, 0), (0, 0, 1), (2, 2, 2), (2, 2, 3)]
     """
 
     k: int

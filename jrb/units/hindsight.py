@@ -66,6 +66,20 @@ class Hindsight(Unit):
     Reference: Andrychowicz et al., 2017, "Hindsight experience replay", sections 3.3 and 4.5;
     Yang et al., 2020, "Bias-reduced multi-step hindsight experience replay", section 3.2 (returns
     with rewards of the new goal).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> at = lambda place: {"achieved_goal": place, "desired_goal": jnp.full(4, 9.0)}
+        >>> after = {"reward": jnp.zeros(4), "done": jnp.arange(4) == 3}
+        >>> rows = {"observation": at(jnp.arange(4.0))}
+        >>> rows["next"] = {"observation": at(jnp.arange(1.0, 5.0)), **after}
+        >>> reward = lambda achieved, goal: jnp.float32(achieved == goal)
+        >>> unit = jrb.Hindsight(reward, strategy="final", ratio=1.0)
+        >>> buffer, state = jrb.from_items(rows, unit=unit)
+        >>> data = buffer.sample(state, jax.random.key(0), batch_size=32).data
+        >>> goals = sorted(set(data["observation"]["desired_goal"].tolist()))
+        >>> goals, float(data["next"]["reward"].max())
+        ([4.0], 1.0)
     """
 
     reward: Callable[[Any, Any], jax.Array]

@@ -61,6 +61,14 @@ class NStep(Unit):
 
     Reference: Sutton, 1988, "Learning to predict by the methods of temporal differences"; Hessel et
     al., 2018, "Rainbow", section 3 (multi-step learning).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> rows = {"next": {"reward": jnp.ones(4), "done": jnp.arange(4) == 3}}
+        >>> buffer, state = jrb.from_items(rows, unit=jrb.NStep(3, discount=0.5))
+        >>> batch = buffer.sample(state, jax.random.key(0), batch_size=32)
+        >>> sorted(set(zip(batch.indices.tolist(), batch.data["next"]["reward"].tolist())))
+        [(0, 1.75), (1, 1.75), (2, 1.5), (3, 1.0)]
     """
 
     n: int

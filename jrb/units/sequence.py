@@ -80,6 +80,14 @@ class Sequence(Unit):
     learning", section 2.3 (burn-in; stored states; eta = 0.9; windows that overlap by a half);
     Hafner et al., 2023, "Mastering diverse domains through world models", appendix (windows across
     episodes, with `is_first`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> rows = {"x": jnp.arange(7), "next": {"done": jnp.arange(7) == 3}}
+        >>> buffer, state = jrb.from_items(rows, unit=jrb.Sequence(3))
+        >>> batch = buffer.sample(state, jax.random.key(0), batch_size=32)
+        >>> sorted(set(map(tuple, batch.data["x"].tolist())))
+        [(0, 1, 2), (1, 2, 3), (4, 5, 6)]
     """
 
     length: int

@@ -24,6 +24,14 @@ class Lanes(InTurn):
     Draws are uniform over all that is held, however much that is of each environment. Between
     environments there is no order of time: samplers that ask for one refuse, and an epoch of
     `jrb.WithoutReplacement()` ends when an environment comes to hold more.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(8, num_envs=2, writer=jrb.Lanes())
+        >>> state = buffer.init({"x": 0})
+        >>> state = buffer.add(state, {"x": jnp.arange(2)}, mask=jnp.array([True, False]))
+        >>> int(buffer.size(state))
+        1
     """
 
     in_lanes: ClassVar[bool] = True

@@ -46,6 +46,14 @@ class MaxValue(OneByOne):
     Attributes:
         key: the path to the rank, real numbers of at most 32 bits that float32 holds exactly, such
             as ("next", "reward"); those of one item are added up.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(2, writer=jrb.MaxValue("score"))
+        >>> state = buffer.init({"score": 0.0})
+        >>> state = buffer.extend(state, {"score": jnp.array([1.0, 5.0, 2.0, 4.0])})
+        >>> sorted(jrb.items(buffer, state)["score"].tolist())
+        [4.0, 5.0]
     """
 
     key: Path

@@ -51,6 +51,13 @@ class Reservoir(OneByOne):
             unless `state.writer.seed` differs between them.
 
     Reference: Vitter, 1985, "Random sampling with a reservoir" (algorithm R).
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(4, writer=jrb.Reservoir(0))
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(100)})
+        >>> int(buffer.size(state))
+        4
     """
 
     key: Any = 0

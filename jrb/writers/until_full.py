@@ -14,6 +14,13 @@ class UntilFull(InTurn):
     With `jrb.Queue()`, what was drawn makes room: nothing is lost before it was. `can_add` tells
     whether there is room for a row. Where there is none, `add` and `extend` raise outside `jit`;
     inside, and in the verbs of `jrb.jitted`, the rows that find no room are left out.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(2, writer=jrb.UntilFull())
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(2)})
+        >>> bool(buffer.can_add(state))
+        False
     """
 
     until_full: ClassVar[bool] = True

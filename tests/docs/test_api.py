@@ -1,0 +1,32 @@
+"""The pages of the API name all that is public."""
+
+import importlib
+import pathlib
+import re
+
+import pytest
+
+PAGES = pathlib.Path(__file__).parents[2] / "docs" / "api"
+ROOMS = ("jrb", "jrb.checkpoint", "jrb.datasets", "jrb.interop", "jrb.layouts", "jrb.plot")
+ROOMS += ("jrb.storages", "jrb.transforms", "jrb.types")
+
+
+def documented():
+    """The names that the pages have."""
+    text = "\n".join(path.read_text() for path in PAGES.glob("*.rst"))
+    return set(
+        re.findall(r"(?:auto|py:)(?:class|function|exception|data|module):: (jrb[\w.]*)", text)
+    )
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_is_on_a_page(room):
+    there = documented()
+    for name in importlib.import_module(room).__all__:
+        same = {f"{other}.{name}" for other in ROOMS}
+        assert there & same, f"{room}.{name} is on no page"
+
+
+def test_every_page_is_in_the_list_of_pages():
+    listed = (PAGES / "index.rst").read_text().split()
+    assert {path.stem for path in PAGES.glob("*.rst")} - {"index"} <= set(listed)
