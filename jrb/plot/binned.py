@@ -29,7 +29,8 @@ def mean_and_bounds(
 def histogram(values: np.ndarray, borders: np.ndarray) -> np.ndarray:
     """How many of these numbers lie in each bin, those beyond in the first and the last."""
     counts = np.zeros(len(borders) - 1, np.int64)
-    inner = borders[1:-1].astype(np.float64)
+    kind = values.dtype if values.dtype.kind == "f" else np.float64
+    inner = borders[1:-1].astype(kind)
     for start in range(0, len(values), _PIECE):
         place = np.searchsorted(inner, values[start : start + _PIECE], side="right")
         counts += np.bincount(place, minlength=len(counts))

@@ -62,11 +62,18 @@ class Row:
         height: inches, with titles and labels.
         panels: from left to right.
         widths: of the panels, relative to each other; None for all alike.
+        around: inches of the height for titles and labels.
     """
 
     height: float
     panels: Sequence[Draw]
     widths: Sequence[float] | None = None
+    around: float = 0.85
+
+    @property
+    def inner(self) -> float:
+        """The height that the grid is told: without what is around, where panels are its cells."""
+        return self.height if len(self.panels) > 1 else max(self.height - self.around, 0.1)
 
 
 class Sheet(_figure.Figure):
@@ -131,13 +138,16 @@ def _within(ax: Any, rows: Sequence[Row]) -> list[list[Any]]:
 
 def _cut(grid: Callable[..., Any], sheet: Any, rows: Sequence[Row]) -> list[list[Any]]:
     """Axes in a grid of rows, of which each is cut for itself."""
-    lines = grid(len(rows), 1, height_ratios=[row.height for row in rows])
-    cut = lambda row, line: line.subgridspec(1, len(row.panels), width_ratios=row.widths)
-    cells = [cut(row, lines[number]) for number, row in enumerate(rows)]
-    return [
-        [sheet.add_subplot(each[place]) for place in range(len(row.panels))]
-        for row, each in zip(rows, cells, strict=True)
-    ]
+    lines = grid(len(rows), 1, height_ratios=[row.inner for row in rows])
+
+    def cells(line: Any, row: Row) -> list[Any]:
+        if len(row.panels) == 1:  # in the grid itself: then they stand below each other
+            return [line]
+        cut = line.subgridspec(1, len(row.panels), width_ratios=row.widths)
+        return [cut[place] for place in range(len(row.panels))]
+
+    found = [cells(lines[number], row) for number, row in enumerate(rows)]
+    return [[sheet.add_subplot(place) for place in line] for line in found]
 
 
 def _inset(ax: Any, rows: Sequence[Row]) -> list[list[Any]]:
@@ -180,9 +190,11 @@ def say(axes: Any, tone: Tone, title: str, more: str = "") -> None:
 
 
 def heading(axes: Any, tone: Tone, title: str, more: str) -> None:
-    """A panel that is a title alone."""
+    """A panel that is a title alone, within it."""
     axes.set_axis_off()
-    say(axes, tone, title, more)
+    axes.set_title(title, loc="left", fontsize=11, color=tone.ink, y=1, pad=-11)
+    place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(more, (0, 1), (0, -27), fontsize=8.5, color=tone.faint, **place)
 
 
 def label(axes: Any, x: str = "", y: str = "") -> None:
@@ -197,6 +209,11 @@ def whole_numbers(axis: Any, most: int = 6) -> None:
     axis.set_major_formatter(_ticker.StrMethodFormatter("{x:,.0f}"))
 
 
+def few(axis: Any, most: int) -> None:
+    """At most so many ticks."""
+    axis.set_major_locator(_ticker.MaxNLocator(most))
+
+
 def powers(axis: Any) -> None:
     """A logarithmic axis whose ticks are few and plain numbers."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
@@ -205,12 +222,14 @@ def powers(axis: Any) -> None:
     axis.set_major_formatter(_ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def scale(axes: Any, tone: Tone, colors: Any, what: str) -> None:
+def scale(
+    axes: Any, tone: Tone, colors: Any, what: str, whole: bool = False, tall: bool = True
+) -> None:
     """What the colours mean, to the right of a panel."""
     place = axes.inset_axes((1.012, 0, 0.012, 1))
     bar = axes.get_figure(root=True).colorbar(colors, cax=place)
     bar.outline.set_visible(False)
-    bar.locator = _ticker.MaxNLocator(3)
+    bar.locator = _ticker.MaxNLocator(3 if tall else 1, integer=whole)
     bar.update_ticks()
     place.tick_params(color=tone.line, labelcolor=tone.faint, labelsize=8)
     place.set_ylabel(what, color=tone.faint, fontsize=8.5)
@@ -234,7 +253,7 @@ def note(title: str, more: str) -> list[Row]:
         axes.text(0.5, 0.36, more, ha="center", fontsize=9, color=tone.faint)
         axes.set(xlim=(0, 1), ylim=(0, 1))
 
-    return [Row(1.4, [draw])]
+    return [Row(1.4, [draw], around=0)]
 
 
 def mapped(values: np.ndarray, low: float, high: float, colors: Any = VALUES) -> Any:

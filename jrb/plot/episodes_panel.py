@@ -11,12 +11,12 @@ from jrb.plot.facts import Rows, Spans
 
 _collections = extras.require("matplotlib.collections", "plot")
 
-_BARS, _LINES, _COLUMNS = 1500, 48, 400
+_BARS, _LINES, _COLUMNS = 1500, 64, 400
 
 
 def height(found: Rows) -> float:
     """Inches."""
-    return 1.6 + min(len(found.counts), _LINES) / 24
+    return 1.6 + min(len(found.counts), _LINES) / 28
 
 
 def draw(found: Rows, spans: Spans, axes: Any, tone: Tone) -> None:
@@ -90,7 +90,7 @@ def _label(axes: Any, envs: int) -> None:
 
 def _words(spans: Spans, few: bool) -> tuple[str, str]:
     over = spans.complete & ~spans.cut
-    title = f"{words.count(len(spans.env), 'episode')}, {int(over.sum()):,} of them whole"
+    title = f"{words.count(len(spans.env), 'episode')}, {int(over.sum()):,} whole"
     told = []
     if over.any():
         length = (spans.stop - spans.start)[over]
@@ -98,7 +98,7 @@ def _words(spans: Spans, few: bool) -> tuple[str, str]:
         if spans.returns is not None:
             told.append(f"mean return {words.number(spans.returns[over].mean())}")
     if not few:
-        told.append("too many for a bar each")
+        told.append("a cell is the mean of its rows")
     elif not spans.complete.all():
         told.append("pale: still running")
     return title, ", ".join(told)

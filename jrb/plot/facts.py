@@ -90,11 +90,11 @@ class Rows:
 
 def rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
     """Flags and rewards of all that is held; nothing else of the items is read."""
-    ring, held = buffer.ring, buffer.writer.held(buffer.ring, state.writer)
-    counts = np.broadcast_to(np.asarray(held.rows(ring)), ring.envs)
+    ring = buffer.ring
+    counts, size, newest = jax.device_get(_held(buffer, state.replace(storage=None)))
+    counts = np.broadcast_to(counts, ring.envs)
     if not buffer.writer.in_time:  # the last row may be there in part
-        counts = np.full(ring.envs, -(-int(held.size) // ring.envs))
-    newest = np.asarray(held.newest(ring))
+        counts = np.full(ring.envs, -(-int(size) // ring.envs))
     if buffer.storage.of_objects:
         return Rows(counts, None, None, newest)
     ends, rewards = _columns(buffer, state)
@@ -110,6 +110,12 @@ def _aligned(column: np.ndarray, counts: np.ndarray) -> np.ndarray:
     later = np.arange(most)[:, None] - (most - counts)
     later = np.maximum(later, 0).reshape(*later.shape, *(1,) * (column.ndim - 2))
     return np.take_along_axis(column, later, axis=0)
+
+
+@jax.jit
+def _held(buffer: Any, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    held = buffer.writer.held(buffer.ring, state.writer)
+    return held.rows(buffer.ring), held.size, held.newest(buffer.ring)
 
 
 @jax.jit
@@ -219,6 +225,11 @@ def _returns(
     line = rewards.reshape(most, -1).T.astype(np.float64).reshape(-1)
     edges = np.stack([env * most + start, env * most + stop], axis=1).reshape(-1)
     return np.add.reduceat(np.append(line, 0.0), edges)[::2]
+
+
+def even(count: int, most: int) -> np.ndarray:
+    """The borders, int `[bins + 1]`, of at most so many equal parts; the last may be smaller."""
+    return np.append(np.arange(0, count, -(-count // most)), count)
 
 
 def edges(count: int, most: int) -> np.ndarray:

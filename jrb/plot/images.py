@@ -14,6 +14,8 @@ _PLANES = np.array(
     [[int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)] for color in canvas.CYCLE]
 )
 _DARK = 0.09  # what is behind planes of which none is set
+PALE = 0.22
+"""The opacity of what is masked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +107,8 @@ def _planes(planes: np.ndarray) -> np.ndarray:
     return shown
 
 
-def tiles(pictures: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Pictures `[rows, columns, H, W, 3]` as one, with opacity; those that are not `real` are pale.
-
-    `real`: bool `[rows, columns]`.
-    """
+def tiles(pictures: np.ndarray, shown: np.ndarray) -> np.ndarray:
+    """Pictures `[rows, columns, H, W, 3]` as one, with these opacities, `[rows, columns]`."""
     rows, columns, high, wide, _ = pictures.shape
     gap = max(1, round(min(high, wide) / 14))
     sheet = np.zeros((rows * (high + gap) - gap, columns * (wide + gap) - gap, 4), np.float32)
@@ -117,8 +116,18 @@ def tiles(pictures: np.ndarray, real: np.ndarray) -> np.ndarray:
         for column in range(columns):
             y, x = row * (high + gap), column * (wide + gap)
             sheet[y : y + high, x : x + wide, :3] = pictures[row, column]
-            sheet[y : y + high, x : x + wide, 3] = 1.0 if real[row, column] else 0.22
+            sheet[y : y + high, x : x + wide, 3] = shown[row, column]
     return sheet
+
+
+def beside(sheets: list[np.ndarray]) -> np.ndarray:
+    """Sheets `[height, width, 4]` side by side, of which the first is the highest."""
+    high = len(sheets[0])
+    gap = np.zeros((high, max(2, high // 24), 4), np.float32)
+    parts = []
+    for sheet in sheets:
+        parts += [gap, np.pad(sheet, ((0, high - len(sheet)), (0, 0), (0, 0)))]
+    return np.concatenate(parts[1:], axis=1)
 
 
 def row(sheet: np.ndarray, title: str, more: str) -> Row:
@@ -131,4 +140,4 @@ def row(sheet: np.ndarray, title: str, more: str) -> Row:
         canvas.say(axes, tone, title, more)
 
     high, wide = sheet.shape[:2]
-    return Row(min((canvas.WIDTH - 0.4) * high / wide, 5.0) + 0.6, [draw])
+    return Row(min((canvas.WIDTH - 0.4) * high / wide, 5.0) + 0.6, [draw], around=0.6)

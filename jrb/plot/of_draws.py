@@ -171,7 +171,7 @@ def _rows(buffer: ReplayBuffer, state: BufferState, counted: Counted) -> list[Ro
 def _alone(counted: Counted, by: str, axes: Any, tone: Tone) -> None:
     """Counts without an expectation."""
     seen = counted.seen
-    borders = facts.edges(len(seen), _SHOWN)
+    borders = facts.even(len(seen), _SHOWN)
     canvas.bars(axes, borders, np.add.reduceat(seen, borders[:-1]), canvas.BLUE)
     _label(axes, borders)
     anchors = words.count(int((seen > 0).sum()), "anchor")
@@ -184,7 +184,7 @@ def _by_slot(
     counted: Counted, chances: np.ndarray, verdict: tuple[str, str], by: str, axes: Any, tone: Tone
 ) -> None:
     """Around the ring: bars for what was drawn, a line and a band for what was expected."""
-    borders = facts.edges(len(chances), _SHOWN)
+    borders = facts.even(len(chances), _SHOWN)
     seen = np.add.reduceat(counted.seen, borders[:-1])
     want, spread = _expectation(chances, borders, counted.total)
     canvas.bars(axes, borders, seen, canvas.SKY, label="observed")

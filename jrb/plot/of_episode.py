@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, pytree
@@ -79,7 +80,9 @@ def _rows(buffer: ReplayBuffer, state: BufferState, found: Rows, spans: Spans, k
     rows = np.linspace(0, stop - start - 1, min(stop - start, _POINTS)).astype(int)
     slots = _slots(buffer, found, env, start + rows)
     heading = _words(buffer, spans, int(at), k)
-    panels = [Row(0.8, [lambda axes, tone: canvas.heading(axes, tone, *heading)])]
+    panels = [
+        Row(0.5, [lambda axes, tone: canvas.heading(axes, tone, heading[0], heading[1])], around=0)
+    ]
     add = lambda height, draw: panels.append(Row(height, [_along(draw, stop - start)]))
     if found.rewards is not None:
         paid = found.rewards[start:stop, env].reshape(stop - start, -1)
@@ -89,7 +92,7 @@ def _rows(buffer: ReplayBuffer, state: BufferState, found: Rows, spans: Spans, k
         for name, values in _of_role(buffer, role, named):
             add(1.6, functools.partial(_lines, rows, values, name))
     if buffer.sampler.prioritized:
-        raw = np.asarray(buffer.priorities(state, slots))
+        raw = np.asarray(buffer.priorities(state, jnp.asarray(slots)))
         raw = np.where(raw < 0, np.nan, raw)[:, None]
         add(1.5, functools.partial(_lines, rows, raw, "priority"))
     return panels + _film(buffer, state, found, env, start, stop)
@@ -197,6 +200,6 @@ def _film(
     slots = _slots(buffer, found, env, start + rows)
     values = facts.leaves(buffer, state, slots, {name})[name]
     pictures, told = images.colored(kind.frames(values, 1)[:, -1])
-    sheet = images.tiles(pictures[None], np.ones((1, few), np.bool_))
+    sheet = images.tiles(pictures[None], np.ones((1, few)))
     shown = "all rows" if few == stop - start else f"{few} of {stop - start:,} rows, evenly apart"
     return [images.row(sheet, f"{words.leaf(name)}: {shown}", told)]

@@ -42,7 +42,7 @@ def sample(batch: Sample, ax: Any = None) -> Any:
     """
     _check(batch)
     real = np.asarray(batch.mask)
-    drawn = real.reshape(len(real), -1).any(axis=1)
+    drawn = np.asarray(real.reshape(len(real), -1).any(axis=1))
     if not drawn.any():
         more = f"all {words.count(len(real), 'entry', 'entries')} of the batch are masked"
         return canvas.drawn(canvas.note("Nothing was drawn", more), ax, "plot.sample")
@@ -89,7 +89,7 @@ def _where(
 ) -> None:
     """How many draws fell to which slots, for each buffer of a mix."""
     most = int(slots.max()) + 1
-    borders, base = facts.edges(most, 60).astype(np.float64), 0
+    borders, base = facts.even(most, 60).astype(np.float64), 0
     kinds = np.unique(source)
     for number in kinds:
         counts = binned.histogram(slots[source == number], borders)
@@ -129,6 +129,8 @@ def _weights(weights: np.ndarray, chances: np.ndarray, axes: Any, tone: Tone) ->
     axes.set_ylim(0, 1.08 * float(weights.max()))
     if chances.min() > 0 and chances.max() / chances.min() > 30:
         canvas.powers(axes.xaxis)
+    else:
+        canvas.few(axes.xaxis, 4)
     canvas.label(axes, "probability of the draw", "weight")
     low, high = words.number(float(weights.min())), words.number(float(weights.max()))
     mean = words.number(float(weights.mean()))
@@ -141,7 +143,7 @@ def _windows(batch: Sample, real: np.ndarray) -> Row:
     marks = shown.astype(np.int64)
     for value, name in ((2, "is_first"), (3, "is_last")):
         flags = batch.info.get(name)
-        if np.shape(flags) == real.shape:
+        if flags is not None and np.shape(flags) == real.shape:
             marks[np.asarray(flags)[:_ROWS]] = value
 
     def draw(axes: Any, tone: Tone) -> None:
@@ -178,10 +180,10 @@ def _images(batch: Sample, real: np.ndarray) -> list[Row]:
     shown = np.asarray(named[name][:_SHEET])
     frames = kind.frames(shown, 1)
     if frames.shape[1] > 1:
-        few = frames[:_STRIPS]
-        there = np.broadcast_to(real[: len(few), None], few.shape[:2])
         title = f"{words.leaf(name)}: stacks of {frames.shape[1]} frames, oldest first"
-        return [_sheet(few, there, title, f"{_first_of(len(few), len(real))}, one in each line")]
+        few = frames[: _across(frames.shape[1]) * _STRIPS]
+        there = np.broadcast_to(real[: len(few), None], few.shape[:2])
+        return [_side_by_side(few, there, title, _first_of(len(few), len(real)))]
     return [_contacts(name, frames[:, 0], real)]
 
 
@@ -195,7 +197,7 @@ def _contacts(name: str, frames: np.ndarray, real: np.ndarray) -> Row:
     lines = len(frames) // across
     frames = frames[: across * lines]
     shape = (lines, across, *frames.shape[1:])
-    there = real[: len(frames)].reshape(lines, across)
+    there = np.where(real[: len(frames)].reshape(lines, across), 1.0, images.PALE)
     title = f"{words.leaf(name)}: {_first_of(len(frames), len(real))}"
     return _sheet(frames.reshape(shape), there, title, "")
 
@@ -204,17 +206,33 @@ def _strips(name: str, kind: images.Kind, leaf: Any, real: np.ndarray) -> Row:
     """A line for each of some windows."""
     length = real.shape[1]
     at = np.unique(np.linspace(0, length - 1, min(length, _LONG)).astype(int))
-    few = min(len(real), _STRIPS)
+    few = min(len(real), _across(len(at)) * _STRIPS)
     frames = kind.frames(np.asarray(leaf[:few][:, at]), 2)[:, :, -1]
-    title = f"{words.leaf(name)}: {_first_of(few, len(real))}, one in each line"
+    title = f"{words.leaf(name)}: {_first_of(few, len(real))}"
     more = "oldest first" if len(at) == length else f"{len(at)} of {length} rows, oldest first"
     pale = "" if real[:few][:, at].all() else "; masked ones are pale"
-    return _sheet(frames, real[:few][:, at], title, more + pale)
+    return _side_by_side(frames, real[:few][:, at], title, more + pale)
 
 
-def _sheet(frames: np.ndarray, real: np.ndarray, title: str, more: str) -> Row:
+def _across(length: int) -> int:
+    """How many strips of so many frames stand side by side."""
+    return max(1, (_ACROSS + 1) // (length + 1))
+
+
+def _side_by_side(frames: np.ndarray, real: np.ndarray, title: str, more: str) -> Row:
+    """Strips `[few, K, H, W, C]` below each other, and again beside these where there is room."""
     pictures, told = images.colored(frames)
-    return images.row(images.tiles(pictures, real), title, "; ".join(filter(None, [more, told])))
+    shown = np.where(real, 1.0, images.PALE)
+    lines = -(-len(frames) // min(_across(frames.shape[1]), len(frames)))
+    parts = range(0, len(frames), lines)
+    sheets = [images.tiles(pictures[at : at + lines], shown[at : at + lines]) for at in parts]
+    return images.row(images.beside(sheets), title, "; ".join(filter(None, [more, told])))
+
+
+def _sheet(frames: np.ndarray, shown: np.ndarray, title: str, more: str) -> Row:
+    """Frames `[rows, columns, H, W, C]`, of these opacities, `[rows, columns]`."""
+    pictures, told = images.colored(frames)
+    return images.row(images.tiles(pictures, shown), title, "; ".join(filter(None, [more, told])))
 
 
 def _named(data: Any, size: int) -> dict[str, Any]:

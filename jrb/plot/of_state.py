@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jrb.buffer import ReplayBuffer
@@ -42,7 +43,7 @@ def state(buffer: ReplayBuffer, state: BufferState, ax: Any = None) -> Any:
         >>> for axes in figure.axes:
         ...     axes.get_title(loc="left")
         'Holds 4 items in 9 slots (44 %)'
-        '2 episodes, 2 of them whole'
+        '2 episodes, 2 whole'
         'Rewards: all 1'
         'Priorities: 1 on average'
         'The top 1 % hold 25 % of the mass'
@@ -94,4 +95,4 @@ def _of_sampler(buffer: ReplayBuffer, state: BufferState) -> list[Row]:
 def _held(buffer: ReplayBuffer, state: BufferState) -> np.ndarray:
     """Which slots hold something, bool `[N]`."""
     held = buffer.writer.held(buffer.ring, state.writer)
-    return np.asarray(held.holds(buffer.ring, np.arange(buffer.capacity, dtype=np.int32)))
+    return np.asarray(held.holds(buffer.ring, jnp.arange(buffer.capacity, dtype=jnp.int32)))

@@ -7,7 +7,7 @@ import numpy as np
 from jrb.plot import binned, canvas, facts, words
 from jrb.plot.canvas import Tone
 
-_BINS, _LINES = 400, 6
+_BINS, _LINES, _FEW = 250, 6, 8
 
 
 def draw(
@@ -27,11 +27,12 @@ def draw(
     borders = facts.edges(rows, _BINS)
     x = borders - rows if in_time else borders
     parts = flat.shape[2]
-    shown = min(parts, _LINES)
+    shown, each = min(parts, _LINES), rewards.shape[1] * rows / (len(borders) - 1)
+    few = each <= _FEW
     for part in range(shown):
         mean, low, high = binned.mean_and_bounds(flat[..., part], borders, held)
         color = canvas.CYCLE[part]
-        if parts == 1 and (low < high).any():
+        if parts == 1 and few and (low < high).any():
             axes.stairs(high, x, baseline=low, fill=True, color=color, alpha=0.22, linewidth=0)
         axes.stairs(mean, x, baseline=None, color=color, linewidth=1.3, label=f"{part}")
     axes.set_xlim(x[0], x[-1])
@@ -42,11 +43,11 @@ def draw(
     if parts > 1:
         canvas.legend(axes, tone, columns=shown)
     values = flat if held is None else flat[held]
-    several = len(borders) - 1 < rewards.shape[0] * rewards.shape[1]
-    canvas.say(axes, tone, *_words(values, parts, several))
+    lines = "" if each <= 1 else "line: mean" + ("; band: least to greatest" if few else "")
+    canvas.say(axes, tone, *_words(values, parts, lines))
 
 
-def _words(values: np.ndarray, parts: int, several: bool) -> tuple[str, str]:
+def _words(values: np.ndarray, parts: int, lines: str) -> tuple[str, str]:
     mean, low, high = values.mean(dtype=np.float64), values.min(), values.max()
     title = f"Rewards: {words.number(mean)} on average"
     if low == high:
@@ -57,6 +58,6 @@ def _words(values: np.ndarray, parts: int, several: bool) -> tuple[str, str]:
         told.append(f"{words.percent(none)} are 0")
     if parts > _LINES:
         told.append(f"{_LINES} of {parts} parts are shown")
-    elif parts == 1 and several:
-        told.append("line: mean; band: least to greatest")
+    elif parts == 1 and lines:
+        told.append(lines)
     return title, "; ".join(told)

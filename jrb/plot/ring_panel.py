@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,7 +18,7 @@ _COLUMNS, _LANES = 1000, 48
 
 def height(buffer: ReplayBuffer) -> float:
     """Inches."""
-    return 1.35 + (min(buffer.ring.envs, _LANES) / 30 if buffer.writer.in_lanes else 0)
+    return 1.45 + (min(buffer.ring.envs, _LANES) / 30 if buffer.writer.in_lanes else 0)
 
 
 def draw(buffer: ReplayBuffer, state: BufferState, axes: Any, tone: Tone) -> None:
@@ -37,7 +38,8 @@ def draw(buffer: ReplayBuffer, state: BufferState, axes: Any, tone: Tone) -> Non
     axes.spines[:].set_visible(False)
     canvas.whole_numbers(axes.xaxis, 8)
     unit = "rows" if buffer.writer.in_time else "items"
-    canvas.scale(axes, tone, drawn, f"age ({unit})")
+    tall = len(lanes) > 1
+    canvas.scale(axes, tone, drawn, f"age ({unit})" if tall else "age", whole=True, tall=tall)
     _label(buffer, lanes, axes)
     canvas.say(axes, tone, _title(buffer, state), _more(buffer, state, axes))
 
@@ -101,14 +103,21 @@ def _ages_of_rows(
     buffer: ReplayBuffer, state: BufferState
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same by the row in the middle of each column."""
-    ring, held = buffer.ring, buffer.writer.held(buffer.ring, state.writer)
+    ring = buffer.ring
     borders, lanes = facts.edges(ring.rows, _COLUMNS), np.zeros(1, np.int64)
     if buffer.writer.in_lanes:
         lanes = facts.edges(ring.envs, _LANES)[:-1]
     slots = (borders[:-1] + np.diff(borders) // 2) * ring.envs + lanes[:, None]
-    slots = jnp.asarray(slots, jnp.int32)
-    after, holds = held.after(ring, slots), held.holds(ring, slots)
+    light = state.replace(storage=None)
+    after, holds = jax.device_get(_after(buffer, light, jnp.asarray(slots, jnp.int32)))
     return borders, lanes, np.where(holds, after, np.nan)
+
+
+@jax.jit
+def _after(buffer: Any, state: BufferState, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many rows came after each slot, and whether it is held."""
+    held = buffer.writer.held(buffer.ring, state.writer)
+    return held.after(buffer.ring, slots), held.holds(buffer.ring, slots)
 
 
 def _since(buffer: ReplayBuffer, state: BufferState) -> np.ndarray:
