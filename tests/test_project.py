@@ -24,10 +24,11 @@ ROOMS = [
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"mix"},
-    {"loops", "read", "rebuilding", "limits", "demo"},
+    {"loops", "read", "rebuilding", "limits"},
     {"of_items", "interop", "tables"},
     {"checkpoint", "iterate"},
-    {"datasets", "testing"},
+    {"datasets", "plot", "testing"},
+    {"demo"},
     {"_public", "cli"},
     {"__main__"},
 ]

@@ -7,14 +7,13 @@ import numpy as np
 
 from jrb._base import extras
 from jrb.demo import training
+from jrb.plot import canvas, priority_panels
 
 rich_console = extras.require("rich.console", "demo")
 rich_progress = extras.require("rich.progress", "demo")
 rich_table = extras.require("rich.table", "demo")
-figure = extras.require("matplotlib.figure", "demo")
 
 _PARTS = 8
-_BLUE, _ORANGE, _GREY = "#3366aa", "#cc7733", "#bbbbbb"
 
 
 def main(env: str, steps: int, seeds: int, seed: int, out: str) -> None:
@@ -64,23 +63,41 @@ def table(config: training.Config, result: training.Result) -> Any:
 
 def picture(config: training.Config, result: training.Result) -> Any:
     """The learning curve of every seed, and the priorities held at the end."""
-    sheet = figure.Figure(figsize=(9, 3.4), layout="constrained")
-    left, right = sheet.subplots(1, 2)
-    curves = result.mean_return(config.chunks)
+    curve = lambda *at: _curve(config, result.mean_return(config.chunks), *at)
+    spread = lambda *at: _spread(result.priorities, config, *at)
+    return canvas.drawn([canvas.Row(3.3, [curve, spread])], None, "demo")
+
+
+def _curve(config: training.Config, curves: np.ndarray, axes: Any, tone: canvas.Tone) -> None:
+    """Mean returns, `[C, K]`: a line for each seed, and of several their mean."""
     steps = np.linspace(0, config.played / 1000, config.chunks + 1)[1:]
     one = curves.shape[1] == 1
-    left.plot(steps, curves, color=_BLUE if one else _GREY, linewidth=2 if one else 1)
-    if not one:
-        left.plot(steps, curves.mean(axis=1), color=_BLUE, linewidth=2, label="mean of seeds")
-        left.legend(frameon=False)
-    left.set(xlabel="thousands of environment steps", ylabel="mean return", title=config.env)
-    right.hist(result.priorities, bins=60, color=_ORANGE)
-    right.set(
-        xlabel="priority: the |TD error| when last drawn,\nor the largest so far if never drawn",
-        ylabel="transitions",
-        title="priorities at the end",
+    axes.plot(
+        steps,
+        curves,
+        color=canvas.BLUE if one else canvas.GREY,
+        linewidth=2 if one else 1,
     )
-    right.set_yscale("log")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    return sheet
+    if not one:
+        mean = curves.mean(axis=1)
+        axes.plot(steps, mean, color=canvas.BLUE, linewidth=2, label="mean of seeds")
+        canvas.legend(axes, tone, "upper left")
+    axes.set_ylim(bottom=min(0.0, float(np.nanmin(curves, initial=0))))
+    canvas.whole_numbers(axes.xaxis)
+    canvas.label(axes, "thousands of environment steps", "mean return")
+    more = "the episodes that ended since the point before"
+    canvas.say(axes, tone, f"{config.env}: {_last(curves)} at the end", more)
+
+
+def _last(curves: np.ndarray) -> str:
+    """The mean return of the last tenth, over all seeds."""
+    known = curves[-max(1, len(curves) // 10) :]
+    known = known[np.isfinite(known)]
+    return f"return {known.mean():.1f}" if known.size else "no episode"
+
+
+def _spread(raw: np.ndarray, config: training.Config, axes: Any, tone: canvas.Tone) -> None:
+    """The priorities at the end, and what share of the mass the largest hold."""
+    masses = (raw.astype(np.float64) + config.eps) ** config.alpha
+    priority_panels.spread(raw, masses, axes, tone)
+    axes.set_xlabel("priority: |TD error| when last drawn, or the largest so far")

@@ -1,0 +1,123 @@
+"""Panel: which slots hold something, and how old it is."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._engine.steps import context_of
+from jrb.buffer import ReplayBuffer
+from jrb.plot import canvas, facts, words
+from jrb.plot.canvas import Tone
+from jrb.state import BufferState
+from jrb.writers.one_by_one import OneByOne
+
+_COLUMNS, _LANES = 1000, 48
+
+
+def height(buffer: ReplayBuffer) -> float:
+    """Inches."""
+    return 1.35 + (min(buffer.ring.envs, _LANES) / 30 if buffer.writer.in_lanes else 0)
+
+
+def draw(buffer: ReplayBuffer, state: BufferState, axes: Any, tone: Tone) -> None:
+    """A strip of the ring, or of each environment's own; dark is new, and pale is old."""
+    borders, lanes, ages = _ages(buffer, state)
+    most = np.nanmax(ages)
+    axes.set_facecolor(tone.line + "55")
+    drawn = axes.pcolormesh(
+        borders,
+        np.arange(len(lanes) + 1) - 0.5,
+        np.ma.masked_invalid(ages),
+        cmap=canvas.AGES,
+        vmin=0,
+        vmax=max(most, 1),
+    )
+    axes.set(xlim=(0, borders[-1]), ylim=(len(lanes) - 0.5, -0.5))
+    axes.spines[:].set_visible(False)
+    canvas.whole_numbers(axes.xaxis, 8)
+    unit = "rows" if buffer.writer.in_time else "items"
+    canvas.scale(axes, tone, drawn, f"age ({unit})")
+    _label(buffer, lanes, axes)
+    canvas.say(axes, tone, _title(buffer, state), _more(buffer, state, axes))
+
+
+def _label(buffer: ReplayBuffer, lanes: np.ndarray, axes: Any) -> None:
+    envs, in_time = buffer.ring.envs, buffer.writer.in_time
+    of = f" of the ring ({envs:,} environments each)" if in_time and envs > 1 else " of the ring"
+    canvas.label(axes, ("row" if in_time and envs > 1 else "slot") + of)
+    if len(lanes) == 1:
+        axes.set_yticks([])
+        return
+    shown = np.unique(np.linspace(0, len(lanes) - 1, min(len(lanes), 5)).astype(int))
+    axes.set_yticks(shown, [f"{lanes[place]:,}" for place in shown])
+    axes.set_ylabel("environment")
+
+
+def _title(buffer: ReplayBuffer, state: BufferState) -> str:
+    size = int(buffer.size(state))
+    share = words.percent(size / buffer.capacity)
+    return f"Holds {words.count(size, 'item')} in {buffer.capacity:,} slots ({share})"
+
+
+def _more(buffer: ReplayBuffer, state: BufferState, axes: Any) -> str:
+    """What else is to be said of it; the place of the next write is marked."""
+    told, ring = [], buffer.ring
+    held = buffer.writer.held(ring, state.writer)
+    if buffer.writer.in_time and not buffer.writer.in_lanes:
+        cursor = int(held.next_row(ring)[0]) % ring.rows
+        x = cursor + 0.5 if ring.rows <= _COLUMNS else cursor
+        where = axes.get_xaxis_transform()
+        axes.plot([x], [0], "^", color=canvas.ORANGE, markersize=6, clip_on=False, transform=where)
+        told.append(f"the next write goes to {'row' if ring.envs > 1 else 'slot'} {cursor:,}")
+    elif buffer.writer.in_lanes:
+        rows = np.asarray(held.rows(ring))
+        told.append(f"environments hold {rows.min():,} to {rows.max():,} rows")
+    anchors = _anchors(buffer, state)
+    if anchors != int(held.size):
+        told.append(words.count(anchors, "anchor") + " can be drawn")
+    return "; ".join(told)
+
+
+def _anchors(buffer: ReplayBuffer, state: BufferState) -> int:
+    return int(buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count)
+
+
+def _ages(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Borders of columns, environments, and ages `[lanes, columns]`; NaN where nothing is."""
+    if buffer.writer.in_time:
+        return _ages_of_rows(buffer, state)
+    borders = facts.edges(buffer.capacity, _COLUMNS)
+    since = _since(buffer, state)
+    known = np.append(since, 0.0)
+    inside = np.minimum(borders, len(since))
+    sums = np.add.reduceat(known, inside)[:-1]
+    count = np.diff(inside)
+    mean = np.where(count > 0, sums / np.maximum(count, 1), np.nan)
+    return borders, np.zeros(1, np.int64), mean[None]
+
+
+def _ages_of_rows(
+    buffer: ReplayBuffer, state: BufferState
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same by the row in the middle of each column."""
+    ring, held = buffer.ring, buffer.writer.held(buffer.ring, state.writer)
+    borders, lanes = facts.edges(ring.rows, _COLUMNS), np.zeros(1, np.int64)
+    if buffer.writer.in_lanes:
+        lanes = facts.edges(ring.envs, _LANES)[:-1]
+    slots = (borders[:-1] + np.diff(borders) // 2) * ring.envs + lanes[:, None]
+    slots = jnp.asarray(slots, jnp.int32)
+    after, holds = held.after(ring, slots), held.holds(ring, slots)
+    return borders, lanes, np.where(holds, after, np.nan)
+
+
+def _since(buffer: ReplayBuffer, state: BufferState) -> np.ndarray:
+    """How many items came after each, float64 `[K]` in the order of slots."""
+    size, writer = int(buffer.size(state)), buffer.writer.writable()
+    if isinstance(writer, OneByOne):
+        numbers = np.asarray(state.writer.stamps)[:size]
+        return (np.asarray(state.writer.number) - np.uint32(1) - numbers).astype(np.float64)
+    slots = np.asarray(buffer.in_order(state)[0])[:size]
+    found = np.empty(buffer.capacity)
+    found[slots] = np.arange(size)[::-1]
+    return found[np.sort(slots)]
