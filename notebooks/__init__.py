@@ -1,0 +1,1 @@
+"""Notebooks with their outputs, and what runs them."""
