@@ -20,16 +20,6 @@ def copy(app: Any) -> None:
             shutil.copyfile(path, into)
 
 
-def list_them(app: Any, page: str, source: list[str]) -> None:
-    """Called by Sphinx with the text of each page, in a list of one: names those that there are."""
-    if page == "notebooks/index":
-        names = sorted(
-            path.stem for path in (pathlib.Path(app.srcdir) / page).parent.glob("*.ipynb")
-        )
-        source[0] += "\n```{toctree}\n:maxdepth: 1\n\n" + "\n".join(names) + "\n```\n"
-
-
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("builder-inited", copy)
-    app.connect("source-read", list_them)
