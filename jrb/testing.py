@@ -77,7 +77,7 @@ def rows(example: Item, total: jax.Array, *lead: int) -> Any:
             return jnp.broadcast_to(jax.random.key(seed), shape)
         count = jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape)
         wave = jnp.abs(jnp.sin(total + count)) * 100
-        return wave > 50 if spec.dtype == jnp.bool_ else wave.astype(spec.dtype)
+        return wave > 90 if spec.dtype == jnp.bool_ else wave.astype(spec.dtype)
 
     return jax.tree.map(fill, pytree.spec_of(example, "rows"))
 

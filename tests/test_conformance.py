@@ -7,7 +7,6 @@ import pytest
 import jrb
 from jrb import testing
 from jrb._base import pytree, random_bits
-from jrb.samplers.uniform import draw_of
 from jrb.types import Sampler
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,7 @@ class Recent(Sampler):
         some = jnp.minimum(anchors.count, self.count)
         back = random_bits.below(some, *random_bits.words(key, batch_size))
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-        return state, draw_of(anchors, jnp.maximum(anchors.count - 1 - back, 0), mask, key)
+        return state, anchors.drawn(jnp.maximum(anchors.count - 1 - back, 0), mask, key)
 
 
 CASES = [(sampler, 4) for sampler in SAMPLERS]

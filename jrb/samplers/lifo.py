@@ -9,7 +9,6 @@ from jax import lax
 from jrb._base import checks, ordering, pytree
 from jrb._base import tree as trees
 from jrb.ring import Ring
-from jrb.samplers.uniform import draw_of
 from jrb.types import Anchors, Change, Draw, DrawCounts, Sampler
 
 
@@ -118,7 +117,7 @@ class Lifo(Sampler):
         chosen = _place(state, anchors.count, numbers)
         taken = jnp.minimum(state.count, batch_size) + ordering.token(numbers)
         after = state.replace(count=state.count - taken)
-        return after, draw_of(anchors, jnp.where(mask, chosen, 0), mask, key)
+        return after, anchors.drawn(jnp.where(mask, chosen, 0), mask, key)
 
     def ready(self, state: Pile, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether something is there."""

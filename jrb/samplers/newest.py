@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jrb._base import checks, pytree, random_bits
 from jrb.ring import Ring
-from jrb.samplers.uniform import draw_of
 from jrb.types import Anchors, Draw, Sampler
 from jrb.types.messages import PartState
 
@@ -76,7 +75,7 @@ class Newest(Sampler):
         last = self._last(anchors)
         chosen = random_bits.below(last.count, *random_bits.words(key, batch_size))
         mask = jnp.broadcast_to(last.count > 0, (batch_size,))
-        return state, draw_of(last, chosen, mask, key)
+        return state, last.drawn(chosen, mask, key)
 
     def _last(self, anchors: Anchors) -> Anchors:
         """The newest of the anchors, in their order."""

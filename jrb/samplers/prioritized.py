@@ -17,7 +17,6 @@ from jrb._base.tree import Tree
 from jrb.held import Held
 from jrb.keys import Path, find, path_name
 from jrb.ring import Ring
-from jrb.samplers.uniform import draw_of
 from jrb.types import Anchors, Change, Draw, DrawCounts, Given, Item, Sampler
 
 _NO_ANCHOR = -1.0
@@ -268,7 +267,7 @@ class Prioritized(Sampler):
         words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
         some = total > 0
         mask = jnp.broadcast_to((anchors.count > 0) & (some | ~state.dropped), (batch_size,))
-        alike = draw_of(anchors, random_bits.below(anchors.count, *words), mask, key)
+        alike = anchors.drawn(random_bits.below(anchors.count, *words), mask, key)
         beta = jnp.asarray(self.beta if beta is None else beta, jnp.float32)
         divisor = self._divisor(state, anchors, mass, total)
         ratio = jnp.log(jnp.where(some, mass, 1.0)) - jnp.log(divisor)

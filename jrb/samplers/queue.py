@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jrb._base import checks, pytree
 from jrb.ring import Ring
-from jrb.samplers.uniform import draw_of
 from jrb.types import Anchors, Change, Draw, DrawCounts, Sampler
 
 
@@ -81,7 +80,7 @@ class Queue(Sampler):
         chosen = jnp.where(mask, anchors.count - state.count + place, 0)
         taken = jnp.minimum(state.count, batch_size)
         after = state.replace(count=state.count - taken)
-        return after, draw_of(anchors, chosen, mask, key)
+        return after, anchors.drawn(chosen, mask, key)
 
     def ready(self, state: Unread, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether something is in the queue."""

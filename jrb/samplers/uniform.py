@@ -54,24 +54,4 @@ class Uniform(Sampler):
             chosen = permutation.permute(
                 random_bits.seed(key), anchors.count, jnp.where(mask, place, 0)
             )
-        return state, draw_of(anchors, chosen, mask, key)
-
-
-def draw_of(anchors: Anchors, chosen: jax.Array, mask: jax.Array, key: jax.Array) -> Draw:
-    """The draw of anchors that were equally likely.
-
-    Args:
-        anchors: the anchors there are.
-        chosen: int32 `[B]`, their places among the anchors.
-        mask: bool `[B]`, which of them count.
-        key: the draw's key, for anchors that stand for more than a slot.
-    """
-    slots, within = anchors.nth(chosen, key)
-    # Not divided by the count: XLA rounds a quotient of quotients otherwise in a batch than alone.
-    share = within * (1 / jnp.maximum(anchors.count, 1).astype(jnp.float32))
-    return Draw(
-        slots=slots,
-        probabilities=jnp.where(mask, share, 0.0),
-        weights=mask.astype(jnp.float32),
-        mask=mask,
-    )
+        return state, anchors.drawn(chosen, mask, key)

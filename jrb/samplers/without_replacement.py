@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jrb._base import checks, permutation, pytree, random_bits
 from jrb.ring import Ring
-from jrb.samplers.uniform import draw_of
 from jrb.types import Anchors, Change, Draw, DrawCounts, Sampler
 
 
@@ -109,7 +108,7 @@ class WithoutReplacement(Sampler):
         chosen = jnp.where(behind < 0, behind + turn, behind)
         mask = inside & (chosen < anchors.count)
         epoch = epoch.replace(position=epoch.position + jnp.sum(inside, dtype=jnp.int32))
-        return epoch, draw_of(anchors, jnp.where(mask, chosen, 0), mask, key)
+        return epoch, anchors.drawn(jnp.where(mask, chosen, 0), mask, key)
 
     def _continued(self, state: Epoch, anchors: Anchors, key: jax.Array, batch_size: int) -> Epoch:
         """The same pass; if too little of it remains, another one, or that of a new epoch."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jrb._base import pytree
 from jrb.held import Held
@@ -102,6 +103,25 @@ class Anchors:
     count: jax.Array
     nth: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     all_held: bool = False
+
+    def drawn(self, chosen: jax.Array, mask: jax.Array, key: jax.Array) -> "Draw":
+        """The draw of anchors that were equally likely.
+
+        Args:
+            chosen: int32 `[B]`, their places among the anchors, in [0, count).
+            mask: bool `[B]`, which of them count.
+            key: the draw's key, for anchors that stand for more than a slot.
+        """
+        slots, within = self.nth(chosen, key)
+        # Not divided by the count: XLA would round a quotient of quotients otherwise in a batch
+        # than alone.
+        share = within * (1 / jnp.maximum(self.count, 1).astype(jnp.float32))
+        return Draw(
+            slots=slots,
+            probabilities=jnp.where(mask, share, 0.0),
+            weights=mask.astype(jnp.float32),
+            mask=mask,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
