@@ -11,7 +11,9 @@ typer = extras.require("typer", "cli")
 _TRACEBACK = "--traceback"
 _INTERRUPTED = 130
 
-_UsageError: Any = typer.BadParameter.__mro__[2]  # of all that is said of a wrong call
+_UsageError: Any = next(  # typer does not name what it raises for a wrong call
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError"
+)
 
 app = typer.Typer(
     add_completion=False,
