@@ -172,6 +172,12 @@ def style(axes: Any, tone: Tone) -> None:
     axes.tick_params(which="both", color=tone.line, labelcolor=tone.faint, labelsize=8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(color=tone.faint, fontsize=8.5)
+        axis.set_major_formatter(_ticker.FuncFormatter(_plain))  # no exponent on the title
+
+
+def _plain(value: float, _: int | None = None) -> str:
+    """A number at a tick."""
+    return f"{value:,.10g}"
 
 
 def say(axes: Any, tone: Tone, title: str, more: str = "") -> None:
@@ -219,7 +225,7 @@ def powers(axis: Any) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(_ticker.LogLocator(numticks=6))
     axis.set_minor_locator(_ticker.NullLocator())
-    axis.set_major_formatter(_ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_formatter(_ticker.FuncFormatter(_plain))
 
 
 def scale(
@@ -256,12 +262,18 @@ def note(title: str, more: str) -> list[Row]:
     return [Row(1.4, [draw], around=0)]
 
 
-def mapped(values: np.ndarray, low: float, high: float, colors: Any = VALUES) -> Any:
-    """What gives values their colours, of which the lowest and the highest are known."""
-    norm = _colors.Normalize(low, high if high > low else low + 1)
-    found = _cm.ScalarMappable(norm, colors)
+def mapped(values: np.ndarray) -> Any:
+    """What gives values their colours, from the least finite one to the greatest."""
+    known = values[np.isfinite(values)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    norm = _colors.Normalize(low, high if high > low else low + max(1.0, abs(low)))
+    found = _cm.ScalarMappable(norm, VALUES)
     found.set_array(values)
     return found
+
+
+rgba = _colors.to_rgba
+"""A colour as its parts from 0 to 1, the last one the opacity."""
 
 
 def palette(colors: Sequence[str]) -> Any:
