@@ -152,9 +152,20 @@ def _write_table(to: str, path: str, buffer: Any, state: Any) -> None:
     tables = importlib.import_module("jrb.tables")
     reader = tables.to_arrow(buffer, state, chunks=tables.rows_of_a_batch(buffer, state))
     if to == "parquet":
+        _check_widths(reader.schema)
         make = extras.require("pyarrow.parquet", "tables").ParquetWriter
     else:
         make = extras.require("pyarrow", "tables").RecordBatchFileWriter
     with make(path, reader.schema) as writer:
         for batch in reader:
             writer.write_batch(batch)
+
+
+def _check_widths(schema: Any) -> None:
+    """Raises where Parquet would write what nobody can read."""
+    empty = [field.name for field in schema if 0 in getattr(field.type, "shape", ())]
+    if empty:
+        raise ValueError(
+            f"leaves {empty}: expected arrays of some numbers with --to parquet, got none in each. "
+            "--to arrow takes them."
+        )

@@ -569,3 +569,16 @@ def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path, capsys):
     assert not (tmp_path / "link").is_symlink()
     assert jrb.load(tmp_path / "other")
     assert sorted(os.listdir(tmp_path)) == ["h5", "link", "other"]
+
+
+def test_leaves_without_numbers_are_not_written_to_parquet(tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    items = paths.stream()
+    items["observation"] = items["next"]["observation"] = np.zeros((22, 0), np.float32)
+    jrb.save(tmp_path / "a", *jrb.from_items(items))
+    status, out, err = call(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "parquet")
+    assert (status, out) == (1, "")
+    assert "leaves ['next/observation', 'observation']" in err
+    assert os.listdir(tmp_path) == ["a"]
+    assert call(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "arrow")[0] == 0
+    assert call(capsys, "verify", tmp_path / "b")[0] == 0
