@@ -113,6 +113,8 @@ def _tone_of(ax: Any, who: str) -> tuple[Any, Tone]:
             "figure.add_subplot(), or leave it out for a new figure."
         )
     sheet = ax.get_figure(root=True)
+    if sheet is None:
+        raise TypeError(f"{who}: ax: expected an axes of a figure, got one that was removed.")
     red, green, blue, opacity = _colors.to_rgba(sheet.get_facecolor())
     is_dark = opacity > 0.5 and 0.3 * red + 0.6 * green + 0.1 * blue < 0.4
     return sheet, _DARK if is_dark else _LIGHT
@@ -181,10 +183,10 @@ def _plain(value: float, _: int | None = None) -> str:
 
 
 def say(axes: Any, tone: Tone, title: str, more: str = "") -> None:
-    """A title, and a line below it."""
+    """A title, and a line below it; however long, no panel is made narrower for them."""
     axes.set_title(title, loc="left", fontsize=10, color=tone.ink, pad=19 if more else 7)
     if more:
-        axes.annotate(
+        line = axes.annotate(
             more,
             (0, 1),
             (0, 6),
@@ -193,6 +195,7 @@ def say(axes: Any, tone: Tone, title: str, more: str = "") -> None:
             fontsize=8.5,
             color=tone.faint,
         )
+        line.set_in_layout(False)
 
 
 def heading(axes: Any, tone: Tone, title: str, more: str) -> None:
@@ -213,6 +216,16 @@ def whole_numbers(axis: Any, most: int = 6) -> None:
     """Ticks at integers, with a comma between thousands."""
     axis.set_major_locator(_ticker.MaxNLocator(most, integer=True))
     axis.set_major_formatter(_ticker.StrMethodFormatter("{x:,.0f}"))
+
+
+def before(axis: Any) -> None:
+    """Ticks at integers up to 0, as how long ago they were."""
+    whole_numbers(axis, 8)
+    axis.set_major_formatter(_ticker.FuncFormatter(_distance))
+
+
+def _distance(value: float, _: int | None = None) -> str:
+    return f"{abs(value):,.0f}"
 
 
 def few(axis: Any, most: int) -> None:
@@ -247,7 +260,7 @@ def scale(
 def legend(axes: Any, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
     """The names of what is drawn."""
     look = {"fontsize": 8, "labelcolor": tone.faint, "frameon": False, "borderaxespad": 0.2}
-    axes.legend(loc=place, ncols=columns, **look)
+    axes.legend(loc=place, ncols=columns, **look).set_in_layout(False)
 
 
 def note(title: str, more: str) -> list[Row]:

@@ -84,8 +84,7 @@ def _summed(values: np.ndarray, columns: np.ndarray, lines: np.ndarray) -> np.nd
 
 def _label(axes: Any, envs: int) -> None:
     canvas.label(axes, "rows of time before the newest", "environment" if envs > 1 else "")
-    canvas.whole_numbers(axes.xaxis, 8)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):,.0f}")
+    canvas.before(axes.xaxis)
     axes.spines["left"].set_visible(False)
     if envs == 1:
         axes.set_yticks([])

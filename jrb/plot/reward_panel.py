@@ -38,9 +38,10 @@ def draw(
             axes.stairs(high, x, baseline=low, fill=True, color=color, alpha=0.22, linewidth=0)
         axes.stairs(mean, x, baseline=None, color=color, linewidth=1.3, label=f"{part}")
     axes.set_xlim(x[0], x[-1])
-    canvas.whole_numbers(axes.xaxis, 8)
     if in_time:
-        axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):,.0f}")
+        canvas.before(axes.xaxis)
+    else:
+        canvas.whole_numbers(axes.xaxis, 8)
     canvas.label(axes, "rows of time before the newest" if in_time else "slot", "reward")
     if parts > 1:
         canvas.legend(axes, tone, columns=shown)

@@ -1,6 +1,7 @@
 """The picture of a state, against plain NumPy."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -313,3 +314,14 @@ def test_of_items_only_flags_and_rewards_are_read(monkeypatch):
     monkeypatch.setattr(store_rows.StoreRows, "read_leaf", note_leaf)
     jrb.plot.state(buffer, state)
     assert read == {"next/reward", "next/done"}
+
+
+def test_a_picture_can_be_pickled_and_an_axes_that_was_removed_is_refused():
+    buffer = jrb.ReplayBuffer(40, sampler=jrb.Prioritized())
+    state = buffers.filled(buffer, 20, observation=SMALL)
+    figure = pickle.loads(pickle.dumps(jrb.plot.state(buffer, state)))
+    assert "Holds 20 items in 40 slots (50 %)" in pictures.titles(figure)
+    ax = matplotlib.figure.Figure().subplots()
+    ax.remove()
+    with pytest.raises(TypeError, match=r"plot.state: ax: expected an axes of a figure, got one"):
+        jrb.plot.state(buffer, state, ax=ax)
