@@ -97,14 +97,16 @@ _ROOMS = (
 and JAX takes its time."""
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    public = importlib.import_module(f"{__name__}._public")
-    globals().update({name: getattr(public, name) for name in __all__ if name not in _ROOMS})
-    return globals()[name]
+if not TYPE_CHECKING:  # or every misspelt name would have a type
+
+    def __getattr__(name: str) -> Any:
+        if name in _ROOMS:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        public = importlib.import_module(f"{__name__}._public")
+        globals().update({name: getattr(public, name) for name in __all__ if name not in _ROOMS})
+        return globals()[name]
 
 
 def __dir__() -> list[str]:

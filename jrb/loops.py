@@ -245,7 +245,10 @@ def _compilers(on_host: bool) -> tuple[Any, Any]:
     """What compiles verbs that change a state, and those that only read it."""
     if on_host:
         return _as_it_is, _as_it_is
-    return functools.partial(jax.jit, donate_argnums=0), jax.jit
+    compiled = lambda **how: (
+        lambda verb, **options: dispatch.explained(jax.jit(verb, **how, **options))
+    )
+    return compiled(donate_argnums=0), compiled()
 
 
 def _as_it_is(verb: Callable[..., Any], **options: Any) -> Any:

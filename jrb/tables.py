@@ -36,7 +36,8 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
 
     Leaves of several numbers are fixed-shape tensors; complex numbers are tensors with a last axis
     of real and imaginary parts. A field whose type is not the leaf's own has that in its metadata
-    as `jrb.dtype`, such as `bfloat16`, `complex64` or `key:threefry2x32`.
+    as `jrb.dtype`, such as `bfloat16`, `complex64` or `key:threefry2x32`. Parquet cannot read back
+    tensors without numbers, of shape `[0]`.
 
     Args:
         buffer: the description.

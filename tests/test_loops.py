@@ -267,3 +267,18 @@ def test_an_eager_transform_sees_a_value_that_changes():
         for by in (2.0, 3.0):
             scale["by"] = by
             assert buffer.sample(state, KEY).data["x"].tolist() == [10 * by]
+
+
+@pytest.mark.parametrize("parts", PARTS[:2])
+def test_states_that_were_donated_are_told_of(parts):
+    buffer = jrb.ReplayBuffer(8, batch_size=2, **parts)
+    verbs = jrb.jitted(buffer)
+    old = verbs.extend(verbs.init(EXAMPLE), row(1, 4))
+    new = verbs.add(old, row(2))
+    for of in (verbs, buffer):
+        calls = [lambda of=of: of.add(old, row(3)), lambda of=of: of.sample(old, KEY)]
+        calls += [lambda of=of: of.draw(old, KEY), lambda of=of: of.empty(old)]
+        for call in calls:
+            with pytest.raises(ValueError, match=r"donated, .*Go on with the state that came back"):
+                call()
+    assert int(verbs.size(new)) == 5

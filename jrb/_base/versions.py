@@ -62,3 +62,10 @@ def is_committed(array: jax.Array) -> bool:
 def is_of_explicit_mesh(error: Exception) -> bool:
     """Whether JAX could not tell how a result lies on a mesh of explicit axes."""
     return type(error).__name__ == "ShardingTypeError"  # JAX does not export the class
+
+
+def is_of_donated(error: Exception) -> bool:
+    """Whether an array was used that had been donated, or deleted."""
+    return isinstance(error, RuntimeError | ValueError) and (
+        "has been deleted" in str(error) or "deleted or donated" in str(error)
+    )

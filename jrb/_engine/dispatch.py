@@ -24,14 +24,23 @@ from jrb.types import Batch, HostState, HostStorage, Item
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _on_meshes(verb: F) -> F:
-    """The same verb, which says what to do where arrays lie on a mesh of explicit axes."""
+def explained(verb: F) -> F:
+    """The same verb, which says what to do where arrays were donated, or lie on an explicit mesh.
+
+    Raises:
+        ValueError: in place of what JAX raises then.
+    """
 
     @functools.wraps(verb)
     def told(*args: Any, **kwargs: Any) -> Any:
         try:
             return verb(*args, **kwargs)
         except Exception as error:
+            if versions.is_of_donated(error):
+                raise ValueError(
+                    "expected arrays that are there, got some that were donated, or deleted. Go on "
+                    "with the state that came back from the call to which the old one was donated."
+                ) from error
             if not versions.is_of_explicit_mesh(error):
                 raise
             raise ValueError(
@@ -146,7 +155,7 @@ def nbytes(buffer: Buffer, spec: Item) -> int:
     return inner + buffer.storage.nbytes(buffer.ring, spec, in_time=buffer.writer.in_time)
 
 
-@_on_meshes
+@explained
 def write(
     buffer: Buffer,
     state: BufferState,
@@ -184,7 +193,7 @@ def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: Any) -> N
         )
 
 
-@_on_meshes
+@explained
 def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
     """Whether a row would be written, bool `[]`."""
     check_state(buffer, state)
@@ -296,7 +305,7 @@ def _rows(buffer: Buffer, items: Item, verb: str) -> list[list[Any]]:
     return [[transforming.inward(buffer.transforms, item) for item in row] for row in rows]
 
 
-@_on_meshes
+@explained
 def draw(
     buffer: Buffer,
     state: BufferState,
@@ -373,7 +382,7 @@ def _draw_outside(
     return sampler, Sample(data=data, **fields)
 
 
-@_on_meshes
+@explained
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
     """Whether a draw gives at least one item, bool `[]`."""
     return steps.ready(buffer, state.replace(storage=None), batch_size)
@@ -403,7 +412,7 @@ def _collated(buffer: Buffer, found: list[Any], mask: jax.Array, key: jax.Array)
     return transforming.outward(buffer.transforms, data, Batch(key, mask, buffer.keys))
 
 
-@_on_meshes
+@explained
 def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
     """The items at slots of any shape; objects in one list."""
     check_state(buffer, state)
@@ -424,7 +433,7 @@ def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
         )
 
 
-@_on_meshes
+@explained
 def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Array) -> Any:
     """New priorities."""
     check_state(buffer, state)
@@ -435,7 +444,7 @@ def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Arra
     return after.replace(storage=state.storage)
 
 
-@_on_meshes
+@explained
 def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> BufferState:
     """The state in which some anchors are drawn no more."""
     check_state(buffer, state)
@@ -450,7 +459,7 @@ def _light(where: Sample | jax.Array | None) -> Any:
     return where.replace(data=None) if isinstance(where, Sample) else where
 
 
-@_on_meshes
+@explained
 def edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Item
 ) -> BufferState:
@@ -483,7 +492,7 @@ def _edit_outside(
         return after.replace(storage=storage)
 
 
-@_on_meshes
+@explained
 def rewrite(
     buffer: Buffer, state: BufferState, function: Callable[[Item], Item], batch_size: int
 ) -> BufferState:
@@ -510,7 +519,7 @@ def wait(state: BufferState, sample: Sample) -> BufferState:
     return steps.wait(state, sample) if _is_traced(state, sample) else state
 
 
-@_on_meshes
+@explained
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
     """The state after which nothing of some environments, bool `[E]`, goes on."""
     check_state(buffer, state)
@@ -527,7 +536,7 @@ def _without_items(buffer: Buffer) -> Any:
     return dataclasses.replace(buffer, storage=DeferredStorage(), transforms=learning)
 
 
-@_on_meshes
+@explained
 def empty(buffer: Buffer, state: BufferState) -> Any:
     """The state without its items."""
     check_state(buffer, state)

@@ -28,8 +28,9 @@ def out() -> Any:
 
 
 def write_json(value: Any) -> None:
-    """Writes a value, and nothing else."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    """Writes a value, and nothing else; null for NaN and infinities, which JSON does not have."""
+    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+    sys.stdout.write(json.dumps(plain, indent=2, allow_nan=False) + "\n")
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> Any:

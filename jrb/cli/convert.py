@@ -84,7 +84,9 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
 def _opened(source: str, to: str) -> tuple[Any, Any]:
     """A buffer and its state; or a dataset, and None, where episodes are all that is wanted."""
     if found.kind_of(source) != found.OTHER:
-        return found.buffer(source)
+        buffer, state = found.buffer(source)
+        _check_buffer(source, to, buffer, state)
+        return buffer, state
     dataset = found.dataset(source)
     if to in _EPISODES:
         return dataset, None
@@ -92,8 +94,19 @@ def _opened(source: str, to: str) -> tuple[Any, Any]:
     return dataset.buffer(storage=memmap, cast=False)
 
 
+def _check_buffer(source: str, to: str, buffer: Any, state: Any) -> None:
+    """Raises where a format has no place for such buffers."""
+    jrb = importlib.import_module("jrb")
+    single = isinstance(buffer, jrb.ReplayBuffer) and not state.edits.shape
+    if to != "native" and not (single and not buffer.storage.of_objects):
+        raise ValueError(
+            f"{source}: expected a single buffer of arrays with --to {to}, got several, objects, "
+            "or states under vmap. --to native takes them."
+        )
+
+
 def _replace(dest: str, write: Callable[[str], None]) -> None:
-    """Writes beside the path, and puts it there when it is whole."""
+    """Writes beside the path, and puts it there when it is whole; else all stays as it was."""
     temporary = f"{os.path.normpath(dest)}.new-{os.getpid()}"
     old = f"{temporary}-old"
     try:
@@ -102,12 +115,14 @@ def _replace(dest: str, write: Callable[[str], None]) -> None:
             os.rename(dest, old)
         os.rename(temporary, dest)
     finally:
+        if os.path.lexists(old) and not os.path.lexists(dest):
+            os.rename(old, dest)
         for path in (temporary, old):
             _remove(path)
 
 
 def _remove(path: str) -> None:
-    if os.path.isdir(path):
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
         os.remove(path)
@@ -137,9 +152,20 @@ def _write_table(to: str, path: str, buffer: Any, state: Any) -> None:
     tables = importlib.import_module("jrb.tables")
     reader = tables.to_arrow(buffer, state, chunks=tables.rows_of_a_batch(buffer, state))
     if to == "parquet":
+        _check_widths(reader.schema)
         make = extras.require("pyarrow.parquet", "tables").ParquetWriter
     else:
         make = extras.require("pyarrow", "tables").RecordBatchFileWriter
     with make(path, reader.schema) as writer:
         for batch in reader:
             writer.write_batch(batch)
+
+
+def _check_widths(schema: Any) -> None:
+    """Raises where Parquet would write what nobody can read."""
+    empty = [field.name for field in schema if 0 in getattr(field.type, "shape", ())]
+    if empty:
+        raise ValueError(
+            f"leaves {empty}: expected arrays of some numbers with --to parquet, got none in each. "
+            "--to arrow takes them."
+        )

@@ -30,7 +30,8 @@ def histogram(values: np.ndarray, borders: np.ndarray) -> np.ndarray:
     """How many of these numbers lie in each bin, those beyond in the first and the last."""
     counts = np.zeros(len(borders) - 1, np.int64)
     kind = values.dtype if values.dtype.kind == "f" else np.float64
-    inner = borders[1:-1].astype(kind)
+    with np.errstate(over="ignore"):  # beyond the greatest float32 nothing is
+        inner = borders[1:-1].astype(kind)
     for start in range(0, len(values), _PIECE):
         place = np.searchsorted(inner, values[start : start + _PIECE], side="right")
         counts += np.bincount(place, minlength=len(counts))
@@ -44,7 +45,7 @@ def bins(values: np.ndarray, most: int = 60) -> tuple[np.ndarray, bool]:
     """
     low, high = float(values.min()), float(values.max())
     if low == high:
-        wide = 0.5 if low == 0 or abs(low) >= 1 else abs(low) / 2
+        wide = 0.5 if low == 0 or 1 <= abs(low) < 1000 else abs(low) / 2
         return np.linspace(low - wide, high + wide, 4), False
     if low >= 0:
         some = values[:: max(1, len(values) // 100_000)]

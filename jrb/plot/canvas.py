@@ -113,6 +113,8 @@ def _tone_of(ax: Any, who: str) -> tuple[Any, Tone]:
             "figure.add_subplot(), or leave it out for a new figure."
         )
     sheet = ax.get_figure(root=True)
+    if sheet is None:
+        raise TypeError(f"{who}: ax: expected an axes of a figure, got one that was removed.")
     red, green, blue, opacity = _colors.to_rgba(sheet.get_facecolor())
     is_dark = opacity > 0.5 and 0.3 * red + 0.6 * green + 0.1 * blue < 0.4
     return sheet, _DARK if is_dark else _LIGHT
@@ -172,13 +174,19 @@ def style(axes: Any, tone: Tone) -> None:
     axes.tick_params(which="both", color=tone.line, labelcolor=tone.faint, labelsize=8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.label.set(color=tone.faint, fontsize=8.5)
+        axis.set_major_formatter(_ticker.FuncFormatter(_plain))  # no exponent on the title
+
+
+def _plain(value: float, _: int | None = None) -> str:
+    """A number at a tick."""
+    return f"{value:,.10g}"
 
 
 def say(axes: Any, tone: Tone, title: str, more: str = "") -> None:
-    """A title, and a line below it."""
+    """A title, and a line below it; however long, no panel is made narrower for them."""
     axes.set_title(title, loc="left", fontsize=10, color=tone.ink, pad=19 if more else 7)
     if more:
-        axes.annotate(
+        line = axes.annotate(
             more,
             (0, 1),
             (0, 6),
@@ -187,6 +195,7 @@ def say(axes: Any, tone: Tone, title: str, more: str = "") -> None:
             fontsize=8.5,
             color=tone.faint,
         )
+        line.set_in_layout(False)
 
 
 def heading(axes: Any, tone: Tone, title: str, more: str) -> None:
@@ -209,6 +218,16 @@ def whole_numbers(axis: Any, most: int = 6) -> None:
     axis.set_major_formatter(_ticker.StrMethodFormatter("{x:,.0f}"))
 
 
+def before(axis: Any) -> None:
+    """Ticks at integers up to 0, as how long ago they were."""
+    whole_numbers(axis, 8)
+    axis.set_major_formatter(_ticker.FuncFormatter(_distance))
+
+
+def _distance(value: float, _: int | None = None) -> str:
+    return f"{abs(value):,.0f}"
+
+
 def few(axis: Any, most: int) -> None:
     """At most so many ticks."""
     axis.set_major_locator(_ticker.MaxNLocator(most))
@@ -219,7 +238,7 @@ def powers(axis: Any) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(_ticker.LogLocator(numticks=6))
     axis.set_minor_locator(_ticker.NullLocator())
-    axis.set_major_formatter(_ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_formatter(_ticker.FuncFormatter(_plain))
 
 
 def scale(
@@ -241,7 +260,7 @@ def scale(
 def legend(axes: Any, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
     """The names of what is drawn."""
     look = {"fontsize": 8, "labelcolor": tone.faint, "frameon": False, "borderaxespad": 0.2}
-    axes.legend(loc=place, ncols=columns, **look)
+    axes.legend(loc=place, ncols=columns, **look).set_in_layout(False)
 
 
 def note(title: str, more: str) -> list[Row]:
@@ -256,12 +275,18 @@ def note(title: str, more: str) -> list[Row]:
     return [Row(1.4, [draw], around=0)]
 
 
-def mapped(values: np.ndarray, low: float, high: float, colors: Any = VALUES) -> Any:
-    """What gives values their colours, of which the lowest and the highest are known."""
-    norm = _colors.Normalize(low, high if high > low else low + 1)
-    found = _cm.ScalarMappable(norm, colors)
+def mapped(values: np.ndarray) -> Any:
+    """What gives values their colours, from the least finite one to the greatest."""
+    known = values[np.isfinite(values)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    norm = _colors.Normalize(low, high if high > low else low + max(1.0, abs(low)))
+    found = _cm.ScalarMappable(norm, VALUES)
     found.set_array(values)
     return found
+
+
+rgba = _colors.to_rgba
+"""A colour as its parts from 0 to 1, the last one the opacity."""
 
 
 def palette(colors: Sequence[str]) -> Any:

@@ -39,8 +39,9 @@ def _bars(spans: Spans, by: np.ndarray, most: int, axes: Any) -> Any:
     low, high = spans.env - 0.38, spans.env + 0.38
     x = np.stack([left + gap, right - gap, right - gap, left + gap], axis=1)
     y = np.stack([low, low, high, high], axis=1)
-    colors = canvas.mapped(by, by.min(), by.max())
+    colors = canvas.mapped(by)
     faces = colors.to_rgba(by)
+    faces[~np.isfinite(by)] = canvas.rgba(canvas.GREY)
     faces[~spans.complete, 3] = 0.45
     axes.add_collection(
         _collections.PolyCollection(np.stack([x, y], axis=2), facecolors=faces, linewidths=0)
@@ -52,18 +53,23 @@ def _means(spans: Spans, by: np.ndarray, found: Rows, axes: Any) -> Any:
     """The mean over the rows of some time and the environments of a line."""
     most, envs = int(found.counts.max()), len(found.counts)
     borders, lines = facts.edges(most, _COLUMNS), facts.edges(envs, _LINES)
-    each = np.repeat(by.astype(np.float32), spans.stop - spans.start)
-    dense = np.zeros((envs, most), np.float32)
-    held = found.held
-    real = np.ones((1, 1), np.float32) if held is None else held.T.astype(np.float32)
-    if held is None:
+    with np.errstate(over="ignore"):
+        each = np.repeat(by.astype(np.float32), spans.stop - spans.start)
+    dense = np.full((envs, most), np.nan, np.float32)
+    if found.held is None:
         dense[:] = each.reshape(envs, most)
     else:
-        dense[held.T] = each
-    sums = _summed(dense, borders, lines)
-    counts = _summed(np.broadcast_to(real, dense.shape), borders, lines)
-    means = np.ma.masked_array(sums / np.maximum(counts, 1), counts == 0)
-    shown = axes.pcolormesh(borders - most, np.arange(len(lines)) - 0.5, means, cmap=canvas.VALUES)
+        dense[found.held.T] = each
+    real = np.isfinite(dense)
+    counts = _summed(real, borders, lines)
+    means = _summed(np.where(real, dense, 0), borders, lines) / np.maximum(counts, 1)
+    shown = axes.pcolormesh(
+        borders - most,
+        np.arange(len(lines)) - 0.5,
+        np.ma.masked_array(means, counts == 0),
+        norm=canvas.mapped(means[counts > 0]).norm,
+        cmap=canvas.VALUES,
+    )
     names = [f"{line:,}" for line in lines[:-1]]
     at = np.unique(np.linspace(0, len(names) - 1, min(len(names), 6)).astype(int))
     axes.set_yticks(at, [names[place] for place in at])
@@ -78,8 +84,7 @@ def _summed(values: np.ndarray, columns: np.ndarray, lines: np.ndarray) -> np.nd
 
 def _label(axes: Any, envs: int) -> None:
     canvas.label(axes, "rows of time before the newest", "environment" if envs > 1 else "")
-    canvas.whole_numbers(axes.xaxis, 8)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):,.0f}")
+    canvas.before(axes.xaxis)
     axes.spines["left"].set_visible(False)
     if envs == 1:
         axes.set_yticks([])
@@ -95,10 +100,12 @@ def _words(spans: Spans, few: bool) -> tuple[str, str]:
     if over.any():
         length = (spans.stop - spans.start)[over]
         told.append(f"whole ones: {words.number(length.mean())} rows long on average")
-        if spans.returns is not None:
+        if spans.returns is not None and np.isfinite(spans.returns[over]).all():
             told.append(f"mean return {words.number(spans.returns[over].mean())}")
     if not few:
         told.append("a cell is the mean of its rows")
     elif not spans.complete.all():
         told.append("pale: still running")
+    if spans.returns is not None and not np.isfinite(spans.returns).all():
+        told.append("grey: return is not finite" if few else "some returns are not finite")
     return title, ", ".join(told)

@@ -171,7 +171,8 @@ class Spans:
         env: int `[M]`.
         start: int `[M]`, the first row of K.
         stop: int `[M]`, the row behind the last.
-        returns: float64 `[M]`, sums of rewards; None unless an item has one number.
+        returns: float64 `[M]`, sums of rewards, perhaps NaN or infinite; None unless an item has
+            one number.
         complete: bool `[M]`, whether it has ended.
         cut: bool `[M]`, whether its first rows may have been overwritten.
     """
@@ -224,7 +225,8 @@ def _returns(
         return None
     line = rewards.reshape(most, -1).T.astype(np.float64).reshape(-1)
     edges = np.stack([env * most + start, env * most + stop], axis=1).reshape(-1)
-    return np.add.reduceat(np.append(line, 0.0), edges)[::2]
+    with np.errstate(invalid="ignore"):  # of infinities of both signs the sum is NaN
+        return np.add.reduceat(np.append(line, 0.0), edges)[::2]
 
 
 def even(count: int, most: int) -> np.ndarray:

@@ -84,7 +84,7 @@ def _rows(buffer: ReplayBuffer, state: BufferState, found: Rows, spans: Spans, k
         Row(0.5, [lambda axes, tone: canvas.heading(axes, tone, heading[0], heading[1])], around=0)
     ]
     add = lambda height, draw: panels.append(Row(height, [_along(draw, stop - start)]))
-    if found.rewards is not None:
+    if found.rewards is not None and found.rewards.size:
         paid = found.rewards[start:stop, env].reshape(stop - start, -1)
         add(1.9, lambda *on: _rewards(paid, *on))
     named = _read(buffer, state, slots)
@@ -136,7 +136,8 @@ def _rewards(paid: np.ndarray, axes: Any, tone: Tone) -> None:
         return
     axes.vlines(rows, 0, paid[:, 0], color=canvas.BLUE, linewidth=max(0.8, min(4, 300 / len(paid))))
     axes.axhline(0, color=tone.line, linewidth=0.8)
-    total = np.cumsum(paid[:, 0], dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        total = np.cumsum(paid[:, 0], dtype=np.float64)
     other = axes.twinx()
     canvas.style(other, tone)
     other.step(rows, total, where="post", color=canvas.ORANGE, linewidth=1.4)

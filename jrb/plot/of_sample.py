@@ -126,7 +126,8 @@ def _told(batch: Sample, drawn: np.ndarray) -> str:
 def _weights(weights: np.ndarray, chances: np.ndarray, axes: Any, tone: Tone) -> None:
     """Weights against the probabilities that they undo."""
     axes.plot(chances, weights, "o", color=canvas.BLUE, alpha=0.5, markersize=4, markeredgewidth=0)
-    axes.set_ylim(0, 1.08 * float(weights.max()))
+    top = float(weights.max(initial=0, where=np.isfinite(weights)))
+    axes.set_ylim(0, 1.08 * top or 1)
     if chances.min() > 0 and chances.max() / chances.min() > 30:
         canvas.powers(axes.xaxis)
     else:

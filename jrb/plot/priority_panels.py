@@ -56,6 +56,8 @@ def spread(raw: np.ndarray, masses: np.ndarray, axes: Any, tone: Tone) -> None:
     axes.set_yscale("log", nonpositive="clip")
     if geometric:
         canvas.powers(axes.xaxis)
+    else:
+        canvas.few(axes.xaxis, 4)
     share, count, _ = binned.share_of_top(masses)
     least = float(np.partition(raw, len(raw) - count)[len(raw) - count])
     canvas.powers(axes.yaxis)

@@ -2,10 +2,11 @@
 
 
 def number(value: float) -> str:
-    """`1,234`, `0.0123`, `1.2e-07`: three digits that matter, and all of an integer."""
-    if value == int(value) and abs(value) < 1e15:
+    """`1,234`, `0.0123`, `1.2e-07`: three digits that matter, and all of an integer; `nan`."""
+    value = float(value)
+    if value.is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
 def percent(share: float) -> str:

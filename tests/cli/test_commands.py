@@ -486,3 +486,99 @@ def test_whoever_reads_may_stop(tmp_path):
     command = f"{sys.executable} -m jrb inspect {path} --json | head -n 1"
     ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.stderr) == ("{\n", "")
+
+
+def strict(text):
+    """JSON without NaN and Infinity, which programs refuse."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_json_has_no_numbers_that_json_does_not_have(tmp_path, capsys):
+    buffer, state = paths.filled()
+    items = paths.stream()
+    items["next"]["reward"][3:5] = np.nan, np.inf
+    jrb.save(tmp_path / "a", buffer, buffer.extend(buffer.empty(state), items))
+    told = strict(call(capsys, "stats", tmp_path / "a", "--json")[1])
+    assert (told["rewards"]["count"], told["rewards"]["finite"]) == (22, 20)
+    dest = tmp_path / "minari"
+    assert call(capsys, "convert", tmp_path / "a", dest, "--to", "minari")[0] == 0
+    strict(call(capsys, "inspect", dest, "--json")[1])  # whose bounds are infinite
+
+
+def test_what_only_a_checkpoint_can_hold_is_not_converted(tmp_path, capsys):
+    buffer, state = paths.filled()
+    many = jax.vmap(lambda _: jrb.ReplayBuffer(30).init(paths.EXAMPLE))(np.arange(3))
+    jrb.save(tmp_path / "mix", jrb.Mix((buffer, buffer), (0.5, 0.5)), (state, state))
+    jrb.save(tmp_path / "many", jrb.ReplayBuffer(30), many)
+    jrb.save(tmp_path / "objects", *jrb.from_items(["a"], storage=jrb.ListStorage()))
+    for name in ("mix", "many", "objects"):
+        for to in ("h5", "torchrl", "d4rl", "parquet"):
+            status, out, err = call(capsys, "convert", tmp_path / name, tmp_path / "to", "--to", to)
+            assert (status, out) == (1, "")
+            assert f"expected a single buffer of arrays with --to {to}" in err
+            assert not os.path.lexists(tmp_path / "to")
+
+
+def test_an_empty_dump_is_told_of(tmp_path, capsys):
+    buffer, state = paths.filled()
+    jrb.checkpoint.write_torchrl(tmp_path / "a", buffer, buffer.empty(state))
+    told = strict(call(capsys, "stats", tmp_path / "a", "--json")[1])
+    assert (told["episodes"], told["transitions"]) == (0, 0)
+    assert call(capsys, "verify", tmp_path / "a")[0] == 0
+    assert call(capsys, "inspect", tmp_path / "a")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "stats"])
+def test_pipes_are_not_waited_for(command, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "generation-000000000001")
+    assert call(capsys, command, tmp_path / "pipe")[0] == 2
+    assert call(capsys, command, tmp_path / "folder")[0] in (1, 2)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("there", [True, False])
+def test_the_old_stays_whatever_fails(error, there, tmp_path, capsys, monkeypatch):
+    source, dest = tmp_path / "h5", tmp_path / "dest"
+    make("h5", tmp_path)
+    if there:
+        dest.write_bytes(source.read_bytes())
+    before, rename = sorted(os.listdir(tmp_path)), os.rename
+
+    def fails(one, other):
+        if other == str(dest) and not one.endswith("-old"):
+            raise error
+        rename(one, other)
+
+    monkeypatch.setattr(os, "rename", fails)
+    convert = ["convert", source, dest, "--to", "d4rl", "--overwrite"]
+    status, out, _ = call(capsys, *convert)
+    assert (status, out) == (130 if isinstance(error, KeyboardInterrupt) else 1, "")
+    assert sorted(os.listdir(tmp_path)) == before
+    if there:
+        assert dest.read_bytes() == source.read_bytes()
+
+
+def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path, capsys):
+    source = make("h5", tmp_path)
+    jrb.save(tmp_path / "other", *paths.filled())
+    (tmp_path / "link").symlink_to("other")
+    convert = ["convert", source, tmp_path / "link", "--to", "native", "--overwrite"]
+    assert call(capsys, *convert)[0] == 0
+    assert not (tmp_path / "link").is_symlink()
+    assert jrb.load(tmp_path / "other")
+    assert sorted(os.listdir(tmp_path)) == ["h5", "link", "other"]
+
+
+def test_leaves_without_numbers_are_not_written_to_parquet(tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    items = paths.stream()
+    items["observation"] = items["next"]["observation"] = np.zeros((22, 0), np.float32)
+    jrb.save(tmp_path / "a", *jrb.from_items(items))
+    status, out, err = call(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "parquet")
+    assert (status, out) == (1, "")
+    assert "leaves ['next/observation', 'observation']" in err
+    assert os.listdir(tmp_path) == ["a"]
+    assert call(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "arrow")[0] == 0
+    assert call(capsys, "verify", tmp_path / "b")[0] == 0

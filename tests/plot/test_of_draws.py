@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -111,3 +112,11 @@ def test_wrong_arguments_are_refused():
 @pytest.mark.parametrize(("value", "freedom", "want"), [(18.307, 10, 0.05), (124.34, 100, 0.05)])
 def test_chi_square_is_that_of_the_tables(value, freedom, want):
     assert of_draws.chi_square_above(value, freedom) == pytest.approx(want, rel=0.02)
+
+
+def test_long_lines_leave_panels_as_wide_as_they_are():
+    buffer = jrb.ReplayBuffer(40, 2, sampler=jrb.Prioritized(), unit=jrb.Sequence(3, short="pad"))
+    state = buffers.filled(buffer, 30)
+    figure = matplotlib.figure.Figure((12, 12), layout="constrained")
+    jrb.plot.draws(buffer, state, jax.random.key(1), 100, ax=figure.subplots(2, 2)[0, 0])
+    pictures.check(figure)

@@ -77,3 +77,17 @@ def test_what_is_not_there_is_refused():
     best = jrb.ReplayBuffer(9, writer=jrb.Reservoir())
     with pytest.raises(ValueError, match=r"plot.episode: expected a writer that keeps rows"):
         jrb.plot.episode(best, buffers.filled(best, 3, observation=SMALL), 0)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [np.float32([1, np.nan, np.inf, -np.inf]), np.full(4, np.nan), np.zeros((4, 0))],
+    ids=["some", "none", "no numbers"],
+)
+def test_rewards_that_are_not_finite_do_no_harm(reward):
+    observation = np.where(np.arange(4) == 1, np.nan, 1.0)
+    after = {"reward": np.float32(reward), "done": np.arange(4) == 3}
+    items = {"observation": np.float32(observation), "action": np.zeros(4, np.int32), "next": after}
+    figure = jrb.plot.episode(*jrb.from_items(items), 0)
+    pictures.check(figure)
+    assert figure.axes[0].get_title(loc="left").startswith("Episode 0 of 1: 4 rows")

@@ -112,3 +112,11 @@ def test_images_are_told_by_their_shape(shape):
     shown, _ = images.colored(frames)
     assert shown.shape == (*frames.shape[:-1], 3)
     assert 0 <= shown.min() <= shown.max() <= 1
+
+
+@pytest.mark.parametrize("weight", [0.0, np.nan, np.inf])
+def test_weights_of_any_value(weight):
+    buffer = jrb.ReplayBuffer(9, batch_size=4)
+    state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(9)})
+    batch = buffer.sample(state, KEY).replace(weights=jnp.full(4, weight))
+    pictures.check(jrb.plot.sample(batch))

@@ -1,6 +1,7 @@
 """The picture of a state, against plain NumPy."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb._base import pytree
 from jrb.plot import binned, facts
+from jrb.storages import store_rows
 from tests.plot import buffers, pictures
 
 SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -239,3 +242,86 @@ def test_bins_hold_every_number(seed):
         top = np.sort(np.abs(each))[-count:]
         assert share == pytest.approx(top.sum() / max(np.abs(each).sum(dtype=float), 1e-30))
         assert least == top[0]
+
+
+ODD = {
+    "some": ([1.0, np.nan, 3.0, np.inf, -np.inf, 2.0], "Rewards: 2 on average"),
+    "most": ([np.nan, 1.0, np.inf, 1.0, -np.inf, np.nan], "Rewards: all 1"),
+    "all": ([np.nan, np.inf, -np.inf, np.inf, np.nan, np.nan], "Rewards: none is finite"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "times", "writer"),
+    [
+        *[(case, 1, jrb.RoundRobin()) for case in ODD],
+        ("most", 600, jrb.RoundRobin()),
+        ("some", 1, jrb.Reservoir()),
+    ],
+)
+def test_rewards_that_are_not_finite_are_counted_and_left_out(case, times, writer):
+    rewards, title = ODD[case]
+    reward = np.tile(np.float32(rewards), times)
+    buffer = jrb.ReplayBuffer(len(reward) + 3, writer=writer)
+    state = buffer.init({"next": {"reward": jnp.float32(0), "done": False}})
+    done = np.arange(len(reward)) % 2 == 1
+    state = jax.jit(buffer.extend)(state, {"next": {"reward": reward, "done": done}})
+    figure = jrb.plot.state(buffer, state)
+    pictures.check(figure)
+    assert title in pictures.titles(figure)
+    odd = int((~np.isfinite(reward)).sum())
+    said = " ".join(pictures.words(figure))
+    assert f"{odd:,} are not finite" in said.replace("others are", "are") or case == "all"
+    if writer.in_time:
+        told = "grey: return is not finite" if times == 1 else "some returns are not finite"
+        assert told in said
+
+
+@pytest.mark.parametrize("reward", [jnp.full(5, -(2**31)), jnp.full(5, 6e4, jnp.float16)])
+def test_rewards_at_the_bounds_of_their_dtype(reward):
+    figure = jrb.plot.state(*jrb.from_items({"next": {"reward": reward, "done": reward == 0}}))
+    pictures.check(figure)
+    assert f"Rewards: all {int(reward[0]):,}" in pictures.titles(figure)
+
+
+@pytest.mark.parametrize(
+    ("priority", "count"), [(3e38, 9), (3e38, 3), (2e6, 9), (1e-38, 3), (1.0000001, 3)]
+)
+def test_priorities_of_any_size(priority, count):
+    buffer = jrb.ReplayBuffer(9, sampler=jrb.Prioritized())
+    state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(9)})
+    state = buffer.update_priority(state, jnp.arange(count), jnp.full(count, priority))
+    pictures.check(jrb.plot.state(buffer, state))
+    state = buffer.drop(state, jnp.arange(9))
+    assert len(pictures.titles(jrb.plot.state(buffer, state))) == 1
+
+
+def test_of_items_only_flags_and_rewards_are_read(monkeypatch):
+    buffer = jrb.ReplayBuffer(12, 2, storage=jrb.MemmapStorage(None), sampler=jrb.Prioritized())
+    state = buffers.filled(buffer, 9, observation=SMALL)
+    names, read = pytree.leaf_names(buffer.stored(state)), set()
+    whole, one = store_rows.StoreRows.read, store_rows.StoreRows.read_leaf
+
+    def note(self, version, slots):
+        read.update(name for name, part in zip(names, slots, strict=True) if len(part))
+        return whole(self, version, slots)
+
+    def note_leaf(self, version, leaf, slots):
+        read.update({names[leaf]} if slots.size else ())
+        return one(self, version, leaf, slots)
+
+    monkeypatch.setattr(store_rows.StoreRows, "read", note)
+    monkeypatch.setattr(store_rows.StoreRows, "read_leaf", note_leaf)
+    jrb.plot.state(buffer, state)
+    assert read == {"next/reward", "next/done"}
+
+
+def test_a_picture_can_be_pickled_and_an_axes_that_was_removed_is_refused():
+    buffer = jrb.ReplayBuffer(40, sampler=jrb.Prioritized())
+    state = buffers.filled(buffer, 20, observation=SMALL)
+    figure = pickle.loads(pickle.dumps(jrb.plot.state(buffer, state)))
+    assert "Holds 20 items in 40 slots (50 %)" in pictures.titles(figure)
+    ax = matplotlib.figure.Figure().subplots()
+    ax.remove()
+    with pytest.raises(TypeError, match=r"plot.state: ax: expected an axes of a figure, got one"):
+        jrb.plot.state(buffer, state, ax=ax)

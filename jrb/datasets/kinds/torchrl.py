@@ -93,7 +93,7 @@ def _over(path: str, items: PyTree, keys: Keys, numbers: np.ndarray) -> np.ndarr
         )
     over = np.zeros(numbers.shape, bool)
     for flag in flags.values():
-        over |= (flag != 0).reshape(len(flag), -1).any(axis=1)[numbers]
+        over |= (flag != 0).any(axis=tuple(range(1, flag.ndim)))[numbers]
     which = None if keys.episode is None else lookup(items, keys.episode)
     if which is not None:
         which = which.reshape(-1)[numbers]

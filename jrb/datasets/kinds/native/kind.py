@@ -102,7 +102,7 @@ class Native(_Ours):
         with contextlib.suppress(OSError, ValueError, TypeError):
             folder = opening.folder_at(source)
             for number in generation.numbers(folder)[-1:]:
-                with open(folder.path_of(generation.name_of(number)), "rb") as file:
+                with open(folder.open(generation.name_of(number)), "rb") as file:
                     head = json.loads(file.readline(_LARGEST_HEAD))
                 return isinstance(head, dict) and head.get("format") == generation.FORMAT
         return False
