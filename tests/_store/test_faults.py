@@ -75,7 +75,7 @@ def test_a_save_leaves_the_old_or_the_new(fault, code, name, tmp_path):
 
 @pytest.mark.parametrize(("again", "first"), [(0, 1), (1, 12)])
 def test_an_interrupt_at_any_line_leaves_a_store_that_goes_on(again, first, tmp_path):
-    found = run("interrupted", tmp_path, again, first, 23)
+    found = run("interrupted", tmp_path, again, first, 41)
     assert found["lines"] > 500
     assert found["outcomes"] == []
 

@@ -31,6 +31,12 @@ LEAVES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _as_wide_as_a_pipe(monkeypatch):
+    """Whoever runs the tests may have told how wide the terminal is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.mark.parametrize("kind", OURS + OTHERS)
 def test_inspect_tells_of_every_kind(kind, tmp_path, capsys):
     path = make(kind, tmp_path)
