@@ -17,8 +17,6 @@ from jrb.cli import found, stats
 from tests.cli import paths
 from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
 
-pytest.importorskip("typer")
-
 KEYS = {
     *("path", "kind", "description", "size", "capacity", "num_envs", "nbytes", "disk"),
     *("episodes", "transitions", "generations", "leaves", "others", "extra", "notes"),

@@ -1,0 +1,5 @@
+"""Without typer there is nothing to be tested here."""
+
+import importlib.util
+
+collect_ignore_glob = [] if importlib.util.find_spec("typer") else ["*.py"]
