@@ -50,6 +50,9 @@ class Tone:
 _LIGHT = Tone(ink="#1f2328", faint="#4d565f", line="#c5ccd3", ground="#ffffff")
 _DARK = Tone(ink="#f0f3f6", faint="#b8c0c8", line="#565e67", ground="#16181b")
 
+Axes = Any
+"""An axes of matplotlib, in which a panel is drawn."""
+
 Draw = Callable[[Any, Tone], None]
 """Draws a panel into its axes."""
 
@@ -165,7 +168,7 @@ def _inset(ax: Any, rows: Sequence[Row]) -> list[list[Any]]:
     return places
 
 
-def style(axes: Any, tone: Tone) -> None:
+def style(axes: Axes, tone: Tone) -> None:
     """How the axes of a panel look."""
     axes.set_facecolor("none")
     axes.grid(visible=False)
@@ -182,7 +185,7 @@ def _plain(value: float, _: int | None = None) -> str:
     return f"{value:,.10g}"
 
 
-def say(axes: Any, tone: Tone, title: str, more: str = "") -> None:
+def say(axes: Axes, tone: Tone, title: str, more: str = "") -> None:
     """A title, and a line below it; however long, no panel is made narrower for them."""
     axes.set_title(title, loc="left", fontsize=10, color=tone.ink, pad=19 if more else 7)
     if more:
@@ -198,7 +201,7 @@ def say(axes: Any, tone: Tone, title: str, more: str = "") -> None:
         line.set_in_layout(False)
 
 
-def heading(axes: Any, tone: Tone, title: str, more: str) -> None:
+def heading(axes: Axes, tone: Tone, title: str, more: str) -> None:
     """A panel that is a title alone, within it."""
     axes.set_axis_off()
     axes.set_title(title, loc="left", fontsize=11, color=tone.ink, y=1, pad=-11)
@@ -206,7 +209,7 @@ def heading(axes: Any, tone: Tone, title: str, more: str) -> None:
     axes.annotate(more, (0, 1), (0, -27), fontsize=8.5, color=tone.faint, **place)
 
 
-def label(axes: Any, x: str = "", y: str = "") -> None:
+def label(axes: Axes, x: str = "", y: str = "") -> None:
     """What is along the axes."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -242,7 +245,7 @@ def powers(axis: Any) -> None:
 
 
 def scale(
-    axes: Any, tone: Tone, colors: Any, what: str, whole: bool = False, tall: bool = True
+    axes: Axes, tone: Tone, colors: Any, what: str, whole: bool = False, tall: bool = True
 ) -> None:
     """What the colours mean, to the right of a panel."""
     place = axes.inset_axes((1.012, 0, 0.012, 1))
@@ -257,7 +260,7 @@ def scale(
         place.yaxis.set_major_formatter(_ticker.StrMethodFormatter("{x:,.0f}"))
 
 
-def legend(axes: Any, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
+def legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
     """The names of what is drawn."""
     look = {"fontsize": 8, "labelcolor": tone.faint, "frameon": False, "borderaxespad": 0.2}
     axes.legend(loc=place, ncols=columns, **look).set_in_layout(False)
@@ -266,7 +269,7 @@ def legend(axes: Any, tone: Tone, place: str = "upper right", columns: int = 1) 
 def note(title: str, more: str) -> list[Row]:
     """A picture of words alone, where there is nothing to see."""
 
-    def draw(axes: Any, tone: Tone) -> None:
+    def draw(axes: Axes, tone: Tone) -> None:
         axes.set_axis_off()
         axes.text(0.5, 0.62, title, ha="center", fontsize=12, color=tone.ink)
         axes.text(0.5, 0.36, more, ha="center", fontsize=9, color=tone.faint)
@@ -294,7 +297,7 @@ def palette(colors: Sequence[str]) -> Any:
     return _colors.ListedColormap(list(colors))
 
 
-def legend_right(axes: Any, tone: Tone) -> None:
+def legend_right(axes: Axes, tone: Tone) -> None:
     """The names of what is drawn, beside a panel that is full."""
     axes.legend(
         loc="upper left",
@@ -307,7 +310,7 @@ def legend_right(axes: Any, tone: Tone) -> None:
     )
 
 
-def bars(axes: Any, borders: np.ndarray, heights: np.ndarray, color: str, **more: Any) -> None:
+def bars(axes: Axes, borders: np.ndarray, heights: np.ndarray, color: str, **more: Any) -> None:
     """Bars that stand side by side."""
     axes.bar(
         borders[:-1], heights, np.diff(borders), align="edge", color=color, linewidth=0, **more

@@ -6,7 +6,7 @@ import numpy as np
 
 from jrb._base import extras
 from jrb.plot import canvas, facts, words
-from jrb.plot.canvas import Tone
+from jrb.plot.canvas import Axes, Tone
 from jrb.plot.facts import Rows, Spans
 
 _collections = extras.require("matplotlib.collections", "plot")
@@ -19,7 +19,7 @@ def height(found: Rows) -> float:
     return 1.6 + min(len(found.counts), _LINES) / 28
 
 
-def draw(found: Rows, spans: Spans, axes: Any, tone: Tone) -> None:
+def draw(found: Rows, spans: Spans, axes: Axes, tone: Tone) -> None:
     """A bar for each episode, coloured by its return; of very many, means."""
     most, envs = int(found.counts.max()), len(found.counts)
     by = spans.returns if spans.returns is not None else spans.stop - spans.start
@@ -32,7 +32,7 @@ def draw(found: Rows, spans: Spans, axes: Any, tone: Tone) -> None:
     canvas.say(axes, tone, *_words(spans, few))
 
 
-def _bars(spans: Spans, by: np.ndarray, most: int, axes: Any) -> Any:
+def _bars(spans: Spans, by: np.ndarray, most: int, axes: Axes) -> Any:
     """One for each; those that run on, or begin before what is held, are pale at that end."""
     left, right = spans.start - most, spans.stop - most
     gap = 0.1 if len(by) * 6 > most else min(most / 500, 0.4)
@@ -49,7 +49,7 @@ def _bars(spans: Spans, by: np.ndarray, most: int, axes: Any) -> Any:
     return colors
 
 
-def _means(spans: Spans, by: np.ndarray, found: Rows, axes: Any) -> Any:
+def _means(spans: Spans, by: np.ndarray, found: Rows, axes: Axes) -> Any:
     """The mean over the rows of some time and the environments of a line."""
     most, envs = int(found.counts.max()), len(found.counts)
     borders, lines = facts.edges(most, _COLUMNS), facts.edges(envs, _LINES)
@@ -82,7 +82,7 @@ def _summed(values: np.ndarray, columns: np.ndarray, lines: np.ndarray) -> np.nd
     return np.add.reduceat(part, lines[:-1], axis=0)
 
 
-def _label(axes: Any, envs: int) -> None:
+def _label(axes: Axes, envs: int) -> None:
     canvas.label(axes, "rows of time before the newest", "environment" if envs > 1 else "")
     canvas.before(axes.xaxis)
     axes.spines["left"].set_visible(False)

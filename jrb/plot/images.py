@@ -7,7 +7,7 @@ import numpy as np
 
 from jrb._base import pytree
 from jrb.plot import canvas
-from jrb.plot.canvas import Row, Tone
+from jrb.plot.canvas import Axes, Row, Tone
 
 _LEAST, _CHANNELS, _SIDE = 5, 16, 128
 _PLANES = np.array(
@@ -133,7 +133,7 @@ def beside(sheets: list[np.ndarray]) -> np.ndarray:
 def row(sheet: np.ndarray, title: str, more: str) -> Row:
     """A row with one panel, as high as the picture needs."""
 
-    def draw(axes: Any, tone: Tone) -> None:
+    def draw(axes: Axes, tone: Tone) -> None:
         axes.imshow(sheet, interpolation="nearest", aspect="equal")
         axes.set(xticks=[], yticks=[], anchor="W")
         axes.spines[:].set_visible(False)

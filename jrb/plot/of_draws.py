@@ -16,7 +16,7 @@ from jrb._engine import steps
 from jrb._engine.steps import context_of
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts, words
-from jrb.plot.canvas import Row, Tone
+from jrb.plot.canvas import Axes, Row, Tone
 from jrb.samplers import Prioritized, Uniform
 from jrb.samplers.prioritized import Priorities
 from jrb.state import BufferState
@@ -24,7 +24,9 @@ from jrb.state import BufferState
 _BATCH, _SHOWN, _GROUPS, _ENOUGH = 256, 60, 2000, 10
 
 
-def draws(buffer: ReplayBuffer, state: BufferState, key: jax.Array, n: int, ax: Any = None) -> Any:
+def draws(
+    buffer: ReplayBuffer, state: BufferState, key: jax.Array, n: int, ax: Axes | None = None
+) -> Any:
     """Shows how often anchors are drawn, beside how often they are expected to be.
 
     Draws `n` anchors, in batches of `batch_size` (256 if the buffer has none), without reading
@@ -168,7 +170,7 @@ def _rows(buffer: ReplayBuffer, state: BufferState, counted: Counted) -> list[Ro
     return panels
 
 
-def _alone(counted: Counted, by: str, axes: Any, tone: Tone) -> None:
+def _alone(counted: Counted, by: str, axes: Axes, tone: Tone) -> None:
     """Counts without an expectation."""
     seen = counted.seen
     borders = facts.even(len(seen), _SHOWN)
@@ -181,7 +183,7 @@ def _alone(counted: Counted, by: str, axes: Any, tone: Tone) -> None:
 
 
 def _by_slot(
-    counted: Counted, chances: np.ndarray, verdict: tuple[str, str], by: str, axes: Any, tone: Tone
+    counted: Counted, chances: np.ndarray, verdict: tuple[str, str], by: str, axes: Axes, tone: Tone
 ) -> None:
     """Around the ring: bars for what was drawn, a line and a band for what was expected."""
     borders = facts.even(len(chances), _SHOWN)
@@ -197,7 +199,7 @@ def _by_slot(
     canvas.say(axes, tone, title, "; ".join(filter(None, [verdict[1], by])))
 
 
-def _band(axes: Any, borders: np.ndarray, want: np.ndarray, spread: np.ndarray) -> None:
+def _band(axes: Axes, borders: np.ndarray, want: np.ndarray, spread: np.ndarray) -> None:
     axes.stairs(want, borders, baseline=None, color=canvas.ORANGE, linewidth=1.4, label="expected")
     axes.stairs(
         want + 2 * spread,
@@ -211,7 +213,7 @@ def _band(axes: Any, borders: np.ndarray, want: np.ndarray, spread: np.ndarray) 
     )
 
 
-def _label(axes: Any, borders: np.ndarray) -> None:
+def _label(axes: Axes, borders: np.ndarray) -> None:
     axes.set_xlim(0, borders[-1])
     canvas.whole_numbers(axes.xaxis, 8)
     canvas.whole_numbers(axes.yaxis, 4)
@@ -226,7 +228,7 @@ def _expectation(
     return share * total, np.sqrt(total * share * np.clip(1 - share, 0, 1))
 
 
-def _by_chance(counted: Counted, chances: np.ndarray, axes: Any, tone: Tone) -> None:
+def _by_chance(counted: Counted, chances: np.ndarray, axes: Axes, tone: Tone) -> None:
     """From the least likely anchors to the likeliest, in parts of about equal expectation."""
     order = np.argsort(chances, kind="stable")
     order = order[chances[order] > 0]

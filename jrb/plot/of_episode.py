@@ -12,14 +12,14 @@ from jrb._engine import episodes as ends_of
 from jrb.buffer import ReplayBuffer
 from jrb.keys import path_name, within
 from jrb.plot import canvas, facts, images, words
-from jrb.plot.canvas import Row, Tone
+from jrb.plot.canvas import Axes, Row, Tone
 from jrb.plot.facts import Rows, Spans
 from jrb.state import BufferState
 
 _POINTS, _FRAMES, _PARTS = 2000, 12, 8
 
 
-def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Any = None) -> Any:
+def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = None) -> Any:
     """Shows one episode: its rewards and their sum, actions, observations, and priorities.
 
     Observations that are images are shown as a film strip, at most 12 of them; those of up to 8
@@ -119,7 +119,7 @@ def _words(buffer: ReplayBuffer, spans: Spans, at: int, k: int) -> tuple[str, st
 def _along(draw: canvas.Draw, length: int) -> canvas.Draw:
     """The same panel, along the rows of the episode."""
 
-    def drawn(axes: Any, tone: Tone) -> None:
+    def drawn(axes: Axes, tone: Tone) -> None:
         draw(axes, tone)
         axes.set_xlim(-0.5, max(length - 0.5, 0.5))
         canvas.whole_numbers(axes.xaxis, 10)
@@ -127,7 +127,7 @@ def _along(draw: canvas.Draw, length: int) -> canvas.Draw:
     return drawn
 
 
-def _rewards(paid: np.ndarray, axes: Any, tone: Tone) -> None:
+def _rewards(paid: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Rewards as bars, and their running sum as a line."""
     rows = np.arange(len(paid))
     canvas.label(axes, "row of the episode", "reward")
@@ -146,7 +146,7 @@ def _rewards(paid: np.ndarray, axes: Any, tone: Tone) -> None:
     canvas.say(axes, tone, "Rewards, and their sum so far")
 
 
-def _lines(rows: np.ndarray, values: np.ndarray, name: str, axes: Any, tone: Tone) -> None:
+def _lines(rows: np.ndarray, values: np.ndarray, name: str, axes: Axes, tone: Tone) -> None:
     """A line for each of a few numbers; dots for integers."""
     exact = values.dtype.kind in "biu"
     for part in range(values.shape[1]):

@@ -7,14 +7,14 @@ import numpy as np
 
 from jrb._base import pytree
 from jrb.plot import binned, canvas, facts, images, words
-from jrb.plot.canvas import Row, Tone
+from jrb.plot.canvas import Axes, Row, Tone
 from jrb.state import Sample
 
 _SHEET, _ACROSS, _STRIPS, _LONG = 32, 16, 6, 16
 _ROWS = 64
 
 
-def sample(batch: Sample, ax: Any = None) -> Any:
+def sample(batch: Sample, ax: Axes | None = None) -> Any:
     """Shows a batch: where the draws fell, their weights, which entries are real, and images.
 
     Images among the data are shown as a contact sheet, of a unit of windows or stacks as film
@@ -84,7 +84,7 @@ def _where(
     source: np.ndarray,
     batch: Sample,
     drawn: np.ndarray,
-    axes: Any,
+    axes: Axes,
     tone: Tone,
 ) -> None:
     """How many draws fell to which slots, for each buffer of a mix."""
@@ -123,7 +123,7 @@ def _told(batch: Sample, drawn: np.ndarray) -> str:
     return "; ".join(told[:3])
 
 
-def _weights(weights: np.ndarray, chances: np.ndarray, axes: Any, tone: Tone) -> None:
+def _weights(weights: np.ndarray, chances: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Weights against the probabilities that they undo."""
     axes.plot(chances, weights, "o", color=canvas.BLUE, alpha=0.5, markersize=4, markeredgewidth=0)
     top = float(weights.max(initial=0, where=np.isfinite(weights)))
@@ -147,7 +147,7 @@ def _windows(batch: Sample, real: np.ndarray) -> Row:
         if flags is not None and np.shape(flags) == real.shape:
             marks[np.asarray(flags)[:_ROWS]] = value
 
-    def draw(axes: Any, tone: Tone) -> None:
+    def draw(axes: Axes, tone: Tone) -> None:
         names = {0: "masked", 1: "real", 2: "first of an episode", 3: "last of an episode"}
         colors = {0: tone.line, 1: canvas.SKY, 2: canvas.GREEN, 3: canvas.ORANGE}
         look = canvas.palette([colors[value] for value in range(4)])

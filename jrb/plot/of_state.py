@@ -7,11 +7,11 @@ import numpy as np
 
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, episodes_panel, facts, priority_panels, reward_panel, ring_panel
-from jrb.plot.canvas import Row
+from jrb.plot.canvas import Axes, Row
 from jrb.state import BufferState
 
 
-def state(buffer: ReplayBuffer, state: BufferState, ax: Any = None) -> Any:
+def state(buffer: ReplayBuffer, state: BufferState, ax: Axes | None = None) -> Any:
     """Shows what a buffer holds.
 
     Panels, as far as they apply: occupancy and age around the ring; episodes as bars, a line for

@@ -1,20 +1,18 @@
 """Panels: priorities by slot, how they spread, and how much the largest hold."""
 
-from typing import Any
-
 import numpy as np
 
 from jrb._base import tree as trees
 from jrb.buffer import ReplayBuffer
 from jrb.plot import binned, canvas, facts, words
-from jrb.plot.canvas import Tone
+from jrb.plot.canvas import Axes, Tone
 from jrb.samplers.prioritized import Priorities
 from jrb.state import BufferState
 
 _BINS = 400
 
 
-def over_slots(raw: np.ndarray, axes: Any, tone: Tone) -> None:
+def over_slots(raw: np.ndarray, axes: Axes, tone: Tone) -> None:
     """The mean and the greatest of the slots that share a place."""
     borders, real = facts.edges(len(raw), _BINS), raw >= 0
     mean, _, high = binned.mean_and_bounds(raw, borders, real)
@@ -49,7 +47,7 @@ def _bounds(raw: np.ndarray, known: np.ndarray) -> str:
     return "; ".join(told)
 
 
-def spread(raw: np.ndarray, masses: np.ndarray, axes: Any, tone: Tone) -> None:
+def spread(raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone) -> None:
     """A histogram, and what share of the mass the largest hold; of anchors alone, `[K]`."""
     borders, geometric = binned.bins(raw)
     histogram(raw, borders, axes)
@@ -74,7 +72,9 @@ def spread(raw: np.ndarray, masses: np.ndarray, axes: Any, tone: Tone) -> None:
     canvas.say(axes, tone, title, more)
 
 
-def histogram(values: np.ndarray, borders: np.ndarray, axes: Any, color: str = canvas.BLUE) -> None:
+def histogram(
+    values: np.ndarray, borders: np.ndarray, axes: Axes, color: str = canvas.BLUE
+) -> None:
     """How many values lie in each bin."""
     canvas.bars(axes, borders, binned.histogram(values, borders), color)
     axes.set_xlim(borders[0], borders[-1])
@@ -90,7 +90,7 @@ def read(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarr
     return raw, masses[raw >= 0]
 
 
-def draws(counts: np.ndarray, axes: Any, tone: Tone) -> None:
+def draws(counts: np.ndarray, axes: Axes, tone: Tone) -> None:
     """How often each item was drawn, integers `[K]`, K at least 1."""
     borders, _ = binned.bins(counts)
     if counts.max() - counts.min() < 60:

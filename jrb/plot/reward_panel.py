@@ -1,17 +1,15 @@
 """Panel: rewards, from the oldest row to the newest."""
 
-from typing import Any
-
 import numpy as np
 
 from jrb.plot import binned, canvas, facts, words
-from jrb.plot.canvas import Tone
+from jrb.plot.canvas import Axes, Tone
 
 _BINS, _LINES, _FEW = 250, 6, 8
 
 
 def draw(
-    rewards: np.ndarray, held: np.ndarray | None, in_time: bool, axes: Any, tone: Tone
+    rewards: np.ndarray, held: np.ndarray | None, in_time: bool, axes: Axes, tone: Tone
 ) -> None:
     """Means, and from the least to the greatest of as many rows as share a place.
 

@@ -9,7 +9,7 @@ import numpy as np
 from jrb._engine.steps import context_of
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts, words
-from jrb.plot.canvas import Tone
+from jrb.plot.canvas import Axes, Tone
 from jrb.state import BufferState
 from jrb.writers.one_by_one import OneByOne
 
@@ -21,7 +21,7 @@ def height(buffer: ReplayBuffer) -> float:
     return 1.45 + (min(buffer.ring.envs, _LANES) / 30 if buffer.writer.in_lanes else 0)
 
 
-def draw(buffer: ReplayBuffer, state: BufferState, axes: Any, tone: Tone) -> None:
+def draw(buffer: ReplayBuffer, state: BufferState, axes: Axes, tone: Tone) -> None:
     """A strip of the ring, or of each environment's own; dark is new, and pale is old."""
     borders, lanes, ages = _ages(buffer, state)
     most = np.nanmax(ages)
@@ -44,7 +44,7 @@ def draw(buffer: ReplayBuffer, state: BufferState, axes: Any, tone: Tone) -> Non
     canvas.say(axes, tone, _title(buffer, state), _more(buffer, state, axes))
 
 
-def _label(buffer: ReplayBuffer, lanes: np.ndarray, axes: Any) -> None:
+def _label(buffer: ReplayBuffer, lanes: np.ndarray, axes: Axes) -> None:
     envs, in_time = buffer.ring.envs, buffer.writer.in_time
     of = f" of the ring ({envs:,} environments each)" if in_time and envs > 1 else " of the ring"
     canvas.label(axes, ("row" if in_time and envs > 1 else "slot") + of)
@@ -62,7 +62,7 @@ def _title(buffer: ReplayBuffer, state: BufferState) -> str:
     return f"Holds {words.count(size, 'item')} in {buffer.capacity:,} slots ({share})"
 
 
-def _more(buffer: ReplayBuffer, state: BufferState, axes: Any) -> str:
+def _more(buffer: ReplayBuffer, state: BufferState, axes: Axes) -> str:
     """What else is to be said of it; the place of the next write is marked."""
     told, ring = [], buffer.ring
     held = buffer.writer.held(ring, state.writer)
