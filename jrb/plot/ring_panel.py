@@ -65,24 +65,26 @@ def _title(buffer: ReplayBuffer, state: BufferState) -> str:
 def _more(buffer: ReplayBuffer, state: BufferState, axes: Axes) -> str:
     """What else is to be said of it; the place of the next write is marked."""
     told, ring = [], buffer.ring
-    held = buffer.writer.held(ring, state.writer)
+    cursor, rows, size, anchors = jax.device_get(_facts(buffer, state.replace(storage=None)))
     if buffer.writer.in_time and not buffer.writer.in_lanes:
-        cursor = int(held.next_row(ring)[0]) % ring.rows
-        x = cursor + 0.5 if ring.rows <= _COLUMNS else cursor
+        row = int(cursor[0]) % ring.rows
+        x = row + 0.5 if ring.rows <= _COLUMNS else row
         where = axes.get_xaxis_transform()
         axes.plot([x], [0], "^", color=canvas.ORANGE, markersize=6, clip_on=False, transform=where)
-        told.append(f"the next write goes to {'row' if ring.envs > 1 else 'slot'} {cursor:,}")
+        told.append(f"the next write goes to {'row' if ring.envs > 1 else 'slot'} {row:,}")
     elif buffer.writer.in_lanes:
-        rows = np.asarray(held.rows(ring))
         told.append(f"environments hold {rows.min():,} to {rows.max():,} rows")
-    anchors = _anchors(buffer, state)
-    if anchors != int(held.size):
-        told.append(words.count(anchors, "anchor") + " can be drawn")
+    if anchors != size:
+        told.append(words.count(int(anchors), "anchor") + " can be drawn")
     return "; ".join(told)
 
 
-def _anchors(buffer: ReplayBuffer, state: BufferState) -> int:
-    return int(buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count)
+@jax.jit
+def _facts(buffer: Any, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The rows that are written next, how many are held, of how many items, and the anchors."""
+    held = buffer.writer.held(buffer.ring, state.writer)
+    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+    return held.next_row(buffer.ring), held.rows(buffer.ring), held.size, anchors.count
 
 
 def _ages(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
