@@ -77,8 +77,8 @@ CASES = [  # every family of units meets every mode, and so does every family of
     ("padded", "epochs", {}, "se"),
     ("episodes", "uniform", {}, "uv"),
     ("stacks", "epochs", {}, "evp"),
-    ("stacks", "prioritized", ONCE, "u"),
-    ("hindsight", "prioritized", {}, "sep"),
+    ("stacks", "prioritized", ONCE, "us"),
+    ("hindsight", "prioritized", {}, "suevp"),
 ]
 COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
 
