@@ -82,9 +82,10 @@ def _of_sampler(buffer: ReplayBuffer, state: BufferState) -> list[Row]:
     panels = []
     if buffer.sampler.prioritized:
         raw, masses = priority_panels.read(buffer, state)
-        if (raw >= 0).any():
+        known = priority_panels.anchors_of(raw, raw)
+        if len(known):
             slots = lambda *at: priority_panels.over_slots(raw, *at)
-            spread = lambda *at: priority_panels.spread(raw[raw >= 0], masses, *at)
+            spread = lambda *at: priority_panels.spread(known, masses, *at)
             panels.append(Row(2.3, [slots, spread], (1.15, 1)))
     if buffer.sampler.counted:
         counts = np.asarray(state.sampler.draws)[_held(buffer, state)]

@@ -31,7 +31,7 @@ def over_slots(raw: np.ndarray, axes: Axes, tone: Tone) -> None:
     if not single:
         axes.set_ylim(top=1.22 * max(float(np.nanmax(high)), 1e-30))
         canvas.legend(axes, tone, columns=2)
-    known = raw[real]
+    known = anchors_of(raw, raw)
     title = f"Priorities: {words.number(float(known.mean(dtype=np.float64)))} on average"
     canvas.say(axes, tone, title, _bounds(raw, known))
 
@@ -87,7 +87,13 @@ def read(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarr
         masses = np.asarray(trees.leaves(state.sampler.masses))
     else:
         masses = raw
-    return raw, masses[raw >= 0]
+    return raw, anchors_of(raw, masses)
+
+
+def anchors_of(raw: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The values of those slots that are anchors; the same array where all are."""
+    real = raw >= 0
+    return values if real.all() else values[real]
 
 
 def draws(counts: np.ndarray, axes: Axes, tone: Tone) -> None:
