@@ -148,7 +148,7 @@ def _adopted(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _assigned(sampler: Sampler, made: PartState, places: jax.Array, known: jax.Array) -> Any:
-    """`assign`, the same."""
+    """`assign`, compiled once for as many items."""
     return sampler.assign(made, places, known, None)
 
 
