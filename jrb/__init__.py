@@ -48,6 +48,7 @@ __all__ = [
     "RoundRobin",
     "Sample",
     "Sequence",
+    "Sharded",
     "SpillStorage",
     "StaleError",
     "Transition",

@@ -14,6 +14,7 @@ from jrb.of_items import from_items
 from jrb.read import episodes, items, stats
 from jrb.rebuilding import rebuild
 from jrb.samplers import Lifo, Newest, Prioritized, Queue, Uniform, WithoutReplacement
+from jrb.sharded import Sharded
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
 from jrb.tables import to_arrow, to_pandas

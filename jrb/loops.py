@@ -12,6 +12,7 @@ from jrb._base import casting, pytree
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix
+from jrb.sharded import Sharded
 from jrb.state import BufferState, Sample
 from jrb.types import Item
 
@@ -30,7 +31,7 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
     their verbs are those of the buffer.
 
     Args:
-        buffer: a `ReplayBuffer` or a `Mix`.
+        buffer: a `ReplayBuffer`, a `Mix` or a `Sharded`.
 
     Returns:
         An object with the verbs of the buffer.
@@ -47,8 +48,10 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
     """
     if isinstance(buffer, Mix):
         return JittedMix(buffer)
-    if not isinstance(buffer, ReplayBuffer):
-        raise TypeError(f"jitted: expected a ReplayBuffer or a Mix, got {type(buffer).__name__}.")
+    if not isinstance(buffer, ReplayBuffer | Sharded):
+        raise TypeError(
+            f"jitted: expected a ReplayBuffer, a Mix or a Sharded, got {type(buffer).__name__}."
+        )
     return Jitted(buffer)
 
 
@@ -63,9 +66,10 @@ class Jitted:
     nbytes: Callable[..., int]
     take: Callable[..., Item]
 
-    def __init__(self, buffer: ReplayBuffer) -> None:
+    def __init__(self, buffer: ReplayBuffer | Sharded) -> None:
         self.buffer = buffer
-        writes, reads = _compilers(dispatch.on_host(buffer))
+        one = buffer.buffer if isinstance(buffer, Sharded) else buffer
+        self._cast, (writes, reads) = one.cast, _compilers(dispatch.on_host(one))
         self._add, self._extend = writes(buffer.add), writes(buffer.extend)
         self._update = writes(buffer.update_priority)
         self._truncate, self._empty = writes(buffer.truncate), writes(buffer.empty)
@@ -185,7 +189,7 @@ class Jitted:
         """The items, none of which `jit` would change without a word."""
         if all(map(casting.is_kept, jax.tree.leaves(items))):
             return items
-        if self.buffer.cast:
+        if self._cast:
             return casting.kept(items, verb)
         pytree.spec_of(items, verb)  # raises
         return items
@@ -205,7 +209,8 @@ class JittedMix:
 
     def __init__(self, mix: Mix) -> None:
         self.mix = mix
-        writes, reads = _compilers(any(map(dispatch.on_host, mix.buffers)))
+        parts = [part.buffer if isinstance(part, Sharded) else part for part in mix.buffers]
+        writes, reads = _compilers(any(map(dispatch.on_host, parts)))
         self._draw = writes(mix.draw, static_argnames="batch_size")
         self._sample = reads(mix.sample, static_argnames="batch_size")
         self._update = writes(mix.update_priority)

@@ -1,6 +1,7 @@
 """One batch from several buffers, such as demonstrations and replay."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import numpy as np
 from jrb._base import checks, display, permutation, pytree, random_bits
 from jrb._engine import counting, dispatch
 from jrb.buffer import ReplayBuffer
+from jrb.sharded import Sharded
 from jrb.state import Buffer, BufferState, Device, Sample
-from jrb.types import Item
+from jrb.types import Item, Sampler
 
 States = tuple[BufferState, ...]
 
@@ -26,6 +28,9 @@ class Mix:
     (largest remainders), comes after those of the buffers before it, and covers the whole
     distribution of its buffer. `Sample.info["source"]`, int32 `[B]`, says which buffer an item is
     from; indices, probabilities, weights and stamps are that buffer's own. K buffers.
+
+    Of `jrb.Sharded` buffers, all in the same shards, each shard draws its part of every part, and
+    nothing moves between devices.
 
     Attributes:
         buffers: whose data have the same structure, shapes and dtypes.
@@ -43,7 +48,7 @@ class Mix:
         [1, 1, 2, 2, 2, 2, 2, 2]
     """
 
-    buffers: tuple[ReplayBuffer, ...]
+    buffers: tuple[ReplayBuffer | Sharded, ...]
     proportions: tuple[float, ...]
     batch_size: int | None = None
 
@@ -55,8 +60,15 @@ class Mix:
 
     def __post_init__(self) -> None:
         is_buffers = isinstance(self.buffers, tuple) and self.buffers
-        if not is_buffers or not all(isinstance(part, ReplayBuffer) for part in self.buffers):
+        kinds = ReplayBuffer | Sharded
+        if not is_buffers or not all(isinstance(part, kinds) for part in self.buffers):
             raise TypeError(f"buffers: expected a tuple of buffers, got {self.buffers!r}.")
+        layouts = {isinstance(part, Sharded) and part.layout for part in self.buffers}
+        if len(layouts) > 1:
+            raise ValueError(
+                "buffers: expected all in the same shards of the same mesh, or none in shards, got "
+                f"{layouts}."
+            )
         numbers = isinstance(self.proportions, tuple) and all(
             isinstance(share, int | float) for share in self.proportions
         )
@@ -68,7 +80,10 @@ class Mix:
 
     def init(self, example: Item, device: Device = None) -> States:
         """Empty states, one for each buffer, all on one device (see `ReplayBuffer.init`)."""
-        return tuple(part.init(example, device) for part in self.buffers)
+        return tuple(
+            part.init(example) if isinstance(part, Sharded) else part.init(example, device)
+            for part in self.buffers
+        )
 
     def nbytes(self, example: Item) -> int:
         """The bytes that `init(example)` allocates."""
@@ -83,7 +98,7 @@ class Mix:
         if self.batch_size is None:
             counts = tuple(None if share else 0 for share in self.proportions)
         else:
-            counts = _shares(self.proportions, self.batch_size)
+            counts = self._counts(self.batch_size)
         ready = [
             part.can_sample(state, count)
             for (part, state), count in zip(self._pairs(states), counts, strict=True)
@@ -130,7 +145,7 @@ class Mix:
                 they are scaled); parts whose data differ; a buffer with nothing to draw (outside
                 `jit`; inside, its part of `mask` is False).
         """
-        wasteful = [part.sampler for part in self.buffers if part.sampler.consumes]
+        wasteful = [sampler for sampler in self._samplers if sampler.consumes]
         if proportions is not None and wasteful:
             raise ValueError(
                 f"proportions: expected none in the call, with {type(wasteful[0]).__name__}, which "
@@ -153,16 +168,18 @@ class Mix:
         checks.key(key)
         keys = jax.random.split(key, len(self.buffers) + 1)
         if proportions is None:
-            counts = _shares(self.proportions, batch_size)
+            counts = self._counts(batch_size)
             states, parts = self._draw_each(states, keys, counts, counts, beta)
             _check_alike(parts)
-            return states, _joined([part for part in parts if part is not None])
+            drawn = [part for part in parts if part is not None]
+            return states, self._within(_joined, (), (drawn,), merges=True)
         shares = self._given_shares(proportions, batch_size)
         everything = (batch_size,) * len(self.buffers)
         known = everything if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
         after, parts = self._draw_each(states, keys, everything, known, beta)
         _check_alike(parts)
-        sample = _chosen(parts, shares, keys[-1])
+        shares, key = self._for_each(shares, keys[-1])
+        sample = self._within(_chosen, (shares, key), (parts,), merges=True)
         return self._counting(states, after, sample), sample
 
     def _counting(self, before: States, after: States, sample: Sample) -> States:
@@ -171,7 +188,8 @@ class Mix:
         counted = []
         for number, (state, then) in enumerate(zip(before, after, strict=True)):
             mine = drawn & (sample.info["source"] == number)
-            sampler = counting.drawn_of(state.sampler, then.sampler, sample, mine)
+            known = state.sampler, then.sampler
+            sampler = self._within(counting.drawn_of, known, (sample, mine))
             counted.append(then.replace(sampler=sampler))
         return tuple(counted)
 
@@ -185,7 +203,7 @@ class Mix:
         """
         if "source" not in sample.info:
             raise ValueError("update_priority: expected a Sample of this Mix, got one of a buffer.")
-        if not any(part.sampler.prioritized for part in self.buffers):
+        if not any(sampler.prioritized for sampler in self._samplers):
             raise TypeError(
                 "update_priority: expected a buffer with priorities, got none. "
                 "Build one with sampler=jrb.Prioritized()."
@@ -195,10 +213,10 @@ class Mix:
             mine = source == number
             mask = sample.mask & mine.reshape(-1, *(1,) * (sample.mask.ndim - 1))
             own = sample.replace(mask=mask)
-            if part.sampler.prioritized:
+            if self._samplers[number].prioritized:
                 after.append(part.update_priority(state, own, priorities))
             else:
-                after.append(dispatch.wait(state, own))
+                after.append(self._within(dispatch.wait, (state,), (own,)))
         return tuple(after)
 
     def _pairs(self, states: States) -> list[tuple[ReplayBuffer, BufferState]]:
@@ -247,6 +265,8 @@ class Mix:
         needed: tuple[int, ...],
     ) -> tuple[BufferState, Sample]:
         part, quiet = self.buffers[number], not needed[number]
+        if isinstance(part, Sharded):
+            return part.draw_some(state, key, count, beta, quiet)
         beta = None if beta is None else checks.number("beta", beta)
         after, sample = dispatch.draw(part, state, key, count, beta, quiet)
         return dispatch.after_draw(state, after), sample
@@ -259,7 +279,44 @@ class Mix:
             raise ValueError(
                 f"proportions: expected shape ({len(self.buffers)},), got {shares.shape}."
             )
-        return _shares_traced(shares, batch_size)
+        return self._shards * _shares_traced(shares, batch_size // self._shards)
+
+    @property
+    def _samplers(self) -> list[Sampler]:
+        parts = [part.buffer if isinstance(part, Sharded) else part for part in self.buffers]
+        return [part.sampler for part in parts]
+
+    @property
+    def _shards(self) -> int:
+        """In how many shards the buffers are."""
+        first = self.buffers[0]
+        return first.shards if isinstance(first, Sharded) else 1
+
+    def _counts(self, batch_size: int) -> tuple[int, ...]:
+        """How many of a batch each buffer gives, alike in each shard."""
+        if batch_size % self._shards:
+            raise ValueError(
+                f"batch_size: expected a multiple of {self._shards}, the number of shards, got "
+                f"{batch_size}."
+            )
+        each = _shares(self.proportions, batch_size // self._shards)
+        return tuple(self._shards * count for count in each)
+
+    def _within(
+        self, function: Callable[..., Any], states: tuple, batches: tuple, merges: bool = False
+    ) -> Any:
+        """A function of states and batches; of sharded ones, in each shard for itself."""
+        first = self.buffers[0]
+        if isinstance(first, Sharded):
+            return first.in_each(function, states, batches, merges)
+        return function(*states, *batches)
+
+    def _for_each(self, shares: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How much of each buffer, and a key; for each shard its own."""
+        if not isinstance(self.buffers[0], Sharded):
+            return shares, key
+        each = jnp.broadcast_to(shares // self._shards, (self._shards, shares.size))
+        return each, jax.random.split(key, self._shards)
 
 
 def _check_proportions(values: np.ndarray, count: int) -> None:
@@ -313,7 +370,7 @@ def _joined(parts: list[Sample]) -> Sample:
 
 
 @jax.jit
-def _chosen(parts: list[Any], shares: jax.Array, key: jax.Array) -> Sample:
+def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
     """So many of each part as `shares` (int32 `[K]`) says, chosen at random."""
     size = parts[0].indices.shape[0]
     place, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(shares, dtype=jnp.int32)
@@ -326,7 +383,7 @@ def _chosen(parts: list[Any], shares: jax.Array, key: jax.Array) -> Sample:
     return jax.tree.map(lambda leaf: leaf[row], _joined(parts))
 
 
-Description = Buffer | Mix
+Description = Buffer | Mix | Sharded
 """What can be saved, compiled and iterated over."""
 
 AnyState = Any

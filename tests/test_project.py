@@ -23,6 +23,7 @@ ROOMS = [
     {"_engine"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
+    {"sharded"},
     {"mix"},
     {"loops", "read", "rebuilding", "limits"},
     {"of_items", "interop", "tables"},

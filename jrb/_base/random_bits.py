@@ -115,6 +115,15 @@ def counted(seed: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _threefry(seed[0], seed[1], jnp.zeros_like(numbers), numbers)
 
 
+def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
+    """`jax.random.fold_in(key, number)`, without a loop on the CPU; a number may be traced."""
+    words = jax.random.key_data(key)
+    if words.shape[-1:] != (2,):
+        return jax.random.fold_in(key, number)
+    number = jnp.asarray(number).astype(jnp.uint32)
+    return _like(key, jnp.stack(_threefry(words[0], words[1], jnp.zeros_like(number), number)))
+
+
 def fold(key: jax.Array, number: int) -> jax.Array:
     """Another key, whose bits are independent of those of `key` and of other numbers.
 
@@ -127,6 +136,11 @@ def fold(key: jax.Array, number: int) -> jax.Array:
         return jax.random.fold_in(key, 2**32 - 1 - number)
     # `bits` counts with a high word of zero, so no draw has seen this block.
     block = _threefry(words[0], words[1], jnp.uint32(2**32 - 1), jnp.uint32(number))
+    return _like(key, jnp.stack(block))
+
+
+def _like(key: jax.Array, words: jax.Array) -> jax.Array:
+    """A key of these words, typed or not as the other one."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return jnp.stack(block)
-    return jax.random.wrap_key_data(jnp.stack(block), impl=jax.random.key_impl(key))
+        return words
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))

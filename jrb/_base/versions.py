@@ -5,6 +5,7 @@ and not over others; what asks for these finds none there.
 """
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +17,7 @@ Axes = frozenset[Any]
 _HAS_MESH_IN_TYPES = hasattr(jax, "typeof")
 _CAST = getattr(lax, "pcast", None)
 _CAST_BEFORE = getattr(lax, "pvary", None)  # its name from JAX 0.6 on
+_KNOWS_WHAT_VARIES = jax.__version_info__ >= (0, 10)
 
 
 def enable_x64() -> AbstractContextManager[Any]:
@@ -39,9 +41,42 @@ def varying_axes(aval: Any) -> Axes:
 
 def in_shard_map() -> bool:
     """Whether arrays may vary over the axes of a mesh."""
+    return bool(manual_axes())
+
+
+def manual_axes() -> Axes:
+    """The axes of a mesh that belong to the `jax.shard_map` around this, if there is one."""
     if not _HAS_MESH_IN_TYPES:
-        return False
-    return bool(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+        return frozenset()
+    return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+
+def ambient_mesh() -> Any:
+    """The mesh that was set around this; None without one."""
+    if not _HAS_MESH_IN_TYPES:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def shard_map(body: Callable[..., Any], mesh: Any, ins: Any, outs: Any) -> Callable[..., Any]:
+    """`jax.shard_map`, where there is one; arguments are brought to where they belong."""
+    if not hasattr(jax, "shard_map"):
+        old = importlib.import_module("jax.experimental.shard_map").shard_map
+        return old(body, mesh=mesh, in_specs=ins, out_specs=outs, check_rep=False)
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=_KNOWS_WHAT_VARIES
+    )
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    if not any("Explicit" in str(kind) for kind in mesh.axis_types):
+        return mapped  # XLA brings them
+
+    def brought(*arguments: Any) -> Any:
+        to = lambda spec: jax.sharding.NamedSharding(mesh, spec)
+        move = lambda tree, spec: jax.tree.map(lambda leaf: jax.reshard(leaf, to(spec)), tree)
+        return mapped(*map(move, arguments, ins))
+
+    return brought
 
 
 def vary(array: jax.Array, axes: Axes) -> jax.Array:

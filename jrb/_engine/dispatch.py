@@ -58,6 +58,15 @@ def on_host(buffer: Buffer) -> bool:
     return isinstance(buffer.storage, HostStorage)
 
 
+def refuse_on_host(who: str, buffer: Buffer) -> None:
+    """Raises if the storage keeps items on the host."""
+    if on_host(buffer):
+        raise ValueError(
+            f"{who}: expected a storage on the device, got {type(buffer.storage).__name__}. Use "
+            "jrb.DeviceStorage()."
+        )
+
+
 @functools.lru_cache(maxsize=64)
 def _for_device(buffer: Buffer) -> Any:
     """The same buffer as its jitted parts know it, without items that lie on the host."""
@@ -100,7 +109,7 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
         state_check.check(buffer, state)
 
 
-def _is_traced(*arguments: Any) -> bool:
+def is_traced(*arguments: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
 
@@ -108,7 +117,7 @@ def _is_inside(buffer: Buffer, *arguments: Any) -> bool:
     """Whether the jitted verb is wanted. Raises where there is none."""
     if not on_host(buffer):
         return True
-    inside = _is_traced(arguments)
+    inside = is_traced(arguments)
     if inside and buffer.storage.of_objects:
         raise refusal()
     return inside
@@ -121,7 +130,7 @@ def _on_device(buffer: Buffer, state: BufferState) -> Any:
 
 def check_init(buffer: Buffer, example: Item) -> None:
     """Raises inside `jit` if there are files to be made."""
-    if on_host(buffer) and not buffer.storage.of_objects and _is_traced(example, jnp.zeros(())):
+    if on_host(buffer) and not buffer.storage.of_objects and is_traced(example, jnp.zeros(())):
         raise TypeError(
             "init: expected to be called outside jit, vmap and scan, as it makes files. Make the "
             "state before, and pass it as an argument."
@@ -169,21 +178,21 @@ def write(
     rest = mask, cuts, priorities
     _check_room(buffer, state, items, mask)
     if _is_inside(buffer, state, items, rest):
-        if not _is_traced(state, items, rest):
+        if not is_traced(state, items, rest):
             _warn_of_copies(buffer, state)
         return steps.write(buffer, state, items, *rest)
     after = steps.write(_for_device(buffer), _on_device(buffer, state), items, *rest)
-    if _is_traced(after):
+    if is_traced(after):
         return steps.write(buffer, state, items, *rest)
     return _put(buffer, state, after, items)
 
 
 def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: Any) -> None:
     """Raises where rows would find no room, as far as that is known."""
-    if not buffer.writer.until_full or _is_traced(state, items, mask):
+    if not buffer.writer.until_full or is_traced(state, items, mask):
         return
     found = steps.room(buffer, state.replace(storage=None))
-    if _is_traced(found):
+    if is_traced(found):
         return
     wanted = len(jax.tree.leaves(items)[0]) if mask is None else int(np.sum(mask))
     if wanted > found:
@@ -321,8 +330,8 @@ def draw(
     """
     check_state(buffer, state)
     if _is_inside(buffer, key, state.storage):  # what else is traced shows later
-        drawable = None if _is_traced(state, key) else ready(buffer, state, batch_size)
-        if drawable is None or _is_traced(drawable):
+        drawable = None if is_traced(state, key) else ready(buffer, state, batch_size)
+        if drawable is None or is_traced(drawable):
             return steps.draw(buffer, state, key, batch_size, beta)
         if not drawable and not quiet:
             raise _nothing(buffer, state)
@@ -416,7 +425,7 @@ def _collated(buffer: Buffer, found: list[Any], mask: jax.Array, key: jax.Array)
 def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
     """The items at slots of any shape; objects in one list."""
     check_state(buffer, state)
-    if not _is_traced(state, indices):
+    if not is_traced(state, indices):
         _check_held(buffer, state, np.asarray(indices))
     if _is_inside(buffer, state, indices):
         return steps.take(buffer, state, indices)
@@ -437,7 +446,7 @@ def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
 def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Array) -> Any:
     """New priorities."""
     check_state(buffer, state)
-    if _is_traced(state, sample, priorities):
+    if is_traced(state, sample, priorities):
         return steps.update(buffer, state, sample, priorities)
     half = state.replace(storage=None)
     after = steps.update(_without_items(buffer), half, _light(sample), priorities)
@@ -448,7 +457,7 @@ def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Arra
 def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> BufferState:
     """The state in which some anchors are drawn no more."""
     check_state(buffer, state)
-    if _is_traced(state, where):
+    if is_traced(state, where):
         return steps.drop(buffer, state, where)
     after = steps.drop(_without_items(buffer), state.replace(storage=None), _light(where))
     return after.replace(storage=state.storage)
@@ -466,7 +475,7 @@ def edit(
     """Other values, leaves by name, for held items; `where` is None for all slots."""
     check_state(buffer, state)
     if _is_inside(buffer, state, where, values):
-        if not _is_traced(state, where, values):
+        if not is_traced(state, where, values):
             _warn_of_copies(buffer, state)
             where = _light(where)
         return editing.edit(buffer, state, where, values)
@@ -499,7 +508,7 @@ def rewrite(
     """A function from B items to other leaves by name, put over all that is held."""
     check_state(buffer, state)
     if _is_inside(buffer, state):
-        if not _is_traced(state):
+        if not is_traced(state):
             _warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
     slots, count = buffer.writer.in_order(buffer.ring, state.writer)
@@ -516,14 +525,14 @@ def rewrite(
 
 def wait(state: BufferState, sample: Sample) -> BufferState:
     """The same state, in which later writes wait for the sample's reads; outside `jit` all do."""
-    return steps.wait(state, sample) if _is_traced(state, sample) else state
+    return steps.wait(state, sample) if is_traced(state, sample) else state
 
 
 @explained
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
     """The state after which nothing of some environments, bool `[E]`, goes on."""
     check_state(buffer, state)
-    if _is_traced(state, which):
+    if is_traced(state, which):
         return steps.truncate(buffer, state, which)
     after = steps.truncate(_without_items(buffer), state.replace(storage=None), which)
     return after.replace(storage=state.storage)
@@ -540,7 +549,7 @@ def _without_items(buffer: Buffer) -> Any:
 def empty(buffer: Buffer, state: BufferState) -> Any:
     """The state without its items."""
     check_state(buffer, state)
-    if _is_traced(state):
+    if is_traced(state):
         return steps.empty(buffer, state)
     after = steps.empty(_without_items(buffer), state.replace(storage=None))
     storage = buffer.storage.reset(buffer.ring, state.storage, jnp.int32(0))

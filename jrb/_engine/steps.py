@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jrb._base import ordering
 from jrb._engine import counting, episodes, transforming
 from jrb.state import Buffer, BufferState, Sample
-from jrb.types import Batch, Context, Draw, Given, Item, Look, Write
+from jrb.types import Batch, Context, Draw, Given, Item, Look, Share, Write
 from jrb.types.messages import PartState
 
 
@@ -165,11 +165,36 @@ def _choose(
     anchors = buffer.unit.anchors(context, state.unit)
     drawn = buffer.sampler.draw(buffer.ring, state.sampler, anchors, key, batch_size, beta)
     if buffer.min_size is not None:
-        drawn = _if_enough(context.held.size >= buffer.min_size, state.sampler, *drawn)
+        drawn = if_enough(context.held.size >= buffer.min_size, state.sampler, *drawn)
     return counting.drawn(*drawn)
 
 
-def _if_enough(enough: jax.Array, before: Any, after: Any, draw: Draw) -> tuple[Any, Draw]:
+def choose_among(
+    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
+) -> tuple[Any, Draw, Share | None, jax.Array]:
+    """The sampler's part in one of several shards.
+
+    Returns:
+        Its state, in which nothing is counted yet; what it drew; what it says to the others; and
+        how many items are held.
+    """
+    ring, context = buffer.ring, context_of(buffer, state.writer)
+    anchors = buffer.unit.anchors(context, state.unit)
+    share = buffer.sampler.share(ring, state.sampler, anchors)
+    drawn = buffer.sampler.draw(ring, state.sampler, anchors, key, batch_size, beta)
+    return *drawn, share, context.held.size
+
+
+def finish_draw(
+    buffer: Buffer, state: BufferState, sampler: PartState, draw: Draw, key: jax.Array
+) -> tuple[BufferState, Sample]:
+    """The rest of it: the state after the draw, and the sample."""
+    sampler, draw = counting.drawn(sampler, draw)
+    sample = _finish(buffer, state, draw, key)
+    return wait(state.replace(sampler=sampler), sample), sample
+
+
+def if_enough(enough: jax.Array, before: Any, after: Any, draw: Draw) -> tuple[Any, Draw]:
     """A draw, or nothing and the sampler as it was while not `enough`, bool `[]`, is held."""
     keep = lambda new, old: new if new is old else jnp.where(enough, new, old)
     some = lambda leaf: jnp.where(enough, leaf, jnp.zeros_like(leaf))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jrb._base import checks, pytree, random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Draw, Sampler
+from jrb.types import Anchors, Draw, Sampler, Share
 from jrb.types.messages import PartState
 
 _PARTS = 2**16 - 1  # a whole of so many parts can be multiplied in 32 bits
@@ -76,6 +76,21 @@ class Newest(Sampler):
         chosen = random_bits.below(last.count, *random_bits.words(key, batch_size))
         mask = jnp.broadcast_to(last.count > 0, (batch_size,))
         return state, last.drawn(chosen, mask, key)
+
+    def of_shard(self, shards: int) -> "Newest":
+        """Its part of the count; a fraction is the same of each."""
+        if self.count is None:
+            return self
+        if self.count % shards:
+            raise ValueError(
+                f"Newest: count: expected a multiple of {shards}, the number of shards, got "
+                f"{self.count}."
+            )
+        return dataclasses.replace(self, count=self.count // shards)
+
+    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share | None:
+        """Of the newest anchors alone."""
+        return super().share(ring, state, self._last(anchors))
 
     def _last(self, anchors: Anchors) -> Anchors:
         """The newest of the anchors, in their order."""

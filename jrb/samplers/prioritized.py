@@ -17,7 +17,7 @@ from jrb._base.tree import Tree
 from jrb.held import Held
 from jrb.keys import Path, find, path_name
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Draw, DrawCounts, Given, Item, Sampler
+from jrb.types import Anchors, Change, Draw, DrawCounts, Given, Item, Sampler, Share
 
 _NO_ANCHOR = -1.0
 DROPPED = -2.0
@@ -268,23 +268,43 @@ class Prioritized(Sampler):
         some = total > 0
         mask = jnp.broadcast_to((anchors.count > 0) & (some | ~state.dropped), (batch_size,))
         alike = anchors.drawn(random_bits.below(anchors.count, *words), mask, key)
-        beta = jnp.asarray(self.beta if beta is None else beta, jnp.float32)
+        beta = self.exponent(beta)
         divisor = self._divisor(state, anchors, mass, total)
         ratio = jnp.log(jnp.where(some, mass, 1.0)) - jnp.log(divisor)
         weights = jnp.maximum(jnp.exp(-beta * ratio), _SMALLEST)
         slots = jnp.where(some, slots, alike.slots)
+        inverse = 1 / jnp.where(some, total, 1.0)  # a quotient may be rounded in two ways
         if self.normalize == "buffer":
             slots = slots + ordering.token(divisor)
         return state, Draw(
             slots=slots,
-            probabilities=jnp.where(some, mass / jnp.where(some, total, 1.0), alike.probabilities),
+            probabilities=jnp.where(some, mass * inverse, alike.probabilities),
             weights=jnp.where(mask, weights, 0.0),
             mask=mask,
         )
 
+    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
+        """Beta, float32 `[]`; None stands for the sampler's own."""
+        return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
+
     def ready(self, state: Priorities, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether there is an anchor that was not dropped."""
         return (anchors.count > 0) & (~state.dropped | (trees.root(state.masses) > 0))
+
+    def share(self, ring: Ring, state: Priorities, anchors: Anchors) -> Share:
+        """The roots of the trees, and the greatest priority so far."""
+        smallest = state.smallest
+        return Share(
+            count=anchors.count,
+            mass=trees.root(state.masses),
+            alike=jnp.where(state.dropped, 0, anchors.count),
+            smallest=jnp.float32(jnp.inf) if smallest is None else trees.root(smallest),
+            highest=state.highest,
+        )
+
+    def heed(self, state: Priorities, shares: Share) -> Priorities:
+        """New items get the greatest priority that any shard has seen."""
+        return state.replace(highest=jnp.max(shares.highest))
 
     def _divisor(
         self, state: Priorities, anchors: Anchors, mass: jax.Array, total: jax.Array

@@ -20,6 +20,7 @@ from jrb.types.messages import (
     Given,
     Item,
     Look,
+    Share,
     Where,
     Write,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "Item",
     "Look",
     "Sampler",
+    "Share",
     "State",
     "StatefulTransform",
     "Storage",

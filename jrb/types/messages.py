@@ -205,6 +205,24 @@ class DrawCounts(pytree.State):
     draws: jax.Array | None = None
 
 
+class Share(pytree.State):
+    """What the sampler of one of several shards says of itself to the others.
+
+    Attributes:
+        count: int32 `[]`, its anchors.
+        mass: float32 `[]`, of all of them: shards are drawn from in proportion to it.
+        alike: int32 `[]`, the anchors that it may draw while no shard has mass.
+        smallest: float32 `[]`, the least positive mass of an anchor, infinite if it keeps none.
+        highest: float32 `[]`, the greatest priority that it has seen.
+    """
+
+    count: jax.Array
+    mass: jax.Array
+    alike: jax.Array
+    smallest: jax.Array
+    highest: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Look:
     """What a unit wants to read for a batch of anchors.

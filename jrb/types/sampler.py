@@ -1,14 +1,14 @@
 """The contract of samplers."""
 
 import abc
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from jrb._base import ordering
 from jrb.ring import Ring
-from jrb.types.messages import Anchors, Change, Draw, DrawCounts, Item, PartState
+from jrb.types.messages import Anchors, Change, Draw, DrawCounts, Item, PartState, Share
 
 
 class Sampler(abc.ABC):
@@ -23,6 +23,8 @@ class Sampler(abc.ABC):
             a `DrawCounts`. `Sample.info["draws"]`, int32 `[B]`, says how often each was drawn
             before, and `jrb.stats` how often all were. `draw` counts, `sample` does not; an item
             that stands twice in a batch was drawn twice; a new item counts from 0.
+        normalize: what importance weights are divided by: the largest in the "batch", or that any
+            anchor in the "buffer" would get; None for nothing.
     """
 
     in_order: ClassVar[bool] = False
@@ -30,6 +32,7 @@ class Sampler(abc.ABC):
     prioritized: ClassVar[bool] = False
     takes_priorities: ClassVar[bool] = False
     counted: bool = False
+    normalize: Literal["batch", "buffer"] | None = None
 
     def init(self, ring: Ring) -> Any:
         """The state when there are no anchors; by default, counts at most."""
@@ -83,6 +86,37 @@ class Sampler(abc.ABC):
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Bool `[]`: whether a draw would give at least one item."""
         return anchors.count > 0
+
+    def of_shard(self, shards: int) -> "Sampler":
+        """The sampler of one of so many shards, which together do what this one would."""
+        return self
+
+    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share | None:
+        """What other shards have to know, so that all together draw as one buffer would.
+
+        By default all anchors are alike. None if each shard goes its own way, and weights mean
+        nothing.
+        """
+        if self.consumes:
+            return None
+        return Share(
+            count=anchors.count,
+            mass=anchors.count.astype(jnp.float32),
+            alike=anchors.count,
+            smallest=jnp.ones((), jnp.float32),
+            highest=jnp.zeros((), jnp.float32),
+        )
+
+    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
+        """The power of the importance weights, float32 `[]`; `beta` is None for the sampler's own.
+
+        By default none: all weights are 1.
+        """
+        return jnp.zeros((), jnp.float32)
+
+    def heed(self, state: PartState, shares: Share) -> Any:
+        """The state that knows what all shards said, arrays `[S]`."""
+        return state
 
     def unread(self, state: PartState, anchors: Anchors) -> jax.Array | None:
         """int32 `[]`: how many of the last anchors may not be lost, for writers that see to it.

@@ -94,6 +94,13 @@ class Writer(abc.ABC):
         """
         return state
 
+    def in_shard(self, state: PartState, number: jax.Array) -> Any:
+        """The state, empty, in the shard of this number, int32 `[]`, of several.
+
+        The default is that all are alike; random choices should not be.
+        """
+        return state
+
     def check_edit(self, verb: str, names: frozenset[str]) -> None:
         """Raises if leaves of these names may not be edited; the default is that all may."""
         return

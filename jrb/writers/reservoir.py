@@ -89,6 +89,10 @@ class Reservoir(OneByOne):
             came=jnp.zeros((), jnp.uint32),
         )
 
+    def in_shard(self, state: Sampled, number: jax.Array) -> Sampled:
+        """Choices of its own."""
+        return state.replace(seed=random_bits.fold_in(state.seed, number))
+
     def plan(
         self, ring: Ring, state: Sampled, items: Item, mask: jax.Array | None
     ) -> tuple[Sampled, Write]:

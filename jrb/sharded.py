@@ -1,0 +1,542 @@
+"""One buffer in several shards, over the devices of a mesh."""
+
+import dataclasses
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._base import checks, display, pytree
+from jrb._engine import dispatch, joint, over_mesh, state_check, transforming
+from jrb._engine.over_mesh import Cut, Here, Layout
+from jrb.buffer import ReplayBuffer
+from jrb.state import BufferState, Sample
+from jrb.types import Item
+
+
+@pytree.component
+class Sharded:
+    """A buffer in S shards, each an ordinary one of N / S slots and E / S environments.
+
+    Its verbs are those of a buffer, on arrays that are cut over an axis of a mesh: states have a
+    leading axis `[S, ...]`, items have all environments, batches are as for one buffer. What they
+    do depends on S, not on the number of devices D, which divides S: shard s draws with the key
+    `jax.random.fold_in(key, s)`. They work outside and inside `jit`, and inside a `jax.shard_map`
+    over the axis, where each device passes its part of every argument, and the same key.
+
+    A draw is as exact as one from a single buffer. Each shard draws B / S of its own anchors; the
+    weights correct for how much of the whole that is: `(n P_i)^-beta S M_s / M`, with P_i the
+    probability of anchor i among all n, M_s the mass of its shard and M that of all. A mean of
+    `weights * loss` over the batch has the expectation that it has with one buffer. Of a shard
+    without anything to draw, the part of the batch is masked, and the others weigh more. Samplers
+    that use up what they draw do so in each shard for itself, and have no weights.
+
+    Only `draw` and `sample` let devices talk: a few numbers of each shard, in one `all_gather`, and
+    with `normalize="batch"` one maximum. What was seen of the greatest priority goes round with
+    them. Writers that rank items, and reservoirs, keep the best, or a sample, of each shard.
+
+    N capacity, E environments, B batch, S shards, D devices.
+
+    Attributes:
+        buffer: what the shards are together.
+        shards: S, which divides E and B.
+        mesh: None for the mesh that is set around a call (`jax.set_mesh`); without one, all shards
+            lie on one device.
+        axis: the axis of the mesh that the shards are cut over.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(1000, num_envs=4, batch_size=8, sampler=jrb.Prioritized())
+        >>> sharded = jrb.Sharded(buffer, shards=2)
+        >>> state = sharded.init({"x": 0.0})
+        >>> state = sharded.add(state, {"x": jnp.arange(4.0)})
+        >>> state, batch = sharded.draw(state, jax.random.key(0))
+        >>> state = sharded.update_priority(state, batch, jnp.abs(batch.data["x"]))
+        >>> batch.data["x"].shape, int(sharded.size(state))
+        ((8,), 4)
+    """
+
+    buffer: ReplayBuffer
+    shards: int
+    mesh: Any = None
+    axis: str = "data"
+
+    def __repr__(self) -> str:
+        return display.laid_out(self)
+
+    def _repr_html_(self) -> str:
+        return display.tree_html(self)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.buffer, ReplayBuffer):
+            raise TypeError(f"buffer: expected a ReplayBuffer, got {self.buffer!r}.")
+        if not (self.mesh is None or isinstance(self.mesh, jax.sharding.Mesh)):
+            raise TypeError(f"mesh: expected a jax.sharding.Mesh or None, got {self.mesh!r}.")
+        checks.count("shards", self.shards)
+        object.__setattr__(self, "shards", int(self.shards))
+        self._check_divides("num_envs", self.buffer.num_envs or 1)
+        if self.buffer.batch_size is not None:
+            self._check_divides("batch_size", self.buffer.batch_size)
+        if transforming.learning(self.buffer.transforms):
+            raise ValueError(
+                "transforms: expected none with a state, as each shard would learn another, got "
+                f"{transforming.learning(self.buffer.transforms)[0]!r}. Let the learner do it."
+            )
+        dispatch.refuse_on_host("Sharded", self.part)
+        if self.mesh is not None:
+            self.layout.devices()
+
+    def _check_divides(self, name: str, value: int) -> None:
+        if value % self.shards:
+            raise ValueError(
+                f"{name}: expected a multiple of {self.shards}, the number of shards, got {value}."
+            )
+
+    @property
+    def part(self) -> ReplayBuffer:
+        """The description of one shard."""
+        whole, shards = self.buffer, self.shards
+        return dataclasses.replace(
+            whole,
+            capacity=whole.capacity // shards,
+            num_envs=whole.num_envs and whole.num_envs // shards,
+            batch_size=whole.batch_size and whole.batch_size // shards,
+            sampler=whole.sampler.of_shard(shards),
+            min_size=None,
+        )
+
+    @property
+    def batch_size(self) -> int | None:
+        """B of all shards together."""
+        return self.buffer.batch_size
+
+    @property
+    def layout(self) -> Layout:
+        """Where the shards lie."""
+        return Layout(self.shards, self.mesh, self.axis)
+
+    def init(self, example: Item) -> BufferState:
+        """Empty states, arrays `[S, ...]`, cut over the axis; `example` is one transition.
+
+        Raises:
+            TypeError, ValueError: as for `ReplayBuffer.init`.
+        """
+        spec = self.part._stored_spec(example)
+        leaves, structure = jax.tree.flatten(spec)
+        return self._run(_Blank(self.part, structure, tuple(leaves)), (), 0, ())
+
+    def nbytes(self, example: Item) -> int:
+        """The bytes of all shards together that `init(example)` allocates."""
+        return self.shards * self.part.nbytes(example)
+
+    def add(
+        self,
+        state: BufferState,
+        item: Item,
+        mask: jax.Array | None = None,
+        priorities: jax.Array | None = None,
+    ) -> BufferState:
+        """Writes one timestep of all environments, leaves `[E, ...]`: see `ReplayBuffer.add`."""
+        self._check_items(item, "add", 0)
+        each = _axis(mask, 0)
+        arguments = (item, 0), (mask, each), (priorities, 0)
+        return self._write(ReplayBuffer.add, state, arguments)
+
+    def extend(
+        self,
+        state: BufferState,
+        items: Item,
+        mask: jax.Array | None = None,
+        priorities: jax.Array | None = None,
+    ) -> BufferState:
+        """Writes T timesteps, leaves `[T, E, ...]`: see `ReplayBuffer.extend`."""
+        self._check_items(items, "extend", 1)
+        each = _axis(mask, 1)
+        arguments = (items, 1), (mask, each), (priorities, 1)
+        return self._write(ReplayBuffer.extend, state, arguments)
+
+    def sample(
+        self,
+        state: BufferState,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+    ) -> Sample:
+        """Draws a batch and leaves the state as it is; see `draw`."""
+        return self._drawn(state, key, batch_size, beta, _Sample, 0)
+
+    def draw(
+        self,
+        state: BufferState,
+        key: jax.Array,
+        batch_size: int | None = None,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[BufferState, Sample]:
+        """Draws a batch, and moves on those samplers that consume.
+
+        Args:
+            state: may be donated.
+            key: a PRNG key, the same for all shards. It is consumed.
+            batch_size: B, a multiple of S; None for the buffer's.
+            beta: of the importance weights, float `[]`, may be traced; None for the sampler's.
+
+        Returns:
+            The state, and the batch, cut over the axis: first what shard 0 drew, then shard 1, as
+            `info["shard"]` says, int32 `[B]`. `indices` are slots of that shard; `probabilities`
+            are those among the anchors of all shards.
+
+        Raises:
+            ValueError: as for `ReplayBuffer.draw`.
+        """
+        return self._drawn(state, key, batch_size, beta, _Draw, (0, 0))
+
+    def _drawn(
+        self,
+        state: BufferState,
+        key: jax.Array,
+        batch_size: int | None,
+        beta: jax.Array | float | None,
+        kind: "type[_Draw]",
+        out: Any,
+        quiet: bool = False,
+    ) -> Any:
+        self._check_state(state)
+        batch_size = self.batch_size if batch_size is None else batch_size
+        if batch_size is None:
+            raise ValueError(
+                "batch_size: expected a number, got None. Give it to ReplayBuffer(batch_size=...), "
+                "or to this call."
+            )
+        checks.count("batch_size", batch_size)
+        self._check_divides("batch_size", int(batch_size))
+        checks.key(key)
+        beta = None if beta is None else checks.number("beta", beta)
+        if not (quiet or dispatch.is_traced(state, key) or self.layout.is_inside()):
+            self._check_something(state)
+        body = kind(self.part, int(batch_size) // self.shards, self.buffer.min_size)
+        return self._run(body, (0, None, None), out, (state, key, beta))
+
+    def _check_something(self, state: BufferState) -> None:
+        found = self.can_sample(state)
+        if not dispatch.is_traced(found) and not found:
+            raise ValueError(
+                f"sample: expected something to draw, got shards that hold {self.size(state)} "
+                "transitions, of which none can be drawn. Add items first; can_sample tells."
+            )
+
+    def update_priority(
+        self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
+    ) -> BufferState:
+        """New priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32."""
+        cut = (sample_or_indices, 0), (priorities, 0)
+        splits = isinstance(sample_or_indices, Sample)
+        return self._write(ReplayBuffer.update_priority, state, cut, splits=splits)
+
+    def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
+        """Another exponent of the priorities: see `ReplayBuffer.set_alpha`."""
+        alpha = checks.number("alpha", alpha)
+        return self._write(ReplayBuffer.set_alpha, state, ((alpha, None),))
+
+    def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
+        """Environments begin anew, bool `[E]` or `[]`: see `ReplayBuffer.truncate`."""
+        return self._write(ReplayBuffer.truncate, state, ((mask, _axis(mask, 0)),))
+
+    def take(self, state: BufferState, indices: jax.Array) -> Item:
+        """The items at slots of each shard, integers `[S, ...]`: see `ReplayBuffer.take`."""
+        return self._read(ReplayBuffer.take, state, ((indices, 0),))
+
+    def set(
+        self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
+    ) -> BufferState:
+        """Other values for items that are held: see `ReplayBuffer.set`.
+
+        Args:
+            state: may be donated.
+            where: a `Sample`; slots of each shard, int32 `[S, K]`; or `...` for all.
+            values: any of the leaves, `[B, ...]`, `[S, K, ...]`, or `[S, N / S, ...]` for `...`.
+        """
+        if where is ...:
+            return self._write(_set_all, state, ((values, 0),), splits=False)
+        pairs = (where, 0), (values, 0)
+        return self._write(ReplayBuffer.set, state, pairs, splits=isinstance(where, Sample))
+
+    def map(
+        self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
+    ) -> BufferState:
+        """Puts a function over all items that are held: see `ReplayBuffer.map`."""
+        body = _Map(function, batch_size)
+        return self._write(body, state, ())
+
+    def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
+        """Anchors that are drawn no more, of a `Sample` or slots `[S, K]` of each shard."""
+        splits = isinstance(where, Sample)
+        return self._write(ReplayBuffer.drop, state, ((where, 0),), splits=splits)
+
+    def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
+        """The slots of each shard, int32 `[S, N / S]`, oldest first; how many hold items `[S]`."""
+        return self._read(ReplayBuffer.in_order, state, (), (0, 0))
+
+    def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
+        """The slots of the newest rows, int32 `[S, n, E / S]` of each shard; and which there are."""
+        checks.count("n", n, self.part.ring.rows)
+        return self._read(_Newest(int(n)), state, (), (0, 0))
+
+    def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
+        """The priorities as they were given, `[S, N / S]`; or those of slots `[S, ...]`."""
+        return self._read(ReplayBuffer.priorities, state, ((slots, 0),))
+
+    def size(self, state: BufferState) -> jax.Array:
+        """The transitions that all shards hold, int32 `[]`; 2^31 - 1 if there are more."""
+        self._check_state(state)
+        return self._run(_Size(self.part), (0,), None, (state,))
+
+    def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
+        """Whether a draw gives at least one item, bool `[]`.
+
+        Args:
+            state: is only read.
+            batch_size: B of the draw; None for the buffer's.
+        """
+        self._check_state(state)
+        size = self.batch_size if batch_size is None else batch_size
+        body = _CanSample(self.part, size and size // self.shards, self.buffer.min_size)
+        return self._run(body, (0,), None, (state,))
+
+    def can_add(self, state: BufferState) -> jax.Array:
+        """Whether `add` would write to every shard, bool `[]`."""
+        self._check_state(state)
+        return self._run(_CanAdd(self.part), (0,), None, (state,))
+
+    def empty(self, state: BufferState) -> BufferState:
+        """The state without its items."""
+        return self._write(ReplayBuffer.empty, state, ())
+
+    def draw_some(
+        self, state: BufferState, key: jax.Array, count: int, beta: Any, quiet: bool
+    ) -> tuple[BufferState, Sample]:
+        """`draw` for a `Mix`; quiet, it may find nothing."""
+        return self._drawn(state, key, count, beta, _Draw, (0, 0), quiet)
+
+    def in_each(
+        self, function: Callable[..., Any], states: tuple, batches: tuple, merges: bool = False
+    ) -> Any:
+        """Calls a function for each shard.
+
+        Args:
+            function: hashable, of arrays of one shard.
+            states: its first arguments, arrays `[S, ...]`.
+            batches: the others, arrays `[B, ...]` as from `draw`; each shard gets its part.
+            merges: whether the results are parts of a batch, and not of a state.
+        """
+        body = _InEach(function, len(states), merges)
+        arguments = (*states, *batches)
+        return self._run(body, (0,) * len(arguments), 0, arguments)
+
+    def _check_items(self, items: Item, verb: str, axis: int) -> None:
+        """Raises unless items have an axis of all environments that are here."""
+        if self.buffer.num_envs is None:
+            return
+        envs = self.buffer.num_envs // self._devices_around()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(items):
+            shape = jnp.shape(leaf)
+            if len(shape) <= axis or shape[axis] != envs:
+                raise ValueError(
+                    f"{verb}: leaf '{pytree.leaf_name(path)}': expected axis {axis} to have "
+                    f"{envs} environments, got shape {shape}. Give those of all shards."
+                )
+
+    def _devices_around(self) -> int:
+        """D inside a `jax.shard_map` over the axis, where arguments are parts; else 1."""
+        return (self.layout.devices() or 1) if self.layout.is_inside() else 1
+
+    def _check_state(self, state: BufferState) -> None:
+        want = self.shards // self._devices_around()
+        lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
+        if lead != (want,):
+            raise ValueError(
+                f"expected a state of {want} shards, arrays [{want}, ...], as init makes it, got "
+                + (f"one with leading axes {lead}." if lead is not None else f"{type(state)}.")
+            )
+
+    def _write(self, verb: Any, state: BufferState, pairs: Any, splits: bool = True) -> Any:
+        return self._each(verb, state, pairs, 0, splits)
+
+    def _read(self, verb: Any, state: BufferState, pairs: Any, out: Any = 0) -> Any:
+        return self._each(verb, state, pairs, out, False)
+
+    def _each(self, verb: Any, state: BufferState, pairs: Any, out: Any, splits: bool) -> Any:
+        """A verb of a buffer in each shard; `pairs` are arguments, and where each is cut."""
+        self._check_state(state)
+        arguments = tuple(argument for argument, _ in pairs)
+        alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
+        cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
+        body = _Each(self.part, verb, cuts, splits)
+        return self._run(body, (0, *cuts), out, (state, *arguments))
+
+    def _run(self, body: Any, cuts: tuple[Cut, ...], out: Any, arguments: tuple) -> Any:
+        return _run(self.layout, body, cuts, out, arguments)
+
+
+_run = dispatch.explained(over_mesh.run)
+
+_OF_ENVIRONMENTS = (ReplayBuffer.add, ReplayBuffer.extend, ReplayBuffer.truncate)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blank:
+    """Empty states of the shards here."""
+
+    part: ReplayBuffer
+    structure: Any
+    spec: tuple[jax.ShapeDtypeStruct, ...]
+
+    def __call__(self, here: Here) -> BufferState:
+        spec = jax.tree.unflatten(self.structure, self.spec)
+
+        def blank(number: jax.Array) -> BufferState:
+            state = state_check.blank(self.part, spec)
+            return state.replace(writer=self.part.writer.in_shard(state.writer, number))
+
+        return jax.vmap(blank)(here.numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Each:
+    """A verb of a buffer in each of the shards here; where it `splits`, arguments are cut up."""
+
+    part: ReplayBuffer
+    verb: Callable[..., Any]
+    cuts: tuple[Cut, ...]
+    splits: bool
+
+    def __call__(self, here: Here, states: BufferState, *arguments: Any) -> Any:
+        if self.splits:
+            cut_up = lambda tree, cut: tree if cut is None else _split(tree, cut, here)
+            arguments = tuple(map(cut_up, arguments, self.cuts))
+        call = lambda state, *given: self.verb(self.part, state, *given)
+        return jax.vmap(call, (0, *self.cuts))(states, *arguments)
+
+
+def _axis(mask: Any, axis: int) -> Cut:
+    """The axis of a mask that is cut, if it has one of environments."""
+    return axis if mask is not None and np.ndim(mask) > axis else None
+
+
+def _split(tree: Any, cut: int, here: Here) -> Any:
+    """Leaves `[..., s * k, ...]` with an axis for the shards here: `[..., s, k, ...]`."""
+
+    def split(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        shape, some = leaf.shape, here.numbers.size
+        return leaf.reshape(*shape[:cut], some, shape[cut] // some, *shape[cut + 1 :])
+
+    return jax.tree.map(split, tree)
+
+
+def _merged(tree: Any) -> Any:
+    """Leaves `[s, k, ...]` without the axis of the shards here: `[s * k, ...]`."""
+    flat = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
+    return jax.tree.map(flat, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _InEach:
+    """A function of states, and of parts of batches, in each of the shards here."""
+
+    function: Callable[..., Any]
+    states: int
+    merges: bool
+
+    def __call__(self, here: Here, *arguments: Any) -> Any:
+        states, batches = arguments[: self.states], arguments[self.states :]
+        found = jax.vmap(self.function)(*states, *_split(batches, 0, here))
+        return _merged(found) if self.merges else found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """A draw: the states after it, and the part of the batch that is from here."""
+
+    part: ReplayBuffer
+    batch_size: int
+    min_size: int | None
+
+    def __call__(self, here: Here, states: BufferState, key: Any, beta: Any) -> Any:
+        states, samples = joint.draw(
+            self.part, here, states, key, self.batch_size, beta, self.min_size
+        )
+        shard = jnp.broadcast_to(here.numbers[:, None], samples.indices.shape)
+        samples = samples.replace(info={**samples.info, "shard": shard})
+        return states, _merged(samples)
+
+
+class _Sample(_Draw):
+    """The same without the states."""
+
+    def __call__(self, here: Here, states: BufferState, key: Any, beta: Any) -> Any:
+        return super().__call__(here, states, key, beta)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Size:
+    """What all shards hold."""
+
+    part: ReplayBuffer
+
+    def __call__(self, here: Here, states: BufferState) -> jax.Array:
+        return here.total(jax.vmap(self.part.size)(states))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CanSample:
+    """Whether some shard can draw, and all hold enough."""
+
+    part: ReplayBuffer
+    batch_size: int | None
+    min_size: int | None
+
+    def __call__(self, here: Here, states: BufferState) -> jax.Array:
+        ready = jax.vmap(lambda state: self.part.can_sample(state, self.batch_size))(states)
+        found = here.greatest(ready.astype(jnp.int32)) > 0
+        if self.min_size is None:
+            return found
+        return found & (_Size(self.part)(here, states) >= self.min_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CanAdd:
+    """Whether all shards have room."""
+
+    part: ReplayBuffer
+
+    def __call__(self, here: Here, states: BufferState) -> jax.Array:
+        full = ~jax.vmap(self.part.can_add)(states)
+        return here.greatest(full.astype(jnp.int32)) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map:
+    """`ReplayBuffer.map` of this function."""
+
+    function: Callable[[Item], Item]
+    batch_size: int
+
+    def __call__(self, part: ReplayBuffer, state: BufferState) -> BufferState:
+        return part.map(state, self.function, self.batch_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Newest:
+    """`ReplayBuffer.newest` of so many rows."""
+
+    n: int
+
+    def __call__(self, part: ReplayBuffer, state: BufferState) -> Any:
+        return part.newest(state, self.n)
+
+
+def _set_all(part: ReplayBuffer, state: BufferState, values: Item) -> BufferState:
+    return part.set(state, ..., values)
