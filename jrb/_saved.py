@@ -13,7 +13,7 @@ from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb._store.opening import Progress, nobody
 
-MIX, SEVERAL = "mix", "several"
+MIX, SEVERAL, SHARDED = "mix", "several", "sharded"
 """The kinds of checkpoints that consist of others."""
 
 H5 = "jrb-h5"
@@ -42,7 +42,7 @@ def generations(opened: Generation) -> dict[str, int]:
         DamagedError: it does not say so.
     """
     meta = opened.body["meta"] or {}
-    if meta.get("kind") not in (MIX, SEVERAL):
+    if meta.get("kind") not in (MIX, SEVERAL, SHARDED):
         return {}
     found = meta.get("parts")
     if not isinstance(found, dict) or not all(type(number) is int for number in found.values()):

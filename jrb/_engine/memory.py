@@ -1,6 +1,8 @@
 """Arrays of the device as bytes, and back."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,18 +24,60 @@ PIECE = 8 << 20
 """Bytes that are on their way at a time."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """`array[place]` of an array on a device, not taken out yet: it may be large."""
+
+    array: jax.Array
+    place: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return self.array.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        """As an array has it."""
+        return self.array.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.array[self.place][index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.array[self.place], dtype)
+
+
 def on_host(leaf: Leaf) -> bool:
     """Whether the host can read an array where it lies."""
     if isinstance(leaf, np.ndarray):
         return True
+    if isinstance(leaf, Part):
+        return False
     return len(leaf.devices()) == 1 and all(d.platform == "cpu" for d in leaf.devices())
 
 
 def reader(leaf: Leaf) -> Callable[[int, int], Any]:
     """From a start and a stop to those bytes of an array, without a copy if it is on the host."""
+    if isinstance(leaf, Part):
+        read, size = reader(leaf.array), leaf.size * leaf.dtype.itemsize
+        first = leaf.place * size
+        return lambda start, stop: read(first + start, first + stop)
     if on_host(leaf):
         whole = view(np.asarray(leaf))
         return lambda start, stop: whole[start:stop]
+    if len(leaf.devices()) > 1:
+        return _over_devices(leaf)
     width = leaf.dtype.itemsize
 
     def read(start: int, stop: int) -> memoryview:
@@ -41,6 +85,31 @@ def reader(leaf: Leaf) -> Callable[[int, int], Any]:
             return view(np.asarray(_cut(leaf, np.int64(start // width), (stop - start) // width)))
 
     return read
+
+
+def _over_devices(leaf: jax.Array) -> Callable[[int, int], Any]:
+    """The same of an array that is cut over devices: each byte is asked of one that has it."""
+    pieces = {_first(piece.index): piece.data for piece in leaf.addressable_shards}
+    whole = any(piece.shape[1:] != leaf.shape[1:] for piece in pieces.values())
+    if whole or sum(piece.shape[0] for piece in pieces.values()) != leaf.shape[0]:
+        everything = view(np.asarray(leaf))
+        return lambda start, stop: everything[start:stop]
+    row = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+    found = [(first * row, pieces[first], reader(pieces[first])) for first in sorted(pieces)]
+
+    def read(start: int, stop: int) -> Any:
+        some = [
+            read_one(max(start - first, 0), min(stop - first, piece.size * leaf.dtype.itemsize))
+            for first, piece, read_one in found
+            if first < stop and start < first + piece.size * leaf.dtype.itemsize
+        ]
+        return some[0] if len(some) == 1 else memoryview(b"".join(some))
+
+    return read
+
+
+def _first(index: tuple[slice, ...]) -> int:
+    return (index[0].start or 0) if index else 0
 
 
 def view(array: np.ndarray) -> memoryview:

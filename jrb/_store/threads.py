@@ -12,7 +12,10 @@ WORKERS = 2
 
 
 def share(
-    work: Callable[[T], None], tasks: Iterable[T], beside: Iterable[Callable[[], None]] = ()
+    work: Callable[[T], None],
+    tasks: Iterable[T],
+    beside: Iterable[Callable[[], None]] = (),
+    most: int = 1,
 ) -> None:
     """Does all tasks; what a task raises comes out after the threads have ended.
 
@@ -24,11 +27,13 @@ def share(
         tasks: in any order, but for a single worker.
         beside: what one more thread does meanwhile, one after the other: it waits for the disk. A
             single worker does it first.
+        most: how many times as many threads as usual, where tasks wait for the disk.
     """
     errors: list[BaseException] = []
     own, left, lock = iter(beside), iter(tasks), threading.Lock()
+    count = 1 if WORKERS == 1 else most * WORKERS
     threads = [
-        threading.Thread(target=_drain, args=(work, left, lock, errors)) for _ in range(WORKERS)
+        threading.Thread(target=_drain, args=(work, left, lock, errors)) for _ in range(count)
     ]
     waiting = threading.Thread(target=_drain, args=(_call, own, threading.Lock(), errors))
     try:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jrb._base import display
 from jrb.mix import AnyState, Mix
+from jrb.sharded import Sharded
 from jrb.state import Buffer
 
 
@@ -23,7 +24,8 @@ def of_any() -> dict[str, Any]:
 
 def of_several(buffer: Any) -> dict[str, Any]:
     """The same of several buffers, each of which says more itself."""
-    return of_any() | ({"description": text_of(buffer)} if isinstance(buffer, Mix) else {})
+    is_one = isinstance(buffer, Mix | Sharded)
+    return of_any() | ({"description": text_of(buffer)} if is_one else {})
 
 
 def text_of(buffer: Any) -> str:

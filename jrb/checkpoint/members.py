@@ -5,23 +5,24 @@ from typing import Any, TypeGuard
 
 from jrb import _saved
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions
+from jrb.checkpoint import descriptions, shards
 from jrb.mix import Mix
+from jrb.sharded import Sharded
 
 Several = Any
-"""A `ReplayBuffer`, a `Mix`, or a dict or tuple of them."""
+"""A `ReplayBuffer`, a `Mix`, a `Sharded`, or a dict or tuple of them."""
 
 _LONGEST = 200  # bytes of the name of a folder
 
 
 def check(buffer: Several, verb: str) -> None:
     """Raises unless it is a description that can be saved, or some of them."""
-    if isinstance(buffer, ReplayBuffer | Mix):
+    if isinstance(buffer, ReplayBuffer | Mix | Sharded):
         return
     if not isinstance(buffer, dict | tuple) or not buffer:
         order = "(path, buffer)" if verb == "load" else "(path, buffer, state)"
         raise TypeError(
-            f"{verb}: expected a ReplayBuffer, a Mix, or a dict or tuple of them, got "
+            f"{verb}: expected a ReplayBuffer, a Mix, a Sharded, or a dict or tuple of them, got "
             f"{type(buffer).__name__}. The order is {verb}{order}."
         )
     for name, part in each(buffer).items():
@@ -37,7 +38,9 @@ def is_one(buffer: Several) -> TypeGuard[ReplayBuffer]:
 
 
 def each(thing: Any) -> dict[str, Any]:
-    """The entries of a Mix, a dict or a tuple, by name."""
+    """The entries of a Mix, a dict or a tuple, or the shards of a Sharded, by name."""
+    if isinstance(thing, Sharded):
+        return dict.fromkeys(shards.names(thing), thing.part)
     if isinstance(thing, dict):
         return thing
     entries = thing.buffers if isinstance(thing, Mix) else thing
@@ -56,6 +59,8 @@ def of_each(buffer: Any, thing: Any, what: str) -> dict[str, Any]:
     Raises:
         ValueError: it is of another form, or has other names.
     """
+    if isinstance(buffer, Sharded):
+        return dict.fromkeys(each(buffer), thing)
     names, form = list(each(buffer)), dict if isinstance(buffer, dict) else tuple
     text = type(thing).__name__
     if isinstance(thing, form):
@@ -74,6 +79,8 @@ def pairs(buffer: Several, state: Any) -> Iterator[tuple[ReplayBuffer, Any]]:
     if is_one(buffer):
         yield buffer, state
         return
+    if isinstance(buffer, Sharded):
+        return  # whose items lie on devices
     states = of_each(buffer, state, "save: states")
     for name, part in each(buffer).items():
         yield from pairs(part, states[name])

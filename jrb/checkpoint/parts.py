@@ -2,12 +2,14 @@
 
 ```
 generation-000000000003       which generation of each part belongs to it
-train/generation-000000000005 a buffer of that name, a checkpoint like any other; of a mix 0, 1, ...
+train/generation-000000000005 a buffer of that name, a checkpoint like any other; of a mix, and of
+                              a sharded buffer, 0, 1, ...
 demo/...
 ```
 
 The parts are written first, and keep what the older generations of the whole name: whatever
-happens, the newest generation of the whole is whole.
+happens, the newest generation of the whole is whole. Of several processes each writes the shards
+that it has; the first one writes the generation of the whole, when all have.
 """
 
 import dataclasses
@@ -18,13 +20,19 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._store.store import Store
-from jrb.checkpoint import descriptions, facts, matching, members, native
+from jrb._store.threads import share
+from jrb.checkpoint import crew, descriptions, facts, matching, members, native, shards
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
 from jrb.mix import AnyState, Mix
+from jrb.sharded import Sharded
 from jrb.state import Device
 from jrb.types import Item
+
+
+_AT_ONCE = 4
+"""Times as many threads as otherwise for parts, which wait for the disk one beside the other."""
 
 
 def pending(
@@ -37,16 +45,18 @@ def pending(
 
 
 class Pending:
-    """As `native.Pending`, for several buffers."""
+    """As `native.Pending`, for several buffers, or the shards of one."""
 
     def __init__(self, path: str, buffer: Any, state: Any, extra: Beside, out: Outward) -> None:
-        states, outward = members.of_each(buffer, state, "save: states"), out.of_each(buffer)
+        states, outward = _states(buffer, state), out.of_each(buffer)
         self.parts = {
             name: pending(_saved.path_of(path, name), part, states[name], Beside(), outward[name])
             for name, part in members.each(buffer).items()
+            if name in states
         }
         self.path, self.extra = path, extra
         self.meta = _about(buffer, state) | {"facts": facts.of_several(buffer)} | extra.meta
+        self.crew = crew.of_program() if isinstance(buffer, Sharded) else crew.Alone()
         self._store: Store | None = None
 
     @property
@@ -58,20 +68,40 @@ class Pending:
 
     def open(self, copy: bool) -> None:
         """See `native.Pending.open`."""
-        self._store = opening.to_save(self.path, (), 0)
+
+        def opened() -> None:
+            if self.crew.leads:
+                self._store = opening.to_save(self.path, (), 0)
+            share(lambda part: part.open(copy), self.parts.values(), most=_AT_ONCE)
+
         try:
-            for part in self.parts.values():
-                part.open(copy)
+            self.crew.together(opened)
         except BaseException:
             self.close()
             raise
 
     def write(self, keep: int | None = None) -> int:
         """Writes, the parts first; the number of the generation."""
-        numbers = {name: part.write() for name, part in self.parts.items()}
+        told = self.crew.together(self._parts_written)
+        numbers = {name: number for each in told for name, number in each.items()}
+        whole = lambda: self._written(numbers, keep) if self.crew.leads else 0
+        return max(self.crew.together(whole))
+
+    def _parts_written(self) -> dict[str, int]:
+        """The numbers of the parts that are here, each written by itself."""
+        numbers: dict[str, int] = {}
+
+        def write(name: str) -> None:
+            numbers[name] = self.parts[name].write()
+
+        share(write, self.parts, most=_AT_ONCE)
+        return numbers
+
+    def _written(self, numbers: dict[str, int], keep: int | None) -> int:
+        """The generation of the whole, for which the parts have theirs."""
         store, extra = self.store, self.extra
         also = extra.best_of(store.folder)
-        meta = {**self.meta, "parts": numbers}
+        meta = {**self.meta, "parts": dict(sorted(numbers.items()))}
         return store.commit(store.version, meta, extra.kinds, extra.arrays, keep, also)
 
     def finish(self, keep: int) -> int:
@@ -85,16 +115,16 @@ class Pending:
 
     def expire(self, kept: set[int]) -> None:
         """Removes the generations that need not stay."""
-        self.store.expire(kept)
+        self.crew.together(lambda: self.store.expire(kept) if self.crew.leads else None)
         self._expire_parts()
 
     def _expire_parts(self) -> None:
+        folder = opening.folder_at(self.path)
         kept: dict[str, set[int]] = {name: set() for name in self.parts}
-        for number in generation.numbers(self.store.folder):
-            for name, one in _saved.known(self.store.folder, number).items():
+        for number in generation.numbers(folder):
+            for name, one in _saved.known(folder, number).items():
                 kept.setdefault(name, set()).add(one)
-        for name, part in self.parts.items():
-            part.expire(kept[name])
+        share(lambda name: self.parts[name].expire(kept[name]), self.parts, most=_AT_ONCE)
 
     def close(self) -> None:
         """Gives the locks back."""
@@ -104,10 +134,19 @@ class Pending:
             self._store.close()
 
 
+def _states(buffer: Any, state: Any) -> dict[str, Any]:
+    """The states that are here, by name."""
+    if isinstance(buffer, Sharded):
+        return shards.split(buffer, state)
+    return members.of_each(buffer, state, "save: states")
+
+
 def _about(buffer: Any, state: Any) -> dict[str, Any]:
     """What a generation says of several buffers."""
     if isinstance(buffer, Mix):
         return {"kind": _saved.MIX, "buffer": descriptions.encode(buffer)}
+    if isinstance(buffer, Sharded):
+        return {"kind": _saved.SHARDED, "buffer": descriptions.encode(shards.unbound(buffer))}
     forms = {"buffer": members.form_of(buffer), "state": members.form_of(state)}
     return {"kind": _saved.SEVERAL, "forms": forms}
 
@@ -119,6 +158,8 @@ def load(
     kind = (opened.body["meta"] or {}).get("kind")
     if kind == _saved.MIX:
         return _mixed(path, given, example, device, opened, back)
+    if kind == _saved.SHARDED:
+        return _sharded(path, given, example, device, opened, back)
     if kind == _saved.SEVERAL:
         return _several(path, given, example, device, opened, back)
     return native.load(path, given, example, device, opened.number or None, back)
@@ -140,6 +181,30 @@ def _mixed(
     found = _parts(path, opened, buffers, examples, device, back.of_each(mix))
     parts, states = zip(*found.values(), strict=True)
     return dataclasses.replace(mix, buffers=parts), states
+
+
+def _sharded(
+    path: str, given: Any, example: Item, device: Any, opened: Generation, back: Inward
+) -> tuple[Any, Any]:
+    """The shards that belong to this process, each read by itself."""
+    wanted = None if given is None else shards.unbound(given)
+    try:
+        found = matching.matched(opened.body["meta"]["buffer"], wanted)
+    except KeyError as error:
+        raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
+    numbers, known = _saved.generations(opened), shards.names(found)
+    if list(numbers) != known:
+        raise DamagedError(f"{path}: expected {len(known)} shards, got {list(numbers)}.")
+    sharded = shards.bound(found, given.mesh if device is None and given is not None else device)
+    inward, states = back.of_each(sharded), {}
+    for place, group in shards.groups_of(sharded).items():
+        for number in group:
+            name = known[number]
+            folder = _saved.path_of(path, name)
+            one = opening.at(opening.folder_at(folder), numbers[name])
+            part = found.part if given is not None else None
+            states[number] = load(folder, part, example, place, one, inward[name])[1]
+    return sharded, shards.joined(sharded, states)
 
 
 def _several(

@@ -1,0 +1,96 @@
+"""The processes of a program that save one state together.
+
+They agree by short messages that go through JAX's own coordination service, not through devices:
+so they may do it in a thread, beside a training, and hear when one of them has died.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jrb._base import versions
+
+
+class Crew(Protocol):
+    """Some processes, which all do the same in the same order."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of them."""
+        ...
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """What the work of each gave, for JSON, when all have done it.
+
+        Raises:
+            OSError: the work of another one failed. What one's own raises comes through.
+        """
+        ...
+
+
+class Alone:
+    """A single process."""
+
+    leads = True
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """See `Crew.together`."""
+        return [work()]
+
+
+@dataclasses.dataclass
+class Messages:
+    """Processes that leave messages for each other.
+
+    Attributes:
+        number: of this one.
+        count: how many there are.
+        leave: leaves a message under a name, once.
+        fetch: waits for the message of a name.
+        name: of what they do together; the same in all of them, and used once.
+    """
+
+    number: int
+    count: int
+    leave: Callable[[str, str], Any]
+    fetch: Callable[[str], str]
+    name: str
+    _step: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of them."""
+        return self.number == 0
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """See `Crew.together`."""
+        self._step += 1
+        place = f"{self.name}/{self._step}"
+        try:
+            found = work()
+        except BaseException as error:
+            self.leave(f"{place}/{self.number}", json.dumps({"error": repr(error)}))
+            raise
+        self.leave(f"{place}/{self.number}", json.dumps({"found": found}))
+        told = [json.loads(self.fetch(f"{place}/{number}")) for number in range(self.count)]
+        for number, each in enumerate(told):
+            if "error" in each:
+                raise OSError(
+                    f"save: process {number} of {self.count} failed: {each['error']}. What was "
+                    "saved before is still there."
+                )
+        return [each["found"] for each in told]
+
+
+_saves = itertools.count()
+
+
+def of_program() -> Crew:
+    """All processes of this program, for one save."""
+    found = versions.coordination()
+    if found is None:
+        return Alone()
+    number, count, leave, fetch = found
+    return Messages(number, count, leave, fetch, f"jrb/save/{next(_saves)}")
