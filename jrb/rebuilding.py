@@ -5,25 +5,30 @@ N capacity, E environments, T rows of time.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import pytree
+from jrb import shards
+from jrb._base import checks, pytree
 from jrb._engine import counting, dispatch, transforming
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
 from jrb.held import Held
 from jrb.ring import Ring
 from jrb.samplers.prioritized import DROPPED
+from jrb.sharded import Sharded
 from jrb.state import BufferState
-from jrb.types import Context, Sampler
+from jrb.types import Context, Item, Sampler
 from jrb.types.messages import PartState
 
 
-def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferState:
+def rebuild(
+    old: ReplayBuffer | Sharded, state: BufferState, new: ReplayBuffer | Sharded
+) -> BufferState:
     """The state of another description, with what this one holds.
 
     Any part may be another: capacity, `num_envs`, sampler, unit, writer, storage. Items stay as
@@ -41,6 +46,9 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
     items where the old sampler had none; `set_alpha`, where the samplers differ. A queue goes on if
     both are queues, else all is unread. Stacks of frames whose first frames may be gone are not
     drawn.
+
+    A `jrb.Sharded` buffer becomes one in other shards, or a single one, or the other way round:
+    each shard gets its environments, whose number stays, with all that is known of their items.
 
     Args:
         old: the description of the state.
@@ -64,19 +72,186 @@ def rebuild(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> BufferS
         >>> jrb.items(new, state)["x"].tolist(), new.priorities(state).tolist()
         ([4, 5, 6, 7], [1.0, 1.0, 1.0, 1.0])
     """
+    if isinstance(old, Sharded) or isinstance(new, Sharded):
+        return _resharded(old, state, new)
     _check_single(old, state, new)
     kept = _chosen(old, new, state)
     if kept.dealt:
         _check_parts(old, state, new)
-    made = _filled(old, new, state, kept)
+    return _rebuilt(_Old(old, (state,)), new, kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Old:
+    """What there was: the states of one description, of shards several.
+
+    Slot s of state k has the number k N + s.
+    """
+
+    buffer: ReplayBuffer
+    states: tuple[BufferState, ...]
+
+    @property
+    def state(self) -> BufferState:
+        """The first of the states; of what they are alike in."""
+        return self.states[0]
+
+    @property
+    def sampler(self) -> Any:
+        """What the samplers of all knew, of the slots of all."""
+        samplers = [state.sampler for state in self.states]
+        return self.buffer.sampler.merged(samplers) if len(samplers) > 1 else samplers[0]
+
+    def take(self, slots: np.ndarray) -> Item:
+        """The items at slots `[T, E]`, of which those of an environment are in one state."""
+        if len(self.states) == 1:
+            return self.buffer.take(self.state, jnp.asarray(slots))
+        of_state = slots[0] // self.buffer.capacity
+        found = [
+            self.buffer.take(
+                self.states[number],
+                jnp.asarray(slots[:, of_state == number] - number * self.buffer.capacity),
+            )
+            for number in np.unique(of_state)
+        ]
+        order = np.argsort(np.argsort(of_state, kind="stable"))
+        return jax.tree.map(lambda *some: jnp.concatenate(some, axis=1)[:, order], *found)
+
+    def rows_before(self, slots: np.ndarray) -> np.ndarray | None:
+        """`Unit.rows_before` of the rows at slots `[E]`."""
+        of_state, found = slots // self.buffer.capacity, np.zeros(slots.shape, np.int32)
+        for number in np.unique(of_state):
+            here = of_state == number
+            own = jnp.asarray(slots[here] - number * self.buffer.capacity)
+            known = self.buffer.unit.rows_before(self.states[number].unit, own)
+            if known is None:
+                return None
+            found[here] = known
+        return found
+
+
+def _rebuilt(there: _Old, new: ReplayBuffer, kept: "_Kept") -> BufferState:
+    """A state of the new description, of what stays."""
+    old, state = there.buffer, there.state
+    made = _filled(there, new, kept)
     made = made.replace(transforms=_learned(old, state, new, made))
     if not kept.mask.any():
         return made
     if type(old.writer.writable()) is type(new.writer.writable()):
         made = made.replace(writer=new.writer.adopt(new.ring, made.writer, state.writer))
     here, places = jnp.asarray(kept.slots[kept.mask]), jnp.asarray(kept.places)
-    sampler = _sampler(old, state, new, made, here, places)
-    return made.replace(sampler=counting.adopted(sampler, state.sampler, here, places))
+    known = there.sampler
+    sampler = _sampler(old, known, new, made, here, places)
+    return made.replace(sampler=counting.adopted(sampler, known, here, places))
+
+
+def _resharded(
+    old: ReplayBuffer | Sharded, state: BufferState, new: ReplayBuffer | Sharded
+) -> BufferState:
+    """`rebuild` from shards, or to them."""
+    states = {0: state}
+    if isinstance(old, Sharded):
+        states = {
+            number: jax.tree.map(jnp.asarray, one)
+            for number, one in shards.split(old, state).items()
+        }
+    if not isinstance(new, Sharded):
+        return regrouped(old, states, new, 0)
+    here = {number for group in shards.groups_of(new).values() for number in group}
+    return shards.joined(new, {number: regrouped(old, states, new, number) for number in here})
+
+
+def regrouped(
+    old: ReplayBuffer | Sharded,
+    states: Mapping[int, BufferState],
+    new: ReplayBuffer | Sharded,
+    number: int,
+) -> BufferState:
+    """The state of one shard of a new description, from the shards that have its environments.
+
+    Args:
+        old: what there was.
+        states: those of its shards, by number; at least of those that are needed.
+        new: what is wanted.
+        number: of the shard; 0 of a single buffer.
+
+    Raises:
+        ValueError: another number of environments, or no order of time; shards of which one holds
+            more rows than another, where the new writer keeps them together; a queue.
+    """
+    part, target = part_of(old), part_of(new)
+    _check_regrouping(old, part, states, new)
+    needed = needed_shards(old, new, number)
+    first = number * target.ring.envs - needed[0] * part.ring.envs
+    columns = slice(first, first + target.ring.envs)
+    kept = [_in_time(part, target, states[one], place) for place, one in enumerate(needed)]
+    rows = max(one.mask.shape[0] for one in kept)
+    slots, mask, cuts = (
+        np.concatenate([_below(field(one), rows) for one in kept], axis=1)[:, columns]
+        for field in (lambda one: one.slots, lambda one: one.mask, lambda one: one.cuts)
+    )
+    if not (mask.all() or target.writer.in_lanes):
+        raise ValueError(
+            "rebuild: expected shards that hold equally many rows, or writer=jrb.Lanes(), got "
+            f"{sorted(set(mask.sum(axis=0).tolist()))} rows of their environments."
+        )
+    slots = np.where(mask, slots, np.max(np.where(mask, slots, 0), axis=0))  # anywhere it holds
+    there = _Old(part, tuple(states[one] for one in needed))
+    return _rebuilt(there, target, _Kept(slots.astype(np.int32), mask, cuts, False))
+
+
+def part_of(buffer: ReplayBuffer | Sharded) -> ReplayBuffer:
+    """The description of one shard; of a single buffer itself."""
+    return buffer.part if isinstance(buffer, Sharded) else buffer
+
+
+def needed_shards(
+    old: ReplayBuffer | Sharded, new: ReplayBuffer | Sharded, number: int
+) -> list[int]:
+    """The shards that have the environments of a new one."""
+    wide, had = part_of(new).ring.envs, part_of(old).ring.envs
+    return list(range(number * wide // had, -(-(number + 1) * wide // had)))
+
+
+def _below(rows: np.ndarray, count: int) -> np.ndarray:
+    """Rows `[T, E]`, the newest of so many; those above are 0."""
+    return np.pad(rows, ((count - len(rows), 0), (0, 0)))
+
+
+def _in_time(part: ReplayBuffer, target: ReplayBuffer, state: BufferState, place: int) -> "_Kept":
+    """The newest rows of a shard that there is room for, with the numbers of its slots."""
+    held = part.writer.held(part.ring, state.writer)
+    slots, mask = _rows_of(part.ring, held, target.ring.rows * part.ring.envs)
+    cuts = _ends(part, state, held, slots)
+    return _Kept(slots + place * part.capacity, mask, cuts, False)
+
+
+def _check_regrouping(
+    old: ReplayBuffer | Sharded,
+    part: ReplayBuffer,
+    states: Mapping[int, BufferState],
+    new: ReplayBuffer | Sharded,
+) -> None:
+    whole, wanted = (each.buffer if isinstance(each, Sharded) else each for each in (old, new))
+    for each in (whole, wanted):
+        if not isinstance(each, ReplayBuffer):
+            raise TypeError(
+                f"rebuild: expected buffers, in shards or not, got {type(each).__name__}. Rebuild "
+                "the parts of a Mix one by one."
+            )
+        checks.in_time("rebuild of shards", each.writer)
+    if whole.ring.envs != wanted.ring.envs:
+        raise ValueError(
+            f"num_envs: expected {whole.ring.envs}, as before, for another number of shards, got "
+            f"{wanted.ring.envs}."
+        )
+    goes_on = wanted.sampler.in_order and wanted.sampler.consumes
+    unread = any(bool(whole.sampler.has_unread(one.sampler)) for one in states.values())
+    if goes_on and unread:
+        raise ValueError(
+            f"shards: expected as many as before with {type(wanted.sampler).__name__}, whose order "
+            "would be lost. Draw what is left first."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +294,7 @@ def _learned(old: ReplayBuffer, state: BufferState, new: ReplayBuffer, made: Buf
 
 def _sampler(
     old: ReplayBuffer,
-    state: BufferState,
+    known: PartState,
     new: ReplayBuffer,
     made: BufferState,
     here: jax.Array,
@@ -128,12 +303,12 @@ def _sampler(
     """The new sampler's state, with what the old one knew of the items."""
     alike = type(old.sampler) is type(new.sampler) and not new.sampler.prioritized
     if alike or old.sampler == new.sampler:
-        return _adopted(new.sampler, made.sampler, state.sampler, here, places)
+        return _adopted(new.sampler, made.sampler, known, here, places)
     if not (old.sampler.prioritized and new.sampler.prioritized):
         return made.sampler
-    known = old.sampler.priorities(state.sampler)[here]
-    assigned = _assigned(new.sampler, made.sampler, places, known)
-    gone = places[np.asarray(known == DROPPED)]
+    raw = old.sampler.priorities(known)[here]
+    assigned = _assigned(new.sampler, made.sampler, places, raw)
+    gone = places[np.asarray(raw == DROPPED)]
     ok = jnp.ones(gone.shape, jnp.bool_)
     return new.sampler.drop(new.ring, assigned, gone, ok) if gone.size else assigned
 
@@ -249,10 +424,9 @@ def _dealt(
     return line.reshape(streams.shape).T, streams.T
 
 
-def _filled(
-    buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState, kept: _Kept
-) -> BufferState:
+def _filled(there: _Old, target: ReplayBuffer, kept: _Kept) -> BufferState:
     """An empty state of the target, and these items written to it."""
+    buffer, state = there.buffer, there.state
     into, slots = replaying(target), kept.slots
     mask = None if kept.mask.all() else jnp.asarray(kept.mask)
     if target.storage.of_objects:
@@ -260,11 +434,11 @@ def _filled(
     spec = buffer.stored(state)
     new = dispatch.init(into, spec, None)
     if len(slots) and kept.cuts is not None:
-        before = _rows_before(buffer, state, target, kept)
+        before = _rows_before(there, target, kept)
         new = new.replace(unit=into.unit.resume(new.unit, before))
     row_bytes = pytree.nbytes(spec) * slots.shape[1]
     for piece in pieces(np.arange(len(slots)), row_bytes):
-        items = buffer.take(state, jnp.asarray(slots[piece]))
+        items = there.take(slots[piece])
         seams = None if kept.cuts is None else jnp.asarray(kept.cuts[piece])
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
@@ -294,17 +468,15 @@ def _with_objects(
 _MANY = 2**30  # rows, as none may be missed that are not known
 
 
-def _rows_before(
-    buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer, kept: _Kept
-) -> jax.Array:
+def _rows_before(there: _Old, target: ReplayBuffer, kept: _Kept) -> jax.Array:
     """How many rows of its episode came before the first of each environment, int32 `[E]`.
 
     Many if nobody knows; none where there is no row.
     """
     slots = np.take_along_axis(kept.slots, kept.mask.argmax(axis=0)[None], axis=0)[0]
-    known = buffer.unit.rows_before(state.unit, jnp.asarray(slots))
+    known = there.rows_before(slots)
     if known is None:
-        known = jnp.full(slots.shape, _MANY, jnp.int32)
-    elif buffer.unit != target.unit:
-        known = jnp.where(known > 0, _MANY, 0)  # it counts up to a number of its own
-    return jnp.where(kept.mask.any(axis=0), known, 0)
+        known = np.full(slots.shape, _MANY, np.int32)
+    elif there.buffer.unit != target.unit:
+        known = np.where(known > 0, _MANY, 0)  # it counts up to a number of its own
+    return jnp.asarray(np.where(kept.mask.any(axis=0), known, 0), jnp.int32)

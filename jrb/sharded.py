@@ -280,7 +280,7 @@ class Sharded:
         return self._read(ReplayBuffer.in_order, state, (), (0, 0))
 
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
-        """The slots of the newest rows, int32 `[S, n, E / S]` of each shard; and which there are."""
+        """The slots of the newest rows, int32 `[S, n, E / S]`; and which of them there are."""
         checks.count("n", n, self.part.ring.rows)
         return self._read(_Newest(int(n)), state, (), (0, 0))
 

@@ -24,6 +24,7 @@ ROOMS = [
     {"writers", "storages", "samplers", "units", "transforms"},
     {"buffer"},
     {"sharded"},
+    {"shards"},
     {"mix"},
     {"loops", "read", "rebuilding", "limits"},
     {"of_items", "interop", "tables"},

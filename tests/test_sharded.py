@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jrb
+from jrb import shards
 from jrb._base import pytree
 
 DEVICES = jax.device_count()
@@ -517,3 +518,65 @@ def test_one_shard_is_the_buffer_also_without_environments():
     want = buffer.sample(alone, jax.random.fold_in(key, 0))
     assert_same(sharded.sample(state, key).data, want.data)
     assert sharded.nbytes({"x": 0}) == buffer.nbytes({"x": 0}) == pytree.nbytes(state)
+
+
+def held(buffer, state):
+    """What each environment holds, oldest first: items and priorities."""
+    parts = shards.split(buffer, state) if isinstance(buffer, jrb.Sharded) else {0: state}
+    part = buffer.part if isinstance(buffer, jrb.Sharded) else buffer
+    found = []
+    for number in sorted(parts):
+        one = jax.tree.map(jnp.asarray, parts[number])
+        slots, count = part.in_order(one)
+        slots = np.asarray(slots)[: int(count)]
+        priorities = np.asarray(part.priorities(one))[slots]
+        rows = jax.tree.map(np.asarray, (part.take(one, slots), priorities))
+        for env in range(part.ring.envs):
+            mine = slots % part.ring.envs == env
+            found.append(jax.tree.map(lambda leaf: leaf[mine], rows))  # noqa: B023
+    return found
+
+
+@pytest.mark.parametrize("unit", ["n-step", "strict n-step", "stacks"])
+@pytest.mark.parametrize("writer", [jrb.RoundRobin(), jrb.Lanes()], ids=str)
+def test_other_shards_have_the_same_environments_with_their_priorities(unit, writer):
+    rng = np.random.default_rng(0)
+    old = jrb.Sharded(whole(unit, writer=writer), 4, mesh_of(4))
+    masks = {"mask": rng.random((23, E)) < 0.7} if writer.in_lanes else {}
+    given = rng.random((23, E)).astype(np.float32) * 5
+    state = old.extend(old.init(EXAMPLE), rows(rng, 23, E), priorities=given, **masks)
+    state = old.truncate(state, mask=rng.random(E) < 0.5)
+    want = held(old, state)
+    for new in (
+        jrb.Sharded(old.buffer, 8, mesh_of(2)),
+        jrb.Sharded(old.buffer, 2),
+        jrb.Sharded(old.buffer, 1, mesh_of(1)),
+        old.buffer,
+    ):
+        other = jrb.rebuild(old, state, new)
+        assert_same(held(new, other), want)
+        assert_same(held(old, jrb.rebuild(new, other, old)), want)
+        items, more = rows(np.random.default_rng(3), 3, E), np.ones((3, E), np.float32)
+        told = [held(b, b.extend(s, items, None, more)) for b, s in ((old, state), (new, other))]
+        if unit != "stacks":
+            assert_same(*told)
+    smaller = jrb.Sharded(dataclasses.replace(old.buffer, capacity=4 * E), 2)
+    kept = held(smaller, jrb.rebuild(old, state, smaller))
+    newest = [jax.tree.map(lambda leaf: leaf[-4:], one) for one in want]
+    if unit == "stacks":  # whose first frames have lost those before them
+        kept, newest = ([items for items, _ in each] for each in (kept, newest))
+    assert_same(kept, newest)
+
+
+def test_what_other_shards_cannot_have_is_refused():
+    queue = jrb.Sharded(whole(sampler="queue"), 4)
+    rng = np.random.default_rng(0)
+    state = queue.add(queue.init(EXAMPLE), rows(rng, E))
+    with pytest.raises(ValueError, match="whose order would be lost"):
+        jrb.rebuild(queue, state, jrb.Sharded(queue.buffer, 2))
+    few = jrb.ReplayBuffer(16, 8, batch_size=8)
+    with pytest.raises(ValueError, match="num_envs: expected 16"):
+        jrb.rebuild(queue, state, jrb.Sharded(few, 2))
+    best = jrb.Sharded(whole(sampler="uniform", writer=jrb.MaxValue(("next", "reward"))), 4)
+    with pytest.raises(ValueError, match="order of time"):
+        jrb.rebuild(best, best.init(EXAMPLE), jrb.Sharded(best.buffer, 2))

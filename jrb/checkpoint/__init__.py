@@ -32,6 +32,7 @@ from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 from jrb.mix import AnyState
 from jrb.rebuilding import rebuild
+from jrb.sharded import Sharded
 from jrb.state import Device
 from jrb.types import Item
 
@@ -88,7 +89,9 @@ def save(
     Args:
         path: of a folder, made if it is not there; with `layout="h5"` of a file.
         buffer: the description, a `ReplayBuffer` or a `Mix`; or several, as a dict by name or as a
-            tuple, which are saved in one generation.
+            tuple, which are saved in one generation. Of a `Sharded`, each process saves the shards
+            that it has, in the same folder, which all must see; all call this alike, and return
+            when all is saved.
         state: its state, also one that `vmap` has put axes before; of several, a dict with the same
             names, or a tuple. It is only read.
         extra: what belongs to it, in the same generation, so that no crash can part them: a pytree
@@ -272,7 +275,8 @@ def load(
             environments are then dealt out anew, each trajectory in one piece, and no window
             crosses a seam.
         generation: which one; None for the newest.
-        device: a device or a sharding, for all arrays; None for the default device.
+        device: a device or a sharding, for all arrays; None for the default device. Of a `Sharded`,
+            its mesh: each process then reads the shards that it has.
         verify: False opens the path of a storage on the host without a look at all of its rows, at
             once; a damaged row is then drawn as it is. Else nothing is read without a look.
 
@@ -337,7 +341,7 @@ def _as_another(
     read: Callable[..., Any], path: str, buffer: Any, example: Item, other: matching.OtherError
 ) -> Any:
     """What was saved, as a state of another description."""
-    if not isinstance(buffer, ReplayBuffer):
+    if not isinstance(buffer, ReplayBuffer | Sharded):
         raise other
     if host_items.is_at(path, buffer):
         raise other  # the store that is read cannot be made anew
@@ -345,7 +349,7 @@ def _as_another(
         found, state, *besides = read(path, None, example, None)
     except descriptions.UnknownError:
         raise other from None  # only a description that has its functions can load it
-    if not isinstance(found, ReplayBuffer):
+    if not isinstance(found, ReplayBuffer | Sharded):
         raise other
     return buffer, rebuild(found, state, buffer), *besides
 

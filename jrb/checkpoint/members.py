@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-from jrb import _saved
+from jrb import _saved, shards
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, shards
+from jrb.checkpoint import descriptions
 from jrb.mix import Mix
 from jrb.sharded import Sharded
 

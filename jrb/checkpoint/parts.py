@@ -15,13 +15,13 @@ that it has; the first one writes the generation of the whole, when all have.
 import dataclasses
 from typing import Any
 
-from jrb import _saved
+from jrb import _saved, shards
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.threads import share
-from jrb.checkpoint import crew, descriptions, facts, matching, members, native, shards
+from jrb.checkpoint import crew, descriptions, facts, matching, members, native
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
@@ -29,7 +29,6 @@ from jrb.mix import AnyState, Mix
 from jrb.sharded import Sharded
 from jrb.state import Device
 from jrb.types import Item
-
 
 _AT_ONCE = 4
 """Times as many threads as otherwise for parts, which wait for the disk one beside the other."""
@@ -137,7 +136,8 @@ class Pending:
 def _states(buffer: Any, state: Any) -> dict[str, Any]:
     """The states that are here, by name."""
     if isinstance(buffer, Sharded):
-        return shards.split(buffer, state)
+        known = shards.names(buffer)
+        return {known[number]: one for number, one in shards.split(buffer, state).items()}
     return members.of_each(buffer, state, "save: states")
 
 

@@ -438,6 +438,18 @@ class Prioritized(Sampler):
         state = state.replace(raw=raw, dropped=(known == DROPPED).any())
         return self._put(state, raw, trees.set_all)
 
+    def merged(self, states: list[Priorities]) -> Priorities:
+        """The priorities of one shard after those of the other; the greatest, and all refusals."""
+        joined = lambda leaves: jnp.concatenate(list(map(jnp.asarray, leaves)))
+        first = super().merged(states)
+        waiting = [one.waiting for one in states if one.waiting is not None]
+        return first.replace(
+            raw=joined([one.raw for one in states]),
+            waiting=joined(waiting) if waiting else None,
+            highest=jnp.max(jnp.stack([jnp.asarray(one.highest) for one in states])),
+            refused=jnp.sum(jnp.stack([jnp.asarray(one.refused) for one in states])),
+        )
+
     def _set(
         self, state: Priorities, index: jax.Array, keep: jax.Array, raw: jax.Array
     ) -> Priorities:

@@ -140,6 +140,16 @@ class Sampler(abc.ABC):
         """
         return state
 
+    def merged(self, states: list[PartState]) -> Any:
+        """What several shards' samplers knew of their anchors, for `adopt`: one after the other.
+
+        By default how often each was drawn, if that is counted.
+        """
+        first = states[0]
+        if not isinstance(first, DrawCounts) or first.draws is None:
+            return first
+        return first.replace(draws=jnp.concatenate([jnp.asarray(one.draws) for one in states]))
+
     def update(
         self, ring: Ring, state: PartState, slots: jax.Array, priorities: jax.Array, ok: jax.Array
     ) -> Any:

@@ -24,8 +24,8 @@ def names(sharded: Sharded) -> list[str]:
     return [f"{number:0{len(str(sharded.shards - 1))}}" for number in range(sharded.shards)]
 
 
-def split(sharded: Sharded, state: BufferState) -> dict[str, BufferState]:
-    """The states of the shards that this process has, by name.
+def split(sharded: Sharded, state: BufferState) -> dict[int, BufferState]:
+    """The states of the shards that this process has, by number.
 
     Raises:
         ValueError: it is no state of so many shards.
@@ -34,16 +34,14 @@ def split(sharded: Sharded, state: BufferState) -> dict[str, BufferState]:
     for leaf in leaves:
         if not np.ndim(leaf) or np.shape(leaf)[0] != sharded.shards:
             raise ValueError(
-                f"save: expected a state of {sharded.shards} shards, arrays [{sharded.shards}, "
+                f"expected a state of {sharded.shards} shards, arrays [{sharded.shards}, "
                 f"...], got one with an array of shape {np.shape(leaf)}."
             )
     items = set(map(id, jax.tree.leaves(state.storage)))
     parts = [_pieces(leaf, id(leaf) in items) for leaf in leaves]
     here = sorted(set.intersection(*map(set, parts)))
-    known = names(sharded)
     return {
-        known[number]: jax.tree.unflatten(structure, [part[number] for part in parts])
-        for number in here
+        number: jax.tree.unflatten(structure, [part[number] for part in parts]) for number in here
     }
 
 
