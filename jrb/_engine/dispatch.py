@@ -476,7 +476,7 @@ def edit(
     if where is None:
         where = jnp.arange(buffer.capacity, dtype=jnp.int32)
     after = _edit_outside(buffer, state, where, values)
-    return _with_ends(buffer, after, before) if ends else after
+    return after if before is None else _with_ends(buffer, after, before)
 
 
 def _with_flags(buffer: Buffer, state: BufferState) -> tuple[Any, BufferState]:
@@ -520,14 +520,14 @@ def rewrite(
         return editing.rewrite(buffer, state, function, batch_size)
     slots, count = buffer.writer.in_order(buffer.ring, state.writer)
     held, compiled = np.asarray(slots)[: int(count)], jax.jit(function)
-    ends, before = False, None
+    before = None
     for start in range(0, len(held), batch_size):
         part = jnp.asarray(held[start : start + batch_size])
         values = compiled(take(buffer, state, part))
         if not start and editing.changes_ends(buffer, state, tuple(values)):
-            ends, before = True, editing.cuts(*_with_flags(buffer, state))
+            before = editing.cuts(*_with_flags(buffer, state))
         state = _edit_outside(buffer, state, part, values)
-    return _with_ends(buffer, state, before) if ends else state
+    return state if before is None else _with_ends(buffer, state, before)
 
 
 def wait(state: BufferState, sample: Sample) -> BufferState:
