@@ -14,7 +14,7 @@ import numpy as np
 
 from jrb import shards
 from jrb._base import checks, pytree
-from jrb._engine import counting, dispatch, transforming
+from jrb._engine import counting, dispatch, steps, transforming
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
 from jrb.held import Held
@@ -222,7 +222,7 @@ def _in_time(part: ReplayBuffer, target: ReplayBuffer, state: BufferState, place
     """The newest rows of a shard that there is room for, with the numbers of its slots."""
     held = part.writer.held(part.ring, state.writer)
     slots, mask = _rows_of(part.ring, held, target.ring.rows * part.ring.envs)
-    cuts = _ends(part, state, held, slots)
+    cuts = _ends(part, state, slots)
     return _Kept(slots + place * part.capacity, mask, cuts, False)
 
 
@@ -368,7 +368,7 @@ def _chosen(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _
     slots, mask = _rows_of(old, held, target.capacity)
     if not target.writer.in_time:
         return _whole(slots[mask][:, None], None, old.envs != new.envs)
-    ends = _ends(buffer, state, held, slots)
+    ends = _ends(buffer, state, slots)
     if old.envs != new.envs or not (mask.all() or target.writer.in_lanes):
         return _whole(*_dealt(slots, ends, mask, new.envs), True)
     return _Kept(slots[-new.rows :], mask[-new.rows :], ends[-new.rows :], False)
@@ -392,18 +392,25 @@ def _without_time(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState
     """The same of a writer without an order of time: the best, each an episode of its own."""
     dealt = buffer.ring.envs != target.ring.envs
     best = np.asarray(buffer.writer.best(buffer.ring, state.writer, target.capacity))
-    if not target.writer.in_time:
-        return _whole(best[:, None], None, dealt)
     order = np.asarray(buffer.in_order(state)[0])
     kept = order[np.isin(order, best)][: len(best)]
+    if not target.writer.in_time:
+        return _whole(kept[:, None], None, dealt)
     kept = kept[len(kept) % target.ring.envs :].reshape(-1, target.ring.envs)
     return _whole(kept, np.ones(kept.shape, bool), dealt)
 
 
-def _ends(buffer: ReplayBuffer, state: BufferState, held: Held, slots: np.ndarray) -> np.ndarray:
+def _ends(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.ndarray:
     """After which rows the unit knows that time does not go on: more than their flags may say."""
-    context = Context(buffer.ring, buffer.keys, held)
-    return np.array(buffer.unit.ends(context, state.unit, jnp.asarray(slots)))
+    return np.array(_known_ends(buffer, state.writer, state.unit, slots))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _known_ends(
+    buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: jax.Array
+) -> jax.Array:
+    """The same, compiled once for as many rows."""
+    return buffer.unit.ends(steps.context_of(buffer, writer), unit, slots)
 
 
 def _dealt(
@@ -433,7 +440,7 @@ def _filled(there: _Old, target: ReplayBuffer, kept: _Kept) -> BufferState:
         return _with_objects(buffer, into, state, slots, mask).replace(ring=target.ring)
     spec = buffer.stored(state)
     new = dispatch.init(into, spec, None)
-    if len(slots) and kept.cuts is not None:
+    if len(slots) and kept.cuts is not None and buffer.writer.in_time:
         before = _rows_before(there, target, kept)
         new = new.replace(unit=into.unit.resume(new.unit, before))
     row_bytes = pytree.nbytes(spec) * slots.shape[1]

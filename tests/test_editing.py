@@ -252,3 +252,22 @@ def test_ends_that_a_function_edits_batch_by_batch_are_seen(storage):
     known = np.asarray(buffer.priorities(state, slots))
     ends = jrb.items(buffer, state)["observation"] % 3 == 1
     assert (known >= 0).tolist() == [not end for end in ends[:-1]] + [False]
+
+
+@pytest.mark.parametrize(
+    "storage", [jrb.MemmapStorage(), jrb.SpillStorage(None, hot_capacity=4)], ids=repr
+)
+def test_flags_of_items_on_the_host_are_edited_by_what_is_compiled(storage, compilations):
+    unit = jrb.Sequence(2)
+    buffer = jrb.ReplayBuffer(12, num_envs=2, batch_size=2, unit=unit, storage=storage)
+    rows = {"x": jnp.arange(10).reshape(5, 2), "next": {"done": jnp.zeros((5, 2), bool)}}
+    state = buffer.extend(buffer.init({"x": 0, "next": {"done": False}}), rows)
+    ends = lambda flag: {"next": {"done": jnp.array([flag, False])}}
+    state = buffer.set(state, jnp.array([2, 5]), ends(True))
+    with compilations() as count:
+        for number in range(4):
+            state = buffer.set(state, jnp.array([number, 5]), ends(number % 2 == 0))
+            assert int(buffer.size(state)) == 10
+    assert count() == 0
+    drawn = np.asarray(buffer.sample(state, jax.random.key(0), 99).data["x"])
+    assert set(drawn[:, 0].tolist()) == {1, 3, 4, 5, 6, 7}

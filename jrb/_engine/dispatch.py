@@ -481,11 +481,27 @@ def edit(
         return editing.edit(buffer, state, where, values)
     names = () if buffer.storage.of_objects else tuple(values)
     ends = bool(names) and editing.changes_ends(buffer, state, names)
-    before = editing.cuts(buffer, state) if ends else None
+    before = editing.cuts(*_with_flags(buffer, state)) if ends else None
     if where is None:
         where = jnp.arange(buffer.capacity, dtype=jnp.int32)
     after = _edit_outside(buffer, state, where, values)
-    return editing.with_ends(buffer, after, before) if ends else after
+    return after if before is None else _with_ends(buffer, after, before)
+
+
+def _with_flags(buffer: Buffer, state: BufferState) -> tuple[Any, BufferState]:
+    """The same buffer with what tells ends of episodes in place of its items on the host."""
+    names, flags = buffer.storage.names(state.storage), frozenset(editing.flags(buffer, state))
+    inner, half = _for_device(buffer), _on_device(buffer, state)
+    with buffer.storage.drawing(state.storage):
+        slots, places = editing.places_of(inner, half, names, flags)
+        read = buffer.storage.fetch(state.storage, slots, places)
+    return _without_items(buffer), state.replace(storage=read)
+
+
+def _with_ends(buffer: Buffer, state: BufferState, before: jax.Array) -> BufferState:
+    """`editing.with_ends` for items on the host, which the compiled step knows nothing of."""
+    after = editing.with_ends(*_with_flags(buffer, state), before)
+    return after.replace(storage=state.storage)
 
 
 def _edit_outside(
@@ -513,14 +529,14 @@ def rewrite(
         return editing.rewrite(buffer, state, function, batch_size)
     slots, count = buffer.writer.in_order(buffer.ring, state.writer)
     held, compiled = np.asarray(slots)[: int(count)], jax.jit(function)
-    ends, before = False, None
+    before = None
     for start in range(0, len(held), batch_size):
         part = jnp.asarray(held[start : start + batch_size])
         values = compiled(take(buffer, state, part))
         if not start and editing.changes_ends(buffer, state, tuple(values)):
-            ends, before = True, editing.cuts(buffer, state)
+            before = editing.cuts(*_with_flags(buffer, state))
         state = _edit_outside(buffer, state, part, values)
-    return editing.with_ends(buffer, state, before) if ends else state
+    return state if before is None else _with_ends(buffer, state, before)
 
 
 def wait(state: BufferState, sample: Sample) -> BufferState:

@@ -7,6 +7,7 @@ and outside.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def _first_words(leaf: jax.Array) -> jax.Array:
     return place * jax.vmap(ordering.some_bits)(first[:, None]).astype(jnp.uint32)
 
 
-def _flags(buffer: Buffer, state: BufferState) -> set[str]:
+def flags(buffer: Buffer, state: BufferState) -> set[str]:
     """The names of the leaves by which a unit tells ends of episodes; none if it asks for none."""
     if buffer.unit.one_row:
         return set()
@@ -108,7 +109,7 @@ def _flags(buffer: Buffer, state: BufferState) -> set[str]:
 
 def changes_ends(buffer: Buffer, state: BufferState, values: Iterable[str]) -> bool:
     """Whether there are leaves among `values`, names, by which the unit tells ends of episodes."""
-    return bool(_flags(buffer, state) & set(values))
+    return bool(flags(buffer, state) & set(values))
 
 
 def all_rows(ring: Ring, held: Held) -> Write:
@@ -135,12 +136,23 @@ def leaves_of(buffer: Buffer, context: Context, state: BufferState, names: set[s
     return buffer.storage.read(context, state.storage, where)
 
 
+@functools.partial(jax.jit, static_argnames=("names", "wanted"))
+def places_of(
+    buffer: Buffer, state: BufferState, names: tuple[str, ...], wanted: frozenset[str]
+) -> tuple[jax.Array, Any]:
+    """For items on the host: all slots `[R, E]`, and where `leaves_of` of these names are read."""
+    context = context_of(buffer, state.writer)
+    slots = context.held.from_oldest(context.ring)
+    where = [slots if name in wanted else slots[:, :, None][:, :, :0] for name in names]
+    return slots, buffer.storage.locate(context, state.storage, where)
+
+
 @jax.jit
 def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
     """After which rows time does not go on though no flag says so, bool `[R, E]`."""
     context = context_of(buffer, state.writer)
     slots = context.held.from_oldest(context.ring)
-    names, over = _flags(buffer, state), buffer.unit.ends(context, state.unit, slots)
+    names, over = flags(buffer, state), buffer.unit.ends(context, state.unit, slots)
     items = leaves_of(buffer, context, state, names)
     return over & ~told(buffer, context, items) if names else over
 
@@ -159,7 +171,7 @@ def told(buffer: Buffer, context: Context, items: Item) -> jax.Array:
 def with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array) -> BufferState:
     """The state in which unit and sampler know of the ends that the flags tell now, and cuts."""
     context = context_of(buffer, state.writer)
-    items = leaves_of(buffer, context, state, _flags(buffer, state))
+    items = leaves_of(buffer, context, state, flags(buffer, state))
     return relearned(buffer, context, state, items, cuts, all_rows(context.ring, context.held))
 
 

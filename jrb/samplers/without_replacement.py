@@ -85,6 +85,13 @@ class WithoutReplacement(Sampler):
         length = jnp.where(change.moved, 0, state.length)
         return state.replace(left=left.astype(jnp.int32), length=length)
 
+    def relearn(
+        self, ring: Ring, state: Epoch, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> Epoch:
+        """An epoch goes on where all rows that are held are anchors still; else it ends."""
+        same = (old.count == new.count) & (old.all_held and new.all_held)
+        return state.replace(length=jnp.where(same, state.length, 0))
+
     def draw(
         self,
         ring: Ring,

@@ -308,11 +308,11 @@ class Sequence(Unit):
                 period is counted from the next row on.
         """
         unknown = _UNKNOWN // self.period * self.period
-        length = jnp.where(before >= _MANY, unknown, before) if self.period > 1 else before
+        fits = before < (_MANY if self.period > 1 else unknown)  # a period goes on as it is counted
         table = state.episodes
         if table is not None and self.over == "whole":
             table = table.replace(length=jnp.minimum(before, 2))  # it runs, but is not in the table
-        return state.replace(length=jnp.minimum(length, unknown), episodes=table)
+        return state.replace(length=jnp.where(fits, before, unknown), episodes=table)
 
     def anchors(self, context: Context, state: Windows) -> Anchors:
         """The first rows of windows."""

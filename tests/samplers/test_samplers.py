@@ -412,3 +412,19 @@ def test_the_same_alpha_as_before_computes_no_masses():
     assert masses(jax.jit(buffer.set_alpha)(state, 1.0)) == [1, 4, 9, 0, 0]
     many = jax.tree.map(lambda leaf: leaf[None], state)
     assert masses(jax.vmap(buffer.set_alpha)(many, jnp.array([0.5]))) == [[1, 2, 3, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [jrb.Uniform(), jrb.Newest(0.5), jrb.Queue(), jrb.Lifo(), jrb.WithoutReplacement()],
+    ids=repr,
+)
+def test_verbs_of_priorities_are_refused_where_there_are_none(sampler):
+    buffer = jrb.ReplayBuffer(4, batch_size=2, sampler=sampler)
+    state, slots = buffer.add(buffer.init({"x": 0}), {"x": 1}), jnp.array([0])
+    with pytest.raises(TypeError, match="drop: expected a sampler that can leave anchors out"):
+        buffer.drop(state, slots)
+    with pytest.raises(TypeError, match="update_priority: expected a sampler with priorities"):
+        buffer.update_priority(state, slots, jnp.ones(1))
+    with pytest.raises(TypeError, match="add: priorities: expected a sampler that takes"):
+        buffer.add(state, {"x": 1}, priorities=jnp.float32(1))

@@ -1,0 +1,181 @@
+"""A buffer in plain Python: the verbs, made of what writers, units and samplers do."""
+
+import numpy as np
+
+from tests.verbs import samplers, units, writers
+from tests.verbs.writers import MANY, Row
+
+
+class Model:
+    """What a state holds, and what may be drawn from it."""
+
+    def __init__(self, buffer, rule):
+        self.take_parts(buffer, rule)
+        self.anchors, self.draws = [], 0
+
+    def take_parts(self, buffer, rule):
+        self.buffer, self.rule, self.unit = buffer, rule, buffer.unit
+        self.writer = writers.of(buffer)
+        self.sampler = samplers.of(buffer, rule.all_held)
+
+    def at(self, slot):
+        return self.writer.held().get(int(slot))
+
+    # Anchors.
+
+    def learn(self):
+        """Anchors came and went: those that stay keep their order."""
+        found = dict(units.anchors(self.rule, self.writer))
+        stay = [row for row in self.anchors if row in found and self.writer.in_time]
+        new = found.keys() - set(stay)
+        order = stay + sorted(new, key=lambda row: found[row][1:])
+        self.anchors = self.sorted(order)
+
+    def learn_anew(self):
+        """The same after all rows were told of again, one after the other."""
+        found = sorted(units.anchors(self.rule, self.writer), key=lambda pair: pair[1])
+        rows = [row for row, _ in found]
+        self.anchors = self.sorted(rows)
+
+    @property
+    def in_lanes(self):
+        """Whether anchors are counted environment by environment."""
+        return self.writer.in_time and (self.buffer.writer.in_lanes or self.rule.by_lane)
+
+    def sorted(self, anchors):
+        """In the order in which they are counted."""
+        return self.writer.sorted(anchors, self.rule.all_held) if self.in_lanes else anchors
+
+    def changed(self, before):
+        """The sampler learns what a call did."""
+        lanes = self.in_lanes
+        places = self.rule.all_held and (lanes or not self.writer.in_time)
+        names = (lambda row: row.slot) if places else id
+        self.sampler.changed(before, self.anchors, names, lanes)
+
+    # Verbs.
+
+    def write(self, given, length):
+        """Rows of time, those that are not masked and for which there is room."""
+        before, room = self.anchors, self.room()
+        for t in range(length):
+            rows = self.rows(given, t)
+            room -= bool(rows)
+            if rows and room >= 0:
+                self.writer.write(rows)
+                self.learn()
+                own = list(self.writer.held().values()) if self.writer.in_time else rows
+                anchors = self.anchors if self.writer.in_time else rows
+                self.sampler.wrote(rows, own, anchors, self.unit.waits)
+        self.writer.told(given.get("told"))
+        self.learn()
+        self.changed(before)
+        assert not (self.buffer.writer.until_full and getattr(self.sampler, "lost", 0))
+
+    def rows(self, given, t):
+        """The items that come at time t."""
+        names, found = ("number", "x", "after", "reward", "done"), []
+        for env in range(self.writer.envs):
+            if given["mask"][t] if given["mask"].ndim == 1 else given["mask"][t, env]:
+                items = {name: given[name][t, env] for name in names}
+                own = given["priorities"][t, env] if "priorities" in given else None
+                found.append(Row(env, items, own))
+        return found
+
+    def room(self):
+        """For how many rows there is room."""
+        if not self.buffer.writer.until_full:
+            return 10**9
+        held = len(self.writer.lanes[0])
+        free, unread = self.writer.size - held, self.sampler.unread(self.anchors)
+        if unread is None or not self.anchors:
+            return free
+        age = {row: number for lane in self.writer.lanes for number, row in enumerate(lane)}
+        read = age[unread[0]] if unread else age[self.anchors[-1]] + 1
+        return free + max(0, read - self.unit.reach - (self.unit.lag or 0))
+
+    def set(self, slots, values, flags):
+        """Other values; where flags are among them, ends of episodes are learned anew."""
+        found = {slot: (self.at(slot), number) for number, slot in enumerate(slots)}
+        for row, number in found.values():
+            for name in values if row else ():
+                row.items[name] = values[name][number]
+            if row and row.items["done"]:
+                row.cut = False  # a flag that goes takes the cut along
+        if flags and not self.unit.one_row:
+            before = self.anchors
+            self.writer.counted()
+            self.learn_anew()
+            if not self.rule.all_held:
+                self.sampler.told_anew(before, self.anchors)
+
+    def truncate(self, mask):
+        before = self.anchors
+        self.writer.truncate(mask)
+        self.learn()
+        if not self.unit.one_row:
+            self.changed(before)
+
+    def empty(self):
+        self.writer.empty()
+        self.sampler.empty()
+        self.anchors = []
+
+    def draw(self, slots, real, draws):
+        self.sampler.draw(self.anchors, slots, real)
+        held = self.writer.held()
+        drawn = [held[slot] for slot in samplers.drawn(slots, real)]
+        self.draws += len(drawn)
+        if self.buffer.sampler.counted:
+            assert samplers.drawn(draws, real) == [row.draws for row in drawn]
+        for row in drawn:
+            row.draws += 1
+
+    def drop(self, slot):
+        row = self.at(slot)
+        if row and row.priority is not None:
+            row.priority = np.float32(-2)
+
+    def update(self, slots, priorities):
+        self.sampler.update([self.at(slot) for slot in slots], priorities)
+
+    # Another description.
+
+    def is_refused(self, buffer):
+        """Whether rows that are dealt out anew would lose what the new parts need."""
+        lanes = getattr(self.writer, "lanes", [])
+        if buffer.writer.in_lanes or not buffer.writer.in_time:
+            return False
+        return len(set(map(len, lanes))) > 1 and buffer.unit.needs_past
+
+    def rebuild(self, buffer, rule):
+        """All moves to a buffer of other parts, which knows what this one did."""
+        old, held = self.sampler, self.writer
+        self.forget(buffer, rule)
+        self.take_parts(buffer, rule)
+        held.into(self.writer)
+        self.learn_anew()
+        self.adopt(old)
+
+    def forget(self, buffer, rule):
+        """What the new parts will not know."""
+        for row in self.writer.held().values():
+            row.cut = row.cut and not self.unit.one_row
+            if not self.rule.knows_past or (rule != self.rule and row.position):
+                row.position = MANY
+            if not (buffer.sampler.counted and self.buffer.sampler.counted):
+                row.draws = 0
+            if not (buffer.sampler.prioritized and self.buffer.sampler.prioritized):
+                row.priority = None
+            if buffer.sampler != self.buffer.sampler:
+                row.given = None
+
+    def adopt(self, old):
+        """The sampler goes on where another one was, as far as it can."""
+        here = set(self.anchors)
+        for row in self.writer.held().values():
+            if row not in here:
+                row.priority = None
+            elif row.priority is None:
+                row.priority = np.float32(1)
+        self.sampler.adopt(old, self.anchors)

@@ -1,0 +1,218 @@
+"""Random programs of verbs: what they are given, and how a buffer and its model run them."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jrb
+from jrb._engine.steps import context_of
+
+T, STEPS, MANY = 2, 14, 256
+AFTER = {"observation": jnp.int32(0), "reward": jnp.float32(0), "done": False}
+EXAMPLE = {"observation": jnp.int32(0), "number": jnp.int32(0), "next": AFTER}
+CHANCES = {
+    "extend": 0.2,
+    "add": 0.2,
+    "draw": 0.16,
+    "set": 0.1,
+    "set_rest": 0.06,
+    "truncate": 0.07,
+    "drop": 0.07,
+    "update": 0.1,
+    "empty": 0.04,
+}
+"""How often each verb comes."""
+
+
+def verbs_of(buffer):
+    """Those that a buffer has."""
+    left_out = () if buffer.sampler.prioritized else ("drop", "update")
+    if not buffer.writer.writes:
+        left_out += ("extend", "add", "set", "set_rest", "empty")
+    if buffer.storage.of_objects:
+        left_out += ("set_rest",)
+    return [verb for verb in CHANCES if verb not in left_out]
+
+
+def verbs(rng, names, *lead):
+    """Which of the verbs of these names come, int32 `[*lead]`."""
+    chances = np.array([CHANCES[verb] for verb in names])
+    return rng.choice(len(chances), lead, p=chances / chances.sum()).astype(np.int32)
+
+
+def arguments(rng, buffer, *lead):
+    """What they are given, `[*lead, ...]`."""
+    wide = (*lead, T, buffer.ring.envs)
+    priorities = rng.random(wide).astype(np.float32) * 4
+    odd = rng.random(wide)
+    priorities[odd < 0.1] = np.nan
+    priorities[odd > 0.95] = -1
+    rewards = rng.integers(0, 5, wide).astype(np.float32)
+    ranked = isinstance(buffer.writer, jrb.MaxValue)
+    rewards[rng.random(wide) < 0.1 * ranked] = np.nan
+    number = np.arange(np.prod(wide[1:] if lead else wide), dtype=np.int32)
+    return {
+        "number": np.broadcast_to(number.reshape(wide[1:] if lead else wide), wide).copy(),
+        "x": rng.integers(0, 3, wide, dtype=np.int32),  # few numbers, often the next one's
+        "after": rng.integers(0, 3, wide, dtype=np.int32),
+        "reward": rewards,
+        "done": rng.random(wide) < 0.25,
+        "mask": rng.random(wide if buffer.writer.in_lanes else wide[:-1]) < 0.7,
+        "flags": rng.random((*lead, buffer.ring.envs)) < 0.5,
+        "priorities": priorities,
+        "slots": rng.integers(0, buffer.capacity, (*lead, 2), dtype=np.int32),
+        "seed": rng.integers(0, 2**31, lead, dtype=np.int32),
+    }
+
+
+# A buffer.
+
+
+def rows(given):
+    """Items `[T, E]`."""
+    after = {"observation": given["after"], "reward": given["reward"], "done": given["done"]}
+    return {"observation": given["x"], "number": given["number"], "next": after}
+
+
+def edits(given, flags):
+    """Other values for leaves of two items."""
+    after = {"observation": given["after"][:, 0]} | ({"done": given["done"][:, 0]} if flags else {})
+    return {"observation": given["x"][:, 0], "next": after}
+
+
+def objects(items):
+    """Items `[...]` as lists of objects."""
+    leaf = jax.tree.leaves(items)[0]
+    if not np.ndim(leaf):
+        return jax.tree.map(lambda leaf: leaf.item(), items)
+    return [objects(jax.tree.map(operator.itemgetter(at), items)) for at in range(len(leaf))]
+
+
+def drawn(found):
+    """What the model is to know of a draw."""
+    state, sample = found
+    draws = sample.info.get("draws", jnp.zeros_like(sample.indices))
+    return state, (sample.indices, sample.weights > 0, draws)
+
+
+def branches(buffer):
+    """What each verb of a program does: the state, and what was drawn."""
+    shelved = buffer.storage.of_objects
+    kept = objects if shelved else lambda items: items
+    at = lambda items, where: kept(jax.tree.map(lambda leaf: leaf[where], items))
+
+    def extend(state, given):
+        own = {"priorities": given["priorities"]} if buffer.sampler.takes_priorities else {}
+        return buffer.extend(state, kept(rows(given)), given["mask"], **own)
+
+    def edit(state, given, flags):
+        values = at(rows(given), np.s_[:, 0]) if shelved else edits(given, flags)
+        return buffer.set(state, given["slots"], values)
+
+    none = np.zeros(buffer.batch_size, np.int32)
+    silent = lambda verb: lambda s, g: (verb(s, g), (none, none < 0, none))
+    return {
+        "extend": silent(extend),
+        "add": silent(lambda s, g: buffer.add(s, at(rows(g), 0), g["mask"][0])),
+        "draw": lambda s, g: drawn(buffer.draw(s, jax.random.key(g["seed"]))),
+        "set": silent(lambda s, g: edit(s, g, True)),
+        "set_rest": silent(lambda s, g: edit(s, g, False)),
+        "truncate": silent(lambda s, g: buffer.truncate(s, g["flags"])),
+        "drop": silent(lambda s, g: buffer.drop(s, g["slots"][:1])),
+        "update": silent(lambda s, g: buffer.update_priority(s, g["slots"], g["priorities"][:, 0])),
+        "empty": silent(lambda s, g: buffer.empty(s)),
+    }
+
+
+def step(buffer, names):
+    """One step of a program, compiled: the state, and what the model is told of it."""
+    known = branches(buffer)
+    calls = [known[verb] for verb in names]
+
+    def run(state, given):
+        state, drawn = jax.lax.switch(given["verb"], calls, state, given)
+        return state, (drawn, items(buffer, state)["number"])
+
+    return run
+
+
+def items(buffer, state):
+    """Those in all slots; `take` would raise where nothing is held."""
+    place = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    return buffer.storage.read(context_of(buffer, state.writer), state.storage, lambda name: place)
+
+
+def seen(buffer, state, items, many=MANY):
+    """What a state holds, slot by slot, and draws of many, or of none."""
+    slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    order, count = buffer.in_order(state)
+    sample = buffer.sample(state, jax.random.key(0), many) if many else None
+    found = {
+        "items": items,
+        "order": order,
+        "count": count,
+        "before": buffer.unit.rows_before(state.unit, slots),
+        "drawn": drawn((None, sample))[1] if many else None,
+    }
+    if buffer.sampler.counted:
+        found["draws"] = state.sampler.draws
+    if buffer.sampler.prioritized:
+        found["raw"] = buffer.priorities(state)
+        found["highest"], found["refused"] = state.sampler.highest, state.sampler.refused
+    return found
+
+
+# Its model.
+
+
+def follow(model, verb, given, told):
+    """The same in plain Python; `told`: what was drawn, and the items' numbers slot by slot."""
+    drawn, numbers = told
+    given = {**given, "told": numbers}
+    if verb == "extend":
+        model.write(given, T)
+    elif verb == "add":
+        model.write({name: leaf for name, leaf in given.items() if name != "priorities"}, 1)
+    elif verb == "draw":
+        model.draw(*(leaf.tolist() for leaf in drawn))
+    elif verb in ("set", "set_rest"):
+        names = ["x", "after"] + ["done"] * (verb == "set")
+        names += ["number", "reward"] * model.buffer.storage.of_objects
+        values = {name: given[name][:, 0] for name in names}
+        model.set(given["slots"], values, verb == "set")
+    elif verb == "truncate":
+        model.truncate(given["flags"])
+    elif verb == "empty":
+        model.empty()
+    elif verb == "drop":
+        model.drop(given["slots"][0])
+    elif verb == "update":
+        model.update(given["slots"], given["priorities"][:, 0])
+
+
+def check(model, found):
+    """What a state holds is what the model holds."""
+    held, anchors = model.writer.held(), set(model.anchors)
+    order = found["order"][: int(found["count"])].tolist()
+    assert order == model.writer.in_order()
+    items = found["items"]
+    after = items and items["next"]
+    for slot, row in held.items():
+        got = {"number": items["number"], "x": items["observation"], "after": after["observation"]}
+        got |= {"reward": after["reward"], "done": after["done"]}
+        assert {name: leaf[slot] for name, leaf in got.items()} == row.items
+        if found["before"] is not None:
+            assert (found["before"][slot] == 0) == (row.position == 0)
+        assert "draws" not in found or found["draws"][slot] == row.draws
+    if "raw" in found:
+        want = {row.slot: row.priority for row in anchors}
+        raw = [np.float32(want.get(slot, -1)) for slot in range(len(found["raw"]))]
+        assert found["raw"].tolist() == raw
+        assert found["highest"] == model.sampler.highest
+        assert found["refused"] == model.sampler.refused
+    if found["drawn"] is None:
+        return
+    slots, real, _ = found["drawn"]
+    model.sampler.at_end(model.anchors, slots.tolist(), real.tolist())

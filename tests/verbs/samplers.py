@@ -1,0 +1,282 @@
+"""What is drawn, in plain Python: for each kind of sampler, of anchors in their order."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+import jrb
+
+
+class Alike:
+    """All that may be drawn may be drawn at any time, each for itself."""
+
+    def __init__(self, sampler, spaces):
+        self.sampler, self.spaces = sampler, spaces
+        self.empty()
+
+    def empty(self):
+        """Nothing is known."""
+
+    def wrote(self, new, held, anchors, waits):
+        """One row of time was written."""
+
+    def changed(self, before, after, names=None, lanes=False):
+        """Anchors came and went in one call, in whose order they are given."""
+
+    def told_anew(self, before, after):
+        """All anchors were counted anew."""
+
+    def adopt(self, old, anchors):
+        """Goes on where the sampler of another buffer was."""
+
+    def unread(self, anchors):
+        """Those that may not be lost; None if all may be."""
+        return
+
+    def may(self, anchors):
+        """What may be drawn."""
+        return anchors
+
+    def ready(self, anchors):
+        """Whether there is something to draw."""
+        return bool(self.may(anchors))
+
+    def draw(self, anchors, slots, real):
+        """Takes what was drawn, or fails."""
+        may = {row.slot for row in self.may(anchors)}
+        assert all(real) if may else not any(real)
+        assert not may or set(slots) <= may
+
+    def at_end(self, anchors, slots, real):
+        """The same of a draw of many."""
+        assert set(drawn(slots, real)) == {row.slot for row in self.may(anchors)}
+
+
+def drawn(slots, real):
+    """The slots that count."""
+    return [slot for slot, one in zip(slots, real, strict=True) if one]
+
+
+class Newest(Alike):
+    def may(self, anchors):
+        count = self.sampler.count
+        if count is None:
+            share = Fraction(self.sampler.fraction).limit_denominator(2**16 - 1)
+            count = math.ceil(share * len(anchors))
+        return anchors[max(0, len(anchors) - count) :]
+
+
+class Distinct(Alike):
+    """Each stands once in a batch."""
+
+    def draw(self, anchors, slots, real):
+        count = min(len(slots), len(anchors))
+        assert real == [place < count for place in range(len(slots))]
+        assert len(set(slots[:count])) == count
+        assert set(slots[:count]) <= {row.slot for row in anchors}
+
+    at_end = draw
+
+
+class Priorities(Alike):
+    """What is known of anchors is with their rows."""
+
+    def empty(self):
+        self.highest, self.refused = np.float32(1), 0
+
+    def wrote(self, new, held, anchors, waits):
+        given = [row.given for row in new if row.given is not None]
+        good = [one for one in given if is_priority(one)]
+        self.refused += len(given) - len(good)
+        self.learn(held, anchors)
+        self.highest = max([self.highest, *good])
+        for row in [] if waits else held:
+            row.given = None  # for the anchor that it was at once
+
+    def learn(self, rows, anchors):
+        """Which of these rows are anchors."""
+        here = set(anchors)
+        for row in rows:
+            if row not in here:
+                row.priority = None
+            elif row.priority is None:
+                row.priority = row.given if is_priority(row.given) else self.highest
+                row.given = None
+
+    def changed(self, before, after, names=None, lanes=False):
+        self.learn({*before, *after}, after)
+
+    told_anew = changed
+
+    def update(self, rows, priorities):
+        kept = {}
+        for row, priority in zip(rows, priorities, strict=True):
+            if row is None or row.priority is None or row.priority < 0:
+                continue
+            if not is_priority(priority):
+                self.refused += 1
+            else:
+                kept[row] = row.priority = priority
+        self.highest = max([self.highest, *kept.values()])
+
+    def adopt(self, old, anchors):
+        if self.sampler == old.sampler:
+            self.highest, self.refused = old.highest, old.refused
+        else:
+            self.highest = max([np.float32(1), *(row.priority for row in anchors)])
+
+    def may(self, anchors):
+        return [row for row in anchors if row.priority >= 0]
+
+    def at_end(self, anchors, slots, real):
+        self.draw(anchors, slots, real)  # those of priority 0 hardly ever are
+
+
+class Queue(Alike):
+    """The last ones of the anchors, so many, are not drawn yet."""
+
+    lost = 0
+
+    def empty(self):
+        self.left = 0
+
+    def unread(self, anchors):
+        return anchors[len(anchors) - self.left :]
+
+    may = unread
+
+    def changed(self, before, after, names=None, lanes=False):
+        here, waits = set(after), self.unread(before)
+        new = len(after) - sum(row in here for row in before)
+        self.lost = sum(row not in here for row in waits)
+        self.left = min(len(waits) - self.lost + new, len(after))
+
+    def told_anew(self, before, after):
+        self.left = min(self.left, len(after))
+
+    def adopt(self, old, anchors):
+        same = type(old) is type(self)
+        self.left = min(old.left, len(anchors)) if same else len(anchors)
+
+    def draw(self, anchors, slots, real):
+        want = [row.slot for row in self.unread(anchors)][: len(slots)]
+        assert real == [place < len(want) for place in range(len(slots))]
+        assert slots[: len(want)] == want
+        self.left -= len(want)
+
+    at_end = draw
+
+
+class Pile(Alike):
+    """Each once, the newest first."""
+
+    lost = 0
+
+    def empty(self):
+        self.drawn = set()
+
+    def unread(self, anchors):
+        """All from the oldest that was not drawn."""
+        fresh = [number for number, row in enumerate(anchors) if row not in self.drawn]
+        return anchors[min(fresh, default=len(anchors)) :]
+
+    def may(self, anchors):
+        return [row for row in reversed(anchors) if row not in self.drawn]
+
+    def changed(self, before, after, names=None, lanes=False):
+        self.lost = len(set(before) - self.drawn - set(after))
+        self.drawn &= set(after)
+
+    told_anew = changed
+
+    def adopt(self, old, anchors):
+        self.drawn = old.drawn & set(anchors) if type(old) is type(self) else set()
+
+    def draw(self, anchors, slots, real):
+        fresh = self.may(anchors)[: len(slots)]
+        assert real == [place < len(fresh) for place in range(len(slots))]
+        assert slots[: len(fresh)] == [row.slot for row in fresh]
+        self.drawn |= set(fresh)
+
+    at_end = draw
+
+
+class Epochs(Alike):
+    """Places 0, 1, ... of an epoch; one whose anchor left gives one that came since.
+
+    Where all rows are anchors a place is a slot's, and there are as many as slots (`spaces`); else
+    there are as many as the epoch began with.
+    """
+
+    def empty(self):
+        self.begin(0)
+
+    def begin(self, length):
+        self.length = self.position = length
+        self.places, self.passes, self.gone = [], 0, 0
+
+    def changed(self, before, after, names=id, lanes=False):
+        before, after = list(map(names, before)), list(map(names, after))
+        here, old = set(after), set(before)
+        left = sum(name not in here for name in before)
+        stay = [name for name in after if name in old]
+        if before != after if lanes else not before[left:] == stay == after[: len(stay)]:
+            self.begin(0)
+        self.gone += left
+
+    def told_anew(self, before, after):
+        self.begin(0)
+
+    def draw(self, anchors, slots, real):
+        needed = len(slots) if self.sampler.drop_last else 1
+        if self.length - self.position < needed:
+            if self.passes == self.sampler.uses or self.length < needed:
+                self.begin(len(anchors))
+            self.places, self.position = list(range(self.length)), 0
+            self.passes += 1
+        inside = min(len(slots), self.length - self.position)
+        inside = inside if inside >= needed else 0
+        self.position += inside
+        assert not any(real[inside:])
+        taken = self.places[:inside]
+        if self.sampler.shuffle:
+            taken = self.some(anchors, slots[:inside], real[:inside])
+        else:
+            want = [self.shows(place, anchors) for place in taken]
+            assert real[:inside] == [slot is not None for slot in want]
+            assert drawn(slots, real) == drawn(want, real[:inside])
+        self.places = [place for place in self.places if place not in taken]
+
+    def some(self, anchors, slots, real):
+        """The places of what was drawn, in any order; nobody sees which of the others hid."""
+        shown = {self.shows(place, anchors): place for place in self.places}
+        taken = [shown[slot] for slot in drawn(slots, real)]
+        assert len(set(taken)) == len(taken)
+        hidden = sum(self.shows(place, anchors) is None for place in self.places)
+        assert len(slots) - len(taken) <= hidden
+        return taken
+
+    def shows(self, place, anchors):
+        """The slot that a place gives, None for nothing."""
+        at = (place - self.gone) % (self.spaces or max(self.length, 1))
+        return anchors[at].slot if at < len(anchors) else None
+
+    def at_end(self, anchors, slots, real):
+        self.draw(anchors, slots, real)
+
+
+def is_priority(number):
+    return number is not None and np.isfinite(number) and number >= 0
+
+
+_KINDS = {"Prioritized": Priorities, "Queue": Queue, "Lifo": Pile, "Newest": Newest}
+_KINDS["WithoutReplacement"] = Epochs
+
+
+def of(buffer, all_held):
+    """The model of a buffer's sampler."""
+    sampler, spaces = buffer.sampler, buffer.capacity if all_held else None
+    if sampler in (jrb.Uniform(False), jrb.Uniform(False, counted=True)):
+        return Distinct(sampler, spaces)
+    return _KINDS.get(type(sampler).__name__, Alike)(sampler, spaces)

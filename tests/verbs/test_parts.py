@@ -1,0 +1,137 @@
+"""Random programs that go on in buffers of other parts, on the host.
+
+One at a time, verb by verb outside `jit`; again and again they are saved and loaded, or rebuilt as
+another description, which then is the one to go on with.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from tests.verbs import programs
+from tests.verbs.model import Model
+from tests.verbs.programs import EXAMPLE, MANY, STEPS, T
+from tests.verbs.units import RULES
+
+pytestmark = pytest.mark.slow
+
+E, ROWS, PROGRAMS = 2, 3, 100
+MEMMAP, SPILL = jrb.MemmapStorage(None), jrb.SpillStorage(None, 2 * E)
+COUNTED = jrb.Prioritized(counted=True)
+IN_ORDER = jrb.WithoutReplacement(shuffle=False, counted=True)
+ARRAYS = [
+    ("strict n-step", jrb.Prioritized(), jrb.RoundRobin(), MEMMAP),
+    ("transition", jrb.Queue(), jrb.UntilFull(), SPILL),
+    ("windows of a period", COUNTED, jrb.Lanes(), MEMMAP),
+    ("stacks", jrb.Newest(count=2), jrb.Immutable(), SPILL),
+    ("transition", jrb.Uniform(False), jrb.MaxValue(("next", "reward")), MEMMAP),
+]
+OBJECTS = [
+    ("transition", jrb.Prioritized(), jrb.RoundRobin(), jrb.ListStorage()),
+    ("transition", jrb.Queue(counted=True), jrb.UntilFull(), jrb.ListStorage()),
+    ("transition", IN_ORDER, jrb.Lanes(), jrb.ListStorage()),
+    ("transition", jrb.Uniform(), jrb.Reservoir(0), jrb.ListStorage()),
+]
+
+
+def described(unit, sampler, writer, storage):
+    """A description, and which rows are its anchors."""
+    parts = {"unit": RULES[unit].unit, "sampler": sampler, "writer": writer, "storage": storage}
+    return jrb.ReplayBuffer(ROWS * E, E, 4, **parts), RULES[unit]
+
+
+@pytest.mark.parametrize(("parts", "seed"), [(ARRAYS, 0), (OBJECTS, 1)], ids=["arrays", "objects"])
+def test_programs_go_on_in_other_parts(parts, seed, tmp_path):
+    rng, known = np.random.default_rng(seed), [described(*each) for each in parts]
+    for number in range(PROGRAMS):
+        buffer, rule = known[rng.integers(len(known))]
+        program = Program(buffer, rule, rng)
+        try:
+            for _ in range(STEPS):
+                program.step()
+                chance = rng.random()
+                if chance < 0.04:
+                    program.save(tmp_path / str(number))
+                elif chance < 0.2:
+                    program.rebuild(*known[rng.integers(len(known))])
+            program.check()
+        except BaseException as wrong:
+            wrong.add_note(f"in program {number}: {program.done}")
+            raise
+
+
+class Program:
+    """A buffer, its state, and its model."""
+
+    def __init__(self, buffer, rule, rng):
+        self.buffer, self.model, self.rng = buffer, Model(buffer, rule), rng
+        self.done, self.number = [], 0
+        self.state = buffer.init(None if buffer.storage.of_objects else EXAMPLE)
+
+    def step(self):
+        """One verb, or nothing where it raises as it should."""
+        names = programs.verbs_of(self.buffer)
+        verb = names[programs.verbs(self.rng, names)]
+        given = programs.arguments(self.rng, self.buffer)
+        given["number"] += self.number
+        self.number += given["number"].size
+        self.done.append(verb)
+        if self.is_refused(verb, given):
+            self.done.append("refused")
+            with pytest.raises(ValueError, match="expected"):
+                self.call(verb, given)
+            return
+        self.state, drawn = self.call(verb, given)
+        items = None if self.model.writer.in_time else self.items()
+        numbers = items and items["number"]
+        programs.follow(self.model, verb, given, (jax.device_get(drawn), numbers))
+
+    def call(self, verb, given):
+        return programs.branches(self.buffer)[verb](self.state, given)
+
+    def is_refused(self, verb, given):
+        """Whether there is nothing to draw, or no room."""
+        if verb == "draw":
+            return not self.model.sampler.ready(self.model.anchors)
+        rows = given["mask"][: {"extend": T, "add": 1}.get(verb, 0)]
+        return int(rows.any(axis=tuple(range(1, rows.ndim))).sum()) > self.model.room()
+
+    def save(self, path):
+        self.done.append("save, load")
+        jrb.save(path, self.buffer, self.state)
+        found, self.state = jrb.load(path)
+        assert found == self.buffer
+        assert jrb.checkpoint.verify(path) == []
+
+    def rebuild(self, buffer, rule):
+        """Goes on as another description, unless that cannot be."""
+        self.done.append(f"rebuild {buffer}")
+        if self.model.is_refused(buffer):
+            with pytest.raises(ValueError, match="num_envs"):
+                jrb.rebuild(self.buffer, self.state, buffer)
+            return
+        self.state = jrb.rebuild(self.buffer, self.state, buffer)
+        self.model.rebuild(buffer, rule)
+        self.buffer = buffer
+
+    def items(self):
+        """What all slots hold, zeros where that is nothing."""
+        slots, count = self.buffer.in_order(self.state)
+        slots = np.asarray(slots)[: int(count)]
+        if not len(slots):
+            return None
+        found = self.buffer.take(self.state, jnp.asarray(slots))
+        if self.buffer.storage.of_objects:
+            found = jax.tree.map(lambda *leaves: np.array(leaves), *found)
+        place = np.zeros(self.buffer.capacity, int)
+        place[slots] = np.arange(len(slots))
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[place], found)
+
+    def check(self):
+        self.done.append("compare")
+        ready = self.model.sampler.ready(self.model.anchors)
+        assert ready == bool(self.buffer.can_sample(self.state))
+        found = programs.seen(self.buffer, self.state, self.items(), MANY if ready else None)
+        programs.check(self.model, jax.device_get(found))

@@ -1,0 +1,162 @@
+"""Random programs of verbs against plain Python: what is held, what is drawn, how likely.
+
+Hundreds of programs of a description run side by side, as one compiled program. Again and again, by
+chance, all of them are saved and loaded, and some are rebuilt, in either order.
+"""
+
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from tests.verbs import programs
+from tests.verbs.model import Model
+from tests.verbs.programs import EXAMPLE, STEPS
+from tests.verbs.units import RULES
+
+pytestmark = pytest.mark.slow
+
+PROGRAMS, PAUSE, REBUILT, ROWS = 600, 2, 24, 4
+"""How many programs, after how many steps some are saved or rebuilt, and how many of them."""
+IN_TURN, DEVICE = jrb.RoundRobin(), jrb.DeviceStorage()
+ONCE = jrb.DeviceStorage(once=True, room=8)
+LANES, FULL = jrb.Lanes(), jrb.UntilFull()
+BEST = jrb.MaxValue(("next", "reward"))
+COUNTED = jrb.Prioritized(counted=True)
+UNSHUFFLED = jrb.WithoutReplacement(shuffle=False, uses=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    unit: str
+    sampler: jrb.types.Sampler
+    writer: jrb.types.Writer = IN_TURN
+    storage: jrb.types.Storage = DEVICE
+    envs: int = 2
+
+    @property
+    def buffer(self):
+        parts = {"unit": RULES[self.unit].unit, "sampler": self.sampler, "writer": self.writer}
+        return jrb.ReplayBuffer(ROWS * self.envs, self.envs, 4, storage=self.storage, **parts)
+
+    @property
+    def verbs(self):
+        """All but one, which the cases beside have: each is what most is compiled for."""
+        left_out = ["add", "set_rest"][CASES.index(self) % 2]
+        return [verb for verb in programs.verbs_of(self.buffer) if verb != left_out]
+
+    def __str__(self):
+        parts = (self.sampler, self.writer, self.storage, self.envs)
+        return "-".join([self.unit, *(str(part).split("=", 1)[0] for part in parts)])
+
+
+CASES = [
+    Case("transition", jrb.Prioritized()),
+    Case("strict n-step", jrb.Prioritized(), storage=ONCE),
+    Case("whole episodes", jrb.Prioritized()),
+    Case("windows of a period", COUNTED, LANES),
+    Case("transition", jrb.Prioritized(), BEST),
+    Case("stacks", jrb.Uniform(), LANES),
+    Case("windows across", jrb.Uniform(counted=True)),
+    Case("transition", jrb.Uniform(replacement=False, counted=True), jrb.Reservoir(1)),
+    Case("strict n-step", jrb.Queue(counted=True), FULL),
+    Case("padded windows of a period", jrb.Queue()),
+    Case("windows", jrb.Lifo(counted=True)),
+    Case("stacked strict n-step", jrb.Lifo(), FULL, envs=1),
+    Case("n-step", jrb.WithoutReplacement(uses=2, counted=True), LANES),
+    Case("stacks", jrb.WithoutReplacement(drop_last=True)),
+    Case("windows of a period", UNSHUFFLED),
+    Case("hindsight", UNSHUFFLED, storage=ONCE),
+    Case("whole episodes", jrb.Newest(0.4), envs=1),
+    Case("stacked windows", jrb.Newest(count=3, counted=True)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_programs_of_verbs_do_what_plain_python_does(case, tmp_path):
+    buffer, names = case.buffer, case.verbs
+    rng = np.random.default_rng(CASES.index(case))
+    given = programs.arguments(rng, buffer, PROGRAMS, STEPS)
+    given["verb"] = programs.verbs(rng, names, PROGRAMS, STEPS)
+    given["number"] += np.arange(STEPS, dtype=np.int32)[:, None, None] * 100
+    step = programs.step(buffer, names)
+    some = jax.jit(jax.vmap(lambda state, given: jax.lax.scan(step, state, given)))
+    states = jax.vmap(lambda _: buffer.init(EXAMPLE))(jnp.arange(PROGRAMS))
+    told, events = [], []
+    for number in range(STEPS // PAUSE):
+        now = slice(PAUSE * number, PAUSE * (number + 1))
+        states, new = some(states, {name: leaf[:, now] for name, leaf in given.items()})
+        told.append(jax.device_get(new))
+        events.append(at_a_pause(rng, states))
+        for what, chosen in events[-1]:
+            states = paused(buffer, states, what, chosen, tmp_path)
+    look = lambda state: programs.seen(buffer, state, programs.items(buffer, state))
+    found = jax.device_get(jax.jit(jax.vmap(look))(states))
+    told = jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *told)
+    draws = 0
+    for program in range(PROGRAMS):
+        one = lambda tree: jax.tree.map(operator.itemgetter(program), tree)  # noqa: B023
+        model = Model(buffer, RULES[case.unit])
+        moves = [rebuilt(events, step, program) for step in range(STEPS)]
+        run(model, names, one(given), one(told), moves, one(found))
+        draws += model.draws
+    assert draws > PROGRAMS
+
+
+def at_a_pause(rng, states):
+    """What happens then, in which order, and to which programs.
+
+    Those are rebuilt whose rings are full or hold two rows, as each number of rows is compiled for.
+    """
+    found = [("save", None)] * int(rng.random() < 0.5)
+    rows = np.asarray(states.writer.count).reshape(PROGRAMS, -1).max(axis=1)
+    may = np.flatnonzero((rows == rows.max()) | (rows == 2))
+    if rng.random() < 0.7:
+        chosen = rng.choice(may, min(REBUILT, len(may)), replace=False)
+        found.insert(rng.integers(len(found) + 1), ("rebuild", chosen))
+    return found
+
+
+def rebuilt(events, step, program):
+    """Whether a program is rebuilt after a step."""
+    event = events[step // PAUSE] if (step + 1) % PAUSE == 0 else []
+    return any(what == "rebuild" and program in chosen for what, chosen in event)
+
+
+def paused(buffer, states, what, chosen, path):
+    """All states from a checkpoint, or some of them in a ring of their own."""
+    if what == "save":
+        jrb.save(path, buffer, states)
+        holds_code = isinstance(buffer.unit, jrb.Hindsight)  # which is not stored
+        found, states = jrb.load(path, buffer=buffer if holds_code else None)
+        assert found == buffer
+        return states
+    host = jax.tree.map(np.array, states)
+    for number in chosen:
+        one = jax.tree.map(lambda leaf: jnp.asarray(leaf[number]), host)  # noqa: B023
+        new = jax.device_get(jrb.rebuild(buffer, one, buffer))
+        jax.tree.map(lambda leaf, told: operator.setitem(leaf, number, told), host, new)  # noqa: B023
+    return jax.tree.map(jnp.asarray, host)
+
+
+def run(model, verbs, given, told, moves, found):
+    """One program, in plain Python, up to what the state holds at its end."""
+    done = []
+    try:
+        for step in range(STEPS):
+            at = operator.itemgetter(step)
+            one, now = (jax.tree.map(at, tree) for tree in (given, told))
+            done.append(verbs[one["verb"]])
+            programs.follow(model, done[-1], one, now)
+            if moves[step]:
+                done.append("rebuild")
+                model.rebuild(model.buffer, model.rule)
+        done.append("compare")
+        programs.check(model, found)
+    except Exception as wrong:
+        wrong.add_note(f"in the program {done}")
+        raise

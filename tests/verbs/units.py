@@ -1,0 +1,116 @@
+"""Which rows are anchors, in plain Python, and how much later than their rows they became so."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+import jrb
+
+
+@dataclasses.dataclass
+class Facts:
+    """Of one row that is held.
+
+    Attributes:
+        ahead: how many rows of its episode there are from it on, itself included.
+        following: the same, whatever episodes they are of.
+        ended: whether its episode has ended.
+        older: how many rows of its environment are held before it.
+        position: how many rows of its episode came before it.
+    """
+
+    ahead: int
+    following: int
+    ended: bool
+    older: int
+    position: int
+
+    def whole(self, k):
+        """Whether a stack of k frames is held."""
+        return min(self.position, k - 1) <= self.older
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A unit, whether a row is an anchor, and how many rows later than itself it became one."""
+
+    unit: Any
+    is_anchor: Callable = lambda row: True
+    late: Callable = lambda row: 0
+    all_held: bool = False
+    by_lane: bool = False  # whether they are counted environment by environment
+
+    @property
+    def knows_past(self):
+        """Whether it is known of rows whether others of their episodes came before them."""
+        return not isinstance(self.unit, jrb.Transition | jrb.NStep | jrb.Hindsight)
+
+
+def _hindsight():
+    reward = lambda achieved, goal: jnp.float32(achieved == goal)
+    achieved = ("next", "observation")
+    options = {"achieved": achieved, "goal": ("observation",), "next_goal": None}
+    return jrb.Hindsight(reward, "final", **options)
+
+
+RULES = {
+    "transition": Rule(jrb.Transition(), all_held=True),
+    "n-step": Rule(jrb.NStep(3, 0.9), all_held=True),
+    "strict n-step": Rule(
+        jrb.NStep(3, 0.9, strict=True),
+        lambda row: row.ahead >= 3 or row.ended,
+        lambda row: min(row.ahead, 3) - 1,
+    ),
+    "windows": Rule(jrb.Sequence(3), lambda row: row.ahead >= 3, lambda row: 2),
+    "windows of a period": Rule(
+        jrb.Sequence(2, period=2),
+        lambda row: row.ahead >= 2 and row.position % 2 == 0,
+        lambda row: 1,
+    ),
+    "padded windows of a period": Rule(
+        jrb.Sequence(2, period=3, short="pad"), lambda row: row.position % 3 == 0
+    ),
+    "windows across": Rule(
+        jrb.Sequence(2, across=True, period=2),
+        lambda row: row.following >= 2 and row.position % 2 == 0,
+        lambda row: 1,
+    ),
+    "whole episodes": Rule(
+        jrb.Sequence(3, over="whole"),
+        lambda row: row.position == 0 and row.ended,
+        lambda row: row.ahead - 1,
+        by_lane=True,
+    ),
+    "stacks": Rule(jrb.FrameStack(3), lambda row: row.whole(3)),
+    "stacked windows": Rule(
+        jrb.FrameStack(2, unit=jrb.Sequence(2, period=3)),
+        lambda row: row.whole(2) and row.ahead >= 2 and row.position % 3 == 0,
+        lambda row: 1,
+    ),
+    "stacked strict n-step": Rule(
+        jrb.FrameStack(2, unit=jrb.NStep(2, 0.9, strict=True)),
+        lambda row: row.whole(2) and (row.ahead >= 2 or row.ended),
+        lambda row: min(row.ahead, 2) - 1,
+    ),
+    "hindsight": Rule(_hindsight(), all_held=True),
+}
+
+
+def anchors(rule, writer):
+    """All anchors that there are, and when they became so: rows, and what sorts them."""
+    if not writer.in_time:
+        return [(row, (0, 0, row.slot)) for row in writer.slots]
+    found = []
+    for env, lane in enumerate(writer.lanes):
+        stop = len(lane) - 1
+        for number in reversed(range(len(lane))):
+            row = lane[number]
+            stop = number if row.ends else stop
+            facts = Facts(
+                stop - number + 1, len(lane) - number, lane[stop].ends, number, row.position
+            )
+            if rule.is_anchor(facts):
+                found.append((row, (number + rule.late(facts), env, number)))
+    return found

@@ -1,0 +1,204 @@
+"""What is held, in plain Python: rows that know their slots, for each kind of writer."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+MANY = 6 * 10**6  # rows of which nobody knows how many: a multiple of all periods
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """One item of one environment, and what is known of it."""
+
+    env: int
+    items: dict[str, Any]
+    given: Any = None
+    slot: int = -1
+    priority: Any = None
+    position: int = 0
+    draws: int = 0
+    cut: bool = False
+
+    @property
+    def ends(self):
+        return self.items["done"] or self.cut
+
+
+class InTurn:
+    """Each environment around a ring of its own; where all step together, these go round alike."""
+
+    in_time = True
+
+    def __init__(self, envs, size, writer):
+        self.envs, self.size, self.writer = envs, size, writer
+        self.empty()
+
+    def empty(self):
+        self.lanes, self.cursor = [[] for _ in range(self.envs)], [0] * self.envs
+
+    def held(self):
+        """All rows that are held, by slot."""
+        return {row.slot: row for lane in self.lanes for row in lane}
+
+    def in_order(self):
+        """The slots, by how many rows of their environments came since."""
+        rows = [[row for row in rows if row is not None] for rows in self.aligned()]
+        return [slot for row in rows for slot in sorted(one.slot for one in row)]
+
+    def write(self, rows):
+        """One row of time: for each environment that steps."""
+        for row in rows:
+            lane, cursor = self.lanes[row.env], self.cursor
+            row.slot = cursor[row.env] * self.envs + row.env
+            row.position = lane[-1].position + 1 if lane and not lane[-1].ends else 0
+            cursor[row.env] = (cursor[row.env] + 1) % self.size
+            lane.append(row)
+            del lane[: -self.size]
+
+    def told(self, numbers):
+        """Nothing that is not known."""
+
+    def sorted(self, anchors, all_held):
+        """Anchors lane by lane, of full ones by slot."""
+        full = [all_held and len(lane) == self.size for lane in self.lanes]
+        return sorted(anchors, key=lambda row: (row.env, row.slot if full[row.env] else 0))
+
+    def truncate(self, mask):
+        for lane, cuts in zip(self.lanes, mask, strict=True):
+            if cuts and lane:
+                lane[-1].cut |= not lane[-1].items["done"]
+
+    def counted(self):
+        """Flags changed: all but the oldest rows stand elsewhere in their episodes."""
+        for lane in self.lanes:
+            for before, row in itertools.pairwise(lane):
+                row.position = 0 if before.ends else before.position + 1
+
+    def into(self, other):
+        """Moves all to an empty writer."""
+        if not other.in_time:
+            rows = [row for rows in self.aligned() for row in rows if row is not None]
+            other.write(rows)
+            return
+        even = len({len(lane) for lane in self.lanes}) == 1
+        lanes = self.lanes if even or other.writer.in_lanes else self.dealt()
+        for env, lane in enumerate(lanes):
+            for number, row in enumerate(lane):
+                row.env, row.slot = env, number * self.envs + env
+        other.lanes, other.cursor = lanes, [len(lane) % self.size for lane in lanes]
+        other.counted()
+
+    def aligned(self):
+        """Rows of time `[T][E]`, the newest of all environments last."""
+        most = max(map(len, self.lanes))
+        lanes = [[None] * (most - len(lane)) + lane for lane in self.lanes]
+        return list(zip(*lanes, strict=True))
+
+    def dealt(self):
+        """Lanes of equal length: all rows are laid end to end, and time stops at the seams."""
+        surplus = sum(map(len, self.lanes)) % self.envs
+        oldest = [row for row in (*self.aligned(), [])[0] if row is not None]
+        surplus = {row.env for row in oldest} and surplus
+        for lane in self.lanes:
+            if lane:
+                lane[-1].cut |= not lane[-1].items["done"]
+        line = [row for env, lane in enumerate(self.lanes) for row in lane[env < surplus :]]
+        line = line[len(line) % self.envs :]
+        size = len(line) // self.envs
+        lanes = [line[env * size : (env + 1) * size] for env in range(self.envs)]
+        for lane in lanes:
+            if lane:
+                lane[-1].cut |= not lane[-1].items["done"]
+        return lanes
+
+
+class OneByOne:
+    """Items that go each to a slot of its own."""
+
+    in_time = False
+
+    def __init__(self, envs, size, writer):
+        self.envs, self.size, self.writer = envs, envs * size, writer
+        self.empty()
+
+    def empty(self):
+        self.slots, self.came, self.total = [], [], 0
+
+    def held(self):
+        return {row.slot: row for row in self.slots}
+
+    def in_order(self):
+        return [row.slot for row in self.came if row in self.slots]
+
+    def write(self, rows):
+        for row in rows:
+            self.came.append(row)
+            self.place(row)
+
+    def put(self, slot, row):
+        row.slot = slot
+        self.slots[slot : slot + 1] = [row]
+
+    def told(self, numbers):
+        """Nothing that is not known."""
+
+    def truncate(self, mask):
+        """Nothing: no row comes after another."""
+
+    def counted(self):
+        """Nothing: all stand alone."""
+
+    def into(self, other):
+        """Moves all to an empty writer: for one that keeps time, each an episode of its own."""
+        rows = [row for row in self.came if row in self.slots]
+        if not other.in_time:
+            other.write(rows)
+            other.total = self.total if len(rows) == other.size else len(rows)
+            return
+        for number, row in enumerate(rows[len(rows) % self.envs :]):
+            row.cut, row.env = not row.items["done"], number % self.envs
+            other.write([row])
+
+
+class Best(OneByOne):
+    """The best stay."""
+
+    def place(self, row):
+        rank = row.items["reward"]
+        worst = min(self.slots, key=lambda row: (row.items["reward"], row.slot), default=None)
+        if math.isnan(rank):
+            return
+        if len(self.slots) < self.size:
+            self.put(len(self.slots), row)
+        elif rank > worst.items["reward"]:
+            self.put(worst.slot, row)
+
+
+class AnyOf(OneByOne):
+    """Some of all that came stay: which, is told, and what may be told is checked."""
+
+    def empty(self):
+        super().empty()
+        self.new = {}
+
+    def place(self, row):
+        self.new[row.items["number"]] = row
+        self.total += 1
+        if self.total <= self.size:
+            self.put(self.total - 1, row)
+
+    def told(self, numbers):
+        """The number of the item in each slot, after the items of one call."""
+        for slot in range(min(self.total, self.size)):
+            if self.slots[slot].items["number"] != numbers[slot]:
+                self.put(slot, self.new[numbers[slot]])
+        self.new = {}
+
+
+def of(buffer):
+    """The model of a buffer's writer."""
+    ring, writer = buffer.ring, buffer.writer.writable()
+    known = {"MaxValue": Best, "Reservoir": AnyOf}
+    return known.get(type(writer).__name__, InTurn)(ring.envs, ring.rows, buffer.writer)
