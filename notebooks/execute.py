@@ -1,11 +1,11 @@
 """Runs the notebooks of this folder, each from its first to its last cell.
 
-    python -m notebooks.execute [--check] [NAME ...]
+    python -m notebooks.execute [--check] [--flags FLAGS] [NAME ...]
 
 Without `--check` what comes out is written into them. With it nothing is written, and text that
 differs from what is stored is an error, but for cells with the tag `varies`: times, memory, paths,
 and what floats of another processor lead to. Of pictures only their being there is compared. What
-goes to stderr is an error.
+goes to stderr is an error. Kernels get XLA's flags from `--flags` alone.
 """
 
 import argparse
@@ -47,19 +47,24 @@ def write(name: str, notebook: Any) -> None:
     nbformat.write(notebook, HERE / f"{name}.ipynb")
 
 
-def environment() -> dict[str, str]:
-    """What a kernel is started with: this checkout, the CPU, and no settings of who starts it."""
+def environment(flags: str = "") -> dict[str, str]:
+    """What a kernel is started with: this checkout, the CPU, and no settings of who starts it.
+
+    Args:
+        flags: those of XLA.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JAX_", "XLA_", "MPL", "PYTEST"))
     }
     paths = [str(HERE.parent), *filter(None, [kept.get("PYTHONPATH")])]
-    return kept | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    path = os.pathsep.join(paths)
+    return kept | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
-def run(notebook: Any) -> Any:
-    """The same with what comes out of it when it is run.
+def run(notebook: Any, flags: str = "") -> Any:
+    """The same with what comes out of it when it is run, by XLA with these flags.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raises.
@@ -75,7 +80,7 @@ def run(notebook: Any) -> Any:
             coalesce_streams=True,
             resources={"metadata": {"path": str(HERE)}},
         )
-        client.execute(env=environment())
+        client.execute(env=environment(flags))
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
@@ -115,12 +120,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="notebooks.execute", description="Runs the notebooks.")
     parser.add_argument("names", nargs="*", default=names(), help="such as 03_time; all by default")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    parser.add_argument("--flags", default="", help="of XLA; none by default")
     options = parser.parse_args()
     failed = []
     for name in options.names:
         stored, start = read(name), time.perf_counter()
         try:
-            found = run(stored)
+            found = run(stored, options.flags)
         except nbclient.exceptions.CellExecutionError as error:
             print(f"{name}: {COLORS.sub('', str(error))}")
             failed.append(name)

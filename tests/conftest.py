@@ -9,17 +9,17 @@ import gc
 import importlib.metadata
 import os
 
-FLAGS = [
-    "--xla_force_host_platform_device_count=8",
+QUICK = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
 ]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) >= (0, 9):
-    FLAGS += [  # older ones do not know them all
+    QUICK += [  # older ones do not know them all
         "--xla_cpu_use_fusion_emitters=false",
         "--xla_cpu_parallel_codegen_split_count=1",
     ]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+FLAGS = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *QUICK]
+os.environ["XLA_FLAGS"] = " ".join(FLAGS)
 
 import hypothesis
 import jax

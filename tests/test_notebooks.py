@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("nbclient")
 
 from notebooks import execute
+from tests import conftest
 
 ROOT = pathlib.Path(execute.__file__).parents[1]
 LARGEST = 400_000  # bytes
@@ -17,7 +18,8 @@ LARGEST = 400_000  # bytes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", execute.names())
 def test_a_notebook_gives_what_is_stored_in_it(name):
-    command = [sys.executable, "-m", "notebooks.execute", "--check", name]
+    flags = "--flags=" + " ".join(conftest.QUICK)
+    command = [sys.executable, "-m", "notebooks.execute", "--check", flags, name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"\n{done.stdout}\n{done.stderr}"
 

@@ -33,13 +33,21 @@ def read(compute: Callable[[], T]) -> T:
     know. The condition is a constant, so that `vmap` leaves it a conditional. Elsewhere the
     compiler knows, and the conditional, which would wait for the host, goes.
     """
-    hidden = lax.platform_dependent(
-        cpu=lambda: lax.optimization_barrier(jnp.bool_(True)), default=lambda: jnp.bool_(True)
-    )
-    out = jax.eval_shape(compute)  # with the axes of a mesh that the results vary over
-    return lax.cond(hidden, compute, lambda: jax.tree.map(jnp.zeros_like, out))
+    known: list[Any] = []
+
+    def taken() -> T:
+        out = compute()
+        known.append(jax.eval_shape(lambda: out))  # with the axes of a mesh that they vary over
+        return out
+
+    def never() -> Any:  # traced after the other, which then need not be traced twice
+        like = known[0] if known else jax.eval_shape(compute)
+        return jax.tree.map(jnp.zeros_like, like)
+
+    return lax.cond(opaque(1) == 1, taken, never)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once
 def opaque(value: int) -> jax.Array:
     """An int32 constant that XLA's CPU compiler does not fold; a plain one elsewhere."""
     constant = jnp.int32(value)
@@ -158,7 +166,8 @@ def some_bits(leaf: jax.Array) -> jax.Array:
     """int32 `[]`, from the first element of `leaf`."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    first = leaf[(0,) * leaf.ndim]
+    first = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim)
+    first = lax.squeeze(first, range(leaf.ndim))  # as leaf[0, 0, ...], which takes long to trace
     if jnp.issubdtype(first.dtype, jnp.complexfloating):
         first = first.real
     if jnp.issubdtype(first.dtype, jnp.floating):

@@ -31,6 +31,7 @@ def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return (first ^ second).reshape(shape)
 
 
+@jax.jit  # traced and lowered once for all calls of a shape
 def _threefry(
     k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

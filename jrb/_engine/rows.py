@@ -144,7 +144,7 @@ def after(write: Write, token: jax.Array) -> Write:
 
 def get(array: jax.Array, slots: jax.Array) -> jax.Array:
     """Whole items at slots, int32 `[...]`, all in range; to be called in `ordering.read`."""
-    return array.at[slots].get(mode="promise_in_bounds")
+    return array.at[slots.astype(jnp.uint32)].get(mode="promise_in_bounds")  # none is negative
 
 
 def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:

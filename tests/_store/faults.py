@@ -34,11 +34,14 @@ COLUMNS = (Column("x", ("uint8", "[3000]"), 3000), Column("next/y", ("uint8", "[
 
 def rows(stamps):
     """Rows of all columns that are told apart by their stamps."""
-    made = []
-    for column in COLUMNS:
-        base = np.arange(column.width, dtype=np.int64)
-        made.append(((base * 7 + np.asarray(stamps)[:, None] * 31) % 251).astype(np.uint8))
-    return made
+    return [_patterns(column.width)[np.asarray(stamps) % 251] for column in COLUMNS]
+
+
+@functools.cache
+def _patterns(width):
+    """Row t is what stands in a column at the stamps t, t + 251, ..., made once."""
+    base = np.arange(width, dtype=np.int64)
+    return ((base * 7 + np.arange(251)[:, None] * 31) % 251).astype(np.uint8)
 
 
 class Ring:

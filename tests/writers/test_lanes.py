@@ -144,7 +144,7 @@ def test_lanes_are_a_buffer_for_each_environment(name):
     ):
         other = np.moveaxis(other, 2, 3).reshape(one.shape)  # [P, S, E, R] -> [P, S, R * E]
         which = there if "data" in str(path) or "info" in str(path) else np.ones_like(held)
-        np.testing.assert_array_equal(one[which], other[which], err_msg=str(path))
+        np.testing.assert_array_equal(np.asarray(one)[which], other[which], err_msg=str(path))
 
 
 def filled(buffer, lengths, rewards=None, envs=E):
