@@ -63,6 +63,8 @@ class Mix:
         kinds = ReplayBuffer | Sharded
         if not is_buffers or not all(isinstance(part, kinds) for part in self.buffers):
             raise TypeError(f"buffers: expected a tuple of buffers, got {self.buffers!r}.")
+        if any(isinstance(part, Sharded) and part.exchange for part in self.buffers):
+            raise ValueError("buffers: expected shards that keep what they draw, exchange=False.")
         layouts = {isinstance(part, Sharded) and part.layout for part in self.buffers}
         if len(layouts) > 1:
             raise ValueError(
@@ -219,7 +221,7 @@ class Mix:
                 after.append(self._within(dispatch.wait, (state,), (own,)))
         return tuple(after)
 
-    def _pairs(self, states: States) -> list[tuple[ReplayBuffer, BufferState]]:
+    def _pairs(self, states: States) -> list[tuple[ReplayBuffer | Sharded, BufferState]]:
         if not isinstance(states, tuple | list):
             raise TypeError(
                 f"states: expected a tuple of {len(self.buffers)} states, as init of the mix makes "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, display, pytree
-from jrb._engine import dispatch, joint, over_mesh, state_check, transforming
+from jrb._engine import dispatch, exchange, joint, over_mesh, state_check, transforming
 from jrb._engine.over_mesh import Cut, Here, Layout
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
@@ -46,6 +46,11 @@ class Sharded:
         mesh: None for the mesh that is set around a call (`jax.set_mesh`); without one, all shards
             lie on one device.
         axis: the axis of the mesh that the shards are cut over.
+        exchange: whether a batch is drawn as from one buffer, each item with its probability in the
+            whole: then every shard gives as many as its mass is worth, and they are moved to where
+            the batch lies, a `reduce_scatter` for each leaf. Each shard reads B rows. For masses so
+            uneven that weights would be, too; only for samplers that draw with replacement. New
+            priorities are then told to all shards.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -63,6 +68,7 @@ class Sharded:
     shards: int
     mesh: Any = None
     axis: str = "data"
+    exchange: bool = False
 
     def __repr__(self) -> str:
         return display.laid_out(self)
@@ -78,6 +84,7 @@ class Sharded:
         checks.count("shards", self.shards)
         object.__setattr__(self, "shards", int(self.shards))
         self._check_divides("num_envs", self.buffer.num_envs or 1)
+        checks.flag("exchange", self.exchange)
         if self.buffer.batch_size is not None:
             self._check_divides("batch_size", self.buffer.batch_size)
         if transforming.learning(self.buffer.transforms):
@@ -216,7 +223,8 @@ class Sharded:
         beta = None if beta is None else checks.number("beta", beta)
         if not (quiet or dispatch.is_traced(state, key) or self.layout.is_inside()):
             self._check_something(state)
-        body = kind(self.part, int(batch_size) // self.shards, self.buffer.min_size)
+        size = int(batch_size) if self.exchange else int(batch_size) // self.shards
+        body = kind(self.part, size, self.buffer.min_size, self.exchange)
         return self._run(body, (0, None, None), out, (state, key, beta))
 
     def _check_something(self, state: BufferState) -> None:
@@ -373,7 +381,7 @@ class Sharded:
         arguments = tuple(argument for argument, _ in pairs)
         alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
         cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
-        body = _Each(self.part, verb, cuts, splits)
+        body = _Each(self.part, verb, cuts, splits, self.exchange)
         return self._run(body, (0, *cuts), out, (state, *arguments))
 
     def _run(self, body: Any, cuts: tuple[Cut, ...], out: Any, arguments: tuple) -> Any:
@@ -411,13 +419,30 @@ class _Each:
     verb: Callable[..., Any]
     cuts: tuple[Cut, ...]
     splits: bool
+    exchanges: bool
 
     def __call__(self, here: Here, states: BufferState, *arguments: Any) -> Any:
+        if self.splits and arguments and isinstance(arguments[0], Sample) and self.exchanges:
+            return self._told_to_all(here, states, *arguments)
         if self.splits:
             cut_up = lambda tree, cut: tree if cut is None else _split(tree, cut, here)
             arguments = tuple(map(cut_up, arguments, self.cuts))
         call = lambda state, *given: self.verb(self.part, state, *given)
         return jax.vmap(call, (0, *self.cuts))(states, *arguments)
+
+    def _told_to_all(
+        self, here: Here, states: BufferState, sample: Sample, *arguments: Any
+    ) -> BufferState:
+        """The same where any shard may have drawn any of a sample."""
+        light = sample.replace(data=None, info={"shard": sample.info["shard"]})
+        everything, given = here.everything((light, arguments))
+
+        def call(state: BufferState, number: jax.Array) -> BufferState:
+            mine = everything.info["shard"] == number
+            mask = everything.mask & mine.reshape(-1, *(1,) * (everything.mask.ndim - 1))
+            return self.verb(self.part, state, everything.replace(mask=mask), *given)
+
+        return jax.vmap(call)(states, here.numbers)
 
 
 def _axis(mask: Any, axis: int) -> Cut:
@@ -463,8 +488,11 @@ class _Draw:
     part: ReplayBuffer
     batch_size: int
     min_size: int | None
+    exchanges: bool
 
     def __call__(self, here: Here, states: BufferState, key: Any, beta: Any) -> Any:
+        if self.exchanges:
+            return exchange.draw(self.part, here, states, key, self.batch_size, beta, self.min_size)
         states, samples = joint.draw(
             self.part, here, states, key, self.batch_size, beta, self.min_size
         )

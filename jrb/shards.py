@@ -93,17 +93,17 @@ def joined(sharded: Sharded, states: dict[int, BufferState]) -> BufferState:
     return jax.tree.unflatten(structure, together)
 
 
-def groups_of(sharded: Sharded) -> dict[jax.Device, list[int]]:
+def groups_of(sharded: Sharded) -> dict[Any, list[int]]:
     """The shards that belong on each device of this process; on the default one without a mesh."""
     everything = list(range(sharded.shards))
     if sharded.mesh is None:
         return {jax.local_devices()[0]: everything}
     where = NamedSharding(sharded.mesh, PartitionSpec(sharded.axis))
     places = where.addressable_devices_indices_map((sharded.shards,))
-    return {device: everything[index[0]] for device, index in (places or {}).items()}
+    return {device: everything[index[0]] for device, index in places.items() if index is not None}
 
 
-def _stacked(leaves: list[Any], device: jax.Device) -> jax.Array:
+def _stacked(leaves: list[Any], device: Any) -> jax.Array:
     """Arrays `[s, ...]` on a device."""
     placed = [jax.device_put(leaf, device) for leaf in leaves]
     if len(placed) == 1:

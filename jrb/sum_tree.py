@@ -195,6 +195,24 @@ def draw(
     return words, *_descend(tree, first * mass, again), mass
 
 
+def descend(
+    tree: Tree, places: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The leaves at places in [0, 1), float32 `[B]`, of the line on which all masses lie.
+
+    Args:
+        tree: N leaves.
+        places: those of the leaves; the key makes them finer, as in `draw`.
+        key: a PRNG key. It is consumed.
+
+    Returns:
+        The leaves, int32 `[B]`; their masses, float32 `[B]`; the total, float32 `[]`.
+    """
+    words, top = ordering.read(lambda: (random_bits.bits(key, (places.size,)), trees.top_row(tree)))
+    mass = trees.reduce_rows(tree, top)
+    return *_descend(tree, places * mass, random_bits.unit_interval(words)), mass
+
+
 def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """From the top to the leaves: which child does the mass fall in, and what is left of it there?
 

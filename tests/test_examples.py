@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jrb
-from examples import data_parallel
+from examples import data_parallel, multihost
 from jrb import testing
 
 pytestmark = pytest.mark.slow
@@ -30,6 +30,16 @@ def test_data_parallel_training_copies_nothing_of_a_rings_size():
         return train.lower(*start, keys).compile().memory_analysis().temp_size_in_bytes
 
     assert abs(temporaries(2**15) - temporaries(2**13)) < 1000
+
+
+@pytest.mark.devices
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
+def test_processes_of_which_one_is_killed_go_on_bit_for_bit(tmp_path):
+    resumed, whole = multihost.main(tmp_path, processes=2, steps=30, kill_at=25)
+    assert resumed == whole
+    assert resumed[0] != resumed[1]  # each has shards of its own
+    assert jrb.checkpoint.verify(tmp_path / "killed") == []
+    assert jrb.checkpoint.metadata(tmp_path / "killed")["kind"] == "sharded"
 
 
 def test_recurrent_q_learning_balances_a_pole_whose_speed_it_has_to_remember():

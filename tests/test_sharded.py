@@ -580,3 +580,109 @@ def test_what_other_shards_cannot_have_is_refused():
     best = jrb.Sharded(whole(sampler="uniform", writer=jrb.MaxValue(("next", "reward"))), 4)
     with pytest.raises(ValueError, match="order of time"):
         jrb.rebuild(best, best.init(EXAMPLE), jrb.Sharded(best.buffer, 2))
+
+
+# Batches drawn as from one buffer: rows move to where the batch lies.
+
+
+def exchanging(name, sampler, mesh=None, **parts):
+    SAMPLERS["this"] = sampler
+    sharded, state, masses = with_masses(name, "this")
+    sharded = dataclasses.replace(sharded, exchange=True, mesh=mesh)
+    state = jax.device_put(state, None if mesh is None else NamedSharding(mesh, CUT))
+    return sharded, state, masses
+
+
+CUT = PartitionSpec("data")
+
+
+@pytest.mark.parametrize("name", MASSES)
+def test_an_exchange_draws_as_from_one_buffer(name):
+    sampler = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=None, stratified=False)
+    sharded, state, masses = exchanging(name, sampler)
+    rounds = 50_000 // B
+    draw = lambda key: sharded.sample(state, key).replace(data=None)
+    keys = jax.random.split(jax.random.key(7), rounds)
+    found = jax.device_get(jax.jit(lambda keys: jax.lax.map(draw, keys))(keys))
+    counts, chance = np.zeros(masses.shape), masses / masses.sum()
+    np.add.at(counts, (found.info["shard"], found.indices), 1)
+    assert found.mask.all()
+    assert (counts[chance == 0] == 0).all()
+    some, want = chance > 0, chance * rounds * B
+    chi = ((counts - want)[some] ** 2 / want[some]).sum()
+    assert abs(chi - some.sum() + 1) < 4.5 * np.sqrt(2 * some.sum())
+    drawn = chance[found.info["shard"], found.indices]
+    np.testing.assert_allclose(found.probabilities, drawn, rtol=2e-6)
+    np.testing.assert_allclose(found.weights, (masses.size * drawn) ** -np.float32(0.4), rtol=2e-6)
+
+
+@pytest.mark.parametrize("normalize", ["batch", "buffer"])
+def test_an_exchange_is_the_same_on_any_number_of_devices(normalize):
+    sampler = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=normalize)
+    told = []
+    for devices in (None, 8, 2):
+        mesh = mesh_of(devices)
+        sharded, state, _ = exchanging("one shard has 90 %", sampler, mesh)
+        draw = jax.jit(sharded.draw)
+        if devices == 8:
+            text = draw.lower(state, jax.random.key(0)).compile().as_text()
+            assert collectives(text)["all-gather"] == 1
+            assert not collectives(text).keys() & {"all-to-all", "collective-permute"}
+        state, batch = draw(state, jax.random.key(0))
+        host = jax.device_get(batch)
+        taken = [
+            jax.tree.map(lambda leaf: np.asarray(leaf)[s, slot], state.storage)  # noqa: B023
+            for s, slot in zip(host.info["shard"], host.indices, strict=True)
+        ]
+        assert_same(host.data, jax.tree.map(lambda *rows: np.stack(rows), *taken))
+        assert (host.info["shard"] == 3).sum() > 0.7 * B
+        error = np.arange(1, B + 1, dtype=np.float32)
+        state = sharded.update_priority(state, batch, error)
+        last = dict(zip(zip(host.info["shard"], host.indices, strict=True), error, strict=True))
+        raw = np.asarray(sharded.priorities(state))
+        assert all(raw[place] == value for place, value in last.items())
+        told.append(jax.device_get((state, batch)))
+    assert_same(told[1], told[0])
+    assert_same(told[2], told[0])
+
+
+@pytest.mark.parametrize(("unit", "sampler"), [("windows", "uniform"), ("n-step", "newest")])
+def test_an_exchange_of_other_samplers_and_units(unit, sampler):
+    sharded = jrb.Sharded(whole(unit, sampler), S, mesh_of(4), exchange=True)
+    rng = np.random.default_rng(0)
+    state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 9, E))
+    batch = jax.device_get(sharded.sample(state, jax.random.key(0)))
+    np.testing.assert_allclose(batch.weights, 1.0)
+    parts = shards.split(sharded, state)
+    for place in range(0, B, 5):
+        part = jax.tree.map(jnp.asarray, parts[int(batch.info["shard"][place])])
+        first = sharded.part.take(part, batch.indices[place])
+        got = jax.tree.map(lambda leaf: leaf[place], batch.data)  # noqa: B023
+        got = got["observation"][0] if unit == "windows" else got["observation"]
+        np.testing.assert_array_equal(got, first["observation"])
+
+
+@pytest.mark.parametrize("sampler", ["queue", "distinct", "epochs"])
+def test_an_exchange_needs_draws_with_replacement(sampler):
+    sharded = jrb.Sharded(whole(sampler=sampler), S, exchange=True)
+    state = sharded.add(sharded.init(EXAMPLE), rows(np.random.default_rng(0), E))
+    with pytest.raises((TypeError, ValueError), match="exchange: expected a sampler that"):
+        sharded.sample(state, jax.random.key(0))
+
+
+def test_words_of_every_dtype_come_back():
+    from jrb._engine import exchange
+
+    rng = np.random.default_rng(0)
+    for dtype in ("bool", "int8", "uint8", "int16", "bfloat16", "float16", "float32", "complex64"):
+        leaf = jnp.asarray(rng.normal(size=(2, 5, 3)) * 9).astype(dtype)
+        back = exchange._unwords(exchange._words(leaf), leaf)
+        assert back.dtype == leaf.dtype
+        assert (np.asarray(back) == np.asarray(leaf)).all()
+    for leaf in (jnp.array([[-0.0, np.nan]]), jnp.array([[1, 2]]).astype("float8_e4m3fn")):
+        words = exchange._words(leaf)
+        again = exchange._words(exchange._unwords(words + jnp.zeros_like(words), leaf))
+        assert (words == again).all()
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    back = exchange._unwords(exchange._words(keys), keys)
+    assert (jax.random.key_data(back) == jax.random.key_data(keys)).all()

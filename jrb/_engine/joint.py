@@ -4,6 +4,7 @@ Each shard draws its part of the batch from its own anchors. What all shards say
 (`Share`) makes the weights those of the whole. S shards, s of them here, B batch, b = B / S.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -51,7 +52,7 @@ def draw(
         every = here.gather(shares)
         heed = lambda sampler, number: part.sampler.heed(sampler, every)
         samplers = jax.vmap(heed)(samplers, here.numbers)  # a state may be without arrays
-        draws = weighed(part.sampler, draws, shares, every, beta, here.greatest)
+        draws = weighed(part.sampler, draws, shares, Whole(every), beta, here.greatest)
     if min_size is not None:
         enough = here.total(sizes) >= min_size
         samplers, draws = steps.if_enough(enough, states.sampler, samplers, draws)
@@ -59,44 +60,83 @@ def draw(
     return jax.vmap(finish)(states, samplers, draws, keys)
 
 
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What all shards are together.
+
+    Attributes:
+        every: what each says, arrays `[S]`.
+    """
+
+    every: Share
+
+    @functools.cached_property
+    def some(self) -> jax.Array:
+        """Whether any anchor has mass, bool `[]`; if not, all are alike."""
+        return jnp.max(self.every.mass) > 0
+
+    @functools.cached_property
+    def anchors(self) -> jax.Array:
+        """How many there are, float32 `[]`."""
+        return _sum(self.every.count.astype(jnp.float32))
+
+    @functools.cached_property
+    def inverse(self) -> jax.Array:
+        """One divided by the mass of all, float32 `[]`: a quotient may be rounded in two ways."""
+        return 1 / jnp.maximum(_sum(self._mass(self.every)), _LEAST)
+
+    @functools.cached_property
+    def parts(self) -> jax.Array:
+        """The part of the whole that each shard has, float32 `[S]`."""
+        return self.part_of(self.every)
+
+    def part_of(self, shares: Share) -> jax.Array:
+        """The same of some shards."""
+        return self._mass(shares) * self.inverse
+
+    def _mass(self, shares: Share) -> jax.Array:
+        return jnp.where(self.some, shares.mass, shares.alike.astype(jnp.float32))
+
+    @property
+    def least(self) -> jax.Array:
+        """The least positive probability of an anchor in each shard, float32 `[S]`."""
+        return jnp.where(self.some, self.every.smallest * self.inverse, 1 / self.anchors)
+
+
 def weighed(
     sampler: Sampler,
     draws: Draw,
     mine: Share,
-    every: Share,
+    whole: Whole,
     beta: jax.Array | None,
     greatest: Callable[[jax.Array], jax.Array],
+    evenly: bool = True,
 ) -> Draw:
     """The draws of some shards, as parts of a draw from all.
 
     With P_i the probability of anchor i among those of all shards, M_s the mass of its shard, M
-    that of all and n their anchors, its weight is (n P_i)^-beta S M_s / M: shards draw equally
+    that of all and n their anchors, its weight is (n P_i)^-beta S M_s / M where shards draw equally
     often, whatever their mass. A shard without mass is masked, and the others outweigh that.
 
     Args:
         sampler: that of each shard.
         draws: arrays `[s, b]`, with probabilities among the anchors of the shard.
         mine: of these shards, arrays `[s]`.
-        every: of all shards, arrays `[S]`.
+        whole: all shards.
         beta: of the importance weights; None for the sampler's.
         greatest: from numbers of these shards to the greatest of all, `[]`.
+        evenly: whether shards draw equally often; if not, in proportion to their mass.
     """
-    some = jnp.max(every.mass) > 0
-    mass = lambda share: jnp.where(some, share.mass, share.alike.astype(jnp.float32))
-    inverse = 1 / jnp.maximum(_sum(mass(every)), _LEAST)  # a quotient may be rounded in two ways
-    part, parts = mass(mine) * inverse, mass(every) * inverse
-    mask = draws.mask & (part > 0)[:, None]
-    chances = draws.probabilities * part[:, None]
-    weights = len(parts) * jnp.broadcast_to(part[:, None], chances.shape)
-    anchors, power = _sum(every.count.astype(jnp.float32)), sampler.exponent(beta)
-    relative = lambda chance: jnp.maximum(anchors * chance, _LEAST) ** -power
-    weights = jnp.minimum(weights * relative(chances), _MOST)
+    part, power = whole.part_of(mine), sampler.exponent(beta)
+    chances, mask = draws.probabilities * part[:, None], draws.mask & (part > 0)[:, None]
+    outweigh = lambda part: len(whole.parts) * part if evenly else jnp.ones_like(part)
+    relative = lambda chance: jnp.maximum(whole.anchors * chance, _LEAST) ** -power
+    weights = jnp.minimum(outweigh(part)[:, None] * relative(chances), _MOST)
     if sampler.normalize == "batch":
         weights = weights * (1 / jnp.maximum(greatest(jnp.where(mask, weights, 0.0)), _TINY))
     elif sampler.normalize == "buffer":
-        least = jnp.where(some, every.smallest * inverse, 1.0 / anchors)
-        most = len(parts) * parts * relative(least)
-        weights = weights * (1 / jnp.max(jnp.where(parts > 0, most, _TINY)))
+        most = outweigh(whole.parts) * relative(whole.least)
+        weights = weights * (1 / jnp.max(jnp.where(whole.parts > 0, most, _TINY)))
     return draws.replace(
         probabilities=jnp.where(mask, chances, 0.0),
         weights=jnp.where(mask, jnp.maximum(weights, _TINY), 0.0),

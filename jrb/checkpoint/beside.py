@@ -8,6 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jrb._base import prng_keys, pytree, versions
 from jrb._base.pytree import Leaf
@@ -97,9 +98,17 @@ def of(extra: Item, copy: bool) -> Beside:
     for name, leaf in zip(state_specs.leaf_names(extra), jax.tree.leaves(extra), strict=True):
         array = _array(name, leaf)
         kinds[EXTRA + name] = list(rows.kind_of(array))
-        held = rows.array_bytes(array)
+        held = rows.array_bytes(_whole(array))
         arrays[EXTRA + name] = bytes(held) if copy else held
     return Beside({"extra": list(kinds)}, kinds, arrays)
+
+
+def _whole(array: Leaf) -> Any:
+    """The array; of one that other processes have parts of, all parts, which all ask for."""
+    raw = prng_keys.raw(array)
+    if not isinstance(raw, jax.Array) or raw.is_fully_addressable or raw.is_fully_replicated:
+        return array
+    return multihost_utils.process_allgather(raw, tiled=True)
 
 
 def _array(name: str, leaf: Leaf) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jrb._base import ordering
+from jrb._base import ordering, random_bits
 from jrb.ring import Ring
 from jrb.types.messages import Anchors, Change, Draw, DrawCounts, Item, PartState, Share
 
@@ -23,6 +23,7 @@ class Sampler(abc.ABC):
             a `DrawCounts`. `Sample.info["draws"]`, int32 `[B]`, says how often each was drawn
             before, and `jrb.stats` how often all were. `draw` counts, `sample` does not; an item
             that stands twice in a batch was drawn twice; a new item counts from 0.
+        stratified: whether a draw takes one from each of B equal parts of all mass.
         normalize: what importance weights are divided by: the largest in the "batch", or that any
             anchor in the "buffer" would get; None for nothing.
     """
@@ -32,6 +33,7 @@ class Sampler(abc.ABC):
     prioritized: ClassVar[bool] = False
     takes_priorities: ClassVar[bool] = False
     counted: bool = False
+    stratified: bool = False
     normalize: Literal["batch", "buffer"] | None = None
 
     def init(self, ring: Ring) -> Any:
@@ -113,6 +115,31 @@ class Sampler(abc.ABC):
         By default none: all weights are 1.
         """
         return jnp.zeros((), jnp.float32)
+
+    def pick(
+        self,
+        ring: Ring,
+        state: PartState,
+        anchors: Anchors,
+        places: jax.Array,
+        key: jax.Array,
+    ) -> Draw:
+        """The anchors at these places, for a draw of several shards that share one batch.
+
+        Args:
+            ring: the ring's shape.
+            state: the sampler's state.
+            anchors: which there are.
+            places: float32 `[B]` in [0, 1), of all mass laid end to end.
+            key: for what is finer than a float32 can tell.
+
+        Returns:
+            The anchors, and their probabilities; the weights mean nothing.
+        """
+        raise TypeError(
+            f"exchange: expected a sampler that draws with replacement, got {type(self).__name__}. "
+            "Use Sharded(exchange=False)."
+        )
 
     def heed(self, state: PartState, shares: Share) -> Any:
         """The state that knows what all shards said, arrays `[S]`."""
@@ -211,6 +238,14 @@ class Sampler(abc.ABC):
             moved=jnp.bool_(True),
         )
         return self.on_write(ring, state, change, new)
+
+    @staticmethod
+    def _pick_alike(anchors: Anchors, places: jax.Array, key: jax.Array) -> Draw:
+        """`pick` where all anchors are alike."""
+        fresh = random_bits.words(key, places.size)
+        high = (places * 2.0**24).astype(jnp.uint32) << jnp.uint32(8)
+        chosen = random_bits.below(anchors.count, high | (fresh[0] >> jnp.uint32(24)), fresh[1])
+        return anchors.drawn(chosen, jnp.broadcast_to(anchors.count > 0, places.shape), key)
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when there are no anchors any more.
