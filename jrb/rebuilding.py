@@ -157,7 +157,7 @@ def _resharded(
         }
     if not isinstance(new, Sharded):
         return regrouped(old, states, new, 0)
-    here = {number for group in shards.groups_of(new).values() for number in group}
+    here = new.layout.numbers_here()
     return shards.joined(new, {number: regrouped(old, states, new, number) for number in here})
 
 

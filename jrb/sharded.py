@@ -1,6 +1,8 @@
 """One buffer in several shards, over the devices of a mesh."""
 
 import dataclasses
+import functools
+import os
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any
@@ -8,12 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._base import checks, display, pytree
 from jrb._engine import dispatch, exchange, joint, over_mesh, state_check, transforming
+from jrb._engine.host_shards import HostShards
 from jrb._engine.over_mesh import Cut, Here, Layout
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
+from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
 
 
@@ -39,6 +44,10 @@ class Sharded:
     them. Writers that rank items, and reservoirs, keep the best, or a sample, of each shard.
 
     N capacity, E environments, B batch, S shards, D devices.
+
+    With items on the host (`jrb.MemmapStorage`, `jrb.SpillStorage`) each shard has a store of its
+    own, below the path that is named; the state is a tuple of those of this process's shards, and
+    verbs work outside `jit`.
 
     Attributes:
         buffer: what the shards are together.
@@ -92,9 +101,20 @@ class Sharded:
                 "transforms: expected none with a state, as each shard would learn another, got "
                 f"{transforming.learning(self.buffer.transforms)[0]!r}. Let the learner do it."
             )
-        dispatch.refuse_on_host("Sharded", self.part)
+        self._check_storage()
         if self.mesh is not None:
             self.layout.devices()
+
+    def _check_storage(self) -> None:
+        """Raises where shards cannot have stores of their own."""
+        storage = self.buffer.storage
+        if not dispatch.on_host(self.part):
+            return
+        if not isinstance(storage, StoreArrays) or self.exchange:
+            raise ValueError(
+                "storage: expected jrb.DeviceStorage(), or jrb.MemmapStorage or jrb.SpillStorage "
+                f"with exchange=False, got {storage!r} with exchange={self.exchange}."
+            )
 
     def _check_divides(self, name: str, value: int) -> None:
         if value % self.shards:
@@ -115,6 +135,22 @@ class Sharded:
             min_size=None,
         )
 
+    def part_at(self, number: int) -> ReplayBuffer:
+        """The description of the shard of this number: with items on the host, at its own path."""
+        part, storage = self.part, self.buffer.storage
+        if not isinstance(storage, StoreArrays) or storage.path is None:
+            return part
+        path = os.path.join(os.fspath(storage.path), f"{number:0{len(str(self.shards - 1))}}")
+        return dataclasses.replace(part, storage=storage.at(path))
+
+    @functools.cached_property
+    def _host(self) -> HostShards | None:
+        """The shards of this process, if items lie on the host."""
+        if not dispatch.on_host(self.buffer):
+            return None
+        numbers = tuple(self.layout.numbers_here())
+        return HostShards(tuple(map(self.part_at, numbers)), numbers)
+
     @property
     def batch_size(self) -> int | None:
         """B of all shards together."""
@@ -131,6 +167,8 @@ class Sharded:
         Raises:
             TypeError, ValueError: as for `ReplayBuffer.init`.
         """
+        if self._host is not None:
+            return tuple(part.init(example) for part in self._host.parts)
         spec = self.part._stored_spec(example)
         leaves, structure = jax.tree.flatten(spec)
         return self._run(_Blank(self.part, structure, tuple(leaves)), (), 0, ())
@@ -221,19 +259,38 @@ class Sharded:
         self._check_divides("batch_size", int(batch_size))
         checks.key(key)
         beta = None if beta is None else checks.number("beta", beta)
+        if self._host is not None:
+            after, batch = self._drawn_on_host(self._host, state, key, int(batch_size), beta, quiet)
+            return (after, batch) if isinstance(out, tuple) else batch
         if not (quiet or dispatch.is_traced(state, key) or self.layout.is_inside()):
             self._check_something(state)
         size = int(batch_size) if self.exchange else int(batch_size) // self.shards
         body = kind(self.part, size, self.buffer.min_size, self.exchange)
         return self._run(body, (0, None, None), out, (state, key, beta))
 
+    def _drawn_on_host(
+        self, host: HostShards, states: Any, key: jax.Array, batch_size: int, beta: Any, quiet: bool
+    ) -> tuple[Any, Sample]:
+        size, least = batch_size // self.shards, self.buffer.min_size
+        after, sample, some = host.draw(states, key, size, beta, least)
+        if not (some or quiet):
+            raise self._nothing(states)
+        if self.mesh is None:
+            return after, jax.tree.map(jnp.asarray, sample)
+        where = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        whole = lambda leaf: jax.make_array_from_process_local_data(where, leaf)
+        return after, jax.tree.map(whole, sample)
+
+    def _nothing(self, state: Any) -> ValueError:
+        return ValueError(
+            f"sample: expected something to draw, got shards that hold {self.size(state)} "
+            "transitions, of which none can be drawn. Add items first; can_sample tells."
+        )
+
     def _check_something(self, state: BufferState) -> None:
         found = self.can_sample(state)
         if not dispatch.is_traced(found) and not found:
-            raise ValueError(
-                f"sample: expected something to draw, got shards that hold {self.size(state)} "
-                "transitions, of which none can be drawn. Add items first; can_sample tells."
-            )
+            raise self._nothing(state)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
@@ -299,6 +356,9 @@ class Sharded:
     def size(self, state: BufferState) -> jax.Array:
         """The transitions that all shards hold, int32 `[]`; 2^31 - 1 if there are more."""
         self._check_state(state)
+        if self._host is not None:
+            counts = self._host.each(ReplayBuffer.size, state, (), (), False)
+            return jnp.int32(min(self._host.total(counts), 2**31 - 1))
         return self._run(_Size(self.part), (0,), None, (state,))
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
@@ -311,11 +371,18 @@ class Sharded:
         self._check_state(state)
         size = self.batch_size if batch_size is None else batch_size
         body = _CanSample(self.part, size and size // self.shards, self.buffer.min_size)
+        if self._host is not None:
+            one = lambda part, state: part.can_sample(state, body.batch_size)
+            some = self._host.total(self._host.each(one, state, (), (), False)) > 0
+            return jnp.bool_(some and int(self.size(state)) >= (body.min_size or 0))
         return self._run(body, (0,), None, (state,))
 
     def can_add(self, state: BufferState) -> jax.Array:
         """Whether `add` would write to every shard, bool `[]`."""
         self._check_state(state)
+        if self._host is not None:
+            rooms = self._host.each(ReplayBuffer.can_add, state, (), (), False)
+            return jnp.bool_(self._host.total(rooms) == self.shards)
         return self._run(_CanAdd(self.part), (0,), None, (state,))
 
     def empty(self, state: BufferState) -> BufferState:
@@ -361,6 +428,13 @@ class Sharded:
         return (self.layout.devices() or 1) if self.layout.is_inside() else 1
 
     def _check_state(self, state: BufferState) -> None:
+        if self._host is not None:
+            if not isinstance(state, tuple) or len(state) != len(self._host.parts):
+                raise ValueError(
+                    f"expected a tuple of {len(self._host.parts)} states, one for each shard of "
+                    f"this process, as init makes it, got {type(state).__name__}."
+                )
+            return
         want = self.shards // self._devices_around()
         lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
         if lead != (want,):
@@ -381,6 +455,11 @@ class Sharded:
         arguments = tuple(argument for argument, _ in pairs)
         alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
         cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
+        if self._host is not None:
+            found = self._host.each(verb, state, arguments, cuts, splits)
+            if out == 0 and isinstance(found[0], BufferState):
+                return tuple(found)
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
         body = _Each(self.part, verb, cuts, splits, self.exchange)
         return self._run(body, (0, *cuts), out, (state, *arguments))
 

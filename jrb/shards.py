@@ -17,6 +17,7 @@ from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb.sharded import Sharded
 from jrb.state import BufferState
+from jrb.types import HostState
 
 
 def names(sharded: Sharded) -> list[str]:
@@ -24,12 +25,14 @@ def names(sharded: Sharded) -> list[str]:
     return [f"{number:0{len(str(sharded.shards - 1))}}" for number in range(sharded.shards)]
 
 
-def split(sharded: Sharded, state: BufferState) -> dict[int, BufferState]:
+def split(sharded: Sharded, state: Any) -> dict[int, BufferState]:
     """The states of the shards that this process has, by number.
 
     Raises:
         ValueError: it is no state of so many shards.
     """
+    if isinstance(state, tuple):
+        return dict(zip(sharded.layout.numbers_here(), state, strict=True))
     leaves, structure = jax.tree.flatten(state)
     for leaf in leaves:
         if not np.ndim(leaf) or np.shape(leaf)[0] != sharded.shards:
@@ -66,19 +69,21 @@ def _taken(array: jax.Array, place: int, is_large: bool) -> Any:
     return memory.Part(array, place) if is_large else array[place]
 
 
-def joined(sharded: Sharded, states: dict[int, BufferState]) -> BufferState:
+def joined(sharded: Sharded, states: dict[int, BufferState]) -> Any:
     """The state of the shards, from those that this process has, by number.
 
     Args:
         sharded: whose mesh says where they go.
         states: for each device, those of its shards lie on it, or on the host.
     """
+    if any(isinstance(state.storage, HostState) for state in states.values()):
+        return tuple(states[number] for number in sharded.layout.numbers_here())
     if sharded.mesh is None:
         each = [states[number] for number in range(sharded.shards)]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     spec = PartitionSpec(sharded.axis)
     where = NamedSharding(sharded.mesh, spec)
-    groups = groups_of(sharded)
+    groups = sharded.layout.groups()
     numbers = [number for group in groups.values() for number in group]
     leaves = {number: jax.tree.leaves(states[number]) for number in set(numbers)}
     structure = jax.tree.structure(next(iter(states.values())))
@@ -91,16 +96,6 @@ def joined(sharded: Sharded, states: dict[int, BufferState]) -> BufferState:
         shape = (sharded.shards, *like.shape)
         together.append(jax.make_array_from_single_device_arrays(shape, where, pieces))
     return jax.tree.unflatten(structure, together)
-
-
-def groups_of(sharded: Sharded) -> dict[Any, list[int]]:
-    """The shards that belong on each device of this process; on the default one without a mesh."""
-    everything = list(range(sharded.shards))
-    if sharded.mesh is None:
-        return {jax.local_devices()[0]: everything}
-    where = NamedSharding(sharded.mesh, PartitionSpec(sharded.axis))
-    places = where.addressable_devices_indices_map((sharded.shards,))
-    return {device: everything[index[0]] for device, index in places.items() if index is not None}
 
 
 def _stacked(leaves: list[Any], device: Any) -> jax.Array:

@@ -686,3 +686,49 @@ def test_words_of_every_dtype_come_back():
     keys = jax.random.split(jax.random.key(0), (2, 3))
     back = exchange._unwords(exchange._words(keys), keys)
     assert (jax.random.key_data(back) == jax.random.key_data(keys)).all()
+
+
+# Items on the host: a store for each shard.
+
+
+@pytest.mark.parametrize("sampler", ["prioritized", "buffer", "uniform", "queue"])
+@pytest.mark.parametrize("spills", [False, True])
+def test_stores_of_shards_do_what_shards_on_devices_do(sampler, spills, tmp_path):
+    storage = jrb.SpillStorage(None, 2) if spills else jrb.MemmapStorage(tmp_path / "rows")
+    mesh = mesh_of(4) if spills else None
+    there = jrb.Sharded(whole("n-step", sampler, storage=storage), S, mesh)
+    want = story(jrb.Sharded(whole("n-step", sampler), S, mesh))
+    got = story(there)
+    assert_same(got[1:], want[1:])
+    if not spills:
+        assert sorted(path.name for path in (tmp_path / "rows").iterdir()) == list("01234567")
+        assert there.part_at(3).storage.path == str(tmp_path / "rows" / "3")
+
+
+def test_stores_of_shards_are_saved_and_loaded(tmp_path):
+    make = lambda name: whole("n-step", storage=jrb.MemmapStorage(tmp_path / name))
+    sharded, rng = jrb.Sharded(make("rows"), S), np.random.default_rng(0)
+    state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 19, E))
+    assert jrb.save(tmp_path / "saved", sharded, state) == 1
+    other = jrb.Sharded(make("others"), S)
+    for given in (None, other):
+        found, there = jrb.load(tmp_path / "saved", given)
+        key = jax.random.key(4)
+        assert_same(found.sample(there, key), sharded.sample(state, key))
+        there = found.add(there, rows(np.random.default_rng(3), E))
+        assert int(found.size(there)) == int(sharded.size(state))
+
+
+def test_what_stores_of_shards_refuse():
+    with pytest.raises(ValueError, match="storage: expected jrb.DeviceStorage"):
+        jrb.Sharded(whole(storage=jrb.ListStorage()), S)
+    spilling = whole(storage=jrb.SpillStorage(None, 2))
+    with pytest.raises(ValueError, match="with exchange=True"):
+        jrb.Sharded(spilling, S, exchange=True)
+    sharded = jrb.Sharded(dataclasses.replace(spilling, min_size=2 * E), S)
+    state = sharded.add(sharded.init(EXAMPLE), rows(np.random.default_rng(0), E))
+    assert not sharded.can_sample(state)
+    with pytest.raises(ValueError, match=rf"hold {E} transitions"):
+        sharded.sample(state, jax.random.key(0))
+    with pytest.raises(ValueError, match="expected a tuple of 8 states"):
+        sharded.add(state[0], rows(np.random.default_rng(0), E))

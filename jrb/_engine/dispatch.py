@@ -245,7 +245,7 @@ def expire(buffer: Buffer, state: BufferState, spec: Item, rows: Any) -> Any:
     """The state, without items, that has so many of the oldest rows no more, `[]` or `[E]`."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
-    return steps.expire(_without_items(buffer), state, blanks, jnp.asarray(rows, jnp.int32))
+    return steps.expire(without_items(buffer), state, blanks, jnp.asarray(rows, jnp.int32))
 
 
 class CopyWarning(UserWarning):
@@ -449,7 +449,7 @@ def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Arra
     if is_traced(state, sample, priorities):
         return steps.update(buffer, state, sample, priorities)
     half = state.replace(storage=None)
-    after = steps.update(_without_items(buffer), half, _light(sample), priorities)
+    after = steps.update(without_items(buffer), half, _light(sample), priorities)
     return after.replace(storage=state.storage)
 
 
@@ -459,7 +459,7 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
     check_state(buffer, state)
     if is_traced(state, where):
         return steps.drop(buffer, state, where)
-    after = steps.drop(_without_items(buffer), state.replace(storage=None), _light(where))
+    after = steps.drop(without_items(buffer), state.replace(storage=None), _light(where))
     return after.replace(storage=state.storage)
 
 
@@ -495,7 +495,7 @@ def _with_flags(buffer: Buffer, state: BufferState) -> tuple[Any, BufferState]:
     with buffer.storage.drawing(state.storage):
         slots, places = editing.places_of(inner, half, names, flags)
         read = buffer.storage.fetch(state.storage, slots, places)
-    return _without_items(buffer), state.replace(storage=read)
+    return without_items(buffer), state.replace(storage=read)
 
 
 def _with_ends(buffer: Buffer, state: BufferState, before: jax.Array) -> BufferState:
@@ -550,12 +550,12 @@ def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
     check_state(buffer, state)
     if is_traced(state, which):
         return steps.truncate(buffer, state, which)
-    after = steps.truncate(_without_items(buffer), state.replace(storage=None), which)
+    after = steps.truncate(without_items(buffer), state.replace(storage=None), which)
     return after.replace(storage=state.storage)
 
 
 @functools.lru_cache(maxsize=64)
-def _without_items(buffer: Buffer) -> Any:
+def without_items(buffer: Buffer) -> Any:
     """The same buffer for verbs that leave its items alone: returned, they would be copied."""
     learning = tuple(transforming.learning(buffer.transforms))
     return dataclasses.replace(buffer, storage=DeferredStorage(), transforms=learning)
@@ -567,6 +567,6 @@ def empty(buffer: Buffer, state: BufferState) -> Any:
     check_state(buffer, state)
     if is_traced(state):
         return steps.empty(buffer, state)
-    after = steps.empty(_without_items(buffer), state.replace(storage=None))
+    after = steps.empty(without_items(buffer), state.replace(storage=None))
     storage = buffer.storage.reset(buffer.ring, state.storage, jnp.int32(0))
     return after.replace(storage=storage)

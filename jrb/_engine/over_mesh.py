@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._base import versions
 from jrb._base.pytree import PyTree
@@ -54,6 +54,19 @@ class Layout:
                 f"{self.shards}."
             )
         return devices
+
+    def groups(self) -> dict[Any, list[int]]:
+        """The shards that belong on each device of this process; on the default one, all."""
+        everything = list(range(self.shards))
+        if self.mesh is None:
+            return {jax.local_devices()[0]: everything}
+        where = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        places = where.addressable_devices_indices_map((self.shards,))
+        return {one: everything[index[0]] for one, index in places.items() if index is not None}
+
+    def numbers_here(self) -> list[int]:
+        """The shards of this process."""
+        return sorted({number for group in self.groups().values() for number in group})
 
     def is_inside(self) -> bool:
         """Whether a `jax.shard_map` over the axis is around this: what is passed is its part."""

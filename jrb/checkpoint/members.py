@@ -40,7 +40,7 @@ def is_one(buffer: Several) -> TypeGuard[ReplayBuffer]:
 def each(thing: Any) -> dict[str, Any]:
     """The entries of a Mix, a dict or a tuple, or the shards of a Sharded, by name."""
     if isinstance(thing, Sharded):
-        return dict.fromkeys(shards.names(thing), thing.part)
+        return {name: thing.part_at(k) for k, name in enumerate(shards.names(thing))}
     if isinstance(thing, dict):
         return thing
     entries = thing.buffers if isinstance(thing, Mix) else thing
@@ -80,7 +80,9 @@ def pairs(buffer: Several, state: Any) -> Iterator[tuple[ReplayBuffer, Any]]:
         yield buffer, state
         return
     if isinstance(buffer, Sharded):
-        return  # whose items lie on devices
+        if isinstance(state, tuple):  # else items lie on devices
+            yield from ((buffer.part_at(k), one) for k, one in shards.split(buffer, state).items())
+        return
     states = of_each(buffer, state, "save: states")
     for name, part in each(buffer).items():
         yield from pairs(part, states[name])

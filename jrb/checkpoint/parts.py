@@ -197,12 +197,12 @@ def _sharded(
         raise DamagedError(f"{path}: expected {len(known)} shards, got {list(numbers)}.")
     sharded = shards.bound(found, given.mesh if device is None and given is not None else device)
     inward, states = back.of_each(sharded), {}
-    for place, group in shards.groups_of(sharded).items():
+    for place, group in sharded.layout.groups().items():
         for number in group:
             name = known[number]
             folder = _saved.path_of(path, name)
             one = opening.at(opening.folder_at(folder), numbers[name])
-            part = found.part if given is not None else None
+            part = given.part_at(number) if given is not None else None
             states[number] = load(folder, part, example, place, one, inward[name])[1]
     return sharded, shards.joined(sharded, states)
 

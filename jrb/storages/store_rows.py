@@ -193,9 +193,13 @@ class StoreArrays(HostArrays):
         checks.flag("prealloc", self.prealloc)
         _check_slack(self.slack)
 
+    def at(self, path: str | os.PathLike[str] | None) -> Self:
+        """The same in another folder."""
+        return dataclasses.replace(self, path=path)  # pyright: ignore[reportArgumentType]: it is one
+
     def elsewhere(self) -> Self:
         """The same in a temporary folder."""
-        return dataclasses.replace(self, path=None)  # pyright: ignore[reportArgumentType]: it is one
+        return self.at(None)
 
     def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> StoreRows:
         """Files full of zeros. Raises if there is no room for them."""
