@@ -28,6 +28,7 @@ class Ahead:
     ) -> None:
         self._drawing, self._before, self._device = drawing, before, device
         self._batch_size, self._depth, self._beta = batch_size, depth, beta
+        self._group = max(1, depth // 2)  # a call has a price of its own
         self._asked, self._permit = 0, None
         self._line: collections.deque[Draw | Sample] = collections.deque()
 
@@ -50,15 +51,16 @@ class Ahead:
     def _fill(self, patient: bool) -> None:
         """Asks for more, as far as that is allowed."""
         self._before()
-        while len(self._line) < self._depth and self._is_allowed(patient):
-            beta = self._beta(self._asked) if callable(self._beta) else self._beta
-            self._line.append(self._drawing.ask(self._batch_size, beta))
-            self._asked += 1
+        while len(self._line) + self._group <= self._depth and self._is_allowed(patient):
+            numbers = range(self._asked, self._asked + self._group)
+            betas = [self._beta(n) if callable(self._beta) else self._beta for n in numbers]
+            self._line.extend(self._drawing.ask(self._batch_size, betas))
+            self._asked += self._group
 
     def _is_allowed(self, patient: bool) -> bool:
-        """Whether the limit lets one more pass; waits for that, or for the first batch in line."""
+        """Whether the limit lets more pass; waits for that, or for the first batch in line."""
         if self._permit is None:
-            self._permit = self._drawing.permit(self._batch_size)
+            self._permit = self._drawing.permit(self._batch_size, self._group)
         if self._permit is None:
             return True
         first: Any = self._line[0] if self._line else None

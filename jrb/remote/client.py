@@ -118,10 +118,10 @@ class Remote:
         """
         batch_size = self._batch_size(batch_size)
         self._send_updates(all_of_them=False)
-        permit = self._drawing.permit(batch_size)
+        permit = self._drawing.permit(batch_size, 1)
         if permit is not None:
             ray().get(permit)
-        sample = self._drawing.take(self._drawing.ask(batch_size, beta), device)
+        sample = self._drawing.take(self._drawing.ask(batch_size, [beta])[0], device)
         if sample is None:
             raise ValueError(
                 "sample: expected something to draw, got a buffer in which nothing is found. Let "

@@ -36,19 +36,22 @@ class Drawing:
         self._setup, self._servers, self._gate = setup, servers, gate
         self._number = 0
 
-    def permit(self, batch_size: int) -> Any:
-        """A reference that is there when a batch may be drawn; None where nothing holds it back."""
-        return None if self._gate is None else self._gate.wait.remote("sample", batch_size)
+    def permit(self, batch_size: int, count: int) -> Any:
+        """A reference that is there when so many batches may be drawn; None if nothing holds it."""
+        gate = self._gate
+        return None if gate is None else gate.wait.remote("sample", batch_size * count)
 
-    def ask(self, batch_size: int, beta: float | None) -> Draw:
-        """Asks for a batch."""
-        servers, number = self._servers, self._number
-        self._number += 1
-        if len(servers) == 1:
-            return Draw([servers[0].draw.remote(batch_size, beta, number)], [], beta)
-        each = [server.facts.remote() for server in servers]
-        parts = [server.draw.remote(batch_size, beta, number, *each) for server in servers]
-        return Draw(parts, each, beta)
+    def ask(self, batch_size: int, betas: list[float | None]) -> list[Draw]:
+        """Asks for batches, as many as there are betas, in one call."""
+        servers, number, count = self._servers, self._number, len(betas)
+        self._number += count
+        each = [server.facts.remote() for server in servers] if len(servers) > 1 else []
+        calls = [
+            server.draw.options(num_returns=count).remote(batch_size, betas, number, *each)
+            for server in servers
+        ]
+        parts = [[call] for call in calls] if count == 1 else calls
+        return [Draw(list(its), each, beta) for *its, beta in zip(*parts, betas, strict=True)]
 
     def is_there(self, draw: Draw) -> bool:
         """Whether a batch could be taken at once."""

@@ -1,6 +1,7 @@
 """Who may go on: the actor that holds those who add, or those who sample, back."""
 
 import asyncio
+import warnings
 
 import jax
 
@@ -20,7 +21,7 @@ class Gate:
         self._may = {"insert": jax.jit(limits.may_insert), "sample": jax.jit(limits.may_sample)}
         self._after = {"insert": jax.jit(limits.inserted), "sample": jax.jit(limits.sampled)}
         self._most = {"insert": 0, "sample": 0}
-        if ray().get_runtime_context().was_current_actor_reconstructed:
+        if _is_restarted():
             for start in range(0, limits.min_size, _MOST):
                 count = min(_MOST, limits.min_size - start)
                 self._counters = self._after["insert"](self._counters, count)
@@ -53,3 +54,10 @@ class Gate:
 
 
 _MOST = 10**5  # that a limit counts at once
+
+
+def _is_restarted() -> bool:
+    """Whether Ray has started this actor again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what Ray itself uses here
+        return ray().get_runtime_context().was_current_actor_reconstructed

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jrb import checkpoint
+from jrb._engine import dispatch
 from jrb._store.errors import LostWarning
 from jrb.loops import jitted
 from jrb.remote import shards, streams
@@ -78,32 +79,41 @@ class Server:
         priorities: np.ndarray | None,
     ) -> None:
         """Writes timesteps of a stream, of which the sender sent `first` before."""
-        length = len(leaves[0])
-        arrival = self._ledger.look(lane, sender, first)
+        length, width = len(leaves[0]), self._buffer.ring.envs // self._lanes
+        arrival = self._ledger.note(lane, sender, first, length)
         if arrival.again:
             return
-        if not arrival.goes_on:
-            self._cut(lane)
+        self._ledger.lost += arrival.missing * width
+        try:
+            if not arrival.goes_on:
+                self._cut(lane)
+            self._write(lane, leaves, mask, priorities)
+        except BaseException:
+            self._ledger.failed(lane, first, length)
+            self._ledger.lost += length * width
+            raise
+        self._ledger.received += length * width
+        self._unsaved += length * width
+        if self._setup.save_every is not None and self._unsaved >= self._setup.save_every:
+            self.save()
+
+    def _write(
+        self,
+        lane: int,
+        leaves: list[np.ndarray],
+        mask: np.ndarray | None,
+        priorities: np.ndarray | None,
+    ) -> None:
+        """Writes timesteps to a lane, in pieces of few lengths."""
         if self._lanes > 1:
             leaves, mask, priorities = self._in_lanes(leaves, mask, priorities)
         start = 0
-        for size in streams.pieces(length, self._lengths):
+        for size in streams.pieces(len(leaves[0]), self._lengths):
             part = slice(start, start + size)
             items = jax.tree.unflatten(self._structure, [leaf[part] for leaf in leaves])
             rest = [None if found is None else found[part] for found in (mask, priorities)]
             self._state = self._put(self._state, lane, items, *rest)
             start += size
-        self._came(lane, sender, first + length, arrival.missing, length)
-
-    def _came(self, lane: int, sender: int, following: int, missing: int, length: int) -> None:
-        """Counts what was written, and saves if it is time to."""
-        width = self._buffer.ring.envs // self._lanes
-        self._ledger.note(lane, sender, following)
-        self._ledger.received += length * width
-        self._ledger.lost += missing * width
-        self._unsaved += length * width
-        if self._setup.save_every is not None and self._unsaved >= self._setup.save_every:
-            self.save()
 
     def _cut(self, lane: int) -> None:
         """Nothing goes on from what a lane holds to what comes now."""
@@ -137,31 +147,60 @@ class Server:
 
     # Reading.
 
-    def draw(self, batch_size: int, beta: float | None, number: int, *each: Facts) -> Sample | None:
-        """A batch; or this shard's part of one, of what `each` shard says that it holds.
+    def draw(
+        self, batch_size: int, betas: list[float | None], number: int, *each: Facts
+    ) -> Sample | list[Sample | None] | None:
+        """Batches; or this shard's parts of them, by what `each` shard says that it holds.
+
+        Args:
+            batch_size: B.
+            betas: of the weights, one for each batch.
+            number: of the first batch, by which all shards agree on their parts.
+            each: what they hold; nothing where there is but one.
 
         Returns:
-            The sample, of NumPy arrays; None where there is nothing to be drawn.
+            Samples of NumPy arrays, None where there is nothing to be drawn; the one that there is
+            for a single beta.
         """
-        if not each:
-            return self._drawn(batch_size, beta)
-        if not shards.ready(list(each), self._setup.buffer.min_size):
-            return None
-        seed = [self._setup.seed, number]
-        count = shards.shares(list(each), batch_size, seed)[self._shard]
-        if not count:
-            return None
-        sample = self._drawn(shards.padded(count, batch_size), beta)
-        return None if sample is None else shards.chosen(sample, count, [*seed, self._shard])
+        parts = [(batch_size, [0])] * len(betas)
+        if each:
+            parts = [
+                self._part(batch_size, number + step, list(each)) for step in range(len(betas))
+            ]
+        pairs = zip(parts, betas, strict=True)
+        asked = [self._asked(shards.padded(part[0], batch_size), beta) for part, beta in pairs]
+        found = [
+            None if one is None else self._sent(one, *part)
+            for one, part in zip(asked, parts, strict=True)
+        ]
+        return found if len(found) > 1 else found[0]
 
-    def _drawn(self, batch_size: int, beta: float | None) -> Sample | None:
-        if not self.can_sample(batch_size):
+    def _part(self, batch_size: int, number: int, each: list[Facts]) -> tuple[int, list[int]]:
+        """How many this shard gives, and by which numbers they are chosen."""
+        if not shards.ready(each, self._setup.buffer.min_size):
+            return 0, []
+        seed = [self._setup.seed, number]
+        return shards.shares(each, batch_size, seed)[self._shard], [*seed, self._shard]
+
+    def _asked(self, count: int, beta: float | None) -> Sample | None:
+        """A draw that is computed; None where there is nothing."""
+        if not count or (dispatch.on_host(self._buffer) and not self.can_sample(count)):
             return None
         key = _fold_in(self._root, np.uint32(self._ledger.drawn))
-        self._state, sample = self._verbs.draw(self._state, key, batch_size, beta)
         self._ledger.drawn += 1
+        sampler = self._buffer.sampler
+        if not sampler.consumes and not sampler.counted:  # no state to be returned takes less time
+            return self._verbs.sample(self._state, key, count, beta)
+        self._state, sample = self._verbs.draw(self._state, key, count, beta)
+        return sample
+
+    def _sent(self, sample: Sample, count: int, seed: list[int]) -> Sample | None:
+        """So many of them as they go over the wire; None if there were none to be drawn."""
         found = jax.tree.map(np.asarray, sample)
-        shard = np.full(batch_size, self._shard, np.int32)
+        if not found.mask.any():
+            return None
+        found = shards.chosen(found, count, seed)
+        shard = np.full(count, self._shard, np.int32)
         # Stamps of an earlier life, which may have had other rows at the same slots, are of no use.
         return found.replace(stamp=found.stamp + self._life, info={**found.info, "shard": shard})
 

@@ -69,7 +69,7 @@ def serve(
         buffer, example, streams, shards, path, limits, seed, save_every, in_flight, on_cpu
     )
     lasting = {"max_restarts": -1, "max_task_retries": -1}
-    server = library.remote(**{"num_cpus": 1, **lasting, **ray_options})(Server)
+    server = library.remote(**(lasting | ray_options))(Server)
     servers = [server.remote(setup, shard) for shard in range(setup.shards)]
     gate = None
     if limits is not None:
