@@ -132,7 +132,7 @@ class Remote:
     def ahead(
         self,
         batch_size: int | None = None,
-        depth: int = 2,
+        depth: int = 4,
         *,
         beta: float | Callable[[int], float] | None = None,
         device: Device = None,
@@ -252,13 +252,18 @@ class Remote:
 
         They do not save: call `save` before.
         """
-        self.wait()
-        if not self._owns:
-            return
-        ray().get([server.end.remote() for server in self._servers])
+        try:
+            self.wait()
+        finally:
+            if self._owns:
+                self._end()
+
+    def _end(self) -> None:
+        """Ends the servers, after they have let go of their files."""
+        self._owns, library = False, ray()
+        library.wait([one.end.remote() for one in self._servers], num_returns=len(self._servers))
         for actor in [*self._servers, *([] if self._gate is None else [self._gate])]:
-            ray().kill(actor)
-        self._owns = False
+            library.kill(actor)
 
     def _batch_size(self, batch_size: int | None) -> int:
         batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
@@ -272,5 +277,6 @@ class Remote:
 
 
 def _is_there(array: Any) -> bool:
-    """Whether an array is computed."""
-    return not isinstance(array, jax.Array) or array.is_ready()
+    """Whether an array is computed; those of NumPy are."""
+    found: Any = array
+    return not isinstance(array, jax.Array) or found.is_ready()

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import jax
+import numpy as np
+
 from jrb.buffer import ReplayBuffer
 from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
@@ -9,6 +12,7 @@ from jrb.remote.client import Remote
 from jrb.remote.gate import Gate
 from jrb.remote.library import ray
 from jrb.remote.server import Server
+from jrb.remote.setup import Setup
 from jrb.types import Item
 
 
@@ -65,9 +69,19 @@ def serve(
     """
     library = ray()
     on_cpu = not ray_options.get("num_gpus") and not ray_options.get("resources")
-    setup = setups.made(
-        buffer, example, streams, shards, path, limits, seed, save_every, in_flight, on_cpu
+    setup = Setup(
+        buffer=buffer,
+        spec=setups.spec_of(buffer, example),
+        streams=streams,
+        shards=shards,
+        path=setups.path_of(buffer, path),
+        seed=seed,
+        save_every=save_every,
+        in_flight=in_flight,
+        on_cpu=on_cpu,
+        wide=jax.dtypes.canonicalize_dtype(np.float64) == np.float64,
     )
+    setups.check(setup)
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     server = library.remote(**(lasting | ray_options))(Server)
     servers = [server.remote(setup, shard) for shard in range(setup.shards)]

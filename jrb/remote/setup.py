@@ -25,7 +25,6 @@ class Setup:
         streams: how many there are.
         shards: over how many servers they are dealt.
         path: where servers save, in folders of their own if there are several; None for nowhere.
-        limits: of what is sampled for each item, or None.
         seed: of all draws.
         save_every: after so many items a server saves by itself; None for never.
         in_flight: how many calls of one caller may be under way.
@@ -38,7 +37,6 @@ class Setup:
     streams: int
     shards: int
     path: str | None
-    limits: Any
     seed: int
     save_every: int | None
     in_flight: int
@@ -86,35 +84,36 @@ class Setup:
             ) from error
 
 
-def made(
-    buffer: ReplayBuffer,
-    example: Item,
-    streams: int,
-    shards: int,
-    path: Any,
-    limits: Any,
-    seed: int,
-    save_every: int | None,
-    in_flight: int,
-    on_cpu: bool,
-) -> Setup:
-    """The setup, with all that can be checked before a server runs."""
-    _check_buffer(buffer, shards)
-    for name, value in {"streams": streams, "shards": shards, "in_flight": in_flight}.items():
-        checks.count(name, value)
+def check(setup: Setup) -> None:
+    """Raises what can be told before a server runs.
+
+    Raises:
+        TypeError, ValueError: something does not go with being served.
+    """
+    buffer, streams, shards = setup.buffer, setup.streams, setup.shards
+    for name in ("streams", "shards", "in_flight"):
+        checks.count(name, getattr(setup, name))
     if shards > streams:
         raise ValueError(f"shards: expected at most streams = {streams}, got {shards}.")
+    _check_parts(buffer, shards)
     width = streams * (buffer.num_envs or 1)
     if buffer.capacity % width:
         raise ValueError(
             f"capacity: expected a multiple of {width}, streams times num_envs, as each stream has "
             f"as much room, got {buffer.capacity}."
         )
-    if save_every is not None:
-        checks.count("save_every", save_every)
-    path = _path(buffer, path)
-    if save_every is not None and path is None:
-        raise ValueError("save_every: expected a path to save to, got None. Give path=.")
+    if setup.save_every is not None:
+        checks.count("save_every", setup.save_every)
+        if setup.path is None:
+            raise ValueError("save_every: expected a path to save to, got None. Give path=.")
+    for shard in range(shards):
+        setup.served(shard)
+
+
+def spec_of(buffer: Any, example: Item) -> Item:
+    """The spec of one item as streams send it."""
+    if not isinstance(buffer, ReplayBuffer):
+        raise TypeError(f"serve: expected a ReplayBuffer, got {type(buffer).__name__}.")
     spec = pytree.spec_of(casting.kept(example, "serve") if buffer.cast else example, "serve")
     for name, leaf in zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True):
         if prng_keys.is_keys(leaf.dtype):
@@ -122,27 +121,10 @@ def made(
                 f"serve: leaf '{name}': expected what NumPy can hold, got {leaf.dtype}. Send "
                 "jax.random.key_data of it."
             )
-    setup = Setup(
-        buffer=buffer,
-        spec=spec,
-        streams=int(streams),
-        shards=int(shards),
-        path=path,
-        limits=limits,
-        seed=seed,
-        save_every=save_every,
-        in_flight=int(in_flight),
-        on_cpu=on_cpu,
-        wide=bool(jax.config.jax_enable_x64),  # pyright: ignore[reportAttributeAccessIssue]
-    )
-    for shard in range(shards):
-        setup.served(shard)
-    return setup
+    return spec
 
 
-def _check_buffer(buffer: Any, shards: int) -> None:
-    if not isinstance(buffer, ReplayBuffer):
-        raise TypeError(f"serve: expected a ReplayBuffer, got {type(buffer).__name__}.")
+def _check_parts(buffer: ReplayBuffer, shards: int) -> None:
     if buffer.storage.of_objects:
         raise TypeError(
             f"serve: expected items of arrays, got {type(buffer.storage).__name__}. Use "
@@ -160,7 +142,7 @@ def _check_buffer(buffer: Any, shards: int) -> None:
         )
 
 
-def _path(buffer: ReplayBuffer, path: Any) -> str | None:
+def path_of(buffer: ReplayBuffer, path: Any) -> str | None:
     """Where is saved: what was given, or where the storage has its files."""
     if path is not None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected a path or None, got {path!r}.")
@@ -196,7 +178,7 @@ def arrays(setup: Setup, items: Item) -> list[np.ndarray]:
 
 
 def mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
-    """A mask as it is sent."""
+    """A mask as it is sent, bool `[T]` or `[T, E]`."""
     if value is None:
         return None
     found, lanes = np.asarray(value), (length, *setup.lead)

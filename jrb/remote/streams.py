@@ -63,7 +63,7 @@ class OneStream(Storage):
 def writer(buffer: ReplayBuffer, lanes: int) -> Put:
     """What writes a stream's timesteps, `[T, ...]`, or `[T, W, ...]` where it is a vector."""
     if lanes == 1:
-        verbs = jitted(buffer)
+        verbs: Any = jitted(buffer)
         return lambda state, lane, *sent: verbs.extend(state, *sent)
     width, on_host = buffer.ring.envs // lanes, dispatch.on_host(buffer)
     storage: Any = buffer.storage
@@ -103,7 +103,8 @@ def _write(
     priorities: jax.Array | None,
 ) -> Any:
     """Writes items `[T, W, ...]` of a stream; all others are masked."""
-    envs, width = buffer.ring.envs, buffer.storage.width
+    storage: Any = buffer.storage
+    envs, width = buffer.ring.envs, storage.width
     if transforming.inverses(buffer.transforms):
         items = _inward(buffer, items)
     length = jax.tree.leaves(items)[0].shape[0]

@@ -1,9 +1,7 @@
-"""One small cluster for all tests of the folder; without Ray there is nothing to be tested here."""
+"""Actors that all tests of the folder share; without Ray there is nothing to be tested here."""
 
 import importlib.util
-import os
 import pathlib
-import warnings
 
 import pytest
 
@@ -17,28 +15,6 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("ray"))
-
-
-@pytest.fixture(scope="session")
-def cluster():
-    """Ray, whose workers find the packages where this process does."""
-    import ray
-
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # by Ray
-        ray.init(
-            "local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=200_000_000,
-            log_to_driver=False,
-            logging_level="error",
-        )
-    yield ray
-    ray.shutdown()
 
 
 @pytest.fixture(scope="session")
