@@ -9,6 +9,7 @@ import argparse
 import collections
 import functools
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks import report
 from jrb.remote import Remote, serve
 
 FRAME = (84, 84, 4)
-BATCH, DEPTH, IN_FLIGHT = 256, 4, 4
+BATCH, DEPTH, IN_FLIGHT = 256, 8, 4
 FRAMES, SMALL = 200, 2000
 """Timesteps in one call."""
 
@@ -52,17 +53,26 @@ def nbytes(items: Any) -> int:
 
 
 class Bare:
-    """What Ray alone costs: takes items and forgets them, gives the same batch again and again."""
+    """What Ray alone costs: takes items and forgets them, gives the same batch again and again.
+
+    Or one that NumPy makes of other items each time, which is the least that a buffer does.
+    """
 
     def __init__(self) -> None:
-        self._batch = jax.tree.leaves(chunk(True, BATCH))
+        self._batch, self._rng = jax.tree.leaves(chunk(True, BATCH)), np.random.default_rng(0)
+        self._items = [np.repeat(leaf, 4000 // BATCH, axis=0) for leaf in self._batch]
 
     def extend(self, leaves: list[np.ndarray]) -> None:
         """Looks at nothing."""
 
     def draw(self) -> list[np.ndarray]:
-        """The batch."""
+        """The same batch."""
         return self._batch
+
+    def take(self) -> list[np.ndarray]:
+        """Any items."""
+        rows = self._rng.integers(0, len(self._items[0]), BATCH)
+        return [leaf[rows] for leaf in self._items]
 
 
 class Feeder:
@@ -101,19 +111,21 @@ def fed(those: list[Any], frame: bool, length: int, calls: int) -> float:
 
 
 def drawn(next_batch: Callable[[], Any], count: int) -> float:
-    """Seconds for a batch."""
+    """Seconds for a batch; the first ones, drawn while others were measured, are not counted."""
+    for _ in range(DEPTH):
+        next_batch()
     start = time.perf_counter()
     for _ in range(count):
         next_batch()
     return (time.perf_counter() - start) / count
 
 
-def bare_batches(bare: Any) -> Callable[[], Any]:
+def bare_batches(ask: Callable[[], Any]) -> Callable[[], Any]:
     """As many calls under way as draws are."""
-    line = collections.deque(bare.draw.remote() for _ in range(DEPTH))
+    line = collections.deque(ask() for _ in range(DEPTH))
 
     def following() -> Any:
-        line.append(bare.draw.remote())
+        line.append(ask())
         return jax.device_put(ray.get(line.popleft()))
 
     return following
@@ -125,25 +137,28 @@ def buffer(frame: bool, storage: Any, capacity: int) -> jrb.ReplayBuffer:
     return jrb.ReplayBuffer(capacity, batch_size=BATCH, storage=storage, **parts)
 
 
-def frames(storage: Any, rounds: int, calls: int) -> list[dict]:
+def frames(storage: Any, rounds: int, calls: int, capacity: int = 20_000) -> list[dict]:
     """Adds and draws of frames, beside Ray alone."""
     bare = ray.remote(num_cpus=0)(Bare).remote()
     size = nbytes(item(True))
     found: dict[str, list[float]] = collections.defaultdict(list)
     name = type(storage).__name__
-    with serve(buffer(True, storage, 20_000), item(True), streams=2, num_cpus=0) as served:
+    with serve(buffer(True, storage, capacity), item(True), streams=2, num_cpus=0) as served:
         ours, theirs = feeders(served), feeders(bare)
-        batches, others = served.ahead(depth=DEPTH), bare_batches(bare)
+        draws = {"draw": functools.partial(next, served.ahead(depth=DEPTH))}
+        draws["bare draw"] = bare_batches(bare.draw.remote)
+        draws["bare take"] = bare_batches(bare.take.remote)
         for one in (ours, theirs):
             fed(one, True, FRAMES, 4)
         for _ in range(rounds):
             found["adds"].append(fed(ours, True, FRAMES, calls) * size / 1e9)
             found["bare adds"].append(fed(theirs, True, FRAMES, calls) * size / 1e9)
-            found["draw"].append(drawn(functools.partial(next, batches), calls) * 1e3)
-            found["bare draw"].append(drawn(others, calls) * 1e3)
+            for kind, following in draws.items():
+                found[kind].append(drawn(following, calls) * 1e3)
     return [
         row(f"{name}: adds of frames, 2 feeders, GB/s", found["adds"], found["bare adds"], max),
         row(f"{name}: a batch of {BATCH} frames, ms", found["draw"], found["bare draw"], min),
+        row(f"{name}: the same, beside NumPy's take", found["draw"], found["bare take"], min),
     ]
 
 
@@ -183,9 +198,11 @@ def main() -> None:
     parser.add_argument("--json", default="benchmarks/results/remote.json")
     options = parser.parse_args()
     ray.init(include_dashboard=False, object_store_memory=500_000_000, log_to_driver=False)
+    load = [os.getloadavg()[0]]  # of all that runs here: this, and what else there is
     rows = frames(jrb.DeviceStorage(), options.rounds, options.calls)
     rows += frames(jrb.MemmapStorage(), options.rounds, options.calls)
     rows += small(options.rounds, options.calls)
+    load.append(os.getloadavg()[0])
     table = rich.table.Table(title="best and median of all rounds, and beside it Ray alone")
     for head in ("", "best", "median", "Ray's best", "Ray's median", "ratio"):
         table.add_column(head, justify="right" if head else "left")
@@ -194,7 +211,7 @@ def main() -> None:
         table.add_row(line["what"], *(f"{number:,.2f}" for number in numbers))
     rich.console.Console(width=110).print(table)
     with open(options.json, "w") as out:
-        json.dump({"machine": report.machine(), "rows": rows}, out, indent=2)
+        json.dump({"machine": report.machine(), "load": load, "rows": rows}, out, indent=2)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Batches that are drawn before they are wanted."""
 
 import collections
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -75,12 +76,13 @@ class Ahead:
 
     def _fetch(self) -> None:
         """Puts those that have come on the device."""
-        for place, draw in enumerate(self._line):
-            if isinstance(draw, Draw):
-                sample = self._taken(draw) if self._drawing.is_there(draw) else None
-                if sample is None:
-                    return
-                self._line[place] = sample
+        draws = {place: one for place, one in enumerate(self._line) if isinstance(one, Draw)}
+        there = self._drawing.there(list(draws.values()))
+        for place, draw in itertools.islice(draws.items(), there):
+            sample = self._taken(draw)
+            if sample is None:
+                return
+            self._line[place] = sample
 
     def _taken(self, draw: Draw) -> Sample | None:
         return self._drawing.take(draw, self._device)

@@ -53,11 +53,14 @@ class Drawing:
         parts = [[call] for call in calls] if count == 1 else calls
         return [Draw(list(its), each, beta) for *its, beta in zip(*parts, betas, strict=True)]
 
-    def is_there(self, draw: Draw) -> bool:
-        """Whether a batch could be taken at once."""
-        return len(ray().wait(draw.parts, num_returns=len(draw.parts), timeout=0)[0]) == len(
-            draw.parts
-        )
+    def there(self, draws: list[Draw]) -> int:
+        """How many of them, from the first on, could be taken at once."""
+        parts = [part for draw in draws for part in draw.parts]
+        if not parts:
+            return 0
+        found = set(ray().wait(parts, num_returns=len(parts), timeout=0)[0])
+        waits = (n for n, draw in enumerate(draws) if not found.issuperset(draw.parts))
+        return next(waits, len(draws))
 
     def take(self, draw: Draw, device: Device) -> Sample | None:
         """The batch, on a device; None where there was nothing to be drawn."""
