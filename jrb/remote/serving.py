@@ -68,6 +68,8 @@ def serve(
         TypeError, ValueError: parts that do not go with this, with what to do.
     """
     library = ray()
+    if limits is not None and not isinstance(limits, SampleToInsert):
+        raise TypeError(f"limits: expected jrb.limits.SampleToInsert(...), got {limits!r}.")
     on_cpu = not ray_options.get("num_gpus") and not ray_options.get("resources")
     setup = Setup(
         buffer=buffer,

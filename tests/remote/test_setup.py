@@ -31,6 +31,7 @@ from tests.remote.rows import EXAMPLE, buffer, rows
         ({"example": {"x": np.zeros(3)}}, TypeError, "leaf 'x'.*cast=True"),
         ({"save_every": 5}, ValueError, "save_every: expected a path"),
         ({"path": 5}, TypeError, "path: expected a path"),
+        ({"limits": 8}, TypeError, "limits: expected jrb.limits"),
         ({"buffer": buffer(storage=jrb.MemmapStorage("a")), "path": "b"}, ValueError, "path"),
     ],
 )
