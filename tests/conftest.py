@@ -8,6 +8,8 @@ import contextlib
 import gc
 import importlib.metadata
 import os
+import pathlib
+import warnings
 
 QUICK = [
     "--xla_backend_optimization_level=0",
@@ -55,3 +57,23 @@ def compilations():
 def _what_is_compiled_is_not_looked_through():
     """What earlier modules left behind stays: tests that collect would go through all of it."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A small cluster of Ray, whose workers find the packages where this process does."""
+    ray = pytest.importorskip("ray")
+    root = str(pathlib.Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)  # by Ray
+        ray.init(
+            "local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200_000_000,
+            log_to_driver=False,
+            logging_level="error",
+        )
+    yield ray
+    ray.shutdown()

@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+import jrb
+
 pytestmark = pytest.mark.slow
 
 
@@ -27,3 +29,12 @@ def test_behaviour_is_cloned_and_played(monkeypatch, tmp_path):
     assert result["losses"][1] < result["losses"][0]
     assert np.shape(result["returns"]) == (2, 2)
     offline.picture(result).savefig(tmp_path / "returns.png")
+
+
+@pytest.mark.xdist_group("ray")
+def test_what_is_served_is_measured(cluster):
+    pytest.importorskip("rich")
+    from benchmarks import remote
+
+    rows = remote.frames(jrb.DeviceStorage(), rounds=1, calls=2, capacity=800)
+    assert all(row["ratio"] > 0 for row in rows)

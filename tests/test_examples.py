@@ -116,3 +116,16 @@ def test_the_quick_start_learns_to_catch_is_saved_and_plotted(tmp_path):
     assert caught > 0.9
     assert jrb.checkpoint.verify(tmp_path / "replay") == []
     assert (tmp_path / "priorities.png").stat().st_size > 10_000
+
+
+@pytest.mark.xdist_group("ray")
+def test_actors_and_a_learner_in_processes_of_their_own_balance_a_pole(cluster):
+    pytest.importorskip("gymnasium")
+    from examples import apex
+
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integers
+        before, after, stats = apex.run(steps=1500)
+    assert before < 30 and after > 40
+    drawn = stats["draws"] * apex.BATCH
+    owed = apex.limits.ratio * (stats["received"] - apex.limits.min_size)
+    assert abs(owed - drawn) < 2 * apex.limits.tolerance  # and what is under way

@@ -29,7 +29,7 @@ ROOMS = [
     {"loops", "read", "rebuilding", "limits"},
     {"of_items", "interop", "tables"},
     {"checkpoint", "iterate"},
-    {"datasets", "plot", "testing"},
+    {"datasets", "plot", "remote", "testing"},
     {"demo"},
     {"_public", "cli"},
     {"__main__"},

@@ -51,11 +51,20 @@ MICROSECONDS: list[Column] = [
     ("other, µs", lambda row: figure(row["other_us"])),
     ("time ratio", lambda row: f"{row['ratio']:.2f}"),
 ]
+BESIDE_RAY: list[Column] = [
+    ("", lambda row: row["what"]),
+    ("best", lambda row: figure(row["best"])),
+    ("median", lambda row: figure(row["median"])),
+    ("Ray's best", lambda row: figure(row["ray_best"])),
+    ("Ray's median", lambda row: figure(row["ray_median"])),
+    ("ratio", lambda row: f"{row['ratio']:.2f}"),
+]
 COLUMNS = {
     "cycle": CYCLES,
     "windows": CYCLES,
     "checkpoint": SECONDS,
     "host": MICROSECONDS,
+    "remote": BESIDE_RAY,
 }
 
 

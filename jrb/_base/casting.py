@@ -73,6 +73,8 @@ def _converted(spec: PyTree, leaf: Leaf) -> Any:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if dtype == spec.dtype or not _goes_into(dtype, spec.dtype):
         return leaf
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.astype(spec.dtype)  # on the host, so that this needs no device
     return jnp.asarray(leaf).astype(spec.dtype)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 PAGES = pathlib.Path(__file__).parents[2] / "docs" / "api"
 ROOMS = ("jrb", "jrb.checkpoint", "jrb.datasets", "jrb.interop", "jrb.layouts", "jrb.plot")
-ROOMS += ("jrb.storages", "jrb.transforms", "jrb.types")
+ROOMS += ("jrb.remote", "jrb.storages", "jrb.transforms", "jrb.types")
 
 
 def documented():

@@ -1,0 +1,218 @@
+"""A buffer that is served over Ray beside Ray alone: adds, draws, small items.
+
+`python -m benchmarks.remote` (extra `ray`) starts a small cluster of its own. What is compared runs
+in turn, round after round: the best and the median of all rounds are told, as the machine may have
+other things to do.
+"""
+
+import argparse
+import collections
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import ray
+import rich.console
+import rich.table
+
+import jrb
+from benchmarks import report
+from jrb.remote import Remote, serve
+
+FRAME = (84, 84, 4)
+BATCH, DEPTH, IN_FLIGHT = 256, 8, 4
+FRAMES, SMALL = 200, 2000
+"""Timesteps in one call."""
+
+
+def item(frame: bool) -> dict:
+    """One transition: of 28 kB, or of a few numbers."""
+    seen = np.zeros(FRAME, np.uint8) if frame else np.zeros(4, np.float32)
+    return {
+        "observation": seen,
+        "action": np.int32(0),
+        "next": {"reward": np.float32(0), "done": np.bool_(False)},
+    }
+
+
+def chunk(frame: bool, length: int) -> dict:
+    """Timesteps of one stream."""
+    rng = np.random.default_rng(0)
+    make = lambda leaf: rng.integers(0, 2, (length, *np.shape(leaf))).astype(leaf.dtype)
+    return jax.tree.map(make, item(frame))
+
+
+def nbytes(items: Any) -> int:
+    """Of all leaves."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(items))
+
+
+class Bare:
+    """What Ray alone costs: takes items and forgets them, gives the same batch again and again.
+
+    Or one that NumPy makes of other items each time, which is the least that a buffer does.
+    """
+
+    def __init__(self) -> None:
+        self._batch, self._rng = jax.tree.leaves(chunk(True, BATCH)), np.random.default_rng(0)
+        self._items = [np.repeat(leaf, 4000 // BATCH, axis=0) for leaf in self._batch]
+
+    def extend(self, leaves: list[np.ndarray]) -> None:
+        """Looks at nothing."""
+
+    def draw(self) -> list[np.ndarray]:
+        """The same batch."""
+        return self._batch
+
+    def take(self) -> list[np.ndarray]:
+        """Any items."""
+        rows = self._rng.integers(0, len(self._items[0]), BATCH)
+        return [leaf[rows] for leaf in self._items]
+
+
+class Feeder:
+    """An actor that sends the same timesteps again and again."""
+
+    def __init__(self, target: Any, stream: int) -> None:
+        self._target, self._stream = target, stream
+
+    def run(self, frame: bool, length: int, calls: int) -> float:
+        """Seconds until all of them are written."""
+        items = chunk(frame, length)
+        start = time.perf_counter()
+        if isinstance(self._target, Remote):
+            for _ in range(calls):
+                self._target.extend(items, stream=self._stream)
+            self._target.wait()
+            return time.perf_counter() - start
+        under_way, leaves = collections.deque(), jax.tree.leaves(items)
+        for _ in range(calls):
+            if len(under_way) == IN_FLIGHT:
+                ray.get(under_way.popleft())
+            under_way.append(self._target.extend.remote(leaves))
+        ray.get(list(under_way))
+        return time.perf_counter() - start
+
+
+def feeders(target: Any) -> list[Any]:
+    """Two of them."""
+    return [ray.remote(num_cpus=0)(Feeder).remote(target, stream) for stream in range(2)]
+
+
+def fed(those: list[Any], frame: bool, length: int, calls: int) -> float:
+    """Timesteps a second, of both together."""
+    seconds = max(ray.get([feeder.run.remote(frame, length, calls) for feeder in those]))
+    return len(those) * length * calls / seconds
+
+
+def drawn(next_batch: Callable[[], Any], count: int) -> float:
+    """Seconds for a batch; the first ones, drawn while others were measured, are not counted."""
+    for _ in range(DEPTH):
+        next_batch()
+    start = time.perf_counter()
+    for _ in range(count):
+        next_batch()
+    return (time.perf_counter() - start) / count
+
+
+def bare_batches(ask: Callable[[], Any]) -> Callable[[], Any]:
+    """As many calls under way as draws are."""
+    line = collections.deque(ask() for _ in range(DEPTH))
+
+    def following() -> Any:
+        line.append(ask())
+        return jax.device_put(ray.get(line.popleft()))
+
+    return following
+
+
+def buffer(frame: bool, storage: Any, capacity: int) -> jrb.ReplayBuffer:
+    """A prioritized one of three-step returns."""
+    parts: dict[str, Any] = {"sampler": jrb.Prioritized(), "unit": jrb.NStep(3, 0.99)}
+    return jrb.ReplayBuffer(capacity, batch_size=BATCH, storage=storage, **parts)
+
+
+def frames(storage: Any, rounds: int, calls: int, capacity: int = 20_000) -> list[dict]:
+    """Adds and draws of frames, beside Ray alone."""
+    bare = ray.remote(num_cpus=0)(Bare).remote()
+    size = nbytes(item(True))
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    name = type(storage).__name__
+    with serve(buffer(True, storage, capacity), item(True), streams=2, num_cpus=0) as served:
+        ours, theirs = feeders(served), feeders(bare)
+        draws = {"draw": functools.partial(next, served.ahead(depth=DEPTH))}
+        draws["bare draw"] = bare_batches(bare.draw.remote)
+        draws["bare take"] = bare_batches(bare.take.remote)
+        for one in (ours, theirs):
+            fed(one, True, FRAMES, 4)
+        for _ in range(rounds):
+            found["adds"].append(fed(ours, True, FRAMES, calls) * size / 1e9)
+            found["bare adds"].append(fed(theirs, True, FRAMES, calls) * size / 1e9)
+            for kind, following in draws.items():
+                found[kind].append(drawn(following, calls) * 1e3)
+    return [
+        row(f"{name}: adds of frames, 2 feeders, GB/s", found["adds"], found["bare adds"], max),
+        row(f"{name}: a batch of {BATCH} frames, ms", found["draw"], found["bare draw"], min),
+        row(f"{name}: the same, beside NumPy's take", found["draw"], found["bare take"], min),
+    ]
+
+
+def small(rounds: int, calls: int) -> list[dict]:
+    """Adds of small items."""
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    bare = ray.remote(num_cpus=0)(Bare).remote()
+    made = buffer(False, jrb.DeviceStorage(), 1_000_000)
+    with serve(made, item(False), streams=2, num_cpus=0) as served:
+        ours, theirs = feeders(served), feeders(bare)
+        for one in (ours, theirs):
+            fed(one, False, SMALL, 4)
+        for _ in range(rounds):
+            found["ours"].append(fed(ours, False, SMALL, calls))
+            found["bare"].append(fed(theirs, False, SMALL, calls))
+    return [row("small items, 2 feeders, transitions/s", found["ours"], found["bare"], max)]
+
+
+def row(what: str, ours: list[float], bare: list[float], best: Callable) -> dict:
+    """One comparison."""
+    ratios = np.array(ours) / np.array(bare)
+    return {
+        "what": what,
+        "best": float(best(ours)),
+        "median": float(np.median(ours)),
+        "ray_best": float(best(bare)),
+        "ray_median": float(np.median(bare)),
+        "ratio": float(np.median(ratios)),
+    }
+
+
+def main() -> None:
+    """Measures, prints a table, writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--json", default="benchmarks/results/remote.json")
+    options = parser.parse_args()
+    ray.init(include_dashboard=False, object_store_memory=500_000_000, log_to_driver=False)
+    load = [os.getloadavg()[0]]  # of all that runs here: this, and what else there is
+    rows = frames(jrb.DeviceStorage(), options.rounds, options.calls)
+    rows += frames(jrb.MemmapStorage(), options.rounds, options.calls)
+    rows += small(options.rounds, options.calls)
+    load.append(os.getloadavg()[0])
+    table = rich.table.Table(title="best and median of all rounds, and beside it Ray alone")
+    for head in ("", "best", "median", "Ray's best", "Ray's median", "ratio"):
+        table.add_column(head, justify="right" if head else "left")
+    for line in rows:
+        numbers = list(line.values())[1:]
+        table.add_row(line["what"], *(f"{number:,.2f}" for number in numbers))
+    rich.console.Console(width=110).print(table)
+    with open(options.json, "w") as out:
+        json.dump({"machine": report.machine(), "load": load, "rows": rows}, out, indent=2)
+
+
+if __name__ == "__main__":
+    main()

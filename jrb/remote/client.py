@@ -1,0 +1,282 @@
+"""What actors and learners hold in place of a buffer that runs elsewhere."""
+
+import collections
+import functools
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrb._base import checks
+from jrb.buffer import ReplayBuffer
+from jrb.remote import setup as setups
+from jrb.remote import shards
+from jrb.remote.ahead import Ahead
+from jrb.remote.drawing import Drawing
+from jrb.remote.flight import Flight
+from jrb.remote.library import ray
+from jrb.remote.setup import Setup
+from jrb.state import Device, Sample
+from jrb.types import Item
+
+
+class Remote:
+    """A buffer in other processes; made by `serve`. It can be pickled, and sent to actors of Ray.
+
+    Of what one process asks, all is done in that order. Each copy numbers what it sends: no
+    timestep is written twice, and where a stream gets another sender, or lost some timesteps,
+    nothing goes on from before to after, as with `truncate`.
+    """
+
+    def __init__(self, setup: Setup, servers: list[Any], gate: Any, owns: bool = False) -> None:
+        self._setup, self._servers, self._gate, self._owns = setup, servers, gate, owns
+        self._sender = secrets.randbits(63) | 1
+        self._sent: collections.Counter[int] = collections.Counter()
+        self._drawing = Drawing(setup, servers, gate)
+        self._writes, self._updates = Flight(setup.in_flight), Flight(setup.in_flight)
+        self._late: collections.deque[Any] = collections.deque()
+
+    def __reduce__(self) -> Any:
+        return Remote, (self._setup, self._servers, self._gate)
+
+    def __repr__(self) -> str:
+        setup = self._setup
+        return f"Remote(streams={setup.streams}, shards={setup.shards}, buffer={setup.buffer!r})"
+
+    def __enter__(self) -> "Remote":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def buffer(self) -> ReplayBuffer:
+        """The description that is served, as one stream sees it."""
+        return self._setup.buffer
+
+    def extend(self, items: Item, *, stream: int, mask: Any = None, priorities: Any = None) -> None:
+        """Sends T timesteps of a stream, time first; how they are cut into calls does not matter.
+
+        The arrays are copied into the object store of Ray, from which the server reads them where
+        they lie; they may be changed when this returns. It does not wait for the server, unless
+        as many calls as `in_flight` says are under way, or `limits` hold adding back. No device of
+        JAX is touched.
+
+        Args:
+            items: NumPy arrays `[T, ...]`, or `[T, E, ...]` if the buffer has `num_envs`. Hundreds
+                of kilobytes at a time, or more: a call has a price of its own.
+            stream: the number of the stream. One actor sends to it at a time.
+            mask: bool `[T]`, the timesteps that are written, or `[T, E]`; None for all.
+            priorities: real `[T]`, or `[T, E]`; None for those of new items.
+
+        Raises:
+            ValueError: another structure or shape than the example's.
+            TypeError: another dtype than the example's, or priorities where there are none.
+        """
+        setup = self._setup
+        if isinstance(stream, bool) or not isinstance(stream, int | np.integer):
+            raise TypeError(f"extend: stream: expected a number, got {stream!r}.")
+        if not 0 <= stream < setup.streams:
+            raise ValueError(f"extend: stream: expected 0 to {setup.streams - 1}, got {stream}.")
+        leaves = setups.arrays(setup, items)
+        length = len(leaves[0])
+        mask = setups.mask(setup, mask, length)
+        priorities = setups.priorities(setup, priorities, length)
+        if not length:
+            return
+        self._writes.make_room()
+        if self._gate is not None:
+            count = length if mask is None else int(mask.sum())
+            width = 1 if mask is not None and mask.ndim > 1 else setup.buffer.num_envs or 1
+            ray().get(self._gate.wait.remote("insert", count * width))
+        shard, lane = setup.place(int(stream))
+        before, server = self._sent[stream], self._servers[shard]
+        self._writes.add(server.extend.remote(lane, self._sender, before, leaves, mask, priorities))
+        self._sent[stream] += length
+
+    def sample(
+        self, batch_size: int | None = None, beta: float | None = None, device: Device = None
+    ) -> Sample:
+        """Draws a batch and waits for it; as `ReplayBuffer.draw`, so that samplers move on.
+
+        With several shards each gives a part of the batch in proportion to the mass that it holds,
+        and probabilities and weights are those over all of them.
+
+        Args:
+            batch_size: B; None for the buffer's.
+            beta: of the importance weights; None for the sampler's.
+            device: where the batch is put; None for the default device.
+
+        Returns:
+            The batch, arrays of JAX. `info["shard"]`, int32 `[B]`, says which shard an item is
+            from; indices and stamps are those of that shard.
+
+        Raises:
+            ValueError: there is nothing to draw, or less than `min_size`; or no batch size.
+        """
+        batch_size = self._batch_size(batch_size)
+        self._send_updates(all_of_them=False)
+        permit = self._drawing.permit(batch_size, 1)
+        if permit is not None:
+            ray().get(permit)
+        sample = self._drawing.take(self._drawing.ask(batch_size, [beta])[0], device)
+        if sample is None:
+            raise ValueError(
+                "sample: expected something to draw, got a buffer in which nothing is found. Let "
+                "actors add items first; can_sample tells when there are enough."
+            )
+        return sample
+
+    def ahead(
+        self,
+        batch_size: int | None = None,
+        depth: int = 4,
+        *,
+        beta: float | Callable[[int], float] | None = None,
+        device: Device = None,
+    ) -> Ahead:
+        """Draws batches ahead, and puts them on the device, while the caller computes.
+
+        Args:
+            batch_size: B; None for the buffer's.
+            depth: how many batches are drawn and not taken yet, at least 1; new priorities are
+                seen by draws as many batches later.
+            beta: of the importance weights, or a function from the number of the batch to it.
+            device: where batches are put; None for the default device.
+
+        Returns:
+            An iterator over batches, without end. It waits while there is nothing to draw.
+        """
+        checks.count("depth", depth)
+        before = functools.partial(self._send_updates, all_of_them=False)
+        batch_size = self._batch_size(batch_size)
+        return Ahead(self._drawing, before, batch_size, int(depth), beta, device)
+
+    def update_priority(self, sample: Sample, priorities: Any) -> None:
+        """Sends new priorities for what was drawn, without the data.
+
+        It does not wait, not even until the priorities are computed: they are sent by a later call,
+        of this or of a draw, when they are there. Items overwritten since are left alone.
+
+        Args:
+            sample: what `sample` or `ahead` gave.
+            priorities: real `[B]`, or `[B, L]` for a unit of windows.
+
+        Raises:
+            TypeError: the sampler has no priorities.
+            ValueError: another shape, or a sample of another buffer.
+        """
+        sampler = self._setup.buffer.sampler
+        if not sampler.prioritized:
+            raise TypeError(
+                f"update_priority: expected a sampler with priorities, got "
+                f"{type(sampler).__name__}. Serve a buffer with sampler=jrb.Prioritized()."
+            )
+        if not isinstance(sample, Sample) or "shard" not in sample.info:
+            raise ValueError("update_priority: expected a Sample of this Remote.")
+        shapes = {sample.indices.shape, sample.mask.shape}
+        if np.shape(priorities) not in shapes:
+            raise ValueError(
+                f"update_priority: priorities: expected shape {sample.indices.shape}, one for each "
+                f"that was drawn, got {np.shape(priorities)}."
+            )
+        where = sample.info["shard"], sample.indices, sample.stamp, sample.mask
+        self._late.append((*where, priorities))
+        self._send_updates(all_of_them=False)
+
+    def _send_updates(self, all_of_them: bool) -> None:
+        """Sends priorities that are computed; all, or all but the last two, are waited for."""
+        while self._late:
+            if not all_of_them and len(self._late) <= 2 and not _is_there(self._late[0][-1]):
+                return
+            shard, indices, stamp, mask, found = map(np.asarray, self._late.popleft())
+            found = setups.numbers("update_priority: priorities", found)
+            for number, server in enumerate(self._servers):
+                here = shard == number
+                if here.any():
+                    self._updates.make_room()
+                    mine = mask & here.reshape(-1, *(1,) * (mask.ndim - 1))
+                    self._updates.add(server.update.remote(indices, stamp, mine, found))
+
+    def size(self) -> int:
+        """The transitions held."""
+        return sum(ray().get([server.size.remote() for server in self._servers]))
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether a draw gives at least one item."""
+        if len(self._servers) == 1:
+            batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
+            return ray().get(self._servers[0].can_sample.remote(batch_size))
+        each = ray().get([server.facts.remote() for server in self._servers])
+        return shards.ready(each, self._setup.buffer.min_size)
+
+    def wait(self) -> None:
+        """Waits until all that was sent from here is written: at the end of an actor's work.
+
+        Raises:
+            Exception: what went wrong with it.
+        """
+        self._send_updates(all_of_them=True)
+        self._writes.wait()
+        self._updates.wait()
+
+    def save(self) -> list[int]:
+        """Saves to the path, and waits for it; from here on nothing of it is lost.
+
+        Returns:
+            The number of the generation, of each shard.
+
+        Raises:
+            ValueError: there is no path.
+        """
+        if self._setup.path is None:
+            raise ValueError("save: expected a path, got none. Call serve with path=.")
+        self.wait()
+        return ray().get([server.save.remote() for server in self._servers])
+
+    def stats(self) -> dict[str, Any]:
+        """Counts over all shards, and under "shards" those of each.
+
+        Items count, also those that are masked: `size`, that are held; `received`; `unsaved`, that
+        came since the last save and would be lost now; `lost`, that were, as far as senders have
+        told since. Besides `draws`, `restarts`, and of each shard `generation`, the last save.
+        """
+        each = ray().get([server.stats.remote() for server in self._servers])
+        names = ("size", "received", "unsaved", "lost", "draws", "restarts")
+        return {name: sum(one[name] for one in each) for name in names} | {"shards": each}
+
+    def close(self) -> None:
+        """Waits for what was sent; the `Remote` that `serve` gave also ends the servers.
+
+        They do not save: call `save` before.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._owns:
+                self._end()
+
+    def _end(self) -> None:
+        """Ends the servers, after they have let go of their files."""
+        self._owns, library = False, ray()
+        library.wait([one.end.remote() for one in self._servers], num_returns=len(self._servers))
+        for actor in [*self._servers, *([] if self._gate is None else [self._gate])]:
+            library.kill(actor)
+
+    def _batch_size(self, batch_size: int | None) -> int:
+        batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
+        if batch_size is None:
+            raise ValueError(
+                "batch_size: expected a number, got None. Give it to ReplayBuffer(batch_size=...), "
+                "or to this call."
+            )
+        checks.count("batch_size", batch_size)
+        return int(batch_size)
+
+
+def _is_there(array: Any) -> bool:
+    """Whether an array is computed; those of NumPy are."""
+    found: Any = array
+    return not isinstance(array, jax.Array) or found.is_ready()

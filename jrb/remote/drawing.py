@@ -1,0 +1,73 @@
+"""Draws from one server or several, in two halves: asked for, and taken when they are there."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jrb.remote import shards
+from jrb.remote.library import ray
+from jrb.remote.setup import Setup
+from jrb.state import Device, Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """A batch that is under way.
+
+    Attributes:
+        parts: what each shard will give, references of Ray.
+        each: what each shard says that it holds; nothing if there is but one.
+        beta: of the weights, or None.
+    """
+
+    parts: list[Any]
+    each: list[Any]
+    beta: float | None
+
+
+class Drawing:
+    """What asks the servers for batches. With several, what they hold goes from one to another.
+
+    Each computes by itself from that how much of the batch is its part: nobody waits here.
+    """
+
+    def __init__(self, setup: Setup, servers: list[Any], gate: Any) -> None:
+        self._setup, self._servers, self._gate = setup, servers, gate
+        self._number = 0
+
+    def permit(self, batch_size: int, count: int) -> Any:
+        """A reference that is there when so many batches may be drawn; None if nothing holds it."""
+        gate = self._gate
+        return None if gate is None else gate.wait.remote("sample", batch_size * count)
+
+    def ask(self, batch_size: int, betas: list[float | None]) -> list[Draw]:
+        """Asks for batches, as many as there are betas, in one call."""
+        servers, number, count = self._servers, self._number, len(betas)
+        self._number += count
+        each = [server.facts.remote() for server in servers] if len(servers) > 1 else []
+        calls = [
+            server.draw.options(num_returns=count).remote(batch_size, betas, number, *each)
+            for server in servers
+        ]
+        parts = [[call] for call in calls] if count == 1 else calls
+        return [Draw(list(its), each, beta) for *its, beta in zip(*parts, betas, strict=True)]
+
+    def there(self, draws: list[Draw]) -> int:
+        """How many of them, from the first on, could be taken at once."""
+        parts = [part for draw in draws for part in draw.parts]
+        if not parts:
+            return 0
+        found = set(ray().wait(parts, num_returns=len(parts), timeout=0)[0])
+        waits = (n for n, draw in enumerate(draws) if not found.issuperset(draw.parts))
+        return next(waits, len(draws))
+
+    def take(self, draw: Draw, device: Device) -> Sample | None:
+        """The batch, on a device; None where there was nothing to be drawn."""
+        parts = ray().get(draw.parts)
+        if all(part is None for part in parts):
+            return None
+        if not draw.each:
+            return jax.device_put(parts[0], device)
+        each = ray().get(draw.each)
+        return jax.device_put(shards.joined(self._setup.buffer, parts, each, draw.beta), device)

@@ -1,0 +1,25 @@
+"""Actors that all tests of the folder share; without Ray there is nothing to be tested here."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["*.py"]
+
+HERE = pathlib.Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
+@pytest.fixture(scope="session")
+def workers(cluster):
+    """Two actors, to each of which a test gives what it is to work with."""
+    from tests.remote.rows import Worker
+
+    return [cluster.remote(num_cpus=0)(Worker).remote() for _ in range(2)]

@@ -1,0 +1,96 @@
+"""Draws from several servers are draws from one buffer."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jrb
+from jrb.remote import serve, shards
+from jrb.remote.shards import Facts
+from tests.remote.rows import EXAMPLE, buffer, rows
+
+GIVEN = {0: np.arange(1.0, 9), 1: np.full(5, 0.5), 2: np.arange(3.0, 15)}
+TOTAL, COUNT = sum(map(np.sum, GIVEN.values())), sum(map(len, GIVEN.values()))
+
+
+def test_shares_are_the_masses_in_the_mean():
+    each = [Facts(mass, 1.0, 5, 5) for mass in (0.5, 0.0, 3.0, 1.2)]
+    given = np.array([shards.shares(each, 16, [0, number]) for number in range(3000)])
+    assert (given.sum(axis=1) == 16).all() and not given[:, 1].any()
+    exact = np.array([0.5, 0.0, 3.0, 1.2]) / 4.7 * 16
+    assert (np.abs(given - exact) < 1).all()
+    np.testing.assert_allclose(given.mean(axis=0), exact, atol=0.05)
+
+
+def test_without_masses_the_numbers_of_anchors_count():
+    each = [Facts(0.0, np.inf, 3, 3), Facts(0.0, np.inf, 5, 6)]
+    assert shards.masses(each).tolist() == [3, 5]
+    assert shards.ready(each, 9) and not shards.ready(each, 10)
+    assert not shards.ready([Facts(0.0, np.inf, 0, 2)], None)
+
+
+def part(slots, likely):
+    """What a shard gives."""
+    count = len(slots)
+    return jrb.Sample(
+        data={"x": np.array(slots)},
+        indices=np.array(slots, np.int32),
+        probabilities=np.array(likely, np.float32),
+        weights=np.ones(count, np.float32),
+        mask=np.array(likely) > 0,
+        info={},
+        stamp=np.zeros(count, np.uint32),
+    )
+
+
+@pytest.mark.parametrize("normalize", ["batch", "buffer", None])
+def test_weights_are_those_of_one_buffer(normalize):
+    sampler = jrb.Prioritized(beta=0.7, normalize=normalize)
+    each = [Facts(4.0, 0.5, 3, 3), Facts(1.0, 0.25, 2, 2)]
+    parts = [part([0, 2, 1], [0.5, 0.25, 0.0]), part([7], [0.75])]
+    whole = shards.joined(buffer(sampler=sampler), parts, each, None)
+    likely = np.array([0.4, 0.2, 0.0, 0.15])
+    np.testing.assert_allclose(whole.probabilities, likely, rtol=1e-6)
+    drawn = likely[[0, 1, 3]]
+    least = {"batch": 0.15, "buffer": 0.25 / 5, None: 1 / 5}[normalize]
+    np.testing.assert_allclose(whole.weights[[0, 1, 3]], (drawn / least) ** -0.7, rtol=1e-5)
+    assert whole.weights[2] == 0 and whole.data["x"].tolist() == [0, 2, 1, 7]
+
+
+def test_draws_are_in_proportion_over_all_shards(cluster):
+    sampler = jrb.Prioritized(alpha=1.0, beta=0.7, eps=0.0, normalize="buffer")
+    made = buffer(96, sampler=sampler, unit=jrb.Transition())
+    drawn = {(stream, time): 0 for stream, given in GIVEN.items() for time in range(len(given))}
+    with serve(made, EXAMPLE, streams=3, shards=2, num_cpus=0) as remote:
+        assert not remote.can_sample()
+        for stream, given in GIVEN.items():
+            remote.extend(rows(stream, 0, len(given)), stream=stream, priorities=given)
+        batches = remote.ahead(64, depth=4)
+        for _ in range(40):
+            sample = next(batches)
+            lanes, times = np.asarray(sample.data["id"]).T.tolist()
+            likely = np.array([GIVEN[s][t] for s, t in zip(lanes, times, strict=True)]) / TOTAL
+            np.testing.assert_allclose(sample.probabilities, likely, rtol=1e-5)
+            np.testing.assert_allclose(sample.weights, (likely / 0.5 * TOTAL) ** -0.7, rtol=1e-4)
+            np.testing.assert_array_equal(sample.info["shard"], np.array(lanes) % 2)
+            for row in zip(lanes, times, strict=True):
+                drawn[row] += 1
+        expected = np.array([GIVEN[s][t] for s, t in drawn]) / TOTAL * 40 * 64
+        assert stats.chisquare(list(drawn.values()), expected).pvalue > 0.01
+        lanes, times = np.asarray(sample.data["id"]).T
+        remote.update_priority(sample, jnp.asarray(100.0 + 50 * lanes + times))
+        remote.wait()  # each goes to the shard of its item
+        again, new = (
+            remote.sample(64),
+            dict(zip(zip(lanes, times, strict=True), [1] * 64, strict=True)),
+        )
+        masses = {
+            row: 100.0 + 50 * row[0] + row[1] if row in new else GIVEN[row[0]][row[1]]
+            for row in drawn
+        }
+        likely = [
+            masses[tuple(row)] / sum(masses.values())
+            for row in np.asarray(again.data["id"]).tolist()
+        ]
+        np.testing.assert_allclose(again.probabilities, likely, rtol=1e-5)
