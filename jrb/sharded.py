@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._base import checks, display, pytree
 from jrb._engine import dispatch, exchange, joint, over_mesh, state_check, transforming
-from jrb._engine.host_shards import HostShards
+from jrb._engine.host_shards import HostShards, States
 from jrb._engine.over_mesh import Cut, Here, Layout
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
@@ -161,7 +161,7 @@ class Sharded:
         """Where the shards lie."""
         return Layout(self.shards, self.mesh, self.axis)
 
-    def init(self, example: Item) -> BufferState:
+    def init(self, example: Item) -> Any:
         """Empty states, arrays `[S, ...]`, cut over the axis; `example` is one transition.
 
         Raises:
@@ -179,11 +179,11 @@ class Sharded:
 
     def add(
         self,
-        state: BufferState,
+        state: States,
         item: Item,
         mask: jax.Array | None = None,
         priorities: jax.Array | None = None,
-    ) -> BufferState:
+    ) -> Any:
         """Writes one timestep of all environments, leaves `[E, ...]`: see `ReplayBuffer.add`."""
         self._check_items(item, "add", 0)
         each = _axis(mask, 0)
@@ -192,11 +192,11 @@ class Sharded:
 
     def extend(
         self,
-        state: BufferState,
+        state: States,
         items: Item,
         mask: jax.Array | None = None,
         priorities: jax.Array | None = None,
-    ) -> BufferState:
+    ) -> Any:
         """Writes T timesteps, leaves `[T, E, ...]`: see `ReplayBuffer.extend`."""
         self._check_items(items, "extend", 1)
         each = _axis(mask, 1)
@@ -205,7 +205,7 @@ class Sharded:
 
     def sample(
         self,
-        state: BufferState,
+        state: States,
         key: jax.Array,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
@@ -215,11 +215,11 @@ class Sharded:
 
     def draw(
         self,
-        state: BufferState,
+        state: States,
         key: jax.Array,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
-    ) -> tuple[BufferState, Sample]:
+    ) -> tuple[Any, Sample]:
         """Draws a batch, and moves on those samplers that consume.
 
         Args:
@@ -240,7 +240,7 @@ class Sharded:
 
     def _drawn(
         self,
-        state: BufferState,
+        state: States,
         key: jax.Array,
         batch_size: int | None,
         beta: jax.Array | float | None,
@@ -287,35 +287,33 @@ class Sharded:
             "transitions, of which none can be drawn. Add items first; can_sample tells."
         )
 
-    def _check_something(self, state: BufferState) -> None:
+    def _check_something(self, state: States) -> None:
         found = self.can_sample(state)
         if not dispatch.is_traced(found) and not found:
             raise self._nothing(state)
 
     def update_priority(
-        self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
-    ) -> BufferState:
+        self, state: States, sample_or_indices: Sample | jax.Array, priorities: jax.Array
+    ) -> Any:
         """New priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32."""
         cut = (sample_or_indices, 0), (priorities, 0)
         splits = isinstance(sample_or_indices, Sample)
         return self._write(ReplayBuffer.update_priority, state, cut, splits=splits)
 
-    def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
+    def set_alpha(self, state: States, alpha: jax.Array | float) -> Any:
         """Another exponent of the priorities: see `ReplayBuffer.set_alpha`."""
         alpha = checks.number("alpha", alpha)
         return self._write(ReplayBuffer.set_alpha, state, ((alpha, None),))
 
-    def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
+    def truncate(self, state: States, mask: jax.Array | None = None) -> Any:
         """Environments begin anew, bool `[E]` or `[]`: see `ReplayBuffer.truncate`."""
         return self._write(ReplayBuffer.truncate, state, ((mask, _axis(mask, 0)),))
 
-    def take(self, state: BufferState, indices: jax.Array) -> Item:
+    def take(self, state: States, indices: jax.Array) -> Item:
         """The items at slots of each shard, integers `[S, ...]`: see `ReplayBuffer.take`."""
         return self._read(ReplayBuffer.take, state, ((indices, 0),))
 
-    def set(
-        self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
-    ) -> BufferState:
+    def set(self, state: States, where: Sample | jax.Array | EllipsisType, values: Item) -> Any:
         """Other values for items that are held: see `ReplayBuffer.set`.
 
         Args:
@@ -328,32 +326,30 @@ class Sharded:
         pairs = (where, 0), (values, 0)
         return self._write(ReplayBuffer.set, state, pairs, splits=isinstance(where, Sample))
 
-    def map(
-        self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
-    ) -> BufferState:
+    def map(self, state: States, function: Callable[[Item], Item], batch_size: int = 1024) -> Any:
         """Puts a function over all items that are held: see `ReplayBuffer.map`."""
         body = _Map(function, batch_size)
         return self._write(body, state, ())
 
-    def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
+    def drop(self, state: States, where: Sample | jax.Array) -> Any:
         """Anchors that are drawn no more, of a `Sample` or slots `[S, K]` of each shard."""
         splits = isinstance(where, Sample)
         return self._write(ReplayBuffer.drop, state, ((where, 0),), splits=splits)
 
-    def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
+    def in_order(self, state: States) -> tuple[jax.Array, jax.Array]:
         """The slots of each shard, int32 `[S, N / S]`, oldest first; how many hold items `[S]`."""
         return self._read(ReplayBuffer.in_order, state, (), (0, 0))
 
-    def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
+    def newest(self, state: States, n: int) -> tuple[jax.Array, jax.Array]:
         """The slots of the newest rows, int32 `[S, n, E / S]`; and which of them there are."""
         checks.count("n", n, self.part.ring.rows)
         return self._read(_Newest(int(n)), state, (), (0, 0))
 
-    def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
+    def priorities(self, state: States, slots: jax.Array | None = None) -> jax.Array:
         """The priorities as they were given, `[S, N / S]`; or those of slots `[S, ...]`."""
         return self._read(ReplayBuffer.priorities, state, ((slots, 0),))
 
-    def size(self, state: BufferState) -> jax.Array:
+    def size(self, state: States) -> jax.Array:
         """The transitions that all shards hold, int32 `[]`; 2^31 - 1 if there are more."""
         self._check_state(state)
         if self._host is not None:
@@ -361,7 +357,7 @@ class Sharded:
             return jnp.int32(min(self._host.total(counts), 2**31 - 1))
         return self._run(_Size(self.part), (0,), None, (state,))
 
-    def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
+    def can_sample(self, state: States, batch_size: int | None = None) -> jax.Array:
         """Whether a draw gives at least one item, bool `[]`.
 
         Args:
@@ -377,7 +373,7 @@ class Sharded:
             return jnp.bool_(some and int(self.size(state)) >= (body.min_size or 0))
         return self._run(body, (0,), None, (state,))
 
-    def can_add(self, state: BufferState) -> jax.Array:
+    def can_add(self, state: States) -> jax.Array:
         """Whether `add` would write to every shard, bool `[]`."""
         self._check_state(state)
         if self._host is not None:
@@ -385,13 +381,13 @@ class Sharded:
             return jnp.bool_(self._host.total(rooms) == self.shards)
         return self._run(_CanAdd(self.part), (0,), None, (state,))
 
-    def empty(self, state: BufferState) -> BufferState:
+    def empty(self, state: States) -> Any:
         """The state without its items."""
         return self._write(ReplayBuffer.empty, state, ())
 
     def draw_some(
-        self, state: BufferState, key: jax.Array, count: int, beta: Any, quiet: bool
-    ) -> tuple[BufferState, Sample]:
+        self, state: States, key: jax.Array, count: int, beta: Any, quiet: bool
+    ) -> tuple[Any, Sample]:
         """`draw` for a `Mix`; quiet, it may find nothing."""
         return self._drawn(state, key, count, beta, _Draw, (0, 0), quiet)
 
@@ -427,7 +423,7 @@ class Sharded:
         """D inside a `jax.shard_map` over the axis, where arguments are parts; else 1."""
         return (self.layout.devices() or 1) if self.layout.is_inside() else 1
 
-    def _check_state(self, state: BufferState) -> None:
+    def _check_state(self, state: States) -> None:
         if self._host is not None:
             if not isinstance(state, tuple) or len(state) != len(self._host.parts):
                 raise ValueError(
@@ -443,13 +439,13 @@ class Sharded:
                 + (f"one with leading axes {lead}." if lead is not None else f"{type(state)}.")
             )
 
-    def _write(self, verb: Any, state: BufferState, pairs: Any, splits: bool = True) -> Any:
+    def _write(self, verb: Any, state: States, pairs: Any, splits: bool = True) -> Any:
         return self._each(verb, state, pairs, 0, splits)
 
-    def _read(self, verb: Any, state: BufferState, pairs: Any, out: Any = 0) -> Any:
+    def _read(self, verb: Any, state: States, pairs: Any, out: Any = 0) -> Any:
         return self._each(verb, state, pairs, out, False)
 
-    def _each(self, verb: Any, state: BufferState, pairs: Any, out: Any, splits: bool) -> Any:
+    def _each(self, verb: Any, state: States, pairs: Any, out: Any, splits: bool) -> Any:
         """A verb of a buffer in each shard; `pairs` are arguments, and where each is cut."""
         self._check_state(state)
         arguments = tuple(argument for argument, _ in pairs)
@@ -480,10 +476,10 @@ class _Blank:
     structure: Any
     spec: tuple[jax.ShapeDtypeStruct, ...]
 
-    def __call__(self, here: Here) -> BufferState:
+    def __call__(self, here: Here) -> Any:
         spec = jax.tree.unflatten(self.structure, self.spec)
 
-        def blank(number: jax.Array) -> BufferState:
+        def blank(number: jax.Array) -> Any:
             state = state_check.blank(self.part, spec)
             return state.replace(writer=self.part.writer.in_shard(state.writer, number))
 
@@ -509,14 +505,12 @@ class _Each:
         call = lambda state, *given: self.verb(self.part, state, *given)
         return jax.vmap(call, (0, *self.cuts))(states, *arguments)
 
-    def _told_to_all(
-        self, here: Here, states: BufferState, sample: Sample, *arguments: Any
-    ) -> BufferState:
+    def _told_to_all(self, here: Here, states: BufferState, sample: Sample, *arguments: Any) -> Any:
         """The same where any shard may have drawn any of a sample."""
         light = sample.replace(data=None, info={"shard": sample.info["shard"]})
         everything, given = here.everything((light, arguments))
 
-        def call(state: BufferState, number: jax.Array) -> BufferState:
+        def call(state: BufferState, number: jax.Array) -> Any:
             mine = everything.info["shard"] == number
             mask = everything.mask & mine.reshape(-1, *(1,) * (everything.mask.ndim - 1))
             return self.verb(self.part, state, everything.replace(mask=mask), *given)
@@ -631,7 +625,7 @@ class _Map:
     function: Callable[[Item], Item]
     batch_size: int
 
-    def __call__(self, part: ReplayBuffer, state: BufferState) -> BufferState:
+    def __call__(self, part: ReplayBuffer, state: BufferState) -> Any:
         return part.map(state, self.function, self.batch_size)
 
 
@@ -645,5 +639,5 @@ class _Newest:
         return part.newest(state, self.n)
 
 
-def _set_all(part: ReplayBuffer, state: BufferState, values: Item) -> BufferState:
+def _set_all(part: ReplayBuffer, state: BufferState, values: Item) -> Any:
     return part.set(state, ..., values)

@@ -720,7 +720,7 @@ def test_stores_of_shards_are_saved_and_loaded(tmp_path):
 
 
 def test_what_stores_of_shards_refuse():
-    with pytest.raises(ValueError, match="storage: expected jrb.DeviceStorage"):
+    with pytest.raises(ValueError, match=r"storage: expected jrb\.DeviceStorage"):
         jrb.Sharded(whole(storage=jrb.ListStorage()), S)
     spilling = whole(storage=jrb.SpillStorage(None, 2))
     with pytest.raises(ValueError, match="with exchange=True"):

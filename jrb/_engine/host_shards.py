@@ -5,7 +5,7 @@ S shards, s of them in this process, B batch, b = B / S.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jrb._engine.over_mesh import Cut
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Draw, Share
 
-States = tuple[BufferState, ...]
+States = BufferState | tuple[BufferState, ...]
+"""The states of shards: arrays `[S, ...]`; or, with items on the host, those of this process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,8 @@ class HostShards:
     ) -> list[Any]:
         """What a verb of a buffer gives in each shard (see `jrb.sharded`)."""
         pieces = [self._pieces(*pair, splits) for pair in zip(arguments, cuts, strict=True)]
-        rows = zip(self.parts, states, *pieces, strict=True)
-        return [verb(part, state, *given) for part, state, *given in rows]
+        rows = zip(self._pairs(states), *pieces, strict=True)
+        return [verb(*pair, *given) for pair, *given in rows]
 
     def _pieces(self, argument: PyTree, cut: Cut, splits: bool) -> list[Any]:
         """What of an argument is for each shard."""
@@ -101,7 +102,7 @@ class HostShards:
         return int(np.sum(_of_all(np.asarray(counts)), dtype=np.int64))
 
     def _pairs(self, states: States) -> list[tuple[Any, BufferState]]:
-        return list(zip(self.parts, states, strict=True))
+        return list(zip(self.parts, cast(tuple, states), strict=True))
 
     def _weighed(self, batch: Any, shares: Any, every: Share, beta: Any) -> Any:
         """The samples `[s, b]`, as parts of a draw from all shards."""
