@@ -70,12 +70,11 @@ def on_host(leaf: Leaf) -> bool:
 def reader(leaf: Leaf) -> Callable[[int, int], Any]:
     """From a start and a stop to those bytes of an array, without a copy if it is on the host."""
     if isinstance(leaf, Part):
-        read, size = reader(leaf.array), leaf.size * leaf.dtype.itemsize
-        first = leaf.place * size
-        return lambda start, stop: read(first + start, first + stop)
+        whole, first = reader(leaf.array), leaf.place * leaf.size * leaf.dtype.itemsize
+        return lambda start, stop: whole(first + start, first + stop)
     if on_host(leaf):
-        whole = view(np.asarray(leaf))
-        return lambda start, stop: whole[start:stop]
+        held = view(np.asarray(leaf))
+        return lambda start, stop: held[start:stop]
     if len(leaf.devices()) > 1:
         return _over_devices(leaf)
     width = leaf.dtype.itemsize
