@@ -50,7 +50,7 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
         return JittedMix(buffer)
     if not isinstance(buffer, ReplayBuffer | Sharded):
         raise TypeError(
-            f"jitted: expected a ReplayBuffer, a Mix or a Sharded, got {type(buffer).__name__}."
+            f"jitted: expected a ReplayBuffer or a Mix, or a Sharded, got {type(buffer).__name__}."
         )
     return Jitted(buffer)
 
