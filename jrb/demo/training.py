@@ -279,14 +279,13 @@ class Agent:
 
     def _placed(self, carry: Carry) -> Carry:
         """What belongs to environments cut over the devices, the rest whole on each."""
-        if self.mesh is None:
+        mesh = self.mesh
+        if mesh is None:
             return carry
         whole, cut = PartitionSpec(), PartitionSpec(devices.AXIS)
         cuts = dict.fromkeys(Carry._fields, whole)
         cuts |= dict.fromkeys(("replay", "env_state", "observation", "running_return"), cut)
-        place = lambda tree, spec: jax.lax.with_sharding_constraint(
-            tree, NamedSharding(self.mesh, spec)
-        )
+        place = lambda tree, spec: jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
         return Carry(**{name: place(getattr(carry, name), cuts[name]) for name in cuts})
 
     def _act(self, carry: Carry, key: jax.Array) -> tuple[Carry, Any, jax.Array]:
