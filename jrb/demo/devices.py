@@ -3,6 +3,7 @@
 import os
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 AXIS = "data"
@@ -28,4 +29,4 @@ def mesh(count: int) -> Mesh | None:
             f"devices: expected at most {len(found)}, as many as there are, got {count}. Call "
             "jrb.demo.devices.prepare before JAX starts, and the CPU counts as more."
         )
-    return jax.make_mesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), devices=found[:count])
+    return Mesh(np.array(found[:count]), (AXIS,))
