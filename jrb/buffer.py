@@ -36,7 +36,8 @@ class ReplayBuffer:
     N capacity, E environments, B batch, L window, T time.
 
     Attributes:
-        capacity: N, the transitions held over all environments; a multiple of E.
+        capacity: N, the transitions held over all environments; a multiple of E. A state has at
+            most 2^31 - 1 slots; what is larger is for `jrb.Sharded`, which makes several.
         num_envs: E, or None for one stream without an environment axis.
         batch_size: B, unless a draw names its own.
         sampler: which anchors are drawn.
@@ -85,14 +86,14 @@ class ReplayBuffer:
         check_part("unit", self.unit)
         check_part("writer", self.writer)
         check_part("storage", self.storage)
-        checks.count("capacity", self.capacity, 2**31 - 1)
+        checks.count("capacity", self.capacity)
         if self.num_envs is not None:
             checks.count("num_envs", self.num_envs)
             checks.multiple(self.capacity, self.num_envs)
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
         if self.min_size is not None:
-            checks.count("min_size", self.min_size, self.capacity)
+            checks.count("min_size", self.min_size, min(self.capacity, 2**31 - 1))
         checks.flag("cast", self.cast)
         numbers = {"capacity": self.capacity, "num_envs": self.num_envs}
         numbers |= {"batch_size": self.batch_size, "min_size": self.min_size}
@@ -172,7 +173,8 @@ class ReplayBuffer:
 
         Raises:
             TypeError: a leaf is no array, or of a dtype that JAX would change.
-            ValueError: the folder of a storage on the host holds something.
+            ValueError: the folder of a storage on the host holds something; more than 2^31 - 1
+                slots.
             OSError: there is no room on its disk.
         """
         dispatch.check_init(self, example)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jrb import shards
 from jrb._base import checks, pytree
-from jrb._engine import counting, dispatch, steps, transforming
+from jrb._engine import counting, dispatch, state_check, steps, transforming
 from jrb._engine.replaying import pieces, replaying
 from jrb.buffer import ReplayBuffer
 from jrb.held import Held
@@ -177,11 +177,13 @@ def regrouped(
 
     Raises:
         ValueError: another number of environments, or no order of time; shards of which one holds
-            more rows than another, where the new writer keeps them together; a queue.
+            more rows than another, where the new writer keeps them together; a queue; more than
+            2^31 - 1 slots in those that one new shard is made of.
     """
     part, target = part_of(old), part_of(new)
     _check_regrouping(old, part, states, new)
     needed = needed_shards(old, new, number)
+    state_check.check_slots(len(needed) * part.capacity)
     first = number * target.ring.envs - needed[0] * part.ring.envs
     columns = slice(first, first + target.ring.envs)
     kept = [_in_time(part, target, states[one], place) for place, one in enumerate(needed)]

@@ -18,6 +18,26 @@ def test_draws_from_files_are_measured(tmp_path):
     assert all(row["ratio"] > 0 for row in rows)
 
 
+def test_weights_of_skewed_shards_are_measured():
+    pytest.importorskip("rich")
+    from benchmarks import skew
+
+    found = skew.row("one shard has 90 %", 0.4, 3)
+    assert found["error"] < 1e-6
+    assert found["ratio"] > 0
+
+
+def test_verbs_at_some_scale_are_measured(monkeypatch):
+    pytest.importorskip("rich")
+    from benchmarks import scale
+
+    monkeypatch.setattr(scale, "TASKS", scale.TASKS[-1:])
+    rows = scale.together(scale.measured(1600, 1) + scale.measured(3200, 1))
+    assert [row["what"] for row in rows] == ["prioritized, 8 shards: all three"]
+    assert list(rows[0]["n"]) == ["1600", "3200"]
+    assert all(figures["least_us"] > 0 for figures in rows[0]["n"].values())
+
+
 @pytest.mark.slow
 def test_behaviour_is_cloned_and_played(monkeypatch, tmp_path):
     offline = pytest.importorskip("benchmarks.offline", exc_type=ImportError)

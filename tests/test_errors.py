@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb import rebuilding
 
 EXAMPLE = {"obs": jnp.zeros(3), "next": {"reward": jnp.float32(0), "done": jnp.bool_(False)}}
 BUFFER = jrb.ReplayBuffer(capacity=8, num_envs=2, batch_size=4, sampler=jrb.Prioritized())
@@ -132,7 +133,7 @@ def test_a_capacity_that_environments_do_not_divide_names_the_nearest():
         ({"capacity": 0}, ValueError),
         ({"capacity": 2.0}, TypeError),
         ({"capacity": True}, TypeError),
-        ({"capacity": 2**31}, ValueError),
+        ({"capacity": 2**40, "min_size": 2**31}, ValueError),
         ({"capacity": 4, "num_envs": 0}, ValueError),
         ({"capacity": 4, "batch_size": 0}, ValueError),
         ({"capacity": 4, "batch_size": "8"}, TypeError),
@@ -144,6 +145,21 @@ def test_a_capacity_that_environments_do_not_divide_names_the_nearest():
 def test_bad_descriptions(options, kind):
     with pytest.raises(kind, match=f"{list(options)[-1]}: expected"):
         jrb.ReplayBuffer(**options)
+
+
+def test_more_slots_than_int32_tells_apart_are_for_shards():
+    buffer = jrb.ReplayBuffer(2**33, num_envs=8, batch_size=8, sampler=jrb.Prioritized())
+    example = {"x": jnp.bool_(False)}
+    for call in (buffer.init, buffer.nbytes, jrb.Sharded(buffer, 4).init):
+        with pytest.raises(ValueError, match=r"at most 2147483647 slots .* more shards: jrb\.Shar"):
+            jax.eval_shape(lambda call=call: call(example))
+    sharded = jrb.Sharded(buffer, 8)
+    assert 2**33 * 9 < sharded.nbytes(example) < 2**33 * 12
+    made = jax.eval_shape(lambda: sharded.init(example))
+    assert made.storage["x"].shape == (8, 2**30)
+    few = jrb.ReplayBuffer(64, num_envs=8)
+    with pytest.raises(ValueError, match=r"at most 2147483647 slots .* got 8589934592"):
+        rebuilding.regrouped(sharded, {}, few, 0)  # whose slots would be told by one int32
 
 
 @pytest.mark.parametrize("value", [jnp.float32(0.5), np.zeros(2)])

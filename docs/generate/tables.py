@@ -1,4 +1,4 @@
-"""The tables of the performance page, out of `benchmarks/results`.
+"""The tables of the pages on performance and scale, out of `benchmarks/results`.
 
 A line `<!-- table: cycle -->` of a page becomes the table of `cycle.json`; with words behind a bar,
 `<!-- table: cycle | uniform, frames -->`, the rows whose name contains one of them;
@@ -59,13 +59,32 @@ BESIDE_RAY: list[Column] = [
     ("Ray's median", lambda row: figure(row["ray_median"])),
     ("ratio", lambda row: f"{row['ratio']:.2f}"),
 ]
+SPREADS: list[Column] = [
+    ("priorities", lambda row: row["what"]),
+    ("beta", lambda row: f"{row['beta']:.1f}"),
+    ("error of weights", lambda row: f"{row['error']:.1e}"),
+    ("spread, 256 shards", lambda row: f"{row['ours_sd']:.4f}"),
+    ("one buffer", lambda row: f"{row['one_sd']:.4f}"),
+    ("ratio", lambda row: figure(row["ratio"])),
+]
+
+
+def _least(n: int) -> Column:
+    """The least microseconds at this N."""
+    return f"N = {power(n)}, µs", lambda row: figure(row["n"][str(n)]["least_us"])
+
+
+COSTS: list[Column] = [("", lambda row: row["what"]), *map(_least, (10**k for k in range(4, 9)))]
 COLUMNS = {
     "cycle": CYCLES,
     "windows": CYCLES,
     "checkpoint": SECONDS,
     "host": MICROSECONDS,
     "remote": BESIDE_RAY,
+    "skew": SPREADS,
+    "scale": COSTS,
 }
+PAGES = ("performance", "scale")
 
 
 def table(name: str, words: str = "") -> str:
@@ -112,7 +131,7 @@ def _read(name: str) -> dict[str, Any]:
 
 def _on_read(app: Any, page: str, source: list[str]) -> None:
     """Called by Sphinx with the text of each page, in a list of one."""
-    if page != "performance":
+    if page not in PAGES:
         return
     for path in sorted(RESULTS.glob("*.json")):
         app.env.note_dependency(str(path))

@@ -25,8 +25,13 @@ _RESIZE = (
 
 
 def blank(buffer: Buffer, spec: Item) -> BufferState:
-    """An empty state for items of this spec as they are stored, behind all inverses."""
+    """An empty state for items of this spec as they are stored, behind all inverses.
+
+    Raises:
+        ValueError: it has more slots than int32 can tell apart.
+    """
     ring = buffer.ring
+    check_slots(ring.capacity)
     writer = buffer.writer.init(ring, spec)
     context = Context(ring, buffer.keys, buffer.writer.held(ring, writer))
     return BufferState(
@@ -39,6 +44,19 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
         numbers=None if buffer.unit.one_row else episodes.no_numbers(ring, spec, buffer.keys),
         ring=ring,
     )
+
+
+def check_slots(slots: int) -> None:
+    """Raises unless so many slots of one state can be told apart.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if slots >= 2**31:
+        raise ValueError(
+            f"capacity: expected at most {2**31 - 1} slots in one state, got {slots}. Cut the "
+            "buffer into more shards: jrb.Sharded(buffer, shards=...)."
+        )
 
 
 def check(buffer: Buffer, state: BufferState, spec: Item | None = None) -> None:

@@ -16,8 +16,11 @@ def demo(
     steps: Annotated[int, _option(help="environment steps of each training", min=1)] = 400_000,
     seeds: Annotated[int, _option(help="trainings side by side, under vmap", min=1)] = 1,
     seed: Annotated[int, _option(help="the first seed")] = 0,
+    devices: Annotated[int, _option(help="cut over so many, if need be of the CPU", min=1)] = 1,
     out: Annotated[str, _option(help="where the picture goes")] = "jrb-demo.png",
 ) -> None:
     """Train a double DQN, all of it inside one jit."""
+    if devices > 1:
+        importlib.import_module("jrb.demo.devices").prepare(devices)
     report = importlib.import_module("jrb.demo.report")
-    report.main(env=env, steps=steps, seeds=seeds, seed=seed, out=out)
+    report.main(env=env, steps=steps, seeds=seeds, seed=seed, out=out, devices=devices)

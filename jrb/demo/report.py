@@ -16,9 +16,9 @@ rich_table = extras.require("rich.table", "demo")
 _PARTS = 8
 
 
-def main(env: str, steps: int, seeds: int, seed: int, out: str) -> None:
+def main(env: str, steps: int, seeds: int, seed: int, out: str, devices: int = 1) -> None:
     """Trains behind a progress bar, prints a table, and writes the picture to `out`."""
-    config = training.Config(env=env, steps=steps, seeds=seeds, seed=seed)
+    config = training.Config(env=env, steps=steps, seeds=seeds, seed=seed, devices=devices)
     console = rich_console.Console()
     result = _train(config, console)
     console.print(table(config, result))

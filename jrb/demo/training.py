@@ -1,11 +1,14 @@
 """A double DQN with prioritized replay: environment, buffer and network inside one jit.
 
-    jrb demo --env Breakout-MinAtar --steps 400000 --seeds 1 --seed 0
+    jrb demo --env Breakout-MinAtar --steps 400000 --seeds 1 --seed 0 --devices 1
 
 One iteration steps E environments, adds the E transitions, draws U batches at once, takes U
 gradient steps, and writes the U batches' priorities back. A jitted scan runs many iterations; the
 training is cut into chunks of them only so that the progress bar can move. With `seeds=K`, K whole
 trainings run side by side under `vmap`, each with a buffer of its own.
+
+With `devices=D`, environments, buffer and batches are cut over D devices, and each has the network:
+the buffer is a `jrb.Sharded` of D shards. The step is the same; XLA takes the mean of gradients.
 
 References: van Hasselt et al., 2016, "Deep reinforcement learning with double Q-learning", eq. 4.
 Schaul et al., 2016, "Prioritized experience replay", algorithm 1. Young and Tian, 2019, "MinAtar".
@@ -20,10 +23,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._base import extras
 from jrb.buffer import ReplayBuffer
+from jrb.demo import devices
 from jrb.samplers import Prioritized
+from jrb.sharded import Sharded
 from jrb.state import BufferState, Sample
 
 gymnax = extras.require("gymnax", "demo")
@@ -54,6 +60,7 @@ class Config:
         epsilon: probability of a random action at the end.
         alpha, beta, eps: of the prioritized sampler.
         chunks: how often the progress bar moves.
+        devices: D, which divides E and B.
     """
 
     env: str = "Breakout-MinAtar"
@@ -74,6 +81,7 @@ class Config:
     beta: float = 0.4
     eps: float = 1e-3
     chunks: int = 40
+    devices: int = 1
 
     @property
     def iterations(self) -> int:
@@ -209,12 +217,16 @@ class Agent:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.env = Environment(config.env, config.num_envs)
-        self.buffer = ReplayBuffer(
+        self.mesh = devices.mesh(config.devices)
+        buffer = ReplayBuffer(
             capacity=max(1, config.capacity // config.num_envs) * config.num_envs,
             num_envs=config.num_envs,
             batch_size=config.updates * config.batch_size,
             sampler=Prioritized(alpha=config.alpha, beta=config.beta, eps=config.eps),
         )
+        self.buffer = buffer
+        if self.mesh is not None:
+            self.buffer = Sharded(buffer, config.devices, self.mesh, devices.AXIS)
         total = config.iterations * config.chunks * config.updates
         peak = config.learning_rate
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, total // 50 + 1, total, peak / 10)
@@ -227,7 +239,7 @@ class Agent:
         key, for_network, for_env = jax.random.split(key, 3)
         observation, env_state = self.env.reset(for_env)
         network = new_network(for_network, (self.env.width, *self.config.hidden, self.env.actions))
-        return Carry(
+        carry = Carry(
             key=key,
             network=network,
             target=jax.tree.map(jnp.copy, network),
@@ -238,6 +250,7 @@ class Agent:
             running_return=jnp.zeros(self.config.num_envs),
             iteration=jnp.int32(0),
         )
+        return self._placed(carry)
 
     def chunk(self, carry: Carry) -> tuple[Carry, Finished]:
         """Many iterations."""
@@ -262,7 +275,18 @@ class Agent:
         done = transition["next"]["done"]
         carry = self._reset(carry._replace(replay=replay), done, for_reset)
         finished = Finished(jnp.sum(jnp.where(done, running_return, 0.0)), jnp.sum(done))
-        return carry._replace(iteration=carry.iteration + 1), finished
+        return self._placed(carry._replace(iteration=carry.iteration + 1)), finished
+
+    def _placed(self, carry: Carry) -> Carry:
+        """What belongs to environments cut over the devices, the rest whole on each."""
+        mesh = self.mesh
+        if mesh is None:
+            return carry
+        whole, cut = PartitionSpec(), PartitionSpec(devices.AXIS)
+        cuts = dict.fromkeys(Carry._fields, whole)
+        cuts |= dict.fromkeys(("replay", "env_state", "observation", "running_return"), cut)
+        place = lambda tree, spec: jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
+        return Carry(**{name: place(getattr(carry, name), cuts[name]) for name in cuts})
 
     def _act(self, carry: Carry, key: jax.Array) -> tuple[Carry, Any, jax.Array]:
         """One epsilon-greedy step: the carry, the transitions, the returns so far."""

@@ -52,6 +52,37 @@ def test_the_same_seed_gives_the_same_training():
     np.testing.assert_array_equal(one.priorities, other.priorities)
 
 
+@pytest.mark.devices
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
+def test_cut_over_devices_it_learns_too():
+    """How well beside one device is in docs/scale.md, over a longer training."""
+    parts = {"updates": 4, "batch_size": 32, "hidden": (32,), "chunks": 4, "devices": 2}
+    rates = {"learning_rate": 4e-3, "target_rate": 0.05}
+    config = training.dataclasses.replace(SMALL, steps=8000, seeds=4, **parts, **rates)
+    result = training.train(config)
+    before, after = result.mean_return(4)[[0, -1]].mean(axis=1)
+    assert after > 2 * before
+    assert len(result.priorities) == 992
+
+
+@pytest.mark.devices
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
+def test_environments_and_shards_are_cut_over_devices_and_the_network_is_not():
+    agent = training.Agent(training.dataclasses.replace(SMALL, devices=8, steps=1))
+    carry, _ = jax.jit(agent.chunk)(jax.jit(agent.init)(jax.random.key(0)))
+    for leaf in jax.tree.leaves((carry.replay, carry.env_state, carry.observation)):
+        assert leaf.sharding.shard_shape(leaf.shape)[0] * 8 == leaf.shape[0]
+    whole = jax.tree.leaves((carry.network, carry.target, carry.optimizer))
+    assert all(leaf.is_fully_replicated for leaf in whole)
+
+
+def test_more_devices_than_there_are_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match=r"expected at most \d+, as many as there are, got 99"):
+        training.Agent(training.dataclasses.replace(SMALL, devices=99))
+
+
 def test_the_last_observation_is_stored_and_a_time_limit_is_no_termination():
     agent = training.Agent(SMALL)
     agent.env.params = agent.env.params.replace(max_steps_in_episode=3)

@@ -1,4 +1,4 @@
-"""The tables of the performance page say what the results say."""
+"""The tables of the pages on performance and scale say what the results say."""
 
 import json
 
@@ -12,9 +12,11 @@ def test_a_table_has_a_line_for_each_row_and_a_cell_for_each_column(name):
     lines = tables.table(name).splitlines()
     assert len(lines) == len(rows) + 2
     assert {line.count("|") for line in lines} == {len(tables.COLUMNS[name]) + 1}
+    last = name in ("checkpoint", "host", "remote", "skew", "scale")
     for row, line in zip(rows, lines[2:], strict=True):
-        shown = float(line.split("|")[{"checkpoint": -2, "host": -2, "remote": -2}.get(name, -3)])
-        assert shown == pytest.approx(row["ratio"], abs=0.0051, rel=0.01)
+        shown = float(line.split("|")[-2 if last else -3])
+        want = row["n"]["100000000"]["least_us"] if name == "scale" else row["ratio"]
+        assert shown == pytest.approx(want, abs=0.0051, rel=0.01)
 
 
 def test_only_wanted_rows_are_in_a_table():
@@ -33,9 +35,11 @@ def test_a_page_gets_its_tables():
     assert "<!--" not in page
 
 
-def test_the_performance_page_names_results_that_there_are():
-    text = tables.filled((tables.RESULTS.parents[1] / "docs" / "performance.md").read_text())
-    assert text.count("| :-- |") == 6
+@pytest.mark.parametrize(("page", "count"), [("performance", 6), ("scale", 2)])
+def test_pages_name_results_that_there_are(page, count):
+    assert page in tables.PAGES
+    text = tables.filled((tables.RESULTS.parents[1] / "docs" / f"{page}.md").read_text())
+    assert text.count("| :-- |") == count
     assert "<!--" not in text
 
 

@@ -1,0 +1,133 @@
+"""What each verb costs from 10^4 to 10^8 transitions, alone and in eight shards on one device.
+
+    python -m benchmarks.scale [--quick] [--json FILE]
+
+Items are one float32, so that what is timed is jrb's own work: 16 environments, batches of 256.
+All programs of one N take turns; told are the least time of the rounds, and their median.
+At most 7.2 GB of states are alive at a time.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jrb
+from benchmarks import report, timing
+
+E, B, S, STEPS, CHUNK = 16, 256, 8, 300, 62_500
+Body = Callable[[Any, Any], Any]
+
+
+def filled(n: int, sampler: Any, shards: int) -> tuple[Any, Any]:
+    """A full buffer, or shards of one, written in pieces of a million."""
+    buffer: Any = jrb.ReplayBuffer(n, num_envs=E, batch_size=B, sampler=sampler)
+    if shards > 1:
+        buffer = jrb.Sharded(buffer, shards)
+    state = buffer.init({"x": jnp.float32(0)})
+    extend = jax.jit(buffer.extend, donate_argnums=0)
+    rows = min(CHUNK, n // E)
+    for number in range(n // E // rows):
+        items = jnp.sin(jnp.arange(number * rows, (number + 1) * rows, dtype=jnp.float32))
+        state = extend(state, {"x": items[:, None] + jnp.arange(E, dtype=jnp.float32)})
+    return buffer, state
+
+
+def add(buffer: Any) -> Body:
+    """A row of 16."""
+    return lambda carry, key: (buffer.add(carry[0], {"x": carry[1][:E] + 1}), carry[1] + 1)
+
+
+def draw(buffer: Any) -> Body:
+    """256 items."""
+
+    def body(carry: Any, key: jax.Array) -> Any:
+        return carry[0], buffer.sample(carry[0], key).data["x"] + carry[1]
+
+    return body
+
+
+def update(buffer: Any) -> Body:
+    """256 items, and then their priorities."""
+
+    def body(carry: Any, key: jax.Array) -> Any:
+        sample = buffer.sample(carry[0], key)
+        error = jnp.abs(sample.data["x"])
+        return buffer.update_priority(carry[0], sample, error), error
+
+    return body
+
+
+def cycle(buffer: Any) -> Body:
+    """A row, 256 items, and their priorities."""
+    one, other = add(buffer), update(buffer)
+    return lambda carry, key: other(one(carry, key), key)
+
+
+PRIORITIZED = jrb.Prioritized()
+TASKS = (
+    ("uniform: add 16", jrb.Uniform(), 1, add),
+    ("uniform: sample 256", jrb.Uniform(), 1, draw),
+    ("prioritized: add 16", PRIORITIZED, 1, add),
+    ("prioritized: sample 256", PRIORITIZED, 1, draw),
+    ("prioritized: sample and update 256", PRIORITIZED, 1, update),
+    ("prioritized: all three", PRIORITIZED, 1, cycle),
+    ("prioritized, 8 shards: all three", PRIORITIZED, S, cycle),
+)
+
+
+def measured(n: int, rounds: int) -> list[dict]:
+    """All tasks at one N, in turn."""
+    programs, sizes = [], []
+    for what, sampler, shards, make in TASKS:
+        buffer, state = filled(n, sampler, shards)
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+        programs.append(timing.program(what, make(buffer), (state, jnp.zeros(B)), STEPS))
+    for _ in range(rounds + 1):
+        for program in programs:
+            program.call()
+    found = []
+    for program, size in zip(programs, sizes, strict=True):
+        times = program.times_us[1:]
+        found.append(
+            {
+                "what": program.name,
+                "n": n,
+                "median_us": float(np.median(times)),
+                "least_us": min(times),
+                "temp_bytes": program.temp_bytes,
+                "state_bytes": size,
+            }
+        )
+        print(found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    """Measures, prints the rows, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="only small buffers")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--json", default="benchmarks/results/scale.json")
+    options = parser.parse_args()
+    sizes = (10**4, 10**5) if options.quick else (10**4, 10**5, 10**6, 10**7, 10**8)
+    rows = [row for n in sizes for row in measured(n, options.rounds)]
+    with open(options.json, "w") as out:
+        json.dump({"machine": report.machine(), "rows": together(rows)}, out, indent=2)
+
+
+def together(rows: list[dict]) -> list[dict]:
+    """A row for each task, with the figures of each N."""
+    found = {}
+    for row in rows:
+        task = found.setdefault(row["what"], {"what": row["what"], "n": {}})
+        task["n"][str(row["n"])] = {k: v for k, v in row.items() if k not in ("what", "n")}
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Draws from 256 shards of unlike priorities, beside those from one buffer of the same items.
+
+    python -m benchmarks.skew [--rounds 2000] [--json FILE]
+
+All shards lie on one device: what is drawn does not depend on where they lie. Told are the greatest
+relative error of a weight against its formula in float64, and how far weighted means of a batch
+spread, over those of one buffer: a ratio of standard deviations, 1 if shards cost nothing. N =
+4,096 items, B = 1,024.
+"""
+
+import argparse
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jrb
+from benchmarks import report
+
+S, LENGTH, B = 256, 16, 1024
+BETAS = (0.0, 0.4, 1.0)
+SAMPLER = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=None)
+BUFFER = jrb.ReplayBuffer(LENGTH * S, num_envs=S, batch_size=B, sampler=SAMPLER)
+
+
+def masses(name: str) -> np.ndarray:
+    """Priorities `[T, S]`, float32: a column for each shard."""
+    rng = np.random.default_rng(0)
+    found = 0.5 + rng.random((LENGTH, S))
+    if name == "lognormal shards":
+        found *= np.exp(rng.normal(size=S))
+    elif name == "lognormal items":
+        found = np.exp(2 * rng.normal(size=(LENGTH, S)))
+    elif name == "one shard has 90 %":
+        found[:, 7] *= 9 * np.delete(found, 7, axis=1).sum() / found[:, 7].sum()
+    elif name == "a quarter of the shards has none":
+        found[:, ::4] = 0
+    return found.astype(np.float32)
+
+
+CASES = (
+    "balanced",
+    "lognormal shards",
+    "lognormal items",
+    "one shard has 90 %",
+    "a quarter of the shards has none",
+)
+
+
+def draws(buffer: Any, given: np.ndarray, beta: float, rounds: int) -> Any:
+    """Samples `[rounds, B]`, of items that know their time and their environment."""
+    time, env = np.indices(given.shape, np.int32)
+    state = buffer.extend(buffer.init({"at": jnp.int32(0)}), {"at": time * S + env}, None, given)
+    draw = jax.jit(lambda keys: jax.lax.map(lambda key: buffer.sample(state, key, beta=beta), keys))
+    return jax.device_get(draw(jax.random.split(jax.random.key(1), rounds)))
+
+
+def exact(given: np.ndarray, beta: float, shards: int) -> np.ndarray:
+    """The weight of each item, in float64: `(n P_i)^-beta S M_s / M`; one shard is one buffer."""
+    mass = given.astype(np.float64)
+    part = mass.sum(axis=0) / mass.sum() if shards > 1 else np.ones(S)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = (mass.size * mass / mass.sum()) ** -np.float64(np.float32(beta)) * shards * part
+    return np.where(mass > 0, found, 0)
+
+
+def row(name: str, beta: float, rounds: int) -> dict:
+    """How well one case is drawn."""
+    given, means, errors = masses(name), [], []
+    values = np.random.default_rng(1).normal(size=given.size)
+    for shards, buffer in ((S, jrb.Sharded(BUFFER, S)), (1, BUFFER)):
+        found = draws(buffer, given, beta, rounds)
+        at, want = found.data["at"], exact(given, beta, shards).reshape(-1)
+        real = found.mask
+        errors.append(float(np.max(np.abs(found.weights[real] / want[at[real]] - 1))))
+        weights = found.weights.astype(np.float64)
+        means.append((weights * values[at]).mean(axis=1))
+    chance = given.reshape(-1).astype(np.float64) / given.sum(dtype=np.float64)
+    truth = float((chance * exact(given, beta, 1).reshape(-1) * values).sum())
+    ours, theirs = (np.std(mean, ddof=1) for mean in means)
+    return {
+        "what": name,
+        "beta": beta,
+        "error": errors[0],
+        "z": float((means[0].mean() - truth) / (ours / np.sqrt(rounds))),
+        "ours_sd": float(ours),
+        "one_sd": float(theirs),
+        "ratio": float(ours / theirs),
+    }
+
+
+def main() -> None:
+    """Prints the rows, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--json", default="benchmarks/results/skew.json")
+    options = parser.parse_args()
+    rows = []
+    for name in CASES:
+        for beta in BETAS:
+            rows.append(row(name, beta, options.rounds))
+            print(rows[-1], flush=True)
+    with open(options.json, "w") as out:
+        json.dump({"machine": report.machine(), "rows": rows}, out, indent=2)
+
+
+if __name__ == "__main__":
+    main()
