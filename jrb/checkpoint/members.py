@@ -22,8 +22,8 @@ def check(buffer: Several, verb: str) -> None:
     if not isinstance(buffer, dict | tuple) or not buffer:
         order = "(path, buffer)" if verb == "load" else "(path, buffer, state)"
         raise TypeError(
-            f"{verb}: expected a ReplayBuffer, a Mix, or a dict or tuple of them, or a Sharded, got "
-            f"{type(buffer).__name__}. The order is {verb}{order}."
+            f"{verb}: expected a ReplayBuffer, a Mix, or a dict or tuple of them, or a Sharded, "
+            f"got {type(buffer).__name__}. The order is {verb}{order}."
         )
     for name, part in each(buffer).items():
         if not isinstance(name, str):
