@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from jrb._base import casting, pytree
+from jrb._base import casting
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix
@@ -139,6 +139,7 @@ class Jitted:
         self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
     ) -> BufferState:
         """As `ReplayBuffer.set`; the state is donated."""
+        values = self._accepted(values, "set")
         if where is ...:
             return self._set_all(state, values)
         return self._set(state, _without_data(where), values)
@@ -187,12 +188,7 @@ class Jitted:
 
     def _accepted(self, items: Item, verb: str) -> Item:
         """The items, none of which `jit` would change without a word."""
-        if all(map(casting.is_kept, jax.tree.leaves(items))):
-            return items
-        if self._cast:
-            return casting.kept(items, verb)
-        pytree.spec_of(items, verb)  # raises
-        return items
+        return casting.accepted(items, verb, self._cast)
 
 
 class JittedMix:

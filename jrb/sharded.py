@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._base import checks, display, pytree
+from jrb._base import casting, checks, display, pytree
 from jrb._engine import dispatch, exchange, joint, over_mesh, state_check, transforming
 from jrb._engine.host_shards import HostShards, States
 from jrb._engine.over_mesh import Cut, Here, Layout
@@ -185,7 +185,7 @@ class Sharded:
         priorities: jax.Array | None = None,
     ) -> Any:
         """Writes one timestep of all environments, leaves `[E, ...]`: see `ReplayBuffer.add`."""
-        self._check_items(item, "add", 0)
+        item = self._accepted(item, "add", 0)
         each = _axis(mask, 0)
         arguments = (item, 0), (mask, each), (priorities, 0)
         return self._write(ReplayBuffer.add, state, arguments)
@@ -198,7 +198,7 @@ class Sharded:
         priorities: jax.Array | None = None,
     ) -> Any:
         """Writes T timesteps, leaves `[T, E, ...]`: see `ReplayBuffer.extend`."""
-        self._check_items(items, "extend", 1)
+        items = self._accepted(items, "extend", 1)
         each = _axis(mask, 1)
         arguments = (items, 1), (mask, each), (priorities, 1)
         return self._write(ReplayBuffer.extend, state, arguments)
@@ -321,6 +321,7 @@ class Sharded:
             where: a `Sample`; slots of each shard, int32 `[S, K]`; or `...` for all.
             values: any of the leaves, `[B, ...]`, `[S, K, ...]`, or `[S, N / S, ...]` for `...`.
         """
+        values = casting.accepted(values, "set", self.buffer.cast)
         if where is ...:
             return self._write(_set_all, state, ((values, 0),), splits=False)
         pairs = (where, 0), (values, 0)
@@ -406,10 +407,11 @@ class Sharded:
         arguments = (*states, *batches)
         return self._run(body, (0,) * len(arguments), 0, arguments)
 
-    def _check_items(self, items: Item, verb: str, axis: int) -> None:
-        """Raises unless items have an axis of all environments that are here."""
+    def _accepted(self, items: Item, verb: str, axis: int) -> Item:
+        """Items that have an axis of all environments that are here, as `jit` leaves them."""
+        items = casting.accepted(items, verb, self.buffer.cast)
         if self.buffer.num_envs is None:
-            return
+            return items
         envs = self.buffer.num_envs // self._devices_around()
         for path, leaf in jax.tree_util.tree_leaves_with_path(items):
             shape = jnp.shape(leaf)
@@ -418,6 +420,7 @@ class Sharded:
                     f"{verb}: leaf '{pytree.leaf_name(path)}': expected axis {axis} to have "
                     f"{envs} environments, got shape {shape}. Give those of all shards."
                 )
+        return items
 
     def _devices_around(self) -> int:
         """D inside a `jax.shard_map` over the axis, where arguments are parts; else 1."""

@@ -154,6 +154,10 @@ def test_wide_dtypes_are_one_error_everywhere(make):
     many = jax.tree.map(lambda leaf: np.stack([leaf] * 3), STEP)
     with pytest.raises(TypeError, match=r"leaf 'action': .* int64, .*cast=True"):
         make(buffer).extend(state, many)
+    with pytest.raises(TypeError, match=r"set: leaf 'reward'.*float64"):
+        make(buffer).set(state, np.array([0], np.int32), {"reward": np.zeros(1)})
+    with pytest.raises(TypeError, match=r"set: leaf 'action'.*int64"):
+        make(buffer).set(state, ..., {"action": np.zeros(10, np.int64)})
 
 
 @pytest.mark.parametrize("make", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])

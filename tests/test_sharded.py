@@ -501,6 +501,12 @@ def test_wrong_arguments_are_named():
         sharded.sample(state, jax.random.key(0), 12)
     with pytest.raises(ValueError, match="expected something to draw"):
         sharded.sample(state, jax.random.key(0))
+    wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), rows(rng, E))
+    with pytest.raises(TypeError, match=r"add: leaf 'next/done': .*float64"):
+        sharded.add(state, {**rows(rng, E), "next": wide["next"]})
+    slots = np.zeros((S, 1), np.int32)
+    with pytest.raises(TypeError, match=r"set: leaf 'observation': .*float64"):
+        sharded.set(state, slots, {"observation": np.zeros((S, 1, 3))})
     with pytest.raises(TypeError, match="buffer: expected a ReplayBuffer"):
         jrb.Sharded(jrb.Uniform(), 2)
     with pytest.raises(TypeError, match="mesh: expected"):

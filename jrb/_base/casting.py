@@ -33,6 +33,20 @@ def is_kept(leaf: Leaf) -> bool:
     return jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
 
 
+def accepted(items: PyTree, what: str, cast: bool) -> Any:
+    """Items for `jit`, which would change some dtypes of NumPy without a word.
+
+    Raises:
+        TypeError: there is one of these, and nobody asked to cast them.
+    """
+    if all(map(is_kept, jax.tree.leaves(items))):
+        return items
+    if cast:
+        return kept(items, what)
+    pytree.spec_of(items, what)  # raises
+    return items
+
+
 _WIDE = frozenset("lLqQdDgG")  # NumPy's letters for numbers of 64 bits and more
 
 
