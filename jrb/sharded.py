@@ -532,6 +532,11 @@ def _split(tree: Any, cut: int, here: Here) -> Any:
     def split(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
         shape, some = leaf.shape, here.numbers.size
+        if shape[cut : cut + 1] == () or shape[cut] % some:
+            raise ValueError(
+                f"expected arguments whose axis {cut} can be cut into {some} shards, got shape "
+                f"{shape}. Give one entry for each environment, or for each of the batch."
+            )
         return leaf.reshape(*shape[:cut], some, shape[cut] // some, *shape[cut + 1 :])
 
     return jax.tree.map(split, tree)

@@ -504,6 +504,11 @@ def test_wrong_arguments_are_named():
     wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), rows(rng, E))
     with pytest.raises(TypeError, match=r"add: leaf 'next/done': .*float64"):
         sharded.add(state, {**rows(rng, E), "next": wide["next"]})
+    filled = sharded.add(state, rows(rng, E))
+    batch = sharded.sample(filled, jax.random.key(0))
+    for wrong in (np.ones(B - 1), np.float32(1)):
+        with pytest.raises(ValueError, match=r"axis 0 can be cut into 1|does not evenly|rank"):
+            sharded.update_priority(filled, batch, wrong)
     slots = np.zeros((S, 1), np.int32)
     with pytest.raises(TypeError, match=r"set: leaf 'observation': .*float64"):
         sharded.set(state, slots, {"observation": np.zeros((S, 1, 3))})
