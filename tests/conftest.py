@@ -38,6 +38,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jrb")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """One more than there are cores: many tests wait for a disk, or for processes they started."""
+    config.option.dist = "loadgroup"  # what shares a cluster runs in one worker
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture
 def compilations():
     """A context in which programs that are compiled are counted."""

@@ -51,6 +51,7 @@ def test_behaviour_is_cloned_and_played(monkeypatch, tmp_path):
     offline.picture(result).savefig(tmp_path / "returns.png")
 
 
+@pytest.mark.cluster
 @pytest.mark.xdist_group("ray")
 def test_what_is_served_is_measured(cluster):
     pytest.importorskip("rich")

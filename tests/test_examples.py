@@ -118,6 +118,7 @@ def test_the_quick_start_learns_to_catch_is_saved_and_plotted(tmp_path):
     assert (tmp_path / "priorities.png").stat().st_size > 10_000
 
 
+@pytest.mark.cluster
 @pytest.mark.xdist_group("ray")
 def test_actors_and_a_learner_in_processes_of_their_own_balance_a_pole(cluster):
     pytest.importorskip("gymnasium")

@@ -105,12 +105,12 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize(("unit", "sampler"), FAMILIES)
 def test_any_number_of_devices_does_the_same(unit, sampler):
-    told = [
-        story(jrb.Sharded(whole(unit, sampler), S, mesh_of(devices, kind)))
-        for devices, kind in [(None, None), (8, AxisType.Auto), (4, AxisType.Explicit)]
-    ]
+    meshes = [(None, None), (4, AxisType.Explicit)]
+    if FAMILIES.index((unit, sampler)) % 2:
+        meshes[1] = (8, AxisType.Auto)
+    told = [story(jrb.Sharded(whole(unit, sampler), S, mesh_of(*mesh))) for mesh in meshes]
     if (unit, sampler) == ("n-step", "prioritized"):
-        told += [story(jrb.Sharded(whole(unit, sampler), S, mesh_of(n))) for n in (1, 2)]
+        told += [story(jrb.Sharded(whole(unit, sampler), S, mesh_of(n))) for n in (1, 2, 4)]
     for other in told[1:]:
         assert_same(other, told[0])
 
@@ -548,8 +548,11 @@ def held(buffer, state):
     return found
 
 
-@pytest.mark.parametrize("unit", ["n-step", "strict n-step", "stacks"])
-@pytest.mark.parametrize("writer", [jrb.RoundRobin(), jrb.Lanes()], ids=str)
+@pytest.mark.parametrize(
+    ("unit", "writer"),
+    [("strict n-step", jrb.Lanes()), ("stacks", jrb.RoundRobin())],
+    ids=str,
+)
 def test_other_shards_have_the_same_environments_with_their_priorities(unit, writer):
     rng = np.random.default_rng(0)
     old = jrb.Sharded(whole(unit, writer=writer), 4, mesh_of(4))
@@ -627,11 +630,11 @@ def test_an_exchange_draws_as_from_one_buffer(name):
     np.testing.assert_allclose(found.weights, (masses.size * drawn) ** -np.float32(0.4), rtol=2e-6)
 
 
-@pytest.mark.parametrize("normalize", ["batch", "buffer"])
+@pytest.mark.parametrize("normalize", ["batch"])
 def test_an_exchange_is_the_same_on_any_number_of_devices(normalize):
     sampler = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=normalize)
     told = []
-    for devices in (None, 8, 2):
+    for devices in (None, 8):
         mesh = mesh_of(devices)
         sharded, state, _ = exchanging("one shard has 90 %", sampler, mesh)
         draw = jax.jit(sharded.draw)
@@ -654,7 +657,6 @@ def test_an_exchange_is_the_same_on_any_number_of_devices(normalize):
         assert all(raw[place] == value for place, value in last.items())
         told.append(jax.device_get((state, batch)))
     assert_same(told[1], told[0])
-    assert_same(told[2], told[0])
 
 
 @pytest.mark.parametrize(("unit", "sampler"), [("windows", "uniform"), ("n-step", "newest")])

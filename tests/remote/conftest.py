@@ -8,6 +8,8 @@ import pytest
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["*.py"]
 
 HERE = pathlib.Path(__file__).parent
+ALWAYS = ("test_draws_are_those_of_a_buffer_in_this_process",)
+"""Tests that run with all others; the rest of them takes minutes, in many processes."""
 
 
 def pytest_collection_modifyitems(items):
@@ -15,6 +17,8 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("ray"))
+            if item.originalname not in ALWAYS:
+                item.add_marker(pytest.mark.cluster)
 
 
 @pytest.fixture(scope="session")
