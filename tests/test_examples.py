@@ -32,6 +32,7 @@ def test_data_parallel_training_copies_nothing_of_a_rings_size():
     assert abs(temporaries(2**15) - temporaries(2**13)) < 1000
 
 
+@pytest.mark.cluster
 @pytest.mark.devices
 @pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map")
 def test_processes_of_which_one_is_killed_go_on_bit_for_bit(tmp_path):
