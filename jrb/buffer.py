@@ -702,3 +702,20 @@ _LAYOUT = {
 }
 
 _BEGIN = "which environments begin anew: one flag for each, or a single one"
+
+
+def check_single(buffer: object, who: str) -> None:
+    """Raises unless it is a single buffer; of several, says how to come by one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(buffer, ReplayBuffer):
+        return
+    cure = {
+        "Mix": " Take one at a time: mix.buffers[0] and states[0].",
+        "Sharded": " Bring shards together: jrb.rebuild(sharded, state, sharded.buffer) is the "
+        "state of sharded.buffer.",
+    }
+    kind = type(buffer).__name__
+    raise TypeError(f"{who}: expected a ReplayBuffer, got {kind}.{cure.get(kind, '')}")

@@ -13,9 +13,10 @@ import jax
 from jrb._base import checks
 from jrb._engine.steps import context_of
 from jrb._store.errors import StaleError
-from jrb.buffer import ReplayBuffer
+from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
+from jrb.sharded import Sharded
 from jrb.state import BufferState, Device, Sample
 
 
@@ -81,11 +82,9 @@ def epochs(
         >>> len(batches), sorted(int(x) for b in batches for x in b.data["x"][b.mask])
         (3, [0, 1, 2, 3, 4, 5, 6])
     """
-    if not isinstance(buffer, ReplayBuffer) or not isinstance(state, BufferState):
-        raise TypeError(
-            f"epochs: expected a ReplayBuffer and its state, got {type(buffer).__name__} and "
-            f"{type(state).__name__}."
-        )
+    check_single(buffer, "epochs")
+    if not isinstance(state, BufferState):
+        raise TypeError(f"epochs: expected a state of the buffer, got {type(state).__name__}.")
     batch_size = buffer.batch_size if batch_size is None else batch_size
     if batch_size is None:
         raise ValueError("batch_size: expected a number, got None. Give it to the buffer or here.")
@@ -358,9 +357,9 @@ def prefetch(
     checks.count("depth", depth)
     if isinstance(buffer, Iterable):
         return Prefetch(_from(buffer, state_or_fn, key, device), depth)
-    if not hasattr(buffer, "draw"):
+    if not isinstance(buffer, ReplayBuffer | Mix | Sharded):
         raise TypeError(
-            f"prefetch: expected a ReplayBuffer, a Mix or an iterable of batches, got "
+            f"prefetch: expected a ReplayBuffer, a Mix, a Sharded or an iterable of batches, got "
             f"{type(buffer).__name__}. The order is prefetch(buffer, state, key)."
         )
     checks.key(key)

@@ -15,7 +15,7 @@ from jrb._base import checks, prng_keys, pytree
 from jrb._engine import dispatch, editing
 from jrb._engine import episodes as ends_of
 from jrb._engine.steps import context_of
-from jrb.buffer import ReplayBuffer
+from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import lookup, path_name
 from jrb.state import BufferState
 
@@ -63,8 +63,7 @@ def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray
 
 
 def _check_single(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
-    if not isinstance(buffer, ReplayBuffer):
-        raise TypeError(f"{who}: expected a ReplayBuffer, got {type(buffer).__name__}.")
+    check_single(buffer, who)
     dispatch.check_state(buffer, state)
 
 

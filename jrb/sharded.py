@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._base import casting, checks, display, pytree
-from jrb._engine import dispatch, exchange, joint, over_mesh, state_check, transforming
+from jrb._base.pytree import PyTree
+from jrb._engine import dispatch, over_mesh, shard_bodies, transforming
 from jrb._engine.host_shards import HostShards, States
-from jrb._engine.over_mesh import Cut, Here, Layout
+from jrb._engine.over_mesh import Cut, Cuts, Layout
+from jrb._engine.shard_bodies import Bound
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
 from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
+
+Pairs = tuple[tuple[PyTree, Cut], ...]
+"""Arguments of a verb, and where each is cut."""
 
 
 @pytree.component
@@ -75,7 +80,7 @@ class Sharded:
 
     buffer: ReplayBuffer
     shards: int
-    mesh: Any = None
+    mesh: jax.sharding.Mesh | None = None
     axis: str = "data"
     exchange: bool = False
 
@@ -171,7 +176,7 @@ class Sharded:
             return tuple(part.init(example) for part in self._host.parts)
         spec = self.part._stored_spec(example)
         leaves, structure = jax.tree.flatten(spec)
-        return self._run(_Blank(self.part, structure, tuple(leaves)), (), 0, ())
+        return self._run(shard_bodies.Blank(self.part, structure, tuple(leaves)), (), 0, ())
 
     def nbytes(self, example: Item) -> int:
         """The bytes of all shards together that `init(example)` allocates."""
@@ -211,7 +216,7 @@ class Sharded:
         beta: jax.Array | float | None = None,
     ) -> Sample:
         """Draws a batch and leaves the state as it is; see `draw`."""
-        return self._drawn(state, key, batch_size, beta, _Sample, 0)
+        return self._drawn(state, key, batch_size, beta, shard_bodies.Sampled, 0)
 
     def draw(
         self,
@@ -236,7 +241,7 @@ class Sharded:
         Raises:
             ValueError: as for `ReplayBuffer.draw`.
         """
-        return self._drawn(state, key, batch_size, beta, _Draw, (0, 0))
+        return self._drawn(state, key, batch_size, beta, shard_bodies.Draw, (0, 0))
 
     def _drawn(
         self,
@@ -244,8 +249,8 @@ class Sharded:
         key: jax.Array,
         batch_size: int | None,
         beta: jax.Array | float | None,
-        kind: "type[_Draw]",
-        out: Any,
+        kind: type[shard_bodies.Draw],
+        out: Cuts,
         quiet: bool = False,
     ) -> Any:
         self._check_state(state)
@@ -262,14 +267,39 @@ class Sharded:
         if self._host is not None:
             after, batch = self._drawn_on_host(self._host, state, key, int(batch_size), beta, quiet)
             return (after, batch) if isinstance(out, tuple) else batch
-        if not (quiet or dispatch.is_traced(state, key) or self.layout.is_inside()):
+        in_program = self._is_in_program(state, key)
+        if not (quiet or in_program):
             self._check_something(state)
+        if in_program or kind is not shard_bodies.Draw:
+            return self._run_draw(kind, state, key, batch_size, beta, out)
+        sampler, batch = self._run_draw(shard_bodies.Drawn, state, key, batch_size, beta, out)
+        return dispatch.after_draw(cast(BufferState, state), sampler), batch
+
+    def _run_draw(
+        self,
+        kind: type[shard_bodies.Draw],
+        state: States,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | None,
+        out: Cuts,
+    ) -> Any:
         size = int(batch_size) if self.exchange else int(batch_size) // self.shards
         body = kind(self.part, size, self.buffer.min_size, self.exchange)
         return self._run(body, (0, None, None), out, (state, key, beta))
 
+    def _is_in_program(self, *arguments: PyTree) -> bool:
+        """Whether this is inside `jit` or `jax.shard_map`, where what is returned is not copied."""
+        return dispatch.is_traced(arguments) or self.layout.is_inside()
+
     def _drawn_on_host(
-        self, host: HostShards, states: Any, key: jax.Array, batch_size: int, beta: Any, quiet: bool
+        self,
+        host: HostShards,
+        states: States,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | None,
+        quiet: bool,
     ) -> tuple[Any, Sample]:
         size, least = batch_size // self.shards, self.buffer.min_size
         after, sample, some = host.draw(states, key, size, beta, least)
@@ -281,7 +311,7 @@ class Sharded:
         whole = lambda leaf: jax.make_array_from_process_local_data(where, leaf)
         return after, jax.tree.map(whole, sample)
 
-    def _nothing(self, state: Any) -> ValueError:
+    def _nothing(self, state: States) -> ValueError:
         return ValueError(
             f"sample: expected something to draw, got shards that hold {self.size(state)} "
             "transitions, of which none can be drawn. Add items first; can_sample tells."
@@ -323,13 +353,13 @@ class Sharded:
         """
         values = casting.accepted(values, "set", self.buffer.cast)
         if where is ...:
-            return self._write(_set_all, state, ((values, 0),), splits=False)
+            return self._write(Bound(ReplayBuffer.set, (...,)), state, ((values, 0),), splits=False)
         pairs = (where, 0), (values, 0)
         return self._write(ReplayBuffer.set, state, pairs, splits=isinstance(where, Sample))
 
     def map(self, state: States, function: Callable[[Item], Item], batch_size: int = 1024) -> Any:
         """Puts a function over all items that are held: see `ReplayBuffer.map`."""
-        body = _Map(function, batch_size)
+        body = Bound(ReplayBuffer.map, (function, batch_size))
         return self._write(body, state, ())
 
     def drop(self, state: States, where: Sample | jax.Array) -> Any:
@@ -344,7 +374,7 @@ class Sharded:
     def newest(self, state: States, n: int) -> tuple[jax.Array, jax.Array]:
         """The slots of the newest rows, int32 `[S, n, E / S]`; and which of them there are."""
         checks.count("n", n, self.part.ring.rows)
-        return self._read(_Newest(int(n)), state, (), (0, 0))
+        return self._read(Bound(ReplayBuffer.newest, (int(n),)), state, (), (0, 0))
 
     def priorities(self, state: States, slots: jax.Array | None = None) -> jax.Array:
         """The priorities as they were given, `[S, N / S]`; or those of slots `[S, ...]`."""
@@ -356,7 +386,7 @@ class Sharded:
         if self._host is not None:
             counts = self._host.each(ReplayBuffer.size, state, (), (), False)
             return jnp.int32(min(self._host.total(counts), 2**31 - 1))
-        return self._run(_Size(self.part), (0,), None, (state,))
+        return self._run(shard_bodies.Size(self.part), (0,), None, (state,))
 
     def can_sample(self, state: States, batch_size: int | None = None) -> jax.Array:
         """Whether a draw gives at least one item, bool `[]`.
@@ -367,7 +397,7 @@ class Sharded:
         """
         self._check_state(state)
         size = self.batch_size if batch_size is None else batch_size
-        body = _CanSample(self.part, size and size // self.shards, self.buffer.min_size)
+        body = shard_bodies.CanSample(self.part, size and size // self.shards, self.buffer.min_size)
         if self._host is not None:
             one = lambda part, state: part.can_sample(state, body.batch_size)
             some = self._host.total(self._host.each(one, state, (), (), False)) > 0
@@ -380,17 +410,17 @@ class Sharded:
         if self._host is not None:
             rooms = self._host.each(ReplayBuffer.can_add, state, (), (), False)
             return jnp.bool_(self._host.total(rooms) == self.shards)
-        return self._run(_CanAdd(self.part), (0,), None, (state,))
+        return self._run(shard_bodies.CanAdd(self.part), (0,), None, (state,))
 
     def empty(self, state: States) -> Any:
         """The state without its items."""
         return self._write(ReplayBuffer.empty, state, ())
 
     def draw_some(
-        self, state: States, key: jax.Array, count: int, beta: Any, quiet: bool
+        self, state: States, key: jax.Array, count: int, beta: jax.Array | float | None, quiet: bool
     ) -> tuple[Any, Sample]:
         """`draw` for a `Mix`; quiet, it may find nothing."""
-        return self._drawn(state, key, count, beta, _Draw, (0, 0), quiet)
+        return self._drawn(state, key, count, beta, shard_bodies.Draw, (0, 0), quiet)
 
     def in_each(
         self, function: Callable[..., Any], states: tuple, batches: tuple, merges: bool = False
@@ -403,7 +433,7 @@ class Sharded:
             batches: the others, arrays `[B, ...]` as from `draw`; each shard gets its part.
             merges: whether the results are parts of a batch, and not of a state.
         """
-        body = _InEach(function, len(states), merges)
+        body = shard_bodies.InEach(function, len(states), merges)
         arguments = (*states, *batches)
         return self._run(body, (0,) * len(arguments), 0, arguments)
 
@@ -442,15 +472,34 @@ class Sharded:
                 + (f"one with leading axes {lead}." if lead is not None else f"{type(state)}.")
             )
 
-    def _write(self, verb: Any, state: States, pairs: Any, splits: bool = True) -> Any:
+    def _write(
+        self, verb: Callable[..., Any], state: States, pairs: Pairs, splits: bool = True
+    ) -> Any:
+        """A verb that gives a state; outside `jit`, items that it leaves alone stay here."""
+        self._check_state(state)
+        if not isinstance(state, BufferState) or self._is_in_program(state, pairs):
+            return self._each(verb, state, pairs, 0, splits)
+        if verb in _OF_PRIORITIES:
+            after = self._each(verb, state, pairs, 0, splits, shard_bodies.WithoutItems)
+            return after.replace(storage=state.storage)
+        dispatch.warn_of_copies(self, state, 4)
         return self._each(verb, state, pairs, 0, splits)
 
-    def _read(self, verb: Any, state: States, pairs: Any, out: Any = 0) -> Any:
+    def _read(self, verb: Callable[..., Any], state: States, pairs: Pairs, out: Cuts = 0) -> Any:
+        """A verb that gives something else."""
+        self._check_state(state)
         return self._each(verb, state, pairs, out, False)
 
-    def _each(self, verb: Any, state: States, pairs: Any, out: Any, splits: bool) -> Any:
-        """A verb of a buffer in each shard; `pairs` are arguments, and where each is cut."""
-        self._check_state(state)
+    def _each(
+        self,
+        verb: Callable[..., Any],
+        state: States,
+        pairs: Pairs,
+        out: Cuts,
+        splits: bool,
+        around: Callable[..., Any] | None = None,
+    ) -> Any:
+        """A verb of a buffer in each shard; on devices, with something around its body."""
         arguments = tuple(argument for argument, _ in pairs)
         alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
         cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
@@ -459,193 +508,27 @@ class Sharded:
             if out == 0 and isinstance(found[0], BufferState):
                 return tuple(found)
             return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
-        body = _Each(self.part, verb, cuts, splits, self.exchange)
+        body = shard_bodies.Each(self.part, verb, cuts, splits, self.exchange)
+        body = body if around is None else around(body)
         return self._run(body, (0, *cuts), out, (state, *arguments))
 
-    def _run(self, body: Any, cuts: tuple[Cut, ...], out: Any, arguments: tuple) -> Any:
+    def _run(
+        self, body: Callable[..., Any], cuts: tuple[Cut, ...], out: Cuts, arguments: tuple
+    ) -> Any:
         return _run(self.layout, body, cuts, out, arguments)
 
 
 _run = dispatch.explained(over_mesh.run)
 
 _OF_ENVIRONMENTS = (ReplayBuffer.add, ReplayBuffer.extend, ReplayBuffer.truncate)
+_OF_PRIORITIES = (
+    ReplayBuffer.update_priority,
+    ReplayBuffer.set_alpha,
+    ReplayBuffer.truncate,
+    ReplayBuffer.drop,
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blank:
-    """Empty states of the shards here."""
-
-    part: ReplayBuffer
-    structure: Any
-    spec: tuple[jax.ShapeDtypeStruct, ...]
-
-    def __call__(self, here: Here) -> Any:
-        spec = jax.tree.unflatten(self.structure, self.spec)
-
-        def blank(number: jax.Array) -> Any:
-            state = state_check.blank(self.part, spec)
-            return state.replace(writer=self.part.writer.in_shard(state.writer, number))
-
-        return jax.vmap(blank)(here.numbers)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Each:
-    """A verb of a buffer in each of the shards here; where it `splits`, arguments are cut up."""
-
-    part: ReplayBuffer
-    verb: Callable[..., Any]
-    cuts: tuple[Cut, ...]
-    splits: bool
-    exchanges: bool
-
-    def __call__(self, here: Here, states: BufferState, *arguments: Any) -> Any:
-        if self.splits and arguments and isinstance(arguments[0], Sample) and self.exchanges:
-            return self._told_to_all(here, states, *arguments)
-        if self.splits:
-            cut_up = lambda tree, cut: tree if cut is None else _split(tree, cut, here)
-            arguments = tuple(map(cut_up, arguments, self.cuts))
-        call = lambda state, *given: self.verb(self.part, state, *given)
-        return jax.vmap(call, (0, *self.cuts))(states, *arguments)
-
-    def _told_to_all(self, here: Here, states: BufferState, sample: Sample, *arguments: Any) -> Any:
-        """The same where any shard may have drawn any of a sample."""
-        light = sample.replace(data=None, info={"shard": sample.info["shard"]})
-        everything, given = here.everything((light, arguments))
-
-        def call(state: BufferState, number: jax.Array) -> Any:
-            mine = everything.info["shard"] == number
-            mask = everything.mask & mine.reshape(-1, *(1,) * (everything.mask.ndim - 1))
-            return self.verb(self.part, state, everything.replace(mask=mask), *given)
-
-        return jax.vmap(call)(states, here.numbers)
-
-
-def _axis(mask: Any, axis: int) -> Cut:
+def _axis(mask: jax.Array | None, axis: int) -> Cut:
     """The axis of a mask that is cut, if it has one of environments."""
     return axis if mask is not None and np.ndim(mask) > axis else None
-
-
-def _split(tree: Any, cut: int, here: Here) -> Any:
-    """Leaves `[..., s * k, ...]` with an axis for the shards here: `[..., s, k, ...]`."""
-
-    def split(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
-        shape, some = leaf.shape, here.numbers.size
-        if shape[cut : cut + 1] == () or shape[cut] % some:
-            raise ValueError(
-                f"expected arguments whose axis {cut} can be cut into {some} shards, got shape "
-                f"{shape}. Give one entry for each environment, or for each of the batch."
-            )
-        return leaf.reshape(*shape[:cut], some, shape[cut] // some, *shape[cut + 1 :])
-
-    return jax.tree.map(split, tree)
-
-
-def _merged(tree: Any) -> Any:
-    """Leaves `[s, k, ...]` without the axis of the shards here: `[s * k, ...]`."""
-    flat = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
-    return jax.tree.map(flat, tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class _InEach:
-    """A function of states, and of parts of batches, in each of the shards here."""
-
-    function: Callable[..., Any]
-    states: int
-    merges: bool
-
-    def __call__(self, here: Here, *arguments: Any) -> Any:
-        states, batches = arguments[: self.states], arguments[self.states :]
-        found = jax.vmap(self.function)(*states, *_split(batches, 0, here))
-        return _merged(found) if self.merges else found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Draw:
-    """A draw: the states after it, and the part of the batch that is from here."""
-
-    part: ReplayBuffer
-    batch_size: int
-    min_size: int | None
-    exchanges: bool
-
-    def __call__(self, here: Here, states: BufferState, key: Any, beta: Any) -> Any:
-        if self.exchanges:
-            return exchange.draw(self.part, here, states, key, self.batch_size, beta, self.min_size)
-        states, samples = joint.draw(
-            self.part, here, states, key, self.batch_size, beta, self.min_size
-        )
-        shard = jnp.broadcast_to(here.numbers[:, None], samples.indices.shape)
-        samples = samples.replace(info={**samples.info, "shard": shard})
-        return states, _merged(samples)
-
-
-class _Sample(_Draw):
-    """The same without the states."""
-
-    def __call__(self, here: Here, states: BufferState, key: Any, beta: Any) -> Any:
-        return super().__call__(here, states, key, beta)[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Size:
-    """What all shards hold."""
-
-    part: ReplayBuffer
-
-    def __call__(self, here: Here, states: BufferState) -> jax.Array:
-        return here.total(jax.vmap(self.part.size)(states))
-
-
-@dataclasses.dataclass(frozen=True)
-class _CanSample:
-    """Whether some shard can draw, and all hold enough."""
-
-    part: ReplayBuffer
-    batch_size: int | None
-    min_size: int | None
-
-    def __call__(self, here: Here, states: BufferState) -> jax.Array:
-        ready = jax.vmap(lambda state: self.part.can_sample(state, self.batch_size))(states)
-        found = here.greatest(ready.astype(jnp.int32)) > 0
-        if self.min_size is None:
-            return found
-        return found & (_Size(self.part)(here, states) >= self.min_size)
-
-
-@dataclasses.dataclass(frozen=True)
-class _CanAdd:
-    """Whether all shards have room."""
-
-    part: ReplayBuffer
-
-    def __call__(self, here: Here, states: BufferState) -> jax.Array:
-        full = ~jax.vmap(self.part.can_add)(states)
-        return here.greatest(full.astype(jnp.int32)) == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Map:
-    """`ReplayBuffer.map` of this function."""
-
-    function: Callable[[Item], Item]
-    batch_size: int
-
-    def __call__(self, part: ReplayBuffer, state: BufferState) -> Any:
-        return part.map(state, self.function, self.batch_size)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Newest:
-    """`ReplayBuffer.newest` of so many rows."""
-
-    n: int
-
-    def __call__(self, part: ReplayBuffer, state: BufferState) -> Any:
-        return part.newest(state, self.n)
-
-
-def _set_all(part: ReplayBuffer, state: BufferState, values: Item) -> Any:
-    return part.set(state, ..., values)

@@ -20,9 +20,10 @@ import numpy as np
 
 from jrb import read
 from jrb._base import checks, extras, prng_keys, pytree
+from jrb._base.pytree import DType
 from jrb.buffer import ReplayBuffer
-from jrb.mix import Mix
 from jrb.state import BufferState
+from jrb.types import Item
 
 _PIECE = 32 << 20  # bytes of items in a batch of records
 _EXTRA = "tables"
@@ -112,13 +113,8 @@ def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
     return pandas.DataFrame({name: cells(leaf) for name, leaf in columns.items()})
 
 
-def _facts(who: str, buffer: Any, state: Any) -> tuple[np.ndarray, Columns]:
+def _facts(who: str, buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, Columns]:
     """The slots that hold items, oldest first; and the columns that are not of items."""
-    if isinstance(buffer, Mix):
-        raise TypeError(
-            f"{who}: expected a ReplayBuffer, got a Mix, whose buffers may hold different items. "
-            f"Take one of them: {who}(mix.buffers[0], state[0])."
-        )
     slots = read.held_slots(buffer, state, who)
     facts = {"slot": slots}
     if buffer.writer.in_time:
@@ -141,7 +137,7 @@ def _episodes(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Co
 _OURS = ("slot", "environment", "episode", "step", "priority")
 
 
-def _column_names(spec: Any) -> list[str]:
+def _column_names(spec: Item) -> list[str]:
     """The name of the column of each leaf."""
     names = [f"item/{name}" if name in _OURS else name for name in pytree.leaf_names(spec)]
     if len(set(names)) < len(names):
@@ -164,7 +160,7 @@ def _widened(leaf: np.ndarray) -> np.ndarray:
     return leaf.astype(_plain(leaf.dtype), copy=False)
 
 
-def _plain(dtype: Any) -> np.dtype:
+def _plain(dtype: DType) -> np.dtype:
     """The dtype that holds the values of another in a table."""
     dtype = np.dtype(dtype)
     if dtype.isbuiltin == 1:
@@ -200,7 +196,7 @@ def rows_of_a_batch(buffer: ReplayBuffer, state: BufferState) -> int:
 # Arrow.
 
 
-def _schema(pa: Any, spec: Any, facts: Columns) -> Any:
+def _schema(pa: Any, spec: Item, facts: Columns) -> Any:
     fields = [pa.field(name, pa.from_numpy_dtype(leaf.dtype)) for name, leaf in facts.items()]
     for name, leaf in zip(_column_names(spec), jax.tree.leaves(spec), strict=True):
         fields.append(_field(pa, name, leaf))
@@ -223,7 +219,7 @@ def _parted(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[in
     return np.dtype(f"f{dtype.itemsize // 2}"), (*shape, 2)
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: DType) -> str:
     if prng_keys.is_keys(dtype):
         return f"key:{prng_keys.implementation(dtype)}"
     return str(np.dtype(dtype))

@@ -215,8 +215,10 @@ for batch in jrb.prefetch(buffer, state, jax.random.key(0)):
 
 def test_what_epochs_and_prefetch_are_given_by_mistake():
     buffer, state = filled()
-    with pytest.raises(TypeError, match="expected a ReplayBuffer and its state"):
+    with pytest.raises(TypeError, match="epochs: expected a ReplayBuffer, got BufferState"):
         jrb.epochs(state, buffer, KEY)
+    with pytest.raises(TypeError, match="epochs: expected a state of the buffer, got tuple"):
+        jrb.epochs(buffer, (state,), KEY)
     with pytest.raises(TypeError, match="under vmap"):
         jrb.epochs(buffer, jax.tree.map(lambda leaf: leaf[None], state), KEY)
     with pytest.raises(TypeError, match="The order"):

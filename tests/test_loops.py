@@ -128,6 +128,21 @@ def test_a_large_copy_is_told_once():
         buffer.add(state, {"x": jnp.ones(64)})
 
 
+def test_a_large_copy_of_shards_is_told_and_what_leaves_items_alone_copies_none():
+    buffer = jrb.ReplayBuffer(5002, num_envs=2, batch_size=2, sampler=jrb.Prioritized())
+    sharded = jrb.Sharded(buffer, shards=2)
+    state = sharded.init({"x": jnp.zeros(64)})
+    with pytest.warns(jrb.CopyWarning, match="copies the whole buffer") as told:
+        state = sharded.add(state, {"x": jnp.ones((2, 64))})
+    assert told[0].filename == __file__
+    items = state.storage["x"].unsafe_buffer_pointer()
+    state, batch = sharded.draw(state, KEY)
+    state = sharded.update_priority(state, batch, jnp.ones(2))
+    state = sharded.drop(sharded.truncate(sharded.set_alpha(state, 0.5)), batch)
+    assert state.storage["x"].unsafe_buffer_pointer() == items
+    assert not sharded.can_sample(state)
+
+
 def test_what_copies_little_or_nothing_is_silent():
     small = jrb.ReplayBuffer(100, batch_size=2)
     small.add(small.init({"x": jnp.zeros(64)}), {"x": jnp.ones(64)})

@@ -61,13 +61,13 @@ def room(count: int, spec: Item) -> Column:
     return Packed(words=jnp.zeros(shape, word_dtype(spec.dtype)), dtype=np.dtype(spec.dtype))
 
 
-def spec(columns: Any) -> Item:
+def spec(columns: PyTree) -> Item:
     """One item of a tree of columns."""
     kind = lambda column: jax.ShapeDtypeStruct(column.shape[1:], column.dtype)
     return jax.tree.map(kind, columns, is_leaf=is_column)
 
 
-def named(columns: Any) -> dict[str, Column]:
+def named(columns: PyTree) -> dict[str, Column]:
     """The columns of a tree by the names of their leaves."""
     found = jax.tree_util.tree_leaves_with_path(columns, is_leaf=is_column)
     return {pytree.leaf_name(path): column for path, column in found}
@@ -116,7 +116,7 @@ def word_dtype(dtype: DType) -> np.dtype:
     return np.dtype("uint8" if jnp.issubdtype(dtype, jnp.unsignedinteger) else "int8")
 
 
-def packed(values: Any) -> jax.Array:
+def packed(values: PyTree) -> jax.Array:
     """An array as it lies in memory."""
     if not is_small(values.dtype):
         return values

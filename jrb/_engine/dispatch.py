@@ -7,7 +7,7 @@ all other cases it is the jitted verb.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -20,6 +20,7 @@ from jrb._engine import editing, state_check, steps, transforming
 from jrb._engine.deferred import DeferredStorage
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Batch, HostState, HostStorage, Item
+from jrb.types.messages import PartState
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -169,9 +170,9 @@ def write(
     buffer: Buffer,
     state: BufferState,
     items: Item,
-    mask: Any,
-    cuts: Any = None,
-    priorities: Any = None,
+    mask: jax.Array | None,
+    cuts: jax.Array | None = None,
+    priorities: jax.Array | None = None,
 ) -> Any:
     """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`)."""
     check_state(buffer, state)
@@ -179,7 +180,7 @@ def write(
     _check_room(buffer, state, items, mask)
     if _is_inside(buffer, state, items, rest):
         if not is_traced(state, items, rest):
-            _warn_of_copies(buffer, state)
+            warn_of_copies(buffer, state)
         return steps.write(buffer, state, items, *rest)
     after = steps.write(_for_device(buffer), _on_device(buffer, state), items, *rest)
     if is_traced(after):
@@ -187,7 +188,7 @@ def write(
     return _put(buffer, state, after, items)
 
 
-def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: Any) -> None:
+def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array | None) -> None:
     """Raises where rows would find no room, as far as that is known."""
     if not buffer.writer.until_full or is_traced(state, items, mask):
         return
@@ -206,19 +207,21 @@ def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: Any) -> N
 def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
     """Whether a row would be written, bool `[]`."""
     check_state(buffer, state)
-    if buffer.writer.until_full:
-        return steps.room(buffer, state.replace(storage=None)) > 0
-    return jnp.bool_(buffer.writer.writes)
+    return steps.can_write(buffer, state.replace(storage=None))
 
 
-def _put(buffer: Buffer, state: BufferState, after: Any, items: Item) -> Any:
+def _put(buffer: Buffer, state: BufferState, after: BufferState, items: Item) -> Any:
     """The state after a write whose rows are put to the host; an interrupt takes that back."""
     with buffer.storage.writing(state.storage):
         return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
 
 
 def fill(
-    buffer: Buffer, state: BufferState, items: Item, cuts: Any = None, mask: Any = None
+    buffer: Buffer,
+    state: BufferState,
+    items: Item,
+    cuts: jax.Array | None = None,
+    mask: jax.Array | None = None,
 ) -> Any:
     """The same for a state that nobody else has: outside `jit` too, it is written in place."""
     if on_host(buffer):
@@ -235,13 +238,13 @@ def half(buffer: Buffer, spec: Item) -> Any:
     return _blank(_for_device(buffer), spec, None)
 
 
-def told(buffer: Buffer, half: Any, items: Item, mask: Any) -> Any:
+def told(buffer: Buffer, half: BufferState, items: Item, mask: jax.Array | None) -> Any:
     """Such a state after a write of items that lie there already."""
     after = steps.write(_for_device(buffer), half, items, mask)
     return after.replace(storage=half.storage)
 
 
-def expire(buffer: Buffer, state: BufferState, spec: Item, rows: Any) -> Any:
+def expire(buffer: Buffer, state: BufferState, spec: Item, rows: jax.Array | np.ndarray) -> Any:
     """The state, without items, that has so many of the oldest rows no more, `[]` or `[E]`."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
@@ -255,8 +258,8 @@ class CopyWarning(UserWarning):
 _WARNED: set[Any] = set()
 
 
-def _warn_of_copies(buffer: Buffer, state: BufferState) -> None:
-    """Says once for each description that its states are large, and what to do."""
+def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None:
+    """Says once for each description that its states are large; the user is `depth` calls above."""
     if buffer in _WARNED:
         return
     size = pytree.nbytes(state)
@@ -268,7 +271,7 @@ def _warn_of_copies(buffer: Buffer, state: BufferState) -> None:
         "Use the verbs of jrb.jitted(buffer), which write in place, or call the verb in a function "
         "under jax.jit(..., donate_argnums=...).",
         CopyWarning,
-        stacklevel=5,
+        stacklevel=depth,
     )
 
 
@@ -276,7 +279,12 @@ _MUCH = 1_000_000  # bytes
 
 
 def write_objects(
-    buffer: Buffer, state: BufferState, items: Item, mask: Any, verb: str, priorities: Any = None
+    buffer: Buffer,
+    state: BufferState,
+    items: Item,
+    mask: jax.Array | None,
+    verb: str,
+    priorities: jax.Array | None = None,
 ) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
     check_state(buffer, state)
@@ -353,7 +361,7 @@ def _fixed(buffer: Buffer) -> Any:
     return dataclasses.replace(buffer, transforms=transforms)
 
 
-def after_draw(state: BufferState, drawn: Any) -> Any:
+def after_draw(state: BufferState, drawn: BufferState | PartState) -> Any:
     """The state after a draw."""
     return drawn if isinstance(drawn, BufferState) else state.replace(sampler=drawn)
 
@@ -443,7 +451,9 @@ def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
 
 
 @explained
-def update(buffer: Buffer, state: BufferState, sample: Any, priorities: jax.Array) -> Any:
+def update(
+    buffer: Buffer, state: BufferState, sample: Sample | jax.Array, priorities: jax.Array
+) -> Any:
     """New priorities."""
     check_state(buffer, state)
     if is_traced(state, sample, priorities):
@@ -476,7 +486,7 @@ def edit(
     check_state(buffer, state)
     if _is_inside(buffer, state, where, values):
         if not is_traced(state, where, values):
-            _warn_of_copies(buffer, state)
+            warn_of_copies(buffer, state)
             where = _light(where)
         return editing.edit(buffer, state, where, values)
     names = () if buffer.storage.of_objects else tuple(values)
@@ -525,7 +535,7 @@ def rewrite(
     check_state(buffer, state)
     if _is_inside(buffer, state):
         if not is_traced(state):
-            _warn_of_copies(buffer, state)
+            warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
     slots, count = buffer.writer.in_order(buffer.ring, state.writer)
     held, compiled = np.asarray(slots)[: int(count)], jax.jit(function)

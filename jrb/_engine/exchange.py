@@ -12,55 +12,43 @@ from jax import lax
 
 from jrb._base import prng_keys, random_bits
 from jrb._engine import steps
-from jrb._engine.joint import Whole, weighed
+from jrb._engine.joint import Chosen, Whole, weighed
 from jrb._engine.over_mesh import Here
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Draw
 
 
-def draw(
+def choose(
     part: Buffer,
     here: Here,
     states: BufferState,
     key: jax.Array,
+    keys: jax.Array,
     batch_size: int,
     beta: jax.Array | None,
-    min_size: int | None,
-) -> tuple[BufferState, Sample]:
-    """A draw of B from all shards, each of whose items has the probability it has in the whole.
+) -> Chosen:
+    """What the shards that lie here give to a batch of B; each looks at all its places.
 
     Args:
         part: the description of one shard.
-        here: the shards on this device.
+        here: which they are.
         states: theirs, arrays `[s, ...]`.
-        key: the same for all shards.
+        key: the same for all shards, says which shard gives which entry.
+        keys: `[s]`, one for each.
         batch_size: B, of all shards together.
         beta: of the importance weights; None for the sampler's.
-        min_size: what all shards together must hold.
 
     Returns:
-        The states after the draw, and the part of the batch that belongs here, `[B / D, ...]`.
+        Draws `[s, B]`, of which those of this shard are not masked.
     """
     shares, sizes = jax.vmap(functools.partial(steps.share_of, part))(states)
     every = here.gather(shares)
     whole = Whole(every)
-    keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(here.numbers)
     owner, places = _places(whole, key, batch_size, part.sampler.stratified)
-    pick = functools.partial(steps.pick, part, places=places)
-    draws = jax.vmap(pick)(states, keys)
+    draws = jax.vmap(functools.partial(steps.pick, part, places=places))(states, keys)
     draws = draws.replace(mask=draws.mask & (owner == here.numbers[:, None]))
     draws = weighed(part.sampler, draws, shares, whole, beta, here.greatest, evenly=False)
-    heed = lambda sampler, number: part.sampler.heed(sampler, every)
-    samplers = jax.vmap(heed)(states.sampler, here.numbers)
-    if min_size is not None:
-        enough = here.total(sizes) >= min_size
-        samplers, draws = steps.if_enough(enough, states.sampler, samplers, draws)
-    after, samples = jax.vmap(functools.partial(steps.finish_draw, part))(
-        states, samplers, draws, keys
-    )
-    shard = jnp.broadcast_to(here.numbers[:, None], samples.indices.shape)
-    samples = samples.replace(info={**samples.info, "shard": shard})
-    return after, _moved(here, samples, draws)
+    return Chosen(states.sampler, draws, every, sizes)
 
 
 def _places(
@@ -79,7 +67,7 @@ def _places(
     return owner, jnp.clip(within, 0.0, 1 - 2.0**-24)
 
 
-def _moved(here: Here, samples: Sample, draws: Draw) -> Sample:
+def moved(here: Here, samples: Sample, draws: Draw) -> Sample:
     """Each entry from the shard that drew it, `[s, B, ...]`, to its device, `[B / D, ...]`."""
 
     def move(leaf: jax.Array) -> jax.Array:

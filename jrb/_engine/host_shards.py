@@ -90,7 +90,7 @@ class HostShards:
             after.append(then)
             samples.append(_numbered(sample, number))
         batch = jax.tree.map(lambda *leaves: np.stack(list(map(np.asarray, leaves))), *samples)
-        if every is not None:
+        if shares is not None and every is not None:
             batch = self._weighed(batch, shares, every, beta)
         if not enough:
             batch = _masked(batch, np.zeros(batch.indices.shape, bool))
@@ -104,7 +104,7 @@ class HostShards:
     def _pairs(self, states: States) -> list[tuple[Any, BufferState]]:
         return list(zip(self.parts, cast(tuple, states), strict=True))
 
-    def _weighed(self, batch: Any, shares: Any, every: Share, beta: Any) -> Any:
+    def _weighed(self, batch: Sample, shares: Share, every: Share, beta: jax.Array | None) -> Any:
         """The samples `[s, b]`, as parts of a draw from all shards."""
         drawn = batch.mask.reshape(*batch.indices.shape, -1).any(axis=-1)
         draws = Draw(
@@ -165,7 +165,7 @@ def _numbered(sample: Sample, number: int) -> Sample:
     return sample.replace(info={**sample.info, "shard": shard})
 
 
-def _masked(batch: Any, mask: np.ndarray) -> Any:
+def _masked(batch: Sample, mask: np.ndarray) -> Any:
     """Samples of which some count no more, bool `[s, b]`."""
     wide = mask.reshape(*mask.shape, *(1,) * (batch.mask.ndim - 2))
     return batch.replace(

@@ -7,57 +7,62 @@ Each shard draws its part of the batch from its own anchors. What all shards say
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import random_bits
 from jrb._engine import steps
 from jrb._engine.over_mesh import Here
-from jrb.state import Buffer, BufferState, Sample
+from jrb.state import Buffer, BufferState
 from jrb.types import Draw, Sampler, Share
 
 _LEAST, _MOST = 1e-36, 3e38  # of probabilities that are raised to a power, and of weights
 _TINY = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
 
 
-def draw(
+class Chosen(NamedTuple):
+    """What samplers of shards drew, before rows are read.
+
+    Attributes:
+        samplers: their states after it, arrays `[s, ...]`.
+        draws: arrays `[s, b]`, with weights among all shards.
+        every: what all shards said, arrays `[S]`; None of samplers that say nothing.
+        sizes: how many items each holds, int32 `[s]`.
+    """
+
+    samplers: Any
+    draws: Draw
+    every: Share | None
+    sizes: jax.Array
+
+
+def choose(
     part: Buffer,
     here: Here,
     states: BufferState,
-    key: jax.Array,
+    keys: jax.Array,
     batch_size: int,
     beta: jax.Array | None,
-    min_size: int | None,
-) -> tuple[BufferState, Sample]:
-    """A draw from the shards that lie here.
+) -> Chosen:
+    """What the shards that lie here draw, b each, as their parts of a batch.
 
     Args:
         part: the description of one shard.
         here: which they are.
         states: theirs, arrays `[s, ...]`.
-        key: the same for all shards.
+        keys: `[s]`, one for each.
         batch_size: b.
         beta: of the importance weights; None for the sampler's.
-        min_size: what all shards together must hold.
-
-    Returns:
-        The states after the draw, and samples `[s, b, ...]`.
     """
-    keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(here.numbers)
-    choose = functools.partial(steps.choose_among, part, batch_size=batch_size, beta=beta)
-    samplers, draws, shares, sizes = jax.vmap(choose)(states, keys)
-    if shares is not None:
-        every = here.gather(shares)
-        heed = lambda sampler, number: part.sampler.heed(sampler, every)
-        samplers = jax.vmap(heed)(samplers, here.numbers)  # a state may be without arrays
-        draws = weighed(part.sampler, draws, shares, Whole(every), beta, here.greatest)
-    if min_size is not None:
-        enough = here.total(sizes) >= min_size
-        samplers, draws = steps.if_enough(enough, states.sampler, samplers, draws)
-    finish = functools.partial(steps.finish_draw, part)
-    return jax.vmap(finish)(states, samplers, draws, keys)
+    one = functools.partial(steps.choose_among, part, batch_size=batch_size, beta=beta)
+    samplers, draws, shares, sizes = jax.vmap(one)(states, keys)
+    if shares is None:
+        return Chosen(samplers, draws, None, sizes)
+    every = here.gather(shares)
+    draws = weighed(part.sampler, draws, shares, Whole(every), beta, here.greatest)
+    return Chosen(samplers, draws, every, sizes)
 
 
 @dataclasses.dataclass(frozen=True)

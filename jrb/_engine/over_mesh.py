@@ -7,7 +7,7 @@ there is no mesh. S shards, s = S / D.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class Layout:
     """
 
     shards: int
-    mesh: Any
+    mesh: jax.sharding.Mesh | None
     axis: str
 
     def devices(self) -> int | None:
@@ -128,12 +128,15 @@ _MOST = 2**31 - 1
 Cut = int | None
 """The axis of an argument or a result that is cut over shards; None if all shards share it."""
 
+Cuts = Cut | tuple[Cut, ...]
+"""The same for a result, or for each part of a tuple of results."""
+
 
 def run(
     layout: Layout,
     body: Callable[..., Any],
     cuts: tuple[Cut, ...],
-    out: Any,
+    out: Cuts,
     arguments: tuple[PyTree, ...],
 ) -> Any:
     """Calls a body for the shards of every device.
@@ -142,7 +145,7 @@ def run(
         layout: where they lie.
         body: hashable; called with a `Here`, and with what of each argument is for these shards.
         cuts: for each argument.
-        out: for the result, or for each part of a tuple of results.
+        out: for the result.
         arguments: pytrees, or None.
     """
     if layout.is_inside():
@@ -153,7 +156,11 @@ def run(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(
-    layout: Layout, body: Hashable, cuts: tuple[Cut, ...], out: Any, arguments: tuple[PyTree, ...]
+    layout: Layout,
+    body: Callable[..., Any],
+    cuts: tuple[Cut, ...],
+    out: Cuts,
+    arguments: tuple[PyTree, ...],
 ) -> Any:
     """The same from outside, compiled."""
     devices = layout.devices()
@@ -174,7 +181,7 @@ class _Local:
     """A body that is told which shards it works for."""
 
     layout: Layout
-    body: Any
+    body: Callable[..., Any]
     devices: int | None
 
     def __call__(self, *arguments: PyTree) -> Any:

@@ -87,6 +87,13 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     return free + jnp.maximum(done, 0)
 
 
+def can_write(buffer: Buffer, state: BufferState) -> jax.Array:
+    """Whether a row would be written, bool `[]`."""
+    if buffer.writer.until_full:
+        return room(buffer, state) > 0
+    return jnp.bool_(buffer.writer.writes)
+
+
 def _given(buffer: Buffer, write: Write, items: Item, priorities: jax.Array | None) -> Given:
     """The priorities that were passed, or that the items bring along."""
     brought = buffer.sampler.given(items)
@@ -213,7 +220,9 @@ def finish_draw(
     return wait(state.replace(sampler=sampler), sample), sample
 
 
-def if_enough(enough: jax.Array, before: Any, after: Any, draw: Draw) -> tuple[Any, Draw]:
+def if_enough(
+    enough: jax.Array, before: PartState, after: PartState, draw: Draw
+) -> tuple[Any, Draw]:
     """A draw, or nothing and the sampler as it was while not `enough`, bool `[]`, is held."""
     keep = lambda new, old: new if new is old else jnp.where(enough, new, old)
     some = lambda leaf: jnp.where(enough, leaf, jnp.zeros_like(leaf))

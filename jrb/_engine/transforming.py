@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jrb._base import pytree, random_bits
 from jrb._engine import episodes
 from jrb.types import Batch, Context, Item, StatefulTransform, Storage, Write
+from jrb.types.messages import PartState
 
 _FIRST = 16  # the number that `fold` gets for the first transform; smaller ones are the units'
 
@@ -32,7 +33,7 @@ def outward(transforms: tuple, data: Item, batch: Batch, first: int = 0, states:
     return data
 
 
-def _applied(transform: Any, number: int, data: Item, batch: Batch, state: Any) -> Any:
+def _applied(transform: Any, number: int, data: Item, batch: Batch, state: PartState) -> Any:
     """The data after one transform, which is the `number`-th."""
     apply = method(transform, "apply")
     if apply is None:
@@ -162,7 +163,7 @@ def adopted(old: tuple[tuple, tuple], new: tuple[tuple, tuple]) -> tuple:
     for transform, state in zip(learning(old[0]), old[1], strict=True):
         known.setdefault(type(transform), []).append(state)
 
-    def adopted_by(transform: StatefulTransform, state: Any) -> Any:
+    def adopted_by(transform: StatefulTransform, state: PartState) -> Any:
         left = known.get(type(transform))
         return transform.adopt(state, left.pop(0)) if left else state
 

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 from typing import Annotated, Any
 
+import jrb
 from jrb._base import extras
 from jrb._base.wording import bytes_text
 from jrb.cli import console, found, reports
@@ -39,7 +40,7 @@ def _plot(path: str, file: str) -> None:
         buffer, state = found.dataset(path).buffer()
     else:
         buffer, state = found.buffer(path)
-    if not dataclasses.is_dataclass(buffer) or not hasattr(buffer, "storage"):
+    if not isinstance(buffer, jrb.ReplayBuffer):
         raise ValueError(f"{path}: expected a single buffer for --plot, got several. Name a part.")
     drawing.state(buffer, state).savefig(file, dpi=150)
 

@@ -5,7 +5,6 @@ N capacity, E environments, R = N / E rows, K rows held at most by any environme
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.core
@@ -13,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import pytree
+from jrb._base.pytree import DType, PyTree
 from jrb._engine import dispatch, editing
 from jrb._engine.steps import context_of
-from jrb.buffer import ReplayBuffer
+from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import lookup, path_name
-from jrb.state import BufferState
+from jrb.state import Buffer, BufferState
 
 
 def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
@@ -27,11 +27,7 @@ def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
         TypeError: no buffer, a state of another one, or one inside `jit`.
         ValueError: states under `vmap`, or one that was donated.
     """
-    if not isinstance(buffer, ReplayBuffer):
-        raise TypeError(
-            f"{who}: buffer: expected a ReplayBuffer, got {type(buffer).__name__}. Of a Mix, show "
-            "one buffer at a time, as mix.buffers[0] and states[0]."
-        )
+    check_single(buffer, who)
     if isinstance(state, BufferState):
         check_known(state, f"{who}: state")
         lead = jnp.shape(state.edits)
@@ -46,7 +42,7 @@ def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
         raise type(error)(f"{who}: state: {error}") from None
 
 
-def check_known(tree: Any, what: str) -> None:
+def check_known(tree: PyTree, what: str) -> None:
     """Raises where arrays cannot be looked at; the message begins with `what`."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.core.Tracer):
@@ -113,13 +109,13 @@ def _aligned(column: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 @jax.jit
-def _held(buffer: Any, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _held(buffer: Buffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
     held = buffer.writer.held(buffer.ring, state.writer)
     return held.rows(buffer.ring), held.size, held.newest(buffer.ring)
 
 
 @jax.jit
-def _columns(buffer: Any, state: BufferState) -> tuple[jax.Array | None, jax.Array | None]:
+def _columns(buffer: Buffer, state: BufferState) -> tuple[jax.Array | None, jax.Array | None]:
     """Ends, bool `[R, E]`, and rewards, `[R, E, ...]`, from the oldest row on; None without."""
     context, keys = context_of(buffer, state.writer), buffer.keys
     spec = buffer.storage.spec(state.storage)
@@ -150,7 +146,7 @@ def leaves(
 
 @functools.partial(jax.jit, static_argnames="names")
 def _leaves(
-    buffer: Any, state: BufferState, slots: jax.Array, names: tuple[str, ...]
+    buffer: Buffer, state: BufferState, slots: jax.Array, names: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     context = context_of(buffer, state.writer)
     where = lambda name: slots if name in names else slots[:0]
@@ -158,7 +154,7 @@ def _leaves(
     return {name: leaf for path, leaf in found if (name := pytree.leaf_name(path)) in names}
 
 
-def is_real(dtype: Any) -> bool:
+def is_real(dtype: DType) -> bool:
     """Whether its values are real numbers, or bool."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 

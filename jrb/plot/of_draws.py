@@ -19,7 +19,7 @@ from jrb.plot import canvas, facts, words
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.samplers import Prioritized, Uniform
 from jrb.samplers.prioritized import Priorities
-from jrb.state import BufferState
+from jrb.state import Buffer, BufferState
 
 _BATCH, _SHOWN, _GROUPS, _ENOUGH = 256, 60, 2000, 10
 
@@ -109,7 +109,7 @@ def _counted(buffer: ReplayBuffer, state: BufferState, key: jax.Array, n: int) -
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def _drawn(buffer: Any, state: BufferState, seen: Any, keys: jax.Array, size: int) -> Any:
+def _drawn(buffer: Buffer, state: BufferState, seen: Any, keys: jax.Array, size: int) -> Any:
     """The state after a batch for each key, and how often each slot was drawn, and how likely."""
 
     def draw(carry: Any, key: jax.Array) -> tuple[Any, None]:
@@ -152,7 +152,7 @@ def _anchors(buffer: ReplayBuffer, state: BufferState) -> np.ndarray | None:
 
 
 @jax.jit
-def _places(buffer: Any, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _places(buffer: Buffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The slots of anchors, int32 `[N]`, how likely each is at its place, and their number."""
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
     place = jnp.minimum(jnp.arange(buffer.capacity, dtype=jnp.int32), anchors.count - 1)
@@ -285,7 +285,7 @@ def _verdict(buffer: ReplayBuffer, counted: Counted, chances: np.ndarray) -> tup
 
 
 def _why_closer(buffer: ReplayBuffer) -> str:
-    if getattr(buffer.sampler, "stratified", False):
+    if buffer.sampler.stratified:
         return ": draws are stratified"
     return ": no replacement in a batch" if isinstance(buffer.sampler, Uniform) else ""
 

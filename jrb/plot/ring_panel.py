@@ -1,7 +1,5 @@
 """Panel: which slots hold something, and how old it is."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from jrb._engine.steps import context_of
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts, words
 from jrb.plot.canvas import Axes, Tone
-from jrb.state import BufferState
+from jrb.state import Buffer, BufferState
 from jrb.writers.one_by_one import OneByOne
 
 _COLUMNS, _LANES = 1000, 48
@@ -80,7 +78,7 @@ def _more(buffer: ReplayBuffer, state: BufferState, axes: Axes) -> str:
 
 
 @jax.jit
-def _facts(buffer: Any, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _facts(buffer: Buffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The rows that are written next, how many are held, of how many items, and the anchors."""
     held = buffer.writer.held(buffer.ring, state.writer)
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
@@ -116,7 +114,7 @@ def _ages_of_rows(
 
 
 @jax.jit
-def _after(buffer: Any, state: BufferState, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _after(buffer: Buffer, state: BufferState, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many rows came after each slot, and whether it is held."""
     held = buffer.writer.held(buffer.ring, state.writer)
     return held.after(buffer.ring, slots), held.holds(buffer.ring, slots)

@@ -154,7 +154,7 @@ class Remote:
         batch_size = self._batch_size(batch_size)
         return Ahead(self._drawing, before, batch_size, int(depth), beta, device)
 
-    def update_priority(self, sample: Sample, priorities: Any) -> None:
+    def update_priority(self, sample: Sample, priorities: jax.Array | np.ndarray) -> None:
         """Sends new priorities for what was drawn, without the data.
 
         It does not wait, not even until the priorities are computed: they are sent by a later call,

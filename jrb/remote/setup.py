@@ -11,6 +11,7 @@ from jrb._base import casting, checks, prng_keys, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.samplers import Prioritized, Uniform
 from jrb.storages import MemmapStorage, SpillStorage
+from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
 from jrb.writers import Lanes, RoundRobin
 
@@ -110,7 +111,7 @@ def check(setup: Setup) -> None:
         setup.served(shard)
 
 
-def spec_of(buffer: Any, example: Item) -> Item:
+def spec_of(buffer: ReplayBuffer, example: Item) -> Item:
     """The spec of one item as streams send it."""
     if not isinstance(buffer, ReplayBuffer):
         raise TypeError(f"serve: expected a ReplayBuffer, got {type(buffer).__name__}.")
@@ -142,12 +143,12 @@ def _check_parts(buffer: ReplayBuffer, shards: int) -> None:
         )
 
 
-def path_of(buffer: ReplayBuffer, path: Any) -> str | None:
+def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | None:
     """Where is saved: what was given, or where the storage has its files."""
     if path is not None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected a path or None, got {path!r}.")
     given = None if path is None else os.path.abspath(os.fsdecode(os.fspath(path)))
-    own = getattr(buffer.storage, "path", None)
+    own = buffer.storage.path if isinstance(buffer.storage, StoreArrays) else None
     own = None if own is None else os.path.abspath(own)
     if given is not None and own is not None and given != own:
         raise ValueError(

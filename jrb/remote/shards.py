@@ -38,7 +38,7 @@ def facts(buffer: ReplayBuffer, state: BufferState) -> Facts:
 
 
 @jax.jit
-def _facts(buffer: ReplayBuffer, state: Any) -> tuple[Any, ...]:
+def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     context = context_of(buffer, state.writer)
     anchors, least = buffer.unit.anchors(context, state.unit).count, jnp.float32(jnp.inf)
     if not isinstance(buffer.sampler, Prioritized):

@@ -191,7 +191,7 @@ class RunningRewardScale(StatefulTransform):
         return rewritten(data, (batch.keys.reward,), "RunningRewardScale", change)
 
 
-def normalized(buffer: Buffer, state: BufferState, observation: Any) -> Any:
+def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
     """What an agent acts on: an observation as `RunningNormalize` gives it out.
 
     Args:

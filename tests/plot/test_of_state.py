@@ -204,8 +204,11 @@ def test_items_of_any_form():
 def test_what_cannot_be_shown_is_refused():
     buffer = jrb.ReplayBuffer(9)
     state = buffer.init(0)
-    with pytest.raises(TypeError, match=r"plot.state: buffer: expected a ReplayBuffer, got Mix"):
+    with pytest.raises(TypeError, match=r"plot.state: expected a ReplayBuffer, got Mix. Take one"):
         jrb.plot.state(jrb.Mix((buffer,), (1.0,)), (state,))
+    sharded = jrb.Sharded(jrb.ReplayBuffer(8), shards=1)
+    with pytest.raises(TypeError, match=r"jrb.rebuild\(sharded, state, sharded.buffer\)"):
+        jrb.plot.state(sharded, sharded.init(0))
     with pytest.raises(TypeError, match=r"plot.state: state: .* a BufferState, got a tuple"):
         jrb.plot.state(buffer, (state,))
     with pytest.raises(ValueError, match=r"plot.state: state: .* capacity 9, got .* capacity 8"):
