@@ -19,7 +19,7 @@ from jrb._base import prng_keys, pytree
 from jrb._base.pytree import Leaf, PyTree
 from jrb._engine import columns, memory
 from jrb._engine.steps import context_of
-from jrb.checkpoint import rows, state_specs
+from jrb.checkpoint import one_by_one, rows, state_specs
 from jrb.state import Buffer, Device
 from jrb.storages import DeviceStorage, shared_next
 from jrb.types import Item
@@ -156,32 +156,44 @@ def _words(leaf: Leaf) -> Any:
 
 
 def joined(
-    buffer: Buffer, want: Any, state: Any, spec: Item, pieces: Pieces, device: Device
+    buffer: Buffer,
+    want: Any,
+    state: Any,
+    spec: Item,
+    pieces: Pieces,
+    device: Device,
+    room: one_by_one.Room | None,
 ) -> Any:
     """The state with its items.
 
     Args:
-        buffer: with its items on the device.
+        buffer: with its items on the device, each leaf in an array of its own.
         want: the specs of the whole state.
         state: without them.
         spec: of an item.
         pieces: the items; rows that do not come are zeros.
         device: for the arrays.
+        room: for the leaves that lie side by side in the state.
     """
     batch = want.edits.shape
     count = int(np.prod(batch, dtype=int))
     slotted = jax.tree.leaves(buffer.storage.slotted(want.storage))
     _check(buffer, slotted, spec, batch, "load")
-    arrays = [np.zeros(raw.shape, raw.dtype) for raw in map(prng_keys.raw_spec, slotted)]
+    targets = [None] * len(slotted) if room is None else room.leaves()
+    arrays = [
+        np.zeros(raw.shape, raw.dtype) if target is None else target.reshape(raw.shape)
+        for raw, target in zip(map(prng_keys.raw_spec, slotted), targets, strict=True)
+    ]
     lined = [array.reshape(count, *array.shape[len(batch) :]) for array in arrays]
     _put(buffer, batch, state, spec, lined, pieces)
     made = {
-        id(leaf): memory.restored(leaf, _reader(array), device)
-        for leaf, array in zip(slotted, arrays, strict=True)
+        id(leaf): array if lies else memory.restored(leaf, _reader(array), device)
+        for leaf, array, lies in zip(slotted, arrays, [t is not None for t in targets], strict=True)
     }
     rest = iter(jax.tree.leaves(state.storage))
     whole = lambda leaf: made[id(leaf)] if id(leaf) in made else next(rest)
-    return state.replace(storage=jax.tree.map(whole, want.storage))
+    storage = jax.tree.map(whole, want.storage)
+    return state.replace(storage=storage if room is None else room.filled(storage, device))
 
 
 def _put(

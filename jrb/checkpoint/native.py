@@ -20,6 +20,7 @@ from jrb.checkpoint import (
     host_items,
     matching,
     objects,
+    one_by_one,
     rows,
     state_specs,
 )
@@ -174,14 +175,26 @@ def load(
     want = state_specs.batched(state_specs.blank(buffer, spec), batch)
     is_whole = form is None
     seen = want if is_whole else apart.without(plain, want)
-    state = _restored(path, seen, device, opened, store, is_whole, host_items.is_on_host(buffer))
+    on_host = host_items.is_on_host(buffer)
+    room = one_by_one.room_for(buffer, spec, batch) if is_whole else None
+    state = _restored(path, seen, device, opened, store, is_whole, on_host, room)
     if not is_whole:
         return buffer, _joined(path, buffer, want, state, spec, device, opened, store, back)
-    if not host_items.is_on_host(buffer):
+    if room is not None:
+        state = state.replace(storage=room.filled(state.storage, device))
+    if not on_host:
         return buffer, state
     all_columns = lambda slots: store.take(store.version, [slots] * len(opened.columns))
     pieces = ((slots, all_columns(slots)) for slots in rows.ranges(store))
     return buffer, host_items.attach(buffer, state, host_items.filled(buffer, spec, pieces))
+
+
+def _targets(want: Any, room: one_by_one.Room | None) -> dict[int, np.ndarray]:
+    """Where leaves are to lie side by side, by the ids of their specs."""
+    if room is None:
+        return {}
+    pairs = zip(jax.tree.leaves(want.storage), room.leaves(), strict=True)
+    return {id(leaf): target for leaf, target in pairs if target is not None}
 
 
 def _restored(
@@ -192,17 +205,22 @@ def _restored(
     store: Store,
     is_whole: bool,
     on_host: bool,
+    room: one_by_one.Room | None,
 ) -> Any:
-    """The state, or all of it but its items."""
+    """The state, or all of it but its items, and but the leaves for which there is room."""
     packed = state_specs.packed(want)
     places, leaves = matching.places(path, opened, packed, without_rows=not is_whole), []
     opening.check(store, rows=on_host or not is_whole)
-    buffers = int(np.prod(want.edits.shape, dtype=int))
+    buffers, targets = int(np.prod(want.edits.shape, dtype=int)), _targets(want, room)
     for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
         if on_host and column is not None:
             leaves.append(np.zeros(0, np.uint8))  # what stands for it is attached
             continue
         read = rows.reader(store, opened, name, column, buffers)
+        if id(leaf) in targets:
+            one_by_one.fill(targets[id(leaf)], read)
+            leaves.append(np.zeros(0, np.uint8))  # the same
+            continue
         leaves.append(memory.restored(leaf, read, device))
     return state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
 
@@ -231,4 +249,5 @@ def _joined(
         pieces = apart.brought(path, form, slots, spec, back.items)
     if host_items.is_on_host(buffer):
         return host_items.attach(buffer, state, host_items.filled(buffer, spec, pieces))
-    return apart.joined(host_items.on_device(buffer), want, state, spec, pieces, device)
+    room = one_by_one.room_for(buffer, spec, want.edits.shape)
+    return apart.joined(host_items.on_device(buffer), want, state, spec, pieces, device, room)

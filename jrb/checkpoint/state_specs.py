@@ -87,7 +87,8 @@ class Snapshot:
 
     Attributes:
         buffer: the description, as if its items were on the device.
-        state: its state, with `host_items.Leaf`s for items that are not.
+        state: its state, with `host_items.Leaf`s for items that are not, and
+            `one_by_one.SideLeaf`s for leaves that lie side by side.
         spec: of one item as it is stored; of objects, nothing.
         batch: the axes that `vmap` has put before all leaves.
     """
@@ -104,6 +105,9 @@ def snapshot(buffer: Buffer, state: AnyState) -> Snapshot:
     Raises:
         ValueError, TypeError: it is no state of this buffer; the message names a leaf.
     """
+    given = buffer, state
+    if not dispatch.on_host(buffer):
+        check_arrays(state)
     buffer, state = host_items.exported(buffer, state)
     check_arrays(state)
     specs = pytree.spec_of(state, "save")
@@ -118,13 +122,13 @@ def snapshot(buffer: Buffer, state: AnyState) -> Snapshot:
         batch = jax.tree.leaves(specs)[0].shape[:axes]
         if _same(batched(want, batch), specs):
             return Snapshot(buffer, state, spec, batch)
-    raise _of_another(buffer, state, specs)
+    raise _of_another(buffer, specs, *given)
 
 
-def _of_another(buffer: Buffer, state: AnyState, specs: Item) -> Exception:
-    """Why it is no state of this buffer."""
+def _of_another(plain: Buffer, specs: Item, buffer: Buffer, state: AnyState) -> Exception:
+    """Why it is no state of this buffer, given both also as they are saved."""
     try:
-        want = blank(buffer, buffer.storage.spec(specs.storage))
+        want = blank(plain, plain.storage.spec(specs.storage))
         mend = "Save the state that this very buffer made."
         pytree.check_like(_plain(want), _plain(specs), "save", mend)
         dispatch.check_state(buffer, state)
