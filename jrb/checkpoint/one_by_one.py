@@ -40,7 +40,7 @@ class Words:
         self._width = width * array.dtype.itemsize
         self._shape = (math.prod(batch), self._capacity, self._width)
         self._held = memory.view(np.asarray(array)) if memory.on_host(array) else None
-        self._read = memory.reader(array) if self._held is None else None
+        self._read = memory.reader(array)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
 
     def taken(self, buffer: np.ndarray, slot: np.ndarray, part: slice) -> np.ndarray:
