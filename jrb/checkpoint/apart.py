@@ -17,7 +17,7 @@ import numpy as np
 
 from jrb._base import prng_keys, pytree
 from jrb._base.pytree import Leaf, PyTree
-from jrb._engine import columns, memory
+from jrb._engine import columns, memory, steps
 from jrb._engine.steps import context_of
 from jrb.checkpoint import rows, state_specs
 from jrb.state import Buffer, Device
@@ -225,7 +225,7 @@ def _reader(array: np.ndarray) -> Any:
 
 def in_order(buffer: Buffer, writer: PartState) -> np.ndarray:
     """The slots that hold items, oldest first."""
-    slots, count = buffer.writer.in_order(buffer.ring, writer)
+    slots, count = steps.in_order(buffer.writer, buffer.ring, writer)
     return np.asarray(slots)[: int(count)]
 
 
