@@ -16,6 +16,7 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb.checkpoint import host_items, matching, rows, state_specs
 from jrb.checkpoint.beside import Beside
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.mix import AnyState
 from jrb.state import Buffer, Device
 from jrb.storages import host_rows
@@ -25,22 +26,22 @@ from jrb.types import Item
 KIND = "store"
 
 
-def save(buffer: Buffer, state: AnyState, keep: int, extra: Beside) -> int:
+def save(saved: Snapshot, keep: int, extra: Beside) -> int:
     """Makes what was written the newest generation."""
     if keep or extra.best:
         raise ValueError(
             "keep, best: expected 0 for the path of the storage itself, where there is room for "
             f"one generation, got {keep or extra.best}. Save to another path to keep older ones."
         )
-    meta = matching.about(KIND, buffer, state_specs.snapshot(buffer, state))
-    view, rest = host_items.view_of(buffer, state), state.replace(storage=None)
+    (view,), rest = saved.views, saved.state.replace(storage=None)
     packed = state_specs.packed(rest)
     leaves = map(rows.array_bytes, jax.tree.leaves(packed))
     arrays = dict(zip(state_specs.leaf_names(packed), leaves, strict=True))
     kinds = matching.kinds(rest, arrays) | extra.kinds
+    meta = matching.about(KIND, saved) | extra.meta
     store = cast(StoreRows, view.rows).store  # no other rows are at a path
     version = host_rows.number(view.version)
-    return store.commit(version, meta | extra.meta, kinds, arrays | extra.arrays)
+    return store.commit(version, meta, kinds, arrays | extra.arrays)
 
 
 def reopened(

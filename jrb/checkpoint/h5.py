@@ -38,46 +38,41 @@ from jrb._store.opening import Progress, nobody
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     descriptions,
-    facts,
     host_items,
     matching,
-    members,
     native,
     seal,
     state_specs,
 )
-from jrb.checkpoint.members import Several
 from jrb.checkpoint.shelter import Shelter
+from jrb.checkpoint.snapshots import Snapshot, Source
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
 from jrb.layouts.nested import pieces as trajectories
-from jrb.mix import AnyState, Description
-from jrb.state import Device
+from jrb.mix import Description
+from jrb.state import BufferState, Device
 from jrb.types import Item
+from jrb.types.messages import PartState
 
 FORMAT, VERSION = _saved.H5, 1
-_PARTS = ("writer", "sampler", "unit", "transforms")
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are looked at a time
 _SMALLEST = 2000  # times smaller than the data is no compressed data
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
 
-def save(path: str, buffer: Several, state: AnyState, options: dict[str, Any]) -> None:
+def save(path: str, saved: Source, options: dict[str, Any]) -> None:
     """Saves; see `jrb.checkpoint.save`."""
     refusal = ValueError(
         "layout: expected a single buffer of arrays with layout='h5', got several, objects, or "
         "states under vmap. Use layout='native'."
     )
-    if not members.is_one(buffer) or buffer.storage.of_objects:
+    if not isinstance(saved, Snapshot) or saved.buffer.storage.of_objects or saved.batch:
         raise refusal
-    saved = state_specs.snapshot(buffer, state)
-    if saved.batch:
-        raise refusal
-    if buffer.writer.in_lanes:
+    if saved.buffer.writer.in_lanes:
         raise ValueError(
             "layout: expected a writer of all environments together with layout='h5', got "
-            f"{type(buffer.writer).__name__}. Use layout='native'."
+            f"{type(saved.buffer.writer).__name__}. Use layout='native'."
         )
     if os.path.isdir(path):
         raise ValueError(f"{path}: expected a file with layout='h5', found a folder.")
@@ -86,7 +81,7 @@ def save(path: str, buffer: Several, state: AnyState, options: dict[str, Any]) -
     temporary = name + ".new"
     lock = Lock(folder, temporary)
     try:
-        _write_sheltered(folder, temporary, buffer, state, saved.spec, options)
+        _write_sheltered(folder, temporary, saved, options)
         for damage in verify(folder.path_of(temporary)):
             raise OSError(errno.EIO, f"what was written is not what is there: {damage}", path)
         folder.replace(temporary, name)
@@ -98,21 +93,14 @@ def save(path: str, buffer: Several, state: AnyState, options: dict[str, Any]) -
         lock.release()
 
 
-def _write_sheltered(
-    folder: Folder,
-    name: str,
-    buffer: ReplayBuffer,
-    state: AnyState,
-    spec: Item,
-    options: dict[str, Any],
-) -> None:
+def _write_sheltered(folder: Folder, name: str, saved: Snapshot, options: dict[str, Any]) -> None:
     """Writes the file; HDF5 itself never sees what goes wrong on the disk."""
     opened = folder.open(name, os.O_RDWR)
     try:
         files.resize(opened, folder.path_of(name), 0, reserve=False)
         shelter = Shelter(opened, folder.path_of(name))
         with h5py.File(shelter, "w") as file:
-            _write(file, buffer, state, spec, options)
+            _write(file, saved, options)
         shelter.check()
         seal.put(opened, folder.path_of(name))
         files.sync(opened, folder.path_of(name))
@@ -120,28 +108,19 @@ def _write_sheltered(
         os.close(opened)
 
 
-def _write(
-    file: h5py.File, buffer: ReplayBuffer, state: AnyState, spec: Item, options: dict[str, Any]
-) -> None:
-    slots = _slots(buffer, state)
-    leaves = _items(buffer, state, spec, slots)
-    about: dict[str, Any] = {
-        "kind": native.KIND,
-        "facts": facts.of(buffer, state, ()),
-        "buffer": descriptions.encode(buffer),
-        "items": descriptions.encode_structure(spec),
-        "rows": len(slots),
-        "trajectories": [],
-    }
+def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
+    slots = _slots(saved)
+    leaves = _items(saved, slots)
+    about = matching.about(native.KIND, saved) | {"rows": len(slots), "trajectories": []}
     if len(slots):
-        flat, links = to_flat(leaves, buffer.keys, slots.shape[1], ())
+        flat, links = to_flat(leaves, saved.buffer.keys, slots.shape[1], ())
         for number, (environment, length, rows) in enumerate(trajectories(flat, links.ends)):
             group = file.create_group(f"{_TRAJECTORIES}/{number:06d}")
             group.attrs.update(length=length, environment=environment)
             about["trajectories"].append([environment, length])
             for name, leaf in rows.items():
                 _put(group, name, leaf, options)
-    rest = state_specs.packed({name: getattr(state, name) for name in _PARTS})
+    rest = state_specs.packed(_parts(saved.state))
     group = file.create_group(_STATE)
     for name, leaf in zip(state_specs.leaf_names(rest), jax.tree.leaves(rest), strict=True):
         _put(
@@ -156,21 +135,29 @@ def _write(
     file.attrs.update(format=FORMAT, version=VERSION)
 
 
-def _slots(buffer: ReplayBuffer, state: AnyState) -> np.ndarray:
+def _parts(state: BufferState) -> dict[str, PartState]:
+    """What is written as it is."""
+    parts = {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
+    return parts | {"transforms": state.transforms}
+
+
+def _slots(saved: Snapshot) -> np.ndarray:
     """The slots that are held, int `[T, E]`; those of items without an order of time `[T, 1]`."""
-    held = buffer.writer.held(buffer.ring, state.writer)
+    buffer = saved.buffer
+    held = buffer.writer.held(buffer.ring, saved.state.writer)
     slots = np.asarray(held.nth(buffer.ring, jnp.arange(int(held.size), dtype=jnp.int32)))
     return slots.reshape(-1, buffer.ring.envs if buffer.writer.in_time else 1)
 
 
-def _items(buffer: ReplayBuffer, state: AnyState, spec: Item, slots: np.ndarray) -> Leaves:
+def _items(saved: Snapshot, slots: np.ndarray) -> Leaves:
     """The items there, on the host, leaves `[T, E, ...]` by name; keys as their words."""
+    spec, whole = saved.spec, saved.whole
     specs = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     found = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in specs]
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
-        items = buffer.take(state, jnp.asarray(slots[piece], jnp.int32))
-        for whole, leaf in zip(found, jax.tree.leaves(items), strict=True):
-            whole[piece] = np.asarray(prng_keys.raw(leaf))
+        items = dispatch.take(saved.buffer, whole, jnp.asarray(slots[piece], jnp.int32))
+        for array, leaf in zip(found, jax.tree.leaves(items), strict=True):
+            array[piece] = np.asarray(prng_keys.raw(leaf))
     return dict(zip(_names(spec), found, strict=True))
 
 
@@ -220,7 +207,7 @@ def _read(
     spec = matching.stored_spec(about["items"], buffer, example)
     want = state_specs.blank(buffer, spec)
     state = _replayed(path, file, buffer, spec, about)
-    rest = {name: getattr(want, name) for name in _PARTS}
+    rest = _parts(want)
     packed = state_specs.packed(rest)
     arrays = [
         _restored(path, file, f"{_STATE}/{name}", leaf)

@@ -17,6 +17,7 @@ from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import apart, descriptions, members, rows, state_specs
 from jrb.checkpoint.members import Several
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.types import Item
 
 Hook = Callable[[Any], Any]
@@ -156,7 +157,7 @@ class Encoded(rows.Rows):
         return max(super().width, pytree.nbytes(self.items.spec))
 
 
-def encoded(saved: state_specs.Snapshot, encode: Hook) -> Encoded:
+def encoded(saved: Snapshot, encode: Hook) -> Encoded:
     """The items of a state as a function gives them.
 
     Raises:

@@ -8,6 +8,7 @@ from jrb._base import prng_keys, pytree
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb.checkpoint import descriptions, facts, host_items, members, rows, state_specs
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.mix import AnyState, Description
 from jrb.state import Buffer
 from jrb.types import Item, StatefulTransform, Storage
@@ -17,14 +18,14 @@ class OtherError(ValueError):
     """Another description was given than was saved."""
 
 
-def about(kind: str, buffer: Buffer, saved: state_specs.Snapshot) -> dict[str, Any]:
+def about(kind: str, saved: Snapshot) -> dict[str, Any]:
     """What a checkpoint says of a state."""
     return {
         "kind": kind,
-        "buffer": descriptions.encode(buffer),
+        "buffer": descriptions.encode(saved.buffer),
         "items": descriptions.encode_structure(saved.spec),
         "batch": list(saved.batch),
-        "facts": facts.of(buffer, saved.state, saved.batch),
+        "facts": facts.of(saved),
     }
 
 

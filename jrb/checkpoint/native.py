@@ -25,8 +25,7 @@ from jrb.checkpoint import (
 )
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
-from jrb.checkpoint.state_specs import Snapshot
-from jrb.mix import AnyState
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer, Device
 from jrb.types import Item
 
@@ -41,20 +40,16 @@ class Pending:
 
     Args:
         path: of the checkpoint.
-        buffer: the description.
-        state: its state.
+        saved: the state.
         extra: what is saved besides.
         out: what becomes of its items.
     """
 
-    def __init__(
-        self, path: str, buffer: Buffer, state: AnyState, extra: Beside, out: Outward
-    ) -> None:
-        saved = state_specs.snapshot(buffer, state)
-        form, self._table = _form(saved, buffer, state, out)
+    def __init__(self, path: str, saved: Snapshot, extra: Beside, out: Outward) -> None:
+        form, self._table = _form(saved, out)
         self._saved = saved if form is None else _without_items(saved)
         self.path, self.extra = path, extra
-        self.meta = {**matching.about(KIND, buffer, saved), "form": form, **extra.meta}
+        self.meta = {**matching.about(KIND, saved), "form": form, **extra.meta}
         self._pieces: Any = []
         self._store: Store | None = None
 
@@ -115,9 +110,7 @@ class Pending:
         self._pieces, self.arrays = [], {}
 
 
-def _form(
-    saved: Snapshot, buffer: Any, state: AnyState, out: Outward
-) -> tuple[dict[str, Any] | None, Table]:
+def _form(saved: Snapshot, out: Outward) -> tuple[dict[str, Any] | None, Table]:
     """What a generation says of the items, None for rows of the state's own leaves; and these."""
     nothing = rows.Rows((), (), 0, 1, in_slots=False), {}
     if not out.items:
@@ -128,7 +121,7 @@ def _form(
                 "encode: expected items of arrays, got a ListStorage, whose objects are written as "
                 "they are. Leave it out."
             )
-        blobs = objects.blobs(buffer, state)
+        blobs = objects.blobs(saved)
         return {"kind": objects.KIND}, functools.partial(objects.paged, blobs)
     if out.encode is None:
         return None, lambda last: nothing
@@ -137,7 +130,7 @@ def _form(
 
 
 def _without_items(saved: Snapshot) -> Snapshot:
-    return dataclasses.replace(saved, state=apart.without(saved.buffer, saved.state))
+    return dataclasses.replace(saved, state=apart.without(saved.plain, saved.state))
 
 
 def _last(path: str, meta: dict[str, Any]) -> Generation | None:

@@ -24,6 +24,7 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import apart, descriptions, rows
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer, Device
 
 KIND = "objects"
@@ -133,8 +134,9 @@ def _why(value: object) -> str:
 
 def _fields(cls: Any) -> list[str] | None:
     """The fields by which an object of a class is made anew; None for other classes."""
-    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return list(cls._fields)  # pyright: ignore[reportAttributeAccessIssue]: as asked
+    named = descriptions.fields_of(cls)
+    if issubclass(cls, tuple) and named is not None:
+        return list(named)
     if not dataclasses.is_dataclass(cls):
         return None
     fields = dataclasses.fields(cls)
@@ -206,15 +208,15 @@ class _Reader:
         return array if self.device is None else jax.device_put(array, self.device)
 
 
-def blobs(buffer: Buffer, state: Any) -> list[bytes]:
+def blobs(saved: Snapshot) -> list[bytes]:
     """What is held, as bytes: a blob for some slots each, of which nothing is empty.
 
     Raises:
         StaleError: objects of this state were overwritten.
         TypeError: one is of a class that no file can hold; the message says which.
     """
-    slots = apart.in_order(buffer, state.writer)
-    held = dict(zip(slots.tolist(), buffer.storage.take(state.storage, slots), strict=True))
+    buffer, slots = saved.buffer, apart.in_order(saved.buffer, saved.state.writer)
+    held = dict(zip(slots.tolist(), buffer.storage.take(saved.stored, slots), strict=True))
     return [
         _blob(held, range(first, min(first + _SLOTS, buffer.capacity)))
         for first in range(0, buffer.capacity, _SLOTS)

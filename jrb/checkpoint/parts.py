@@ -24,8 +24,8 @@ from jrb._store.threads import share
 from jrb.checkpoint import crew, descriptions, facts, matching, members, native
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
-from jrb.checkpoint.members import Several
-from jrb.mix import AnyState, Mix
+from jrb.checkpoint.snapshots import Snapshot, Source, Together
+from jrb.mix import Mix
 from jrb.sharded import Sharded
 from jrb.state import Device
 from jrb.types import Item
@@ -34,28 +34,25 @@ _AT_ONCE = 4
 """Times as many threads as otherwise for parts, which wait for the disk one beside the other."""
 
 
-def pending(
-    path: str, buffer: Several, state: AnyState, extra: Beside, out: Outward
-) -> "native.Pending | Pending":
+def pending(path: str, saved: Source, extra: Beside, out: Outward) -> "native.Pending | Pending":
     """A save of one buffer or of several, after all checks."""
-    if members.is_one(buffer):
-        return native.Pending(path, buffer, state, extra, out)
-    return Pending(path, buffer, state, extra, out)
+    if isinstance(saved, Snapshot):
+        return native.Pending(path, saved, extra, out)
+    return Pending(path, saved, extra, out)
 
 
 class Pending:
     """As `native.Pending`, for several buffers, or the shards of one."""
 
-    def __init__(self, path: str, buffer: Any, state: Any, extra: Beside, out: Outward) -> None:
-        states, outward = _states(buffer, state), out.of_each(buffer)
+    def __init__(self, path: str, saved: Together, extra: Beside, out: Outward) -> None:
+        outward = out.of_each(saved.buffer)
         self.parts = {
-            name: pending(_saved.path_of(path, name), part, states[name], Beside(), outward[name])
-            for name, part in members.each(buffer).items()
-            if name in states
+            name: pending(_saved.path_of(path, name), part, Beside(), outward[name])
+            for name, part in saved.parts.items()
         }
         self.path, self.extra = path, extra
-        self.meta = _about(buffer, state) | {"facts": facts.of_several(buffer)} | extra.meta
-        self.crew = crew.of_program() if isinstance(buffer, Sharded) else crew.Alone()
+        self.meta = _about(saved) | {"facts": facts.of_several(saved.buffer)} | extra.meta
+        self.crew = crew.of_program() if isinstance(saved.buffer, Sharded) else crew.Alone()
         self._store: Store | None = None
 
     @property
@@ -133,21 +130,15 @@ class Pending:
             self._store.close()
 
 
-def _states(buffer: Any, state: Any) -> dict[str, Any]:
-    """The states that are here, by name."""
-    if isinstance(buffer, Sharded):
-        known = shards.names(buffer)
-        return {known[number]: one for number, one in shards.split(buffer, state).items()}
-    return members.of_each(buffer, state, "save: states")
-
-
-def _about(buffer: Any, state: Any) -> dict[str, Any]:
+def _about(saved: Together) -> dict[str, Any]:
     """What a generation says of several buffers."""
+    buffer = saved.buffer
     if isinstance(buffer, Mix):
         return {"kind": _saved.MIX, "buffer": descriptions.encode(buffer)}
     if isinstance(buffer, Sharded):
         return {"kind": _saved.SHARDED, "buffer": descriptions.encode(shards.unbound(buffer))}
-    forms = {"buffer": members.form_of(buffer), "state": members.form_of(state)}
+    kinds = {"buffer": type(buffer), "state": saved.kind}
+    forms = {what: members.form_of(kind, list(saved.parts)) for what, kind in kinds.items()}
     return {"kind": _saved.SEVERAL, "forms": forms}
 
 

@@ -21,6 +21,7 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer
 from jrb.types.messages import PartState
 
@@ -110,9 +111,9 @@ def in_parts(rows: np.ndarray, width: int, size: int = PIECE) -> Iterator[np.nda
         yield rows[start : start + step]
 
 
-def split(saved: state_specs.Snapshot) -> tuple[Rows, dict[str, Any]]:
+def split(saved: Snapshot) -> tuple[Rows, dict[str, Any]]:
     """The rows of a state of one buffer, and its other arrays by name, as bytes."""
-    buffer, batch, state = saved.buffer, saved.batch, state_specs.packed(saved.state)
+    buffer, batch, state = saved.plain, saved.batch, state_specs.packed(saved.state)
     names, leaves = state_specs.leaf_names(state), jax.tree.leaves(state)
     by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
     buffers, columns, held, arrays = int(np.prod(batch, dtype=int)), [], [], {}
@@ -158,9 +159,7 @@ def kind_of(leaf: Leaf) -> tuple[str, ...]:
     return (descriptions.dtype_name(leaf.dtype), str(list(leaf.shape)))
 
 
-def changed(
-    store: Store, rows: Rows, last: Generation | None, saved: state_specs.Snapshot
-) -> np.ndarray:
+def changed(store: Store, rows: Rows, last: Generation | None, saved: Snapshot) -> np.ndarray:
     """The rows that the last generation of a store has not, or has otherwise; int64, in order.
 
     The writer's stamps tell them, if the state goes on from the one that was saved: tables of up to
@@ -175,7 +174,7 @@ def changed(
     then = None if last is None else _as_saved(last, {"writer": state.writer, "edits": state.edits})
     if then is None:
         return every
-    stamps = lambda writer: np.asarray(_stamps(saved.buffer, len(saved.batch), writer)).reshape(-1)
+    stamps = lambda writer: np.asarray(_stamps(saved.plain, len(saved.batch), writer)).reshape(-1)
     new = stamps(then["writer"]) != stamps(state.writer)
     if (then["edits"] != np.asarray(state.edits)).any():
         kept = np.flatnonzero(~new)

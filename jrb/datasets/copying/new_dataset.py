@@ -20,6 +20,7 @@ from jrb._store import files, opening
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.datasets.kind import Episode, spec_of
 from jrb.datasets.kinds.native.saved import ENDS, FACTS
 from jrb.datasets.writing.beside import free
@@ -119,9 +120,7 @@ class NewDataset:
         storage = MemmapStorage(self.dest)
         buffer = ReplayBuffer(self.steps, writer=Immutable(), storage=storage)
         state = _state(buffer, self.spec)
-        meta = matching.about(
-            commits.KIND, buffer, state_specs.Snapshot(buffer, state, self.spec, ())
-        )
+        meta = matching.about(commits.KIND, Snapshot(buffer, state, self.spec, ()))
         packed = state_specs.packed(state)
         leaves = map(rows.array_bytes, jax.tree.leaves(packed))
         arrays = dict(zip(state_specs.leaf_names(packed), leaves, strict=True))
