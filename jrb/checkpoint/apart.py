@@ -20,6 +20,7 @@ from jrb._base.pytree import Leaf, PyTree
 from jrb._engine import columns, memory
 from jrb._engine.steps import context_of
 from jrb.checkpoint import rows
+from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer, Device
 from jrb.storages import DeviceStorage, shared_next
@@ -254,13 +255,14 @@ def _sums(leaves: list[Any]) -> list[int]:
 
 
 def brought(
-    path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
+    opened: Opened, slots: np.ndarray, spec: Item, items: Item
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Slots, and the items of a user for them.
 
     Raises:
         TypeError, ValueError: they are not those that were held.
     """
+    path, form = opened.path, opened.form
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((form["count"], *leaf.shape), leaf.dtype), on_host(spec)
     )

@@ -4,11 +4,11 @@ from typing import Any
 
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, StaleError
-from jrb._store.files import Folder
 from jrb.checkpoint import beside, commits, native, parts, snapshots
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
+from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot, Source
 from jrb.state import Device
 from jrb.types import Item
@@ -81,25 +81,13 @@ def load(
     while True:
         there = generation.numbers(folder)[-1:]
         try:
-            return _load(path, folder, buffer, example, device, number, extra, back)
+            one = generation.newest(folder) if number is None else opening.at(folder, number)
+            opened = Opened(path, one)
+            besides = () if extra is None else (beside.restored(opened, extra),)
+            return *parts.load(opened, buffer, example, device, back), *besides
         except (DamagedError, FileNotFoundError, StaleError):
             if number is not None or generation.numbers(folder)[-1:] == there:
                 raise  # else the next generation has come meanwhile
-
-
-def _load(
-    path: str,
-    folder: Folder,
-    buffer: Several,
-    example: Item,
-    device: Device,
-    number: int | None,
-    extra: Item,
-    back: Inward,
-) -> Any:
-    opened = generation.newest(folder) if number is None else opening.at(folder, number)
-    besides = () if extra is None else (beside.restored(path, opened, extra),)
-    return *parts.load(path, buffer, example, device, opened, back), *besides
 
 
 def generations(path: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Several buffers in one folder: their names, and what belongs to each."""
 
-from typing import Any, TypeGuard
+from typing import Any
 
 from jrb import _saved, shards
 from jrb.buffer import ReplayBuffer
@@ -29,11 +29,6 @@ def check(buffer: Several, verb: str) -> None:
             raise TypeError(f"{verb}: expected names of buffers, got the key {name!r}.")
         check(part, verb)
     folders(list(each(buffer)))
-
-
-def is_one(buffer: Several) -> TypeGuard[ReplayBuffer]:
-    """Whether it is a single buffer."""
-    return isinstance(buffer, ReplayBuffer)
 
 
 def each(buffer: Several) -> dict[str, Any]:

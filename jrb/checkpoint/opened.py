@@ -50,4 +50,4 @@ class Opened:
     def part(self, name: str) -> "Opened":
         """That of one of several buffers."""
         path = _saved.path_of(self.path, name)
-        return Opened(path, opening.at(opening.folder_at(path), self.parts[name]))
+        return Opened(path, _saved.opened(path, self.parts[name]))

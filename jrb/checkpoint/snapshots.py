@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from jrb._engine import dispatch
+from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import host_items, members, state_specs
 from jrb.checkpoint.members import Several
 from jrb.mix import AnyState
@@ -38,11 +39,6 @@ class Snapshot:
     def plain(self) -> Buffer:
         """The description of such a state: all items on the device."""
         return host_items.on_device(self.buffer)
-
-    @property
-    def whole(self) -> BufferState:
-        """The state as verbs take it."""
-        return self.state.replace(storage=self.stored)
 
     @property
     def views(self) -> list[HostView]:
@@ -85,14 +81,10 @@ def taken(buffer: Several, state: AnyState, verb: str = "save") -> Source:
         ValueError, TypeError: it is no description, or no state of it; the message names a leaf.
     """
     members.check(buffer, verb)
-    return _taken(buffer, state)
-
-
-def _taken(buffer: Several, state: AnyState) -> Source:
-    if members.is_one(buffer):
+    if isinstance(buffer, ReplayBuffer):
         return _of_one(buffer, state)
     states, each = members.states_of(buffer, state), members.each(buffer)
-    parts = {name: _taken(each[name], one) for name, one in states.items()}
+    parts = {name: taken(each[name], one, verb) for name, one in states.items()}
     return Together(buffer, type(state), parts)
 
 
@@ -111,7 +103,8 @@ def reading(saved: Source) -> Iterator[None]:
 
 
 def _of_one(buffer: Buffer, state: BufferState) -> Snapshot:
-    if not isinstance(state, BufferState) or not _is_there(buffer, state.storage):
+    keeps = buffer.storage.state_type if dispatch.on_host(buffer) else object
+    if not isinstance(state, BufferState) or not isinstance(state.storage, keeps):
         raise ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
@@ -123,8 +116,3 @@ def _of_one(buffer: Buffer, state: BufferState) -> Snapshot:
         state = state.replace(storage=host_items.items_of(buffer.storage.view(stored)))
     spec, batch = state_specs.fitted(plain, state)
     return Snapshot(buffer, state, spec, batch, stored)
-
-
-def _is_there(buffer: Buffer, stored: PartState) -> bool:
-    """Whether items are where the buffer keeps them, as far as that is on the host."""
-    return not dispatch.on_host(buffer) or isinstance(stored, buffer.storage.state_type)

@@ -9,9 +9,9 @@ import numpy as np
 
 from jrb._base import pytree, versions
 from jrb._base import tree as trees
-from jrb._base.pytree import PyTree
+from jrb._base.pytree import Leaf, PyTree
 from jrb._engine import memory, state_check
-from jrb.checkpoint import descriptions, host_items
+from jrb.checkpoint import host_items
 from jrb.state import Buffer, BufferState
 from jrb.types import Item
 
@@ -111,7 +111,6 @@ def _fitted(
 
 def _misfit(buffer: Buffer, specs: BufferState) -> Exception:
     """Why these are not the specs of a state of this buffer."""
-    by_name = lambda tree: dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
     try:
         want = blank(buffer, buffer.storage.spec(specs.storage))
         mend = "Save the state that this very buffer made."
@@ -124,7 +123,7 @@ def _misfit(buffer: Buffer, specs: BufferState) -> Exception:
     return ValueError("save: expected a state of this buffer, got another.")
 
 
-def leaf_names(tree: Item) -> list[str]:
+def leaf_names(tree: PyTree) -> list[str]:
     """The names of all leaves, each once."""
     names: dict[str, None] = {}
     for name in pytree.leaf_names(tree):
@@ -136,6 +135,6 @@ def leaf_names(tree: Item) -> list[str]:
     return list(names)
 
 
-def kind(spec: Item) -> list:
-    """Dtype and shape for a manifest."""
-    return [descriptions.dtype_name(spec.dtype), list(spec.shape)]
+def by_name(tree: PyTree) -> dict[str, Leaf]:
+    """All leaves by these names."""
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))

@@ -119,12 +119,8 @@ class NewDataset:
         """Makes it what a buffer would have saved that holds these steps."""
         storage = MemmapStorage(self.dest)
         buffer = ReplayBuffer(self.steps, writer=Immutable(), storage=storage)
-        state = _state(buffer, self.spec)
-        meta = matching.about(commits.KIND, Snapshot(buffer, state, self.spec, ()))
-        packed = state_specs.packed(state)
-        leaves = map(rows.array_bytes, jax.tree.leaves(packed))
-        arrays = dict(zip(state_specs.leaf_names(packed), leaves, strict=True))
-        kinds = matching.kinds(state, arrays)
+        saved = Snapshot(buffer, _state(buffer, self.spec), self.spec, ())
+        meta, (_, arrays, kinds) = matching.about(commits.KIND, saved), rows.split(saved)
         named = {ENDS: ends, **{FACTS + name: fact for name, fact in facts.items()}}
         for name, array in named.items():
             if array.dtype.kind in "biuf":
