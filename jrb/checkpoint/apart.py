@@ -19,7 +19,9 @@ from jrb._base import prng_keys, pytree
 from jrb._base.pytree import Leaf, PyTree
 from jrb._engine import columns, memory, steps
 from jrb._engine.steps import context_of
-from jrb.checkpoint import rows, state_specs
+from jrb.checkpoint import rows
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer, Device
 from jrb.storages import DeviceStorage, shared_next
 from jrb.types import Item
@@ -80,13 +82,13 @@ class Items:
         return jax.tree.unflatten(jax.tree.structure(self.spec), found)
 
 
-def of(saved: state_specs.Snapshot, what: str) -> Items:
+def of(saved: Snapshot, what: str) -> Items:
     """The items of a state.
 
     Raises:
         TypeError: nobody knows where they are.
     """
-    buffer, batch, spec = saved.buffer, saved.batch, saved.spec
+    buffer, batch, spec = saved.plain, saved.batch, saved.spec
     count = int(np.prod(batch, dtype=int))
     leaves = jax.tree.leaves(buffer.storage.slotted(saved.state.storage))
     names, twins = pytree.leaf_names(spec), _twins(buffer, spec)
@@ -229,15 +231,15 @@ def in_order(buffer: Buffer, writer: PartState) -> np.ndarray:
     return np.asarray(slots)[: int(count)]
 
 
-def form_of(saved: state_specs.Snapshot) -> dict[str, Any]:
+def form_of(saved: Snapshot) -> dict[str, Any]:
     """What a generation says of items that it does not have: how many, and sums of some."""
     if saved.batch:
         raise TypeError(
             "items: expected a single state with items=False, got states under vmap. Save them one "
             "by one, or with their items."
         )
-    slots = in_order(saved.buffer, saved.state.writer)
-    if saved.buffer.storage.of_objects:
+    slots = in_order(saved.plain, saved.state.writer)
+    if saved.plain.storage.of_objects:
         return {"kind": KIND, "count": len(slots)}
     found = of(saved, "items").take(slots[_witnesses(len(slots))])
     return {"kind": KIND, "count": len(slots), "sums": _sums(jax.tree.leaves(found))}
@@ -253,13 +255,14 @@ def _sums(leaves: list[Any]) -> list[int]:
 
 
 def brought(
-    path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
+    opened: Opened, slots: np.ndarray, spec: Item, items: Item
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Slots, and the items of a user for them.
 
     Raises:
         TypeError, ValueError: they are not those that were held.
     """
+    path, form = opened.path, opened.form
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((form["count"], *leaf.shape), leaf.dtype), on_host(spec)
     )
