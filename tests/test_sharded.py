@@ -724,7 +724,7 @@ def test_stores_of_shards_are_saved_and_loaded(tmp_path):
     sharded, rng = jrb.Sharded(make("rows"), S), np.random.default_rng(0)
     state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 19, E))
     assert jrb.save(tmp_path / "saved", sharded, state) == 1
-    other = jrb.Sharded(make("others"), S)
+    other = jrb.Sharded(make("others"), S, mesh_of(4))
     for given in (None, other):
         found, there = jrb.load(tmp_path / "saved", given)
         key = jax.random.key(4)

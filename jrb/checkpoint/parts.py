@@ -20,7 +20,7 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.store import Store
 from jrb._store.threads import share
-from jrb.checkpoint import crew, descriptions, facts, matching, members, native
+from jrb.checkpoint import crew, descriptions, facts, host_items, matching, members, native
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
@@ -187,7 +187,9 @@ def _sharded(
         raise DamagedError(f"{opened.path}: expected {len(known)} shards, got {list(numbers)}.")
     sharded = shards.bound(found, given.mesh if device is None and given is not None else device)
     inward, states = back.of_each(sharded), {}
-    for place, group in sharded.layout.groups().items():
+    on_host = host_items.is_on_host(sharded.buffer)
+    for one, group in sharded.layout.groups().items():
+        place = None if on_host else one  # what is no item lies where init puts it
         for number in group:
             name = known[number]
             part = given.part_at(number) if given is not None else None
