@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import casting, checks, display, pytree
-from jrb._engine import dispatch, transforming
+from jrb._engine import dispatch, steps, transforming
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
@@ -546,7 +546,7 @@ class ReplayBuffer:
             int32 `[N]`, oldest first, those that hold nothing at the end; and int32 `[]`.
         """
         dispatch.check_state(self, state)
-        return self.writer.in_order(self.ring, state.writer)
+        return steps.in_order(self.writer, self.ring, state.writer)
 
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
         """The slots of the newest rows.

@@ -66,14 +66,14 @@ MODES = {
 }
 ONCE = {"storage": jrb.DeviceStorage(once=True)}
 CASES = [  # every family of units meets every mode, and so does every family of samplers
-    ("transition", "uniform", {}, "su"),
+    ("transition", "uniform", {}, "s"),
     ("transition", "queue", {}, "svp"),
-    ("transition", "buffer", {"writer": jrb.MaxValue(("next", "reward"))}, "ev"),
-    ("transition", "epochs", ONCE, "up"),
+    ("transition", "buffer", {"writer": jrb.MaxValue(("next", "reward"))}, "e"),
+    ("transition", "epochs", ONCE, "u"),
     ("n-step", "distinct", {}, "ep"),
     ("n-step", "prioritized", {}, "sv"),
     ("strict n-step", "queue", {}, "ue"),
-    ("windows", "prioritized", {}, "up"),
+    ("windows", "prioritized", {}, "p"),
     ("padded", "epochs", {}, "se"),
     ("episodes", "uniform", {}, "uv"),
     ("stacks", "epochs", {}, "evp"),

@@ -103,14 +103,14 @@ def assert_same(one, other):
         np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(("unit", "sampler"), FAMILIES)
+@pytest.mark.parametrize(("unit", "sampler"), FAMILIES[2:])
 def test_any_number_of_devices_does_the_same(unit, sampler):
     meshes = [(None, None), (4, AxisType.Explicit)]
     if FAMILIES.index((unit, sampler)) % 2:
         meshes[1] = (8, AxisType.Auto)
     told = [story(jrb.Sharded(whole(unit, sampler), S, mesh_of(*mesh))) for mesh in meshes]
     if (unit, sampler) == ("n-step", "prioritized"):
-        told += [story(jrb.Sharded(whole(unit, sampler), S, mesh_of(n))) for n in (1, 2, 4)]
+        told += [story(jrb.Sharded(whole(unit, sampler), S, mesh_of(n))) for n in (1, 2)]
     for other in told[1:]:
         assert_same(other, told[0])
 
@@ -174,9 +174,8 @@ def test_weights_follow_the_formula(name, normalize):
     sampler = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=normalize)
     SAMPLERS["this"] = sampler
     sharded, state, masses = with_masses(name, "this")
-    draw = jax.jit(sharded.sample)
     for number, beta in enumerate([0.0, 0.4, 1.0]):
-        batch = jax.device_get(draw(state, jax.random.key(number), beta=beta))
+        batch = jax.device_get(sharded.sample(state, jax.random.key(number), beta=beta))
         at = batch.info["shard"], batch.indices
         drawn = np.zeros(masses.shape, bool)
         drawn[at] = batch.mask
@@ -188,15 +187,20 @@ def test_weights_follow_the_formula(name, normalize):
         assert (batch.weights[~real] == 0).all()
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def many_draws(sharded, state, rounds):
+    """So many batches without their items."""
+    draw = lambda key: sharded.sample(state, key).replace(data=None)
+    return jax.lax.map(draw, jax.random.split(jax.random.key(7), rounds))
+
+
 @pytest.mark.parametrize("name", MASSES)
 def test_estimates_are_those_of_one_buffer(name):
     """Draws in each shard follow the masses (chi-square); weighted means are unbiased (z)."""
     SAMPLERS["this"] = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=None, stratified=False)
     sharded, state, masses = with_masses(name, "this")
     rounds = 100_000 // B
-    draw = lambda key: sharded.sample(state, key).replace(data=None, info={})
-    batches = jax.jit(lambda keys: jax.lax.map(draw, keys))
-    found = jax.device_get(batches(jax.random.split(jax.random.key(7), rounds)))
+    found = jax.device_get(many_draws(sharded, state, rounds))
     shard = np.broadcast_to(np.repeat(np.arange(S), B // S), found.indices.shape)
     counts = np.zeros(masses.shape)
     np.add.at(counts, (shard[found.mask], found.indices[found.mask]), 1)
@@ -260,6 +264,8 @@ def test_only_a_draw_talks_and_nothing_of_the_rings_size_is_allocated(sampler):
     state = jax.jit(sharded.add, donate_argnums=0)(state, given["one"])
     given["batch"] = sharded.sample(state, given["key"])
     for name, verb in verbs_of(sharded).items():
+        if name != "draw" and sampler != "buffer":
+            continue  # what others write is the same
         compiled = jax.jit(verb, donate_argnums=0).lower(state, given).compile()
         want = {} if sampler == "queue" or name != "draw" else {"all-gather": 1}
         if want and sampler == "prioritized":
@@ -278,8 +284,7 @@ def cycle(sharded):
     return run
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("ambient", [False, True])
+@pytest.mark.parametrize(("kind", "ambient"), [(AxisType.Auto, False), (AxisType.Explicit, True)])
 def test_it_works_inside_a_users_own_shard_map(kind, ambient):
     mesh = mesh_of(8, kind)
     sharded = jrb.Sharded(whole("n-step"), S, None if ambient else mesh)
@@ -611,9 +616,7 @@ def test_an_exchange_draws_as_from_one_buffer(name):
     sampler = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=None, stratified=False)
     sharded, state, masses = exchanging(name, sampler)
     rounds = 50_000 // B
-    draw = lambda key: sharded.sample(state, key).replace(data=None)
-    keys = jax.random.split(jax.random.key(7), rounds)
-    found = jax.device_get(jax.jit(lambda keys: jax.lax.map(draw, keys))(keys))
+    found = jax.device_get(many_draws(sharded, state, rounds))
     counts, chance = np.zeros(masses.shape), masses / masses.sum()
     np.add.at(counts, (found.info["shard"], found.indices), 1)
     assert found.mask.all()
@@ -700,8 +703,10 @@ def test_words_of_every_dtype_come_back():
 # Items on the host: a store for each shard.
 
 
-@pytest.mark.parametrize("sampler", ["prioritized", "buffer", "uniform", "queue"])
-@pytest.mark.parametrize("spills", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "spills"),
+    [("prioritized", False), ("queue", False), ("buffer", True), ("uniform", True)],
+)
 def test_stores_of_shards_do_what_shards_on_devices_do(sampler, spills, tmp_path):
     storage = jrb.SpillStorage(None, 2) if spills else jrb.MemmapStorage(tmp_path / "rows")
     mesh = mesh_of(4) if spills else None
@@ -719,7 +724,7 @@ def test_stores_of_shards_are_saved_and_loaded(tmp_path):
     sharded, rng = jrb.Sharded(make("rows"), S), np.random.default_rng(0)
     state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 19, E))
     assert jrb.save(tmp_path / "saved", sharded, state) == 1
-    other = jrb.Sharded(make("others"), S)
+    other = jrb.Sharded(make("others"), S, mesh_of(4))
     for given in (None, other):
         found, there = jrb.load(tmp_path / "saved", given)
         key = jax.random.key(4)

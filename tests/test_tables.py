@@ -217,9 +217,7 @@ def test_other_things_are_refused(call):
     buffer, state = jrb.from_items({"x": jnp.arange(3)})
     name = call.__name__
     mix = jrb.Mix((buffer, buffer), (0.5, 0.5))
-    with pytest.raises(
-        TypeError, match=rf"{name}: .* Take one at a time: mix.buffers\[0\]"
-    ):
+    with pytest.raises(TypeError, match=rf"{name}: .* Take one at a time: mix.buffers\[0\]"):
         call(mix, (state, state))
     with pytest.raises(TypeError, match=f"{name}: expected a ReplayBuffer, got dict"):
         call({}, state)

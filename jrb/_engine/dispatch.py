@@ -150,11 +150,18 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
 
 
 def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
-    if device is None:
-        return state_check.blank(buffer, spec)
     if isinstance(device, jax.Device):
         device = jax.sharding.SingleDeviceSharding(device)
+    leaves, structure = jax.tree.flatten(spec)
+    if device is None:
+        return _made(buffer, structure, tuple(leaves))
     return jax.jit(lambda: state_check.blank(buffer, spec), out_shardings=device)()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _made(buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    """An empty state; all arrays in one program."""
+    return state_check.blank(buffer, jax.tree.unflatten(structure, leaves))
 
 
 def nbytes(buffer: Buffer, spec: Item) -> int:
@@ -441,12 +448,16 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
 
 
 def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
-    held = buffer.writer.held(buffer.ring, state.writer)
-    empty = ~np.asarray(held.holds(buffer.ring, jnp.asarray(slots, jnp.int32)))
+    if not slots.size:
+        return
+    room = np.zeros(1 << (slots.size - 1).bit_length(), np.int32)  # of few lengths: it is compiled
+    room[: slots.size] = slots.reshape(-1)
+    holds = steps.holds(buffer.writer, buffer.ring, state.writer, room)
+    empty = ~np.asarray(holds)[: slots.size].reshape(slots.shape)
     if empty.any():
         raise ValueError(
             f"take: expected slots that hold items, got {slots[empty][0]}, which holds none: "
-            f"{int(held.size)} are held, as in_order tells."
+            f"{int(buffer.size(state))} are held, as in_order tells."
         )
 
 
@@ -537,7 +548,7 @@ def rewrite(
         if not is_traced(state):
             warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
-    slots, count = buffer.writer.in_order(buffer.ring, state.writer)
+    slots, count = steps.in_order(buffer.writer, buffer.ring, state.writer)
     held, compiled = np.asarray(slots)[: int(count)], jax.jit(function)
     before = None
     for start in range(0, len(held), batch_size):

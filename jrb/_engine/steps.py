@@ -12,14 +12,27 @@ import jax.numpy as jnp
 
 from jrb._base import ordering
 from jrb._engine import counting, episodes, transforming
+from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample
-from jrb.types import Batch, Context, Draw, Given, Item, Look, Share, Write
+from jrb.types import Batch, Context, Draw, Given, Item, Look, Share, Write, Writer
 from jrb.types.messages import PartState
 
 
 def context_of(buffer: Buffer, writer: PartState) -> Context:
     """What the parts may know while the writer's state is this one."""
     return Context(buffer.ring, buffer.keys, buffer.writer.held(buffer.ring, writer))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def in_order(writer: Writer, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
+    """All slots, int32 `[N]`, those that hold items first, oldest first; and their number."""
+    return writer.in_order(ring, state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def holds(writer: Writer, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
+    """Which of these slots, int32 `[K]`, hold items, bool `[K]`."""
+    return writer.held(ring, state).holds(ring, slots)
 
 
 @jax.jit

@@ -97,12 +97,13 @@ class Generation:
         ValueError: it is of a newer version.
     """
 
+    folder: Folder
     path: str
     number: int
     body: dict[str, Any]
 
     def __init__(self, folder: Folder, number: int) -> None:
-        self.path = folder.path_of(name_of(number))
+        self.folder, self.path = folder, folder.path_of(name_of(number))
         self._file, self.number = folder.open(name_of(number)), number
         weakref.finalize(self, os.close, self._file)  # what is open stays when its name goes
         self.body, self._begin = _read(self._file, self.path)

@@ -159,7 +159,7 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int) -> Store:
         with contextlib.suppress(DamagedError):
             last = generation.newest(folder)
             if last.columns == columns and last.body["table"]["slots"] == slots:
-                store = _opened(folder, last)
+                store = store_of(last)
                 store.table.check_numbers()
                 if not len(store.lost):
                     store.begin(lock)
@@ -201,13 +201,8 @@ def reopen(path: str, number: int | None = None, check: bool = True) -> Store:
     while True:
         folder = folder_at(path)
         opened = generation.newest(folder) if number is None else at(folder, number)
-        if not opened.number:
-            raise FileNotFoundError(
-                f"{path}: expected a store with something saved, found one to which nothing was. "
-                "jrb.save(path, buffer, state) does that."
-            )
         try:
-            return _checked(_opened(folder, opened), check)
+            return _checked(store_of(opened), check)
         except (DamagedError, FileNotFoundError):
             if number is not None or generation.numbers(folder)[-1:] == [opened.number]:
                 raise  # else the next generation has come meanwhile
@@ -256,8 +251,19 @@ def at(folder: Folder, number: int) -> Generation:
         ) from None
 
 
-def _opened(folder: Folder, opened: Generation) -> Store:
-    body = opened.body["table"]
+def store_of(opened: Generation) -> Store:
+    """The store as a generation has it; no rows are looked at.
+
+    Raises:
+        FileNotFoundError: it is of a store to which nothing was saved.
+        DamagedError: a file is not what was written.
+    """
+    folder, body = opened.folder, opened.body["table"]
+    if not opened.number:
+        raise FileNotFoundError(
+            f"{folder.path}: expected a store with something saved, found one to which nothing "
+            "was. jrb.save(path, buffer, state) does that."
+        )
     rows = Table(folder, folder_of(body["folder"]), opened.columns, body["room"], writable=False)
     places = Places(opened.places(), body["room"], opened.body["rows"])
     store = Store(folder, rows, places, opened.number, body["folder"])
@@ -292,7 +298,7 @@ def _damages_of(folder: Folder, number: int, progress: Progress) -> list[str]:
             return []
         for entry in opened.body["arrays"]:
             opened.check(entry["name"])
-        store = _opened(folder, opened)
+        store = store_of(opened)
         store.table.check_numbers()
         return list(_damages(store, progress))
     except (DamagedError, OSError) as error:

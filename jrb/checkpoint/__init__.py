@@ -22,7 +22,7 @@ from jrb.checkpoint import (
     folder,
     host_items,
     matching,
-    members,
+    snapshots,
 )
 from jrb.checkpoint.background import Save
 from jrb.checkpoint.hooks import Hook, Inward, Outward
@@ -141,14 +141,15 @@ def save(
         (4, 9)
     """
     path, out = _settled(path), _outward(encode, items)
-    members.check(buffer, "save")
+    saved = snapshots.taken(buffer, state)
     if layout == "h5":
         _check_h5(keep, extra is None and score is None and not best, out)
-        _h5().save(path, buffer, state, {"compression": compression, "fletcher32": fletcher32})
+        with snapshots.reading(saved):
+            _h5().save(path, saved, {"compression": compression, "fletcher32": fletcher32})
         return 0
     _check_native(layout, compression, fletcher32, keep)
     besides = beside.ranked(beside.of(extra, copy=False), score, best)
-    return folder.save(path, buffer, state, keep, besides, out)
+    return folder.save(path, saved, keep, besides, out)
 
 
 def _outward(encode: Hooks, items: bool) -> Outward:
@@ -207,10 +208,10 @@ def save_async(
         As `save`, and what went wrong with the save before.
     """
     path, out = _settled(path), _outward(encode, items)
-    members.check(buffer, "save_async")
+    saved = snapshots.taken(buffer, state, "save_async")
     _check_native("native", None, False, keep)
     besides = beside.ranked(beside.of(extra, copy=True), score, best)
-    pending = folder.pending(path, buffer, state, keep, True, besides, out)
+    pending = folder.pending(path, saved, keep, True, besides, out)
     return background.start(path, None if isinstance(pending, int) else pending, keep)
 
 

@@ -17,9 +17,11 @@ import numpy as np
 
 from jrb._base import prng_keys, pytree
 from jrb._base.pytree import Leaf, PyTree
-from jrb._engine import columns, memory
+from jrb._engine import columns, memory, steps
 from jrb._engine.steps import context_of
-from jrb.checkpoint import one_by_one, rows, state_specs
+from jrb.checkpoint import host_items, one_by_one, rows
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer, Device
 from jrb.storages import DeviceStorage, shared_next
 from jrb.types import Item
@@ -80,13 +82,13 @@ class Items:
         return jax.tree.unflatten(jax.tree.structure(self.spec), found)
 
 
-def of(saved: state_specs.Snapshot, what: str) -> Items:
+def of(saved: Snapshot, what: str) -> Items:
     """The items of a state.
 
     Raises:
         TypeError: nobody knows where they are.
     """
-    buffer, batch, spec = saved.buffer, saved.batch, saved.spec
+    buffer, batch, spec = saved.plain, saved.batch, saved.spec
     count = int(np.prod(batch, dtype=int))
     leaves = jax.tree.leaves(buffer.storage.slotted(saved.state.storage))
     names, twins = pytree.leaf_names(spec), _twins(buffer, spec)
@@ -156,44 +158,41 @@ def _words(leaf: Leaf) -> Any:
 
 
 def joined(
-    buffer: Buffer,
-    want: Any,
-    state: Any,
-    spec: Item,
-    pieces: Pieces,
-    device: Device,
-    room: one_by_one.Room | None,
+    buffer: Buffer, want: Any, state: Any, spec: Item, pieces: Pieces, device: Device
 ) -> Any:
     """The state with its items.
 
     Args:
-        buffer: with its items on the device, each leaf in an array of its own.
-        want: the specs of the whole state.
+        buffer: whose states have their items on the device.
+        want: the specs of the whole state, an array for each leaf of the items.
         state: without them.
         spec: of an item.
         pieces: the items; rows that do not come are zeros.
         device: for the arrays.
-        room: for the leaves that lie side by side in the state.
     """
     batch = want.edits.shape
     count = int(np.prod(batch, dtype=int))
-    slotted = jax.tree.leaves(buffer.storage.slotted(want.storage))
-    _check(buffer, slotted, spec, batch, "load")
-    targets = [None] * len(slotted) if room is None else room.leaves()
-    arrays = [
-        np.zeros(raw.shape, raw.dtype) if target is None else target.reshape(raw.shape)
-        for raw, target in zip(map(prng_keys.raw_spec, slotted), targets, strict=True)
-    ]
+    plain, room = host_items.on_device(buffer), one_by_one.room_for(buffer, spec, batch)
+    slotted = jax.tree.leaves(plain.storage.slotted(want.storage))
+    _check(plain, slotted, spec, batch, "load")
+    targets = {} if room is None else room.targets(want.storage)
+    arrays = [_target(leaf, targets.get(id(leaf))) for leaf in slotted]
     lined = [array.reshape(count, *array.shape[len(batch) :]) for array in arrays]
-    _put(buffer, batch, state, spec, lined, pieces)
+    _put(plain, batch, state, spec, lined, pieces)
     made = {
-        id(leaf): array if lies else memory.restored(leaf, _reader(array), device)
-        for leaf, array, lies in zip(slotted, arrays, [t is not None for t in targets], strict=True)
+        id(leaf): array if id(leaf) in targets else memory.restored(leaf, _reader(array), device)
+        for leaf, array in zip(slotted, arrays, strict=True)
     }
     rest = iter(jax.tree.leaves(state.storage))
     whole = lambda leaf: made[id(leaf)] if id(leaf) in made else next(rest)
     storage = jax.tree.map(whole, want.storage)
     return state.replace(storage=storage if room is None else room.filled(storage, device))
+
+
+def _target(leaf: Leaf, there: np.ndarray | None) -> np.ndarray:
+    """Where a leaf goes: where it will lie, or into zeros."""
+    raw = prng_keys.raw_spec(leaf)
+    return np.zeros(raw.shape, raw.dtype) if there is None else there.reshape(raw.shape)
 
 
 def _put(
@@ -237,19 +236,19 @@ def _reader(array: np.ndarray) -> Any:
 
 def in_order(buffer: Buffer, writer: PartState) -> np.ndarray:
     """The slots that hold items, oldest first."""
-    slots, count = buffer.writer.in_order(buffer.ring, writer)
+    slots, count = steps.in_order(buffer.writer, buffer.ring, writer)
     return np.asarray(slots)[: int(count)]
 
 
-def form_of(saved: state_specs.Snapshot) -> dict[str, Any]:
+def form_of(saved: Snapshot) -> dict[str, Any]:
     """What a generation says of items that it does not have: how many, and sums of some."""
     if saved.batch:
         raise TypeError(
             "items: expected a single state with items=False, got states under vmap. Save them one "
             "by one, or with their items."
         )
-    slots = in_order(saved.buffer, saved.state.writer)
-    if saved.buffer.storage.of_objects:
+    slots = in_order(saved.plain, saved.state.writer)
+    if saved.plain.storage.of_objects:
         return {"kind": KIND, "count": len(slots)}
     found = of(saved, "items").take(slots[_witnesses(len(slots))])
     return {"kind": KIND, "count": len(slots), "sums": _sums(jax.tree.leaves(found))}
@@ -265,13 +264,14 @@ def _sums(leaves: list[Any]) -> list[int]:
 
 
 def brought(
-    path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
+    opened: Opened, slots: np.ndarray, spec: Item, items: Item
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Slots, and the items of a user for them.
 
     Raises:
         TypeError, ValueError: they are not those that were held.
     """
+    path, form = opened.path, opened.form
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((form["count"], *leaf.shape), leaf.dtype), on_host(spec)
     )

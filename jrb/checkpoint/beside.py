@@ -18,6 +18,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb.checkpoint import descriptions, rows, state_specs
+from jrb.checkpoint.opened import Opened
 from jrb.types import Item
 
 _NUMBER = bool | int | float | complex
@@ -95,7 +96,7 @@ def of(extra: Item, copy: bool) -> Beside:
     if extra is None:
         return Beside()
     kinds, arrays = {}, {}
-    for name, leaf in zip(state_specs.leaf_names(extra), jax.tree.leaves(extra), strict=True):
+    for name, leaf in state_specs.by_name(extra).items():
         array = _array(name, leaf)
         kinds[EXTRA + name] = list(rows.kind_of(array))
         held = rows.array_bytes(_whole(array))
@@ -123,31 +124,28 @@ def _array(name: str, leaf: Leaf) -> Any:
     return array
 
 
-def restored(path: str, opened: Generation, example: Item) -> Any:
+def restored(opened: Opened, example: Item) -> Any:
     """What was saved, in the structure of an example, whose leaves say what becomes of each.
 
     Raises:
         ValueError: other leaves, dtypes or shapes than were saved; or nothing was.
     """
-    told = (opened.body["meta"] or {}).get("extra")
+    path, told = opened.path, opened.meta.get("extra")
     if told is None:
         raise ValueError(
             f"{path}: extra: expected a checkpoint that was saved with extra=, got one without."
         )
-    names, entries = state_specs.leaf_names(example), opened.arrays
-    odd = sorted(set(told) ^ {EXTRA + name for name in names})
+    wanted, entries = state_specs.by_name(example), opened.generation.arrays
+    odd = sorted(set(told) ^ {EXTRA + name for name in wanted})
     if odd:
         saved = [name.removeprefix(EXTRA) for name in told]
         raise ValueError(
             f"{path}: extra: leaf '{odd[0].removeprefix(EXTRA)}': expected the leaves {saved}, "
-            f"got an example with {names}."
+            f"got an example with {list(wanted)}."
         )
     if not set(told) <= entries.keys():
         raise DamagedError(f"{path}: extra: expected the arrays {told}, found {sorted(entries)}.")
-    leaves = [
-        _restored(opened, name, leaf)
-        for name, leaf in zip(names, jax.tree.leaves(example), strict=True)
-    ]
+    leaves = [_restored(opened.generation, *leaf) for leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(example), leaves)
 
 

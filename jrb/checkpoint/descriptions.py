@@ -114,6 +114,11 @@ def name_of(thing: PyTree) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
+def fields_of(cls: object) -> tuple[str, ...] | None:
+    """The fields of a class of named tuples; None of anything else."""
+    return getattr(cls, "_fields", None)
+
+
 def find_class(name: str) -> type | None:
     """The class of this name, if its module is imported."""
     module, _, path = name.partition(":")
@@ -145,9 +150,9 @@ def _encode_node(tree: Item) -> Json:
         return {"dict": [[key, _encode_node(entry)] for key, entry in tree.items()]}
     if type(tree) in (list, tuple):
         return {type(tree).__name__: [_encode_node(entry) for entry in tree]}
-    if not hasattr(tree, "_fields") and not dataclasses.is_dataclass(tree):
+    if fields_of(type(tree)) is None and not dataclasses.is_dataclass(tree):
         return {"unknown": str(type(tree))}
-    fields = [[name, _encode_node(getattr(tree, name))] for name in _field_names(tree)]
+    fields = [[name, _encode_node(getattr(tree, name))] for name in _field_names(type(tree))]
     return {"class": name_of(type(tree)), "fields": fields}
 
 
@@ -175,7 +180,7 @@ def decode_structure(node: Json) -> Any:
         )
     cls = find_class(node["class"])
     fields = {name: decode_structure(entry) for name, entry in node["fields"]}
-    is_container = hasattr(cls, "_fields") or dataclasses.is_dataclass(cls)
+    is_container = fields_of(cls) is not None or dataclasses.is_dataclass(cls)
     if cls is None or not is_container or _field_names(cls) != list(fields):
         raise UnknownError(
             f"expected the class {node['class']} with the fields {list(fields)}, which the items "
@@ -185,9 +190,8 @@ def decode_structure(node: Json) -> Any:
 
 
 def _field_names(cls: Any) -> list[str]:
-    if hasattr(cls, "_fields"):
-        return list(cls._fields)
-    return [field.name for field in dataclasses.fields(cls)]
+    named = fields_of(cls)
+    return [field.name for field in dataclasses.fields(cls)] if named is None else list(named)
 
 
 def dtype_name(dtype: DType) -> str:

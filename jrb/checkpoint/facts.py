@@ -11,9 +11,9 @@ import jaxlib.version
 import numpy as np
 
 from jrb._base import display
-from jrb.mix import AnyState, Mix
+from jrb.checkpoint.snapshots import Snapshot
+from jrb.mix import Mix
 from jrb.sharded import Sharded
-from jrb.state import Buffer
 
 
 def of_any() -> dict[str, Any]:
@@ -43,8 +43,9 @@ def _versions() -> dict[str, str]:
     }
 
 
-def of(buffer: Buffer, state: AnyState, batch: tuple[int, ...]) -> dict[str, Any]:
+def of(saved: Snapshot) -> dict[str, Any]:
     """The same of a state."""
+    buffer, batch, state = saved.buffer, saved.batch, saved.state
     count = lambda writer: buffer.writer.held(buffer.ring, writer).size
     for _ in batch:
         count = jax.vmap(count)

@@ -4,12 +4,12 @@ from typing import Any
 
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, StaleError
-from jrb._store.files import Folder
-from jrb.checkpoint import beside, commits, host_items, native, parts
+from jrb.checkpoint import beside, commits, native, parts, snapshots
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
-from jrb.mix import AnyState
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot, Source
 from jrb.state import Device
 from jrb.types import Item
 
@@ -17,61 +17,50 @@ _NOTHING, _PLAIN, _THERE = Beside(), Outward(), Inward()
 
 
 def save(
-    path: str,
-    buffer: Several,
-    state: AnyState,
-    keep: int,
-    extra: Beside = _NOTHING,
-    out: Outward = _PLAIN,
+    path: str, saved: Source, keep: int, extra: Beside = _NOTHING, out: Outward = _PLAIN
 ) -> int:
     """Saves now; the number of the generation. Writes of other threads wait."""
-    saved: native.Pending | parts.Pending | int = 0
+    begun: native.Pending | parts.Pending | int = 0
     try:
-        with host_items.reading(buffer, state):
-            saved = pending(path, buffer, state, keep, False, extra, out)
-            return saved if isinstance(saved, int) else saved.finish(keep)
+        with snapshots.reading(saved):
+            begun = pending(path, saved, keep, False, extra, out)
+            return begun if isinstance(begun, int) else begun.finish(keep)
     except BaseException:
-        if not isinstance(saved, int):
-            saved.close()
+        if not isinstance(begun, int):
+            begun.close()
         raise
 
 
 def pending(
-    path: str,
-    buffer: Several,
-    state: AnyState,
-    keep: int,
-    copy: bool,
-    extra: Beside,
-    out: Outward,
+    path: str, saved: Source, keep: int, copy: bool, extra: Beside, out: Outward
 ) -> native.Pending | parts.Pending | int:
     """A save that is to be finished, or the number of the generation if it is over already.
 
     Args:
         path: of the folder.
-        buffer: the description.
-        state: its state.
+        saved: one state, or several.
         keep: how many older generations stay.
         copy: whether what will be written is copied now, so that the state may change.
         extra: what is saved besides.
         out: what becomes of items.
     """
-    if host_items.is_own(path, buffer, state):
+    if isinstance(saved, Snapshot) and saved.lies_at(path):
         if not out.is_plain:
             raise ValueError(
                 "encode, items: expected none for the path of the storage itself, whose rows are "
                 "there already, as they are. Save to another path."
             )
-        return commits.save(buffer, state, keep, extra)
-    with host_items.reading(buffer, state):
-        saved = parts.pending(path, buffer, state, extra, out)
-        saved.open(copy)
-        return saved
+        return commits.save(saved, keep, extra)
+    with snapshots.reading(saved):
+        begun = parts.pending(path, saved, extra, out)
+        begun.open(copy)
+        return begun
 
 
-def check(buffer: Several, state: AnyState) -> None:
+def check(saved: Source) -> None:
     """Raises what a save would raise before it writes."""
-    parts.pending("", buffer, state, _NOTHING, _PLAIN)
+    with snapshots.reading(saved):
+        parts.pending("", saved, _NOTHING, _PLAIN)
 
 
 def load(
@@ -92,25 +81,13 @@ def load(
     while True:
         there = generation.numbers(folder)[-1:]
         try:
-            return _load(path, folder, buffer, example, device, number, extra, back)
+            one = generation.newest(folder) if number is None else opening.at(folder, number)
+            opened = Opened(path, one)
+            besides = () if extra is None else (beside.restored(opened, extra),)
+            return *parts.load(opened, buffer, example, device, back), *besides
         except (DamagedError, FileNotFoundError, StaleError):
             if number is not None or generation.numbers(folder)[-1:] == there:
                 raise  # else the next generation has come meanwhile
-
-
-def _load(
-    path: str,
-    folder: Folder,
-    buffer: Several,
-    example: Item,
-    device: Device,
-    number: int | None,
-    extra: Item,
-    back: Inward,
-) -> Any:
-    opened = generation.newest(folder) if number is None else opening.at(folder, number)
-    besides = () if extra is None else (beside.restored(path, opened, extra),)
-    return *parts.load(path, buffer, example, device, opened, back), *besides
 
 
 def generations(path: str) -> list[int]:

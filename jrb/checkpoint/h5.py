@@ -38,46 +38,41 @@ from jrb._store.opening import Progress, nobody
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     descriptions,
-    facts,
     host_items,
     matching,
-    members,
     native,
     seal,
     state_specs,
 )
-from jrb.checkpoint.members import Several
 from jrb.checkpoint.shelter import Shelter
+from jrb.checkpoint.snapshots import Snapshot, Source
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
 from jrb.layouts.nested import pieces as trajectories
-from jrb.mix import AnyState, Description
-from jrb.state import Device
+from jrb.mix import Description
+from jrb.state import BufferState, Device
 from jrb.types import Item
+from jrb.types.messages import PartState
 
 FORMAT, VERSION = _saved.H5, 1
-_PARTS = ("writer", "sampler", "unit", "transforms")
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are looked at a time
 _SMALLEST = 2000  # times smaller than the data is no compressed data
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
 
-def save(path: str, buffer: Several, state: AnyState, options: dict[str, Any]) -> None:
+def save(path: str, saved: Source, options: dict[str, Any]) -> None:
     """Saves; see `jrb.checkpoint.save`."""
     refusal = ValueError(
         "layout: expected a single buffer of arrays with layout='h5', got several, objects, or "
         "states under vmap. Use layout='native'."
     )
-    if not members.is_one(buffer) or buffer.storage.of_objects:
+    if not isinstance(saved, Snapshot) or saved.buffer.storage.of_objects or saved.batch:
         raise refusal
-    saved = state_specs.snapshot(buffer, state)
-    if saved.batch:
-        raise refusal
-    if buffer.writer.in_lanes:
+    if saved.buffer.writer.in_lanes:
         raise ValueError(
             "layout: expected a writer of all environments together with layout='h5', got "
-            f"{type(buffer.writer).__name__}. Use layout='native'."
+            f"{type(saved.buffer.writer).__name__}. Use layout='native'."
         )
     if os.path.isdir(path):
         raise ValueError(f"{path}: expected a file with layout='h5', found a folder.")
@@ -86,7 +81,7 @@ def save(path: str, buffer: Several, state: AnyState, options: dict[str, Any]) -
     temporary = name + ".new"
     lock = Lock(folder, temporary)
     try:
-        _write_sheltered(folder, temporary, buffer, state, saved.spec, options)
+        _write_sheltered(folder, temporary, saved, options)
         for damage in verify(folder.path_of(temporary)):
             raise OSError(errno.EIO, f"what was written is not what is there: {damage}", path)
         folder.replace(temporary, name)
@@ -98,21 +93,14 @@ def save(path: str, buffer: Several, state: AnyState, options: dict[str, Any]) -
         lock.release()
 
 
-def _write_sheltered(
-    folder: Folder,
-    name: str,
-    buffer: ReplayBuffer,
-    state: AnyState,
-    spec: Item,
-    options: dict[str, Any],
-) -> None:
+def _write_sheltered(folder: Folder, name: str, saved: Snapshot, options: dict[str, Any]) -> None:
     """Writes the file; HDF5 itself never sees what goes wrong on the disk."""
     opened = folder.open(name, os.O_RDWR)
     try:
         files.resize(opened, folder.path_of(name), 0, reserve=False)
         shelter = Shelter(opened, folder.path_of(name))
         with h5py.File(shelter, "w") as file:
-            _write(file, buffer, state, spec, options)
+            _write(file, saved, options)
         shelter.check()
         seal.put(opened, folder.path_of(name))
         files.sync(opened, folder.path_of(name))
@@ -120,30 +108,21 @@ def _write_sheltered(
         os.close(opened)
 
 
-def _write(
-    file: h5py.File, buffer: ReplayBuffer, state: AnyState, spec: Item, options: dict[str, Any]
-) -> None:
-    slots = _slots(buffer, state)
-    leaves = _items(buffer, state, spec, slots)
-    about: dict[str, Any] = {
-        "kind": native.KIND,
-        "facts": facts.of(buffer, state, ()),
-        "buffer": descriptions.encode(buffer),
-        "items": descriptions.encode_structure(spec),
-        "rows": len(slots),
-        "trajectories": [],
-    }
+def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
+    slots = _slots(saved)
+    leaves = _items(saved, slots)
+    about = matching.about(native.KIND, saved) | {"rows": len(slots), "trajectories": []}
     if len(slots):
-        flat, links = to_flat(leaves, buffer.keys, slots.shape[1], ())
+        flat, links = to_flat(leaves, saved.buffer.keys, slots.shape[1], ())
         for number, (environment, length, rows) in enumerate(trajectories(flat, links.ends)):
             group = file.create_group(f"{_TRAJECTORIES}/{number:06d}")
             group.attrs.update(length=length, environment=environment)
             about["trajectories"].append([environment, length])
             for name, leaf in rows.items():
                 _put(group, name, leaf, options)
-    rest = state_specs.packed({name: getattr(state, name) for name in _PARTS})
+    rest = state_specs.packed(_parts(saved.state))
     group = file.create_group(_STATE)
-    for name, leaf in zip(state_specs.leaf_names(rest), jax.tree.leaves(rest), strict=True):
+    for name, leaf in state_specs.by_name(rest).items():
         _put(
             group,
             name,
@@ -156,21 +135,29 @@ def _write(
     file.attrs.update(format=FORMAT, version=VERSION)
 
 
-def _slots(buffer: ReplayBuffer, state: AnyState) -> np.ndarray:
+def _parts(state: BufferState) -> dict[str, PartState]:
+    """What is written as it is."""
+    parts = {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
+    return parts | {"transforms": state.transforms}
+
+
+def _slots(saved: Snapshot) -> np.ndarray:
     """The slots that are held, int `[T, E]`; those of items without an order of time `[T, 1]`."""
-    held = buffer.writer.held(buffer.ring, state.writer)
+    buffer = saved.buffer
+    held = buffer.writer.held(buffer.ring, saved.state.writer)
     slots = np.asarray(held.nth(buffer.ring, jnp.arange(int(held.size), dtype=jnp.int32)))
     return slots.reshape(-1, buffer.ring.envs if buffer.writer.in_time else 1)
 
 
-def _items(buffer: ReplayBuffer, state: AnyState, spec: Item, slots: np.ndarray) -> Leaves:
+def _items(saved: Snapshot, slots: np.ndarray) -> Leaves:
     """The items there, on the host, leaves `[T, E, ...]` by name; keys as their words."""
+    spec, state = saved.spec, saved.state.replace(storage=saved.stored)
     specs = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     found = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in specs]
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
-        items = buffer.take(state, jnp.asarray(slots[piece], jnp.int32))
-        for whole, leaf in zip(found, jax.tree.leaves(items), strict=True):
-            whole[piece] = np.asarray(prng_keys.raw(leaf))
+        items = dispatch.take(saved.buffer, state, jnp.asarray(slots[piece], jnp.int32))
+        for array, leaf in zip(found, jax.tree.leaves(items), strict=True):
+            array[piece] = np.asarray(prng_keys.raw(leaf))
     return dict(zip(_names(spec), found, strict=True))
 
 
@@ -204,7 +191,7 @@ def load(path: str, buffer: Description | None, example: Item, device: Device) -
     seal.check(path)
     try:
         with h5py.File(path, "r", locking=False) as file:
-            return _read(path, file, buffer, example, device)
+            return _read(file, buffer, example, device)
     except (OSError, KeyError, RuntimeError, IndexError) as error:
         if isinstance(error, PermissionError | FileNotFoundError):
             raise
@@ -212,100 +199,98 @@ def load(path: str, buffer: Description | None, example: Item, device: Device) -
 
 
 def _read(
-    path: str, file: h5py.File, given: Description | None, example: Item, device: Device
+    file: h5py.File, given: Description | None, example: Item, device: Device
 ) -> tuple[Any, Any]:
-    about = _about(path, file)
+    about = _about(file)
     saved = matching.matched(about["buffer"], given)
     buffer = host_items.prepared(saved, given is not None)
     spec = matching.stored_spec(about["items"], buffer, example)
     want = state_specs.blank(buffer, spec)
-    state = _replayed(path, file, buffer, spec, about)
-    rest = {name: getattr(want, name) for name in _PARTS}
+    state = _replayed(file, buffer, spec, about)
+    rest = _parts(want)
     packed = state_specs.packed(rest)
     arrays = [
-        _restored(path, file, f"{_STATE}/{name}", leaf)
-        for name, leaf in zip(state_specs.leaf_names(packed), jax.tree.leaves(packed), strict=True)
+        _restored(file, f"{_STATE}/{name}", leaf)
+        for name, leaf in state_specs.by_name(packed).items()
     ]
     parts = state_specs.unpacked(rest, jax.tree.unflatten(jax.tree.structure(packed), arrays))
     state = state.replace(**parts, ring=buffer.ring)
     return buffer, state if device is None else jax.device_put(state, device)
 
 
-def _about(path: str, file: h5py.File) -> dict[str, Any]:
+def _about(file: h5py.File) -> dict[str, Any]:
     kind, version = file.attrs.get("format"), cast(int, file.attrs.get("version", 0))
     if kind != FORMAT:
-        raise ValueError(f"{path}: expected a file of format '{FORMAT}', got {kind!r}.")
+        raise ValueError(f"{file.filename}: expected a file of format '{FORMAT}', got {kind!r}.")
     if version > VERSION:
         raise ValueError(
-            f"{path}: expected version {VERSION} or older, got version {version}. A newer jrb "
-            "wrote this; install that one."
+            f"{file.filename}: expected version {VERSION} or older, got version {version}. A newer "
+            "jrb wrote this; install that one."
         )
-    return json.loads(_get(path, file, _ABOUT).tobytes())
+    return json.loads(_get(file, _ABOUT).tobytes())
 
 
-def _get(path: str, group: h5py.Group, name: str) -> np.ndarray:
+def _get(group: h5py.Group, name: str) -> np.ndarray:
     """A dataset as it was stored, checked."""
-    dataset = _dataset(path, group, name)
+    dataset = _dataset(group, name)
     array = np.asarray(dataset[()])
-    _check_sum(path, f"{group.name}/{name}", dataset, zlib.crc32(memory.view(array)))
+    _check_sum(f"{group.name}/{name}", dataset, zlib.crc32(memory.view(array)))
     return array
 
 
-def _dataset(path: str, group: h5py.Group, name: str) -> h5py.Dataset:
+def _dataset(group: h5py.Group, name: str) -> h5py.Dataset:
     """A dataset that holds what it says."""
-    dataset = _plain(path, group, name)
+    dataset = _plain(group, name)
     if not isinstance(dataset, h5py.Dataset) or dataset.external or dataset.is_virtual:
-        raise DamagedError(f"{path}: leaf '{name}': expected a plain dataset.")
+        raise DamagedError(f"{group.file.filename}: leaf '{name}': expected a plain dataset.")
     if dataset.nbytes > _SMALLEST * dataset.id.get_storage_size():
         raise DamagedError(
-            f"{path}: leaf '{name}': expected data for {dataset.nbytes} bytes, found "
-            f"{dataset.id.get_storage_size()}."
+            f"{group.file.filename}: leaf '{name}': expected data for {dataset.nbytes} bytes, "
+            f"found {dataset.id.get_storage_size()}."
         )
     return dataset
 
 
-def _check_sum(path: str, name: str, dataset: h5py.Dataset, found: int) -> None:
+def _check_sum(name: str, dataset: h5py.Dataset, found: int) -> None:
     expected: Any = dataset.attrs["crc32"]
     if found != expected:
         raise DamagedError(
-            f"{path}: leaf '{name}': expected the checksum {expected:08x}, found {found:08x}: its "
-            "bytes were damaged."
+            f"{dataset.file.filename}: leaf '{name}': expected the checksum {expected:08x}, found "
+            f"{found:08x}: its bytes were damaged."
         )
 
 
-def _plain(path: str, group: h5py.Group, name: str) -> Any:
+def _plain(group: h5py.Group, name: str) -> Any:
     """What is in a group; links to other places are not followed."""
     for part in name.split("/"):
         if not isinstance(group.get(part, getlink=True), h5py.HardLink | None):
-            raise DamagedError(f"{path}: leaf '{name}': expected no link.")
+            raise DamagedError(f"{group.file.filename}: leaf '{name}': expected no link.")
         group = cast(h5py.Group, group[part])
     return group
 
 
-def _restored(path: str, file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    array = _get(path, file, name)
+def _restored(file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
+    array = _get(file, name)
     inner = prng_keys.raw_spec(spec)
     if array.shape != inner.shape or array.dtype.itemsize != inner.dtype.itemsize:
         raise ValueError(
-            f"{path}: leaf '{name}': expected {inner.dtype}{list(inner.shape)}, got "
+            f"{file.filename}: leaf '{name}': expected {inner.dtype}{list(inner.shape)}, got "
             f"{array.dtype}{list(array.shape)}."
         )
     return prng_keys.wrapped(jnp.array(array.view(inner.dtype), copy=True), spec.dtype)
 
 
-def _replayed(
-    path: str, file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]
-) -> Any:
+def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]) -> Any:
     """A state into whose storage all items were written, at their slots."""
     into = replaying(buffer)
     state = dispatch.init(into, spec, None)
     if not about["rows"]:
         return state
-    first = int(_get(path, file, f"{_STATE}/writer/cursor")) if buffer.writer.in_time else 0
+    first = int(_get(file, f"{_STATE}/writer/cursor")) if buffer.writer.in_time else 0
     if buffer.writer.in_time:
         first = (first - about["rows"]) % buffer.ring.rows
         state = state.replace(writer=state.writer.replace(cursor=jnp.int32(first)))
-    leaves = _leaves(path, file, buffer, spec, about)
+    leaves = _leaves(file, buffer, spec, about)
     row_bytes = pytree.nbytes(spec) * into.ring.envs
     for piece in pieces(np.arange(about["rows"]), row_bytes):
         rows = [
@@ -319,27 +304,31 @@ def _replayed(
 
 
 def _leaves(
-    path: str, file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]
+    file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]
 ) -> list[np.ndarray]:
     """The items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
     environments, lengths = np.asarray(about["trajectories"], np.int64).T
     if lengths.sum() > buffer.capacity or (lengths < 1).any() or (environments < 0).any():
-        raise DamagedError(f"{path}: expected trajectories of at most {buffer.capacity} rows.")
+        raise DamagedError(
+            f"{file.filename}: expected trajectories of at most {buffer.capacity} rows."
+        )
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
     ends = ends.reshape(int(environments.max()) + 1, about["rows"])
     names, raws = _names(spec), [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     parts: dict[str, list[np.ndarray]] = {}
     for number in range(len(lengths)):
-        group = cast(h5py.Group, _plain(path, file, f"{_TRAJECTORIES}/{number:06d}"))
+        group = cast(h5py.Group, _plain(file, f"{_TRAJECTORIES}/{number:06d}"))
         for name in [name for name in names if name in group]:
-            parts.setdefault(name, []).append(_get(path, group, name))
+            parts.setdefault(name, []).append(_get(group, name))
     kinds = dict(zip(names, raws, strict=True))
     flat = {name: np.concatenate(rows).view(kinds[name].dtype) for name, rows in parts.items()}
     found = from_flat(flat, ends, buffer.keys)
     for name, want in kinds.items():
         if name not in found or found[name].shape[2:] != want.shape:
-            raise DamagedError(f"{path}: leaf '{name}': expected items of shape {want.shape}.")
+            raise DamagedError(
+                f"{file.filename}: leaf '{name}': expected items of shape {want.shape}."
+            )
     return [found[name] for name in names]
 
 
@@ -352,7 +341,7 @@ def verify(path: str, progress: Progress = nobody) -> list[str]:
     try:
         seal.check(path)
         with h5py.File(path, "r", locking=False) as file:
-            return list(_damages(path, file, progress))
+            return list(_damages(file, progress))
     except DamagedError as error:
         return [str(error)]
     except (OSError, RuntimeError, KeyError, ValueError) as error:
@@ -361,15 +350,15 @@ def verify(path: str, progress: Progress = nobody) -> list[str]:
         return [f"{path}: expected a checkpoint in HDF5, got {error!r}."]
 
 
-def _damages(path: str, file: h5py.File, progress: Progress) -> Iterator[str]:
+def _damages(file: h5py.File, progress: Progress) -> Iterator[str]:
     names: list[str] = []
     file.visititems(
         lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None
     )
     for name, step in zip(names, opening.steps(progress, len(names)), strict=True):
         try:
-            dataset = _dataset(path, file, name)
-            _check_sum(path, f"{file.name}/{name}", dataset, _sum_of(dataset, step))
+            dataset = _dataset(file, name)
+            _check_sum(f"{file.name}/{name}", dataset, _sum_of(dataset, step))
         except (DamagedError, OSError, KeyError, RuntimeError) as error:
             yield str(error)
     progress(1.0)

@@ -12,11 +12,11 @@ import numpy as np
 from jrb._base import pytree
 from jrb._store import table
 from jrb._store.errors import DamagedError
-from jrb._store.generation import Generation
-from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import apart, descriptions, members, rows, state_specs
 from jrb.checkpoint.members import Several
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.types import Item
 
 Hook = Callable[[Any], Any]
@@ -78,13 +78,9 @@ class Inward:
             items = members.of_each(buffer, self.items, "load: items")
         return {name: Inward(decodes[name], items[name], self.verify) for name in decodes}
 
-    def check(self, path: str, form: dict[str, Any]) -> None:
-        """Raises unless that is what a checkpoint needs.
-
-        Args:
-            path: of the checkpoint.
-            form: what it says of its items.
-        """
+    def check(self, opened: Opened) -> None:
+        """Raises unless that is what a checkpoint needs."""
+        path, form = opened.path, opened.form
         name = form.get("encode")
         if name is not None and self.decode is None:
             raise ValueError(
@@ -156,7 +152,7 @@ class Encoded(rows.Rows):
         return max(super().width, pytree.nbytes(self.items.spec))
 
 
-def encoded(saved: state_specs.Snapshot, encode: Hook) -> Encoded:
+def encoded(saved: Snapshot, encode: Hook) -> Encoded:
     """The items of a state as a function gives them.
 
     Raises:
@@ -189,9 +185,7 @@ def columns(structure: Any, count: int) -> tuple[Column, ...]:
             (descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])),
             leaf.size * leaf.dtype.itemsize,
         )
-        for name, leaf in zip(
-            state_specs.leaf_names(structure), jax.tree.leaves(structure), strict=True
-        )
+        for name, leaf in state_specs.by_name(structure).items()
     )
 
 
@@ -255,22 +249,25 @@ def arrays_of(held: Encoded) -> dict[str, Any]:
 
 
 def decoded(
-    path: str, opened: Generation, store: Store, spec: Item, decode: Hook
+    opened: Opened, spec: Item, decode: Hook
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Numbers of rows, and their items as leaves on the host; items of zeros are left out.
 
     Raises:
         TypeError, ValueError: the function gives something else than the items were.
     """
-    structure = descriptions.decode_structure(opened.body["meta"]["form"]["structure"])
+    store, generation = opened.store, opened.generation
+    structure = descriptions.decode_structure(opened.form["structure"])
     made, specs = columns(structure, store.slots), jax.tree.leaves(structure)
     if [(c.name, c.kind, c.width) for c in made] != [
-        (c.name, c.kind, c.width) for c in opened.columns
+        (c.name, c.kind, c.width) for c in generation.columns
     ]:
-        raise DamagedError(f"{path}: expected encoded items like {structure}, found other columns.")
+        raise DamagedError(
+            f"{opened.path}: expected encoded items like {structure}, found other columns."
+        )
     wanted = apart.on_host(spec)
     blank = np.split(
-        opened.array(_BLANK, np.uint8)[None], np.cumsum([c.width for c in made])[:-1], axis=1
+        generation.array(_BLANK, np.uint8)[None], np.cumsum([c.width for c in made])[:-1], axis=1
     )
 
     def back(leaves: list[np.ndarray], count: int) -> list[np.ndarray]:

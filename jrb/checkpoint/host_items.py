@@ -1,10 +1,9 @@
 """Buffers whose items lie on the host, for those who save and load arrays."""
 
-import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeGuard
 
 import jax
@@ -16,10 +15,10 @@ from jrb._engine import dispatch, memory
 from jrb._engine.deferred import DeferredStorage
 from jrb._store import table
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import members, one_by_one
-from jrb.mix import AnyState, Description
+from jrb.checkpoint import one_by_one
+from jrb.mix import Description
 from jrb.state import Buffer, BufferState
-from jrb.storages import DeviceStorage, HostArrays
+from jrb.storages import HostArrays
 from jrb.storages.host_rows import HostView
 from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
@@ -63,8 +62,7 @@ def on_device(buffer: Buffer) -> Any:
     Of objects, the same without them.
     """
     if not dispatch.on_host(buffer):
-        is_plain = type(buffer.storage) is DeviceStorage and not buffer.storage.once
-        return one_by_one.apart(buffer) if is_plain else buffer
+        return one_by_one.apart(buffer) if one_by_one.is_packing(buffer) else buffer
     if buffer.storage.of_objects:
         return dataclasses.replace(buffer, storage=ObjectsApart(), transforms=())
     return one_by_one.apart(buffer)
@@ -79,30 +77,6 @@ class ObjectsApart(DeferredStorage):
     def spec(self, state: None) -> Item:
         """Objects have no shapes."""
         return {}
-
-
-def view_of(buffer: Buffer, state: AnyState) -> HostView:
-    """What a state knows of its rows.
-
-    Raises:
-        ValueError: it is no state of this buffer.
-    """
-    _check_kind(buffer, state)
-    return buffer.storage.view(state.storage)
-
-
-def _check_kind(buffer: Buffer, state: AnyState) -> None:
-    its = isinstance(state, BufferState)
-    if not its or not isinstance(state.storage, buffer.storage.state_type):
-        raise ValueError(
-            f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
-            "save(path, buffer, state)."
-        )
-
-
-def is_own(path: str, buffer: Description, state: AnyState) -> bool:
-    """Whether a path is that of the store in which this state has its rows."""
-    return is_on_host(buffer) and view_of(buffer, state).rows.path == os.path.realpath(path)
 
 
 def is_at(path: str, buffer: Description) -> bool:
@@ -124,34 +98,6 @@ def items_of(view: HostView) -> Any:
     return jax.tree.unflatten(structure, [leaf(*each) for each in enumerate(specs)])
 
 
-def exported(buffer: Buffer, state: AnyState) -> tuple[Any, Any]:
-    """The buffer of `on_device`, and its state with `Leaf`s, or `SideLeaf`s, for its items.
-
-    Raises:
-        StaleError: the state is not the newest one of its store.
-    """
-    if not dispatch.on_host(buffer):
-        if isinstance(state, BufferState):
-            state = state.replace(storage=one_by_one.leaves_of(state.storage))
-        return on_device(buffer), state
-    _check_kind(buffer, state)
-    if buffer.storage.of_objects:
-        return on_device(buffer), state.replace(storage=None)
-    view = view_of(buffer, state)
-    view.rows.check_newest(view.version)
-    return on_device(buffer), state.replace(storage=items_of(view))
-
-
-@contextlib.contextmanager
-def reading(buffer: Any, state: AnyState) -> Iterator[None]:
-    """A time during which no other thread overwrites rows."""
-    with contextlib.ExitStack() as stack:
-        for one, its in members.pairs(buffer, state):
-            if is_on_host(one):
-                stack.enter_context(view_of(one, its).rows.drawing())
-        yield
-
-
 def prepared(buffer: Description, given: bool) -> Any:
     """The buffer that a checkpoint is loaded into.
 
@@ -167,7 +113,7 @@ def filled(
     buffer: Buffer, spec: Item, pieces: Iterable[tuple[np.ndarray, list[np.ndarray]]]
 ) -> HostView:
     """New rows of a buffer, of items that come piece by piece: slots and leaves, or their bytes."""
-    view = view_of(buffer, dispatch.init(buffer, spec, None))
+    view = buffer.storage.view(dispatch.init(buffer, spec, None).storage)
     rows, version = view.rows, view.version
     for slots, found in pieces:
         if not all(table.is_zero(np.frombuffer(memory.view(leaf), np.uint8)) for leaf in found):
@@ -176,7 +122,7 @@ def filled(
     return view.after(version)
 
 
-def attach(buffer: Buffer, state: AnyState, view: HostView) -> Any:
+def attach(buffer: Buffer, state: BufferState, view: HostView) -> Any:
     """The state that knows of rows which are there already."""
     held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
     return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))

@@ -3,13 +3,26 @@
 from typing import Any
 
 import jax
+import numpy as np
 
 from jrb._base import prng_keys, pytree
+from jrb._base.pytree import PyTree
+from jrb._engine import memory
 from jrb._store.errors import DamagedError
-from jrb._store.generation import Generation
-from jrb.checkpoint import descriptions, facts, host_items, members, rows, state_specs
-from jrb.mix import AnyState, Description
-from jrb.state import Buffer
+from jrb.checkpoint import (
+    descriptions,
+    facts,
+    host_items,
+    members,
+    one_by_one,
+    rows,
+    state_specs,
+)
+from jrb.checkpoint.one_by_one import Room
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot
+from jrb.mix import Description
+from jrb.state import Buffer, BufferState, Device
 from jrb.types import Item, StatefulTransform, Storage
 
 
@@ -17,29 +30,22 @@ class OtherError(ValueError):
     """Another description was given than was saved."""
 
 
-def about(kind: str, buffer: Buffer, saved: state_specs.Snapshot) -> dict[str, Any]:
+def about(kind: str, saved: Snapshot) -> dict[str, Any]:
     """What a checkpoint says of a state."""
     return {
         "kind": kind,
-        "buffer": descriptions.encode(buffer),
+        "buffer": descriptions.encode(saved.buffer),
         "items": descriptions.encode_structure(saved.spec),
         "batch": list(saved.batch),
-        "facts": facts.of(buffer, saved.state, saved.batch),
+        "facts": facts.of(saved),
     }
 
 
-def kinds(state: AnyState, arrays: dict[str, Any]) -> dict[str, list[str]]:
-    """What must be known of each array to read it."""
-    packed = state_specs.packed(state)
-    leaves = dict(zip(state_specs.leaf_names(packed), jax.tree.leaves(packed), strict=True))
-    return {name: list(rows.kind_of(leaves[name.removesuffix(rows.BEYOND)])) for name in arrays}
-
-
 def described(
-    path: str, opened: Generation, kind: str, given: Description | None, example: Item
+    opened: Opened, kind: str, given: Description | None, example: Item
 ) -> tuple[Any, Any]:
     """The description, that was saved or given, and the specs of its items."""
-    meta = opened.body["meta"] or {}
+    path, meta = opened.path, opened.meta
     if meta.get("kind") != kind:
         raise ValueError(
             f"{path}: expected a checkpoint of a buffer, got one of kind {meta.get('kind')!r}."
@@ -51,41 +57,68 @@ def described(
         raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
 
 
-def batch_of(path: str, opened: Generation) -> tuple[int, ...]:
+def batch_of(opened: Opened) -> tuple[int, ...]:
     """The axes that `vmap` has put before the state."""
-    batch = opened.body["meta"].get("batch")
+    batch = opened.meta.get("batch")
     if not isinstance(batch, list) or not all(type(n) is int and n >= 0 for n in batch):
-        raise DamagedError(f"{path}: expected the axes of a state, got {batch!r}.")
+        raise DamagedError(f"{opened.path}: expected the axes of a state, got {batch!r}.")
     return tuple(batch)
 
 
-def places(
-    path: str, opened: Generation, packed: Any, without_rows: bool = False
-) -> list[tuple[str, int | None]]:
-    """The name of each leaf of a state, and the number of the column that it is in, if it is.
+def restored(
+    opened: Opened,
+    want: BufferState,
+    device: Device,
+    has_rows: bool = True,
+    is_attached: bool = False,
+    room: Room | None = None,
+) -> BufferState:
+    """The state of these specs, as it was saved; its arrays on a device.
 
     Args:
-        path: of the checkpoint.
-        opened: its generation.
-        packed: the specs of the state.
-        without_rows: whether the state is meant to have only the arrays.
+        opened: what has it.
+        want: what it must be.
+        device: for its arrays.
+        has_rows: whether some of its leaves lie in rows; else it has only the arrays.
+        is_attached: whether these are left out, as the state will know where they lie.
+        room: for leaves that will lie side by side.
 
     Raises:
-        DamagedError: there are others.
+        DamagedError: there are other leaves; or they are not what was written.
         ValueError: they are of another dtype or shape.
     """
-    columns = {column.name: (n, column.kind) for n, column in enumerate(opened.columns)}
-    columns = {} if without_rows else columns
-    arrays = opened.arrays
+    packed = state_specs.packed(want)
+    places, leaves = _places(opened, packed, has_rows), []
+    buffers = int(np.prod(want.edits.shape, dtype=int))
+    targets = {} if room is None else room.targets(want.storage)
+    for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
+        read = rows.reader(opened, name, column, buffers)
+        if is_attached and column is not None:
+            leaves.append(np.zeros(0, np.uint8))
+        elif id(leaf) in targets:
+            leaves.append(one_by_one.fill(targets[id(leaf)], read))
+        else:
+            leaves.append(memory.restored(leaf, read, device))
+    state = state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
+    if room is None:
+        return state
+    return state.replace(storage=room.filled(state.storage, device))
+
+
+def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, int | None]]:
+    """The name of each leaf of a state, and the number of the column that it is in, if it is."""
+    path, arrays = opened.path, opened.generation.arrays
+    numbered = enumerate(opened.generation.columns if has_rows else ())
+    columns = {column.name: (number, column.kind) for number, column in numbered}
     there = {name for name in (*columns, *arrays) if not name.startswith(".")}
     there = {name for name in there if not name.endswith(rows.BEYOND)}
-    names, found = state_specs.leaf_names(packed), []
-    odd = sorted(set(names) ^ there)
+    wanted, found = state_specs.by_name(packed), []
+    odd = sorted(wanted.keys() ^ there)
     if odd:
         raise DamagedError(
-            f"{path}: leaf '{odd[0]}': expected the leaves {names}, got {sorted(there)}."
+            f"{path}: leaf '{odd[0]}': expected the leaves {list(wanted)}, got {sorted(there)}."
         )
-    for name, leaf in zip(names, jax.tree.leaves(packed), strict=True):
+    for name, leaf in wanted.items():
         number, kind = columns.get(name, (None, None))
         kind = tuple(arrays[name]["kind"]) if kind is None else kind
         inner = prng_keys.raw_spec(leaf)

@@ -1,12 +1,11 @@
 """Several buffers in one folder: their names, and what belongs to each."""
 
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 from jrb import _saved, shards
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions
-from jrb.mix import Mix
+from jrb.mix import AnyState, Mix
 from jrb.sharded import Sharded
 
 Several = Any
@@ -32,20 +31,19 @@ def check(buffer: Several, verb: str) -> None:
     folders(list(each(buffer)))
 
 
-def is_one(buffer: Several) -> TypeGuard[ReplayBuffer]:
-    """Whether it is a single buffer."""
-    return isinstance(buffer, ReplayBuffer)
+def each(buffer: Several) -> dict[str, Any]:
+    """Those of which a Mix, a dict or a tuple is made, or the shards of a Sharded, by name."""
+    if isinstance(buffer, Sharded):
+        return {name: buffer.part_at(k) for k, name in enumerate(shards.names(buffer))}
+    return _entries(buffer.buffers if isinstance(buffer, Mix) else buffer)
 
 
-def each(thing: Any) -> dict[str, Any]:
-    """The entries of a Mix, a dict or a tuple, or the shards of a Sharded, by name."""
-    if isinstance(thing, Sharded):
-        return {name: thing.part_at(k) for k, name in enumerate(shards.names(thing))}
+def _entries(thing: dict[str, Any] | tuple[Any, ...]) -> dict[str, Any]:
+    """The entries of a dict or a tuple, by name."""
     if isinstance(thing, dict):
         return thing
-    entries = thing.buffers if isinstance(thing, Mix) else thing
-    names = getattr(entries, "_fields", None) or map(str, range(len(entries)))
-    return dict(zip(names, entries, strict=True))
+    names = descriptions.fields_of(type(thing)) or map(str, range(len(thing)))
+    return dict(zip(names, thing, strict=True))
 
 
 def of_each(buffer: Any, thing: Any, what: str) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def of_each(buffer: Any, thing: Any, what: str) -> dict[str, Any]:
     names, form = list(each(buffer)), dict if isinstance(buffer, dict) else tuple
     text = type(thing).__name__
     if isinstance(thing, form):
-        found = each(tuple(thing) if isinstance(buffer, Mix) else thing)
+        found = _entries(tuple(thing) if isinstance(buffer, Mix) else thing)
         if found.keys() == set(names):
             return {name: found[name] for name in names}
         text = f"those of {list(found)}"
@@ -74,27 +72,22 @@ def of_each(buffer: Any, thing: Any, what: str) -> dict[str, Any]:
     )
 
 
-def pairs(buffer: Several, state: Any) -> Iterator[tuple[ReplayBuffer, Any]]:
-    """All single buffers, and their states."""
-    if is_one(buffer):
-        yield buffer, state
-        return
+def states_of(buffer: Several, state: AnyState) -> dict[str, AnyState]:
+    """The state of each of several buffers, by its name; of shards, those that are here."""
     if isinstance(buffer, Sharded):
-        if isinstance(state, tuple):  # else items lie on devices
-            yield from ((buffer.part_at(k), one) for k, one in shards.split(buffer, state).items())
-        return
-    states = of_each(buffer, state, "save: states")
-    for name, part in each(buffer).items():
-        yield from pairs(part, states[name])
+        known = shards.names(buffer)
+        return {known[number]: one for number, one in shards.split(buffer, state).items()}
+    return of_each(buffer, state, "save: states")
 
 
-def form_of(thing: Any) -> Any:
-    """What a dict or tuple is, for JSON."""
-    if isinstance(thing, dict):
-        return {"dict": list(thing)}
-    if not hasattr(thing, "_fields"):
-        return {"tuple": len(thing)}
-    return {"class": descriptions.name_of(type(thing)), "fields": list(thing._fields)}
+def form_of(kind: type, names: list[str]) -> descriptions.Json:
+    """What a dict or tuple with these names is, for JSON."""
+    if issubclass(kind, dict):
+        return {"dict": names}
+    fields = descriptions.fields_of(kind)
+    if fields is None:
+        return {"tuple": len(names)}
+    return {"class": descriptions.name_of(kind), "fields": list(fields)}
 
 
 def formed(form: Any, parts: dict[str, Any], given: Any) -> Any:
@@ -113,7 +106,7 @@ def formed(form: Any, parts: dict[str, Any], given: Any) -> Any:
     if "tuple" in form:
         return tuple(parts[str(number)] for number in range(form["tuple"]))
     fields = form["fields"]
-    same = lambda cls: list(getattr(cls, "_fields", ())) == fields
+    same = lambda cls: list(descriptions.fields_of(cls) or ()) == fields
     cls: Any = descriptions.find_class(form["class"])
     cls = cls if same(cls) else type(given)
     if not same(cls):

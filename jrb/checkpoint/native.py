@@ -5,10 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from jrb._engine import memory
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
@@ -26,9 +24,10 @@ from jrb.checkpoint import (
 )
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
-from jrb.checkpoint.state_specs import Snapshot
-from jrb.mix import AnyState
-from jrb.state import Buffer, Device
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot
+from jrb.mix import Description
+from jrb.state import Buffer, BufferState, Device
 from jrb.types import Item
 
 KIND = "buffer"
@@ -42,20 +41,16 @@ class Pending:
 
     Args:
         path: of the checkpoint.
-        buffer: the description.
-        state: its state.
+        saved: the state.
         extra: what is saved besides.
         out: what becomes of its items.
     """
 
-    def __init__(
-        self, path: str, buffer: Buffer, state: AnyState, extra: Beside, out: Outward
-    ) -> None:
-        saved = state_specs.snapshot(buffer, state)
-        form, self._table = _form(saved, buffer, state, out)
+    def __init__(self, path: str, saved: Snapshot, extra: Beside, out: Outward) -> None:
+        form, self._table = _form(saved, out)
         self._saved = saved if form is None else _without_items(saved)
         self.path, self.extra = path, extra
-        self.meta = {**matching.about(KIND, buffer, saved), "form": form, **extra.meta}
+        self.meta = {**matching.about(KIND, saved), "form": form, **extra.meta}
         self._pieces: Any = []
         self._store: Store | None = None
 
@@ -74,10 +69,9 @@ class Pending:
         """
         last = _last(self.path, self.meta)
         held, beside = self._table(last)
-        rest, arrays = rows.split(self._saved)
+        rest, arrays, kinds = rows.split(self._saved)
         held = rest if self.meta["form"] is None else held
-        self.kinds = matching.kinds(self._saved.state, arrays) | {name: [] for name in beside}
-        self.kinds |= self.extra.kinds
+        self.kinds = kinds | {name: [] for name in beside} | self.extra.kinds
         self._store = store = opening.to_save(self.path, held.columns, held.count)
         try:
             if last is not None and (store.is_new_table() or store.generation != last.number):
@@ -116,9 +110,7 @@ class Pending:
         self._pieces, self.arrays = [], {}
 
 
-def _form(
-    saved: Snapshot, buffer: Any, state: AnyState, out: Outward
-) -> tuple[dict[str, Any] | None, Table]:
+def _form(saved: Snapshot, out: Outward) -> tuple[dict[str, Any] | None, Table]:
     """What a generation says of the items, None for rows of the state's own leaves; and these."""
     nothing = rows.Rows((), (), 0, 1, in_slots=False), {}
     if not out.items:
@@ -129,7 +121,7 @@ def _form(
                 "encode: expected items of arrays, got a ListStorage, whose objects are written as "
                 "they are. Leave it out."
             )
-        blobs = objects.blobs(buffer, state)
+        blobs = objects.blobs(saved)
         return {"kind": objects.KIND}, functools.partial(objects.paged, blobs)
     if out.encode is None:
         return None, lambda last: nothing
@@ -138,7 +130,7 @@ def _form(
 
 
 def _without_items(saved: Snapshot) -> Snapshot:
-    return dataclasses.replace(saved, state=apart.without(saved.buffer, saved.state))
+    return dataclasses.replace(saved, state=apart.without(saved.plain, saved.state))
 
 
 def _last(path: str, meta: dict[str, Any]) -> Generation | None:
@@ -153,101 +145,51 @@ def _last(path: str, meta: dict[str, Any]) -> Generation | None:
 
 
 def load(
-    path: str,
-    given: Any,
-    example: Item,
-    device: Device,
-    number: int | None = None,
-    back: Inward | None = None,
+    opened: Opened, given: Description | None, example: Item, device: Device, back: Inward
 ) -> tuple[Any, Any]:
-    """Loads a generation, the newest one if none is named; see `jrb.checkpoint.load`."""
-    store = opening.reopen(path, number, check=False)
-    opened, back = Generation(store.folder, store.generation), back or Inward()
-    meta = opened.body["meta"] or {}
-    form = meta.get("form")
-    back.check(path, form or {})
-    if meta.get("kind") == commits.KIND:
-        return commits.reopened(path, given, example, device, opened, store, back.verify)
-    buffer, spec = matching.described(path, opened, KIND, given, example)
+    """The description and the state of a generation; see `jrb.checkpoint.load`."""
+    store = opened.store
+    back.check(opened)
+    if opened.meta.get("kind") == commits.KIND:
+        return commits.reopened(opened, given, example, device, back.verify)
+    buffer, spec = matching.described(opened, KIND, given, example)
     buffer = host_items.prepared(buffer, given is not None)
-    batch = matching.batch_of(path, opened)
-    plain = host_items.on_device(buffer)
+    batch = matching.batch_of(opened)
     want = state_specs.batched(state_specs.blank(buffer, spec), batch)
-    is_whole = form is None
-    seen = want if is_whole else apart.without(plain, want)
-    on_host = host_items.is_on_host(buffer)
-    room = one_by_one.room_for(buffer, spec, batch) if is_whole else None
-    state = _restored(path, seen, device, opened, store, is_whole, on_host, room)
-    if not is_whole:
-        return buffer, _joined(path, buffer, want, state, spec, device, opened, store, back)
-    if room is not None:
-        state = state.replace(storage=room.filled(state.storage, device))
+    on_host, is_apart = host_items.is_on_host(buffer), bool(opened.form)
+    seen = apart.without(host_items.on_device(buffer), want) if is_apart else want
+    opening.check(store, rows=on_host or is_apart)  # else they are looked at as they are read
+    room = None if is_apart else one_by_one.room_for(buffer, spec, batch)
+    state = matching.restored(opened, seen, device, not is_apart, is_attached=on_host, room=room)
+    if is_apart:
+        return buffer, _joined(opened, buffer, want, state, spec, device, back)
     if not on_host:
         return buffer, state
-    all_columns = lambda slots: store.take(store.version, [slots] * len(opened.columns))
+    all_columns = lambda slots: store.take(store.version, [slots] * len(opened.generation.columns))
     pieces = ((slots, all_columns(slots)) for slots in rows.ranges(store))
     return buffer, host_items.attach(buffer, state, host_items.filled(buffer, spec, pieces))
 
 
-def _targets(want: Any, room: one_by_one.Room | None) -> dict[int, np.ndarray]:
-    """Where leaves are to lie side by side, by the ids of their specs."""
-    if room is None:
-        return {}
-    pairs = zip(jax.tree.leaves(want.storage), room.leaves(), strict=True)
-    return {id(leaf): target for leaf, target in pairs if target is not None}
-
-
-def _restored(
-    path: str,
-    want: Any,
-    device: Device,
-    opened: Generation,
-    store: Store,
-    is_whole: bool,
-    on_host: bool,
-    room: one_by_one.Room | None,
-) -> Any:
-    """The state, or all of it but its items, and but the leaves for which there is room."""
-    packed = state_specs.packed(want)
-    places, leaves = matching.places(path, opened, packed, without_rows=not is_whole), []
-    opening.check(store, rows=on_host or not is_whole)
-    buffers, targets = int(np.prod(want.edits.shape, dtype=int)), _targets(want, room)
-    for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
-        if on_host and column is not None:
-            leaves.append(np.zeros(0, np.uint8))  # what stands for it is attached
-            continue
-        read = rows.reader(store, opened, name, column, buffers)
-        if id(leaf) in targets:
-            one_by_one.fill(targets[id(leaf)], read)
-            leaves.append(np.zeros(0, np.uint8))  # the same
-            continue
-        leaves.append(memory.restored(leaf, read, device))
-    return state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
-
-
 def _joined(
-    path: str,
+    opened: Opened,
     buffer: Buffer,
-    want: Any,
-    state: Any,
+    want: BufferState,
+    state: BufferState,
     spec: Item,
     device: Device,
-    opened: Generation,
-    store: Store,
     back: Inward,
-) -> Any:
+) -> BufferState:
     """The state with its items, which do not lie in rows of its own."""
-    form = opened.body["meta"]["form"]
-    if form["kind"] == objects.KIND:
-        return state.replace(storage=objects.restored(path, opened, store, buffer, device))
-    if form["kind"] != apart.KIND:
-        pieces = hooks.decoded(path, opened, store, spec, back.decode)
+    kind = opened.form["kind"]
+    if kind == objects.KIND:
+        return state.replace(storage=objects.restored(opened, buffer, device))
+    if kind != apart.KIND:
+        pieces = hooks.decoded(opened, spec, back.decode)
     else:
         slots = apart.in_order(buffer, state.writer)
         if buffer.storage.of_objects:
-            return state.replace(storage=objects.brought(path, form, slots, buffer, back.items))
-        pieces = apart.brought(path, form, slots, spec, back.items)
+            return state.replace(storage=objects.brought(opened, slots, buffer, back.items))
+        pieces = apart.brought(opened, slots, spec, back.items)
     if host_items.is_on_host(buffer):
         return host_items.attach(buffer, state, host_items.filled(buffer, spec, pieces))
-    room = one_by_one.room_for(buffer, spec, want.edits.shape)
-    return apart.joined(host_items.on_device(buffer), want, state, spec, pieces, device, room)
+    return apart.joined(buffer, want, state, spec, pieces, device)

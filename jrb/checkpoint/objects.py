@@ -21,9 +21,10 @@ from jrb._base.pytree import PyTree
 from jrb._engine import memory
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
-from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import apart, descriptions, rows
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer, Device
 
 KIND = "objects"
@@ -133,8 +134,9 @@ def _why(value: object) -> str:
 
 def _fields(cls: Any) -> list[str] | None:
     """The fields by which an object of a class is made anew; None for other classes."""
-    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return list(cls._fields)  # pyright: ignore[reportAttributeAccessIssue]: as asked
+    named = descriptions.fields_of(cls)
+    if issubclass(cls, tuple) and named is not None:
+        return list(named)
     if not dataclasses.is_dataclass(cls):
         return None
     fields = dataclasses.fields(cls)
@@ -206,15 +208,15 @@ class _Reader:
         return array if self.device is None else jax.device_put(array, self.device)
 
 
-def blobs(buffer: Buffer, state: Any) -> list[bytes]:
+def blobs(saved: Snapshot) -> list[bytes]:
     """What is held, as bytes: a blob for some slots each, of which nothing is empty.
 
     Raises:
         StaleError: objects of this state were overwritten.
         TypeError: one is of a class that no file can hold; the message says which.
     """
-    slots = apart.in_order(buffer, state.writer)
-    held = dict(zip(slots.tolist(), buffer.storage.take(state.storage, slots), strict=True))
+    buffer, slots = saved.buffer, apart.in_order(saved.buffer, saved.state.writer)
+    held = dict(zip(slots.tolist(), buffer.storage.take(saved.stored, slots), strict=True))
     return [
         _blob(held, range(first, min(first + _SLOTS, buffer.capacity)))
         for first in range(0, buffer.capacity, _SLOTS)
@@ -281,15 +283,16 @@ def _layout(last: Generation | None) -> tuple[list[list[int]], int]:
     return found, last.body["table"]["slots"]
 
 
-def restored(path: str, opened: Generation, store: Store, buffer: Buffer, device: Device) -> Any:
+def restored(opened: Opened, buffer: Buffer, device: Device) -> Any:
     """The storage's state with all objects. The pages are checked already.
 
     Raises:
         DamagedError: they are not what was written.
         UnknownError: one is of a class that the program has not defined.
     """
-    layout, size = _layout(opened)
-    lengths = opened.array(_LENGTHS, np.int64).tolist()
+    path, store = opened.path, opened.store
+    layout, size = _layout(opened.generation)
+    lengths = opened.generation.array(_LENGTHS, np.int64).tolist()
     found: list[Any] = []
     try:
         for first, (pages, length) in enumerate(zip(layout, lengths, strict=True)):
@@ -312,19 +315,16 @@ def filled(buffer: Buffer, slots: np.ndarray, found: list[Any]) -> Any:
     return buffer.storage.put_values(state, None, slots, found) if len(slots) else state
 
 
-def brought(
-    path: str, form: dict[str, Any], slots: np.ndarray, buffer: Buffer, items: PyTree
-) -> Any:
+def brought(opened: Opened, slots: np.ndarray, buffer: Buffer, items: PyTree) -> Any:
     """The same with the objects of a user.
 
     Raises:
         TypeError, ValueError: they are no sequence of as many as were held.
     """
+    path, count = opened.path, opened.form["count"]
     mend = "Pass what jrb.items(buffer, state) gave when it was saved."
     if not isinstance(items, list | tuple):
         raise TypeError(f"{path}: items: expected a list, got {type(items).__name__}. {mend}")
-    if len(items) != form["count"]:
-        raise ValueError(
-            f"{path}: items: expected {form['count']} objects, got {len(items)}. {mend}"
-        )
+    if len(items) != count:
+        raise ValueError(f"{path}: items: expected {count} objects, got {len(items)}. {mend}")
     return filled(buffer, slots, list(items))

@@ -93,6 +93,14 @@ class SideLeaf:
         return self.words.taken(buffer, slots, self.part)
 
 
+def is_packing(buffer: Buffer) -> bool:
+    """Whether leaves may lie side by side in its states."""
+    storage = buffer.storage
+    if not isinstance(storage, DeviceStorage) or storage.once:
+        return False
+    return type(storage).init is DeviceStorage.init
+
+
 def apart(buffer: Buffer) -> Any:
     """The same buffer, whose states have an array for every leaf."""
     return dataclasses.replace(buffer, storage=ApartStorage())
@@ -147,6 +155,11 @@ class Room:
         self._arrays = {name: self._zeros(spec) for name, spec in self._specs.items()}
         return [self._leaf(it) for it in self._flat()]
 
+    def targets(self, storage: Any) -> dict[int, np.ndarray]:
+        """Those that lie side by side, by the ids of a storage's specs, one for each leaf."""
+        pairs = zip(jax.tree.leaves(storage), self.leaves(), strict=True)
+        return {id(leaf): target for leaf, target in pairs if target is not None}
+
     def _flat(self) -> list[Any]:
         return jax.tree.leaves(self._places, is_leaf=side_by_side.is_leaf)
 
@@ -178,17 +191,17 @@ class Room:
 
 def room_for(buffer: Buffer, spec: Item, batch: tuple[int, ...]) -> Room | None:
     """For the leaves that lie side by side in a buffer's states; None if none do."""
-    storage = buffer.storage
-    if not isinstance(storage, DeviceStorage) or storage.once:
+    if not is_packing(buffer):
         return None
     want = jax.eval_shape(lambda: side_by_side.room(buffer.capacity, spec, buffer.keys))
     return Room(want, batch) if isinstance(want, SideBySide) else None
 
 
-def fill(target: np.ndarray, read: Callable[[None], Any]) -> None:
-    """Fills a leaf `[V * N, ...]` with what a reader gives in pieces, whole rows each."""
+def fill(target: np.ndarray, read: Callable[[None], Any]) -> np.ndarray:
+    """A leaf `[V * N, ...]`, filled with what a reader gives in pieces, whole rows each."""
     width = math.prod(target.shape[1:]) * target.dtype.itemsize
     for start, piece in read(None):
         found = np.frombuffer(piece, target.dtype).reshape(-1, *target.shape[1:])
         first = start // width
         target[first : first + len(found)] = found
+    return target

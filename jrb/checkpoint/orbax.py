@@ -38,8 +38,10 @@ import numpy as np
 from jrb._base import extras
 from jrb._base.pytree import Leaf
 from jrb._engine import memory
-from jrb.checkpoint import folder, members
-from jrb.mix import AnyState, Description
+from jrb.checkpoint import folder, snapshots
+from jrb.checkpoint.members import Several
+from jrb.checkpoint.snapshots import Source
+from jrb.mix import AnyState
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
 
@@ -56,8 +58,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: Any, args: "BufferSave") -> None:
         """Writes the state, and returns when that is done."""
-        _check(args)
-        folder.save(_path(directory), args.buffer, args.state, 0)
+        folder.save(_path(directory), _checked(args.buffer, args.state), 0)
 
     async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
         """Copies the state to host memory; then it may be donated.
@@ -65,9 +66,9 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
         Returns:
             What waits until the folder is there, and then writes the copy.
         """
-        _check(args)
-        state = jax.tree.map(_copied, args.state)
-        write = _write(_path(directory), args.buffer, state)
+        _checked(args.buffer, args.state)
+        copy = snapshots.taken(args.buffer, jax.tree.map(_copied, args.state))
+        write = _write(_path(directory), copy)
         return [ocp.future.CommitFutureAwaitingContractedSignals(write, name="jrb-save")]
 
     def restore(self, directory: Any, args: "BufferRestore | None" = None) -> tuple[Any, Any]:
@@ -114,15 +115,16 @@ class BufferRestore(ocp.args.CheckpointArgs):
     device: Any = None
 
 
-def _check(args: BufferSave) -> None:
-    """Raises at once what would else be raised in the background."""
-    members.check(args.buffer, "save")
-    folder.check(args.buffer, args.state)
+def _checked(buffer: Several, state: AnyState) -> Source:
+    """What is to be saved. Raises at once what would else be raised in the background."""
+    saved = snapshots.taken(buffer, state)
+    folder.check(saved)
     if jax.process_count() > 1:
         raise NotImplementedError(
             f"save: expected a program of one process, got {jax.process_count()}. Save the part of "
             "each process by jrb.checkpoint.save, to a path of its own."
         )
+    return saved
 
 
 def _path(directory: Any) -> str:
@@ -136,5 +138,5 @@ def _copied(leaf: Leaf) -> Any:
     return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
 
 
-async def _write(path: str, buffer: Description, state: AnyState) -> None:
-    folder.save(path, buffer, state, 0)
+async def _write(path: str, saved: Source) -> None:
+    folder.save(path, saved, 0)

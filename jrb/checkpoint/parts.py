@@ -18,14 +18,15 @@ from typing import Any
 from jrb import _saved, shards
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
-from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.threads import share
-from jrb.checkpoint import crew, descriptions, facts, matching, members, native
+from jrb.checkpoint import crew, descriptions, facts, host_items, matching, members, native
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
-from jrb.mix import AnyState, Mix
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot, Source, Together
+from jrb.mix import Mix
 from jrb.sharded import Sharded
 from jrb.state import Device
 from jrb.types import Item
@@ -34,28 +35,25 @@ _AT_ONCE = 4
 """Times as many threads as otherwise for parts, which wait for the disk one beside the other."""
 
 
-def pending(
-    path: str, buffer: Several, state: AnyState, extra: Beside, out: Outward
-) -> "native.Pending | Pending":
+def pending(path: str, saved: Source, extra: Beside, out: Outward) -> "native.Pending | Pending":
     """A save of one buffer or of several, after all checks."""
-    if members.is_one(buffer):
-        return native.Pending(path, buffer, state, extra, out)
-    return Pending(path, buffer, state, extra, out)
+    if isinstance(saved, Snapshot):
+        return native.Pending(path, saved, extra, out)
+    return Pending(path, saved, extra, out)
 
 
 class Pending:
     """As `native.Pending`, for several buffers, or the shards of one."""
 
-    def __init__(self, path: str, buffer: Any, state: Any, extra: Beside, out: Outward) -> None:
-        states, outward = _states(buffer, state), out.of_each(buffer)
+    def __init__(self, path: str, saved: Together, extra: Beside, out: Outward) -> None:
+        outward = out.of_each(saved.buffer)
         self.parts = {
-            name: pending(_saved.path_of(path, name), part, states[name], Beside(), outward[name])
-            for name, part in members.each(buffer).items()
-            if name in states
+            name: pending(_saved.path_of(path, name), part, Beside(), outward[name])
+            for name, part in saved.parts.items()
         }
         self.path, self.extra = path, extra
-        self.meta = _about(buffer, state) | {"facts": facts.of_several(buffer)} | extra.meta
-        self.crew = crew.of_program() if isinstance(buffer, Sharded) else crew.Alone()
+        self.meta = _about(saved) | {"facts": facts.of_several(saved.buffer)} | extra.meta
+        self.crew = crew.of_program() if isinstance(saved.buffer, Sharded) else crew.Alone()
         self._store: Store | None = None
 
     @property
@@ -133,93 +131,85 @@ class Pending:
             self._store.close()
 
 
-def _states(buffer: Any, state: Any) -> dict[str, Any]:
-    """The states that are here, by name."""
-    if isinstance(buffer, Sharded):
-        known = shards.names(buffer)
-        return {known[number]: one for number, one in shards.split(buffer, state).items()}
-    return members.of_each(buffer, state, "save: states")
-
-
-def _about(buffer: Any, state: Any) -> dict[str, Any]:
+def _about(saved: Together) -> dict[str, Any]:
     """What a generation says of several buffers."""
+    buffer = saved.buffer
     if isinstance(buffer, Mix):
         return {"kind": _saved.MIX, "buffer": descriptions.encode(buffer)}
     if isinstance(buffer, Sharded):
         return {"kind": _saved.SHARDED, "buffer": descriptions.encode(shards.unbound(buffer))}
-    forms = {"buffer": members.form_of(buffer), "state": members.form_of(state)}
+    kinds = {"buffer": type(buffer), "state": saved.kind}
+    forms = {what: members.form_of(kind, list(saved.parts)) for what, kind in kinds.items()}
     return {"kind": _saved.SEVERAL, "forms": forms}
 
 
 def load(
-    path: str, given: Any, example: Item, device: Device, opened: Generation, back: Inward
+    opened: Opened, given: Several, example: Item, device: Device, back: Inward
 ) -> tuple[Any, Any]:
-    """The descriptions and the states of an opened generation."""
-    kind = (opened.body["meta"] or {}).get("kind")
-    if kind == _saved.MIX:
-        return _mixed(path, given, example, device, opened, back)
-    if kind == _saved.SHARDED:
-        return _sharded(path, given, example, device, opened, back)
-    if kind == _saved.SEVERAL:
-        return _several(path, given, example, device, opened, back)
-    return native.load(path, given, example, device, opened.number or None, back)
+    """The descriptions and the states of a generation."""
+    kinds = {_saved.MIX: _mixed, _saved.SHARDED: _sharded, _saved.SEVERAL: _several}
+    read = kinds.get(str(opened.meta.get("kind")), native.load)
+    return read(opened, given, example, device, back)
 
 
 def _mixed(
-    path: str, mix: Any, example: Item, device: Device, opened: Generation, back: Inward
+    opened: Opened, mix: Several, example: Item, device: Device, back: Inward
 ) -> tuple[Any, Any]:
-    given = mix is not None
-    try:
-        mix = matching.matched(opened.body["meta"]["buffer"], mix)
-    except KeyError as error:
-        raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
-    numbers = _saved.generations(opened)
+    given, mix, numbers = mix is not None, _described(opened, mix), opened.parts
     if list(numbers) != list(members.each(mix)):
-        raise DamagedError(f"{path}: expected {len(mix.buffers)} parts, got {list(numbers)}.")
+        raise DamagedError(
+            f"{opened.path}: expected {len(mix.buffers)} parts, got {list(numbers)}."
+        )
     buffers = members.each(mix) if given else dict.fromkeys(numbers)
     examples = dict.fromkeys(numbers, example)
-    found = _parts(path, opened, buffers, examples, device, back.of_each(mix))
+    found = _parts(opened, buffers, examples, device, back.of_each(mix))
     parts, states = zip(*found.values(), strict=True)
     return dataclasses.replace(mix, buffers=parts), states
 
 
+def _described(opened: Opened, given: Several) -> Any:
+    """The description that was saved, or the one that was given if it is the same."""
+    try:
+        return matching.matched(opened.meta["buffer"], given)
+    except KeyError as error:
+        raise DamagedError(
+            f"{opened.path}: expected a description, got one with {error!r}."
+        ) from error
+
+
 def _sharded(
-    path: str, given: Any, example: Item, device: Any, opened: Generation, back: Inward
+    opened: Opened, given: Several, example: Item, device: Any, back: Inward
 ) -> tuple[Any, Any]:
     """The shards that belong to this process, each read by itself."""
-    wanted = None if given is None else shards.unbound(given)
-    try:
-        found = matching.matched(opened.body["meta"]["buffer"], wanted)
-    except KeyError as error:
-        raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
-    numbers, known = _saved.generations(opened), shards.names(found)
+    found = _described(opened, None if given is None else shards.unbound(given))
+    numbers, known = opened.parts, shards.names(found)
     if list(numbers) != known:
-        raise DamagedError(f"{path}: expected {len(known)} shards, got {list(numbers)}.")
+        raise DamagedError(f"{opened.path}: expected {len(known)} shards, got {list(numbers)}.")
     sharded = shards.bound(found, given.mesh if device is None and given is not None else device)
     inward, states = back.of_each(sharded), {}
-    for place, group in sharded.layout.groups().items():
+    on_host = host_items.is_on_host(sharded.buffer)
+    for one, group in sharded.layout.groups().items():
+        place = None if on_host else one  # what is no item lies where init puts it
         for number in group:
             name = known[number]
-            folder = _saved.path_of(path, name)
-            one = opening.at(opening.folder_at(folder), numbers[name])
             part = given.part_at(number) if given is not None else None
-            states[number] = load(folder, part, example, place, one, inward[name])[1]
+            states[number] = load(opened.part(name), part, example, place, inward[name])[1]
     return sharded, shards.joined(sharded, states)
 
 
 def _several(
-    path: str, given: Any, example: Item, device: Device, opened: Generation, back: Inward
+    opened: Opened, given: Several, example: Item, device: Device, back: Inward
 ) -> tuple[Any, Any]:
-    numbers, forms = _saved.generations(opened), opened.body["meta"].get("forms")
+    numbers, forms = opened.parts, opened.meta.get("forms", {})
     try:
         like = members.formed(forms["buffer"], dict.fromkeys(numbers), given)
         names = list(members.each(like))
     except (KeyError, TypeError) as error:
-        raise DamagedError(f"{path}: expected several buffers, got {error!r}.") from error
+        raise DamagedError(f"{opened.path}: expected several buffers, got {error!r}.") from error
     none = dict.fromkeys(names)
     buffers = none if given is None else members.of_each(like, given, "load: buffers")
     examples = none if example is None else members.of_each(like, example, "load: examples")
-    found = _parts(path, opened, buffers, examples, device, back.of_each(like))
+    found = _parts(opened, buffers, examples, device, back.of_each(like))
     parts = {name: found[name][0] for name in names}
     states = {name: found[name][1] for name in names}
     whole = members.formed(forms["buffer"], parts, given)
@@ -227,17 +217,14 @@ def _several(
 
 
 def _parts(
-    path: str,
-    opened: Generation,
+    opened: Opened,
     buffers: dict[str, Any],
     examples: dict[str, Item],
     device: Device,
     back: dict[str, Inward],
 ) -> dict[str, tuple[Any, Any]]:
     """Each buffer and its state."""
-    found = {}
-    for name, number in _saved.generations(opened).items():
-        folder = _saved.path_of(path, name)
-        one = opening.at(opening.folder_at(folder), number)
-        found[name] = load(folder, buffers[name], examples[name], device, one, back[name])
-    return found
+    return {
+        name: load(opened.part(name), buffers[name], examples[name], device, back[name])
+        for name in opened.parts
+    }

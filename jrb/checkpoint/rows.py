@@ -22,6 +22,8 @@ from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
 from jrb.checkpoint.one_by_one import SideLeaf
+from jrb.checkpoint.opened import Opened
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer
 from jrb.types.messages import PartState
 
@@ -44,8 +46,8 @@ class Rows:
 
     Attributes:
         columns: one for each.
-        leaves: their arrays, on the host `[V, N or more, width]` of uint8, or a `Leaf`, or
-            an array of another device.
+        leaves: their arrays, on the host `[V, N or more, width]` of uint8, or a
+            `host_items.Leaf` or `SideLeaf`, or an array of another device.
         buffers: V.
         capacity: N.
         in_slots: whether they are slots, so that the writer's stamps tell which are new.
@@ -111,22 +113,22 @@ def in_parts(rows: np.ndarray, width: int, size: int = PIECE) -> Iterator[np.nda
         yield rows[start : start + step]
 
 
-def split(saved: state_specs.Snapshot) -> tuple[Rows, dict[str, Any]]:
-    """The rows of a state of one buffer, and its other arrays by name, as bytes."""
-    buffer, batch, state = saved.buffer, saved.batch, state_specs.packed(saved.state)
-    names, leaves = state_specs.leaf_names(state), jax.tree.leaves(state)
+def split(saved: Snapshot) -> tuple[Rows, dict[str, Any], dict[str, list[str]]]:
+    """The rows of a state; its other arrays as bytes; what must be known to read each of these."""
+    buffer, batch, state = saved.plain, saved.batch, state_specs.packed(saved.state)
     by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
-    buffers, columns, held, arrays = int(np.prod(batch, dtype=int)), [], [], {}
-    for name, leaf in zip(names, leaves, strict=True):
+    buffers, columns, held, arrays, kinds = int(np.prod(batch, dtype=int)), [], [], {}, {}
+    for name, leaf in state_specs.by_name(state).items():
         if id(leaf) not in by_slot or leaf.shape[len(batch)] < buffer.capacity:
-            arrays[name] = array_bytes(leaf)
+            arrays[name], kinds[name] = array_bytes(leaf), list(kind_of(leaf))
             continue
         column, array = column_of(name, leaf, batch, buffers)
         columns.append(column)
         held.append(array)
         if leaf.shape[len(batch)] > buffer.capacity:
             arrays[name + BEYOND] = _beyond(leaf, len(batch), buffer.capacity)
-    return Rows(tuple(columns), tuple(held), buffers, buffer.capacity), arrays
+            kinds[name + BEYOND] = list(column.kind)
+    return Rows(tuple(columns), tuple(held), buffers, buffer.capacity), arrays, kinds
 
 
 def array_bytes(leaf: Leaf) -> Any:
@@ -159,9 +161,7 @@ def kind_of(leaf: Leaf) -> tuple[str, ...]:
     return (descriptions.dtype_name(leaf.dtype), str(list(leaf.shape)))
 
 
-def changed(
-    store: Store, rows: Rows, last: Generation | None, saved: state_specs.Snapshot
-) -> np.ndarray:
+def changed(store: Store, rows: Rows, last: Generation | None, saved: Snapshot) -> np.ndarray:
     """The rows that the last generation of a store has not, or has otherwise; int64, in order.
 
     The writer's stamps tell them, if the state goes on from the one that was saved: tables of up to
@@ -176,7 +176,7 @@ def changed(
     then = None if last is None else _as_saved(last, {"writer": state.writer, "edits": state.edits})
     if then is None:
         return every
-    stamps = lambda writer: np.asarray(_stamps(saved.buffer, len(saved.batch), writer)).reshape(-1)
+    stamps = lambda writer: np.asarray(_stamps(saved.plain, len(saved.batch), writer)).reshape(-1)
     new = stamps(then["writer"]) != stamps(state.writer)
     if (then["edits"] != np.asarray(state.edits)).any():
         kept = np.flatnonzero(~new)
@@ -199,16 +199,15 @@ def _differ(store: Store, rows: Rows, which: np.ndarray) -> np.ndarray:
 
 def _as_saved(last: Generation, parts: dict[str, Any]) -> Any:
     """Parts of a state as they were saved; None if they were of another kind."""
-    leaves, structure = jax.tree.flatten(parts)
-    names, entries, found = state_specs.leaf_names(parts), last.arrays, []
-    for name, leaf in zip(names, leaves, strict=True):
+    entries, found = last.arrays, []
+    for name, leaf in state_specs.by_name(parts).items():
         if name not in entries or entries[name]["kind"] != list(kind_of(leaf)):
             return None
         try:
             found.append(last.array(name, leaf.dtype).reshape(leaf.shape))
         except (DamagedError, ValueError):
             return None
-    return jax.tree.unflatten(structure, found)
+    return jax.tree.unflatten(jax.tree.structure(parts), found)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -246,20 +245,21 @@ def ranges(store: Store) -> Iterator[np.ndarray]:
 
 
 def reader(
-    store: Store, opened: Generation, name: str, column: int | None, buffers: int
+    opened: Opened, name: str, column: int | None, buffers: int
 ) -> Callable[[memoryview | None], Any]:
     """Fills a memoryview with a leaf's bytes; or, from None, gives them in pieces."""
+    store, saved = opened.store, opened.generation
 
     def fill(target: memoryview) -> None:
         if column is None:
-            opened.read(name, target)
+            saved.read(name, target)
             return
-        beyond = opened.arrays.get(name + BEYOND)
-        rest = None if beyond is None else opened.array(name + BEYOND, np.uint8)
+        beyond = saved.arrays.get(name + BEYOND)
+        rest = None if beyond is None else saved.array(name + BEYOND, np.uint8)
         read(store, column, buffers, rest, target)
 
     def whole() -> Iterator[tuple[int, Any]]:
-        size = opened.arrays[name if column is None else name + BEYOND]["size"]
+        size = saved.arrays[name if column is None else name + BEYOND]["size"]
         if column is not None:
             size += store.slots * store.table.columns[column].width
         target = bytearray(size)
@@ -269,7 +269,7 @@ def reader(
     def read_to(target: memoryview | None) -> Any:
         if target is not None:
             return fill(target)
-        if column is None or name + BEYOND in opened.arrays:
+        if column is None or name + BEYOND in saved.arrays:
             return whole()
         return _in_pieces(store, column)
 

@@ -1,36 +1,18 @@
 """What a state must look like, told from the description and the items alone."""
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
 
 from jrb._base import pytree, versions
 from jrb._base import tree as trees
-from jrb._base.pytree import PyTree
-from jrb._engine import dispatch, memory, state_check
-from jrb.checkpoint import descriptions, host_items
-from jrb.mix import AnyState
-from jrb.state import Buffer
+from jrb._base.pytree import Leaf, PyTree
+from jrb._engine import memory, state_check
+from jrb.checkpoint import host_items
+from jrb.state import Buffer, BufferState
 from jrb.types import Item
-
-
-def check_arrays(state: AnyState) -> None:
-    """Raises unless all leaves of a state are arrays that are there."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        where = f"save: leaf '{pytree.leaf_name(path)}'"
-        if isinstance(leaf, jax.core.Tracer):
-            raise TypeError(f"{where}: expected an array, got a tracer. Save outside jit.")
-        if not pytree.is_array(leaf):
-            raise TypeError(f"{where}: expected an array, got {type(leaf).__name__}.")
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"{where}: expected an array that is there, got one that was donated. Save the "
-                "state that came back."
-            )
 
 
 def blank(buffer: Buffer, spec: Item) -> Any:
@@ -46,7 +28,7 @@ def _blank(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
     return jax.eval_shape(lambda: state_check.blank(host_items.on_device(buffer), spec))
 
 
-def packed(state: AnyState) -> Any:
+def packed(state: PyTree) -> Any:
     """A state, or its specs, with the leaves of every tree in place of all its nodes.
 
     Nodes depend on the branching, and that on the backend.
@@ -65,7 +47,7 @@ def packed(state: AnyState) -> Any:
     return jax.tree.map(leaves, state, is_leaf=trees.is_tree)
 
 
-def unpacked(want: PyTree, state: AnyState) -> Any:
+def unpacked(want: PyTree, state: PyTree) -> Any:
     """The state, like the specs `want`, of which `packed` made this."""
 
     def whole(spec: Item, part: Any) -> Any:
@@ -81,36 +63,26 @@ def batched(tree: Item, batch: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*batch, *leaf.shape), leaf.dtype), tree)
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """A state as it is saved, after all checks.
+def fitted(buffer: Buffer, state: BufferState) -> tuple[Item, tuple[int, ...]]:
+    """The spec of an item in a state that is to be saved, and the axes that `vmap` has put before.
 
-    Attributes:
-        buffer: the description, as if its items were on the device.
-        state: its state, with `host_items.Leaf`s for items that are not, and
-            `one_by_one.SideLeaf`s for leaves that lie side by side.
-        spec: of one item as it is stored; of objects, nothing.
-        batch: the axes that `vmap` has put before all leaves.
-    """
-
-    buffer: Any
-    state: AnyState
-    spec: Item
-    batch: tuple[int, ...]
-
-
-def snapshot(buffer: Buffer, state: AnyState) -> Snapshot:
-    """A state that is to be saved.
+    Args:
+        buffer: the description, all items on the device, each leaf in an array of its own.
+        state: has to be one of it.
 
     Raises:
-        ValueError, TypeError: it is no state of this buffer; the message names a leaf.
+        ValueError, TypeError: it is not; the message names a leaf.
     """
-    given = buffer, state
-    if not dispatch.on_host(buffer):
-        check_arrays(state)
-    buffer, state = host_items.exported(buffer, state)
-    check_arrays(state)
-    specs = pytree.spec_of(state, "save")
+    leaves, structure = jax.tree.flatten(pytree.spec_of(state, "save"))
+    return _fitted(buffer, structure, tuple(leaves), versions.is_x64())
+
+
+@functools.lru_cache(maxsize=16)
+def _fitted(
+    buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], x64: bool
+) -> tuple[Item, tuple[int, ...]]:
+    """The same, remembered where nothing was raised."""
+    specs = jax.tree.unflatten(structure, leaves)
     for axes in range(4):
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
         inner = jax.tree.map(strip, specs)
@@ -119,43 +91,27 @@ def snapshot(buffer: Buffer, state: AnyState) -> Snapshot:
             want = blank(buffer, spec)
         except (TypeError, ValueError, AttributeError, IndexError):
             continue
-        batch = jax.tree.leaves(specs)[0].shape[:axes]
-        if _same(batched(want, batch), specs):
-            return Snapshot(buffer, state, spec, batch)
-    raise _of_another(buffer, specs, *given)
+        batch = leaves[0].shape[:axes]
+        if pytree.alike(batched(want, batch), specs):
+            return spec, batch
+    raise _misfit(buffer, specs)
 
 
-def _of_another(plain: Buffer, specs: Item, buffer: Buffer, state: AnyState) -> Exception:
-    """Why it is no state of this buffer, given both also as they are saved."""
+def _misfit(buffer: Buffer, specs: BufferState) -> Exception:
+    """Why these are not the specs of a state of this buffer."""
     try:
-        want = blank(plain, plain.storage.spec(specs.storage))
+        want = blank(buffer, buffer.storage.spec(specs.storage))
         mend = "Save the state that this very buffer made."
-        pytree.check_like(_plain(want), _plain(specs), "save", mend)
-        dispatch.check_state(buffer, state)
-    except (AttributeError, IndexError):
-        return ValueError(
-            f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
-            "save(path, buffer, state)."
-        )
+        pytree.check_like(by_name(want), by_name(specs), "save", mend)
+        state_check.check(buffer, specs)
     except (ValueError, TypeError) as error:
         return error
+    except (AttributeError, IndexError):
+        pass  # as a storage may raise of what is not its own
     return ValueError("save: expected a state of this buffer, got another.")
 
 
-def _plain(tree: Item) -> Any:
-    """The tree as leaves by name, without what is static in it."""
-    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-
-
-def _same(one: PyTree, other: PyTree) -> bool:
-    if jax.tree.structure(one) != jax.tree.structure(other):
-        return False
-    kind = lambda leaf: (leaf.shape, leaf.dtype)
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(kind(a) == kind(b) for a, b in pairs)
-
-
-def leaf_names(tree: Item) -> list[str]:
+def leaf_names(tree: PyTree) -> list[str]:
     """The names of all leaves, each once."""
     names: dict[str, None] = {}
     for name in pytree.leaf_names(tree):
@@ -167,6 +123,6 @@ def leaf_names(tree: Item) -> list[str]:
     return list(names)
 
 
-def kind(spec: Item) -> list:
-    """Dtype and shape for a manifest."""
-    return [descriptions.dtype_name(spec.dtype), list(spec.shape)]
+def by_name(tree: PyTree) -> dict[str, Leaf]:
+    """All leaves by these names."""
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))

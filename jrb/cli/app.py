@@ -4,7 +4,7 @@ import sys
 from typing import Annotated, Any
 
 from jrb._base import extras
-from jrb.cli import convert, data, demo, found, inspect, stats, verify
+from jrb.cli import bench, convert, data, demo, found, inspect, stats, verify
 
 typer = extras.require("typer", "cli")
 
@@ -21,7 +21,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (inspect.inspect, verify.verify, convert.convert, stats.stats, demo.demo):
+for _command in (
+    inspect.inspect,
+    verify.verify,
+    convert.convert,
+    stats.stats,
+    demo.demo,
+    bench.bench,
+):
     app.command()(_command)
 app.add_typer(data.app, name="data")
 

@@ -24,6 +24,7 @@ from jrb._engine import memory
 from jrb._store import files, generation
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
+from jrb.checkpoint import snapshots
 
 TED = {
     "observation": jnp.zeros(3),
@@ -403,7 +404,7 @@ def test_a_background_save_holds_what_the_state_was(tmp_path):
             state = add(state, testing.rows({"x": jnp.zeros(10_000)}, jnp.float32(number), 3))
         assert not save.done()
         with pytest.raises(checkpoint.LockedError):
-            checkpoint.folder.save(str(tmp_path), buffer, kept, 0)
+            checkpoint.folder.save(str(tmp_path), snapshots.taken(buffer, kept), 0)
         go.set()
         save.wait()
     finally:

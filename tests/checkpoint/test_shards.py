@@ -14,7 +14,7 @@ import jrb
 from jrb import checkpoint, shards
 from jrb._engine import memory
 from jrb._store import files, threads
-from jrb.checkpoint import crew, parts
+from jrb.checkpoint import crew, parts, snapshots
 
 pytestmark = [
     pytest.mark.slow,
@@ -230,9 +230,9 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
     def run(number):
         local.number = number
         try:
-            told[number] = checkpoint.folder.save(
-                str(path), sharded, state, 0, options.get("extra", checkpoint.beside.Beside())
-            )
+            saved = snapshots.taken(sharded, state)
+            extra = options.get("extra", checkpoint.beside.Beside())
+            told[number] = checkpoint.folder.save(str(path), saved, 0, extra)
         except OSError as error:
             told[number] = error
 

@@ -20,6 +20,7 @@ from jrb._store import files, opening
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
+from jrb.checkpoint.snapshots import Snapshot
 from jrb.datasets.kind import Episode, spec_of
 from jrb.datasets.kinds.native.saved import ENDS, FACTS
 from jrb.datasets.writing.beside import free
@@ -118,14 +119,8 @@ class NewDataset:
         """Makes it what a buffer would have saved that holds these steps."""
         storage = MemmapStorage(self.dest)
         buffer = ReplayBuffer(self.steps, writer=Immutable(), storage=storage)
-        state = _state(buffer, self.spec)
-        meta = matching.about(
-            commits.KIND, buffer, state_specs.Snapshot(buffer, state, self.spec, ())
-        )
-        packed = state_specs.packed(state)
-        leaves = map(rows.array_bytes, jax.tree.leaves(packed))
-        arrays = dict(zip(state_specs.leaf_names(packed), leaves, strict=True))
-        kinds = matching.kinds(state, arrays)
+        saved = Snapshot(buffer, _state(buffer, self.spec), self.spec, ())
+        meta, (_, arrays, kinds) = matching.about(commits.KIND, saved), rows.split(saved)
         named = {ENDS: ends, **{FACTS + name: fact for name, fact in facts.items()}}
         for name, array in named.items():
             if array.dtype.kind in "biuf":

@@ -1,15 +1,14 @@
-"""A buffer that is served over Ray beside Ray alone: adds, draws, small items.
+"""A buffer served over Ray beside Ray alone and TorchRL's: adds, draws, small items.
 
-`python -m benchmarks.remote` (extra `ray`) starts a small cluster of its own. What is compared runs
-in turn, round after round: the best and the median of all rounds are told, as the machine may have
-other things to do.
+It starts a small cluster of its own. What is compared runs in turn, round after round: the best and
+the median of all rounds are told, as the machine may have other things to do.
 """
 
-import argparse
 import collections
 import functools
-import json
+import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 import ray
-import rich.console
-import rich.table
+from ray import cloudpickle
 
 import jrb
-from benchmarks import report
 from jrb.remote import Remote, serve
+
+from ..workloads.case import Wanted
 
 FRAME = (84, 84, 4)
 BATCH, DEPTH, IN_FLIGHT = 256, 8, 4
@@ -177,6 +176,58 @@ def small(rounds: int, calls: int) -> list[dict]:
     return [row("small items, 2 feeders, transitions/s", found["ours"], found["bare"], max)]
 
 
+class TorchFeeder:
+    """An actor that sends the same timesteps to TorchRL's buffer again and again."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def run(self, frame: bool, length: int, calls: int) -> float:
+        """Seconds until all of them are written: its calls wait for that."""
+        items = torch_items(chunk(frame, length))
+        start = time.perf_counter()
+        for _ in range(calls):
+            self._client.extend(items)
+        return time.perf_counter() - start
+
+
+def torch_items(items: dict) -> Any:
+    """Items in a TensorDict."""
+    import torch
+    from tensordict import TensorDict
+
+    return TensorDict(jax.tree.map(torch.from_numpy, items), batch_size=len(items["action"]))
+
+
+def beside_torchrl(rounds: int, calls: int, capacity: int = 20_000) -> list[dict]:
+    """Adds of frames and uniform draws, each of which is waited for, beside RayReplayBuffer."""
+    from torchrl.data import LazyTensorStorage, RayReplayBuffer
+
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    size, quiet = nbytes(item(True)), {"num_cpus": 0}
+    storage = functools.partial(LazyTensorStorage, capacity)
+    other = RayReplayBuffer(storage=storage, batch_size=BATCH, remote_config=quiet)
+    made = jrb.ReplayBuffer(capacity, batch_size=BATCH)
+    try:
+        with serve(made, item(True), streams=2, num_cpus=0) as served:
+            client = ray.remote(num_cpus=0)(TorchFeeder)
+            ours, theirs = feeders(served), [client.remote(other.client()) for _ in range(2)]
+            for one in (ours, theirs):
+                fed(one, True, FRAMES, 4)
+            for _ in range(rounds):
+                found["adds"].append(fed(ours, True, FRAMES, calls) * size / 1e9)
+                found["their adds"].append(fed(theirs, True, FRAMES, calls) * size / 1e9)
+                found["draw"].append(drawn(lambda: served.sample(BATCH), calls) * 1e3)
+                found["their draw"].append(drawn(other.sample, calls) * 1e3)
+    finally:
+        other.shutdown()
+    rows = [
+        row("uniform: adds of frames, 2 feeders, GB/s", found["adds"], found["their adds"], max),
+        row(f"uniform: sample({BATCH}) of frames, ms", found["draw"], found["their draw"], min),
+    ]
+    return [each | {"beside": "RayReplayBuffer"} for each in rows]
+
+
 def row(what: str, ours: list[float], bare: list[float], best: Callable) -> dict:
     """One comparison."""
     ratios = np.array(ours) / np.array(bare)
@@ -190,29 +241,19 @@ def row(what: str, ours: list[float], bare: list[float], best: Callable) -> dict
     }
 
 
-def main() -> None:
-    """Measures, prints a table, writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=100)
-    parser.add_argument("--json", default="benchmarks/results/remote.json")
-    options = parser.parse_args()
+def run(wanted: Wanted) -> dict[str, Any]:
+    """A row for each comparison; and the load of the machine, before and after."""
+    rounds, calls = wanted.pick((2, 10), (7, 100))
     ray.init(include_dashboard=False, object_store_memory=500_000_000, log_to_driver=False)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find it
     load = [os.getloadavg()[0]]  # of all that runs here: this, and what else there is
-    rows = frames(jrb.DeviceStorage(), options.rounds, options.calls)
-    rows += frames(jrb.MemmapStorage(), options.rounds, options.calls)
-    rows += small(options.rounds, options.calls)
+    try:
+        rows = frames(jrb.DeviceStorage(), rounds, calls)
+        rows += frames(jrb.MemmapStorage(), rounds, calls)
+        rows += small(rounds, calls)
+        if importlib.util.find_spec("torchrl") is not None:
+            rows += beside_torchrl(rounds, calls)
+    finally:
+        ray.shutdown()
     load.append(os.getloadavg()[0])
-    table = rich.table.Table(title="best and median of all rounds, and beside it Ray alone")
-    for head in ("", "best", "median", "Ray's best", "Ray's median", "ratio"):
-        table.add_column(head, justify="right" if head else "left")
-    for line in rows:
-        numbers = list(line.values())[1:]
-        table.add_row(line["what"], *(f"{number:,.2f}" for number in numbers))
-    rich.console.Console(width=110).print(table)
-    with open(options.json, "w") as out:
-        json.dump({"machine": report.machine(), "load": load, "rows": rows}, out, indent=2)
-
-
-if __name__ == "__main__":
-    main()
+    return {"load": load, "rows": rows}

@@ -1,14 +1,10 @@
 """What each verb costs from 10^4 to 10^8 transitions, alone and in eight shards on one device.
 
-    python -m benchmarks.scale [--quick] [--json FILE]
-
 Items are one float32, so that what is timed is jrb's own work: 16 environments, batches of 256.
 All programs of one N take turns; told are the least time of the rounds, and their median.
 At most 7.2 GB of states are alive at a time.
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jrb
-from benchmarks import report, timing
+
+from .. import timing
+from ..workloads.case import Wanted
 
 E, B, S, STEPS, CHUNK = 16, 256, 8, 300, 62_500
 Body = Callable[[Any, Any], Any]
@@ -80,44 +78,48 @@ TASKS = (
 )
 
 
+def program(body: Body, carry: Any) -> timing.Program:
+    """So many steps in a compiled scan, with the carry donated."""
+    keys = jax.random.split(jax.random.key(0), STEPS)
+    scan = lambda carry, keys: jax.lax.scan(lambda c, key: (body(c, key), None), carry, keys)[0]
+    run = jax.jit(scan, donate_argnums=0).lower(carry, keys).compile()
+    held, found = [carry], run.memory_analysis()
+    facts = {"temp_bytes": found.temp_size_in_bytes if found else None}
+
+    def call() -> None:
+        held[0] = jax.block_until_ready(run(held[0], keys))
+
+    return timing.Program(call, STEPS, facts=facts)
+
+
 def measured(n: int, rounds: int) -> list[dict]:
     """All tasks at one N, in turn."""
-    programs, sizes = [], []
+    programs, sizes = {}, {}
     for what, sampler, shards, make in TASKS:
         buffer, state = filled(n, sampler, shards)
-        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-        programs.append(timing.program(what, make(buffer), (state, jnp.zeros(B)), STEPS))
-    for _ in range(rounds + 1):
-        for program in programs:
-            program.call()
-    found = []
-    for program, size in zip(programs, sizes, strict=True):
-        times = program.times_us[1:]
-        found.append(
-            {
-                "what": program.name,
-                "n": n,
-                "median_us": float(np.median(times)),
-                "least_us": min(times),
-                "temp_bytes": program.temp_bytes,
-                "state_bytes": size,
-            }
-        )
-        print(found[-1], flush=True)
-    return found
+        sizes[what] = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        programs[what] = program(make(buffer), (state, jnp.zeros(B)))
+        programs[what].warm()
+        del state
+    timing.in_turn(programs.values(), rounds)
+    return [
+        {
+            "what": what,
+            "n": n,
+            "median_us": float(np.median(program.times)) * 1e6,
+            "least_us": min(program.times) * 1e6,
+            "temp_bytes": program.facts["temp_bytes"],
+            "state_bytes": sizes[what],
+        }
+        for what, program in programs.items()
+    ]
 
 
-def main() -> None:
-    """Measures, prints the rows, and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="only small buffers")
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--json", default="benchmarks/results/scale.json")
-    options = parser.parse_args()
-    sizes = (10**4, 10**5) if options.quick else (10**4, 10**5, 10**6, 10**7, 10**8)
-    rows = [row for n in sizes for row in measured(n, options.rounds)]
-    with open(options.json, "w") as out:
-        json.dump({"machine": report.machine(), "rows": together(rows)}, out, indent=2)
+def run(wanted: Wanted) -> dict[str, Any]:
+    """All tasks at each N, 100 rounds."""
+    sizes = wanted.pick((10**4, 10**5), (10**4, 10**5, 10**6, 10**7, 10**8))
+    rows = [row for n in sizes for row in measured(n, wanted.pick(10, 100))]
+    return {"rows": together(rows)}
 
 
 def together(rows: list[dict]) -> list[dict]:
@@ -127,7 +129,3 @@ def together(rows: list[dict]) -> list[dict]:
         task = found.setdefault(row["what"], {"what": row["what"], "n": {}})
         task["n"][str(row["n"])] = {k: v for k, v in row.items() if k not in ("what", "n")}
     return list(found.values())
-
-
-if __name__ == "__main__":
-    main()

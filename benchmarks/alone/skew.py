@@ -1,15 +1,11 @@
 """Draws from 256 shards of unlike priorities, beside those from one buffer of the same items.
 
-    python -m benchmarks.skew [--rounds 2000] [--json FILE]
-
 All shards lie on one device: what is drawn does not depend on where they lie. Told are the greatest
 relative error of a weight against its formula in float64, and how far weighted means of a batch
 spread, over those of one buffer: a ratio of standard deviations, 1 if shards cost nothing. N =
 4,096 items, B = 1,024.
 """
 
-import argparse
-import json
 from typing import Any
 
 import jax
@@ -17,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jrb
-from benchmarks import report
+
+from ..workloads.case import Wanted
 
 S, LENGTH, B = 256, 16, 1024
 BETAS = (0.0, 0.4, 1.0)
@@ -91,20 +88,7 @@ def row(name: str, beta: float, rounds: int) -> dict:
     }
 
 
-def main() -> None:
-    """Prints the rows, and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--json", default="benchmarks/results/skew.json")
-    options = parser.parse_args()
-    rows = []
-    for name in CASES:
-        for beta in BETAS:
-            rows.append(row(name, beta, options.rounds))
-            print(rows[-1], flush=True)
-    with open(options.json, "w") as out:
-        json.dump({"machine": report.machine(), "rows": rows}, out, indent=2)
-
-
-if __name__ == "__main__":
-    main()
+def run(wanted: Wanted) -> dict[str, Any]:
+    """A row for each case and beta, of 2,000 batches."""
+    rounds = wanted.pick(100, 2000)
+    return {"rows": [row(name, beta, rounds) for name in CASES for beta in BETAS]}

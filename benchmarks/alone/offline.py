@@ -1,8 +1,6 @@
 """Behaviour cloning: a policy that does what a dataset has recorded, played in the environment.
 
-    python -m benchmarks.offline [--set PATH] [--plot FILE] [--json FILE]
-
-It needs gymnasium and optax.
+It needs gymnasium and optax, and a checkout, which has the set.
 
 The set is opened, made a buffer, and drawn from in one jitted scan. After each part of the training
 the policy plays some episodes, in each of which it does what it finds most likely.
@@ -11,10 +9,8 @@ Reference: Pomerleau, 1991, "Efficient training of artificial neural networks fo
 navigation".
 """
 
-import argparse
 import functools
 import itertools
-import json
 import pathlib
 import time
 from typing import Any
@@ -26,10 +22,11 @@ import numpy as np
 import optax
 
 import jrb
-from benchmarks import report
 from jrb._base import extras
 
-RECORDED = "tests/data/minari/cartpole-v0"
+from ..workloads.case import Wanted
+
+RECORDED = pathlib.Path(jrb.__file__).parents[1] / "tests" / "data" / "minari" / "cartpole-v0"
 PARTS, STEPS, BATCH, HIDDEN, EPISODES = 25, 50, 256, 64, 20
 
 optimizer = optax.adam(1e-3)
@@ -96,7 +93,7 @@ def played(params: Any, environment: str, seed: int) -> list[float]:
     return returns.tolist()
 
 
-def run(path: str) -> dict[str, Any]:
+def cloned(path: str) -> dict[str, Any]:
     """Trains and plays; what came of it."""
     start = time.perf_counter()
     dataset = jrb.datasets.open(path)
@@ -139,24 +136,7 @@ def picture(result: dict[str, Any]) -> Any:
     return figure
 
 
-def main() -> None:
-    """Runs, prints, and writes what is asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--set", default=RECORDED, help="of Minari, with numbered actions")
-    parser.add_argument("--plot", help="a PNG of the returns")
-    parser.add_argument("--json", help="where the figures go")
-    options = parser.parse_args()
-    result = run(options.set)
-    print(
-        f"{result['environment']}: recorded {result['recorded_return']:.0f}, cloned "
-        f"{result['mean_return']:.0f}, in {result['seconds']:.0f} s"
-    )
-    if options.plot:
-        picture(result).savefig(options.plot, dpi=150)
-    if options.json:
-        found = {"machine": report.machine(), **result}
-        pathlib.Path(options.json).write_text(json.dumps(found, indent=2))
-
-
-if __name__ == "__main__":
-    main()
+def run(wanted: Wanted) -> dict[str, Any]:
+    """What came of it, in a row."""
+    found = cloned(str(RECORDED))
+    return {"rows": [{"what": found["environment"], **found}]}

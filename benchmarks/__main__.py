@@ -1,0 +1,8 @@
+"""`python -m benchmarks` is `jrb bench`."""
+
+import sys
+
+from jrb import cli
+
+if __name__ == "__main__":
+    cli.main(["bench", *sys.argv[1:]])

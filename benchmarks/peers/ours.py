@@ -1,0 +1,76 @@
+"""jrb itself."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+import jrb
+
+from .. import items
+from .. import setup as wanted
+from ..setup import Setup
+from .peer import Buffer, Drawn, Peer
+
+KEYS = jrb.Keys(observation="obs", next_observation="next_obs", reward="reward", done="done")
+SAMPLERS = {
+    "uniform": jrb.Uniform,
+    "prioritized": jrb.Prioritized,
+    "without replacement": jrb.WithoutReplacement,
+}
+UNITS = {
+    "transition": jrb.Transition(),
+    "n-step": jrb.NStep(wanted.STEPS, wanted.DISCOUNT),
+    "slices": jrb.Sequence(wanted.LENGTH),
+    "episodes": jrb.Sequence(wanted.LENGTH, over="episodes"),
+    "padded": jrb.Sequence(wanted.LENGTH, short="pad"),
+    "stack": jrb.FrameStack(wanted.STACK),
+}
+
+
+def described(setup: Setup) -> jrb.ReplayBuffer:
+    """The buffer that is wanted."""
+    return jrb.ReplayBuffer(
+        setup.capacity,
+        num_envs=setup.envs,
+        batch_size=setup.batch,
+        sampler=SAMPLERS[setup.sampler](),
+        unit=UNITS[setup.unit],
+        storage=jrb.DeviceStorage(once=setup.once),
+        keys=KEYS,
+    )
+
+
+class Ours(Peer):
+    """Pure functions of a state."""
+
+    name = "jrb"
+    on_device = True
+    samplers = tuple(SAMPLERS)
+    units = tuple(UNITS)
+    once = True
+    most = 10**9
+
+    def full(self, setup: Setup) -> Buffer:
+        """A full buffer."""
+        buffer, example = described(setup), items.example(setup.items)
+        state, extend = buffer.init(example), jax.jit(buffer.extend, donate_argnums=0)
+        for piece in setup.pieces():
+            state = extend(state, piece)
+        consumes = setup.sampler == "without replacement"
+
+        def sample(state: Any, key: jax.Array) -> tuple[Any, Drawn]:
+            after, found = (
+                buffer.draw(state, key) if consumes else (None, buffer.sample(state, key))
+            )
+            return after, Drawn(found.data, found if setup.prioritized else ())
+
+        return Buffer(
+            state=state,
+            add=buffer.add,
+            sample=sample,
+            update=buffer.update_priority,
+            nbytes=buffer.nbytes(example),
+            rows=jax.device_put,
+            read=lambda data: jax.tree.map(np.asarray, data),
+        )

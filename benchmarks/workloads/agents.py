@@ -1,0 +1,26 @@
+"""Many agents side by side under vmap, each with a buffer of its own."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from ..peers import Peer
+from ..setup import Setup
+from ..timing import Program
+from .case import Case, Wanted, beside
+from .programs import scanned, verbs_of
+
+
+def cases(wanted: Wanted) -> Iterator[Case]:
+    """8 and 64 agents, each with 4 environments and batches of 64."""
+    on_device = Wanted([peer for peer in wanted.peers if peer.on_device], wanted.quick)
+    for count in (8, 64):
+        for sampler in ("uniform", "prioritized"):
+            setup = Setup("vector", wanted.pick(2000, 10_000), 4, 64, sampler)
+            make = lambda peer, setup, count=count: vmapped(peer, setup, count)
+            yield beside(on_device, f"{sampler} step", setup, make, facts={"agents": count})
+
+
+def vmapped(peer: Peer, setup: Setup, agents: int) -> Program:
+    """A scan of a vmapped step; all agents begin alike, and draw what they draw."""
+    steps = peer.steps(dataclasses.replace(setup, n=setup.n * agents), 100)
+    return scanned(peer.full(setup), setup, steps, verbs_of(setup), agents)

@@ -1,0 +1,18 @@
+"""One call a verb in a Python loop that waits for each result: jitted on the device."""
+
+from collections.abc import Iterator
+
+from ..setup import Setup
+from .case import Case, Wanted, beside
+from .programs import ALL, calls
+
+
+def cases(wanted: Wanted) -> Iterator[Case]:
+    """Each verb by itself, then the whole step."""
+    n = wanted.pick(10**4, 10**5)
+    for sampler in ("uniform", "prioritized"):
+        setup = Setup("vector", n, sampler=sampler)
+        chosen = ALL if setup.prioritized else ALL[:2]
+        for verbs in [(verb,) for verb in chosen] + [chosen]:
+            step = lambda peer, setup, verbs=verbs: calls(peer, setup, 300, verbs)
+            yield beside(wanted, f"{sampler}: {' + '.join(verbs)}", setup, step)

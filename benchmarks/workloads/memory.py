@@ -1,0 +1,32 @@
+"""The bytes that a transition takes, with all that is known of it."""
+
+from collections.abc import Iterator
+
+from .. import items
+from ..peers import Peer
+from ..setup import Setup
+from ..timing import Program
+from .case import Case, Wanted, beside
+
+SETUPS = {
+    "uniform": Setup("vector", 10**4),
+    "prioritized": Setup("vector", 10**4, sampler="prioritized"),
+    "prioritized, 19 leaves": Setup("nested", 10**4, sampler="prioritized"),
+    "windows": Setup("episodic", 10**4, 16, 32, unit="slices"),
+    "frames": Setup("frames", 4096, 16),
+    "frames, stored once": Setup("frames", 4096, 16, once=True),
+    "stacks of 4 frames": Setup("frames", 4096, 16, unit="stack"),
+}
+
+
+def cases(wanted: Wanted) -> Iterator[Case]:
+    """The states of full buffers, over their capacity."""
+    for name, setup in SETUPS.items():
+        facts = {"item bytes": items.width(setup.items)}
+        yield beside(wanted, name, setup, held, facts=facts, unit="B")
+
+
+def held(peer: Peer, setup: Setup) -> Program:
+    """A program that does nothing, of a buffer that is made and looked at."""
+    nbytes = peer.full(setup).nbytes
+    return Program(lambda: None, facts={"value": nbytes / setup.capacity if nbytes else None})

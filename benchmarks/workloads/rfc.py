@@ -1,0 +1,101 @@
+"""`sample` calls of 128 of 100,000 items in a Python loop, as TorchRL measures its own buffers."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import backend
+
+import jrb
+
+from ..timing import Program
+from .case import Case, Wanted
+from .host import draws
+
+SHAPES: dict[str, Any] = {
+    "tensor": (3, 4),
+    "dict": {"a": (3, 4), "b": (3,), "c": ()},
+    "nested dict": {"a": (3, 4), "next": {"a": (3, 4), "reward": (), "done": ()}},
+}
+STORAGES = {"list": "ListStorage", "device": "LazyTensorStorage", "memmap": "LazyMemmapStorage"}
+B = 128
+
+
+def cases(wanted: Wanted) -> Iterator[Case]:
+    """Kinds of items and storages; on the CPU also without a thread of JAX's own."""
+    count, known = wanted.pick(10**4, 10**5), {peer.name for peer in wanted.peers}
+    modes = {"JAX's default": contextlib.nullcontext}
+    if jax.default_backend() == "cpu":
+        modes["synchronous"] = synchronous
+    for mode, within in modes.items():
+        for storage, theirs in STORAGES.items():
+            for kind in SHAPES:
+                programs = {"jrb": lambda k=kind, s=storage: ours(k, s, count)}
+                if "TorchRL" in known:
+                    programs["TorchRL"] = lambda k=kind, s=theirs: torchrl(k, s, count)
+                facts = {"storage": storage, "items": kind, "dispatch": mode, "N": count, "B": B}
+                weight = wanted.pick(40, 667)
+                yield Case("sample", facts, programs, weight=weight, within=within)
+
+
+@contextlib.contextmanager
+def synchronous() -> Iterator[None]:
+    """JAX computes on the CPU in the thread that calls; all arrays are lost on both ends."""
+    _dispatched(False)
+    try:
+        yield
+    finally:
+        _dispatched(True)
+
+
+def _dispatched(ahead: bool) -> None:
+    jax.config.update("jax_cpu_enable_async_dispatch", ahead)
+    jax.clear_caches()
+    backend.clear_backends()
+
+
+def data(kind: str, count: int) -> Any:
+    """The items, on the host."""
+    rng = np.random.default_rng(0)
+    make = lambda shape: rng.standard_normal((count, *shape)).astype(np.float32)
+    return jax.tree.map(make, SHAPES[kind], is_leaf=lambda x: isinstance(x, tuple))
+
+
+def ours(kind: str, storage: str, count: int) -> Program:
+    """Our draws."""
+    rows = data(kind, count)
+    stack = lambda items: jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+    made: Any = {
+        "list": lambda: jrb.ListStorage(collate=stack),
+        "device": jrb.DeviceStorage,
+        "memmap": jrb.MemmapStorage,
+    }[storage]()
+    buffer = jrb.ReplayBuffer(count, batch_size=B, storage=made)
+    items: Any = rows
+    if storage == "list":
+        items = [jax.tree.map(lambda leaf, n=n: leaf[n], rows) for n in range(count)]
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], rows))
+    state = buffer.extend(state, items)
+    sample = jax.jit(buffer.sample) if storage == "device" else buffer.sample
+    return draws(lambda key: sample(state, key))
+
+
+def torchrl(kind: str, storage: str, count: int) -> Program:
+    """TorchRL's draws; those of tensors in a list are stacked by torch."""
+    import torch
+    import torchrl.data
+    from tensordict import TensorDict
+
+    rows = jax.tree.map(torch.from_numpy, data(kind, count))
+    made = getattr(torchrl.data, storage)(count)
+    if kind == "tensor":
+        listed = storage == "ListStorage"
+        more = {"collate_fn": torch.stack} if listed else {}
+        buffer: Any = torchrl.data.ReplayBuffer(storage=made, batch_size=B, **more)
+        buffer.extend(list(rows) if listed else rows)
+    else:
+        buffer = torchrl.data.TensorDictReplayBuffer(storage=made, batch_size=B)
+        buffer.extend(TensorDict(rows, batch_size=count))
+    return draws(lambda key: buffer.sample())

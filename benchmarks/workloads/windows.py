@@ -1,0 +1,17 @@
+"""Draws of 32 windows of 64 steps, beside the bare gather of as many rows."""
+
+from collections.abc import Iterator
+
+from ..setup import WINDOWS, Setup
+from .case import Case, Wanted, beside
+from .programs import cycle
+
+
+def cases(wanted: Wanted) -> Iterator[Case]:
+    """From 1 and from 16 environments: whole windows, episodes first, padded ones."""
+    for n in wanted.pick((10**4,), (10**4, 10**6, 10**7)):
+        for envs in (1, 16):
+            for unit in WINDOWS:
+                setup = Setup("episodic", n, envs, 32, unit=unit)
+                draw = lambda peer, setup: cycle(peer, setup, 300, ("sample",))
+                yield beside(wanted, f"sample of {unit}", setup, draw)

@@ -1,0 +1,53 @@
+"""A generation of a checkpoint that is loaded: found once, and asked by all."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jrb import _saved
+from jrb._store import opening
+from jrb._store.generation import Generation
+from jrb._store.store import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """What a checkpoint says and has.
+
+    Attributes:
+        path: of its folder, as it was named.
+        generation: which one.
+    """
+
+    path: str
+    generation: Generation
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """Its rows, none of which was looked at.
+
+        Raises:
+            FileNotFoundError: nothing was saved there.
+            DamagedError: a file is not what was written.
+        """
+        return opening.store_of(self.generation)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What is said of the state."""
+        return self.generation.body["meta"] or {}
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What is said of items that do not lie in rows of the state's own leaves; else nothing."""
+        return self.meta.get("form") or {}
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Which generation of each of several buffers belongs to it."""
+        return _saved.generations(self.generation)
+
+    def part(self, name: str) -> "Opened":
+        """That of one of several buffers."""
+        path = _saved.path_of(self.path, name)
+        return Opened(path, _saved.opened(path, self.parts[name]))

@@ -1,0 +1,102 @@
+"""One of several processes whose shards have stores of their own, and what it draws.
+
+python -m tests.process_of_shards FOLDER NUMBER COUNT COORDINATOR
+"""
+
+import dataclasses
+import os
+import pathlib
+import sys
+
+E, S, B, DEVICES = 8, 4, 16, 2
+
+
+def main(folder, number, count, coordinator):
+    """Writes what this process has seen to `seen-NUMBER.npz` in the folder."""
+    devices = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    os.environ |= {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"}
+    import jax
+    import numpy as np
+
+    if count > 1:
+        jax.distributed.initialize(coordinator, count, number)
+    seen = [
+        leaf
+        for name, storage in storages(folder).items()
+        for leaf in jax.tree.leaves(story(folder / name, storage))
+    ]
+    np.savez(folder / f"seen-{number}.npz", *seen)
+
+
+def storages(folder):
+    import jrb
+
+    return {
+        "memmap": lambda name: jrb.MemmapStorage(folder / f"rows-{name}"),
+        "spill": lambda name: jrb.SpillStorage(folder / f"spilled-{name}", 2),
+    }
+
+
+def story(path, storage):
+    """Rows, draws and priorities; a save; the same again from what was loaded, which is equal."""
+    import jax
+    import numpy as np
+
+    import jrb
+
+    rng, mesh = np.random.default_rng(0), jax.make_mesh((DEVICES,), ("data",))
+    buffer = jrb.ReplayBuffer(
+        8 * E, E, batch_size=B, sampler=jrb.Prioritized(), unit=jrb.NStep(2, 0.9)
+    )
+
+    def sharded(name):
+
+        return jrb.Sharded(dataclasses.replace(buffer, storage=storage(name)), S, mesh)
+
+    first = sharded("first")
+    state = first.init(jax.tree.map(lambda leaf: leaf[0], rows(rng)))
+    state, before = steps(first, state, rng, mesh, range(4))
+    jrb.save(path, first, state)
+    kept = rng.bit_generator.state
+    _, after = steps(first, state, rng, mesh, range(4, 6))
+    rng.bit_generator.state = kept
+    other = sharded("other")
+    _, again = steps(other, jrb.load(path, other)[1], rng, mesh, range(4, 6))
+    jax.tree.map(np.testing.assert_array_equal, again, after)
+    return before, after
+
+
+def rows(rng):
+    import numpy as np
+
+    number = lambda *shape: rng.integers(0, 100, (E, *shape)).astype(np.float32)
+    after = {"observation": number(3), "reward": number(), "done": rng.random(E) < 0.2}
+    return {"observation": number(3), "next": after}
+
+
+def steps(sharded, state, rng, mesh, numbers):
+    """What this process sees of some draws, `[B / processes, ...]`."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    where, seen = NamedSharding(mesh, PartitionSpec("data")), []
+    cut = lambda leaf: jax.make_array_from_callback(leaf.shape, where, lambda index: leaf[index])
+
+    def here(leaf):
+        pieces = {piece.index[0].start or 0: piece.data for piece in leaf.addressable_shards}
+        return np.concatenate([np.asarray(pieces[start]) for start in sorted(pieces)])
+
+    for number in numbers:
+        for _ in range(3):
+            state = sharded.add(state, jax.tree.map(cut, rows(rng)))
+        state, batch = sharded.draw(state, jax.random.key(number))
+        error = np.abs(rng.normal(size=B)).astype(np.float32)
+        state = sharded.update_priority(state, batch, cut(error))
+        fields = batch.data, batch.weights, batch.probabilities, batch.indices, batch.mask
+        seen.append(jax.tree.map(here, fields))
+    return state, seen
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
