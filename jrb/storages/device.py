@@ -19,6 +19,9 @@ class DeviceStorage(Storage):
     Leaves of up to a kilobyte lie side by side, where their elements are of one size: then a draw
     and an add cost little more for many leaves than for few. `state.storage["action"]` is then a
     copy of that leaf, `[N, ...]`, and `state.storage.leaves` one of all, a pytree like the items.
+    Functions of `jax.tree` see the arrays themselves, `[N, W]` with W elements of all these leaves,
+    and so do shardings of a state: cut over N, all is well; cut over W, it computes the same, but
+    devices exchange more.
 
     Attributes:
         once: whether observations are stored once: a next observation that is, bit for bit, the
