@@ -154,11 +154,18 @@ def room(count: int, spec: Item, keys: Keys) -> Any:
         return jax.tree.map(functools.partial(columns.room, count), spec)
     leaves, structure = jax.tree.flatten(spec)
     entries = [found.get(n) or columns.room(count, leaf) for n, leaf in enumerate(leaves)]
-    widths = {place.words: 0 for place in found.values()}
-    for place in found.values():
-        widths[place.words] = max(widths[place.words], place.stop)
-    arrays = {name: jnp.zeros((count, width), name) for name, width in widths.items()}
+    wanted = widths(entries).items()
+    arrays = {name: jnp.zeros((count, width), name) for name, width in wanted}
     return SideBySide(places=jax.tree.unflatten(structure, entries), arrays=arrays)
+
+
+def widths(places: Any) -> dict[str, int]:
+    """W of every array, by its name."""
+    found: dict[str, int] = {}
+    for it in jax.tree.leaves(places, is_leaf=is_leaf):
+        if isinstance(it, Place):
+            found[it.words] = max(it.stop, found.get(it.words, 0))
+    return found
 
 
 def _placed(spec: Item, keys: Keys) -> dict[int, Place]:

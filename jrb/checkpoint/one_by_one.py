@@ -107,9 +107,14 @@ def apart(buffer: Buffer) -> Any:
 
 
 def leaves_of(storage: Any) -> Any:
-    """The state of a storage with `SideLeaf`s for what lies side by side."""
+    """The state of a storage with `SideLeaf`s for what lies side by side.
+
+    Raises:
+        ValueError: it does not lie there.
+    """
     if not isinstance(storage, SideBySide):
         return storage
+    _check(storage)
     words = {name: Words(array) for name, array in storage.arrays.items()}
 
     def leaf(it: Any) -> Any:
@@ -120,6 +125,18 @@ def leaves_of(storage: Any) -> Any:
         return of_dtype(lambda dtype: SideLeaf(words[it.words], part, shape, dtype), it.dtype)
 
     return jax.tree.map(leaf, storage.places, is_leaf=side_by_side.is_leaf)
+
+
+def _check(storage: SideBySide) -> None:
+    widths, arrays = side_by_side.widths(storage.places), storage.arrays
+    kinds = {name: (array.dtype.name, array.shape[1:][-1:]) for name, array in arrays.items()}
+    if kinds == {name: (name, (width,)) for name, width in widths.items()}:
+        return
+    found = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
+    raise ValueError(
+        f"save: leaf 'storage/arrays': expected arrays [..., N, W] with W as in {widths}, got "
+        f"{found}. Save the state that this very buffer made."
+    )
 
 
 def of_dtype(make: Callable[[Any], L], dtype: Any) -> Any:

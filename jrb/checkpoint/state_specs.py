@@ -99,16 +99,21 @@ def _fitted(
 
 def _misfit(buffer: Buffer, specs: BufferState) -> Exception:
     """Why these are not the specs of a state of this buffer."""
+    other = ValueError("save: expected a state of this buffer, got another.")
     try:
-        want = blank(buffer, buffer.storage.spec(specs.storage))
+        spec = buffer.storage.spec(specs.storage)
+    except (AttributeError, IndexError, TypeError):
+        return other  # as a storage may raise of what is not its own
+    try:
+        want = blank(buffer, spec)
         mend = "Save the state that this very buffer made."
         pytree.check_like(by_name(want), by_name(specs), "save", mend)
         state_check.check(buffer, specs)
     except (ValueError, TypeError) as error:
         return error
     except (AttributeError, IndexError):
-        pass  # as a storage may raise of what is not its own
-    return ValueError("save: expected a state of this buffer, got another.")
+        pass  # the same of parts
+    return other
 
 
 def leaf_names(tree: PyTree) -> list[str]:

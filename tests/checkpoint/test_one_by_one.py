@@ -1,5 +1,7 @@
 """Leaves that lie side by side, as bytes of rows, wherever their array is."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,3 +40,38 @@ def test_a_load_needs_no_more_than_the_arrays():
     storage = room.filled(ITEM, None)
     assert {name: array.shape for name, array in storage.arrays.items()} == {"uint32": (2, 9, 8)}
     assert all((leaf == 1).all() for leaf in jax.tree.leaves(storage.leaves))
+
+
+def test_arrays_that_are_not_those_of_the_buffer_are_refused(tmp_path):
+    buffer = jrb.ReplayBuffer(9)
+    state = buffer.init(ITEM)
+    words = state.storage.arrays["uint32"]
+    for other in ({}, {"uint32": words[:, :-1]}, {"uint32": words.astype(jnp.int16)}):
+        changed = state.replace(storage=state.storage.replace(arrays=other))
+        with pytest.raises(ValueError, match="save: leaf 'storage/arrays': expected arrays"):
+            jrb.save(tmp_path / "x", buffer, changed)
+    once = dataclasses.replace(buffer, storage=jrb.DeviceStorage(once=True))
+    with pytest.raises(ValueError, match="save: expected a state of this buffer, got another"):
+        jrb.save(tmp_path / "x", once, state)
+    assert not (tmp_path / "x").exists()
+    words.delete()
+    with pytest.raises(ValueError, match=r"'storage/arrays/uint32': .*donated"):
+        jrb.save(tmp_path / "x", buffer, state)
+
+
+class Own(jrb.DeviceStorage):
+    def init(self, context, spec):
+        return {"items": super().init(context, spec)}
+
+    def spec(self, state):
+        return super().spec(state["items"])
+
+
+def test_a_storage_of_ones_own_is_saved_as_it_lies(tmp_path):
+    buffer = jrb.ReplayBuffer(9, storage=Own())
+    state = buffer.init(ITEM)
+    state = state.replace(storage=jax.tree.map(lambda leaf: leaf + 1, state.storage))
+    jrb.save(tmp_path / "x", buffer, state)
+    loaded = jrb.load(tmp_path / "x", buffer)[1]
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, loaded, state)
