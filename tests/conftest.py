@@ -67,7 +67,7 @@ def _what_modules_compiled_is_given_back():
     """Else a process holds 7 GB at the end, and its collections look through all of it."""
     gc.freeze()
     yield
-    if resident() > 1.5e9:
+    if resident() > 3.5e9:
         gc.unfreeze()
         jax.clear_caches()
         gc.collect()

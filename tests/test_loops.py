@@ -83,7 +83,7 @@ def test_compiled_verbs_are_made_once_and_trace_once(compilations):
     assert jrb.jitted(buffer) is jrb.jitted(jrb.ReplayBuffer(20, batch_size=4))
     verbs = jrb.jitted(buffer)
     state = verbs.add(verbs.init(EXAMPLE), row(0))
-    verbs.sample(state, KEY)
+    verbs.sample(state, jax.random.key(9))
     with compilations() as count:
         for number in range(3):
             state = verbs.add(state, row(number))

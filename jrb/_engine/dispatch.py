@@ -154,7 +154,8 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
         device = jax.sharding.SingleDeviceSharding(device)
     leaves, structure = jax.tree.flatten(spec)
     if device is None:
-        return _made(buffer, structure, tuple(leaves))
+        made = _made(buffer, structure, tuple(leaves))
+        return made if is_traced(made) else jax.block_until_ready(made)  # or memory ends later
     return jax.jit(lambda: state_check.blank(buffer, spec), out_shardings=device)()
 
 

@@ -19,6 +19,7 @@ from jrb.checkpoint import crew, parts, snapshots
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.devices,
+    pytest.mark.filterwarnings("ignore::jrb.CopyWarning"),
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
     pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="needs a JAX with jax.shard_map"),
 ]
