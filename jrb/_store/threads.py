@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-WORKERS = 2
+WORKERS: int = 2
 """Threads that compute, write or read at a time; where it is one, all happens in order."""
 
 

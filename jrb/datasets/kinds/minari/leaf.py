@@ -91,7 +91,8 @@ def shape_of(space: Space | None) -> tuple[int, ...] | None:
         case "MultiBinary":
             sides = space["n"]
             return tuple(sides) if isinstance(sides, list) else (int(sides),)
-    return None
+        case _:
+            return None
 
 
 def is_image(space: Space | None) -> bool:

@@ -19,8 +19,8 @@ from jrb.layouts import chain
 from jrb.layouts.names import Leaves
 
 _VERSION = "0.5.4"  # the first that asks whether images are JPEG
-_OURS = ("id", "total_steps", "rewards_sum", "rewards_mean", "rewards_std")
-_OURS += ("rewards_max", "rewards_min")
+_REWARDS = ("rewards_sum", "rewards_mean", "rewards_std", "rewards_max", "rewards_min")
+_OURS = ("id", "total_steps", *_REWARDS)
 
 
 @dataclasses.dataclass

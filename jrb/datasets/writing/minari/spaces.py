@@ -73,10 +73,11 @@ def _of_gymnasium(name: str, space: Any) -> dict[str, Any]:
             return {"type": "Dict", "subspaces": inner}
         case "Tuple":
             return {"type": "Tuple", "subspaces": [as_json(name, each) for each in space.spaces]}
-    raise TypeError(
-        f"{name}: expected a space of arrays (Box, Discrete, MultiDiscrete, MultiBinary, Dict, "
-        f"Tuple), got {type(space).__name__}."
-    )
+        case other:
+            raise TypeError(
+                f"{name}: expected a space of arrays (Box, Discrete, MultiDiscrete, MultiBinary, "
+                f"Dict, Tuple), got {other}."
+            )
 
 
 def check(name: str, space: Mapping[str, Any], tree: PyTree) -> None:
