@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jrb.layouts import names
+
 Items = dict[str, Any]
 FRAME = (84, 84)
 EPISODE = 300
@@ -37,27 +39,14 @@ def width(kind: str) -> int:
     return sum(leaf.nbytes for leaf in leaves(example(kind)).values())
 
 
-def leaves(items: Items, above: str = "") -> dict[str, Any]:
+def leaves(items: Items) -> dict[str, Any]:
     """The leaves by their paths, such as `obs/joints`."""
-    found = {}
-    for name, value in items.items():
-        inner = (
-            leaves(value, f"{above}{name}/") if isinstance(value, dict) else {above + name: value}
-        )
-        found |= inner
-    return found
+    return names.flatten(items, "benchmarks")
 
 
 def nested(flat: dict[str, Any]) -> Items:
     """What `leaves` took apart."""
-    found: Items = {}
-    for path, leaf in flat.items():
-        *above, name = path.split("/")
-        place = found
-        for part in above:
-            place = place.setdefault(part, {})
-        place[name] = leaf
-    return found
+    return names.nest(flat)
 
 
 def numbers(kind: str, items: Items) -> np.ndarray:

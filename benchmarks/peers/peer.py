@@ -27,7 +27,7 @@ def _same(rows: Any) -> Any:
 
 
 def _no_update(state: Any, handle: Any, priorities: Any) -> Any:
-    raise NotImplementedError("this buffer has no priorities")
+    raise TypeError("update: expected a buffer with priorities, got one without.")
 
 
 @dataclasses.dataclass

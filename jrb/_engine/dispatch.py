@@ -154,13 +154,15 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
         device = jax.sharding.SingleDeviceSharding(device)
     leaves, structure = jax.tree.flatten(spec)
     if device is None:
-        made = _made(buffer, structure, tuple(leaves))
+        made = _compiled_blank(buffer, structure, tuple(leaves))
         return made if is_traced(made) else jax.block_until_ready(made)  # or memory ends later
     return jax.jit(lambda: state_check.blank(buffer, spec), out_shardings=device)()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _made(buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+def _compiled_blank(
+    buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]
+) -> Any:
     """An empty state; all arrays in one program."""
     return state_check.blank(buffer, jax.tree.unflatten(structure, leaves))
 
