@@ -15,7 +15,9 @@ class BufferState(pytree.State):
     """All arrays of a buffer. N capacity, E environments.
 
     Attributes:
-        storage: the items, for `DeviceStorage` their pytree with leaves `[N, ...]`.
+        storage: the items. Of `DeviceStorage` their pytree with leaves `[N, ...]`, or, where small
+            ones lie side by side in memory, something that gives these by their names; `.leaves`
+            is the pytree, a copy.
         writer: where the next row goes; for `RoundRobin` a `jrb.ring.Clock`.
         sampler: what the sampler remembers.
         unit: what the unit remembers.

@@ -115,8 +115,7 @@ def table_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] 
 
 
 def _rows(state: PyTree) -> list[tuple[str, str, str, str]]:
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [(pytree.leaf_name(path), *_cells(leaf)) for path, leaf in leaves]
+    return [(name, *_cells(leaf)) for name, leaf in pytree.shown_leaves(state)]
 
 
 def _cells(leaf: Leaf) -> tuple[str, str, str]:

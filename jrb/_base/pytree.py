@@ -96,6 +96,10 @@ class State:
         """
         return {}
 
+    def shown(self) -> Any:
+        """The pytree of arrays, or specs, as which a person sees it; the default is itself."""
+        return self
+
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]: made just now
@@ -166,6 +170,16 @@ def part_name(part: PyTree) -> str:
 def leaf_names(tree: PyTree) -> list[str]:
     """The names of all leaves, in order."""
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def shown_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves and their names, as a person sees them (see `State.shown`)."""
+    differs = lambda it: isinstance(it, State) and type(it).shown is not State.shown
+    found = []
+    for path, it in jax.tree_util.tree_leaves_with_path(tree, is_leaf=differs):
+        inner = jax.tree_util.tree_leaves_with_path(it.shown() if differs(it) else it)
+        found += [(leaf_name((*path, *rest)), leaf) for rest, leaf in inner]
+    return found
 
 
 def spec_of(tree: PyTree, what: str) -> Any:

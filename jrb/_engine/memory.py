@@ -14,7 +14,6 @@ from jax import lax
 from jrb._base import prng_keys, versions
 from jrb._base.pytree import Leaf
 from jrb._store.table import aligned
-from jrb.types import Item
 
 Place = jax.Device | jax.sharding.Sharding | None
 
@@ -141,11 +140,25 @@ def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Place = None) -
     else:
         host: Any = aligned((size,))
         read(memoryview(host))
-        array = host.view(inner.dtype).reshape(inner.shape)
-        copied = _SMALL < size <= PIECE  # for which a program is compiled
-        array = jnp.array(array, copy=True) if copied else jax.device_put(array)
+        array = _taken_over(host.view(inner.dtype).reshape(inner.shape))
     array = prng_keys.wrapped(array, spec.dtype)
     return array if device is None else jax.device_put(array, device)
+
+
+def placed(array: np.ndarray, device: Place = None) -> jax.Array:
+    """An array of the device from one of the host, aligned, that nobody else uses any more."""
+    if array.nbytes <= PIECE or _goes_to_cpu(device):
+        found = _taken_over(array)
+    else:
+        whole = view(array)
+        starts = range(0, len(whole), PIECE)
+        found = _filled(array, ((start, whole[start : start + PIECE]) for start in starts))
+    return found if device is None else jax.device_put(found, device)
+
+
+def _taken_over(array: np.ndarray) -> jax.Array:
+    copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
+    return jnp.array(array, copy=True) if copied else jax.device_put(array)
 
 
 def _goes_to_cpu(device: Place) -> bool:
@@ -155,7 +168,7 @@ def _goes_to_cpu(device: Place) -> bool:
     return all(one.platform == "cpu" for one in devices)
 
 
-def _filled(spec: Item, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
+def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
     """An array that never lies on the host as a whole."""
     array = jnp.zeros(spec.size, spec.dtype)
     with versions.enable_x64():  # for places beyond 2^31

@@ -197,7 +197,7 @@ def _of_other(name: str, wanted: str, found: str) -> TypeError:
 
 def _shape(tree: Item) -> str:
     """A short word for what a part keeps: its leaves, dtypes and shapes."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    text = [f"{pytree.leaf_name(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
+    leaves = pytree.shown_leaves(tree)
+    text = [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves]
     listed = ", ".join(text[:4]) + (", ..." if len(text) > 4 else "")
     return f"{type(tree).__name__}({listed})"

@@ -276,8 +276,9 @@ def load(
             environments are then dealt out anew, each trajectory in one piece, and no window
             crosses a seam.
         generation: which one; None for the newest.
-        device: a device or a sharding, for all arrays; None for the default device. Of a `Sharded`,
-            its mesh: each process then reads the shards that it has.
+        device: a device or a sharding, for all arrays, so that it may cut only axes that all have,
+            as those of `vmap`; None for the default device. Of a `Sharded`, its mesh: each process
+            then reads the shards that it has.
         verify: False opens the path of a storage on the host without a look at all of its rows, at
             once; a damaged row is then drawn as it is. Else nothing is read without a look.
 

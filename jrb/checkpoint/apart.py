@@ -19,7 +19,7 @@ from jrb._base import prng_keys, pytree
 from jrb._base.pytree import Leaf, PyTree
 from jrb._engine import columns, memory, steps
 from jrb._engine.steps import context_of
-from jrb.checkpoint import rows
+from jrb.checkpoint import host_items, one_by_one, rows
 from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer, Device
@@ -163,8 +163,8 @@ def joined(
     """The state with its items.
 
     Args:
-        buffer: with its items on the device.
-        want: the specs of the whole state.
+        buffer: whose states have their items on the device.
+        want: the specs of the whole state, an array for each leaf of the items.
         state: without them.
         spec: of an item.
         pieces: the items; rows that do not come are zeros.
@@ -172,18 +172,27 @@ def joined(
     """
     batch = want.edits.shape
     count = int(np.prod(batch, dtype=int))
-    slotted = jax.tree.leaves(buffer.storage.slotted(want.storage))
-    _check(buffer, slotted, spec, batch, "load")
-    arrays = [np.zeros(raw.shape, raw.dtype) for raw in map(prng_keys.raw_spec, slotted)]
+    plain, room = host_items.on_device(buffer), one_by_one.room_for(buffer, spec, batch)
+    slotted = jax.tree.leaves(plain.storage.slotted(want.storage))
+    _check(plain, slotted, spec, batch, "load")
+    targets = {} if room is None else room.targets(want.storage)
+    arrays = [_target(leaf, targets.get(id(leaf))) for leaf in slotted]
     lined = [array.reshape(count, *array.shape[len(batch) :]) for array in arrays]
-    _put(buffer, batch, state, spec, lined, pieces)
+    _put(plain, batch, state, spec, lined, pieces)
     made = {
-        id(leaf): memory.restored(leaf, _reader(array), device)
+        id(leaf): array if id(leaf) in targets else memory.restored(leaf, _reader(array), device)
         for leaf, array in zip(slotted, arrays, strict=True)
     }
     rest = iter(jax.tree.leaves(state.storage))
     whole = lambda leaf: made[id(leaf)] if id(leaf) in made else next(rest)
-    return state.replace(storage=jax.tree.map(whole, want.storage))
+    storage = jax.tree.map(whole, want.storage)
+    return state.replace(storage=storage if room is None else room.filled(storage, device))
+
+
+def _target(leaf: Leaf, there: np.ndarray | None) -> np.ndarray:
+    """Where a leaf goes: where it will lie, or into zeros."""
+    raw = prng_keys.raw_spec(leaf)
+    return np.zeros(raw.shape, raw.dtype) if there is None else there.reshape(raw.shape)
 
 
 def _put(

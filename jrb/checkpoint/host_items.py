@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jrb._base import pytree
-from jrb._engine import columns, dispatch, memory
+from jrb._engine import dispatch, memory
 from jrb._engine.deferred import DeferredStorage
 from jrb._store import table
 from jrb.buffer import ReplayBuffer
+from jrb.checkpoint import one_by_one
 from jrb.mix import Description
 from jrb.state import Buffer, BufferState
-from jrb.storages import DeviceStorage, HostArrays
+from jrb.storages import HostArrays
 from jrb.storages.host_rows import HostView
 from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
@@ -45,8 +46,8 @@ class Leaf:
         raw = self.view.rows.raw[self.number]
         return raw.size * raw.dtype.itemsize
 
-    def rows(self, slots: np.ndarray) -> np.ndarray:
-        """The bytes of some rows, uint8 `[B, width]`."""
+    def rows(self, buffer: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """The bytes of some rows, uint8 `[B, width]`; of one buffer, 0."""
         return self.view.rows.read_leaf(self.view.version, self.number, slots)
 
 
@@ -56,15 +57,15 @@ def is_on_host(buffer: Description) -> TypeGuard[Buffer]:
 
 
 def on_device(buffer: Buffer) -> Any:
-    """The same buffer with its items on the device: its states have the same items.
+    """The same buffer with its items on the device, each leaf in an array of its own.
 
     Of objects, the same without them.
     """
     if not dispatch.on_host(buffer):
-        return buffer
+        return one_by_one.apart(buffer) if one_by_one.is_packing(buffer) else buffer
     if buffer.storage.of_objects:
         return dataclasses.replace(buffer, storage=ObjectsApart(), transforms=())
-    return dataclasses.replace(buffer, storage=DeviceStorage())
+    return one_by_one.apart(buffer)
 
 
 @pytree.component
@@ -92,9 +93,7 @@ def items_of(view: HostView) -> Any:
 
     def leaf(number: int, spec: Item) -> Any:
         make = functools.partial(Leaf, view, number, (view.capacity, *spec.shape))
-        if not columns.is_small(spec.dtype):
-            return make(spec.dtype)
-        return columns.Packed(make(columns.word_dtype(spec.dtype)), np.dtype(spec.dtype))
+        return one_by_one.of_dtype(make, spec.dtype)
 
     return jax.tree.unflatten(structure, [leaf(*each) for each in enumerate(specs)])
 

@@ -9,7 +9,16 @@ from jrb._base import prng_keys, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import memory
 from jrb._store.errors import DamagedError
-from jrb.checkpoint import descriptions, facts, host_items, members, rows, state_specs
+from jrb.checkpoint import (
+    descriptions,
+    facts,
+    host_items,
+    members,
+    one_by_one,
+    rows,
+    state_specs,
+)
+from jrb.checkpoint.one_by_one import Room
 from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.mix import Description
@@ -62,6 +71,7 @@ def restored(
     device: Device,
     has_rows: bool = True,
     is_attached: bool = False,
+    room: Room | None = None,
 ) -> BufferState:
     """The state of these specs, as it was saved; its arrays on a device.
 
@@ -71,6 +81,7 @@ def restored(
         device: for its arrays.
         has_rows: whether some of its leaves lie in rows; else it has only the arrays.
         is_attached: whether these are left out, as the state will know where they lie.
+        room: for leaves that will lie side by side.
 
     Raises:
         DamagedError: there are other leaves; or they are not what was written.
@@ -79,13 +90,19 @@ def restored(
     packed = state_specs.packed(want)
     places, leaves = _places(opened, packed, has_rows), []
     buffers = int(np.prod(want.edits.shape, dtype=int))
+    targets = {} if room is None else room.targets(want.storage)
     for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
+        read = rows.reader(opened, name, column, buffers)
         if is_attached and column is not None:
             leaves.append(np.zeros(0, np.uint8))
-            continue
-        read = rows.reader(opened, name, column, buffers)
-        leaves.append(memory.restored(leaf, read, device))
-    return state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
+        elif id(leaf) in targets:
+            leaves.append(one_by_one.fill(targets[id(leaf)], read))
+        else:
+            leaves.append(memory.restored(leaf, read, device))
+    state = state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
+    if room is None:
+        return state
+    return state.replace(storage=room.filled(state.storage, device))
 
 
 def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, int | None]]:

@@ -18,6 +18,7 @@ from jrb.checkpoint import (
     host_items,
     matching,
     objects,
+    one_by_one,
     rows,
     state_specs,
 )
@@ -153,11 +154,13 @@ def load(
         return commits.reopened(opened, given, example, device, back.verify)
     buffer, spec = matching.described(opened, KIND, given, example)
     buffer = host_items.prepared(buffer, given is not None)
-    want = state_specs.batched(state_specs.blank(buffer, spec), matching.batch_of(opened))
+    batch = matching.batch_of(opened)
+    want = state_specs.batched(state_specs.blank(buffer, spec), batch)
     on_host, is_apart = host_items.is_on_host(buffer), bool(opened.form)
     seen = apart.without(host_items.on_device(buffer), want) if is_apart else want
     opening.check(store, rows=on_host or is_apart)  # else they are looked at as they are read
-    state = matching.restored(opened, seen, device, has_rows=not is_apart, is_attached=on_host)
+    room = None if is_apart else one_by_one.room_for(buffer, spec, batch)
+    state = matching.restored(opened, seen, device, not is_apart, is_attached=on_host, room=room)
     if is_apart:
         return buffer, _joined(opened, buffer, want, state, spec, device, back)
     if not on_host:
@@ -189,4 +192,4 @@ def _joined(
         pieces = apart.brought(opened, slots, spec, back.items)
     if host_items.is_on_host(buffer):
         return host_items.attach(buffer, state, host_items.filled(buffer, spec, pieces))
-    return apart.joined(host_items.on_device(buffer), want, state, spec, pieces, device)
+    return apart.joined(buffer, want, state, spec, pieces, device)

@@ -21,6 +21,7 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
+from jrb.checkpoint.one_by_one import SideLeaf
 from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer
@@ -46,7 +47,7 @@ class Rows:
     Attributes:
         columns: one for each.
         leaves: their arrays, on the host `[V, N or more, width]` of uint8, or a
-            `host_items.Leaf`, or an array of another device.
+            `host_items.Leaf` or `SideLeaf`, or an array of another device.
         buffers: V.
         capacity: N.
         in_slots: whether they are slots, so that the writer's stamps tell which are new.
@@ -76,8 +77,8 @@ class Rows:
     def taken(self, number: int, buffer: np.ndarray, slot: np.ndarray) -> np.ndarray:
         """The same of one column; slots may be N or more, where the leaf has them."""
         column, leaf = self.columns[number], self.leaves[number]
-        if isinstance(leaf, host_items.Leaf):
-            return leaf.rows(slot)
+        if isinstance(leaf, host_items.Leaf | SideLeaf):
+            return leaf.rows(buffer, slot)
         if isinstance(leaf, np.ndarray):
             in_line = len(buffer) > 0 and buffer[0] == buffer[-1] and len(table.runs(slot)) == 1
             if in_line:
@@ -138,7 +139,7 @@ def array_bytes(leaf: Leaf) -> Any:
 def column_of(name: str, leaf: Leaf, batch: tuple[int, ...], buffers: int) -> tuple[Column, Any]:
     """The column of a leaf, and what its rows are read from."""
     kind = kind_of(leaf)
-    if isinstance(leaf, host_items.Leaf):
+    if isinstance(leaf, host_items.Leaf | SideLeaf):
         return Column(name, kind, leaf.width), leaf
     words = prng_keys.raw(leaf)
     length = words.shape[len(batch)]

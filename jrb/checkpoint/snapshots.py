@@ -5,10 +5,15 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
+from typing import Any
 
+import jax
+import jax.core
+
+from jrb._base import pytree
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import host_items, members, state_specs
+from jrb.checkpoint import host_items, members, one_by_one, state_specs
 from jrb.checkpoint.members import Several
 from jrb.mix import AnyState
 from jrb.state import Buffer, BufferState
@@ -23,7 +28,8 @@ class Snapshot:
 
     Attributes:
         buffer: the description.
-        state: its state, with `host_items.Leaf`s for arrays on the host, without what is no array.
+        state: its state, with `host_items.Leaf`s for arrays on the host, and
+            `one_by_one.SideLeaf`s for leaves that lie side by side; without what is no array.
         spec: of one item as it is stored; of objects, nothing.
         batch: the axes that `vmap` has put before all leaves.
         stored: what the storage itself keeps.
@@ -37,7 +43,7 @@ class Snapshot:
 
     @functools.cached_property
     def plain(self) -> Buffer:
-        """The description of such a state: all items on the device."""
+        """The description of such a state: all items on the device, one by one."""
         return host_items.on_device(self.buffer)
 
     @property
@@ -109,10 +115,31 @@ def _of_one(buffer: Buffer, state: BufferState) -> Snapshot:
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
         )
-    plain, stored = host_items.on_device(buffer), state.storage
+    _check_arrays(state)
+    seen = state.replace(storage=_leaves(buffer, state.storage))
+    spec, batch = state_specs.fitted(host_items.on_device(buffer), seen)
+    return Snapshot(buffer, seen, spec, batch, state.storage)
+
+
+def _leaves(buffer: Buffer, stored: PartState) -> Any:
+    """What looks like a storage's state that has an array for every leaf."""
     if buffer.storage.of_objects:
-        state = state.replace(storage=None)
-    elif host_items.is_on_host(buffer):
-        state = state.replace(storage=host_items.items_of(buffer.storage.view(stored)))
-    spec, batch = state_specs.fitted(plain, state)
-    return Snapshot(buffer, state, spec, batch, stored)
+        return None
+    if host_items.is_on_host(buffer):
+        return host_items.items_of(buffer.storage.view(stored))
+    return one_by_one.leaves_of(stored) if one_by_one.is_packing(buffer) else stored
+
+
+def _check_arrays(state: BufferState) -> None:
+    """Raises unless all leaves of a state that is to be saved are arrays that are there."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        where = f"save: leaf '{pytree.leaf_name(path)}'"
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(f"{where}: expected an array, got a tracer. Save outside jit.")
+        if not pytree.is_array(leaf):
+            raise TypeError(f"{where}: expected an array, got {type(leaf).__name__}.")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"{where}: expected an array that is there, got one that was donated. Save the "
+                "state that came back."
+            )

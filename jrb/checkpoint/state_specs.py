@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
 
 from jrb._base import pytree, versions
@@ -68,23 +67,12 @@ def fitted(buffer: Buffer, state: BufferState) -> tuple[Item, tuple[int, ...]]:
     """The spec of an item in a state that is to be saved, and the axes that `vmap` has put before.
 
     Args:
-        buffer: the description, all items on the device.
-        state: has to be one of it, all of whose leaves are arrays that are there.
+        buffer: the description, all items on the device, each leaf in an array of its own.
+        state: has to be one of it.
 
     Raises:
         ValueError, TypeError: it is not; the message names a leaf.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        where = f"save: leaf '{pytree.leaf_name(path)}'"
-        if isinstance(leaf, jax.core.Tracer):
-            raise TypeError(f"{where}: expected an array, got a tracer. Save outside jit.")
-        if not pytree.is_array(leaf):
-            raise TypeError(f"{where}: expected an array, got {type(leaf).__name__}.")
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"{where}: expected an array that is there, got one that was donated. Save the "
-                "state that came back."
-            )
     leaves, structure = jax.tree.flatten(pytree.spec_of(state, "save"))
     return _fitted(buffer, structure, tuple(leaves), versions.is_x64())
 
@@ -111,16 +99,21 @@ def _fitted(
 
 def _misfit(buffer: Buffer, specs: BufferState) -> Exception:
     """Why these are not the specs of a state of this buffer."""
+    other = ValueError("save: expected a state of this buffer, got another.")
     try:
-        want = blank(buffer, buffer.storage.spec(specs.storage))
+        spec = buffer.storage.spec(specs.storage)
+    except (AttributeError, IndexError, TypeError):
+        return other  # as a storage may raise of what is not its own
+    try:
+        want = blank(buffer, spec)
         mend = "Save the state that this very buffer made."
         pytree.check_like(by_name(want), by_name(specs), "save", mend)
         state_check.check(buffer, specs)
     except (ValueError, TypeError) as error:
         return error
     except (AttributeError, IndexError):
-        pass  # as a storage may raise of what is not its own
-    return ValueError("save: expected a state of this buffer, got another.")
+        pass  # the same of parts
+    return other
 
 
 def leaf_names(tree: PyTree) -> list[str]:

@@ -1,12 +1,11 @@
-"""Arrays on the device, one per leaf, `[N, ...]`."""
+"""Arrays on the device: one for each large leaf, `[N, ...]`, and few for all small ones."""
 
-import functools
 from typing import Any
 
 import jax
 
-from jrb._base import checks, ordering, pytree
-from jrb._engine import columns
+from jrb._base import checks, pytree
+from jrb._engine import side_by_side
 from jrb.ring import Ring
 from jrb.storages import shared_next
 from jrb.types import Context, Item, Storage, Where, Write
@@ -15,7 +14,14 @@ from jrb.types.messages import PartState
 
 @pytree.component
 class DeviceStorage(Storage):
-    """Keeps every leaf of the items in one array `[N, ...]`, bit for bit.
+    """Keeps the leaves of the items in arrays `[N, ...]`, bit for bit.
+
+    Leaves of up to a kilobyte lie side by side, where their elements are of one size: then a draw
+    and an add cost little more for many leaves than for few. `state.storage["action"]` is then a
+    copy of that leaf, `[N, ...]`, and `state.storage.leaves` one of all, a pytree like the items.
+    Functions of `jax.tree` see the arrays themselves, `[N, W]` with W elements of all these leaves,
+    and so do shardings of a state: cut over N, all is well; cut over W, it computes the same, but
+    devices exchange more.
 
     Attributes:
         once: whether observations are stored once: a next observation that is, bit for bit, the
@@ -53,7 +59,7 @@ class DeviceStorage(Storage):
         """Zeros."""
         if self.once:
             return shared_next.init(context, spec, self._room(context.ring))
-        return jax.tree.map(lambda leaf: columns.room(context.ring.capacity, leaf), spec)
+        return side_by_side.room(context.ring.capacity, spec, context.keys)
 
     def _room(self, ring: Ring) -> int:
         room = max(ring.capacity // 32, ring.envs) if self.room is None else self.room
@@ -70,7 +76,7 @@ class DeviceStorage(Storage):
 
     def spec(self, state: PartState) -> Item:
         """What one slot holds."""
-        return columns.spec(state.items if self.once else state)
+        return side_by_side.spec(self.slotted(state))
 
     def write(
         self, context: Context, state: PartState, write: Write, items: Item
@@ -78,19 +84,13 @@ class DeviceStorage(Storage):
         """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
         if self.once:
             return shared_next.write(context, state, write, items)
-        put = lambda column, new: columns.put(column, write, columns.packed(new))
-        return jax.tree.map(put, state, items, is_leaf=columns.is_column), write
+        return side_by_side.put(state, write, items), write
 
     def read(self, context: Context, state: PartState, where: Where) -> Item:
-        """One gather of whole items per leaf."""
+        """One gather for each large leaf, and one for all small ones of one size of elements."""
         if self.once:
             return shared_next.read(context, state, where)
-
-        def get(path: tuple, column: columns.Column) -> jax.Array:
-            return columns.get(column, where(pytree.leaf_name(path)))
-
-        every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
-        return ordering.read(lambda: every(get, state))
+        return side_by_side.get(state, where)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
         """Whether there are observations among them that are stored once."""
@@ -104,13 +104,7 @@ class DeviceStorage(Storage):
         values: dict[str, jax.Array],
     ) -> Any:
         """A scatter of items for each of the leaves, or another array for all."""
-
-        def put(path: tuple, column: columns.Column) -> columns.Column:
-            new = values.get(pytree.leaf_name(path))
-            return column if new is None else columns.edit(column, slots, new)
-
-        items = state.items if self.once else state
-        new = jax.tree_util.tree_map_with_path(put, items, is_leaf=columns.is_column)
+        new = side_by_side.edit(self.slotted(state), slots, values)
         return state.replace(items=new) if self.once else new
 
     def slotted(self, state: PartState) -> Item:

@@ -49,7 +49,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, context: Context, state: PartState, where: Where) -> Item:
-        """One gather per leaf; in `jrb._base.ordering.read`, so that later writes wait for it."""
+        """Few gathers; in `jrb._base.ordering.read`, so that later writes wait for it."""
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when nothing is held any more; the items may stay where they are."""

@@ -160,10 +160,12 @@ def test_a_save_elsewhere_notices_what_is_overwritten_meanwhile():
     buffer = jrb.ReplayBuffer(4, storage=jrb.MemmapStorage())
     state = buffer.extend(buffer.init({"x": jnp.zeros(2)}), numbered(1, 2, 3, 4))
     leaf = host_items.items_of(state.storage)["x"]
-    np.testing.assert_array_equal(leaf.rows(np.arange(2)).view(np.float32), [[1, -1], [2, -2]])
+    np.testing.assert_array_equal(
+        leaf.rows(np.zeros(2, int), np.arange(2)).view(np.float32), [[1, -1], [2, -2]]
+    )
     jax.block_until_ready(jax.jit(buffer.add)(state, {"x": jnp.zeros(2)}))
     with pytest.raises(jrb.StaleError):
-        leaf.rows(np.arange(2))
+        leaf.rows(np.zeros(2, int), np.arange(2))
 
 
 def test_nothing_was_saved_yet(tmp_path):

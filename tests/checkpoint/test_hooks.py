@@ -406,7 +406,7 @@ def test_other_items_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"expected items=.*items=False"):
         jrb.load(tmp_path)
     changed = lambda name, leaf: {**items, name: leaf}
-    by_slot = jax.tree.map(np.asarray, state.storage)
+    by_slot = jax.tree.map(np.asarray, state.storage.leaves)
     for given, kind, message in [
         (
             changed("action", items["action"][1:]),

@@ -185,7 +185,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(TypeError, match="single buffer, got several"):
         jrb.load(path, capacity=6)
     assert_same(
-        jrb.load(path, example={"a": jax.tree.map(lambda x: x[0], ITS.storage)})[1]["a"], ITS
+        jrb.load(path, example={"a": jax.tree.map(lambda x: x[0], ITS.storage.leaves)})[1]["a"], ITS
     )
 
 

@@ -1,0 +1,323 @@
+"""Small leaves of items side by side in one array: one gather and one write for all of them.
+
+N capacity, W the elements of an item's leaves that lie in one array, T time, E environments.
+
+Where items have several small leaves of one size of elements, these lie as unsigned integers of
+that size, bit for bit, in one array `[N, W]`. The rest lie in columns of their own. So do rewards
+and what says where episodes end: units read these in many rows where they read nothing else, which
+is two or three times quicker where they lie close together.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jrb._base import ordering, pytree
+from jrb._base.pytree import DType
+from jrb._engine import columns, rows
+from jrb.keys import Keys, path_name, within
+from jrb.types import Item, Where, Write
+from jrb.types.messages import PartState
+
+_SMALL = 1024
+"""Bytes of the largest leaf of an item that lies beside others."""
+
+_NARROW = 32
+"""Bytes of the largest that is read together with others: cutting wider ones apart costs more than
+a gather for each."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a leaf is that lies beside others. It has no arrays.
+
+    Attributes:
+        words: the name of the array, the dtype of its elements.
+        start: the leaf's first element in a row of the array.
+        shape: of an item's leaf.
+        dtype: the leaf's own.
+    """
+
+    words: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def stop(self) -> int:
+        """Behind the leaf's last element."""
+        return self.start + math.prod(self.shape)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it is read together with others."""
+        return (self.stop - self.start) * np.dtype(self.words).itemsize <= _NARROW
+
+    def of_rows(self, words: Any, first: int = 0) -> jax.Array:
+        """The leaf, `[..., *shape]`, of rows `[..., W]` from their element `first` on."""
+        flat = words[..., self.start - first : self.stop - first]
+        return _from_words(flat.reshape(*words.shape[:-1], *self.shape), self.dtype)
+
+    def to_rows(self, values: jax.Array) -> jax.Array:
+        """The leaf's elements `[..., stop - start]` as they lie in the array."""
+        lead = values.shape[: values.ndim - len(self.shape)]
+        words = _to_words(values, np.dtype(self.words))
+        return words.reshape(*lead, self.stop - self.start)
+
+
+class SideBySide(pytree.State):
+    """Items of which some leaves lie side by side. They can be looked at as if they did not.
+
+    `state["next"]["reward"]`, or `state.next.reward` for items with attributes, is a copy of that
+    leaf as an array `[N, ...]`; where it lies in a column of its own, the column.
+
+    Attributes:
+        places: the pytree of the items, with columns, and `Place`s for the leaves beside others.
+        arrays: `[N, W]` by the names of their dtypes.
+    """
+
+    places: Any
+    arrays: dict[str, Any]
+
+    @property
+    def leaves(self) -> Any:
+        """All leaves, a pytree like the items."""
+        return self._seen(self.places)
+
+    def shown(self) -> Any:
+        """The pytree of the items, with columns, and specs for the leaves beside others."""
+        if not all(map(pytree.is_array, self.arrays.values())):
+            return self  # of a state that was mapped to something else
+
+        def leaf(it: Any) -> Any:
+            if not isinstance(it, Place):
+                return columns.array(it)
+            shape = (*self.arrays[it.words].shape[:-1], *it.shape)
+            return jax.ShapeDtypeStruct(shape, it.dtype)
+
+        return jax.tree.map(leaf, self.places, is_leaf=is_leaf)
+
+    def _seen(self, places: Any) -> Any:
+        leaf = lambda it: it.of_rows(self.arrays[it.words]) if isinstance(it, Place) else it
+        return jax.tree.map(leaf, places, is_leaf=is_leaf)
+
+    def __getitem__(self, name: Any) -> Any:
+        return self._seen(self.places[name])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("places", "arrays"):
+            raise AttributeError(name)
+        getattr(self.places, name)  # raises where items have no such thing
+        return getattr(self.leaves, name)
+
+
+def is_leaf(thing: Any) -> bool:
+    """Whether it stands for one leaf: for `jax.tree.map(..., is_leaf=is_leaf)`."""
+    return isinstance(thing, Place) or columns.is_column(thing)
+
+
+def places(state: PartState) -> Any:
+    """The pytree of the items, with columns or `Place`s for leaves."""
+    return state.places if isinstance(state, SideBySide) else state
+
+
+def _arrays(state: PartState) -> dict[str, Any]:
+    return state.arrays if isinstance(state, SideBySide) else {}
+
+
+def _with(state: PartState, places: Any, arrays: dict[str, Any]) -> Any:
+    """The same items, or their columns, with other arrays."""
+    return state.replace(places=places, arrays=arrays) if isinstance(state, SideBySide) else places
+
+
+def room(count: int, spec: Item, keys: Keys) -> Any:
+    """Zeros for so many items; a plain pytree of columns where no leaves lie side by side."""
+    found = _placed(spec, keys)
+    if not found:
+        return jax.tree.map(functools.partial(columns.room, count), spec)
+    leaves, structure = jax.tree.flatten(spec)
+    entries = [found.get(n) or columns.room(count, leaf) for n, leaf in enumerate(leaves)]
+    wanted = widths(entries).items()
+    arrays = {name: jnp.zeros((count, width), name) for name, width in wanted}
+    return SideBySide(places=jax.tree.unflatten(structure, entries), arrays=arrays)
+
+
+def widths(places: Any) -> dict[str, int]:
+    """W of every array, by its name."""
+    found: dict[str, int] = {}
+    for it in jax.tree.leaves(places, is_leaf=is_leaf):
+        if isinstance(it, Place):
+            found[it.words] = max(it.stop, found.get(it.words, 0))
+    return found
+
+
+def _placed(spec: Item, keys: Keys) -> dict[int, Place]:
+    """The places of those leaves that lie beside others, by their numbers."""
+    groups: dict[str, list[int]] = {}
+    leaves, names = jax.tree.leaves(spec), pytree.leaf_names(spec)
+    for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        words = None if _is_read_alone(name, keys) else _words_of(leaf.dtype)
+        if words is not None and 0 < leaf.size * words.itemsize <= _SMALL:
+            groups.setdefault(words.name, []).append(number)
+    found = {}
+    for words, numbers in groups.items():
+        start = 0
+        each = [Place(words, 0, tuple(leaves[n].shape), np.dtype(leaves[n].dtype)) for n in numbers]
+        pairs = zip(numbers, each, strict=True)
+        for number, place in sorted(pairs, key=lambda pair: not pair[1].is_narrow):
+            found[number] = dataclasses.replace(place, start=start)
+            start = found[number].stop
+    return {n: place for n, place in found.items() if len(groups[place.words]) > 1}
+
+
+def _is_read_alone(name: str, keys: Keys) -> bool:
+    roles = (keys.reward, keys.done, keys.terminated, keys.truncated, keys.episode)
+    return any(role is not None and within(name, path_name(role)) for role in roles)
+
+
+def spec(state: PartState) -> Item:
+    """One item."""
+
+    def kind(it: Any) -> jax.ShapeDtypeStruct:
+        shape = it.shape if isinstance(it, Place) else it.shape[1:]
+        return jax.ShapeDtypeStruct(shape, it.dtype)
+
+    return jax.tree.map(kind, places(state), is_leaf=is_leaf)
+
+
+def put(state: PartState, write: Write, items: Item) -> Any:
+    """Rows `[T, E, ...]` at the slots of a write. Gradients stop here."""
+    found: dict[str, list[tuple[int, jax.Array]]] = {name: [] for name in _arrays(state)}
+
+    def one(it: Any, new: jax.Array) -> Any:
+        if not isinstance(it, Place):
+            return columns.put(it, write, columns.packed(new))
+        found[it.words].append((it.start, it.to_rows(lax.stop_gradient(new))))
+        return it
+
+    left = jax.tree.map(one, places(state), items, is_leaf=is_leaf)
+    arrays = {}
+    for name, array in _arrays(state).items():
+        words = [leaf for _, leaf in sorted(found[name], key=lambda pair: pair[0])]
+        arrays[name] = rows.put(array, write, jnp.concatenate(words, axis=-1))
+    return _with(state, left, arrays)
+
+
+def get(state: PartState, where: Where) -> Item:
+    """Each leaf at its slots; one gather for all narrow ones that are read at the same slots."""
+    return ordering.read(lambda: _got(state, where))
+
+
+def _got(state: PartState, where: Where) -> Item:
+    arrays, entries = _arrays(state), places(state)
+    found, structure = jax.tree_util.tree_flatten_with_path(entries, is_leaf=is_leaf)
+    asked = [(it, where(pytree.leaf_name(path))) for path, it in found]
+    key = lambda it, slots: (it.words, id(slots) if it.is_narrow else it)
+    runs: dict[Any, list[Place]] = {}
+    for it, slots in asked:
+        if isinstance(it, Place):
+            runs.setdefault(key(it, slots), []).append(it)
+    read: dict[Any, tuple[int, jax.Array]] = {}
+
+    def leaf(it: Any, slots: jax.Array) -> jax.Array:
+        if not isinstance(it, Place):
+            return columns.get(it, slots)
+        run = key(it, slots)
+        if run not in read:
+            first = min(each.start for each in runs[run])
+            stop = max(each.stop for each in runs[run])
+            read[run] = first, _cut(arrays[it.words], slots, first, stop)
+        first, words = read[run]
+        return it.of_rows(words, first)
+
+    return jax.tree.unflatten(structure, [leaf(it, slots) for it, slots in asked])
+
+
+def _cut(array: jax.Array, slots: jax.Array, start: int, stop: int) -> jax.Array:
+    """Some elements of the rows at slots `[...]`, all in range: `[..., stop - start]`."""
+    if stop - start == array.shape[1]:
+        return rows.get(array, slots)
+    slots = slots.astype(jnp.uint32)  # none is negative
+    return lax.gather(
+        array,
+        jnp.stack([slots, jnp.full_like(slots, start)], axis=-1),
+        lax.GatherDimensionNumbers(
+            offset_dims=(slots.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
+        ),
+        slice_sizes=(1, stop - start),
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+
+
+def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:
+    """Items `[B, ...]` of some leaves at slots, int32 `[B]`, distinct but for N; None for all N."""
+    arrays = dict(_arrays(state))
+
+    def one(path: tuple, it: Any) -> Any:
+        new = values.get(pytree.leaf_name(path))
+        if new is None:
+            return it
+        if not isinstance(it, Place):
+            return columns.edit(it, slots, new)
+        words, there = it.to_rows(lax.stop_gradient(new)), slice(it.start, it.stop)
+        if slots is None:
+            arrays[it.words] = arrays[it.words].at[: len(words), there].set(words)
+        else:
+            arrays[it.words] = arrays[it.words].at[slots, there].set(words, mode="drop")
+        return it
+
+    left = jax.tree_util.tree_map_with_path(one, places(state), is_leaf=is_leaf)
+    return _with(state, left, arrays)
+
+
+def _words_of(dtype: DType) -> np.dtype | None:
+    """The elements as which a leaf of this dtype lies beside others; None if it cannot.
+
+    Those of 8 bytes as they are: TPUs have no such integers that take the bits of floats.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    lies = _as_it_lies(dtype)
+    return lies if lies.itemsize > 4 else np.dtype(f"uint{8 * lies.itemsize}")
+
+
+def _as_it_lies(dtype: DType) -> np.dtype:
+    return columns.word_dtype(dtype) if columns.is_small(dtype) else np.dtype(dtype)
+
+
+def _to_words(values: jax.Array, words: np.dtype) -> jax.Array:
+    values = columns.packed(values)
+    if values.dtype == words:
+        return values
+    return _cast(values, words)
+
+
+def _from_words(words: Any, dtype: DType) -> jax.Array:
+    lies = _as_it_lies(dtype)
+    return columns.unpacked(words if words.dtype == lies else _cast(words, lies), dtype)
+
+
+def _cast(values: Any, dtype: np.dtype) -> jax.Array:
+    """The same bits as another dtype of the same size."""
+    if dtype == np.bool_:
+        return values != 0
+    if values.dtype == np.bool_:
+        return values.astype(dtype)
+    return lax.bitcast_convert_type(values, dtype)
