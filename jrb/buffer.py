@@ -286,7 +286,7 @@ class ReplayBuffer:
             ValueError: there is nothing to draw, or less than `min_size` is held (only outside
                 `jit`; inside, `mask` is False and `weights` is 0); or no batch size.
         """
-        return self._drawn(state, key, batch_size, beta)[1]
+        return self._drawn(state, key, batch_size, beta, moves=False)[1]
 
     def draw(
         self,
@@ -316,7 +316,12 @@ class ReplayBuffer:
         return dispatch.after_draw(state, after), sample
 
     def _drawn(
-        self, state: BufferState, key: jax.Array, batch_size: Any, beta: jax.Array | float | None
+        self,
+        state: BufferState,
+        key: jax.Array,
+        batch_size: Any,
+        beta: jax.Array | float | None,
+        moves: bool = True,
     ) -> Any:
         """What a draw leaves behind (see `jrb._engine.dispatch.draw`), and a sample."""
         batch_size = self.batch_size if batch_size is None else batch_size
@@ -329,7 +334,7 @@ class ReplayBuffer:
         checks.key(key)
         if beta is not None:
             beta = checks.number("beta", beta)
-        return dispatch.draw(self, state, key, int(batch_size), beta)
+        return dispatch.draw(self, state, key, int(batch_size), beta, moves=moves)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array

@@ -1,5 +1,6 @@
 """Checks of what users pass to the verbs, made before anything is written."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def key(value: Leaf) -> None:
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         wanted = ()
     elif dtype == jnp.uint32:
-        wanted = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+        wanted = _old_style_shape(jax.config.jax_default_prng_impl)
     else:
         raise TypeError(
             f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
@@ -54,6 +55,12 @@ def key(value: Leaf) -> None:
             f"key: expected a single key, of shape {wanted}, got shape {value.shape}. "
             "Take one of them, or vmap over them."
         )
+
+
+@functools.lru_cache
+def _old_style_shape(implementation: str) -> tuple[int, ...]:
+    """Of a key that is an array of uint32."""
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=implementation)).shape
 
 
 def mask(verb: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:

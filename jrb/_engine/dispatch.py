@@ -17,6 +17,7 @@ import numpy as np
 
 from jrb._base import checks, pytree, versions, wording
 from jrb._engine import editing, state_check, steps, transforming
+from jrb._engine.compiling import by_description
 from jrb._engine.deferred import DeferredStorage
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Batch, HostState, HostStorage, Item
@@ -90,6 +91,15 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
     Raises:
         TypeError, ValueError: as `jrb._engine.state_check.check`.
     """
+    _check_kind(buffer, state)
+    if on_host(buffer):
+        spec = {} if buffer.storage.of_objects else buffer.storage.spec(state.storage)
+        state_check.check(_for_device(buffer), _on_device(buffer, state), spec)
+    else:
+        state_check.check(buffer, state)
+
+
+def _check_kind(buffer: Buffer, state: BufferState) -> None:
     if not isinstance(state, BufferState):
         what = "a tuple, as a Mix has" if isinstance(state, tuple) else type(state).__name__
         raise TypeError(
@@ -103,11 +113,6 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
             f"got one that has its items in {type(found).__name__}. Pass the state that its init "
             "made."
         )
-    if host:
-        spec = {} if buffer.storage.of_objects else buffer.storage.spec(found)
-        state_check.check(_for_device(buffer), _on_device(buffer, state), spec)
-    else:
-        state_check.check(buffer, state)
 
 
 def is_traced(*arguments: Any) -> bool:
@@ -340,35 +345,72 @@ def draw(
     batch_size: int,
     beta: jax.Array | float | None,
     quiet: bool = False,
+    moves: bool = True,
 ) -> tuple[Any, Any]:
     """The sampler's state, or that of the whole buffer inside `jit`, and a sample.
+
+    Where nothing `moves`, nobody wants the state, and outside `jit` it may be None.
 
     Raises:
         ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
     """
-    check_state(buffer, state)
-    if _is_inside(buffer, key, state.storage):  # what else is traced shows later
-        drawable = None if is_traced(state, key) else ready(buffer, state, batch_size)
-        if drawable is None or is_traced(drawable):
-            return steps.draw(buffer, state, key, batch_size, beta)
-        if not drawable and not quiet:
-            raise _nothing(buffer, state)
-        after, sample = steps.sample(_fixed(buffer), state, key, batch_size, beta)
-    else:
-        drawn = _draw_outside(_fixed(buffer), state, key, batch_size, beta, quiet)
-        if drawn is None:
-            return steps.draw(buffer, state, key, batch_size, beta)
-        after, sample = drawn
-    first = len(_fixed(buffer).transforms)
+    _check_kind(buffer, state)
+    fixed = _fixed(buffer)
+    inside = _is_inside(buffer, key, state.storage)
+    found = (_draw_on_device if inside else _draw_outside)(
+        fixed, state, key, batch_size, beta, quiet, moves
+    )
+    if found is None:
+        check_state(buffer, state)
+        return steps.draw(buffer, state, key, batch_size, beta)
+    if fixed is buffer:
+        return found
+    (after, sample), first = found, len(fixed.transforms)
     rest, batch = buffer.transforms[first:], Batch(key, sample.mask, buffer.keys)
     return after, sample.replace(data=transforming.outward(rest, sample.data, batch, first))
+
+
+def _draw_on_device(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | float | None,
+    quiet: bool,
+    moves: bool,
+) -> tuple[Any, Sample] | None:
+    """A draw by one compiled call; None where this is called inside `jit`."""
+    if is_traced(key, state.edits):
+        return None
+    found = _sample(buffer, state, key, batch_size, beta, moves=moves)
+    if is_traced(found[1].mask):  # of the other arguments, some are
+        return None
+    if not quiet:
+        _check_some(buffer, state, found[1].mask)
+    return found
+
+
+@by_description("batch_size", "moves")
+def _sample(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | None,
+    moves: bool,
+) -> tuple[Any, Sample]:
+    """A draw outside `jit`. The state is checked when it is traced, not at each call."""
+    state_check.check(buffer, state)
+    return steps.sample(buffer, state, key, batch_size, beta, moves)
 
 
 @functools.lru_cache(maxsize=64)
 def _fixed(buffer: Buffer) -> Any:
     """The same buffer up to the first transform that must be called outside `jit`."""
-    transforms = buffer.transforms[: transforming.fixed(buffer.transforms)]
-    return dataclasses.replace(buffer, transforms=transforms)
+    count = transforming.fixed(buffer.transforms)
+    if count == len(buffer.transforms):
+        return buffer
+    return dataclasses.replace(buffer, transforms=buffer.transforms[:count])
 
 
 def after_draw(state: BufferState, drawn: BufferState | PartState) -> Any:
@@ -383,21 +425,25 @@ def _draw_outside(
     batch_size: int,
     beta: jax.Array | float | None,
     quiet: bool,
+    moves: bool,
 ) -> tuple[Any, Sample] | None:
     """Draws slots inside `jit`, fetches the items, and goes on inside if there is more to do.
 
     None where this is called inside `jit` after all.
     """
+    check_state(buffer, state)
     inner, half, plain = _for_device(buffer), _on_device(buffer, state), _is_plain(buffer)
     at_anchors = plain and isinstance(inner.storage, DeferredStorage)
     names = None if at_anchors else buffer.storage.names(state.storage)
     with buffer.storage.drawing(state.storage):
-        sampler, fields, rest = steps.choose(inner, half, key, batch_size, beta, names)
+        sampler, fields, rest = steps.choose(
+            inner, half, key, batch_size, beta, names=names, moves=moves
+        )
         if _is_inside(buffer, fields["mask"]):
             return None
         mask, places = (fields["mask"], None) if rest is None else rest
-        if not np.asarray(mask).any() and not quiet:
-            raise _nothing(buffer, state)
+        if not quiet:
+            _check_some(buffer, state, mask)
         data = buffer.storage.fetch(state.storage, fields["indices"], places)
     if buffer.storage.of_objects:
         data = _collated(buffer, data, fields["mask"], key)
@@ -421,8 +467,11 @@ def _is_plain(buffer: Buffer) -> bool:
     return buffer.unit.one_row and (buffer.storage.of_objects or not buffer.transforms)
 
 
-def _nothing(buffer: Buffer, state: BufferState) -> ValueError:
-    return ValueError(
+def _check_some(buffer: Buffer, state: BufferState, mask: jax.Array) -> None:
+    """Raises unless a draw found something; this waits for it."""
+    if np.asarray(mask).any():
+        return
+    raise ValueError(
         f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
         f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
         f"there are enough{_for_min_size(buffer)}."

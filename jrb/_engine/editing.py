@@ -5,7 +5,6 @@ and outside.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from jrb._base import ordering, pytree
 from jrb._engine import episodes, rows, steps
+from jrb._engine.compiling import by_description
 from jrb._engine.steps import context_of
 from jrb.held import Held, HeldInLanes
 from jrb.keys import path_name
@@ -44,7 +44,7 @@ def meant(
     return state, jnp.where(ok, slots, ring.capacity)
 
 
-@jax.jit
+@by_description()
 def edit_outside(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Values
 ) -> tuple[jax.Array, BufferState]:
@@ -55,7 +55,7 @@ def edit_outside(
     return slots, _edited(state.replace(storage=storage), slots, values)
 
 
-@jax.jit
+@by_description()
 def edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Values
 ) -> BufferState:
@@ -136,7 +136,7 @@ def leaves_of(buffer: Buffer, context: Context, state: BufferState, names: set[s
     return buffer.storage.read(context, state.storage, where)
 
 
-@functools.partial(jax.jit, static_argnames=("names", "wanted"))
+@by_description("names", "wanted")
 def places_of(
     buffer: Buffer, state: BufferState, names: tuple[str, ...], wanted: frozenset[str]
 ) -> tuple[jax.Array, Any]:
@@ -147,7 +147,7 @@ def places_of(
     return slots, buffer.storage.locate(context, state.storage, where)
 
 
-@jax.jit
+@by_description()
 def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
     """After which rows time does not go on though no flag says so, bool `[R, E]`."""
     context = context_of(buffer, state.writer)
@@ -167,7 +167,7 @@ def told(buffer: Buffer, context: Context, items: Item) -> jax.Array:
     return episodes.ending(context, every, items)
 
 
-@jax.jit
+@by_description()
 def with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array) -> BufferState:
     """The state in which unit and sampler know of the ends that the flags tell now, and cuts."""
     context = context_of(buffer, state.writer)
@@ -247,7 +247,7 @@ def _written_anew(
     return relearned(buffer, context, state, items, before, write)
 
 
-@functools.partial(jax.jit, static_argnames=("function", "batch_size"))
+@by_description("function", "batch_size")
 def rewrite(
     buffer: Buffer, state: BufferState, function: Callable[[Item], Values], batch_size: int
 ) -> BufferState:

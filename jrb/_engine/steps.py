@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jrb._base import ordering
 from jrb._engine import counting, episodes, transforming
+from jrb._engine.compiling import by_description
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Batch, Context, Draw, Given, Item, Look, Share, Write, Writer
@@ -35,7 +36,7 @@ def holds(writer: Writer, ring: Ring, state: PartState, slots: jax.Array) -> jax
     return writer.held(ring, state).holds(ring, slots)
 
 
-@jax.jit
+@by_description()
 def write(
     buffer: Buffer,
     state: BufferState,
@@ -82,7 +83,7 @@ def _with_room(
     return written & (jnp.cumsum(written, dtype=jnp.int32) <= room(buffer, state))
 
 
-@jax.jit
+@by_description()
 def room(buffer: Buffer, state: BufferState) -> jax.Array:
     """How many rows may be written before one goes that may not be lost, int32 `[]`."""
     ring, unit, context = buffer.ring, buffer.unit, context_of(buffer, state.writer)
@@ -137,7 +138,7 @@ def _learned(
     return state.replace(writer=writer, sampler=sampler, unit=unit)
 
 
-@jax.jit
+@by_description()
 def expire(buffer: Buffer, state: BufferState, items: Item, rows: jax.Array) -> BufferState:
     """The state without so many of the oldest rows, int32 `[]`, in lanes `[E]`.
 
@@ -150,7 +151,7 @@ def expire(buffer: Buffer, state: BufferState, items: Item, rows: jax.Array) -> 
     return _learned(buffer, context, state, writer, write, items)
 
 
-@functools.partial(jax.jit, static_argnames="batch_size")
+@by_description("batch_size")
 def draw(
     buffer: Buffer,
     state: BufferState,
@@ -164,17 +165,21 @@ def draw(
     return wait(state.replace(sampler=sampler), sample), sample
 
 
-@functools.partial(jax.jit, static_argnames="batch_size")
 def sample(
-    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | None,
+    moves: bool,
 ) -> tuple[Any, Sample]:
     """The same for outside `jit`, where all arrays that it returned would be copied.
 
     Returns:
-        The sampler's state, and the sample.
+        The sampler's state if it `moves`, or None; and the sample.
     """
     sampler, chosen = _choose(buffer, state, key, batch_size, beta)
-    return sampler, _finish(buffer, state, chosen, key)
+    return sampler if moves else None, _finish(buffer, state, chosen, key)
 
 
 def _choose(
@@ -288,7 +293,7 @@ def _fields(
     }
 
 
-@functools.partial(jax.jit, static_argnames=("batch_size", "names"))
+@by_description("batch_size", "names", "moves")
 def choose(
     buffer: Buffer,
     state: BufferState,
@@ -296,25 +301,27 @@ def choose(
     batch_size: int,
     beta: jax.Array | None,
     names: tuple[str, ...] | None,
+    moves: bool,
 ) -> tuple[Any, dict[str, Any], tuple[jax.Array, Any] | None]:
     """The first half of a draw from a storage on the host.
 
     Returns:
-        The sampler's state; the fields of the sample but data; and what `finish` and the storage
-        need to know: which anchors were drawn, and the places at which the leaves with these names
-        are read. None for the last without names, where they are all read at the anchors.
+        The sampler's state if it `moves`, or None; the fields of the sample but data; and what
+        `finish` and the storage need to know: which anchors were drawn, and the places at which the
+        leaves with these names are read. None for the last without names, where they are all read
+        at the anchors.
     """
     sampler, drawn = _choose(buffer, state, key, batch_size, beta)
     context, look = _look(buffer, state, drawn.slots, drawn.mask, key)
     sample = _fields(buffer, state, drawn, look.mask, look.info)
     if names is None:
-        return sampler, sample, None
+        return sampler if moves else None, sample, None
     where = [look.where(name) for name in names]
     places = buffer.storage.locate(context, state.storage, where)
-    return sampler, sample, (drawn.mask, places)
+    return sampler if moves else None, sample, (drawn.mask, places)
 
 
-@functools.partial(jax.jit, static_argnames="batch_size")
+@by_description("batch_size")
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
     """Whether a draw gives at least one item, bool `[]`."""
     context = context_of(buffer, state.writer)
@@ -323,7 +330,7 @@ def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Arr
     return found if buffer.min_size is None else found & (context.held.size >= buffer.min_size)
 
 
-@jax.jit
+@by_description()
 def finish(
     buffer: Buffer, state: BufferState, slots: jax.Array, mask: jax.Array, key: jax.Array
 ) -> tuple[Any, dict[str, jax.Array]]:
@@ -343,7 +350,7 @@ def _after(state: BufferState, token: jax.Array) -> BufferState:
     return state.replace(storage=parts[0], writer=parts[1], unit=parts[2])
 
 
-@jax.jit
+@by_description()
 def update(
     buffer: Buffer,
     state: BufferState,
@@ -371,7 +378,7 @@ def still_there(
     return _after(state, token), sample.indices + token, current & drawn
 
 
-@jax.jit
+@by_description()
 def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> BufferState:
     """The state in which some anchors are drawn no more."""
     if isinstance(where, Sample):
@@ -391,7 +398,7 @@ def _read(sample: Sample) -> Any:
     return sample.data, sample.indices, sample.mask, sample.info, sample.stamp
 
 
-@jax.jit
+@by_description()
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> BufferState:
     """Some environments, bool `[E]`, begin anew after the newest row."""
     return _truncated(buffer, context_of(buffer, state.writer), state, which)
@@ -411,14 +418,14 @@ def _truncated(
     return state.replace(sampler=sampler)
 
 
-@jax.jit
+@by_description()
 def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Item:
     """The items at slots."""
     context = context_of(buffer, state.writer)
     return buffer.storage.read(context, state.storage, lambda name: indices)
 
 
-@jax.jit
+@by_description()
 def empty(buffer: Buffer, state: BufferState) -> BufferState:
     """The state without its items."""
     ring, token = buffer.ring, ordering.token(state.writer)

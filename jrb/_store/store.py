@@ -134,36 +134,44 @@ class Store:
         for number, at in enumerate(slots):
             if id(at) not in looked:
                 looked[id(at)] = self._there(version, at)
-            found.append(self._rows(number, looked[id(at)]))
-        for places in looked.values():  # while they were read, one may have been overwritten
+            found.append(self._rows(number, *looked[id(at)]))
+        for places, _ in looked.values():  # while they were read, one may have been overwritten
             self._check_there(version, places)
         return found
 
     def take_column(self, version: int, number: int, slots: np.ndarray) -> np.ndarray:
         """The same of one column."""
-        places = self._there(version, slots)
-        rows = self._rows(number, places)
+        places, blank = self._there(version, slots)
+        rows = self._rows(number, places, blank)
         self._check_there(version, places)
         return rows
 
-    def _there(self, version: int, slots: np.ndarray) -> np.ndarray:
+    def _there(self, version: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The places of slots; and at which of them none was written, bool `[B]`, None if all."""
         places = self._places.of[slots]
         self._check_there(version, places)
-        return places
+        if places.min(initial=0) >= 0:
+            return places, None
+        if (places == LOST).any():
+            raise self._stale()
+        return places, places < 0
 
     def _check_there(self, version: int, places: np.ndarray) -> None:
         newer = self.table.newer(places, version)
-        if (newer & (places != NEVER)).any() or (places == LOST).any() or self._ousted:
-            raise StaleError(
-                f"{self.path}: expected a state whose rows are still there, got one of which some "
-                "that were asked for were overwritten since. Draw from the state that the last "
-                "write returned, or load the path again."
-            )
+        if self._ousted or (newer.any() and (newer & (places >= 0)).any()):
+            raise self._stale()
 
-    def _rows(self, number: int, places: np.ndarray) -> np.ndarray:
+    def _stale(self) -> StaleError:
+        return StaleError(
+            f"{self.path}: expected a state whose rows are still there, got one of which some "
+            "that were asked for were overwritten since. Draw from the state that the last "
+            "write returned, or load the path again."
+        )
+
+    def _rows(self, number: int, places: np.ndarray, blank: np.ndarray | None) -> np.ndarray:
         rows = self.table.take(number, places)
-        if places.size and places.min() < 0:
-            rows[places < 0] = 0
+        if blank is not None:
+            rows[blank] = 0
         return rows
 
     def read_column(self, number: int, target: np.ndarray) -> None:

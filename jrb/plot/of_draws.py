@@ -115,7 +115,7 @@ def _drawn(buffer: Buffer, state: BufferState, seen: Any, keys: jax.Array, size:
     def draw(carry: Any, key: jax.Array) -> tuple[Any, None]:
         sampler, (counts, told) = carry
         now = state.replace(sampler=sampler)
-        sampler, fields, _ = steps.choose(buffer, now, key, size, None, None)
+        sampler, fields, _ = steps.choose(buffer, now, key, size, None, names=None, moves=True)
         drawn = fields["probabilities"] > 0
         slots = jnp.where(drawn, fields["indices"], buffer.capacity)
         counts = counts.at[slots].add(1, mode="drop")

@@ -108,7 +108,8 @@ class HostArrays(HostStorage):
         """The items there: all leaves at slots `[B]`, or each in its place."""
         at, view = np.asarray(slots), self.view(state)
         each = [at] * len(view.rows.names) if places is None else places.each(np.asarray)
-        return view.rows.fetch(view.version, each, host_rows.device_of(slots))
+        found, device = view.rows.take(view.version, each), host_rows.device_of(slots)
+        return view.rows.items(host_rows.handed_over(found, device))
 
     def take(self, state: PartState, slots: np.ndarray) -> Item:
         """The items at slots of any shape."""

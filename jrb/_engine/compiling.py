@@ -1,0 +1,33 @@
+"""How the verbs are compiled."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def by_description(*static: str) -> Callable[[F], F]:
+    """Compiles a function once for each description, its first argument.
+
+    A call then looks at arrays alone. Passed to one compiled function for all, the description
+    would be compared field by field at every call.
+
+    Args:
+        static: the names of other arguments that are no arrays.
+    """
+
+    def decorated(function: F) -> F:
+        @functools.lru_cache(maxsize=1024)
+        def compiled(description: Any) -> Any:
+            return jax.jit(functools.partial(function, description), static_argnames=static)
+
+        @functools.wraps(function)
+        def called(description: Any, *args: Any, **kwargs: Any) -> Any:
+            return compiled(description)(*args, **kwargs)
+
+        return cast(F, called)
+
+    return decorated
