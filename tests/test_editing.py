@@ -10,6 +10,8 @@ import pytest
 import jrb
 from jrb.checkpoint import rows as saved_rows
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(0)
 STORAGES = {
     "device": lambda: jrb.DeviceStorage(),

@@ -33,6 +33,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS, ids=repr)
 def test_compiled_verbs_do_what_the_buffer_does(parts):
     buffer = jrb.ReplayBuffer(20, num_envs=2, batch_size=4, **parts)
@@ -232,6 +233,7 @@ COMPOSITIONS += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", COMPOSITIONS, ids=repr)
 def test_no_eager_verb_compiles_at_its_second_call(parts, compilations):
     buffer = jrb.ReplayBuffer(16, num_envs=2, batch_size=2, **parts)
@@ -257,6 +259,7 @@ def test_no_eager_verb_compiles_at_its_second_call(parts, compilations):
     assert count() == 0
 
 
+@pytest.mark.slow
 def test_no_verb_of_a_mix_compiles_at_its_second_call(compilations):
     one = jrb.ReplayBuffer(20, sampler=jrb.Prioritized())
     other = jrb.ReplayBuffer(10)

@@ -136,6 +136,7 @@ def test_priorities_are_summed_up():
         jrb.ReplayBuffer(4).priorities(jrb.ReplayBuffer(4).init({"x": 0}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("envs", [None, 2])
 def test_the_newest_rows_are_told_by_their_slots(envs):
     buffer = jrb.ReplayBuffer(8, num_envs=envs)

@@ -9,6 +9,8 @@ import pytest
 
 import jrb
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(0)
 
 

@@ -106,6 +106,7 @@ def by_item(buffer, state):
     return np.asarray(state.sampler.draws)[np.asarray(slots)[: int(count)]].tolist()
 
 
+@pytest.mark.slow
 def test_counts_are_saved_and_rebuilt(tmp_path):
     buffer, state = counted()
     want = by_item(buffer, state)

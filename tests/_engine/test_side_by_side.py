@@ -12,6 +12,8 @@ from jrb._base import prng_keys, versions
 from jrb._engine import columns
 from jrb._engine.side_by_side import SideBySide
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [(), (), (1,), (3,), (2, 3), (9,), (0, 3), (300,), (20, 20)]
 DTYPES = [
     *["float32", "int32", "uint32", "bool", "uint8", "int8", "float16", "int16", "complex64"],

@@ -8,6 +8,8 @@ from benchmarks import items, peers
 from benchmarks.setup import DISCOUNT, LENGTH, STACK, STEPS
 from tests.benchmarks.tiny import SETUPS
 
+pytestmark = pytest.mark.slow
+
 ALIKE = ("frames", "CartPole", "many environments")
 """Setups that differ from others only for peers on the host."""
 CASES = [

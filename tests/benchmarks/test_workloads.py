@@ -10,6 +10,8 @@ from benchmarks import alone, machine, peers, running, timing, workloads
 from benchmarks.workloads import case, checkpoint, compiling, host, programs, rfc
 from tests.benchmarks.tiny import SETUPS, program
 
+pytestmark = pytest.mark.slow
+
 COPY_SPEED = machine.copy_speed
 
 

@@ -11,6 +11,8 @@ import jrb
 from jrb._engine import memory
 from jrb.checkpoint import one_by_one
 
+pytestmark = pytest.mark.slow
+
 ITEM = {"a": jnp.zeros(3), "b": jnp.zeros((), jnp.int32), "c": jnp.zeros((2, 2))}
 
 

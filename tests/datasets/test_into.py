@@ -23,6 +23,8 @@ from jrb._engine import retelling
 from jrb._store import files
 from jrb.datasets.copying import cache, copies, filling
 
+pytestmark = pytest.mark.slow
+
 MINARI = pathlib.Path(__file__).parents[1] / "data" / "minari" / "cartpole-v0"
 LENGTHS = [3, 1, 7, 2, 5, 1, 9, 4, 6, 2, 8, 3]
 

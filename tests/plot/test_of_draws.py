@@ -10,6 +10,8 @@ import jrb
 from jrb.plot import of_draws
 from tests.plot import buffers, pictures
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(0)
 SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
 

@@ -8,6 +8,8 @@ import pytest
 import jrb
 from tests.plot import buffers, pictures
 
+pytestmark = pytest.mark.slow
+
 SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
 STORAGES = {
     "device": jrb.DeviceStorage(),

@@ -9,6 +9,8 @@ import jrb
 from jrb.plot import images
 from tests.plot import buffers, pictures
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(0)
 GREY = jax.ShapeDtypeStruct((32, 32), jnp.uint8)
 COLOR = jax.ShapeDtypeStruct((16, 20, 3), jnp.uint8)

@@ -16,6 +16,8 @@ from jrb.plot import binned, facts
 from jrb.storages import store_rows
 from tests.plot import buffers, pictures
 
+pytestmark = pytest.mark.slow
+
 SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 

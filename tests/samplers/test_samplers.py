@@ -367,6 +367,7 @@ def test_epochs_in_order_go_from_the_oldest_to_the_newest():
     assert buffer.draw(state, jax.random.key(9))[1].data["x"].tolist() == [5, 6, 7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"normalize": "buffer", "new_priority": "max_in_buffer"}])
 def test_an_alpha_that_follows_a_schedule_is_that_of_a_new_buffer(options):
     """More slots than are laid at once, and not a multiple of them."""
