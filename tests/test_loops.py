@@ -1,5 +1,6 @@
 """Loops in Python: compiled verbs, copies that are told, items of NumPy's dtypes, no retraces."""
 
+import operator
 import warnings
 
 import jax
@@ -257,6 +258,19 @@ def test_no_eager_verb_compiles_at_its_second_call(parts, compilations):
     with compilations() as count:
         once(2, state)
     assert count() == 0
+
+
+def test_an_eager_draw_is_one_program_that_copies_nothing_of_the_state(compilations):
+    buffer = jrb.ReplayBuffer(23, batch_size=2, sampler=jrb.Prioritized())
+    empty = buffer.init(EXAMPLE)
+    state = buffer.extend(empty, row(1, 6))
+    with compilations() as count:
+        buffer.sample(state, KEY)
+    assert count() == 1
+    with pytest.raises(ValueError, match="expected something to draw"):
+        buffer.sample(empty, KEY)
+    drawn, _ = buffer.draw(state, KEY)
+    assert all(map(operator.is_, jax.tree.leaves(drawn.storage), jax.tree.leaves(state.storage)))
 
 
 @pytest.mark.slow
