@@ -112,6 +112,27 @@ class State:
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]: as above
 
 
+class SpecKey:
+    """Specs of items, as an argument of a compiled function that is no array. It is hashed once.
+
+    Attributes:
+        spec: one item.
+    """
+
+    __slots__ = ("_hash", "_key", "spec")
+
+    def __init__(self, spec: PyTree) -> None:
+        leaves, structure = jax.tree.flatten(spec)
+        self.spec, self._key = spec, (structure, tuple(leaves))
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, SpecKey) and self._key == other._key)
+
+
 def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
     """A state in which marked fields are changed, wherever they lie in it.
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, pytree, versions, wording
+from jrb._base.pytree import SpecKey
 from jrb._engine import editing, state_check, steps, transforming
 from jrb._engine.compiling import by_description
 from jrb._engine.deferred import DeferredStorage
@@ -431,13 +432,13 @@ def _draw_outside(
 
     None where this is called inside `jit` after all.
     """
-    check_state(buffer, state)
     inner, half, plain = _for_device(buffer), _on_device(buffer, state), _is_plain(buffer)
     at_anchors = plain and isinstance(inner.storage, DeferredStorage)
     names = None if at_anchors else buffer.storage.names(state.storage)
+    spec = buffer.storage.spec_key(state.storage)
     with buffer.storage.drawing(state.storage):
-        sampler, fields, rest = steps.choose(
-            inner, half, key, batch_size, beta, names=names, moves=moves
+        sampler, fields, rest = _choose(
+            inner, half, key, batch_size, beta, names=names, moves=moves, spec=spec
         )
         if _is_inside(buffer, fields["mask"]):
             return None
@@ -453,6 +454,22 @@ def _draw_outside(
         counted = {name: leaf for name, leaf in fields["info"].items() if name == "draws"}
         fields["info"] = {**info, **counted}
     return sampler, Sample(data=data, **fields)
+
+
+@by_description("batch_size", "names", "moves", "spec")
+def _choose(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | None,
+    names: tuple[str, ...] | None,
+    moves: bool,
+    spec: SpecKey,
+) -> Any:
+    """The first half of a draw (see `steps.choose`). The state is checked when it is traced."""
+    state_check.check(buffer, state, spec.spec)
+    return steps.choose(buffer, state, key, batch_size, beta, names, moves)
 
 
 @explained

@@ -293,7 +293,6 @@ def _fields(
     }
 
 
-@by_description("batch_size", "names", "moves")
 def choose(
     buffer: Buffer,
     state: BufferState,

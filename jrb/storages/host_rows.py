@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import host_calls, prng_keys, pytree, versions
+from jrb._base.pytree import SpecKey
 from jrb._store.errors import StaleError
 from jrb.state import Device
 from jrb.types import HostState, Item
@@ -30,12 +32,14 @@ class HostRows(abc.ABC):
     Attributes:
         capacity: N.
         spec: one item, `jax.ShapeDtypeStruct`s.
+        spec_key: the same, to be looked up by.
         names: of its leaves.
         raw: the specs of its leaves as they lie on the host, keys as their words.
     """
 
     capacity: int
     spec: Item
+    spec_key: SpecKey
     names: tuple[str, ...]
     raw: list[jax.ShapeDtypeStruct]
 
@@ -43,7 +47,7 @@ class HostRows(abc.ABC):
     """Where a save is a commit of the rows themselves; None for nowhere."""
 
     def __init__(self, capacity: int, spec: Item) -> None:
-        self.capacity, self.spec = capacity, spec
+        self.capacity, self.spec, self.spec_key = capacity, spec, SpecKey(spec)
         self.names = tuple(pytree.leaf_names(spec))
         self.raw = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
 
@@ -130,11 +134,13 @@ class HostRows(abc.ABC):
 
     def take(self, version: Version, places: list[Any]) -> list[np.ndarray]:
         """The leaves at slots of any shape, one array of slots for each; zeros at -1."""
-        flat = {id(slots): np.asarray(slots).reshape(-1) for slots in places}
-        kept = dict(flat)
-        for name, slots in flat.items():
-            if slots.size and slots.min() < 0:
-                kept[name] = slots[slots >= 0]
+        flat: dict[int, np.ndarray] = {}
+        kept: dict[int, np.ndarray] = {}
+        for slots in places:
+            if id(slots) not in flat:
+                flat[id(slots)] = every = np.asarray(slots).reshape(-1)
+                some = every.size and every.min() < 0
+                kept[id(slots)] = every[every >= 0] if some else every
         rows = self.read(version, [kept[id(slots)] for slots in places])
         found = []
         for leaf, spec, slots in zip(rows, self.raw, places, strict=True):
@@ -147,6 +153,16 @@ class HostRows(abc.ABC):
     def fetch(self, version: Version, places: list[Any], device: Device = None) -> Item:
         """The items at slots of any shape, on a device; None for the default one."""
         return self.items(jax.device_put(self.take(version, places), device))
+
+    def drawn(self, version: Version, places: list[Any], device: Device) -> Item:
+        """The same for draws, of few shapes.
+
+        Arguments of a compiled function come to the default device five times as fast as by
+        `device_put`, but for every shape it is compiled.
+        """
+        if device is not None:
+            return self.fetch(version, places, device)
+        return _handed_over(self.take(version, places), spec=self.spec_key)
 
     def call(self, version: jax.Array, places: list[jax.Array]) -> list[jax.Array]:
         """The same as `take`, from jitted code."""
@@ -165,9 +181,18 @@ class HostRows(abc.ABC):
 
     def items(self, leaves: list[Any]) -> Item:
         """The items of these leaves, keys wrapped again."""
-        specs, structure = jax.tree.flatten(self.spec)
-        wrap = lambda leaf, spec: prng_keys.wrapped(leaf, spec.dtype)
-        return jax.tree.unflatten(structure, map(wrap, leaves, specs))
+        return _items(leaves, self.spec)
+
+
+def _items(leaves: list[Any], spec: Item) -> Item:
+    specs, structure = jax.tree.flatten(spec)
+    wrap = lambda leaf, spec: prng_keys.wrapped(leaf, spec.dtype)
+    return jax.tree.unflatten(structure, map(wrap, leaves, specs))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _handed_over(leaves: list[jax.Array], spec: SpecKey) -> Item:
+    return _items(leaves, spec.spec)
 
 
 class PlainRows(HostRows):
@@ -254,18 +279,6 @@ def view(rows: HostRows, version: int = 0) -> HostView:
 def device_of(array: jax.Array) -> Any:
     """Where an array has to stay; None if nowhere in particular."""
     return array.sharding if versions.is_committed(array) else None
-
-
-def handed_over(leaves: list[np.ndarray], device: Device) -> list[jax.Array]:
-    """Leaves that nobody else has, on a device; None for the default one.
-
-    Arguments of a compiled function get there five times as fast as by `device_put`; but it is
-    compiled for every shape, which is why only draws, of few shapes, go this way.
-    """
-    return _returned(leaves) if device is None else jax.device_put(leaves, device)
-
-
-_returned = jax.jit(lambda leaves: leaves)
 
 
 def number(version: Version) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jrb._base import ordering, prng_keys, pytree
+from jrb._base.pytree import SpecKey
 from jrb._engine.deferred import DeferredStorage
 from jrb.held import Held
 from jrb.ring import Ring
@@ -73,6 +74,10 @@ class HostArrays(HostStorage):
         """What one slot holds."""
         return self.view(state).rows.spec
 
+    def spec_key(self, state: PartState) -> SpecKey:
+        """The same, made once."""
+        return self.view(state).rows.spec_key
+
     # Outside jit.
 
     def drawing(self, state: PartState) -> AbstractContextManager[None]:
@@ -108,8 +113,7 @@ class HostArrays(HostStorage):
         """The items there: all leaves at slots `[B]`, or each in its place."""
         at, view = np.asarray(slots), self.view(state)
         each = [at] * len(view.rows.names) if places is None else places.each(np.asarray)
-        found, device = view.rows.take(view.version, each), host_rows.device_of(slots)
-        return view.rows.items(host_rows.handed_over(found, device))
+        return view.rows.drawn(view.version, each, host_rows.device_of(slots))
 
     def take(self, state: PartState, slots: np.ndarray) -> Item:
         """The items at slots of any shape."""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jrb._base import ordering
+from jrb._base.pytree import SpecKey
 from jrb.ring import Ring
 from jrb.types.messages import Context, Item, PartState, Where, Write
 
@@ -150,6 +151,10 @@ class HostStorage(Storage):
             f"set: expected a storage with a method put_values, got {type(self).__name__}. "
             "See jrb.types.HostStorage."
         )
+
+    def spec_key(self, state: PartState) -> SpecKey:
+        """What one slot holds, to be looked up by; made anew each time by default."""
+        return SpecKey({} if self.of_objects else self.spec(state))
 
     def names(self, state: PartState) -> tuple[str, ...] | None:
         """The names of the leaves; None where items are looked at as a whole."""
