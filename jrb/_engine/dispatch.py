@@ -397,7 +397,7 @@ def _sample(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: jax.Array | None,
+    beta: jax.Array | float | None,
     moves: bool,
 ) -> tuple[Any, Sample]:
     """A draw outside `jit`. The state is checked when it is traced, not at each call."""
@@ -462,7 +462,7 @@ def _choose(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: jax.Array | None,
+    beta: jax.Array | float | None,
     names: tuple[str, ...] | None,
     moves: bool,
     spec: SpecKey,

@@ -157,7 +157,7 @@ def draw(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: jax.Array | None,
+    beta: jax.Array | float | None,
 ) -> tuple[BufferState, Sample]:
     """Sampler, unit, storage, unit, transforms."""
     sampler, chosen = _choose(buffer, state, key, batch_size, beta)
@@ -170,7 +170,7 @@ def sample(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: jax.Array | None,
+    beta: jax.Array | float | None,
     moves: bool,
 ) -> tuple[Any, Sample]:
     """The same for outside `jit`, where all arrays that it returned would be copied.
@@ -183,7 +183,11 @@ def sample(
 
 
 def _choose(
-    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | float | None,
 ) -> tuple[Any, Draw]:
     """The sampler's part."""
     context = context_of(buffer, state.writer)
@@ -195,7 +199,11 @@ def _choose(
 
 
 def choose_among(
-    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: jax.Array | None
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | float | None,
 ) -> tuple[Any, Draw, Share | None, jax.Array]:
     """The sampler's part in one of several shards.
 
@@ -298,7 +306,7 @@ def choose(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: jax.Array | None,
+    beta: jax.Array | float | None,
     names: tuple[str, ...] | None,
     moves: bool,
 ) -> tuple[Any, dict[str, Any], tuple[jax.Array, Any] | None]:
