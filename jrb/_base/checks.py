@@ -45,7 +45,9 @@ def key(value: Leaf) -> None:
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         wanted = ()
     elif dtype == jnp.uint32:
-        wanted = _old_style_shape(jax.config.read("jax_default_prng_impl"))
+        # JAX adds its options to this class as it is imported.
+        default = jax.config.jax_default_prng_impl  # pyright: ignore[reportAttributeAccessIssue]
+        wanted = _old_style_shape(default)
     else:
         raise TypeError(
             f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
