@@ -65,7 +65,10 @@ class Sums:
 
     def _blocks_of(self, places: np.ndarray) -> list[int]:
         """The blocks in which some places are, bool `[P]`."""
-        return np.unique(np.flatnonzero(places) // self.block).tolist()
+        whole, size = len(places) // self.block, self.block
+        some = places[: whole * size].reshape(whole, size).any(axis=1)
+        rest = places[whole * size :].any()
+        return [*np.flatnonzero(some).tolist(), *([whole] if rest else [])]
 
     def forget(self, blocks: np.ndarray) -> None:
         """Leaves out blocks of which rows are gone: what is left there cannot be checked."""
@@ -86,6 +89,10 @@ class Sums:
     def damage(self, number: int, block: int) -> str:
         """What is wrong with a block; nothing if it is whole."""
         return self.table.check(number, block, self.named, int(self.columns[number][block]))
+
+    def check_column(self, number: int) -> None:
+        """Raises `DamagedError` unless all of a column is what was written."""
+        share(lambda block: self._check(number, block), self._blocks_of(self.named))
 
     def _check(self, number: int, block: int) -> None:
         damage = self.damage(number, block)

@@ -24,7 +24,7 @@ from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 
-SMALLEST, MOST = 1 << 16, 4096
+SMALLEST, MOST = 1 << 18, 4096
 SMALL = 1 << 17
 """Bytes of a gather below which another copy does not matter."""
 
@@ -63,7 +63,7 @@ class Column:
 def blocked(columns: tuple[Column, ...], slots: int, room: int) -> tuple[Column, ...]:
     """The columns with blocks for a table of N rows with room for P.
 
-    They are of 64 kB in all, or there are 4096 of them; and so small that none holds the newest
+    They are of 256 kB in all, or there are 4096 of them; and so small that none holds the newest
     rows of a ring and the oldest ones too, between which nothing lies but the rest of the room.
     """
     width = max(sum(column.width for column in columns), 1)

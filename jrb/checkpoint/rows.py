@@ -278,10 +278,7 @@ def reader(
 
 def _in_pieces(store: Store, column: int) -> Iterator[tuple[int, Any]]:
     """The rows of a column, after a look at all of them."""
-    for number, block in store.sums.blocks():
-        damage = store.sums.damage(number, block) if number == column else ""
-        if damage:
-            raise DamagedError(damage)
+    store.sums.check_column(column)
     one = store.table.columns[column]
     for slots in in_parts(np.arange(store.slots), one.width, memory.PIECE):
         found = store.take_column(store.version, column, slots)
