@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._base import casting, checks, display, pytree
+from jrb._base import casting, checks, display, meshes, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import dispatch, over_mesh, shard_bodies, transforming
 from jrb._engine.host_shards import HostShards, States
@@ -58,7 +58,7 @@ class Sharded:
         buffer: what the shards are together.
         shards: S, which divides E and B.
         mesh: None for the mesh that is set around a call (`jax.set_mesh`); without one, all shards
-            lie on one device.
+            lie on one device. Pickled, it is that of the devices with the same numbers.
         axis: the axis of the mesh that the shards are cut over.
         exchange: whether a batch is drawn as from one buffer, each item with its probability in the
             whole: then every shard gives as many as its mass is worth, and they are moved to where
@@ -89,6 +89,10 @@ class Sharded:
 
     def _repr_html_(self) -> str:
         return display.tree_html(self)
+
+    def __reduce__(self) -> Any:
+        mesh = meshes.named(self.mesh)
+        return _unpickled, (self.buffer, self.shards, mesh, self.axis, self.exchange)
 
     def __post_init__(self) -> None:
         if not isinstance(self.buffer, ReplayBuffer):
@@ -516,6 +520,13 @@ class Sharded:
         self, body: Callable[..., Any], cuts: tuple[Cut, ...], out: Cuts, arguments: tuple
     ) -> Any:
         return _run(self.layout, body, cuts, out, arguments)
+
+
+def _unpickled(
+    buffer: ReplayBuffer, shards: int, mesh: meshes.Named | None, axis: str, exchange: bool
+) -> Sharded:
+    """The description, on the devices of this program that have the same numbers."""
+    return Sharded(buffer, shards, meshes.found(mesh), axis, exchange)
 
 
 _run = dispatch.explained(over_mesh.run)

@@ -1,8 +1,13 @@
 """One buffer in shards over devices: the same on any number of them, and exact as one buffer."""
 
+import copy
 import dataclasses
 import functools
+import os
+import pickle
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -443,6 +448,34 @@ def test_it_does_not_trace_again():
     assert len(traced) == 1
     same = jrb.Sharded(whole(), S, mesh_of(8))
     assert (same, hash(same)) == (sharded, hash(sharded))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_it_pickles_with_the_numbers_of_its_devices(kind):
+    back = jax.devices()[:4][::-1]
+    mesh = jax.make_mesh((2, 2), ("model", "data"), (kind, kind), devices=back)
+    host = whole(storage=jrb.MemmapStorage("rows"))
+    for one in (
+        jrb.Sharded(whole(), S, mesh, exchange=True),
+        jrb.Sharded(whole(), S),
+        jrb.Sharded(host, S, mesh_of(4, kind)),
+    ):
+        for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
+            assert (again, hash(again)) == (one, hash(one))
+            assert again.layout.groups() == one.layout.groups()
+
+
+def test_where_its_devices_are_not_there_it_is_not_unpickled():
+    fewer = "import pickle, sys; pickle.load(sys.stdin.buffer)"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-c", fewer],
+        input=pickle.dumps(jrb.Sharded(whole(), S, mesh_of(4))),
+        env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+    )
+    assert ended.returncode == 1
+    assert b"mesh: expected the devices [2, 3] of 'cpu'" in ended.stderr
 
 
 def test_a_mix_of_sharded_buffers_draws_its_parts_in_each_shard():
