@@ -52,7 +52,7 @@ class Sharded:
 
     With items on the host (`jrb.MemmapStorage`, `jrb.SpillStorage`) each shard has a store of its
     own, below the path that is named; the state is a tuple of those of this process's shards, and
-    verbs work outside `jit`.
+    verbs work outside `jit`. `jrb.save` to that path is a commit of all of them.
 
     Attributes:
         buffer: what the shards are together.

@@ -16,6 +16,7 @@ from jrb._engine.deferred import DeferredStorage
 from jrb._store import table
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description
+from jrb.sharded import Sharded
 from jrb.state import Buffer, BufferState
 from jrb.storages import DeviceStorage, HostArrays
 from jrb.storages.host_rows import HostView
@@ -80,9 +81,10 @@ class ObjectsApart(DeferredStorage):
 
 def is_at(path: str, buffer: Description) -> bool:
     """Whether a description names this path as that of its store."""
-    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, StoreArrays):
+    whole = buffer.buffer if isinstance(buffer, Sharded) else buffer
+    if not isinstance(whole, ReplayBuffer) or not isinstance(whole.storage, StoreArrays):
         return False
-    named = buffer.storage.path
+    named = whole.storage.path
     return named is not None and os.path.realpath(named) == os.path.realpath(path)
 
 

@@ -20,7 +20,16 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.store import Store
 from jrb._store.threads import share
-from jrb.checkpoint import crew, descriptions, facts, host_items, matching, members, native
+from jrb.checkpoint import (
+    commits,
+    crew,
+    descriptions,
+    facts,
+    host_items,
+    matching,
+    members,
+    native,
+)
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
@@ -35,11 +44,13 @@ _AT_ONCE = 4
 """Times as many threads as otherwise for parts, which wait for the disk one beside the other."""
 
 
-def pending(path: str, saved: Source, extra: Beside, out: Outward) -> "native.Pending | Pending":
+def pending(path: str, saved: Source, extra: Beside, out: Outward) -> "AnyPending":
     """A save of one buffer or of several, after all checks."""
-    if isinstance(saved, Snapshot):
-        return native.Pending(path, saved, extra, out)
-    return Pending(path, saved, extra, out)
+    if not isinstance(saved, Snapshot):
+        return Pending(path, saved, extra, out)
+    if saved.lies_at(path):
+        return commits.Pending(saved, extra)
+    return native.Pending(path, saved, extra, out)
 
 
 class Pending:
@@ -131,6 +142,10 @@ class Pending:
             self._store.close()
 
 
+AnyPending = native.Pending | commits.Pending | Pending
+"""A save that is to be finished."""
+
+
 def _about(saved: Together) -> dict[str, Any]:
     """What a generation says of several buffers."""
     buffer = saved.buffer
@@ -193,7 +208,8 @@ def _sharded(
         for number in group:
             name = known[number]
             part = given.part_at(number) if given is not None else None
-            states[number] = load(opened.part(name), part, example, place, inward[name])[1]
+            found, states[number] = load(opened.part(name), part, example, place, inward[name])
+            sharded = shards.beside(sharded, number, found)
     return sharded, shards.joined(sharded, states)
 
 
