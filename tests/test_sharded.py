@@ -630,6 +630,23 @@ def test_what_other_shards_cannot_have_is_refused():
         jrb.rebuild(best, best.init(EXAMPLE), jrb.Sharded(best.buffer, 2))
 
 
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_items_with_keys(kind, exchange):
+    items = {"key": jax.random.split(jax.random.key(1), (3, E)), "x": np.arange(3 * E)}
+    items["x"] = items["x"].reshape(3, E).astype(np.int32)
+    told = []
+    for mesh in (None, mesh_of(4, kind)):
+        sharded = jrb.Sharded(jrb.ReplayBuffer(4 * E, E, batch_size=B), 4, mesh, exchange=exchange)
+        state = sharded.init({"key": jax.random.key(0), "x": 0})
+        state = sharded.extend(state, items)
+        batch = sharded.sample(state, jax.random.key(0))
+        drawn = jax.random.key_data(items["key"]).reshape(3 * E, -1)[np.asarray(batch.data["x"])]
+        np.testing.assert_array_equal(jax.random.key_data(batch.data["key"]), drawn)
+        told.append(np.asarray(batch.data["x"]))
+    np.testing.assert_array_equal(*told)
+
+
 # Batches drawn as from one buffer: rows move to where the batch lies.
 
 

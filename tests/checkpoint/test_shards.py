@@ -97,6 +97,19 @@ def test_a_description_that_is_given_says_the_mesh_and_what_is_drawn(tmp_path):
         jrb.load(tmp_path, device=jax.devices()[0])
 
 
+def test_a_mix_of_shards_goes_on_on_other_devices(tmp_path):
+    make = lambda mesh: jrb.Mix((jrb.Sharded(BUFFER, S, mesh),) * 2, (0.5, 0.5), batch_size=2 * S)
+    mix, key = make(mesh_of(4)), jax.random.key(0)
+    states = tuple(filled(part, seed=seed) for seed, part in enumerate(mix.buffers))
+    jrb.save(tmp_path, mix, states)
+    want = jax.device_get(mix.sample(states, key))
+    for given, device in ((None, None), (make(mesh_of(2)), None), (None, mesh_of(2)), (mix, None)):
+        found, there = jrb.load(tmp_path, given, device=device)
+        assert found == (given or make(device))
+        assert_same(jax.device_get(there), jax.device_get(states))
+        assert_same(jax.device_get(found.sample(there, key)), want)
+
+
 @pytest.mark.parametrize("count", [2, 8])
 def test_other_shards_are_made_of_those_that_were_saved(count, tmp_path):
     sharded = jrb.Sharded(BUFFER, S, mesh_of(4))
