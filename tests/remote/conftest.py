@@ -9,7 +9,7 @@ ALWAYS = (
     "test_draws_are_those_of_a_buffer_in_this_process",
     "test_a_server_goes_on_from_its_last_save[checkpoint]",
 )
-"""Tests that run with all others; the rest of them takes minutes, in many processes."""
+"""Of those with a cluster, the ones that run with all others; the rest of them takes minutes."""
 
 
 def pytest_collection_modifyitems(items):
@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("ray"))
-            if item.name not in ALWAYS:
+            if "cluster" in item.fixturenames and item.name not in ALWAYS:
                 item.add_marker(pytest.mark.cluster)
 
 
