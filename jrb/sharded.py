@@ -468,6 +468,7 @@ class Sharded:
                     f"this process, as init makes it, got {type(state).__name__}."
                 )
             return
+        dispatch.check_there(state)
         want = self.shards // self._devices_around()
         lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
         if lead != (want,):

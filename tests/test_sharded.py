@@ -423,6 +423,26 @@ def test_reservoirs_of_shards_choose_for_themselves():
     assert len({tuple(row) for row in kept}) == S
 
 
+def test_a_state_that_was_donated_and_is_used_again_is_an_error():
+    sharded, rng = jrb.Sharded(whole(), S, mesh_of(4)), np.random.default_rng(0)
+    verbs, item, key = jrb.jitted(sharded), rows(rng, E), jax.random.key(0)
+    mix = jrb.jitted(jrb.Mix((sharded, sharded), (0.5, 0.5), batch_size=2 * B))
+    for donate in (lambda s: verbs.add(s, item), lambda s: verbs.draw(s, key)):
+        old = verbs.add(sharded.init(EXAMPLE), item)
+        new = donate(old)
+        for again in (
+            lambda s: verbs.add(s, item),
+            lambda s: verbs.draw(s, key),
+            lambda s: sharded.add(s, item),
+            lambda s: sharded.sample(s, key),
+            lambda s: sharded.size(s),
+            lambda s: mix.draw((s, s), key),
+        ):
+            with pytest.raises(ValueError, match="got some that were donated"):
+                again(old)
+        del new
+
+
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_keys_of_both_styles(make):
     sharded = jrb.Sharded(whole(), S)
