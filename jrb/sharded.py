@@ -329,7 +329,11 @@ class Sharded:
     def update_priority(
         self, state: States, sample_or_indices: Sample | jax.Array, priorities: jax.Array
     ) -> Any:
-        """New priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32."""
+        """New priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32.
+
+        Without `exchange`, those in the part of the batch of another shard are left alone: do not
+        change their order.
+        """
         cut = (sample_or_indices, 0), (priorities, 0)
         splits = isinstance(sample_or_indices, Sample)
         return self._write(ReplayBuffer.update_priority, state, cut, splits=splits)
@@ -506,6 +510,10 @@ class Sharded:
     ) -> Any:
         """A verb of a buffer in each shard; on devices, with something around its body."""
         arguments = tuple(argument for argument, _ in pairs)
+        if any(isinstance(one, Sample) and "shard" not in one.info for one in arguments):
+            raise ValueError(
+                "expected a Sample of this Sharded, got one whose info has no 'shard'."
+            )
         alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
         cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
         if self._host is not None:

@@ -423,6 +423,24 @@ def test_reservoirs_of_shards_choose_for_themselves():
     assert len({tuple(row) for row in kept}) == S
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_sample_in_another_order_reaches_no_row_of_another_shard(on_host):
+    storage = jrb.MemmapStorage() if on_host else jrb.DeviceStorage()
+    sharded, rng = jrb.Sharded(whole(storage=storage), S), np.random.default_rng(0)
+    state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 16, E))
+    batch = sharded.sample(state, jax.random.key(0))
+    order, error = rng.permutation(B), np.arange(2, B + 2, dtype=np.float32)
+    moved = jax.tree.map(lambda leaf: leaf[order], batch)
+    want = np.array(sharded.priorities(state))
+    for place, (shard, slot) in enumerate(zip(moved.info["shard"], moved.indices, strict=True)):
+        if shard == place // (B // S):
+            want[shard, slot] = error[place]
+    after = sharded.update_priority(state, moved, error)
+    np.testing.assert_array_equal(sharded.priorities(after), want)
+    with pytest.raises(ValueError, match="expected a Sample of this Sharded"):
+        sharded.update_priority(after, batch.replace(info={}), error)
+
+
 def test_a_state_that_was_donated_and_is_used_again_is_an_error():
     sharded, rng = jrb.Sharded(whole(), S, mesh_of(4)), np.random.default_rng(0)
     verbs, item, key = jrb.jitted(sharded), rows(rng, E), jax.random.key(0)
