@@ -18,12 +18,14 @@ import hashlib
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from typing import Any
 
 ROOMS, WALKS, SHARDS, BATCH, RATE, EVERY = 5, 16, 4, 64, 0.2, 20
+PATIENCE = 600  # seconds for all that a process does
 TRUTH = [(room + 1) / (ROOMS + 1) for room in range(ROOMS)]
 
 
@@ -132,7 +134,7 @@ def launch(path: pathlib.Path, processes: int, steps: int, kill_at: int | None =
     """Starts the processes, waits for them, and returns what each said; nothing if one was killed.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: one of them failed, or did not die where it was to be killed.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -153,17 +155,23 @@ def launch(path: pathlib.Path, processes: int, steps: int, kill_at: int | None =
         )
         for number in range(processes)
     ]
-    if kill_at is not None:
-        running[-1].wait()  # the others would wait for it until they learn that it is dead
-        for one in running[:-1]:
-            one.kill()
-    told = [one.communicate() for one in running]
-    if kill_at is not None:
+    try:
+        if kill_at is None:
+            return [_said(one, 0).splitlines()[-1] for one in running]
+        _said(running[-1], -signal.SIGKILL)
         return []
-    for one, (_, error) in zip(running, told, strict=True):
-        if one.returncode:
-            raise RuntimeError(f"a process ended with {one.returncode}:\n{error}")
-    return [said.splitlines()[-1] for said, _ in told]
+    finally:  # the others would wait for one that is dead until they learn of it
+        for one in running:
+            one.kill()
+            one.communicate()
+
+
+def _said(process: subprocess.Popen[str], code: int) -> str:
+    """What a process has written, when it has ended with this code."""
+    told, error = process.communicate(timeout=PATIENCE)
+    if process.returncode != code:
+        raise RuntimeError(f"a process ended with {process.returncode}:\n{error}")
+    return told
 
 
 def main(path: pathlib.Path, processes: int, steps: int, kill_at: int) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._base import casting, checks, display, pytree
+from jrb._base import casting, checks, display, meshes, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import dispatch, over_mesh, shard_bodies, transforming
 from jrb._engine.host_shards import HostShards, States
@@ -52,13 +52,13 @@ class Sharded:
 
     With items on the host (`jrb.MemmapStorage`, `jrb.SpillStorage`) each shard has a store of its
     own, below the path that is named; the state is a tuple of those of this process's shards, and
-    verbs work outside `jit`.
+    verbs work outside `jit`. `jrb.save` to that path is a commit of all of them.
 
     Attributes:
         buffer: what the shards are together.
         shards: S, which divides E and B.
         mesh: None for the mesh that is set around a call (`jax.set_mesh`); without one, all shards
-            lie on one device.
+            lie on one device. Pickled, it is that of the devices with the same numbers.
         axis: the axis of the mesh that the shards are cut over.
         exchange: whether a batch is drawn as from one buffer, each item with its probability in the
             whole: then every shard gives as many as its mass is worth, and they are moved to where
@@ -89,6 +89,10 @@ class Sharded:
 
     def _repr_html_(self) -> str:
         return display.tree_html(self)
+
+    def __reduce__(self) -> Any:
+        mesh = meshes.named(self.mesh)
+        return _unpickled, (self.buffer, self.shards, mesh, self.axis, self.exchange)
 
     def __post_init__(self) -> None:
         if not isinstance(self.buffer, ReplayBuffer):
@@ -325,7 +329,11 @@ class Sharded:
     def update_priority(
         self, state: States, sample_or_indices: Sample | jax.Array, priorities: jax.Array
     ) -> Any:
-        """New priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32."""
+        """New priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32.
+
+        Without `exchange`, those in the part of the batch of another shard are left alone: do not
+        change their order.
+        """
         cut = (sample_or_indices, 0), (priorities, 0)
         splits = isinstance(sample_or_indices, Sample)
         return self._write(ReplayBuffer.update_priority, state, cut, splits=splits)
@@ -464,6 +472,7 @@ class Sharded:
                     f"this process, as init makes it, got {type(state).__name__}."
                 )
             return
+        dispatch.check_there(state)
         want = self.shards // self._devices_around()
         lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
         if lead != (want,):
@@ -501,6 +510,10 @@ class Sharded:
     ) -> Any:
         """A verb of a buffer in each shard; on devices, with something around its body."""
         arguments = tuple(argument for argument, _ in pairs)
+        if any(isinstance(one, Sample) and "shard" not in one.info for one in arguments):
+            raise ValueError(
+                "expected a Sample of this Sharded, got one whose info has no 'shard'."
+            )
         alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
         cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
         if self._host is not None:
@@ -516,6 +529,13 @@ class Sharded:
         self, body: Callable[..., Any], cuts: tuple[Cut, ...], out: Cuts, arguments: tuple
     ) -> Any:
         return _run(self.layout, body, cuts, out, arguments)
+
+
+def _unpickled(
+    buffer: ReplayBuffer, shards: int, mesh: meshes.Named | None, axis: str, exchange: bool
+) -> Sharded:
+    """The description, on the devices of this program that have the same numbers."""
+    return Sharded(buffer, shards, meshes.found(mesh), axis, exchange)
 
 
 _run = dispatch.explained(over_mesh.run)

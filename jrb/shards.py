@@ -5,6 +5,7 @@ moves from one device to another.
 """
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jrb._base import prng_keys
 from jrb._base.pytree import Leaf
 from jrb._engine import memory
+from jrb.buffer import ReplayBuffer
 from jrb.sharded import Sharded
 from jrb.state import BufferState
 from jrb.types import HostState
@@ -114,6 +116,16 @@ def _as_one(leaf: jax.Array) -> jax.Array:
 def unbound(sharded: Any) -> Any:
     """The description without its mesh, of which no file knows."""
     return dataclasses.replace(sharded, mesh=None) if isinstance(sharded, Sharded) else sharded
+
+
+def beside(sharded: Sharded, number: int, part: ReplayBuffer) -> Sharded:
+    """The description with its storage where this one of its shards has it."""
+    storage: Any = part.storage
+    if sharded.part_at(number).storage == storage:
+        return sharded
+    path = storage.path and os.path.dirname(storage.path)
+    whole = dataclasses.replace(sharded.buffer, storage=storage.at(path))
+    return dataclasses.replace(sharded, buffer=whole)
 
 
 def bound(sharded: Sharded, device: Any) -> Sharded:

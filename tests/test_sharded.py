@@ -1,8 +1,13 @@
 """One buffer in shards over devices: the same on any number of them, and exact as one buffer."""
 
+import copy
 import dataclasses
 import functools
+import os
+import pickle
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -418,6 +423,44 @@ def test_reservoirs_of_shards_choose_for_themselves():
     assert len({tuple(row) for row in kept}) == S
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_sample_in_another_order_reaches_no_row_of_another_shard(on_host):
+    storage = jrb.MemmapStorage() if on_host else jrb.DeviceStorage()
+    sharded, rng = jrb.Sharded(whole(storage=storage), S), np.random.default_rng(0)
+    state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 16, E))
+    batch = sharded.sample(state, jax.random.key(0))
+    order, error = rng.permutation(B), np.arange(2, B + 2, dtype=np.float32)
+    moved = jax.tree.map(lambda leaf: leaf[order], batch)
+    want = np.array(sharded.priorities(state))
+    for place, (shard, slot) in enumerate(zip(moved.info["shard"], moved.indices, strict=True)):
+        if shard == place // (B // S):
+            want[shard, slot] = error[place]
+    after = sharded.update_priority(state, moved, error)
+    np.testing.assert_array_equal(sharded.priorities(after), want)
+    with pytest.raises(ValueError, match="expected a Sample of this Sharded"):
+        sharded.update_priority(after, batch.replace(info={}), error)
+
+
+def test_a_state_that_was_donated_and_is_used_again_is_an_error():
+    sharded, rng = jrb.Sharded(whole(), S, mesh_of(4)), np.random.default_rng(0)
+    verbs, item, key = jrb.jitted(sharded), rows(rng, E), jax.random.key(0)
+    mix = jrb.jitted(jrb.Mix((sharded, sharded), (0.5, 0.5), batch_size=2 * B))
+    for donate in (lambda s: verbs.add(s, item), lambda s: verbs.draw(s, key)):
+        old = verbs.add(sharded.init(EXAMPLE), item)
+        new = donate(old)
+        for again in (
+            lambda s: verbs.add(s, item),
+            lambda s: verbs.draw(s, key),
+            lambda s: sharded.add(s, item),
+            lambda s: sharded.sample(s, key),
+            lambda s: sharded.size(s),
+            lambda s: mix.draw((s, s), key),
+        ):
+            with pytest.raises(ValueError, match="got some that were donated"):
+                again(old)
+        del new
+
+
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_keys_of_both_styles(make):
     sharded = jrb.Sharded(whole(), S)
@@ -443,6 +486,34 @@ def test_it_does_not_trace_again():
     assert len(traced) == 1
     same = jrb.Sharded(whole(), S, mesh_of(8))
     assert (same, hash(same)) == (sharded, hash(sharded))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_it_pickles_with_the_numbers_of_its_devices(kind):
+    back = jax.devices()[:4][::-1]
+    mesh = jax.make_mesh((2, 2), ("model", "data"), (kind, kind), devices=back)
+    host = whole(storage=jrb.MemmapStorage("rows"))
+    for one in (
+        jrb.Sharded(whole(), S, mesh, exchange=True),
+        jrb.Sharded(whole(), S),
+        jrb.Sharded(host, S, mesh_of(4, kind)),
+    ):
+        for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
+            assert (again, hash(again)) == (one, hash(one))
+            assert again.layout.groups() == one.layout.groups()
+
+
+def test_where_its_devices_are_not_there_it_is_not_unpickled():
+    fewer = "import pickle, sys; pickle.load(sys.stdin.buffer)"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-c", fewer],
+        input=pickle.dumps(jrb.Sharded(whole(), S, mesh_of(4))),
+        env={**os.environ, **flags, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+    )
+    assert ended.returncode == 1
+    assert b"mesh: expected the devices [2, 3] of 'cpu'" in ended.stderr
 
 
 def test_a_mix_of_sharded_buffers_draws_its_parts_in_each_shard():
@@ -595,6 +666,23 @@ def test_what_other_shards_cannot_have_is_refused():
     best = jrb.Sharded(whole(sampler="uniform", writer=jrb.MaxValue(("next", "reward"))), 4)
     with pytest.raises(ValueError, match="order of time"):
         jrb.rebuild(best, best.init(EXAMPLE), jrb.Sharded(best.buffer, 2))
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_items_with_keys(kind, exchange):
+    items = {"key": jax.random.split(jax.random.key(1), (3, E)), "x": np.arange(3 * E)}
+    items["x"] = items["x"].reshape(3, E).astype(np.int32)
+    told = []
+    for mesh in (None, mesh_of(4, kind)):
+        sharded = jrb.Sharded(jrb.ReplayBuffer(4 * E, E, batch_size=B), 4, mesh, exchange=exchange)
+        state = sharded.init({"key": jax.random.key(0), "x": 0})
+        state = sharded.extend(state, items)
+        batch = sharded.sample(state, jax.random.key(0))
+        drawn = jax.random.key_data(items["key"]).reshape(3 * E, -1)[np.asarray(batch.data["x"])]
+        np.testing.assert_array_equal(jax.random.key_data(batch.data["key"]), drawn)
+        told.append(np.asarray(batch.data["x"]))
+    np.testing.assert_array_equal(*told)
 
 
 # Batches drawn as from one buffer: rows move to where the batch lies.

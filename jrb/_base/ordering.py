@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import pytree, versions
+from jrb._base import prng_keys, pytree, versions
 
 T = TypeVar("T")
 
@@ -42,9 +42,17 @@ def read(compute: Callable[[], T]) -> T:
 
     def never() -> Any:  # traced after the other, which then need not be traced twice
         like = known[0] if known else jax.eval_shape(compute)
-        return jax.tree.map(jnp.zeros_like, like)
+        return jax.tree.map(_zeros, like)
 
     return lax.cond(opaque(1) == 1, taken, never)
+
+
+def _zeros(like: Any) -> Any:
+    """Zeros of this type; those of keys, unlike others, do not vary over a mesh by themselves."""
+    zeros = jnp.zeros_like(like)
+    if not prng_keys.is_keys(like.dtype) or not versions.in_shard_map():
+        return zeros
+    return versions.vary(zeros, versions.varying_axes(like))
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once

@@ -36,14 +36,12 @@ def explained(verb: F) -> F:
 
     @functools.wraps(verb)
     def told(*args: Any, **kwargs: Any) -> Any:
+        check_there(args[0] if args else None)
         try:
             return verb(*args, **kwargs)
         except Exception as error:
             if versions.is_of_donated(error):
-                raise ValueError(
-                    "expected arrays that are there, got some that were donated, or deleted. Go on "
-                    "with the state that came back from the call to which the old one was donated."
-                ) from error
+                raise ValueError(_DONATED) from error
             if not versions.is_of_explicit_mesh(error):
                 raise
             raise ValueError(
@@ -54,6 +52,28 @@ def explained(verb: F) -> F:
             ) from error
 
     return cast(F, told)
+
+
+def check_there(states: Any) -> None:
+    """Raises where a state on several devices was donated: JAX would end the process.
+
+    On one device it raises by itself.
+    """
+    for state in states if isinstance(states, tuple) else (states,):
+        one = state.edits if isinstance(state, BufferState) else None
+        if isinstance(one, jax.core.Tracer) or not isinstance(one, jax.Array):
+            continue
+        if isinstance(one.sharding, jax.sharding.SingleDeviceSharding):
+            continue
+        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+        if any(array.is_deleted() for array in arrays):
+            raise ValueError(_DONATED)
+
+
+_DONATED = (
+    "expected arrays that are there, got some that were donated, or deleted. Go on with the state "
+    "that came back from the call to which the old one was donated."
+)
 
 
 def on_host(buffer: Buffer) -> bool:

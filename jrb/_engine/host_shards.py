@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from jrb._base import random_bits
 from jrb._base.pytree import PyTree
-from jrb._engine import dispatch, joint, steps
+from jrb._engine import dispatch, joint, shard_bodies, steps
 from jrb._engine.over_mesh import Cut
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Draw, Share
@@ -45,8 +45,11 @@ class HostShards:
     ) -> list[Any]:
         """What a verb of a buffer gives in each shard (see `jrb.sharded`)."""
         pieces = [self._pieces(*pair, splits) for pair in zip(arguments, cuts, strict=True)]
-        rows = zip(self._pairs(states), *pieces, strict=True)
-        return [verb(*pair, *given) for pair, *given in rows]
+        rows = zip(self.numbers, self._pairs(states), *pieces, strict=True)
+        return [
+            verb(*pair, *(shard_bodies.of_shard(each, number) for each in given))
+            for number, pair, *given in rows
+        ]
 
     def _pieces(self, argument: PyTree, cut: Cut, splits: bool) -> list[Any]:
         """What of an argument is for each shard."""

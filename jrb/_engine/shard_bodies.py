@@ -71,8 +71,11 @@ class Each:
         if self.splits:
             cut_up = lambda tree, cut: tree if cut is None else _split(tree, cut, here)
             arguments = tuple(map(cut_up, arguments, self.cuts))
-        call = lambda state, *given: self.verb(self.part, state, *given)
-        return jax.vmap(call, (0, *self.cuts))(states, *arguments)
+
+        def call(state: BufferState, number: jax.Array, *given: PyTree) -> Any:
+            return self.verb(self.part, state, *(of_shard(each, number) for each in given))
+
+        return jax.vmap(call, (0, 0, *self.cuts))(states, here.numbers, *arguments)
 
     def _told_to_all(
         self, here: Here, states: BufferState, sample: Sample, *arguments: PyTree
@@ -82,11 +85,18 @@ class Each:
         everything, given = here.everything((light, arguments))
 
         def call(state: BufferState, number: jax.Array) -> Any:
-            mine = everything.info["shard"] == number
-            mask = everything.mask & mine.reshape(-1, *(1,) * (everything.mask.ndim - 1))
-            return self.verb(self.part, state, everything.replace(mask=mask), *given)
+            return self.verb(self.part, state, of_shard(everything, number), *given)
 
         return jax.vmap(call)(states, here.numbers)
+
+
+def of_shard(argument: PyTree, number: Any) -> Any:
+    """A sample, masked where another shard than this one drew; anything else as it is."""
+    if not isinstance(argument, Sample):
+        return argument
+    mine = argument.info["shard"] == number
+    mask = argument.mask & mine.reshape(-1, *(1,) * (argument.mask.ndim - 1))
+    return argument.replace(mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,11 @@ def numbers(folder: Folder) -> list[int]:
     return sorted(number for number in set(numbers) if name_of(number) in there)
 
 
+def last(folder: Folder) -> int | None:
+    """The newest of them; None if there is none."""
+    return next(reversed(numbers(folder)), None)
+
+
 def blank(columns: tuple[Column, ...], slots: int, room: int) -> Body:
     """The body of a store to which nothing was saved."""
     return body_of(0, 0, None, table_of(0, slots, room, columns), [])

@@ -17,7 +17,7 @@ reader, and whoever opens the store after a crash, finds by the numbers which ro
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,8 @@ class Store:
         drawing: lets draws in, which writes of other threads wait for.
         sums: of what was committed or opened.
         lost: int64, the slots whose rows were promised, but are gone.
+        promised: says which generation is the one to go on from, where not the newest is: of a
+            store that is part of a whole, which names it. Later ones go with the first write.
     """
 
     folder: Folder
@@ -65,6 +67,7 @@ class Store:
     sums: Sums
     lost: np.ndarray
     drawing: Gate
+    promised: Callable[[], int | None] | None = None
 
     def __init__(
         self,
@@ -360,11 +363,11 @@ class Store:
             writing[self.path] = self
 
     def _check_generation(self) -> None:
-        there = generations.numbers(self.folder)
-        if self._ousted or not there or there[-1] != self.generation:
+        there = generations.last(self.folder) if self.promised is None else self.promised()
+        if self._ousted or there != self.generation:
             raise StaleError(
                 f"{self.path}: expected generation {self.generation}, which was loaded, found "
-                f"{there[-1:]}: somebody has saved since. Load it again."
+                f"{there}: somebody has saved since. Load it again."
             )
 
     def begin(self, lock: Lock) -> None:
@@ -377,7 +380,16 @@ class Store:
         places.following = max(self.table.highest(), places.version) + 1
         places.last = self.table.newest(places.of[places.of >= 0])
         self._lock = lock
+        self._undo_later()
         self.keep_all()
+
+    def _undo_later(self) -> None:
+        """Removes generations that were written, but that the whole never came to name."""
+        later = [one for one in generations.numbers(self.folder) if one > self.generation]
+        for number in later:
+            self.folder.remove(generations.name_of(number))
+        if later:
+            self.folder.sync()
 
     def keep_all(self) -> None:
         """Notes down which places the generations name that are there."""

@@ -4,8 +4,7 @@ import atexit
 import os
 import threading
 
-from jrb.checkpoint.native import Pending
-from jrb.checkpoint.parts import Pending as Parts
+from jrb.checkpoint.parts import AnyPending
 
 _running: dict[str, "Save"] = {}  # without a lock, as an interrupt could leave that taken
 
@@ -13,7 +12,7 @@ _running: dict[str, "Save"] = {}  # without a lock, as an interrupt could leave 
 class Save:
     """A save under way, in a thread that a program waits for before it ends."""
 
-    def __init__(self, pending: Pending | Parts | None, keep: int) -> None:
+    def __init__(self, pending: AnyPending | None, keep: int) -> None:
         self._pending, self._keep = pending, keep
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -62,7 +61,7 @@ def _report() -> None:
         raise errors[0]
 
 
-def start(path: str, pending: Pending | Parts | None, keep: int) -> Save:
+def start(path: str, pending: AnyPending | None, keep: int) -> Save:
     """Begins to write, if there is something left; nothing else may be under way there."""
     save = _running[os.path.realpath(path)] = Save(pending, keep)
     save.begin()

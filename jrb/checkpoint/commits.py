@@ -13,6 +13,7 @@ from jrb._store import opening
 from jrb._store.errors import DamagedError, LostWarning
 from jrb.checkpoint import host_items, matching, rows, state_specs
 from jrb.checkpoint.beside import Beside
+from jrb.checkpoint.hooks import Outward
 from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.mix import Description
@@ -24,18 +25,49 @@ from jrb.types import Item
 KIND = "store"
 
 
-def save(saved: Snapshot, keep: int, extra: Beside) -> int:
-    """Makes what was written the newest generation."""
+def check(keep: int, extra: Beside, out: Outward) -> None:
+    """Raises where something is asked for that a commit cannot do."""
+    if not out.is_plain:
+        raise ValueError(
+            "encode, items: expected none for the path of the storage itself, whose rows are "
+            "there already, as they are. Save to another path."
+        )
     if keep or extra.best:
         raise ValueError(
             "keep, best: expected 0 for the path of the storage itself, where there is room for "
             f"one generation, got {keep or extra.best}. Save to another path to keep older ones."
         )
-    (view,), (_, arrays, kinds) = saved.views, rows.split(saved)
-    meta = matching.about(KIND, saved) | extra.meta
-    store = cast(StoreRows, view.rows).store  # no other rows are at a path
-    version = host_rows.number(view.version)
-    return store.commit(version, meta, kinds | extra.kinds, arrays | extra.arrays)
+
+
+class Pending:
+    """As `native.Pending`, of a state whose rows are at the path: they only have to be promised."""
+
+    def __init__(self, saved: Snapshot, extra: Beside) -> None:
+        (view,) = saved.views
+        self._saved, self._extra, self._version = saved, extra, host_rows.number(view.version)
+        self.store = cast(StoreRows, view.rows).store  # no other rows are at a path
+
+    def open(self, copy: bool) -> None:
+        """Takes the lock, if the state was only loaded until now."""
+        self.store.own()
+
+    def write(self, keep: int | None = None) -> int:
+        """Makes what was written the newest generation; its number."""
+        _, arrays, kinds = rows.split(self._saved)
+        meta, extra = matching.about(KIND, self._saved), self._extra
+        written = meta | extra.meta, kinds | extra.kinds, arrays | extra.arrays
+        return self.store.commit(self._version, *written, keep)
+
+    def finish(self, keep: int) -> int:
+        """The same."""
+        return self.write(keep)
+
+    def expire(self, kept: set[int]) -> None:
+        """Removes the generations that need not stay."""
+        self.store.expire(kept)
+
+    def close(self) -> None:
+        """Nothing: the state keeps the lock."""
 
 
 def reopened(

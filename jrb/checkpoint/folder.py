@@ -4,12 +4,12 @@ from typing import Any
 
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, StaleError
-from jrb.checkpoint import beside, commits, native, parts, snapshots
+from jrb.checkpoint import beside, commits, parts, snapshots
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
 from jrb.checkpoint.opened import Opened
-from jrb.checkpoint.snapshots import Snapshot, Source
+from jrb.checkpoint.snapshots import Source
 from jrb.state import Device
 from jrb.types import Item
 
@@ -20,7 +20,7 @@ def save(
     path: str, saved: Source, keep: int, extra: Beside = _NOTHING, out: Outward = _PLAIN
 ) -> int:
     """Saves now; the number of the generation. Writes of other threads wait."""
-    begun: native.Pending | parts.Pending | int = 0
+    begun: parts.AnyPending | int = 0
     try:
         with snapshots.reading(saved):
             begun = pending(path, saved, keep, False, extra, out)
@@ -33,7 +33,7 @@ def save(
 
 def pending(
     path: str, saved: Source, keep: int, copy: bool, extra: Beside, out: Outward
-) -> native.Pending | parts.Pending | int:
+) -> parts.AnyPending | int:
     """A save that is to be finished, or the number of the generation if it is over already.
 
     Args:
@@ -44,17 +44,13 @@ def pending(
         extra: what is saved besides.
         out: what becomes of items.
     """
-    if isinstance(saved, Snapshot) and saved.lies_at(path):
-        if not out.is_plain:
-            raise ValueError(
-                "encode, items: expected none for the path of the storage itself, whose rows are "
-                "there already, as they are. Save to another path."
-            )
-        return commits.save(saved, keep, extra)
+    is_commit = saved.lies_at(path)
+    if is_commit:
+        commits.check(keep, extra, out)
     with snapshots.reading(saved):
         begun = parts.pending(path, saved, extra, out)
         begun.open(copy)
-        return begun
+        return begun.finish(keep) if is_commit else begun
 
 
 def check(saved: Source) -> None:

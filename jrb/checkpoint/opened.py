@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jrb import _saved
-from jrb._store import opening
+from jrb._store import generation, opening
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 
@@ -17,10 +18,13 @@ class Opened:
     Attributes:
         path: of its folder, as it was named.
         generation: which one.
+        promised: of a part, says which of its generations the whole names now; None if there is no
+            whole.
     """
 
     path: str
     generation: Generation
+    promised: Callable[[], int | None] | None = None
 
     @functools.cached_property
     def store(self) -> Store:
@@ -30,7 +34,9 @@ class Opened:
             FileNotFoundError: nothing was saved there.
             DamagedError: a file is not what was written.
         """
-        return opening.store_of(self.generation)
+        store = opening.store_of(self.generation)
+        store.promised = self.promised
+        return store
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -49,5 +55,11 @@ class Opened:
 
     def part(self, name: str) -> "Opened":
         """That of one of several buffers."""
-        path = _saved.path_of(self.path, name)
-        return Opened(path, _saved.opened(path, self.parts[name]))
+        path, promised = _saved.path_of(self.path, name), lambda: self._promised_of(name)
+        return Opened(path, _saved.opened(path, self.parts[name]), promised)
+
+    def _promised_of(self, name: str) -> int | None:
+        """The generation of a part that the newest one of the whole names."""
+        folder = opening.folder_at(self.path)
+        newest = generation.last(folder) if self.promised is None else self.promised()
+        return None if newest is None else _saved.known(folder, newest).get(name)

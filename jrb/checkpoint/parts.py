@@ -20,7 +20,16 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.store import Store
 from jrb._store.threads import share
-from jrb.checkpoint import crew, descriptions, facts, host_items, matching, members, native
+from jrb.checkpoint import (
+    commits,
+    crew,
+    descriptions,
+    facts,
+    host_items,
+    matching,
+    members,
+    native,
+)
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Inward, Outward
 from jrb.checkpoint.members import Several
@@ -35,11 +44,13 @@ _AT_ONCE = 4
 """Times as many threads as otherwise for parts, which wait for the disk one beside the other."""
 
 
-def pending(path: str, saved: Source, extra: Beside, out: Outward) -> "native.Pending | Pending":
+def pending(path: str, saved: Source, extra: Beside, out: Outward) -> "AnyPending":
     """A save of one buffer or of several, after all checks."""
-    if isinstance(saved, Snapshot):
-        return native.Pending(path, saved, extra, out)
-    return Pending(path, saved, extra, out)
+    if not isinstance(saved, Snapshot):
+        return Pending(path, saved, extra, out)
+    if saved.lies_at(path):
+        return commits.Pending(saved, extra)
+    return native.Pending(path, saved, extra, out)
 
 
 class Pending:
@@ -131,16 +142,26 @@ class Pending:
             self._store.close()
 
 
+AnyPending = native.Pending | commits.Pending | Pending
+"""A save that is to be finished."""
+
+
 def _about(saved: Together) -> dict[str, Any]:
     """What a generation says of several buffers."""
     buffer = saved.buffer
-    if isinstance(buffer, Mix):
-        return {"kind": _saved.MIX, "buffer": descriptions.encode(buffer)}
-    if isinstance(buffer, Sharded):
-        return {"kind": _saved.SHARDED, "buffer": descriptions.encode(shards.unbound(buffer))}
+    if isinstance(buffer, Mix | Sharded):
+        kind = _saved.MIX if isinstance(buffer, Mix) else _saved.SHARDED
+        return {"kind": kind, "buffer": descriptions.encode(_unbound(buffer))}
     kinds = {"buffer": type(buffer), "state": saved.kind}
     forms = {what: members.form_of(kind, list(saved.parts)) for what, kind in kinds.items()}
     return {"kind": _saved.SEVERAL, "forms": forms}
+
+
+def _unbound(buffer: Any) -> Any:
+    """The description without meshes, of which no file knows."""
+    if not isinstance(buffer, Mix):
+        return shards.unbound(buffer)
+    return dataclasses.replace(buffer, buffers=tuple(map(_unbound, buffer.buffers)))
 
 
 def load(
@@ -170,7 +191,8 @@ def _mixed(
 def _described(opened: Opened, given: Several) -> Any:
     """The description that was saved, or the one that was given if it is the same."""
     try:
-        return matching.matched(opened.meta["buffer"], given)
+        found = matching.matched(opened.meta["buffer"], None if given is None else _unbound(given))
+        return found if given is None else given
     except KeyError as error:
         raise DamagedError(
             f"{opened.path}: expected a description, got one with {error!r}."
@@ -181,11 +203,11 @@ def _sharded(
     opened: Opened, given: Several, example: Item, device: Any, back: Inward
 ) -> tuple[Any, Any]:
     """The shards that belong to this process, each read by itself."""
-    found = _described(opened, None if given is None else shards.unbound(given))
+    found = _described(opened, given)
     numbers, known = opened.parts, shards.names(found)
     if list(numbers) != known:
         raise DamagedError(f"{opened.path}: expected {len(known)} shards, got {list(numbers)}.")
-    sharded = shards.bound(found, given.mesh if device is None and given is not None else device)
+    sharded = shards.bound(found, device)
     inward, states = back.of_each(sharded), {}
     on_host = host_items.is_on_host(sharded.buffer)
     for one, group in sharded.layout.groups().items():
@@ -193,7 +215,8 @@ def _sharded(
         for number in group:
             name = known[number]
             part = given.part_at(number) if given is not None else None
-            states[number] = load(opened.part(name), part, example, place, inward[name])[1]
+            found, states[number] = load(opened.part(name), part, example, place, inward[name])
+            sharded = shards.beside(sharded, number, found)
     return sharded, shards.joined(sharded, states)
 
 

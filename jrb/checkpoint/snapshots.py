@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.core
 
+from jrb import _saved
 from jrb._base import pytree
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
@@ -75,6 +76,11 @@ class Together:
     def views(self) -> list[HostView]:
         """Those of all rows on the host."""
         return [view for part in self.parts.values() for view in part.views]
+
+    def lies_at(self, path: str) -> bool:
+        """Whether any of these states has its rows where it would be saved below a path."""
+        below = functools.partial(_saved.path_of, path)
+        return any(part.lies_at(below(name)) for name, part in self.parts.items())
 
 
 Source = Snapshot | Together

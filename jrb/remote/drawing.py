@@ -18,11 +18,13 @@ class Draw:
     Attributes:
         parts: what each shard will give, references of Ray.
         each: what each shard says that it holds; nothing if there is but one.
+        batch_size: B.
         beta: of the weights, or None.
     """
 
     parts: list[Any]
     each: list[Any]
+    batch_size: int
     beta: float | None
 
 
@@ -51,7 +53,10 @@ class Drawing:
             for server in servers
         ]
         parts = [[call] for call in calls] if count == 1 else calls
-        return [Draw(list(its), each, beta) for *its, beta in zip(*parts, betas, strict=True)]
+        return [
+            Draw(list(its), each, batch_size, beta)
+            for *its, beta in zip(*parts, betas, strict=True)
+        ]
 
     def there(self, draws: list[Draw]) -> int:
         """How many of them, from the first on, could be taken at once."""
@@ -62,10 +67,17 @@ class Drawing:
         waits = (n for n, draw in enumerate(draws) if not found.issuperset(draw.parts))
         return next(waits, len(draws))
 
-    def take(self, draw: Draw, device: Device) -> Sample | None:
-        """The batch, on a device; None where there was nothing to be drawn."""
+    def take(self, draw: Draw, device: Device, again: bool = True) -> Sample | None:
+        """The batch, on a device; None where there was nothing to be drawn.
+
+        Where a shard was begun anew after it had said what it holds, its part may be missing: then
+        another batch is drawn, once.
+        """
         parts = ray().get(draw.parts)
-        if all(part is None for part in parts):
+        given = sum(len(part.indices) for part in parts if part is not None)
+        if 0 < given < draw.batch_size and again:
+            return self.take(self.ask(draw.batch_size, [draw.beta])[0], device, again=False)
+        if given < draw.batch_size:
             return None
         if not draw.each:
             return jax.device_put(parts[0], device)

@@ -1,15 +1,15 @@
-"""Actors that all tests of the folder share; without Ray there is nothing to be tested here."""
+"""Actors that all tests of the folder share."""
 
-import importlib.util
 import pathlib
 
 import pytest
 
-collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["*.py"]
-
 HERE = pathlib.Path(__file__).parent
-ALWAYS = ("test_draws_are_those_of_a_buffer_in_this_process",)
-"""Tests that run with all others; the rest of them takes minutes, in many processes."""
+ALWAYS = (
+    "test_draws_are_those_of_a_buffer_in_this_process",
+    "test_a_server_goes_on_from_its_last_save[checkpoint]",
+)
+"""Of those with a cluster, the ones that run with all others; the rest of them takes minutes."""
 
 
 def pytest_collection_modifyitems(items):
@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("ray"))
-            if item.originalname not in ALWAYS:
+            if "cluster" in item.fixturenames and item.name not in ALWAYS:
                 item.add_marker(pytest.mark.cluster)
 
 

@@ -1,12 +1,19 @@
 """Draws from several servers are draws from one buffer."""
 
+import dataclasses
+import types
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
 import jrb
-from jrb.remote import serve, shards
+from jrb.remote import drawing, serve, shards
+from jrb.remote import setup as setups
+from jrb.remote.server import Server
+from jrb.remote.setup import Setup
 from jrb.remote.shards import Facts
 from tests.remote.rows import EXAMPLE, buffer, rows
 
@@ -56,6 +63,41 @@ def test_weights_are_those_of_one_buffer(normalize):
     least = {"batch": 0.15, "buffer": 0.25 / 5, None: 1 / 5}[normalize]
     np.testing.assert_allclose(whole.weights[[0, 1, 3]], (drawn / least) ** -0.7, rtol=1e-5)
     assert whole.weights[2] == 0 and whole.data["x"].tolist() == [0, 2, 1, 7]
+
+
+class Alone:
+    """What Ray does, in this process: calls are done at once, and references what they give."""
+
+    get = staticmethod(lambda found: found)
+
+    @staticmethod
+    def actor(server):
+        """One whose verbs are called as those of an actor."""
+
+        verb = lambda name: lambda *arguments: getattr(server(), name)(*arguments)
+        call = lambda name: types.SimpleNamespace(remote=verb(name), options=lambda **_: call(name))
+        return types.SimpleNamespace(facts=call("facts"), draw=call("draw"))
+
+
+def test_a_batch_is_whole_where_a_shard_was_begun_anew_after_it_said_what_it_holds(monkeypatch):
+    monkeypatch.setattr(drawing, "ray", lambda: Alone)
+    made = buffer(96, unit=jrb.Transition())
+    options = {"path": None, "seed": 0, "save_every": None, "in_flight": 4}
+    own = Setup(made, setups.spec_of(made, EXAMPLE), 2, 2, **options, on_cpu=False, wide=False)
+    servers = [Server(own, shard) for shard in range(2)]
+    for shard, one in enumerate(servers):
+        one.extend(0, 7, 0, jax.tree.leaves(rows(shard, 0, 9)), None, None)
+    actors = [Alone.actor(lambda shard=shard: servers[shard]) for shard in range(2)]
+    draws = drawing.Drawing(own, actors, None)
+    (draw,) = draws.ask(16, [None])
+    assert draws.take(draw, None).info["shard"].tolist().count(1) == 8
+    facts = [one.facts() for one in servers]
+    servers[1] = Server(own, 1)
+    parts = [one.draw(16, [None], 1, *facts) for one in servers]
+    assert parts[1] is None
+    sample = draws.take(dataclasses.replace(draw, parts=parts, each=facts), None)
+    assert sample.info["shard"].tolist() == [0] * 16
+    np.testing.assert_allclose(sample.probabilities, 1 / 9, rtol=1e-6)
 
 
 def test_draws_are_in_proportion_over_all_shards(cluster):
