@@ -15,6 +15,7 @@ import mmap
 import os
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -203,12 +204,13 @@ class Table:
         named = np.flatnonzero(part >= 0)
         rows = part[named]
         in_line = len(runs(named)) == 1 and len(runs(rows)) == 1
-        inner = np.empty((len(rows), target.shape[1]), np.uint8)
-        inner = target[rows[0] : rows[-1] + 1] if in_line else inner
+        there = slice(rows[0], rows[-1] + 1) if in_line else rows
+        direct = in_line and target[there].flags.c_contiguous
+        inner = target[there] if direct else np.empty((len(rows), target.shape[1]), np.uint8)
         for start, stop in runs(named):
             self._read(number, first + int(named[start]), inner[start:stop])
-        if not in_line:
-            target[rows] = inner
+        if not direct:
+            target[there] = inner
         edges = np.searchsorted(named, np.arange(len(blocks) + 1) * size) * target.shape[1]
         whole = inner.reshape(-1).data
         return [zlib.crc32(whole[a:b]) for a, b in itertools.pairwise(edges.tolist())]
@@ -346,9 +348,13 @@ def is_zero(rows: np.ndarray) -> bool:
     return not flat[:_FEW].any() and not flat[_FEW:].any()
 
 
-def aligned(shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
-    """An empty array where XLA takes it without a copy."""
+def aligned(
+    shape: tuple[int, ...],
+    dtype: Any = np.uint8,
+    make: Callable[[int, Any], np.ndarray] = np.empty,
+) -> np.ndarray:
+    """An array where XLA takes it without a copy, empty or as another function makes it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    memory = make(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     return memory[first : first + size].view(dtype).reshape(shape)

@@ -247,12 +247,15 @@ def ranges(store: Store) -> Iterator[np.ndarray]:
 def reader(
     opened: Opened, name: str, column: int | None, buffers: int
 ) -> Callable[[memoryview | None], Any]:
-    """Fills a memoryview with a leaf's bytes; or, from None, gives them in pieces."""
+    """Fills a memoryview with a leaf's bytes; or, from None, gives them in pieces.
+
+    The memoryview may have two axes, rows and their bytes, with something else between them.
+    """
     store, saved = opened.store, opened.generation
 
     def fill(target: memoryview) -> None:
         if column is None:
-            saved.read(name, target)
+            _fill_flat(target, functools.partial(saved.read, name))
             return
         beyond = saved.arrays.get(name + BEYOND)
         rest = None if beyond is None else saved.array(name + BEYOND, np.uint8)
@@ -276,6 +279,16 @@ def reader(
     return read_to
 
 
+def _fill_flat(target: memoryview, read: Callable[[memoryview], Any]) -> None:
+    """Fills a memoryview by what fills flat ones."""
+    if target.c_contiguous:
+        read(target.cast("B"))
+        return
+    flat = np.empty(target.nbytes, np.uint8)
+    read(memoryview(flat))
+    np.asarray(target)[:] = flat.reshape(target.shape)
+
+
 def _in_pieces(store: Store, column: int) -> Iterator[tuple[int, Any]]:
     """The rows of a column, after a look at all of them."""
     store.sums.check_column(column)
@@ -293,10 +306,10 @@ def read(store: Store, number: int, buffers: int, beyond: Any, target: memoryvie
         number: of its column.
         buffers: V.
         beyond: the bytes beyond its rows; None if there are none.
-        target: as many bytes as the leaf has.
+        target: as many bytes as the leaf has, flat or in rows.
     """
     width = store.table.columns[number].width
-    whole = np.frombuffer(target, np.uint8)
+    whole = np.asarray(target, np.uint8)
     if beyond is None:
         store.read_column(number, whole.reshape(store.slots, width))
         return
