@@ -1,11 +1,12 @@
 """Arrays on the device: one for each large leaf, `[N, ...]`, and few for all small ones."""
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import jax
 
 from jrb._base import checks, pytree
 from jrb._engine import side_by_side
+from jrb._engine.orders import Order
 from jrb.ring import Ring
 from jrb.storages import shared_next
 from jrb.types import Context, Item, Storage, Where, Write
@@ -44,9 +45,18 @@ class DeviceStorage(Storage):
 
     once: bool = False
     room: int | None = None
+    layout: Literal["time", "environments"] = "time"
+
+    unbound: ClassVar[tuple[str, ...]] = ("layout",)
 
     def __post_init__(self) -> None:
         checks.flag("once", self.once)
+        checks.choice("layout", self.layout, ("time", "environments"))
+        if self.once and self.layout != "time":
+            raise ValueError(
+                f"DeviceStorage: layout: expected 'time' with once=True, got {self.layout!r}: what "
+                "comes next is looked for in the row that follows in time. Leave one of them out."
+            )
         if self.room is not None:
             checks.count("room", self.room)
 
@@ -59,7 +69,8 @@ class DeviceStorage(Storage):
         """Zeros."""
         if self.once:
             return shared_next.init(context, spec, self._room(context.ring))
-        return side_by_side.room(context.ring.capacity, spec, context.keys)
+        order = Order() if self.layout == "time" else Order(context.ring.envs)
+        return side_by_side.room(context.ring.capacity, spec, context.keys, order)
 
     def _room(self, ring: Ring) -> int:
         room = max(ring.capacity // 32, ring.envs) if self.room is None else self.room
