@@ -45,9 +45,13 @@ class Order:
         """The indices of slots, integers that are not negative; N lies outside."""
         return (slots,) if self.envs is None else (slots % self.envs, slots // self.envs)
 
-    def places(self, slots: np.ndarray, capacity: int) -> np.ndarray:
-        """The numbers of the rows of slots, as they lie, from 0 to N - 1."""
-        return np.ravel_multi_index(self.at(slots), self.lead(capacity))
+    def places(self, numbers: np.ndarray, capacity: int) -> np.ndarray:
+        """Where rows lie, by their numbers: slot s of buffer v has number v * N + s."""
+        if self.envs is None:
+            return numbers
+        buffer, slots = np.divmod(numbers, capacity)
+        env, row = self.at(slots)
+        return buffer * capacity + env * (capacity // self.envs) + row
 
     def by_slot(self, words: Any) -> Any:
         """All rows in the order of slots, `[..., N, W]`; else a copy."""

@@ -45,7 +45,7 @@ class Words:
 
     def taken(self, buffer: np.ndarray, slot: np.ndarray, part: slice) -> np.ndarray:
         """Some bytes of rows `[B]`, uint8."""
-        place = buffer * self._capacity + self._order.places(slot, self._capacity)
+        place = self._order.places(buffer * self._capacity + slot, self._capacity)
         if self._held is None:
             return np.ascontiguousarray(self._fetched(place)[:, part])
         held = np.frombuffer(self._held, np.uint8).reshape(-1, self._width)
@@ -166,8 +166,11 @@ class Target:
 
     def __setitem__(self, at: tuple[np.ndarray, np.ndarray], items: np.ndarray) -> None:
         buffer, slots = at
-        place = buffer * self.capacity + self.order.places(slots, self.capacity)
-        self.array[_index(place)] = items
+        self.put(buffer * self.capacity + slots, items)
+
+    def put(self, numbers: np.ndarray, items: np.ndarray) -> None:
+        """The same by the numbers of rows, v * N + slot."""
+        self.array[_index(self.order.places(numbers, self.capacity))] = items
 
 
 class Room:
@@ -245,6 +248,5 @@ def fill(target: Target, read: Callable[[None], Any]) -> Target:
     width = math.prod(shape) * dtype.itemsize
     for start, piece in read(None):
         found = np.frombuffer(piece, dtype).reshape(-1, *shape)
-        which = np.arange(start // width, start // width + len(found))
-        target[np.divmod(which, target.capacity)] = found
+        target.put(np.arange(len(found)) + start // width, found)
     return target

@@ -24,6 +24,14 @@ class DeviceStorage(Storage):
     and so do shardings of a state: cut over N, all is well; cut over W, it computes the same, but
     devices exchange more.
 
+    These arrays hold rows as they come, those of all environments together; or, with
+    `layout="environments"`, environment by environment, `[E, R, W]`, where the window of a
+    `jrb.Sequence` is one run of memory. Choose that for windows of several environments: on a CPU
+    an add and a draw of 32 windows of 64 rows of 160 bytes take 0.7 of the time where E is 16 or
+    64, and the same where E is 1; draws of single rows take 1.0 to 1.15 times as long. Slots,
+    views, draws and checkpoints do not depend on it: what was saved with one layout is loaded with
+    the other.
+
     Attributes:
         once: whether observations are stored once: a next observation that is, bit for bit, the
             observation of the same environment's next row takes no memory. What comes out is what
@@ -32,6 +40,7 @@ class DeviceStorage(Storage):
             ends of episodes; at least E, at most N; None for the larger of N / 32 and E. Where
             more are held, the oldest rows leave early: `size` says so, and `take` finds a next
             observation only for slots that are held.
+        layout: "time" or "environments", how small leaves lie; "time" with `once`.
 
     Example:
         >>> import jax.numpy as jnp, jrb
