@@ -76,6 +76,7 @@ PARTS = [
     {"unit": jrb.Sequence(3, over="whole"), "sampler": jrb.Prioritized()},
     {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
     {"storage": jrb.DeviceStorage(once=True), "unit": jrb.NStep(2, 0.9)},
+    {"storage": jrb.DeviceStorage(layout="environments"), "unit": jrb.Sequence(3, short="pad")},
     {"writer": jrb.MaxValue(("next", "reward"))},
     {"writer": jrb.Reservoir(0)},
     {"writer": jrb.Lanes(), "unit": jrb.NStep(2, 0.9, strict=True), "sampler": jrb.Prioritized()},

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 KEY = jax.random.key(0)
 STORAGES = {
     "device": lambda: jrb.DeviceStorage(),
+    "environments": lambda: jrb.DeviceStorage(layout="environments"),
     "once": lambda: jrb.DeviceStorage(once=True, room=8),
     "memmap": lambda: jrb.MemmapStorage(None),
     "spill": lambda: jrb.SpillStorage(None, 4),

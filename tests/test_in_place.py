@@ -255,6 +255,19 @@ def test_lanes_copy_nothing(parts, agents):
     assert growth(name, lanes, agents, writer=jrb.Lanes(), **OTHERS[parts]) < 0.01
 
 
+BY_ENVIRONMENT = {
+    "storage": jrb.DeviceStorage(layout="environments"),
+    "unit": jrb.Sequence(5, short="pad"),
+}
+LINES = [(1, add_sample, None), (16, everything, 8), (16, edits, None), (1, draw_add, 8)]
+
+
+@pytest.mark.parametrize(("envs", "step", "agents"), LINES)
+def test_environment_by_environment_nothing_is_copied(envs, step, agents, monkeypatch):
+    monkeypatch.setitem(globals(), "E", envs)  # of the rows that are written
+    assert growth("prioritized", step, agents, **BY_ENVIRONMENT) < 0.01
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_bare_sample_before_a_write_is_what_copies(name):
     assert growth(name, sample_add) > 0.5

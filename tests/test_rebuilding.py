@@ -34,6 +34,7 @@ PARTS = [
     {"unit": jrb.Sequence(2)},
     {"unit": jrb.FrameStack(2)},
     {"storage": jrb.DeviceStorage(once=True)},
+    {"storage": jrb.DeviceStorage(layout="environments")},
     {"writer": jrb.Immutable()},
     {"writer": jrb.Reservoir(3), "unit": jrb.Transition()},
     {"writer": jrb.MaxValue(("next", "reward")), "unit": jrb.Transition()},

@@ -15,7 +15,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
     for sampler in ("uniform", "prioritized"):
         setup = Setup("episodic", n, envs=16, sampler=sampler, unit="n-step")
         yield beside(wanted, f"{sampler}, 3-step returns", setup, step)
-    for envs, sampler in ((16, "uniform"), (16, "prioritized"), (1, "uniform")):
+    for envs, sampler in ((16, "uniform"), (16, "prioritized"), (1, "uniform"), (64, "uniform")):
         setup = Setup("episodic", n, envs, 32, sampler, "slices")
         draw = lambda peer, setup: cycle(peer, setup, 300, ("add", "sample"))
         yield beside(wanted, f"{sampler}, windows of 64", setup, draw)

@@ -1,11 +1,13 @@
 """Small leaves of items side by side in one array: one gather and one write for all of them.
 
-N capacity, W the elements of an item's leaves that lie in one array, T time, E environments.
+N capacity, W the elements of an item's leaves that lie in one array, T time, E environments,
+R = N / E.
 
 Where items have several small leaves of one size of elements, these lie as unsigned integers of
-that size, bit for bit, in one array `[N, W]`. The rest lie in columns of their own. So do rewards
-and what says where episodes end: units read these in many rows where they read nothing else, which
-is two or three times quicker where they lie close together.
+that size, bit for bit, in one array `[N, W]`, or `[E, R, W]` (see `jrb._engine.orders`). The rest
+lie in columns of their own, in the order of slots. So do rewards and what says where episodes end:
+units read these in many rows where they read nothing else, which is two or three times quicker
+where they lie close together.
 """
 
 import dataclasses
@@ -21,7 +23,8 @@ from jax import lax
 
 from jrb._base import ordering, pytree
 from jrb._base.pytree import DType
-from jrb._engine import columns, rows
+from jrb._engine import columns
+from jrb._engine.orders import Order
 from jrb.keys import Keys, path_name, within
 from jrb.types import Item, Where, Write
 from jrb.types.messages import PartState
@@ -81,11 +84,13 @@ class SideBySide(pytree.State):
 
     Attributes:
         places: the pytree of the items, with columns, and `Place`s for the leaves beside others.
-        arrays: `[N, W]` by the names of their dtypes.
+        arrays: `[N, W]`, or `[E, R, W]`, by the names of their dtypes.
+        order: which of them; no array.
     """
 
     places: Any
     arrays: dict[str, Any]
+    order: Order = pytree.static(default=Order())
 
     @property
     def leaves(self) -> Any:
@@ -100,13 +105,22 @@ class SideBySide(pytree.State):
         def leaf(it: Any) -> Any:
             if not isinstance(it, Place):
                 return columns.array(it)
-            shape = (*self.arrays[it.words].shape[:-1], *it.shape)
-            return jax.ShapeDtypeStruct(shape, it.dtype)
+            return jax.ShapeDtypeStruct(self.shape(it), it.dtype)
 
         return jax.tree.map(leaf, self.places, is_leaf=is_leaf)
 
+    def shape(self, place: Place) -> tuple[int, ...]:
+        """That of a leaf that lies beside others, `[..., N, ...]`."""
+        shape = self.arrays[place.words].shape
+        return (*shape[: -1 - self.order.axes], self.order.capacity(shape), *place.shape)
+
     def _seen(self, places: Any) -> Any:
-        leaf = lambda it: it.of_rows(self.arrays[it.words]) if isinstance(it, Place) else it
+        def leaf(it: Any) -> Any:
+            if not isinstance(it, Place):
+                return it
+            words = self.arrays[it.words][..., it.start : it.stop]
+            return it.of_rows(self.order.by_slot(words), it.start)
+
         return jax.tree.map(leaf, places, is_leaf=is_leaf)
 
     def __getitem__(self, name: Any) -> Any:
@@ -122,7 +136,7 @@ class SideBySide(pytree.State):
         return name in self.places
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("places", "arrays"):
+        if name.startswith("_") or name in ("places", "arrays", "order"):
             raise AttributeError(name)
         getattr(self.places, name)  # raises where items have no such thing
         return getattr(self.leaves, name)
@@ -147,7 +161,11 @@ def _with(state: PartState, places: Any, arrays: dict[str, Any]) -> Any:
     return state.replace(places=places, arrays=arrays) if isinstance(state, SideBySide) else places
 
 
-def room(count: int, spec: Item, keys: Keys) -> Any:
+def _order(state: PartState) -> Order:
+    return state.order if isinstance(state, SideBySide) else Order()
+
+
+def room(count: int, spec: Item, keys: Keys, order: Order) -> Any:
     """Zeros for so many items; a plain pytree of columns where no leaves lie side by side."""
     found = _placed(spec, keys)
     if not found:
@@ -155,8 +173,8 @@ def room(count: int, spec: Item, keys: Keys) -> Any:
     leaves, structure = jax.tree.flatten(spec)
     entries = [found.get(n) or columns.room(count, leaf) for n, leaf in enumerate(leaves)]
     wanted = widths(entries).items()
-    arrays = {name: jnp.zeros((count, width), name) for name, width in wanted}
-    return SideBySide(places=jax.tree.unflatten(structure, entries), arrays=arrays)
+    arrays = {name: jnp.zeros((*order.lead(count), width), name) for name, width in wanted}
+    return SideBySide(places=jax.tree.unflatten(structure, entries), arrays=arrays, order=order)
 
 
 def widths(places: Any) -> dict[str, int]:
@@ -216,7 +234,7 @@ def put(state: PartState, write: Write, items: Item) -> Any:
     arrays = {}
     for name, array in _arrays(state).items():
         words = [leaf for _, leaf in sorted(found[name], key=lambda pair: pair[0])]
-        arrays[name] = rows.put(array, write, jnp.concatenate(words, axis=-1))
+        arrays[name] = _order(state).put(array, write, jnp.concatenate(words, axis=-1))
     return _with(state, left, arrays)
 
 
@@ -243,27 +261,11 @@ def _got(state: PartState, where: Where) -> Item:
         if run not in read:
             first = min(each.start for each in runs[run])
             stop = max(each.stop for each in runs[run])
-            read[run] = first, _cut(arrays[it.words], slots, first, stop)
+            read[run] = first, _order(state).get(arrays[it.words], slots, first, stop)
         first, words = read[run]
         return it.of_rows(words, first)
 
     return jax.tree.unflatten(structure, [leaf(it, slots) for it, slots in asked])
-
-
-def _cut(array: jax.Array, slots: jax.Array, start: int, stop: int) -> jax.Array:
-    """Some elements of the rows at slots `[...]`, all in range: `[..., stop - start]`."""
-    if stop - start == array.shape[1]:
-        return rows.get(array, slots)
-    slots = slots.astype(jnp.uint32)  # none is negative
-    return lax.gather(
-        array,
-        jnp.stack([slots, jnp.full_like(slots, start)], axis=-1),
-        lax.GatherDimensionNumbers(
-            offset_dims=(slots.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
-        ),
-        slice_sizes=(1, stop - start),
-        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-    )
 
 
 def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:
@@ -277,10 +279,7 @@ def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]
         if not isinstance(it, Place):
             return columns.edit(it, slots, new)
         words, there = it.to_rows(lax.stop_gradient(new)), slice(it.start, it.stop)
-        if slots is None:
-            arrays[it.words] = arrays[it.words].at[: len(words), there].set(words)
-        else:
-            arrays[it.words] = arrays[it.words].at[slots, there].set(words, mode="drop")
+        arrays[it.words] = _order(state).edit(arrays[it.words], slots, there, words)
         return it
 
     left = jax.tree_util.tree_map_with_path(one, places(state), is_leaf=is_leaf)

@@ -176,12 +176,15 @@ def joined(
     slotted = jax.tree.leaves(plain.storage.slotted(want.storage))
     _check(plain, slotted, spec, batch, "load")
     targets = {} if room is None else room.targets(want.storage)
-    arrays = [_target(leaf, targets.get(id(leaf))) for leaf in slotted]
-    lined = [array.reshape(count, *array.shape[len(batch) :]) for array in arrays]
-    _put(plain, batch, state, spec, lined, pieces)
+    own = {id(leaf): _zeros(leaf) for leaf in slotted if id(leaf) not in targets}
+    lined = {at: array.reshape(count, *array.shape[len(batch) :]) for at, array in own.items()}
+    into = targets | lined
+    _put(plain, batch, state, spec, [into[id(leaf)] for leaf in slotted], pieces)
     made = {
-        id(leaf): array if id(leaf) in targets else memory.restored(leaf, _reader(array), device)
-        for leaf, array in zip(slotted, arrays, strict=True)
+        id(leaf): memory.restored(leaf, _reader(own[id(leaf)]), device)
+        if id(leaf) in own
+        else targets[id(leaf)]
+        for leaf in slotted
     }
     rest = iter(jax.tree.leaves(state.storage))
     whole = lambda leaf: made[id(leaf)] if id(leaf) in made else next(rest)
@@ -189,10 +192,10 @@ def joined(
     return state.replace(storage=storage if room is None else room.filled(storage, device))
 
 
-def _target(leaf: Leaf, there: np.ndarray | None) -> np.ndarray:
-    """Where a leaf goes: where it will lie, or into zeros."""
+def _zeros(leaf: Leaf) -> np.ndarray:
+    """Where a leaf goes that has a column of its own."""
     raw = prng_keys.raw_spec(leaf)
-    return np.zeros(raw.shape, raw.dtype) if there is None else there.reshape(raw.shape)
+    return np.zeros(raw.shape, raw.dtype)
 
 
 def _put(
@@ -200,10 +203,10 @@ def _put(
     batch: tuple[int, ...],
     state: Any,
     spec: Item,
-    arrays: list[np.ndarray],
+    arrays: list[Any],
     pieces: Pieces,
 ) -> None:
-    """Puts items where the storage keeps them, arrays `[V, N or more, ...]`."""
+    """Puts items where the storage keeps them, what is written to like `[V, N or more, ...]`."""
     names, twins = pytree.leaf_names(spec), _twins(buffer, spec)
     source = _source(buffer, batch, state) if twins else None
     for which, leaves in pieces:

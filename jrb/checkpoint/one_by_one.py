@@ -13,7 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jrb._base import pytree
-from jrb._engine import columns, memory, side_by_side
+from jrb._engine import columns, memory, side_by_side, state_check
+from jrb._engine.orders import Order
 from jrb._engine.side_by_side import Place, SideBySide
 from jrb._store import table
 from jrb.state import Buffer, Device
@@ -33,38 +34,41 @@ class ApartStorage(DeviceStorage):
 
 
 class Words:
-    """The bytes of an array `[..., N, W]`; on the host they are looked at where they lie."""
+    """The bytes of an array, in an order; on the host they are looked at where they lie."""
 
-    def __init__(self, array: Any) -> None:
-        *batch, self._capacity, width = array.shape
-        self._width = width * array.dtype.itemsize
-        self._shape = (math.prod(batch), self._capacity, self._width)
+    def __init__(self, array: Any, order: Order) -> None:
+        self._order, self._width = order, array.shape[-1] * array.dtype.itemsize
+        self._capacity = order.capacity(array.shape)
         self._held = memory.view(np.asarray(array)) if memory.on_host(array) else None
         self._read = memory.reader(array)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
 
     def taken(self, buffer: np.ndarray, slot: np.ndarray, part: slice) -> np.ndarray:
         """Some bytes of rows `[B]`, uint8."""
+        place = self._order.places(buffer * self._capacity + slot, self._capacity)
         if self._held is None:
-            return np.ascontiguousarray(self._fetched(buffer * self._capacity + slot)[:, part])
-        held = np.frombuffer(self._held, np.uint8).reshape(self._shape)
-        if len(buffer) and buffer[0] == buffer[-1] and len(table.runs(slot)) == 1:
-            return np.ascontiguousarray(held[buffer[0], slot[0] : slot[-1] + 1, part])
-        return np.ascontiguousarray(held[..., part][buffer, slot])
+            return np.ascontiguousarray(self._fetched(place)[:, part])
+        held = np.frombuffer(self._held, np.uint8).reshape(-1, self._width)
+        return np.ascontiguousarray(held[:, part][_index(place)])
 
     def _fetched(self, place: np.ndarray) -> np.ndarray:
         """Whole rows from another device; those of the last call, which other leaves need too."""
         last = self._last
         if last is not None and np.array_equal(last[0], place):
             return last[1]
-        width, none = self._width, np.zeros(0, np.uint8)
-        ends = [
-            (int(place[a]) * width, (int(place[b - 1]) + 1) * width) for a, b in table.runs(place)
-        ]
-        pieces = [np.frombuffer(self._read(*each), np.uint8) for each in ends]
-        found = np.concatenate([none, *pieces]).reshape(len(place), width)
+        width, found = self._width, np.empty((len(place), self._width), np.uint8)
+        as_they_lie = np.argsort(place, kind="stable")
+        lying = place[as_they_lie]
+        for a, b in table.runs(lying):
+            piece = self._read(int(lying[a]) * width, (int(lying[b - 1]) + 1) * width)
+            found[as_they_lie[a:b]] = np.frombuffer(piece, np.uint8).reshape(-1, width)
         self._last = place, found
         return found
+
+
+def _index(place: np.ndarray) -> Any:
+    """What cuts rows out at these places: a slice where they follow one another."""
+    return slice(place[0], place[-1] + 1) if len(table.runs(place)) == 1 else place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +119,13 @@ def leaves_of(storage: Any) -> Any:
     if not isinstance(storage, SideBySide):
         return storage
     _check(storage)
-    words = {name: Words(array) for name, array in storage.arrays.items()}
+    words = {name: Words(array, storage.order) for name, array in storage.arrays.items()}
 
     def leaf(it: Any) -> Any:
         if not isinstance(it, Place):
             return it
-        array, size = storage.arrays[it.words], np.dtype(it.words).itemsize
-        shape, part = array.shape[:-1] + it.shape, slice(it.start * size, it.stop * size)
+        size, shape = np.dtype(it.words).itemsize, storage.shape(it)
+        part = slice(it.start * size, it.stop * size)
         return of_dtype(lambda dtype: SideLeaf(words[it.words], part, shape, dtype), it.dtype)
 
     return jax.tree.map(leaf, storage.places, is_leaf=side_by_side.is_leaf)
@@ -146,6 +150,33 @@ def of_dtype(make: Callable[[Any], L], dtype: Any) -> Any:
     return columns.Packed(make(columns.word_dtype(dtype)), np.dtype(dtype))
 
 
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A leaf of all items where it will lie; it is written to like an array `[V, N, ...]`.
+
+    Attributes:
+        rows: its bytes, uint8 `[V * N, width]`, in the order in which they lie.
+        spec: one item of it, of the dtype of its words.
+        order: how rows lie.
+        capacity: N.
+    """
+
+    rows: np.ndarray
+    spec: jax.ShapeDtypeStruct
+    order: Order
+    capacity: int
+
+    def __setitem__(self, at: tuple[np.ndarray, np.ndarray], items: np.ndarray) -> None:
+        buffer, slots = at
+        items = np.ascontiguousarray(items, self.spec.dtype)
+        self.put(buffer * self.capacity + slots, items.reshape(-1).view(np.uint8))
+
+    def put(self, numbers: np.ndarray, found: np.ndarray) -> None:
+        """Bytes of rows by their numbers, v * N + slot."""
+        index = _index(self.order.places(numbers, self.capacity))
+        self.rows[index] = found.reshape(len(numbers), self.rows.shape[1])
+
+
 class Room:
     """Memory on the host for leaves that will lie side by side, zeros.
 
@@ -155,37 +186,37 @@ class Room:
     """
 
     def __init__(self, want: SideBySide, batch: tuple[int, ...]) -> None:
-        self._places, self._specs, self._batch = want.places, want.arrays, batch
+        self._want, self._batch = want, batch
         self._arrays: dict[str, np.ndarray] = {}
 
     def _zeros(self, spec: Item) -> np.ndarray:
-        capacity, width = spec.shape
-        array = table.aligned((math.prod(self._batch) * capacity, width), spec.dtype)
-        array[:] = 0
-        return array
+        *lead, width = spec.shape
+        shape = (math.prod(self._batch) * math.prod(lead), width)
+        return table.aligned(shape, spec.dtype, make=np.zeros)
 
-    def leaves(self) -> list[np.ndarray | None]:
-        """Each leaf, `[V * N, ...]`, where it will lie; None for those of columns of their own.
+    def leaves(self) -> list[Target | None]:
+        """Each leaf where it will lie; None for those of columns of their own.
 
         The memory is allocated here.
         """
-        self._arrays = {name: self._zeros(spec) for name, spec in self._specs.items()}
+        self._arrays = {name: self._zeros(spec) for name, spec in self._want.arrays.items()}
         return [self._leaf(it) for it in self._flat()]
 
-    def targets(self, storage: Any) -> dict[int, np.ndarray]:
+    def targets(self, storage: Any) -> dict[int, Target]:
         """Those that lie side by side, by the ids of a storage's specs, one for each leaf."""
         pairs = zip(jax.tree.leaves(storage), self.leaves(), strict=True)
         return {id(leaf): target for leaf, target in pairs if target is not None}
 
     def _flat(self) -> list[Any]:
-        return jax.tree.leaves(self._places, is_leaf=side_by_side.is_leaf)
+        return jax.tree.leaves(self._want.places, is_leaf=side_by_side.is_leaf)
 
-    def _leaf(self, it: Any) -> np.ndarray | None:
+    def _leaf(self, it: Any) -> Target | None:
         if not isinstance(it, Place):
             return None
         lies = columns.word_dtype(it.dtype) if columns.is_small(it.dtype) else it.dtype
-        flat = self._arrays[it.words][:, it.start : it.stop].view(lies)
-        return flat.reshape(-1, *it.shape)  # cuts the last axis, which needs no copy
+        rows = self._arrays[it.words][:, it.start : it.stop].view(np.uint8)
+        spec = jax.ShapeDtypeStruct(it.shape, lies)
+        return Target(rows, spec, self._want.order, self._want.shape(it)[0])
 
     def filled(self, storage: Any, device: Device) -> SideBySide:
         """The storage's state, once the leaves are there.
@@ -197,12 +228,12 @@ class Room:
         flat = jax.tree.leaves(storage, is_leaf=columns.is_column)
         pairs = zip(self._flat(), flat, strict=True)
         entries = [it if isinstance(it, Place) else column for it, column in pairs]
-        structure = jax.tree.structure(self._places, is_leaf=side_by_side.is_leaf)
-        arrays = {name: self._placed(name, device) for name in self._specs}
-        return SideBySide(places=jax.tree.unflatten(structure, entries), arrays=arrays)
+        structure = jax.tree.structure(self._want.places, is_leaf=side_by_side.is_leaf)
+        arrays = {name: self._placed(name, device) for name in self._want.arrays}
+        return self._want.replace(places=jax.tree.unflatten(structure, entries), arrays=arrays)
 
     def _placed(self, name: str, device: Device) -> jax.Array:
-        shape = (*self._batch, *self._specs[name].shape)
+        shape = (*self._batch, *self._want.arrays[name].shape)
         return memory.placed(self._arrays.pop(name).reshape(shape), device)
 
 
@@ -210,15 +241,17 @@ def room_for(buffer: Buffer, spec: Item, batch: tuple[int, ...]) -> Room | None:
     """For the leaves that lie side by side in a buffer's states; None if none do."""
     if not is_packing(buffer):
         return None
-    want = jax.eval_shape(lambda: side_by_side.room(buffer.capacity, spec, buffer.keys))
+    want = jax.eval_shape(lambda: state_check.blank(buffer, spec).storage)
     return Room(want, batch) if isinstance(want, SideBySide) else None
 
 
-def fill(target: np.ndarray, read: Callable[[None], Any]) -> np.ndarray:
-    """A leaf `[V * N, ...]`, filled with what a reader gives in pieces, whole rows each."""
-    width = math.prod(target.shape[1:]) * target.dtype.itemsize
+def fill(target: Target, read: Callable[[Any], Any]) -> Target:
+    """A leaf, filled by a reader: where slots lie in order, straight to where they belong."""
+    if target.order.envs is None:
+        read(memoryview(target.rows))
+        return target
+    width = target.rows.shape[1]
     for start, piece in read(None):
-        found = np.frombuffer(piece, target.dtype).reshape(-1, *target.shape[1:])
-        first = start // width
-        target[first : first + len(found)] = found
+        found = np.frombuffer(piece, np.uint8)
+        target.put(np.arange(start // width, (start + len(found)) // width), found)
     return target

@@ -1,11 +1,12 @@
 """Arrays on the device: one for each large leaf, `[N, ...]`, and few for all small ones."""
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import jax
 
 from jrb._base import checks, pytree
 from jrb._engine import side_by_side
+from jrb._engine.orders import Order
 from jrb.ring import Ring
 from jrb.storages import shared_next
 from jrb.types import Context, Item, Storage, Where, Write
@@ -23,6 +24,14 @@ class DeviceStorage(Storage):
     and so do shardings of a state: cut over N, all is well; cut over W, it computes the same, but
     devices exchange more.
 
+    These arrays hold rows as they come, those of all environments together; or, with
+    `layout="environments"`, environment by environment, `[E, R, W]`, where the window of a
+    `jrb.Sequence` is one run of memory. Choose that for windows of several environments: on a CPU
+    an add and a draw of 32 windows of 64 rows of 160 bytes take 0.7 of the time where E is 16 or
+    64, and the same where E is 1; draws of single rows take 1.0 to 1.15 times as long. Slots,
+    views, draws and checkpoints do not depend on it: what was saved with one layout is loaded with
+    the other.
+
     Attributes:
         once: whether observations are stored once: a next observation that is, bit for bit, the
             observation of the same environment's next row takes no memory. What comes out is what
@@ -31,6 +40,7 @@ class DeviceStorage(Storage):
             ends of episodes; at least E, at most N; None for the larger of N / 32 and E. Where
             more are held, the oldest rows leave early: `size` says so, and `take` finds a next
             observation only for slots that are held.
+        layout: "time" or "environments", how small leaves lie; "time" with `once`.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -44,9 +54,18 @@ class DeviceStorage(Storage):
 
     once: bool = False
     room: int | None = None
+    layout: Literal["time", "environments"] = "time"
+
+    unbound: ClassVar[tuple[str, ...]] = ("layout",)
 
     def __post_init__(self) -> None:
         checks.flag("once", self.once)
+        checks.choice("layout", self.layout, ("time", "environments"))
+        if self.once and self.layout != "time":
+            raise ValueError(
+                f"DeviceStorage: layout: expected 'time' with once=True, got {self.layout!r}: what "
+                "comes next is looked for in the row that follows in time. Leave one of them out."
+            )
         if self.room is not None:
             checks.count("room", self.room)
 
@@ -59,7 +78,8 @@ class DeviceStorage(Storage):
         """Zeros."""
         if self.once:
             return shared_next.init(context, spec, self._room(context.ring))
-        return side_by_side.room(context.ring.capacity, spec, context.keys)
+        order = Order() if self.layout == "time" else Order(context.ring.envs)
+        return side_by_side.room(context.ring.capacity, spec, context.keys, order)
 
     def _room(self, ring: Ring) -> int:
         room = max(ring.capacity // 32, ring.envs) if self.room is None else self.room

@@ -51,7 +51,8 @@ class Sequence(Unit):
     are real. A window never crosses the newest row, nor the end of an episode unless `across`.
     `Sample.info` has `is_first` and `is_last`, bool like the mask: which rows are the first and the
     last of their episodes, where `truncate` ended some too. They are exact: a row whose predecessor
-    is no longer held is not taken for a first one.
+    is no longer held is not taken for a first one. With several environments on the device, windows
+    are drawn faster with `storage=jrb.DeviceStorage(layout="environments")`.
 
     Attributes:
         length: L.

@@ -1,5 +1,7 @@
 """Whatever leaves items have, what comes out is what went in, bit for bit, wherever it lies."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,8 @@ SMALL = {
 }
 WIDE = ["float64", "int64", "uint64"]
 N, E = 12, 3
+LAYOUTS = ["time", "environments"]
+OTHER = dict(zip(LAYOUTS, reversed(LAYOUTS), strict=True))
 
 
 def leaf_of(rng, shape, dtype):
@@ -163,10 +167,11 @@ def bits(kind, leaf):
     return leaf.view(SMALL[kind[1]]) if kind[1] in SMALL else leaf
 
 
-def run(seed, dtypes, path):
+def run(seed, dtypes, path, layout="time"):
     rng = np.random.default_rng(seed)
     spec = random_spec(rng, dtypes)
-    buffer = jrb.ReplayBuffer(N, num_envs=E, batch_size=4)
+    storage = jrb.DeviceStorage(layout=layout)
+    buffer = jrb.ReplayBuffer(N, num_envs=E, batch_size=4, storage=storage)
     state, model = buffer.init(given(spec, items_of(rng, spec))), Model(spec)
     full = items_of(rng, spec, N // E, E)
     state = buffer.extend(state, given(spec, full))
@@ -184,6 +189,10 @@ def run(seed, dtypes, path):
     back = jrb.load(path)[1]
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert_same(seen(back), seen(state))
+    turned = dataclasses.replace(buffer, storage=jrb.DeviceStorage(layout=OTHER[layout]))
+    moved = jrb.load(path, turned)[1]
+    assert_same(seen(getattr(moved.storage, "leaves", moved.storage)), model.leaves)
+    assert_same(seen(turned.sample(moved, jax.random.key(seed))), seen(sample))
     larger, rebuilt = jrb.load(path, capacity=2 * N)
     held = np.asarray(buffer.in_order(state)[0])
     found = np.asarray(larger.in_order(rebuilt)[0])[:N]
@@ -191,14 +200,15 @@ def run(seed, dtypes, path):
     return state
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_leaf_comes_back_bit_for_bit(seed, tmp_path):
-    run(seed, DTYPES, tmp_path)
+@pytest.mark.parametrize(("seed", "layout"), list(enumerate(3 * LAYOUTS)))
+def test_every_leaf_comes_back_bit_for_bit(seed, layout, tmp_path):
+    run(seed, DTYPES, tmp_path, layout)
 
 
-def test_leaves_of_eight_bytes_too(tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_leaves_of_eight_bytes_too(layout, tmp_path):
     with versions.enable_x64():
-        state = run(11, [*WIDE, *DTYPES[:5]], tmp_path)
+        state = run(11, [*WIDE, *DTYPES[:5]], tmp_path, layout)
     assert isinstance(state.storage, SideBySide)
 
 
@@ -250,8 +260,10 @@ def test_a_draw_and_an_add_take_as_many_gathers_and_writes_for_many_leaves_as_fo
     assert counts(3) == counts(19)
 
 
-def test_under_vmap_each_buffer_has_its_own():
-    rng, buffer = np.random.default_rng(5), jrb.ReplayBuffer(N, num_envs=E, batch_size=4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_under_vmap_each_buffer_has_its_own(layout):
+    storage, rng = jrb.DeviceStorage(layout=layout), np.random.default_rng(5)
+    buffer = jrb.ReplayBuffer(N, num_envs=E, batch_size=4, storage=storage)
     spec = {"x": ((3,), "float32"), "y": ((), "int32"), "z": ((2,), "uint8"), "w": ((), "bool")}
     example = jax.tree.map(lambda kind: jnp.zeros(kind[0], kind[1]), spec, is_leaf=is_kind)
     states = jax.vmap(lambda _: buffer.init(example))(jnp.arange(2))
@@ -267,11 +279,17 @@ def test_under_vmap_each_buffer_has_its_own():
         one = lambda leaf: leaf[number]  # noqa: B023
         assert_same(jax.tree.map(one, found), model.take(np.asarray(slots[number])))
         assert_same(seen(jax.tree.map(one, states.storage.leaves)), model.leaves)
+    shown = jax.tree.map(lambda it: it.shape, states.storage.shown())
+    assert shown == {"x": (2, N, 3), "y": (2, N), "z": (2, N, 2), "w": (2, N)}
 
 
-@pytest.mark.parametrize("cut", [("data",), (None, "data")])
-def test_arrays_that_are_cut_over_devices_hold_the_same(cut):
-    buffer = jrb.ReplayBuffer(16, num_envs=2, batch_size=4)
+CUTS = [("time", ("data",)), ("time", (None, "data")), ("environments", (None, "data"))]
+
+
+@pytest.mark.parametrize(("layout", "cut"), CUTS)
+def test_arrays_that_are_cut_over_devices_hold_the_same(layout, cut):
+    storage = jrb.DeviceStorage(layout=layout)
+    buffer = jrb.ReplayBuffer(16, num_envs=2, batch_size=4, storage=storage)
     example = {"x": jnp.zeros(5), "y": jnp.zeros((), jnp.int32), "z": jnp.zeros(2)}
     state = buffer.init(example)
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))

@@ -16,12 +16,17 @@ pytestmark = pytest.mark.slow
 ITEM = {"a": jnp.zeros(3), "b": jnp.zeros((), jnp.int32), "c": jnp.zeros((2, 2))}
 
 
+LAYOUTS = ["time", "environments"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_rows_of_a_leaf_are_its_bytes(elsewhere):
-    buffer = jrb.ReplayBuffer(9)
+def test_rows_of_a_leaf_are_its_bytes(elsewhere, layout):
+    buffer = jrb.ReplayBuffer(9, num_envs=3, storage=jrb.DeviceStorage(layout=layout))
     rng = np.random.default_rng(0)
-    rows = jax.tree.map(lambda leaf: rng.random((9, *leaf.shape)).astype(leaf.dtype), ITEM)
+    rows = jax.tree.map(lambda leaf: rng.random((3, 3, *leaf.shape)).astype(leaf.dtype), ITEM)
     storage = buffer.extend(buffer.init(ITEM), rows).storage
+    rows = jax.tree.map(lambda leaf: leaf.reshape(9, *leaf.shape[2:]), rows)
     if elsewhere:  # as the shards of another device are taken
         part = lambda array: memory.Part(jnp.stack([array + 1, array]), 1)
         storage = storage.replace(arrays={name: part(a) for name, a in storage.arrays.items()})
@@ -32,15 +37,17 @@ def test_rows_of_a_leaf_are_its_bytes(elsewhere):
             np.testing.assert_array_equal(leaf.rows(np.zeros(len(slots), int), slots), want)
 
 
-def test_a_load_needs_no_more_than_the_arrays():
+@pytest.mark.parametrize(("layout", "lead"), [("time", (9,)), ("environments", (3, 3))])
+def test_a_load_needs_no_more_than_the_arrays(layout, lead):
     """Each array is filled where it stays: no leaf lies beside it as well."""
-    buffer = jrb.ReplayBuffer(9)
-    room = one_by_one.room_for(buffer, jrb.ReplayBuffer(9).stored(buffer.init(ITEM)), (2,))
+    buffer = jrb.ReplayBuffer(9, num_envs=3, storage=jrb.DeviceStorage(layout=layout))
+    room = one_by_one.room_for(buffer, buffer.stored(buffer.init(ITEM)), (2,))
     for leaf in room.leaves():
-        assert leaf.shape[0] == 18
-        leaf[:] = 1
+        assert leaf.rows.shape[0] == 18 and not leaf.rows.flags.owndata
+        leaf[np.divmod(np.arange(18), 9)] = np.ones((18, *leaf.spec.shape), leaf.spec.dtype)
     storage = room.filled(ITEM, None)
-    assert {name: array.shape for name, array in storage.arrays.items()} == {"uint32": (2, 9, 8)}
+    shapes = {name: array.shape for name, array in storage.arrays.items()}
+    assert shapes == {"uint32": (2, *lead, 8)}
     assert all((leaf == 1).all() for leaf in jax.tree.leaves(storage.leaves))
 
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
 STORAGES = {
     "device": jrb.DeviceStorage(),
+    "environments": jrb.DeviceStorage(layout="environments"),
     "once": jrb.DeviceStorage(once=True),
     "memmap": jrb.MemmapStorage(None),
     "spill": jrb.SpillStorage(None, 8),

@@ -24,6 +24,7 @@ PROGRAMS, PAUSE, REBUILT, ROWS = 600, 2, 24, 4
 """How many programs, after how many steps some are saved or rebuilt, and how many of them."""
 IN_TURN, DEVICE = jrb.RoundRobin(), jrb.DeviceStorage()
 ONCE = jrb.DeviceStorage(once=True, room=8)
+BY_ENVIRONMENT = jrb.DeviceStorage(layout="environments")
 LANES, FULL = jrb.Lanes(), jrb.UntilFull()
 BEST = jrb.MaxValue(("next", "reward"))
 COUNTED = jrb.Prioritized(counted=True)
@@ -64,10 +65,10 @@ CASES = [
     Case("windows across", jrb.Uniform(counted=True)),
     Case("transition", jrb.Uniform(replacement=False, counted=True), jrb.Reservoir(1)),
     Case("strict n-step", jrb.Queue(counted=True), FULL),
-    Case("padded windows of a period", jrb.Queue()),
-    Case("windows", jrb.Lifo(counted=True)),
+    Case("padded windows of a period", jrb.Queue(), storage=BY_ENVIRONMENT),
+    Case("windows", jrb.Lifo(counted=True), storage=BY_ENVIRONMENT),
     Case("stacked strict n-step", jrb.Lifo(), FULL, envs=1),
-    Case("n-step", jrb.WithoutReplacement(uses=2, counted=True), LANES),
+    Case("n-step", jrb.WithoutReplacement(uses=2, counted=True), LANES, BY_ENVIRONMENT),
     Case("stacks", jrb.WithoutReplacement(drop_last=True)),
     Case("windows of a period", UNSHUFFLED),
     Case("hindsight", UNSHUFFLED, storage=ONCE),
