@@ -13,6 +13,7 @@ import numpy as np
 
 from jrb._base import host_calls, prng_keys, pytree, versions
 from jrb._base.pytree import SpecKey
+from jrb._store import table
 from jrb._store.errors import StaleError
 from jrb.state import Device
 from jrb.types import HostState, Item
@@ -157,12 +158,13 @@ class HostRows(abc.ABC):
     def drawn(self, version: Version, places: list[Any], device: Device) -> Item:
         """The same for draws, of few shapes.
 
-        Arguments of a compiled function come to the default device five times as fast as by
-        `device_put`, but for every shape it is compiled.
+        Small arguments of a compiled function come to the default device five times as fast as by
+        `device_put`; but for every shape it is compiled, and large ones it copies.
         """
-        if device is not None:
-            return self.fetch(version, places, device)
-        return _handed_over(self.take(version, places), spec=self.spec_key)
+        leaves = self.take(version, places)
+        if device is None and all(leaf.nbytes < table.SMALL for leaf in leaves):
+            return _handed_over(leaves, spec=self.spec_key)
+        return self.items(jax.device_put(leaves, device))
 
     def call(self, version: jax.Array, places: list[jax.Array]) -> list[jax.Array]:
         """The same as `take`, from jitted code."""
