@@ -47,6 +47,13 @@ def pytest_xdist_auto_num_workers(config):
     return (os.cpu_count() or 1) + 1
 
 
+def pytest_collection_modifyitems(items):
+    """What the pages show is no part of the quick tests: most of it compiles whole programs."""
+    for item in items:
+        if item.path.suffix == ".md":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def compilations():
     """A context in which programs that are compiled are counted."""

@@ -24,6 +24,7 @@ def filled(mix, counts):
     return tuple(states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(
     ("proportions", "counts"),

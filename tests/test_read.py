@@ -43,6 +43,7 @@ def row_of(items, t, envs):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("unit", [jrb.Transition(), jrb.NStep(2, 0.9)], ids=["row", "n-step"])
 @pytest.mark.parametrize("length", [0, 3, 6, 17])

@@ -14,6 +14,8 @@ from jrb._base import pytree, tree
 from jrb._engine import columns
 from jrb.checkpoint import state_specs
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(0)
 
 

@@ -217,6 +217,7 @@ def test_find_is_exact_where_sums_are(capacity, branching):
     assert (masses[expected] > 0).all()
 
 
+@pytest.mark.slow
 @either_way
 @in_shapes
 def test_draws_follow_the_masses(capacity, branching, stratified):
@@ -247,6 +248,7 @@ def test_draws_follow_masses_of_many_magnitudes():
         assert fits(counts, np.append(exact[often], exact[~often].sum()))
 
 
+@pytest.mark.slow
 def test_every_leaf_gets_its_share_of_all_random_words():
     masses = small_integers(1000, seed=2) + floats(np.linspace(0, 1, 1000))
     tree, counts = full(masses), np.zeros(1000, np.int64)
@@ -289,6 +291,7 @@ def strata_kept(tree, batch_size, key):
     return lies_in(tree, drawn, number * part - slack, (number + 1) * part + slack)
 
 
+@pytest.mark.slow
 @in_shapes
 def test_stratified_draws_put_one_in_each_stratum(capacity, branching):
     tree = full(small_integers(capacity, seed=3), branching)
@@ -416,6 +419,7 @@ def test_leaves_too_small_to_count_beside_a_large_one_do_not_mislead(tiny, large
         masses[index] = 0
 
 
+@pytest.mark.slow
 @either_way
 @in_shapes
 def test_a_tree_without_mass_draws_all_leaves_alike(capacity, branching, stratified):
@@ -588,18 +592,21 @@ def dispersion(draws):
     return counts.var() / counts.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branching", [32, 8])
 def test_10_million_leaves_are_told_apart(branching):
     tree, keys = ten_million_equal(branching), jax.random.split(jax.random.key(11), 8)
     assert abs(dispersion([sample(tree, key, 1 << 18, False) for key in keys]) - 1.0) < 0.005
 
 
+@pytest.mark.slow
 def test_a_float32_alone_cannot_tell_10_million_leaves_apart():
     tree, keys = ten_million_equal(8), jax.random.split(jax.random.key(11), 8)
     point = jax.jit(lambda key: random_bits.unit_interval(random_bits.bits(key, (1 << 18,))) * 1e7)
     assert dispersion([find(tree, point(key)) for key in keys]) > 1.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [0, 1])
 def test_10_million_leaves_share_all_random_words(half, monkeypatch):
     """Of the two words of a draw, one picks among nodes of 4096 leaves, the other inside them."""
@@ -669,6 +676,7 @@ def test_an_update_too_long_to_order_is_an_error():
         jax.eval_shape(sum_tree.update, sum_tree.init(10), indices, masses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "branching"), [(34_000_000, 128), (140_000_000, 32)])
 def test_the_last_leaf_of_a_huge_tree_is_found(capacity, branching):
     tree = update(sum_tree.init(capacity, branching), jnp.array([capacity - 1]), jnp.ones(1))

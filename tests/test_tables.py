@@ -8,6 +8,8 @@ import pytest
 
 import jrb
 
+pytestmark = pytest.mark.slow
+
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("pandas")
 

@@ -71,6 +71,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("sampler", [jrb.Uniform(), jrb.Prioritized()], ids=repr)

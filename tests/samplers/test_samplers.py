@@ -141,6 +141,7 @@ def test_a_queue_loses_what_is_overwritten():
     assert epoch(buffer, state, 2)[1] == [[25, 26, 27, 28], [29]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capacity", "stratified"), [(3, True), (37, False), (101, True), (101, False)]
 )
@@ -289,6 +290,7 @@ def test_any_kind_of_key_draws(sampler, key):
     np.testing.assert_array_equal(sample.data, sample.indices)
 
 
+@pytest.mark.slow
 def test_ten_million_slots_are_drawn_alike():
     n, batch = 10_000_000, 1 << 16
     buffer = jrb.ReplayBuffer(n, batch_size=batch)

@@ -16,6 +16,8 @@ from jrb import testing
 from jrb import transforms as tr
 from jrb.transforms import moments
 
+pytestmark = pytest.mark.slow
+
 BOTH = (tr.RunningNormalize(), tr.RunningRewardScale(0.9))
 PLAIN = {"clip": None, "eps": 1e-8}
 

@@ -13,6 +13,8 @@ import jrb
 from jrb._engine import steps
 from jrb._engine.steps import context_of
 
+pytestmark = pytest.mark.slow
+
 E, R, T, STEPS, PROGRAMS = 3, 5, 2, 25, 60
 N = E * R
 EXAMPLE = {

@@ -113,6 +113,7 @@ def test_an_immutable_buffer_is_drawn_from_and_not_written():
 # Reservoirs.
 
 
+@pytest.mark.slow
 def test_a_reservoir_holds_every_item_with_the_same_probability():
     buffer = jrb.ReplayBuffer(20, writer=jrb.Reservoir(3))
     empty = buffer.init({"id": jnp.int32(0)})
@@ -172,6 +173,7 @@ def test_a_key_of_a_reservoir_is_checked():
 # Buffers that fill up.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unit", "envs"),
     [
