@@ -1,5 +1,6 @@
 """Checkpoints of sharded states: exact on any number of devices, whole whatever dies when."""
 
+import itertools
 import os
 import shutil
 import threading
@@ -150,14 +151,21 @@ def test_a_second_save_writes_what_is_new(tmp_path):
     sharded = jrb.Sharded(jrb.ReplayBuffer(2**12 * E, E), S, mesh_of(4))
     state = filled_wide(sharded)
     jrb.save(tmp_path, sharded, state)
-    state, written = sharded.add(state, {"x": jnp.ones((E, 64))}), []
-    files.hook = lambda name, path, *rest: written.append(rest)
+    state = sharded.add(state, {"x": jnp.ones((E, 64))})
+    written = bytes_written(tmp_path, sharded, state)
+    assert 0 < written < 0.2 * sharded.nbytes({"x": jnp.zeros(64)})
+
+
+def bytes_written(path, sharded, state):
+    """How many a save writes."""
+    calls = []
+    files.hook = lambda name, path, *rest: calls.append(rest)
     try:
-        jrb.save(tmp_path, sharded, state)
+        jrb.save(path, sharded, state)
     finally:
         files.hook = None
-    bytes_of = lambda rest: sum(len(part) for part in rest if isinstance(part, bytes | memoryview))
-    assert 0 < sum(map(bytes_of, written)) < 0.2 * sharded.nbytes({"x": jnp.zeros(64)})
+    parts = itertools.chain.from_iterable(calls)
+    return sum(len(part) for part in parts if isinstance(part, bytes | memoryview))
 
 
 def filled_wide(sharded):
@@ -431,14 +439,9 @@ def test_a_save_to_the_stores_own_path_commits_each_shard(kind, tmp_path):
 def test_a_commit_of_shards_writes_what_is_new_and_keeps_no_older_one(tmp_path):
     storage = jrb.MemmapStorage(tmp_path)
     sharded = jrb.Sharded(jrb.ReplayBuffer(2**12 * E, E, storage=storage), S)
-    state, written = filled_wide(sharded), []
-    files.hook = lambda name, path, *rest: written.append(rest)
-    try:
-        jrb.save(tmp_path, sharded, state)
-    finally:
-        files.hook = None
-    bytes_of = lambda rest: sum(len(part) for part in rest if isinstance(part, bytes | memoryview))
-    assert 0 < sum(map(bytes_of, written)) < 0.01 * sharded.nbytes({"x": jnp.zeros(64)})
+    state = filled_wide(sharded)
+    written = bytes_written(tmp_path, sharded, state)
+    assert 0 < written < 0.01 * sharded.nbytes({"x": jnp.zeros(64)})
     for refused in ({"keep": 1}, {"score": 1.0, "best": 1}):
         with pytest.raises(ValueError, match="keep, best: expected 0 for the path of the storage"):
             jrb.save(tmp_path, sharded, state, **refused)
