@@ -36,7 +36,8 @@ def explained(verb: F) -> F:
 
     @functools.wraps(verb)
     def told(*args: Any, **kwargs: Any) -> Any:
-        check_there(args[0] if args else None)
+        for first in args[:2]:  # a verb of dispatch has the buffer before the state
+            check_there(first)
         try:
             return verb(*args, **kwargs)
         except Exception as error:

@@ -5,10 +5,7 @@ import pathlib
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-ALWAYS = (
-    "test_draws_are_those_of_a_buffer_in_this_process",
-    "test_a_server_goes_on_from_its_last_save[checkpoint]",
-)
+ALWAYS = ("test_draws_are_those_of_a_buffer_in_this_process",)
 """Of those with a cluster, the ones that run with all others; the rest of them takes minutes."""
 
 
