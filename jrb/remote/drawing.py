@@ -48,15 +48,21 @@ class Drawing:
         servers, number, count = self._servers, self._number, len(betas)
         self._number += count
         each = [server.facts.remote() for server in servers] if len(servers) > 1 else []
-        calls = [
-            server.draw.options(num_returns=count).remote(batch_size, betas, number, *each)
-            for server in servers
-        ]
-        parts = [[call] for call in calls] if count == 1 else calls
+        parts = [self._asked(server, batch_size, betas, number, each) for server in servers]
         return [
             Draw(list(its), each, batch_size, beta)
             for *its, beta in zip(*parts, betas, strict=True)
         ]
+
+    @staticmethod
+    def _asked(
+        server: Any, batch_size: int, betas: list[float | None], number: int, each: list[Any]
+    ) -> list[Any]:
+        """References to what one server gives of each batch."""
+        if len(betas) == 1:  # Ray takes no generator that yields one thing for what it yields
+            return [server.draw.remote(batch_size, *betas, number, *each)]
+        several = server.draws.options(num_returns=len(betas))
+        return several.remote(batch_size, betas, number, *each)
 
     def there(self, draws: list[Draw]) -> int:
         """How many of them, from the first on, could be taken at once."""

@@ -2,6 +2,7 @@
 
 import secrets
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jrb._engine import dispatch
 from jrb._store.errors import LostWarning
 from jrb.loops import jitted
 from jrb.remote import shards, streams
+from jrb.remote.allocation import keep_freed_memory
 from jrb.remote.ledger import Ledger
 from jrb.remote.setup import Setup
 from jrb.remote.shards import Facts
@@ -30,6 +32,7 @@ class Server:
         if setup.on_cpu:
             jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_enable_x64", setup.wide)
+        keep_freed_memory()
         self._setup, self._shard = setup, shard
         self._path, self._buffer = setup.path_of(shard), setup.served(shard)
         self._structure, self._lanes = jax.tree.structure(setup.spec), setup.lanes(shard)
@@ -148,10 +151,16 @@ class Server:
 
     # Reading.
 
-    def draw(
+    def draw(self, batch_size: int, beta: float | None, number: int, *each: Facts) -> Sample | None:
+        """One batch (see `draws`)."""
+        return next(self.draws(batch_size, [beta], number, *each))
+
+    def draws(
         self, batch_size: int, betas: list[float | None], number: int, *each: Facts
-    ) -> Sample | list[Sample | None] | None:
+    ) -> Iterator[Sample | None]:
         """Batches; or this shard's parts of them, by what `each` shard says that it holds.
+
+        Ray stores one while the next is computed: all are asked for before the first is given.
 
         Args:
             batch_size: B.
@@ -159,9 +168,8 @@ class Server:
             number: of the first batch, by which all shards agree on their parts.
             each: what they hold; nothing where there is but one.
 
-        Returns:
-            Samples of NumPy arrays, None where there is nothing to be drawn; the one that there is
-            for a single beta.
+        Yields:
+            Samples of NumPy arrays, None where there is nothing to be drawn.
         """
         parts = [(batch_size, [0])] * len(betas)
         if each:
@@ -170,11 +178,8 @@ class Server:
             ]
         pairs = zip(parts, betas, strict=True)
         asked = [self._asked(shards.padded(part[0], batch_size), beta) for part, beta in pairs]
-        found = [
-            None if one is None else self._sent(one, *part)
-            for one, part in zip(asked, parts, strict=True)
-        ]
-        return found if len(found) > 1 else found[0]
+        for one, part in zip(asked, parts, strict=True):
+            yield None if one is None else self._sent(one, *part)
 
     def _part(self, batch_size: int, number: int, each: list[Facts]) -> tuple[int, list[int]]:
         """How many this shard gives, and by which numbers they are chosen."""

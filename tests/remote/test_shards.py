@@ -93,7 +93,7 @@ def test_a_batch_is_whole_where_a_shard_was_begun_anew_after_it_said_what_it_hol
     assert draws.take(draw, None).info["shard"].tolist().count(1) == 8
     facts = [one.facts() for one in servers]
     servers[1] = Server(own, 1)
-    parts = [one.draw(16, [None], 1, *facts) for one in servers]
+    parts = [one.draw(16, None, 1, *facts) for one in servers]
     assert parts[1] is None
     sample = draws.take(dataclasses.replace(draw, parts=parts, each=facts), None)
     assert sample.info["shard"].tolist() == [0] * 16
