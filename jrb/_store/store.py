@@ -177,8 +177,11 @@ class Store:
             rows[blank] = 0
         return rows
 
-    def read_column(self, number: int, target: np.ndarray) -> None:
-        """Fills the target, uint8 `[N, width]`, with all rows of a column, checked.
+    def read_columns(self, targets: dict[int, np.ndarray]) -> None:
+        """Fills targets, uint8 `[N, width]` by the numbers of columns, with all rows, checked.
+
+        Some rows of all columns are read before the next ones: targets may be parts of the rows of
+        one array, which then pass through the cache once.
 
         Raises:
             DamagedError: a block is not what was written.
@@ -189,18 +192,20 @@ class Store:
         slots[of[of >= 0]] = np.flatnonzero(of >= 0)
 
         def read(blocks: range) -> None:
-            found = self.table.read_blocks(number, blocks, slots, target)
-            wanted = self.sums.columns[number][blocks.start : blocks.stop].tolist()
-            for block, expected, its in zip(blocks, wanted, found, strict=True):
-                if its != expected:
-                    raise DamagedError(self.table.damage(number, block, expected, its))
+            for number, target in targets.items():
+                found = self.table.read_blocks(number, blocks, slots, target)
+                wanted = self.sums.columns[number][blocks.start : blocks.stop].tolist()
+                for block, expected, its in zip(blocks, wanted, found, strict=True):
+                    if its != expected:
+                        raise DamagedError(self.table.damage(number, block, expected, its))
 
         try:
-            share(read, self.sums.runs(number))
+            share(read, self.sums.runs(list(targets)))
         except DamagedError:
             self._check_there(self.version, of[of >= 0])
             raise
-        target[of < 0] = 0
+        for target in targets.values():
+            target[of < 0] = 0
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
         """The numbers of rows, those of slots that were never written 0."""

@@ -55,10 +55,10 @@ class Sums:
         blocks = self._blocks_of(self.named)
         return [(number, block) for number in range(len(self.columns)) for block in blocks]
 
-    def runs(self, number: int) -> list[range]:
-        """The blocks of a column that have sums, in runs of a few megabytes at most."""
-        column = self.table.columns[number]
-        step = max(1, RUN // max(column.width * column.block, 1))
+    def runs(self, numbers: list[int]) -> list[range]:
+        """The blocks that have sums, in runs of a few megabytes at most of these columns."""
+        width = sum(self.table.columns[number].width for number in numbers)
+        step = max(1, RUN // max(width * self.block, 1))
         blocks = np.array(self._blocks_of(self.named), np.int64)
         found = [range(blocks[a], blocks[b - 1] + 1) for a, b in runs(blocks)]
         return [run[start : start + step] for run in found for start in range(0, len(run), step)]

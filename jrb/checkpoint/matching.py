@@ -14,7 +14,6 @@ from jrb.checkpoint import (
     facts,
     host_items,
     members,
-    one_by_one,
     rows,
     state_specs,
 )
@@ -90,15 +89,17 @@ def restored(
     packed = state_specs.packed(want)
     places, leaves = _places(opened, packed, has_rows), []
     buffers = int(np.prod(want.edits.shape, dtype=int))
-    targets = {} if room is None else room.targets(want.storage)
+    targets, together = {} if room is None else room.targets(want.storage), []
     for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
         read = rows.reader(opened, name, column, buffers)
         if is_attached and column is not None:
             leaves.append(np.zeros(0, np.uint8))
         elif id(leaf) in targets:
-            leaves.append(one_by_one.fill(targets[id(leaf)], read))
+            leaves.append(targets[id(leaf)])
+            together.append((targets[id(leaf)], name, column))
         else:
             leaves.append(memory.restored(leaf, read, device))
+    rows.fill(opened, together, buffers)
     state = state_specs.unpacked(want, jax.tree.unflatten(jax.tree.structure(packed), leaves))
     if room is None:
         return state

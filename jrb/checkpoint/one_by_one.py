@@ -5,7 +5,7 @@ N capacity, V the buffers that `vmap` has put side by side, W the elements of a 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -176,6 +176,13 @@ class Target:
         index = _index(self.order.places(numbers, self.capacity))
         self.rows[index] = found.reshape(len(numbers), self.rows.shape[1])
 
+    def fill(self, pieces: Iterable[tuple[int, Any]]) -> None:
+        """Puts bytes of whole rows, and at which byte of the leaf they begin."""
+        width = self.rows.shape[1]
+        for start, piece in pieces:
+            found = np.frombuffer(piece, np.uint8)
+            self.put(np.arange(start // width, (start + len(found)) // width), found)
+
 
 class Room:
     """Memory on the host for leaves that will lie side by side, zeros.
@@ -243,15 +250,3 @@ def room_for(buffer: Buffer, spec: Item, batch: tuple[int, ...]) -> Room | None:
         return None
     want = jax.eval_shape(lambda: state_check.blank(buffer, spec).storage)
     return Room(want, batch) if isinstance(want, SideBySide) else None
-
-
-def fill(target: Target, read: Callable[[Any], Any]) -> Target:
-    """A leaf, filled by a reader: where slots lie in order, straight to where they belong."""
-    if target.order.envs is None:
-        read(memoryview(target.rows))
-        return target
-    width = target.rows.shape[1]
-    for start, piece in read(None):
-        found = np.frombuffer(piece, np.uint8)
-        target.put(np.arange(start // width, (start + len(found)) // width), found)
-    return target

@@ -21,7 +21,7 @@ from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
-from jrb.checkpoint.one_by_one import SideLeaf
+from jrb.checkpoint.one_by_one import SideLeaf, Target
 from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.state import Buffer
@@ -279,6 +279,22 @@ def reader(
     return read_to
 
 
+def fill(opened: Opened, targets: list[tuple[Target, str, int | None]], buffers: int) -> None:
+    """Fills leaves that lie side by side, of these names and columns; V buffers.
+
+    Where rows lie in the order of slots, all leaves come straight to where they belong, together.
+    """
+    together: dict[int, np.ndarray] = {}
+    for target, name, column in targets:
+        is_whole = column is not None and name + BEYOND not in opened.generation.arrays
+        if is_whole and target.order.envs is None:
+            together[column] = target.rows
+        else:
+            target.fill(reader(opened, name, column, buffers)(None))
+    if together:
+        opened.store.read_columns(together)
+
+
 def _fill_flat(target: memoryview, read: Callable[[memoryview], Any]) -> None:
     """Fills a memoryview by what fills flat ones."""
     if target.c_contiguous:
@@ -311,10 +327,10 @@ def read(store: Store, number: int, buffers: int, beyond: Any, target: memoryvie
     width = store.table.columns[number].width
     whole = np.asarray(target, np.uint8)
     if beyond is None:
-        store.read_column(number, whole.reshape(store.slots, width))
+        store.read_columns({number: whole.reshape(store.slots, width)})
         return
     inner, capacity = np.zeros((store.slots, width), np.uint8), store.slots // buffers
-    store.read_column(number, inner)
+    store.read_columns({number: inner})
     view = whole.reshape(buffers, -1, width)
     view[:, :capacity] = inner.reshape(buffers, capacity, width)
     view[:, capacity:] = np.frombuffer(beyond, np.uint8).reshape(buffers, -1, width)

@@ -455,7 +455,7 @@ def saved_at(path, number=None):
     stamps = json.loads(entry.array("stamps", np.uint8).tobytes())
     found = [np.zeros((there.slots, column.width), np.uint8) for column in there.table.columns]
     for number, column in enumerate(found):
-        there.read_column(number, column)
+        there.read_columns({number: column})
     same = all(map(np.array_equal, found, rows(stamps)))
     return stamps if same else -1
 
