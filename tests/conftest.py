@@ -4,6 +4,7 @@ Most of the time goes into compiling: what is done to make the loops fast is lef
 nothing in what XLA computes, nor in where it copies.
 """
 
+import collections
 import contextlib
 import ctypes
 import gc
@@ -48,10 +49,20 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    """What the pages show is no part of the quick tests: most of it compiles whole programs."""
+    """Pages are slow; and of a slow test, all sets of parameters but each third take long.
+
+    What the pages show compiles whole programs. Tests of faults stay whole.
+    """
+    sets = collections.Counter()
     for item in items:
-        if item.path.suffix == ".md":
+        marks = {mark.name for mark in item.iter_markers()}
+        if item.path.suffix == ".md" or marks & {"cluster", "long"}:
             item.add_marker(pytest.mark.slow)
+        elif "slow" in marks and "faults" not in marks:
+            test = item.nodeid.partition("[")[0]
+            if sets[test] % 3:
+                item.add_marker(pytest.mark.long)
+            sets[test] += 1
 
 
 @pytest.fixture

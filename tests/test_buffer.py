@@ -42,6 +42,7 @@ commands = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "envs"), [(1, None), (3, None), (7, 2), (1, 3), (4, 1)])
 @hypothesis.given(commands=commands)
 @hypothesis.settings(max_examples=25)

@@ -27,6 +27,7 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 20])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_epoch_gives_everything_once(batch_size, drop_last):
@@ -173,6 +174,7 @@ def test_the_thread_ends_with_the_loop():
     assert list(batches) == []
 
 
+@pytest.mark.slow
 def test_a_program_ends_in_the_middle_of_a_loop():
     script = """
 import jax, jax.numpy as jnp, jrb
@@ -200,6 +202,7 @@ def test_what_prefetch_refuses():
         jrb.prefetch(buffer, state, 0)
 
 
+@pytest.mark.slow
 def test_a_program_ends_while_a_dropped_iterator_still_draws():
     script = """
 import jax, jax.numpy as jnp, numpy as np, jrb

@@ -60,6 +60,7 @@ def test_traced_proportions_do_not_retrace_and_work_in_a_scan():
     assert counts.tolist() == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 def test_each_part_covers_the_whole_distribution_of_its_buffer(traced):
     stratified = buffer(sampler=jrb.Prioritized(alpha=1.0, eps=0.0))

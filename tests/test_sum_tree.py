@@ -190,6 +190,7 @@ def test_find_lands_where_the_reference_does(shape, masses, fractions):
         assert lies_in(tree, found, points, points).all()
 
 
+@pytest.mark.slow
 @in_shapes
 def test_leaves_and_parents_at_every_shape(capacity, branching):
     rng = np.random.default_rng(capacity)
@@ -205,6 +206,7 @@ def test_leaves_and_parents_at_every_shape(capacity, branching):
     assert same_bits(get(tree, some), expected[some])
 
 
+@pytest.mark.slow
 @in_shapes
 def test_find_is_exact_where_sums_are(capacity, branching):
     masses = small_integers(capacity)
@@ -355,6 +357,7 @@ def test_a_large_mass_that_went_leaves_nothing_behind(capacity, branching):
     assert same_bits(total(tree), 1.0)
 
 
+@pytest.mark.slow
 @either_way
 @in_few_shapes
 def test_one_tiny_leaf_among_zeros_is_every_draw(capacity, branching, stratified):
@@ -492,6 +495,7 @@ def test_the_last_duplicate_wins_in_a_large_batch():
     assert parents_are_sums(tree)
 
 
+@pytest.mark.slow
 @in_shapes
 def test_huge_masses_never_make_the_total_infinite(capacity, branching):
     tree = full(np.full(capacity, TOP), branching)

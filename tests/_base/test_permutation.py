@@ -60,6 +60,7 @@ def points_in(n):
     return points.astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n", [2**31 - 1, 2**31 - 2, 2**30, 46340**2 + 1, 46340**2, 46340**2 - 1, 46340 * 46341, 10**9]
 )
@@ -102,6 +103,7 @@ def passes_chi_square(values, cells):
     return statistic <= cells - 1 + 5 * np.sqrt(2 * (cells - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 5, 7, 9, 10])
 def test_every_element_lands_everywhere_alike(n):
     orders = np.asarray(many_orders(seeds_of(1 << 14), jnp.int32(n)))[:, :n]

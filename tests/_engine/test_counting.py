@@ -132,6 +132,7 @@ def test_counts_are_summed_up():
     assert jrb.stats(buffer, buffer.empty(state))["draws"] == {}
 
 
+@pytest.mark.slow
 def test_only_anchors_are_summed_up():
     sampler, unit = jrb.Uniform(counted=True), jrb.Sequence(3)
     buffer = jrb.ReplayBuffer(9, batch_size=1, sampler=sampler, unit=unit)
@@ -160,6 +161,7 @@ def test_draws_from_the_host_are_counted(storage):
         np.add.at(counts, np.asarray(sample.indices), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proportions", [None, (0.75, 0.25)])
 def test_of_a_mix_what_comes_into_the_batch_counts(proportions):
     part = jrb.ReplayBuffer(8, sampler=jrb.Uniform(counted=True))

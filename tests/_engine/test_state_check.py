@@ -101,6 +101,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), LENGTHS, ids=repr)
 def test_parts_of_one_kind_are_told_apart_where_their_states_differ_in_meaning(one, other):
     state = filled(dataclasses.replace(BASE, **one))
@@ -110,6 +111,7 @@ def test_parts_of_one_kind_are_told_apart_where_their_states_differ_in_meaning(o
             jax.jit(call)(state)
 
 
+@pytest.mark.slow
 def test_parts_of_one_kind_may_change_where_their_states_do_not():
     free = [
         (jrb.NStep(3, 0.9), jrb.NStep(5, 0.5)),

@@ -8,6 +8,7 @@ import pytest
 from tests.cli.paths import call
 
 
+@pytest.mark.slow
 def test_a_group_is_measured_and_written(tmp_path, capsys):
     out, whole = tmp_path / "out", tmp_path / "all.json"
     names = ["--peers", "NumPy,limit", "--only", "uniform", "--rounds", "1"]
@@ -23,6 +24,7 @@ def test_a_group_is_measured_and_written(tmp_path, capsys):
     assert "| uniform |" in (out / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_missing_is_named(tmp_path, capsys, monkeypatch):
     benchmarks = loaded(capsys)
     peer = next(each for each in benchmarks.peers.ALL if each.name == "cpprb")

@@ -87,6 +87,7 @@ def test_what_is_no_single_number_does_not(saved, tmp_path):
         jrb.load(tmp_path, extra={"n": 0})
 
 
+@pytest.mark.slow
 def test_it_goes_with_a_mix_with_files_and_to_another_description(tmp_path):
     buffer, state = made()
     mix = jrb.Mix((buffer, buffer), (0.5, 0.5), 4)
@@ -126,6 +127,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(tmp_path):
         jrb.save(tmp_path / "file.h5", buffer, state, extra={"b": 1}, layout="h5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("keep", [0, 2])
 def test_the_best_stay_beside_the_newest(keep, several, tmp_path):

@@ -115,6 +115,7 @@ def test_the_same_comes_back(next_, tmp_path, small_blocks):
     assert_same_set(again, jrb.datasets.open(tmp_path / "a.hdf5", final="drop"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_other_leaves_shapes_and_dtypes(workers, tmp_path, small_blocks):
     source = make(tmp_path / "a.hdf5")
@@ -139,6 +140,7 @@ def rows(episode):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_by_episode(workers, tmp_path):
     source = make(tmp_path / "a.hdf5", lengths=(4, 1, 3, 1, 6, 2), next_=True)
@@ -213,6 +215,7 @@ def test_the_new_set_is_a_buffer_too(tmp_path):
         jrb.load(tmp_path / "d")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("item", "workers"), [(0, 0), (5, 0), (11, 0), (20, 0), (11, 1)])
 def test_a_failing_step_is_named(item, workers, tmp_path, small_blocks):
     source = make(tmp_path / "a.hdf5")
@@ -229,6 +232,7 @@ def test_a_failing_step_is_named(item, workers, tmp_path, small_blocks):
         assert any("in unlucky" in note for note in caught.value.__cause__.__notes__)
 
 
+@pytest.mark.slow
 def test_an_error_that_cannot_travel(tmp_path):
     source = make(tmp_path / "a.hdf5")
     with pytest.raises(RuntimeError, match=r"episode 0, step 0: .*OddError\('what'\)"):

@@ -146,6 +146,7 @@ def rest(buffer, state):
     return out
 
 
+@pytest.mark.slow
 def test_a_stack_goes_on_after_a_save_and_in_another_size(tmp_path):
     buffer, state = pairs()
     assert rest(buffer, state) == [13, 12, 7, 6]

@@ -31,6 +31,7 @@ def numbers(**parts):
     return buffer, buffer.init(jnp.int32(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: type(sampler).__name__)
 def test_objects_are_drawn_like_their_numbers(sampler):
     objects, shelf, plain, state = pair(sampler=sampler)

@@ -60,6 +60,7 @@ def test_images_become_floats_and_states_stay():
     assert half["observation"]["image"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "shape", "want"),
     [("HWC", (9, 7, 3), (4, 5, 3)), ("CHW", (3, 9, 7), (3, 4, 5)), ("HW", (2, 9, 7), (2, 4, 5))],

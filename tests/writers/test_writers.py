@@ -36,6 +36,7 @@ class Best:
 ranks = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([np.nan, np.inf, -np.inf]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "envs"), [(1, 1), (7, 1), (12, 3)])
 @hypothesis.given(calls=st.lists(st.lists(ranks, min_size=6, max_size=6), max_size=6))
 @hypothesis.settings(max_examples=25)
@@ -133,6 +134,7 @@ def test_a_reservoir_holds_every_item_with_the_same_probability():
     assert abs(pairs - 0.2 * 19 / 99) < 0.012
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("envs", [None, 2])
 def test_a_reservoir_does_not_depend_on_calls_and_masks_are_as_if_nothing_came(envs):
     writer = jrb.Reservoir(jax.random.key(5))

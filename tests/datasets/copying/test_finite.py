@@ -27,6 +27,7 @@ def told(caplog):
     return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_envs", [None, 1, 3])
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 @pytest.mark.parametrize("seed", range(3))

@@ -44,6 +44,7 @@ def concatenated(episodes):
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *episodes)
 
 
+@pytest.mark.slow
 def test_what_minari_records_is_read_as_minari_reads_it(recorded):
     path, episodes = recorded
     dataset, expected = jrb.datasets.open(path), list(map(sets.in_ted, episodes))

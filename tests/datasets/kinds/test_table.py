@@ -136,6 +136,7 @@ def test_files_of_a_folder_follow_each_other_by_numbers(tmp_path):
     same(dataset[5], expected(leaves, LENGTHS, 5))
 
 
+@pytest.mark.slow
 def test_random_stretches_of_columns(tmp_path, monkeypatch):
     monkeypatch.setattr(arrow_columns, "_PIECE", 100)
     leaves = made()
