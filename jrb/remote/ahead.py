@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jrb.remote.drawing import Draw, Drawing
+from jrb.remote.drawing import PAUSE, Draw, Drawing
 from jrb.remote.library import ray
 from jrb.state import Device, Sample
 
@@ -44,7 +44,7 @@ class Ahead:
             first = self._line.popleft()
             sample = self._taken(first) if isinstance(first, Draw) else first
             if sample is None:
-                time.sleep(_PAUSE)
+                time.sleep(PAUSE)
         self._fill(patient=False)
         self._fetch()
         return sample
@@ -86,6 +86,3 @@ class Ahead:
 
     def _taken(self, draw: Draw) -> Sample | None:
         return self._drawing.take(draw, self._device)
-
-
-_PAUSE = 0.02  # seconds between two looks at a buffer in which there is nothing to draw

@@ -102,7 +102,8 @@ class Remote:
         """Draws a batch and waits for it; as `ReplayBuffer.draw`, so that samplers move on.
 
         With several shards each gives a part of the batch in proportion to the mass that it holds,
-        and probabilities and weights are those over all of them.
+        and probabilities and weights are those over all of them. With `limits` it waits until they
+        allow it, and until what they have counted is there.
 
         Args:
             batch_size: B; None for the buffer's.
@@ -114,14 +115,16 @@ class Remote:
             from; indices and stamps are those of that shard.
 
         Raises:
-            ValueError: there is nothing to draw, or less than `min_size`; or no batch size.
+            ValueError: there is nothing to draw, or less than `min_size`, and no `limits` to wait
+                for; or no batch size.
         """
         batch_size = self._batch_size(batch_size)
         self._send_updates(all_of_them=False)
         permit = self._drawing.permit(batch_size, 1)
         if permit is not None:
             ray().get(permit)
-        sample = self._drawing.take(self._drawing.ask(batch_size, [beta])[0], device)
+        held_back = permit is not None
+        sample = self._drawing.draw(batch_size, beta, device, patient=held_back)
         if sample is None:
             raise ValueError(
                 "sample: expected something to draw, got a buffer in which nothing is found. Let "

@@ -1,6 +1,7 @@
 """Draws from one server or several, in two halves: asked for, and taken when they are there."""
 
 import dataclasses
+import time
 from typing import Any
 
 import jax
@@ -26,6 +27,10 @@ class Draw:
     each: list[Any]
     batch_size: int
     beta: float | None
+
+
+PAUSE = 0.02
+"""Seconds between two looks at a buffer in which there is nothing to draw."""
 
 
 class Drawing:
@@ -72,6 +77,16 @@ class Drawing:
         found = set(ray().wait(parts, num_returns=len(parts), timeout=0)[0])
         waits = (n for n, draw in enumerate(draws) if not found.issuperset(draw.parts))
         return next(waits, len(draws))
+
+    def draw(
+        self, batch_size: int, beta: float | None, device: Device, patient: bool
+    ) -> Sample | None:
+        """A batch, on a device; where it is `patient`, it asks until there is something to draw."""
+        while True:
+            sample = self.take(self.ask(batch_size, [beta])[0], device)
+            if sample is not None or not patient:
+                return sample
+            time.sleep(PAUSE)
 
     def take(self, draw: Draw, device: Device, again: bool = True) -> Sample | None:
         """The batch, on a device; None where there was nothing to be drawn.

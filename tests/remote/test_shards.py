@@ -100,6 +100,19 @@ def test_a_batch_is_whole_where_a_shard_was_begun_anew_after_it_said_what_it_hol
     np.testing.assert_allclose(sample.probabilities, 1 / 9, rtol=1e-6)
 
 
+def test_a_patient_draw_waits_for_what_was_counted_but_is_not_written_yet(monkeypatch):
+    monkeypatch.setattr(drawing, "ray", lambda: Alone)
+    made = buffer(96, unit=jrb.Transition())
+    options = {"path": None, "seed": 0, "save_every": None, "in_flight": 4}
+    own = Setup(made, setups.spec_of(made, EXAMPLE), 1, 1, **options, on_cpu=False, wide=False)
+    server = Server(own, 0)
+    arrives = lambda _: server.extend(0, 7, 0, jax.tree.leaves(rows(0, 0, 9)), None, None)
+    monkeypatch.setattr(drawing.time, "sleep", arrives)
+    draws = drawing.Drawing(own, [Alone.actor(lambda: server)], None)
+    assert draws.draw(16, None, None, patient=False) is None
+    assert draws.draw(16, None, None, patient=True).data["id"].shape == (16, 2)
+
+
 def test_draws_are_in_proportion_over_all_shards(cluster):
     sampler = jrb.Prioritized(alpha=1.0, beta=0.7, eps=0.0, normalize="buffer")
     made = buffer(96, sampler=sampler, unit=jrb.Transition())
