@@ -255,7 +255,7 @@ def reader(
 
     def fill(target: memoryview) -> None:
         if column is None:
-            _fill_flat(target, functools.partial(saved.read, name))
+            saved.read(name, target)
             return
         beyond = saved.arrays.get(name + BEYOND)
         rest = None if beyond is None else saved.array(name + BEYOND, np.uint8)
@@ -286,23 +286,13 @@ def fill(opened: Opened, targets: list[tuple[Target, str, int | None]], buffers:
     """
     together: dict[int, np.ndarray] = {}
     for target, name, column in targets:
-        is_whole = column is not None and name + BEYOND not in opened.generation.arrays
-        if is_whole and target.order.envs is None:
+        in_order = target.order.envs is None and name + BEYOND not in opened.generation.arrays
+        if in_order and column is not None:
             together[column] = target.rows
         else:
             target.fill(reader(opened, name, column, buffers)(None))
     if together:
         opened.store.read_columns(together)
-
-
-def _fill_flat(target: memoryview, read: Callable[[memoryview], Any]) -> None:
-    """Fills a memoryview by what fills flat ones."""
-    if target.c_contiguous:
-        read(target.cast("B"))
-        return
-    flat = np.empty(target.nbytes, np.uint8)
-    read(memoryview(flat))
-    np.asarray(target)[:] = flat.reshape(target.shape)
 
 
 def _in_pieces(store: Store, column: int) -> Iterator[tuple[int, Any]]:
@@ -322,7 +312,7 @@ def read(store: Store, number: int, buffers: int, beyond: Any, target: memoryvie
         number: of its column.
         buffers: V.
         beyond: the bytes beyond its rows; None if there are none.
-        target: as many bytes as the leaf has, flat or in rows.
+        target: as many bytes as the leaf has.
     """
     width = store.table.columns[number].width
     whole = np.asarray(target, np.uint8)
