@@ -97,6 +97,11 @@ class SideBySide(pytree.State):
         """All leaves, a pytree like the items."""
         return self._seen(self.places)
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """W of every array as the places want it, by its name."""
+        return _widths(self.places)
+
     def shown(self) -> Any:
         """The pytree of the items, with columns, and specs for the leaves beside others."""
         if not all(map(pytree.is_array, self.arrays.values())):
@@ -172,13 +177,12 @@ def room(count: int, spec: Item, keys: Keys, order: Order) -> Any:
         return jax.tree.map(functools.partial(columns.room, count), spec)
     leaves, structure = jax.tree.flatten(spec)
     entries = [found.get(n) or columns.room(count, leaf) for n, leaf in enumerate(leaves)]
-    wanted = widths(entries).items()
+    wanted = _widths(entries).items()
     arrays = {name: jnp.zeros((*order.lead(count), width), name) for name, width in wanted}
     return SideBySide(places=jax.tree.unflatten(structure, entries), arrays=arrays, order=order)
 
 
-def widths(places: Any) -> dict[str, int]:
-    """W of every array, by its name."""
+def _widths(places: Any) -> dict[str, int]:
     found: dict[str, int] = {}
     for it in jax.tree.leaves(places, is_leaf=is_leaf):
         if isinstance(it, Place):

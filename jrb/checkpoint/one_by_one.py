@@ -132,7 +132,7 @@ def leaves_of(storage: Any) -> Any:
 
 
 def _check(storage: SideBySide) -> None:
-    widths, arrays = side_by_side.widths(storage.places), storage.arrays
+    widths, arrays = storage.widths, storage.arrays
     kinds = {name: (array.dtype.name, array.shape[1:][-1:]) for name, array in arrays.items()}
     if kinds == {name: (name, (width,)) for name, width in widths.items()}:
         return
