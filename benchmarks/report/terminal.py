@@ -1,35 +1,51 @@
-"""Results as people read them in a terminal: a line for each program."""
+"""Results as people read them in a terminal: a heading for each case, a line for each program."""
 
 from typing import Any
 
-import rich.box
 import rich.console
 import rich.table
+import rich.text
 
 from . import figures, markdown
 
 
 def show(result: dict[str, Any], console: rich.console.Console) -> None:
-    """Prints the table of a group, and what must be known of it."""
+    """Prints the cases of a group, and what must be known of it."""
     varying, same = markdown.facts(result["rows"])
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=result["about"], title_justify="left")
-    for name in ("", ", ".join(figures.sizes(same, list(same))), "", "time", "ratio"):
-        table.add_column(name, justify="right" if name in ("time", "ratio") else "left")
+    console.print(rich.text.Text(result["about"], style="italic"))
+    if same:
+        console.print("All: " + "; ".join(figures.sizes(same, list(same))), highlight=False)
+    if any(row.get("ratio") is not None for row in result["rows"]):
+        console.print("In brackets: what jrb takes, over what the other takes.")
+    width = 2 + max(len(_named(row)) for row in result["rows"])
     for cells in markdown.by_case(result["rows"]):
-        names = [next(iter(cells.values()))["what"]]
-        for peer, row in cells.items():
-            sizes = ", ".join(figures.sizes(row["facts"], varying))
-            where = "" if row["on_device"] else f" {markdown.HOST}"
-            value, ratio = _figures(row)
-            table.add_row(names.pop() if names else "", sizes, peer + where, value, ratio)
-        table.add_section()
-    console.print(table)
-    console.print(markdown.notes(result), highlight=False)
+        first = next(iter(cells.values()))
+        sizes = ", ".join(figures.sizes(first["facts"], varying))
+        heading = rich.text.Text.assemble((first["what"], "bold"), "  " if sizes else "", sizes)
+        console.print("", heading, sep="\n")
+        console.print(_lines(list(cells.values()), width))
+    console.print("\n" + markdown.notes(result), highlight=False)
     console.print(markdown.machine(result), highlight=False)
+
+
+def _lines(rows: list[dict[str, Any]], width: int) -> rich.table.Table:
+    """One for each program, in columns that are alike in all cases."""
+    table = rich.table.Table.grid(padding=(0, 2))
+    table.add_column(min_width=width)
+    table.add_column(min_width=10, justify="right")
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row("  " + _named(row), *_figures(row))
+    return table
+
+
+def _named(row: dict[str, Any]) -> str:
+    return row["peer"] if row["on_device"] else f"{row['peer']} {markdown.HOST}"
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, str]:
     if "failed" in row:
         return "failed", ""
     ratio = row.get("ratio")
-    return figures.told(row["median"], row["unit"]), "" if ratio is None else figures.ratio(ratio)
+    beside = "" if ratio is None else f"({figures.ratio(ratio)})"
+    return figures.told(row["median"], row["unit"]), beside

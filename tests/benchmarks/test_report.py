@@ -43,9 +43,21 @@ def test_a_page_names_what_is_missing_failed_or_on_the_host():
 def test_a_terminal_shows_the_same():
     console = rich.console.Console(width=120, record=True, file=io.StringIO())
     terminal.show(result(), console)
-    text = console.export_text()
-    assert "1.00 ms" in text
-    assert "failed" in text
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines[1:3] == [
+        "All: 5 leaves; B 256",
+        "In brackets: what jrb takes, over what the other takes.",
+    ]
+    assert lines[3:11] == [
+        "",
+        "step  N 10⁵",
+        "  jrb       20.0 µs",
+        f"  SB3 {markdown.HOST}     1.00 ms  (0.021)",
+        "",
+        "step  N 10⁶",
+        "  jrb       30.0 µs",
+        f"  SB3 {markdown.HOST}      failed",
+    ]
 
 
 @pytest.mark.parametrize("group", ["cycle", "sizes"])
