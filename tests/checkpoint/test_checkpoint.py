@@ -739,6 +739,7 @@ def forged(path, change):
     generation.write(Folder(os.fspath(path)), opened.body, arrays)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "name", ["os:system", "subprocess:Popen", "jrb.ring:Held", "no.such:Thing"]
 )
@@ -967,6 +968,7 @@ def test_older_generations_of_a_mix_stay_as_long_as_asked(tmp_path):
     assert_same(jrb.load(tmp_path)[1], before)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression, tmp_path):
     buffer, state = filled(example={"x": jnp.zeros(5000)})
@@ -1000,6 +1002,7 @@ def test_a_disk_that_fails_under_hdf5_leaves_the_file_that_was_there(compression
     assert_same(jrb.load(path)[1], state)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("piece", [1, 7, 64, 1000])
 @pytest.mark.parametrize("layout", ["native", "h5"])
 def test_verify_reads_by_pieces_of_any_size(layout, piece, tmp_path, monkeypatch):

@@ -69,6 +69,7 @@ def test_a_load_gives_what_was_committed(storage, tmp_path):
     assert checkpoint.generations(path) == [3]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_run_goes_on_as_if_it_had_never_been_killed(storage, tmp_path):
     script = """
@@ -199,6 +200,7 @@ def test_what_cannot_be(tmp_path):
         jrb.load(tmp_path / "store", buffer=dataclasses.replace(buffer, capacity=24))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "storage", [jrb.MemmapStorage, lambda path: jrb.SpillStorage(path, 8)], ids=["memmap", "spill"]
 )

@@ -233,6 +233,7 @@ def test_classes_have_to_be_there(tmp_path, monkeypatch):
         jrb.load(tmp_path)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:eval", "x:y"])
 def test_bytes_cannot_make_the_program_call_anything(name):
     text = json.dumps([{"class": name, "fields": [["args", "true"]]}]).encode()

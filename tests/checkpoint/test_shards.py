@@ -306,6 +306,7 @@ def test_processes_that_are_killed_at_any_moment_leave_the_old_or_the_new(
         assert there(one, sharded, (old, new)) == 1
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("strikes", [0, 1])
 def test_a_disk_that_fails_in_one_process_fails_the_save_of_all(strikes, tmp_path, monkeypatch):
     sharded = jrb.Sharded(BUFFER, S)

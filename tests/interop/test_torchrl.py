@@ -366,6 +366,7 @@ def test_what_cannot_be_written_is_said(tmp_path):
 # Damage.
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", DUMPS)
 def test_every_file_cut_short_is_noticed(name, tmp_path):
     for file in sorted(p for p in (DATA / name).rglob("*") if p.is_file()):
@@ -383,6 +384,7 @@ def test_every_file_cut_short_is_noticed(name, tmp_path):
             shutil.rmtree(path)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", [name for name in DUMPS if "h5" not in name])
 def test_every_missing_file_is_noticed(name, tmp_path):
     for file in sorted(p for p in (DATA / name).rglob("*") if p.is_file()):
@@ -498,6 +500,7 @@ class Trap:
         return (pytest.fail, ("a pickle was opened",))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", DUMPS)
 def test_pickles_are_not_opened(name, tmp_path):
     path = copied(name, tmp_path)

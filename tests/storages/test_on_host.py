@@ -398,6 +398,7 @@ def test_prefetch_draws_again_where_rows_went_meanwhile():
         next(batches)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("storage", BOTH)
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "full"), MemoryError(), KeyboardInterrupt()]

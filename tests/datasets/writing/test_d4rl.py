@@ -152,6 +152,7 @@ def test_what_is_there_stays(tmp_path):
         jrb.datasets.write_d4rl(tmp_path / "no" / "a.hdf5", *filled(episodes_of(0)))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_nothing_is_left_after_a_failure(tmp_path, monkeypatch, error):
     count, put = [0], h5py.Dataset.__setitem__
