@@ -51,14 +51,14 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_collection_modifyitems(items):
     """Pages are slow; and of a slow test, all sets of parameters but each third take long.
 
-    What the pages show compiles whole programs. Tests of faults stay whole.
+    What the pages show compiles whole programs. Tests of faults, and those that say so, stay whole.
     """
     sets = collections.Counter()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if item.path.suffix == ".md" or marks & {"cluster", "long"}:
             item.add_marker(pytest.mark.slow)
-        elif "slow" in marks and "faults" not in marks:
+        elif "slow" in marks and not marks & {"faults", "whole"}:
             test = item.nodeid.partition("[")[0]
             if sets[test] % 3:
                 item.add_marker(pytest.mark.long)

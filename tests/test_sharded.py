@@ -108,6 +108,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("unit", "sampler"), FAMILIES[2:])
 def test_any_number_of_devices_does_the_same(unit, sampler):
     meshes = [(None, None), (4, AxisType.Explicit)]
@@ -183,6 +184,7 @@ def exact(masses, beta, normalize, drawn):
     return chance, weights if divisor is None else weights / weights[divisor].max()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", MASSES)
 @pytest.mark.parametrize("normalize", ["batch", "buffer", None])
 def test_weights_follow_the_formula(name, normalize):
@@ -209,6 +211,7 @@ def many_draws(sharded, state, rounds):
     return jax.lax.map(draw, jax.random.split(jax.random.key(7), rounds))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", MASSES)
 def test_estimates_are_those_of_one_buffer(name):
     """Draws in each shard follow the masses (chi-square); weighted means are unbiased (z)."""
@@ -266,6 +269,7 @@ def verbs_of(sharded):
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("sampler", ["prioritized", "buffer", "uniform", "queue"])
 def test_only_a_draw_talks_and_nothing_of_the_rings_size_is_allocated(sampler):
     mesh = mesh_of(8)
@@ -709,6 +713,7 @@ def exchanging(name, sampler, mesh=None, **parts):
 CUT = PartitionSpec("data")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", MASSES)
 def test_an_exchange_draws_as_from_one_buffer(name):
     sampler = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=None, stratified=False)
