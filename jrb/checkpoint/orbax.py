@@ -39,9 +39,7 @@ from jrb._base import extras
 from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb.checkpoint import folder, snapshots
-from jrb.checkpoint.members import Several
 from jrb.checkpoint.snapshots import Source
-from jrb.mix import AnyState
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
 
@@ -58,7 +56,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: Any, args: "BufferSave") -> None:
         """Writes the state, and returns when that is done."""
-        folder.save(_path(directory), _checked(args.buffer, args.state), 0)
+        folder.save(_path(directory), snapshots.taken(args.buffer, args.state), 0)
 
     async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
         """Copies the state to host memory; then it may be donated.
@@ -66,7 +64,6 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
         Returns:
             What waits until the folder is there, and then writes the copy.
         """
-        _checked(args.buffer, args.state)
         copy = snapshots.taken(args.buffer, jax.tree.map(_copied, args.state))
         write = _write(_path(directory), copy)
         return [ocp.future.CommitFutureAwaitingContractedSignals(write, name="jrb-save")]
@@ -86,16 +83,32 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(BufferHandler, for_save=True)
 @dataclasses.dataclass
 class BufferSave(ocp.args.CheckpointArgs):
-    """What to save.
+    """What to save. What cannot be saved is refused here, before Orbax begins anything.
+
+    Orbax writes items in threads, and those of the other items would wait, minutes, for a save that
+    a handler has refused.
 
     Attributes:
         buffer: the description, a `ReplayBuffer` or a `Mix`, or several, as for `jrb.save`.
         state: its state, also one that `vmap` has put axes before. It is only read, and may be
             donated as soon as `save` of the manager has returned.
+
+    Raises:
+        TypeError: the buffer is no description, or the state is not one of it.
+        ValueError: the state is one of another description.
+        NotImplementedError: the program has several processes.
     """
 
     buffer: Any
     state: Any
+
+    def __post_init__(self) -> None:
+        folder.check(snapshots.taken(self.buffer, self.state))
+        if jax.process_count() > 1:
+            raise NotImplementedError(
+                f"save: expected a program of one process, got {jax.process_count()}. Save the "
+                "part of each process by jrb.checkpoint.save, to a path of its own."
+            )
 
 
 @ocp.args.register_with_handler(BufferHandler, for_restore=True)
@@ -113,18 +126,6 @@ class BufferRestore(ocp.args.CheckpointArgs):
     buffer: Any = None
     example: Any = None
     device: Any = None
-
-
-def _checked(buffer: Several, state: AnyState) -> Source:
-    """What is to be saved. Raises at once what would else be raised in the background."""
-    saved = snapshots.taken(buffer, state)
-    folder.check(saved)
-    if jax.process_count() > 1:
-        raise NotImplementedError(
-            f"save: expected a program of one process, got {jax.process_count()}. Save the part of "
-            "each process by jrb.checkpoint.save, to a path of its own."
-        )
-    return saved
 
 
 def _path(directory: Any) -> str:
