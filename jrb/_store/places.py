@@ -186,12 +186,38 @@ _PART = 1 << 18
 
 def _runs_from(of: np.ndarray, start: int) -> np.ndarray:
     """The runs of some slots, the first of which has this number."""
-    slots = np.flatnonzero(of >= 0)
-    places = of[slots]
-    breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(places) != 1)) + 1
-    edges = np.concatenate([[0], breaks, [len(slots)]]) if len(slots) else np.zeros(1, np.int64)
-    first = edges[:-1]
-    return np.stack([slots[first] + start, places[first], np.diff(edges)], axis=1)
+    there = np.concatenate([[False], of >= 0, [False]])
+    breaks = np.ones(len(of) + 1, bool)
+    breaks[1:-1] = np.diff(of) != 1
+    breaks |= ~there[:-1]  # also from -1 to 0
+    first = np.flatnonzero(there[1:] & breaks)
+    stop = np.flatnonzero(there[:-1] & (breaks | ~there[1:]))
+    return np.stack([first + start, of[first], stop - first], axis=1)
+
+
+def by_place(of: np.ndarray) -> np.ndarray:
+    """The places of slots as such runs, in the order of their places."""
+    runs = runs_of(of)
+    return runs[np.argsort(runs[:, 1])]
+
+
+def within(runs: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """The places in a range that slots have, in order, and these slots, int64 `[B]` both.
+
+    Args:
+        runs: as `by_place` gives them.
+        start: the first place of the range.
+        stop: the one behind it.
+    """
+    first = np.searchsorted(runs[:, 1] + runs[:, 2], start, side="right")
+    slot, place, length = runs[first : np.searchsorted(runs[:, 1], stop)].T
+    skipped = np.maximum(start - place, 0)
+    counts = np.minimum(length, stop - place) - skipped
+    if len(counts) == 1:  # as mostly
+        inside = np.arange(skipped[0], skipped[0] + counts[0])
+        return place + inside, slot + inside
+    inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(place + skipped, counts) + inside, np.repeat(slot + skipped, counts) + inside
 
 
 def of_runs(runs: np.ndarray, slots: int, room: int) -> np.ndarray:

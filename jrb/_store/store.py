@@ -28,9 +28,9 @@ from jrb._store.files import Folder
 from jrb._store.gate import Gate
 from jrb._store.generation import Body, Generation
 from jrb._store.lock import Lock
-from jrb._store.places import LOST, NEVER, Places, runs_of
+from jrb._store.places import LOST, NEVER, Places, by_place, runs_of, within
 from jrb._store.sums import Sums, longer
-from jrb._store.table import NUMBERS, Table
+from jrb._store.table import NUMBERS, Stretch, Table
 from jrb._store.threads import share
 
 writing: "weakref.WeakValueDictionary[str, Store]" = weakref.WeakValueDictionary()
@@ -187,13 +187,14 @@ class Store:
             DamagedError: a block is not what was written.
             StaleError: some of it was overwritten meanwhile.
         """
-        of = self._places.of
-        slots = np.full(self.table.room, NEVER)
-        slots[of[of >= 0]] = np.flatnonzero(of >= 0)
+        of, size = self._places.of, self.sums.block
+        lying = by_place(of)
 
         def read(blocks: range) -> None:
+            places, slots = within(lying, blocks.start * size, blocks.stop * size)
+            stretch = Stretch(blocks, size, places, slots)
             for number, target in targets.items():
-                found = self.table.read_blocks(number, blocks, slots, target)
+                found = self.table.read_blocks(number, stretch, target)
                 wanted = self.sums.columns[number][blocks.start : blocks.stop].tolist()
                 for block, expected, its in zip(blocks, wanted, found, strict=True):
                     if its != expected:
@@ -204,8 +205,9 @@ class Store:
         except DamagedError:
             self._check_there(self.version, of[of >= 0])
             raise
+        never = np.flatnonzero(of < 0)
         for target in targets.values():
-            target[of < 0] = 0
+            target[never] = 0
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
         """The numbers of rows, those of slots that were never written 0."""

@@ -24,6 +24,7 @@ import numpy as np
 from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
+from jrb._store.threads import share
 
 SMALLEST, MOST = 1 << 18, 4096
 SMALL = 1 << 17
@@ -32,7 +33,8 @@ SMALL = 1 << 17
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # of no pattern: the golden ratio's
 _ALIGNMENT = 64  # bytes; where XLA takes memory without a copy
 _FEW = 4096  # bytes
-_PIECE = 1 << 20  # bytes, or numbers, that are looked at at a time
+_PIECE = 1 << 20  # bytes that are looked at at a time
+_NUMBERS_AT_ONCE = 1 << 16  # by one thread, in its cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +142,18 @@ class Table:
 
     def check_numbers(self) -> None:
         """Raises `DamagedError` unless all numbers are what was written."""
-        for start in range(0, self.room, _PIECE):
-            words = np.array(self._words[start : start + _PIECE])
-            places = np.arange(start, start + len(words))
-            wrong = np.flatnonzero(words != _words(places, words >> np.uint64(16)))
-            if len(wrong):
-                place = places[wrong[0]]
-                raise DamagedError(
-                    f"{self.paths[-1]}: leaf '.numbers': the number of place {place} was damaged."
-                )
+        share(self._check_some, range(0, self.room, _NUMBERS_AT_ONCE))
+
+    def _check_some(self, start: int) -> None:
+        """Those from this place on."""
+        words = np.array(self._words[start : start + _NUMBERS_AT_ONCE])
+        places = np.arange(start, start + len(words), dtype=np.uint64)
+        wrong = np.flatnonzero(words != _words(places, words >> np.uint64(16)))
+        if len(wrong):
+            raise DamagedError(
+                f"{self.paths[-1]}: leaf '.numbers': the number of place {start + wrong[0]} was "
+                "damaged."
+            )
 
     def take(self, number: int, places: np.ndarray) -> np.ndarray:
         """Rows of a column, uint8 `[B, width]`, at places `[B]`, all in range."""
@@ -185,35 +190,23 @@ class Table:
         """What was written to a column is on the disk afterwards; -1 for the numbers."""
         files.sync(self._files[number], self.paths[number])
 
-    def read_blocks(
-        self, number: int, blocks: range, slots: np.ndarray, target: np.ndarray
-    ) -> list[int]:
-        """Reads the rows of a run of blocks to where they belong.
-
-        Args:
-            number: of the column.
-            blocks: numbers that follow one another.
-            slots: int64 `[P]`, to which row of the target each place goes; negative for none.
-            target: uint8 `[N, width]`.
+    def read_blocks(self, number: int, stretch: "Stretch", target: np.ndarray) -> list[int]:
+        """Reads rows of a column to where they belong in a target, uint8 `[N, width]`.
 
         Returns:
             The checksum of each block.
         """
-        size, first = self.columns[number].block, blocks.start * self.columns[number].block
-        part = slots[first : blocks.stop * size]
-        named = np.flatnonzero(part >= 0)
-        rows = part[named]
-        in_line = len(runs(named)) == 1 and len(runs(rows)) == 1
-        there = slice(rows[0], rows[-1] + 1) if in_line else rows
-        direct = in_line and target[there].flags.c_contiguous
-        inner = target[there] if direct else np.empty((len(rows), target.shape[1]), np.uint8)
-        for start, stop in runs(named):
-            self._read(number, first + int(named[start]), inner[start:stop])
+        width = target.shape[1]
+        direct = stretch.in_line and target[stretch.rows].flags.c_contiguous
+        shape = (len(stretch.places), width)
+        inner = target[stretch.rows] if direct else np.empty(shape, np.uint8)
+        for start, stop in stretch.spans:
+            self._read(number, int(stretch.places[start]), inner[start:stop])
         if not direct:
-            target[there] = inner
-        edges = np.searchsorted(named, np.arange(len(blocks) + 1) * size) * target.shape[1]
+            target[stretch.rows] = inner
         whole = inner.reshape(-1).data
-        return [zlib.crc32(whole[a:b]) for a, b in itertools.pairwise(edges.tolist())]
+        edges = [edge * width for edge in stretch.edges]
+        return [zlib.crc32(whole[a:b]) for a, b in itertools.pairwise(edges)]
 
     def _read(self, number: int, place: int, target: np.ndarray) -> None:
         if target.size:
@@ -272,6 +265,29 @@ class Table:
         )
 
 
+class Stretch:
+    """Rows of blocks that follow one another, and where they go.
+
+    Args:
+        blocks: their numbers.
+        size: how many rows a block has.
+        places: of the rows, int64 `[B]`, in order.
+        rows: of a target, int64 `[B]`, where they go.
+
+    Attributes:
+        in_line: whether these rows follow one another, and are a slice.
+        spans: where places follow one another, as `runs` has them.
+        edges: how many of the rows are in the blocks before each one, and in all.
+    """
+
+    def __init__(self, blocks: range, size: int, places: np.ndarray, rows: np.ndarray) -> None:
+        self.blocks, self.places, self.spans = blocks, places, runs(places)
+        self.in_line = len(self.spans) == 1 and len(runs(rows)) == 1
+        self.rows = slice(rows[0], rows[-1] + 1) if self.in_line else rows
+        bounds = np.arange(blocks.start, blocks.stop + 1) * size
+        self.edges: list[int] = np.searchsorted(places, bounds).tolist()
+
+
 def _sum(rows: np.ndarray) -> int:
     return zlib.crc32(rows.reshape(-1).data) if rows.size else 0
 
@@ -280,7 +296,8 @@ def _words(places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Numbers with their checks, uint64; 0 for a place that never had one."""
     mixed = (numbers + places.astype(np.uint64) * _ODD) * _ODD
     words = numbers << np.uint64(16) | mixed >> np.uint64(48)
-    return np.where(numbers == 0, np.uint64(0), words)
+    words[numbers == 0] = 0
+    return words
 
 
 def _close(numbers: list[int]) -> None:
