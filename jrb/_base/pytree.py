@@ -40,7 +40,30 @@ def component(cls: type[T]) -> type[T]:
     if "__repr__" not in cls.__dict__:
         cls.__repr__ = _call
     _COMPONENTS.add(cls)
-    return jax.tree_util.register_static(dataclasses.dataclass(frozen=True, repr=False)(cls))
+    made: Any = dataclasses.dataclass(frozen=True, repr=False)(cls)
+    made.__hash__, made.__getstate__ = _hashed_once(made.__hash__), _without_hash
+    return jax.tree_util.register_static(made)
+
+
+def _hashed_once(hash_of: Callable[[Any], int]) -> Callable[[Any], int]:
+    """The same hash, remembered: compiled verbs are looked up by their description."""
+
+    def hashed(self: Any) -> int:
+        found = vars(self).get(_HASH)
+        if found is None:
+            found = hash_of(self)
+            object.__setattr__(self, _HASH, found)
+        return found
+
+    return hashed
+
+
+def _without_hash(self: Any) -> dict[str, Any]:
+    """What is pickled: in another process, strings have other hashes."""
+    return {name: value for name, value in vars(self).items() if name != _HASH}
+
+
+_HASH = "_hash"
 
 
 def changed(description: Any) -> list[tuple[str, Any]]:
@@ -108,8 +131,18 @@ class State:
         jax.tree_util.register_dataclass(cls, arrays, fixed)
 
     def replace(self, **changes: Any) -> Self:
-        """The same state with other fields."""
-        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]: as above
+        """The same state with other fields.
+
+        Raises:
+            TypeError: it has no such field.
+        """
+        fields = vars(self)
+        if not changes.keys() <= fields.keys():
+            odd = sorted(changes.keys() - fields.keys())
+            raise TypeError(f"{type(self).__name__}: expected fields {sorted(fields)}, got {odd}.")
+        made = object.__new__(type(self))  # `dataclasses.replace` costs five times as much
+        vars(made).update(fields, **changes)
+        return made
 
 
 class SpecKey:

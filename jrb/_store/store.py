@@ -136,7 +136,7 @@ class Store:
         found, looked = [], {}
         for number, at in enumerate(slots):
             if id(at) not in looked:
-                looked[id(at)] = self._there(version, at)
+                looked[id(at)] = self._there(at)
             found.append(self._rows(number, *looked[id(at)]))
         for places, _ in looked.values():  # while they were read, one may have been overwritten
             self._check_there(version, places)
@@ -144,15 +144,14 @@ class Store:
 
     def take_column(self, version: int, number: int, slots: np.ndarray) -> np.ndarray:
         """The same of one column."""
-        places, blank = self._there(version, slots)
+        places, blank = self._there(slots)
         rows = self._rows(number, places, blank)
         self._check_there(version, places)
         return rows
 
-    def _there(self, version: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    def _there(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The places of slots; and at which of them none was written, bool `[B]`, None if all."""
         places = self._places.of[slots]
-        self._check_there(version, places)
         if places.min(initial=0) >= 0:
             return places, None
         if (places == LOST).any():

@@ -157,10 +157,9 @@ class Table:
 
     def take(self, number: int, places: np.ndarray) -> np.ndarray:
         """Rows of a column, uint8 `[B, width]`, at places `[B]`, all in range."""
-        whole, width = self.rows[number], self.columns[number].width
-        if len(places) * width < SMALL:
-            return whole[places]
-        return np.take(whole, places, axis=0, out=aligned((len(places), width)), mode="clip")
+        whole, shape = self.rows[number], (len(places), self.columns[number].width)
+        out = None if math.prod(shape) < SMALL else aligned(shape)
+        return whole.take(places, 0, out, "clip")  # "raise" would copy them once more
 
     def put(self, number: int, places: np.ndarray, rows: np.ndarray) -> None:
         """Writes rows, uint8 `[B, width]`, at places `[B]`.
@@ -373,5 +372,5 @@ def aligned(
     """An array where XLA takes it without a copy, empty or as another function makes it."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = make(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
+    first = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[first : first + size].view(dtype).reshape(shape)
