@@ -111,7 +111,7 @@ def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     index = jnp.where(good, indices.astype(jnp.uint32), jnp.uint32(tree.capacity))
     node = jnp.where(good, index + jnp.uint32(tree.leaf), jnp.uint32(tree.nodes.size))
     nodes, keep = trees.last_of_equals(tree.nodes, node)
-    return trees.set_leaves(tree.replace(nodes), index, bounded(tree, masses), keep)
+    return trees.set_leaves(tree.replace(nodes), (index, keep, bounded(tree, masses)))
 
 
 def find(tree: Tree, mass: jax.Array) -> jax.Array:

@@ -278,18 +278,20 @@ def last_of_equals(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.A
     return array, (read(array, index) == place) & (index < array.size)
 
 
-def set_leaves(tree: Tree, index: jax.Array, values: jax.Array, keep: jax.Array) -> Tree:
-    """Sets leaves and reduces what stands over them.
+def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tree:
+    """Sets leaves, some after others, and reduces what stands over all of them.
 
     Args:
         tree: N leaves.
-        index: uint32 `[B]`; distinct, and in [0, N), where `keep`.
-        values: float32 `[B]`.
-        keep: bool `[B]`, False where nothing is to be set.
+        sets: of each: `index`, uint32 `[B]`, distinct, and in [0, N), where `keep`; `keep`, bool
+            `[B]`, False where nothing is to be set; and the values, float32 `[B]`.
     """
-    node = jnp.where(keep, index, 0) + jnp.uint32(tree.leaf)
-    kept = jnp.where(keep, node, jnp.uint32(tree.nodes.size))
-    return _reduce_paths(tree.replace(put(tree.nodes, kept, values)), node, tree.depth)
+    nodes = []
+    for index, keep, values in sets:
+        nodes.append(jnp.where(keep, index, 0) + jnp.uint32(tree.leaf))
+        kept = jnp.where(keep, nodes[-1], jnp.uint32(tree.nodes.size))
+        tree = tree.replace(put(tree.nodes, kept, values))
+    return _reduce_paths(tree, jnp.concatenate(nodes), tree.depth)
 
 
 def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:

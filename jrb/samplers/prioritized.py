@@ -164,14 +164,17 @@ class Prioritized(Sampler):
         self, ring: Ring, state: Priorities, change: Change, anchors: Anchors
     ) -> Priorities:
         """New anchors enter with the priority of new items, those that left lose theirs."""
-        default = self._new_priority(state, change.given)
-        state = self._without(ring, state, change)
+        default, left = self._new_priority(state, change.given), change.removed
+        if change.expired is not None and change.most is not None:
+            left = jnp.concatenate([change.expired.run(ring, change.most), left])
+        elif change.expired is not None:
+            state = self._without_run(ring, state, change.expired)
         state, new = self._entering(ring, state, change, default)
-        if change.consecutive:
-            return self._set_run(state, change.entered[0], new)
-        if not change.entered.size:
-            return state
-        return self._set(state, *_in_range(ring, change.entered), new)
+        sets = [(*_in_range(ring, left), _none_at(left))] if left.size else []
+        if not change.consecutive and change.entered.size:
+            sets.append((*_in_range(ring, change.entered), new))
+        state = self._set(state, *sets) if sets else state
+        return self._set_run(state, change.entered[0], new) if change.consecutive else state
 
     def _entering(
         self, ring: Ring, state: Priorities, change: Change, default: jax.Array
@@ -189,29 +192,19 @@ class Prioritized(Sampler):
                 refused=state.refused + jnp.sum(wrong, dtype=jnp.uint32),
             )
         if waiting is not None and given is not None:
-            none = jnp.full(given.slots.shape, _NO_ANCHOR, jnp.float32)
             slots = given.slots.astype(jnp.uint32)
-            waiting = trees.put(waiting, slots, none if own is None else own)
+            waiting = trees.put(waiting, slots, _none_at(slots) if own is None else own)
         if waiting is not None and change.entered.size:
             at = jnp.minimum(change.entered, ring.capacity - 1).astype(jnp.uint32)
             own = trees.read(waiting, at)
             gone = change.entered.astype(jnp.uint32) + ordering.token(own).astype(jnp.uint32)
-            waiting = trees.put(waiting, gone, jnp.full(own.shape, _NO_ANCHOR, jnp.float32))
+            waiting = trees.put(waiting, gone, _none_at(gone))
             state = state.replace(waiting=waiting)
         if own is None:
             return state, jnp.broadcast_to(default, change.entered.shape)
         if default.ndim:  # of each row of time; as many anchors enter with each
             default = jnp.repeat(default, own.size // default.size)
         return state, jnp.where(own < 0, default, own)
-
-    def _without(self, ring: Ring, state: Priorities, change: Change) -> Priorities:
-        """No mass where there is no anchor any more."""
-        slots = change.removed
-        if change.expired is not None and change.most is not None:
-            slots = jnp.concatenate([change.expired.run(ring, change.most), slots])
-        elif change.expired is not None:
-            state = self._without_run(ring, state, change.expired)
-        return self._clear(ring, state, slots) if slots.size else state
 
     def _without_run(self, ring: Ring, state: Priorities, expired: Held) -> Priorities:
         """No mass in a run of any length."""
@@ -234,8 +227,7 @@ class Prioritized(Sampler):
         )
 
     def _clear(self, ring: Ring, state: Priorities, slots: jax.Array) -> Priorities:
-        gone = jnp.full(slots.shape, _NO_ANCHOR, jnp.float32)
-        return self._set(state, *_in_range(ring, slots), gone)
+        return self._set(state, (*_in_range(ring, slots), _none_at(slots)))
 
     def _new_priority(self, state: Priorities, given: Given | None) -> jax.Array:
         """The priority of new items, float32 `[]`; or `[T]`, of those that come with each row."""
@@ -360,7 +352,7 @@ class Prioritized(Sampler):
             ),
             refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
         )
-        return self._set(state, index, keep, priorities)
+        return self._set(state, (index, keep, priorities))
 
     def drop(self, ring: Ring, state: Priorities, slots: jax.Array, ok: jax.Array) -> Priorities:
         """No mass for anchors, whatever priorities they get later; until the slot is overwritten.
@@ -372,7 +364,7 @@ class Prioritized(Sampler):
         index = jnp.where(member, index, jnp.uint32(ring.capacity))
         raw, keep = trees.last_of_equals(state.raw, index)
         state = state.replace(raw=raw, dropped=state.dropped | member.any())
-        return self._set(state, index, keep, jnp.full(slots.shape, DROPPED, jnp.float32))
+        return self._set(state, (index, keep, jnp.full(slots.shape, DROPPED, jnp.float32)))
 
     def priorities(self, state: Priorities) -> jax.Array:
         """The priorities p."""
@@ -464,13 +456,24 @@ class Prioritized(Sampler):
             refused=jnp.sum(jnp.stack([jnp.asarray(one.refused) for one in states])),
         )
 
-    def _set(
-        self, state: Priorities, index: jax.Array, keep: jax.Array, raw: jax.Array
-    ) -> Priorities:
-        """Priorities at slots, uint32 `[K]`, distinct where `keep`."""
-        kept = jnp.where(keep, index, jnp.uint32(state.raw.size))
-        state = state.replace(raw=trees.put(state.raw, kept, raw))
-        return self._put(state, raw, lambda tree, leaf: trees.set_leaves(tree, index, leaf, keep))
+    def _set(self, state: Priorities, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Priorities:
+        """Priorities at slots, some after others.
+
+        Args:
+            state: the sampler's state.
+            sets: of each: slots, uint32 `[K]`, distinct where `keep`; `keep`, bool `[K]`; and the
+                priorities, float32 `[K]`.
+        """
+        for index, keep, raw in sets:
+            kept = jnp.where(keep, index, jnp.uint32(state.raw.size))
+            state = state.replace(raw=trees.put(state.raw, kept, raw))
+        slots, keeps, raws = zip(*sets, strict=True)
+        edges = np.cumsum([raw.size for raw in raws])[:-1]
+
+        def put(tree: Tree, leaf: jax.Array) -> Tree:
+            return trees.set_leaves(tree, *zip(slots, keeps, jnp.split(leaf, edges), strict=True))
+
+        return self._put(state, jnp.concatenate(raws), put)
 
     def _set_run(self, state: Priorities, first: jax.Array, raw: jax.Array) -> Priorities:
         """Priorities, float32 `[K]`, at the slots from `first` on."""
@@ -558,6 +561,11 @@ def _greatest(priorities: jax.Array, written: jax.Array) -> jax.Array:
 
 def _is_priority(number: Any) -> jax.Array:
     return jnp.isfinite(number) & (number >= 0)
+
+
+def _none_at(slots: jax.Array) -> jax.Array:
+    """What stands for the priority where there is no anchor, float32 `[K]`."""
+    return jnp.full(slots.shape, _NO_ANCHOR, jnp.float32)
 
 
 def _in_range(ring: Ring, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
