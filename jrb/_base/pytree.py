@@ -40,30 +40,7 @@ def component(cls: type[T]) -> type[T]:
     if "__repr__" not in cls.__dict__:
         cls.__repr__ = _call
     _COMPONENTS.add(cls)
-    made: Any = dataclasses.dataclass(frozen=True, repr=False)(cls)
-    made.__hash__, made.__getstate__ = _hashed_once(made.__hash__), _without_hash
-    return jax.tree_util.register_static(made)
-
-
-def _hashed_once(hash_of: Callable[[Any], int]) -> Callable[[Any], int]:
-    """The same hash, remembered: compiled verbs are looked up by their description."""
-
-    def hashed(self: Any) -> int:
-        found = vars(self).get(_HASH)
-        if found is None:
-            found = hash_of(self)
-            object.__setattr__(self, _HASH, found)
-        return found
-
-    return hashed
-
-
-def _without_hash(self: Any) -> dict[str, Any]:
-    """What is pickled: in another process, strings have other hashes."""
-    return {name: value for name, value in vars(self).items() if name != _HASH}
-
-
-_HASH = "_hash"
+    return jax.tree_util.register_static(dataclasses.dataclass(frozen=True, repr=False)(cls))
 
 
 def changed(description: Any) -> list[tuple[str, Any]]:

@@ -85,8 +85,8 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
 class BufferSave(ocp.args.CheckpointArgs):
     """What to save. What cannot be saved is refused here, before Orbax begins anything.
 
-    Orbax writes items in threads, and those of the other items would wait, minutes, for a save that
-    a handler has refused.
+    If a handler refused it, the threads in which Orbax writes the other items would go on waiting
+    for minutes.
 
     Attributes:
         buffer: the description, a `ReplayBuffer` or a `Mix`, or several, as for `jrb.save`.
