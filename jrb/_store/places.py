@@ -189,14 +189,14 @@ def _runs_from(of: np.ndarray, start: int) -> np.ndarray:
     there = np.concatenate([[False], of >= 0, [False]])
     breaks = np.ones(len(of) + 1, bool)
     breaks[1:-1] = np.diff(of) != 1
-    breaks |= ~there[:-1]  # also from -1 to 0
+    breaks |= ~there[:-1]  # `NEVER`, -1, and place 0 do not follow one another
     first = np.flatnonzero(there[1:] & breaks)
     stop = np.flatnonzero(there[:-1] & (breaks | ~there[1:]))
     return np.stack([first + start, of[first], stop - first], axis=1)
 
 
 def by_place(of: np.ndarray) -> np.ndarray:
-    """The places of slots as such runs, in the order of their places."""
+    """The runs of `runs_of`, in the order of their places."""
     runs = runs_of(of)
     return runs[np.argsort(runs[:, 1])]
 

@@ -274,13 +274,15 @@ class Stretch:
         rows: of a target, int64 `[B]`, where they go.
 
     Attributes:
-        in_line: whether these rows follow one another, and are a slice.
+        places: as above.
+        rows: as above; a slice where they are `in_line`.
+        in_line: whether places follow one another, and rows too.
         spans: where places follow one another, as `runs` has them.
         edges: how many of the rows are in the blocks before each one, and in all.
     """
 
     def __init__(self, blocks: range, size: int, places: np.ndarray, rows: np.ndarray) -> None:
-        self.blocks, self.places, self.spans = blocks, places, runs(places)
+        self.places, self.spans = places, runs(places)
         self.in_line = len(self.spans) == 1 and len(runs(rows)) == 1
         self.rows = slice(rows[0], rows[-1] + 1) if self.in_line else rows
         bounds = np.arange(blocks.start, blocks.stop + 1) * size

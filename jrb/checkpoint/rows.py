@@ -247,10 +247,7 @@ def ranges(store: Store) -> Iterator[np.ndarray]:
 def reader(
     opened: Opened, name: str, column: int | None, buffers: int
 ) -> Callable[[memoryview | None], Any]:
-    """Fills a memoryview with a leaf's bytes; or, from None, gives them in pieces.
-
-    The memoryview may have two axes, rows and their bytes, with something else between them.
-    """
+    """Fills a memoryview with a leaf's bytes; or, from None, gives them in pieces."""
     store, saved = opened.store, opened.generation
 
     def fill(target: memoryview) -> None:
