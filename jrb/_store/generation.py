@@ -7,7 +7,8 @@ has
 * `generation`, the number of the commit; `rows`, the number of the newest row;
 * `meta`, what the owner of the store writes there; None before the first commit;
 * `table`: `folder`, the generation that made it; `slots`, N; `room`, P; and `columns`, each with
-  the `name` of its leaf, its `kind`, the `width` of a row in bytes, and the rows of a `block`;
+  the rows of a `block` and its `leaves`, of which each has a `name`, its `kind`, and its `width` in
+  bytes (in version 2 a column was its one leaf);
 * `arrays`: `name`, `kind`, `size` in bytes, and `sum`, CRC-32, of each. Those whose names begin
   with a dot are the store's: where the rows lie, and the checksums of their blocks.
 
@@ -27,9 +28,9 @@ from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.places import of_runs
-from jrb._store.table import Column
+from jrb._store.table import Column, Leaf
 
-FORMAT, VERSION = "jrb", 2
+FORMAT, VERSION = "jrb", 3
 _PREFIX, _NEW = "generation-", "generation.new"
 _LARGEST_HEAD = 200  # bytes of the first line
 _PIECE = 1 << 20  # bytes that are looked at at a time
@@ -89,6 +90,21 @@ def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
     folder.replace(_NEW, name_of(body["generation"]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Lying:
+    """Where a leaf lies.
+
+    Attributes:
+        leaf: what it is.
+        column: the number of the column.
+        part: its bytes in a row of that.
+    """
+
+    leaf: Leaf
+    column: int
+    part: slice
+
+
 class Generation:
     """A generation that was opened, its body checked.
 
@@ -128,9 +144,18 @@ class Generation:
     def columns(self) -> tuple[Column, ...]:
         """The columns of the table."""
         return tuple(
-            Column(entry["name"], tuple(map(str, entry["kind"])), entry["width"], entry["block"])
+            Column(tuple(map(_leaf, _leaves(entry))), entry["block"])
             for entry in self.body["table"]["columns"]
         )
+
+    @property
+    def leaves(self) -> dict[str, Lying]:
+        """Where every leaf lies that is in a column, by name."""
+        return {
+            leaf.name: Lying(leaf, number, part)
+            for number, column in enumerate(self.columns)
+            for leaf, part in zip(column.leaves, column.parts, strict=True)
+        }
 
     def read(self, name: str, target: memoryview) -> None:
         """Fills the target with an array, checked.
@@ -199,7 +224,7 @@ class Generation:
         for number, column in enumerate(self.columns):
             found.append(self.array(f".sums/{number}", np.uint32))
             if len(found[-1]) != -(-room // column.block):
-                raise DamagedError(f"{self.path}: leaf '{column.name}': other blocks than rows.")
+                raise DamagedError(f"{self.path}: {column.told}: other blocks than rows.")
         return found
 
 
@@ -278,21 +303,32 @@ def _check(body: Body) -> None:
         _natural(number)
     if table["slots"] > table["room"]:
         raise ValueError("more slots than room")
+    leaves = [leaf for entry in table["columns"] for leaf in _leaves(entry)]
     for entry in table["columns"]:
+        _natural(entry["block"])
+        if not entry["block"] or not _leaves(entry):
+            raise ValueError("block, leaves")
+    for entry in leaves:
         _named(entry)
         _natural(entry["width"])
-        _natural(entry["block"])
-        if not entry["block"]:
-            raise ValueError("block")
     if len({entry["block"] for entry in table["columns"]}) > 1:
         raise ValueError("blocks of different size")
     for entry in body["arrays"]:
         _named(entry)
         _natural(entry["size"])
         _natural(entry["sum"])
-    for entries in (table["columns"], body["arrays"]):
+    for entries in (leaves, body["arrays"]):
         if len({entry["name"] for entry in entries}) != len(entries):
             raise ValueError("two of the same name")
+
+
+def _leaves(column: Body) -> Any:
+    """The leaves of a column."""
+    return column.get("leaves", [column])  # that of version 2 is its leaf
+
+
+def _leaf(entry: Body) -> Leaf:
+    return Leaf(entry["name"], tuple(map(str, entry["kind"])), entry["width"])
 
 
 def _named(entry: Any) -> None:

@@ -2,7 +2,7 @@
 
 ```
 generation-000000000007     what the last commit has promised (see `jrb._store.generation`)
-rows/next/observation.bin   the rows of a leaf (see `jrb._store.table`)
+rows/next/observation.bin   the rows of a leaf, or of several (see `jrb._store.table`)
 rows/.numbers               which row lies at which place, or will
 lock                        of the process that writes
 ```
@@ -142,10 +142,12 @@ class Store:
             self._check_there(version, places)
         return found
 
-    def take_column(self, version: int, number: int, slots: np.ndarray) -> np.ndarray:
-        """The same of one column."""
+    def take_column(
+        self, version: int, number: int, slots: np.ndarray, part: slice | None = None
+    ) -> np.ndarray:
+        """The same of one column, or of a part of its bytes."""
         places, blank = self._there(slots)
-        rows = self._rows(number, places, blank)
+        rows = self._rows(number, places, blank, part)
         self._check_there(version, places)
         return rows
 
@@ -170,8 +172,10 @@ class Store:
             "write returned, or load the path again."
         )
 
-    def _rows(self, number: int, places: np.ndarray, blank: np.ndarray | None) -> np.ndarray:
-        rows = self.table.take(number, places)
+    def _rows(
+        self, number: int, places: np.ndarray, blank: np.ndarray | None, part: slice | None = None
+    ) -> np.ndarray:
+        rows = self.table.take(number, places, part)
         if blank is not None:
             rows[blank] = 0
         return rows

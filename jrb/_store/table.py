@@ -1,11 +1,12 @@
 """Columns of P rows, each a raw file; and a file of the numbers of rows.
 
 The row at place p of a column begins at byte p times its width. A file is called like its leaf
-(`next/observation.bin`). Rows are read through a mapping and written by `pwrite`, so that a full
-disk is an error and what was written is no memory of this process. `.numbers` holds, for each
-place, the number of the row that lies there, or that will be written there next: it changes before
-the row does, and so tells whoever read a row whether that was still the one it wanted. The number
-is in the high 48 bits of a word; the low 16 bits are a check of it.
+(`next/observation.bin`), or like the first one of those in it (`observation+3.bin`). Rows are read
+through a mapping and written by `pwrite`, so that a full disk is an error and what was written is
+no memory of this process. `.numbers` holds, for each place, the number of the row that lies there,
+or that will be written there next: it changes before the row does, and so tells whoever read a row
+whether that was still the one it wanted. The number is in the high 48 bits of a word; the low 16
+bits are a check of it.
 """
 
 import dataclasses
@@ -38,29 +39,65 @@ _NUMBERS_AT_ONCE = 1 << 16  # by one thread, in its cache
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-    """One leaf of all rows.
+class Leaf:
+    """A leaf of all rows.
 
     Attributes:
-        name: of the leaf, such as `next/observation`, in which a part has no `/`, and `%` stands
-            for itself as `%25`; `.` for items that are one array.
+        name: such as `next/observation`, in which a part has no `/`, and `%` stands for itself as
+            `%25`; `.` for items that are one array.
         kind: dtype and shape of an item, for the owner.
-        width: bytes of a row.
-        block: rows of a block, the unit of checksums.
+        width: bytes of it in a row.
     """
 
     name: str
     kind: tuple
     width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A file of all rows, of one leaf or of several that lie side by side in it.
+
+    Attributes:
+        leaves: in the order in which they lie in a row.
+        block: rows of a block, the unit of checksums.
+    """
+
+    leaves: tuple[Leaf, ...]
     block: int = 0
+
+    @classmethod
+    def of(cls, name: str, kind: tuple, width: int) -> "Column":
+        """That of one leaf."""
+        return cls((Leaf(name, kind, width),))
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return sum(leaf.width for leaf in self.leaves)
+
+    @property
+    def parts(self) -> list[slice]:
+        """The bytes of each leaf in a row."""
+        ends = itertools.accumulate(leaf.width for leaf in self.leaves)
+        return [slice(end - leaf.width, end) for leaf, end in zip(self.leaves, ends, strict=True)]
 
     @property
     def file(self) -> str:
-        """The file's name, in the folder of the table."""
-        if self.name == ".":
-            return "items.bin"
-        parts = [quote(part, safe="%", errors="surrogatepass") for part in self.name.split("/")]
-        return "/".join(map(_visible, parts)) + ".bin"
+        """The file's name, in the folder of the table: that of the first leaf, and how many more.
+
+        A name with a `+` is that of no leaf.
+        """
+        first, more = self.leaves[0].name, len(self.leaves) - 1
+        parts = [quote(part, safe="%", errors="surrogatepass") for part in first.split("/")]
+        name = "items" if first == "." else "/".join(map(_visible, parts))
+        return f"{name}+{more}.bin" if more else f"{name}.bin"
+
+    @property
+    def told(self) -> str:
+        """Its leaves, for messages."""
+        names = ", ".join(f"'{leaf.name}'" for leaf in self.leaves)
+        return f"leaf {names}" if len(self.leaves) == 1 else f"leaves {names}"
 
 
 def blocked(columns: tuple[Column, ...], slots: int, room: int) -> tuple[Column, ...]:
@@ -80,7 +117,7 @@ def _visible(part: str) -> str:
     return "%2E" + part[1:] if part.startswith(".") else part or "%"
 
 
-_NUMBERS = Column("numbers", (), 8)
+_NUMBERS = Column.of("numbers", (), 8)
 NUMBERS = ".numbers"
 """The name of the file of the numbers, which no leaf has."""
 
@@ -155,9 +192,12 @@ class Table:
                 "damaged."
             )
 
-    def take(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Rows of a column, uint8 `[B, width]`, at places `[B]`, all in range."""
-        whole, shape = self.rows[number], (len(places), self.columns[number].width)
+    def take(self, number: int, places: np.ndarray, part: slice | None = None) -> np.ndarray:
+        """Rows of a column, or a part of them, uint8 `[B, width]`, at places `[B]`, all there."""
+        whole = self.rows[number]
+        if part is not None and part != slice(0, whole.shape[1]):
+            return whole[places, part]
+        shape = len(places), whole.shape[1]
         out = None if math.prod(shape) < SMALL else aligned(shape)
         return whole.take(places, 0, out, "clip")  # "raise" would copy them once more
 
@@ -258,7 +298,7 @@ class Table:
         """What is said of a block whose rows are not what was written."""
         column = self.columns[number]
         return (
-            f"{self.paths[number]}: leaf '{column.name}', block {block}: expected the checksum "
+            f"{self.paths[number]}: {column.told}, block {block}: expected the checksum "
             f"{expected:08x}, found {found:08x}: the bytes from "
             f"{block * column.block * column.width} on were damaged."
         )

@@ -121,9 +121,11 @@ def _at(buffer: Buffer, path: str) -> Any:
 def _check_columns(buffer: Buffer, spec: Item, opened: Opened) -> None:
     """Raises unless the rows are those of the description."""
     slots, want = opened.store.slots, columns(spec)
-    found = [(column.name, column.width) for column in opened.generation.columns]
-    if slots != buffer.capacity or found != [(c.name, c.width) for c in want]:
+    wanted = [(leaf.name, leaf.width) for column in want for leaf in column.leaves]
+    there = opened.generation.columns
+    found = [(leaf.name, leaf.width) for column in there for leaf in column.leaves]
+    if slots != buffer.capacity or len(there) != len(want) or found != wanted:
         raise DamagedError(
-            f"{opened.path}: expected {buffer.capacity} rows of {[c.name for c in want]}, found "
-            f"{slots} of {[name for name, _ in found]}."
+            f"{opened.path}: expected {buffer.capacity} rows of {[name for name, _ in wanted]}, "
+            f"found {slots} of {[name for name, _ in found]}."
         )

@@ -180,7 +180,7 @@ def encoded(saved: Snapshot, encode: Hook) -> Encoded:
 def columns(structure: Any, count: int) -> tuple[Column, ...]:
     """The columns of so many rows that were encoded."""
     return tuple(
-        Column(
+        Column.of(
             _COLUMN + name,
             (descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])),
             leaf.size * leaf.dtype.itemsize,
@@ -259,9 +259,7 @@ def decoded(
     store, generation = opened.store, opened.generation
     structure = descriptions.decode_structure(opened.form["structure"])
     made, specs = columns(structure, store.slots), jax.tree.leaves(structure)
-    if [(c.name, c.kind, c.width) for c in made] != [
-        (c.name, c.kind, c.width) for c in generation.columns
-    ]:
+    if [column.leaves for column in made] != [column.leaves for column in generation.columns]:
         raise DamagedError(
             f"{opened.path}: expected encoded items like {structure}, found other columns."
         )

@@ -9,6 +9,7 @@ from jrb._base import prng_keys, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import memory
 from jrb._store.errors import DamagedError
+from jrb._store.generation import Lying
 from jrb.checkpoint import (
     descriptions,
     facts,
@@ -90,13 +91,13 @@ def restored(
     places, leaves = _places(opened, packed, has_rows), []
     buffers = int(np.prod(want.edits.shape, dtype=int))
     targets, together = {} if room is None else room.targets(want.storage), []
-    for leaf, (name, column) in zip(jax.tree.leaves(packed), places, strict=True):
-        read = rows.reader(opened, name, column, buffers)
-        if is_attached and column is not None:
+    for leaf, (name, lying) in zip(jax.tree.leaves(packed), places, strict=True):
+        read = rows.reader(opened, name, lying, buffers)
+        if is_attached and lying is not None:
             leaves.append(np.zeros(0, np.uint8))
         elif id(leaf) in targets:
             leaves.append(targets[id(leaf)])
-            together.append((targets[id(leaf)], name, column))
+            together.append((targets[id(leaf)], name, lying))
         else:
             leaves.append(memory.restored(leaf, read, device))
     rows.fill(opened, together, buffers)
@@ -106,12 +107,11 @@ def restored(
     return state.replace(storage=room.filled(state.storage, device))
 
 
-def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, int | None]]:
-    """The name of each leaf of a state, and the number of the column that it is in, if it is."""
+def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, Lying | None]]:
+    """The name of each leaf of a state, and where it lies if it is in a column."""
     path, arrays = opened.path, opened.generation.arrays
-    numbered = enumerate(opened.generation.columns if has_rows else ())
-    columns = {column.name: (number, column.kind) for number, column in numbered}
-    there = {name for name in (*columns, *arrays) if not name.startswith(".")}
+    in_rows = opened.generation.leaves if has_rows else {}
+    there = {name for name in (*in_rows, *arrays) if not name.startswith(".")}
     there = {name for name in there if not name.endswith(rows.BEYOND)}
     wanted, found = state_specs.by_name(packed), []
     odd = sorted(wanted.keys() ^ there)
@@ -120,17 +120,17 @@ def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, i
             f"{path}: leaf '{odd[0]}': expected the leaves {list(wanted)}, got {sorted(there)}."
         )
     for name, leaf in wanted.items():
-        number, kind = columns.get(name, (None, None))
-        kind = tuple(arrays[name]["kind"]) if kind is None else kind
+        lying = in_rows.get(name)
+        kind = tuple(arrays[name]["kind"]) if lying is None else lying.leaf.kind
         inner = prng_keys.raw_spec(leaf)
         size = inner.size * inner.dtype.itemsize
-        wrong = number is None and arrays[name]["size"] != size
+        wrong = lying is None and arrays[name]["size"] != size
         if kind != rows.kind_of(leaf) or wrong:
             raise ValueError(
                 f"{path}: leaf '{name}': expected {rows.kind_of(leaf)} of {size} bytes, got "
                 f"{kind}. Another jrb, or another setting of jax_enable_x64, wrote it."
             )
-        found.append((name, number))
+        found.append((name, lying))
     return found
 
 

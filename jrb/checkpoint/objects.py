@@ -261,7 +261,7 @@ def paged(blobs: list[bytes], last: Generation | None) -> tuple[rows.Rows, dict[
     for blob, mine in zip(blobs, pages, strict=True):
         padded = np.frombuffer(blob.ljust(len(mine) * _PAGE, b"\0"), np.uint8)
         whole[0, mine] = padded.reshape(-1, _PAGE)
-    column = Column("objects", ("uint8", str([size, _PAGE])), _PAGE)
+    column = Column.of("objects", ("uint8", str([size, _PAGE])), _PAGE)
     arrays = {
         _PAGES: np.asarray([page for mine in pages for page in mine], np.int64).tobytes(),
         _LENGTHS: np.asarray(list(map(len, blobs)), np.int64).tobytes(),

@@ -1,4 +1,4 @@
-"""Leaves that lie side by side in memory, one by one: as checkpoints have them.
+"""Leaves that lie side by side in memory, each by itself or with those that lie beside it.
 
 N capacity, V the buffers that `vmap` has put side by side, W the elements of a row of an array.
 """
@@ -34,10 +34,16 @@ class ApartStorage(DeviceStorage):
 
 
 class Words:
-    """The bytes of an array, in an order; on the host they are looked at where they lie."""
+    """The bytes of an array, in an order; on the host they are looked at where they lie.
+
+    Attributes:
+        width: bytes of a row.
+    """
+
+    width: int
 
     def __init__(self, array: Any, order: Order) -> None:
-        self._order, self._width = order, array.shape[-1] * array.dtype.itemsize
+        self._order, self.width = order, array.shape[-1] * array.dtype.itemsize
         self._capacity = order.capacity(array.shape)
         self._held = memory.view(np.asarray(array)) if memory.on_host(array) else None
         self._read = memory.reader(array)
@@ -48,7 +54,7 @@ class Words:
         place = self._order.places(buffer * self._capacity + slot, self._capacity)
         if self._held is None:
             return np.ascontiguousarray(self._fetched(place)[:, part])
-        held = np.frombuffer(self._held, np.uint8).reshape(-1, self._width)
+        held = np.frombuffer(self._held, np.uint8).reshape(-1, self.width)
         return np.ascontiguousarray(held[:, part][_index(place)])
 
     def _fetched(self, place: np.ndarray) -> np.ndarray:
@@ -56,7 +62,7 @@ class Words:
         last = self._last
         if last is not None and np.array_equal(last[0], place):
             return last[1]
-        width, found = self._width, np.empty((len(place), self._width), np.uint8)
+        width, found = self.width, np.empty((len(place), self.width), np.uint8)
         as_they_lie = np.argsort(place, kind="stable")
         lying = place[as_they_lie]
         for a, b in table.runs(lying):
@@ -91,6 +97,11 @@ class SideLeaf:
     def width(self) -> int:
         """Bytes of a row."""
         return self.part.stop - self.part.start
+
+    @property
+    def whole(self) -> "SideLeaf":
+        """All that lies there, as if it were one leaf."""
+        return dataclasses.replace(self, part=slice(0, self.words.width))
 
     def rows(self, buffer: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """The bytes of some rows, uint8 `[B, width]`."""
@@ -155,16 +166,38 @@ class Target:
     """A leaf of all items where it will lie; it is written to like an array `[V, N, ...]`.
 
     Attributes:
-        rows: its bytes, uint8 `[V * N, width]`, in the order in which they lie.
+        array: the bytes of the array that it will be in, uint8 `[V * N, bytes]`, as they lie.
+        part: its own in a row.
         spec: one item of it, of the dtype of its words.
         order: how rows lie.
         capacity: N.
     """
 
-    rows: np.ndarray
+    array: np.ndarray
+    part: slice
     spec: jax.ShapeDtypeStruct
     order: Order
     capacity: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return self.part.stop - self.part.start
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Its bytes, uint8 `[V * N, width]`, in the order in which they lie."""
+        return self.array[:, self.part]
+
+    @property
+    def whole(self) -> "Target":
+        """All that will lie there, as if it were one leaf."""
+        return dataclasses.replace(self, part=slice(0, self.array.shape[1]))
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether rows lie in the order of slots."""
+        return self.order.envs is None
 
     def __setitem__(self, at: tuple[np.ndarray, np.ndarray], items: np.ndarray) -> None:
         buffer, slots = at
@@ -174,14 +207,13 @@ class Target:
     def put(self, numbers: np.ndarray, found: np.ndarray) -> None:
         """Bytes of rows by their numbers, v * N + slot."""
         index = _index(self.order.places(numbers, self.capacity))
-        self.rows[index] = found.reshape(len(numbers), self.rows.shape[1])
+        self.rows[index] = found.reshape(len(numbers), self.width)
 
     def fill(self, pieces: Iterable[tuple[int, Any]]) -> None:
         """Puts bytes of whole rows, and at which byte of the leaf they begin."""
-        width = self.rows.shape[1]
         for start, piece in pieces:
             found = np.frombuffer(piece, np.uint8)
-            self.put(np.arange(start // width, (start + len(found)) // width), found)
+            self.put(np.arange(start // self.width, (start + len(found)) // self.width), found)
 
 
 class Room:
@@ -195,6 +227,7 @@ class Room:
     def __init__(self, want: SideBySide, batch: tuple[int, ...]) -> None:
         self._want, self._batch = want, batch
         self._arrays: dict[str, np.ndarray] = {}
+        self._bytes: dict[str, np.ndarray] = {}
 
     def _zeros(self, spec: Item) -> np.ndarray:
         *lead, width = spec.shape
@@ -207,6 +240,7 @@ class Room:
         The memory is allocated here.
         """
         self._arrays = {name: self._zeros(spec) for name, spec in self._want.arrays.items()}
+        self._bytes = {name: array.view(np.uint8) for name, array in self._arrays.items()}
         return [self._leaf(it) for it in self._flat()]
 
     def targets(self, storage: Any) -> dict[int, Target]:
@@ -221,9 +255,9 @@ class Room:
         if not isinstance(it, Place):
             return None
         lies = columns.word_dtype(it.dtype) if columns.is_small(it.dtype) else it.dtype
-        rows = self._arrays[it.words][:, it.start : it.stop].view(np.uint8)
-        spec = jax.ShapeDtypeStruct(it.shape, lies)
-        return Target(rows, spec, self._want.order, self._want.shape(it)[0])
+        size, spec = np.dtype(it.words).itemsize, jax.ShapeDtypeStruct(it.shape, lies)
+        part = slice(it.start * size, it.stop * size)
+        return Target(self._bytes[it.words], part, spec, self._want.order, self._want.shape(it)[0])
 
     def filled(self, storage: Any, device: Device) -> SideBySide:
         """The storage's state, once the leaves are there.
@@ -240,6 +274,7 @@ class Room:
         return self._want.replace(places=jax.tree.unflatten(structure, entries), arrays=arrays)
 
     def _placed(self, name: str, device: Device) -> jax.Array:
+        self._bytes.pop(name)
         shape = (*self._batch, *self._want.arrays[name].shape)
         return memory.placed(self._arrays.pop(name).reshape(shape), device)
 

@@ -17,7 +17,7 @@ from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb._store import table
 from jrb._store.errors import DamagedError
-from jrb._store.generation import Generation
+from jrb._store.generation import Generation, Lying
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
@@ -45,8 +45,8 @@ class Rows:
     """The leaves of a state that lie in rows.
 
     Attributes:
-        columns: one for each.
-        leaves: their arrays, on the host `[V, N or more, width]` of uint8, or a
+        columns: of leaves that lie side by side in memory one, of each other its own.
+        arrays: what is in each, on the host `[V, N or more, width]` of uint8, or a
             `host_items.Leaf` or `SideLeaf`, or an array of another device.
         buffers: V.
         capacity: N.
@@ -54,7 +54,7 @@ class Rows:
     """
 
     columns: tuple[Column, ...]
-    leaves: tuple[Any, ...]
+    arrays: tuple[Any, ...]
     buffers: int
     capacity: int
     in_slots: bool = True
@@ -75,16 +75,16 @@ class Rows:
         return [self.taken(number, buffer, slot) for number in range(len(self.columns))]
 
     def taken(self, number: int, buffer: np.ndarray, slot: np.ndarray) -> np.ndarray:
-        """The same of one column; slots may be N or more, where the leaf has them."""
-        column, leaf = self.columns[number], self.leaves[number]
-        if isinstance(leaf, host_items.Leaf | SideLeaf):
-            return leaf.rows(buffer, slot)
-        if isinstance(leaf, np.ndarray):
+        """The same of one column; slots may be N or more, where the array has them."""
+        column, array = self.columns[number], self.arrays[number]
+        if isinstance(array, host_items.Leaf | SideLeaf):
+            return array.rows(buffer, slot)
+        if isinstance(array, np.ndarray):
             in_line = len(buffer) > 0 and buffer[0] == buffer[-1] and len(table.runs(slot)) == 1
             if in_line:
-                return leaf[buffer[0], slot[0] : slot[-1] + 1]
-            return leaf[buffer, slot]
-        return self._fetched(column, leaf, buffer, slot)
+                return array[buffer[0], slot[0] : slot[-1] + 1]
+            return array[buffer, slot]
+        return self._fetched(column, array, buffer, slot)
 
     def _fetched(
         self, column: Column, leaf: jax.Array, buffer: np.ndarray, slot: np.ndarray
@@ -118,17 +118,29 @@ def split(saved: Snapshot) -> tuple[Rows, dict[str, Any], dict[str, list[str]]]:
     buffer, batch, state = saved.plain, saved.batch, state_specs.packed(saved.state)
     by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
     buffers, columns, held, arrays, kinds = int(np.prod(batch, dtype=int)), [], [], {}, {}
+    beside: dict[int, dict[str, SideLeaf]] = {}  # by the arrays that they are in
     for name, leaf in state_specs.by_name(state).items():
         if id(leaf) not in by_slot or leaf.shape[len(batch)] < buffer.capacity:
             arrays[name], kinds[name] = array_bytes(leaf), list(kind_of(leaf))
+            continue
+        if isinstance(leaf, SideLeaf):
+            beside.setdefault(id(leaf.words), {})[name] = leaf
             continue
         column, array = column_of(name, leaf, batch, buffers)
         columns.append(column)
         held.append(array)
         if leaf.shape[len(batch)] > buffer.capacity:
             arrays[name + BEYOND] = _beyond(leaf, len(batch), buffer.capacity)
-            kinds[name + BEYOND] = list(column.kind)
+            kinds[name + BEYOND] = list(kind_of(leaf))
+    columns += map(_side_by_side, beside.values())
+    held += [next(iter(leaves.values())).whole for leaves in beside.values()]
     return Rows(tuple(columns), tuple(held), buffers, buffer.capacity), arrays, kinds
+
+
+def _side_by_side(leaves: dict[str, SideLeaf]) -> Column:
+    """The column of an array, like whose rows its own are."""
+    in_order = sorted(leaves.items(), key=lambda pair: pair[1].part.start)
+    return Column(tuple(table.Leaf(name, kind_of(it), it.width) for name, it in in_order))
 
 
 def array_bytes(leaf: Leaf) -> Any:
@@ -140,14 +152,14 @@ def column_of(name: str, leaf: Leaf, batch: tuple[int, ...], buffers: int) -> tu
     """The column of a leaf, and what its rows are read from."""
     kind = kind_of(leaf)
     if isinstance(leaf, host_items.Leaf | SideLeaf):
-        return Column(name, kind, leaf.width), leaf
+        return Column.of(name, kind, leaf.width), leaf
     words = prng_keys.raw(leaf)
     length = words.shape[len(batch)]
     width = words.size // max(buffers * length, 1) * words.dtype.itemsize
     if memory.on_host(words):
         words = np.frombuffer(memory.view(np.asarray(words)), np.uint8)
         words = words.reshape(buffers, length, width)
-    return Column(name, kind, width), words
+    return Column.of(name, kind, width), words
 
 
 def _beyond(leaf: Leaf, axes: int, capacity: int) -> Any:
@@ -245,23 +257,26 @@ def ranges(store: Store) -> Iterator[np.ndarray]:
 
 
 def reader(
-    opened: Opened, name: str, column: int | None, buffers: int
+    opened: Opened, name: str, lying: Lying | None, buffers: int
 ) -> Callable[[memoryview | None], Any]:
     """Fills a memoryview with a leaf's bytes; or, from None, gives them in pieces."""
     store, saved = opened.store, opened.generation
+    beyond = name + BEYOND in saved.arrays
 
     def fill(target: memoryview) -> None:
-        if column is None:
+        if lying is None:
             saved.read(name, target)
-            return
-        beyond = saved.arrays.get(name + BEYOND)
-        rest = None if beyond is None else saved.array(name + BEYOND, np.uint8)
-        read(store, column, buffers, rest, target)
+        elif len(store.table.columns[lying.column].leaves) == 1:
+            rest = saved.array(name + BEYOND, np.uint8) if beyond else None
+            read(store, lying.column, buffers, rest, target)
+        else:
+            for start, piece in _in_pieces(store, lying.column, lying.part):
+                target[start : start + len(piece)] = piece
 
     def whole() -> Iterator[tuple[int, Any]]:
-        size = saved.arrays[name if column is None else name + BEYOND]["size"]
-        if column is not None:
-            size += store.slots * store.table.columns[column].width
+        size = saved.arrays[name if lying is None else name + BEYOND]["size"]
+        if lying is not None:
+            size += store.slots * lying.leaf.width
         target = bytearray(size)
         fill(memoryview(target))
         yield 0, target
@@ -269,44 +284,62 @@ def reader(
     def read_to(target: memoryview | None) -> Any:
         if target is not None:
             return fill(target)
-        if column is None or name + BEYOND in saved.arrays:
-            return whole()
-        return _in_pieces(store, column)
+        return whole() if lying is None or beyond else _in_pieces(store, lying.column, lying.part)
 
     return read_to
 
 
-def fill(opened: Opened, targets: list[tuple[Target, str, int | None]], buffers: int) -> None:
-    """Fills leaves that lie side by side, of these names and columns; V buffers.
+def fill(opened: Opened, targets: list[tuple[Target, str, Lying | None]], buffers: int) -> None:
+    """Fills leaves that will lie side by side, of V buffers, each from where it lies.
 
-    Where rows lie in the order of slots, all leaves come straight to where they belong, together.
+    Columns whose leaves lie side by side in the same way come straight to where they belong.
     """
-    together: dict[int, np.ndarray] = {}
-    for target, name, column in targets:
-        in_order = target.order.envs is None and name + BEYOND not in opened.generation.arrays
-        if in_order and column is not None:
-            together[column] = target.rows
+    store = opened.store
+    together, others = {}, []
+    for column, its in _by_column(targets).items():
+        whole = None if column is None else _whole(store.table.columns[column], its)
+        if whole is None or column is None:
+            others += its
+        elif whole.is_in_order:
+            together[column] = whole.rows
         else:
-            target.fill(reader(opened, name, column, buffers)(None))
+            whole.fill(_in_pieces(store, column, whole.part))
     if together:
-        opened.store.read_columns(together)
+        store.read_columns(together)
+    for target, name, lying in others:
+        target.fill(reader(opened, name, lying, buffers)(None))
 
 
-def _in_pieces(store: Store, column: int) -> Iterator[tuple[int, Any]]:
-    """The rows of a column, after a look at all of them."""
+def _by_column(targets: list[Any]) -> dict[int | None, list[Any]]:
+    found: dict[int | None, list[Any]] = {}
+    for target, name, lying in targets:
+        found.setdefault(lying and lying.column, []).append((target, name, lying))
+    return found
+
+
+def _whole(column: Column, targets: list[Any]) -> Target | None:
+    """The whole rows of an array, if leaves lie side by side in it as in a column."""
+    first = targets[0][0]
+    alike = all(it.array is first.array and it.part == lying.part for it, _, lying in targets)
+    is_all = len(targets) == len(column.leaves) and column.width == first.whole.width
+    return first.whole if alike and is_all else None
+
+
+def _in_pieces(store: Store, column: int, part: slice) -> Iterator[tuple[int, Any]]:
+    """A part of the rows of a column, after a look at all of them."""
     store.sums.check_column(column)
-    one = store.table.columns[column]
-    for slots in in_parts(np.arange(store.slots), one.width, memory.PIECE):
-        found = store.take_column(store.version, column, slots)
-        yield int(slots[0]) * one.width, found.reshape(-1).data
+    width = part.stop - part.start
+    for slots in in_parts(np.arange(store.slots), width, memory.PIECE):
+        found = store.take_column(store.version, column, slots, part)
+        yield int(slots[0]) * width, found.reshape(-1).data
 
 
 def read(store: Store, number: int, buffers: int, beyond: Any, target: memoryview) -> None:
-    """Fills the target with the bytes of a leaf, checked.
+    """Fills the target with the bytes of a column, checked.
 
     Args:
         store: where its rows are.
-        number: of its column.
+        number: of the column.
         buffers: V.
         beyond: the bytes beyond its rows; None if there are none.
         target: as many bytes as the leaf has.

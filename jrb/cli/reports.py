@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jrb import _saved
-from jrb._store import generation
+from jrb._store import generation, table
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
-from jrb._store.table import Column
 from jrb.cli import found
 
 _ROWS = "storage/"
@@ -109,7 +108,7 @@ def _of_folder(path: str, number: int | None = None) -> Report:
     parts = _saved.generations(opened)
     arrays = list(_arrays(opened))
     rows = opened.body["table"]["slots"]
-    leaves = [_row_leaf(column, rows, meta) for column in opened.columns]
+    leaves = [_row_leaf(lying.leaf, rows, meta) for _, lying in sorted(opened.leaves.items())]
     return Report(
         path,
         kind,
@@ -129,12 +128,12 @@ def _of_folder(path: str, number: int | None = None) -> Report:
     )
 
 
-def _row_leaf(column: Column, rows: int, meta: dict[str, Any]) -> Leaf:
+def _row_leaf(leaf: table.Leaf, rows: int, meta: dict[str, Any]) -> Leaf:
     """A leaf of items; of a state's own arrays, whose first axes are of buffers and rows."""
-    dtype, shape = _type_of(column.kind)
-    if column.name.startswith(_ROWS) and not meta.get("form"):
+    dtype, shape = _type_of(leaf.kind)
+    if leaf.name.startswith(_ROWS) and not meta.get("form"):
         shape = shape[1 + len(meta.get("batch") or ()) :]
-    return Leaf(column.name.removeprefix(_ROWS), dtype, shape, column.width * rows)
+    return Leaf(leaf.name.removeprefix(_ROWS), dtype, shape, leaf.width * rows)
 
 
 def _numbers(path: str) -> list[int]:

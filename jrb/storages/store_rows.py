@@ -134,7 +134,7 @@ def columns(spec: Item) -> tuple[Column, ...]:
         raw = prng_keys.raw_spec(leaf)
         kind = (str(leaf.dtype), str(list(leaf.shape)))
         name = "/".join(map(_part, path)) if path else "."
-        found.append(Column(name, kind, raw.size * raw.dtype.itemsize))
+        found.append(Column.of(name, kind, raw.size * raw.dtype.itemsize))
         file = found[-1].file
         inside = lambda one, other: f"{one}/".startswith(f"{other}/")
         taken = [other for other in files if inside(file, other) or inside(other, file)]

@@ -29,7 +29,7 @@ from jrb._store.errors import DamagedError, LockedError, StaleError
 from jrb._store.table import Column
 
 SLOTS, SLACK = 60, 15
-COLUMNS = (Column("x", ("uint8", "[3000]"), 3000), Column("next/y", ("uint8", "[4]"), 4))
+COLUMNS = (Column.of("x", ("uint8", "[3000]"), 3000), Column.of("next/y", ("uint8", "[4]"), 4))
 
 
 def rows(stamps):

@@ -48,12 +48,12 @@ def runs(*rows):
         lambda body, _: body["table"].update(room=10**15),
         lambda body, _: body["table"].update(slots=-5),
         lambda body, _: body["table"].update(folder="../elsewhere"),
-        lambda body, _: body["table"]["columns"][0].update(width=10**15),
+        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(width=10**15),
         lambda body, _: body["table"]["columns"][0].update(block=0),
-        lambda body, _: body["table"]["columns"][0].update(name="../../../etc/passwd"),
-        lambda body, _: body["table"]["columns"][0].update(name="/etc/passwd"),
-        lambda body, _: body["table"]["columns"][0].update(name=["x"]),
-        lambda body, _: body["table"]["columns"][0].pop("width"),
+        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(name="../../../etc/passwd"),
+        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(name="/etc/passwd"),
+        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(name=["x"]),
+        lambda body, _: body["table"]["columns"][0]["leaves"][0].pop("width"),
         lambda body, _: body.update(table=[]),
         lambda body, _: body.update(rows=-5),
         lambda body, _: body.update(meta=[[[[]]]]),
@@ -75,7 +75,7 @@ def test_a_forged_generation_is_refused(change, path):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\n", b"{", b"[]\n", b"1\n", b"[" * 10**5, b'{"format":"jrb","version":2}\n']
+    "text", [b"", b"\n", b"{", b"[]\n", b"1\n", b"[" * 10**5, b'{"format":"jrb","version":3}\n']
 )
 def test_what_is_no_generation_is_refused(text, path):
     faults.prepared(path, 20)
@@ -109,7 +109,7 @@ NAMES = ["..", ".", "a/b", "", "rows", "undo/x", "numbers", "lock", "\0", "ä", 
 
 
 def test_names_of_leaves_stay_below_the_folder(path, tmp_path):
-    columns = tuple(Column(name, ("uint8", "[]"), 1) for name in NAMES)
+    columns = tuple(Column.of(name, ("uint8", "[]"), 1) for name in NAMES)
     names = [column.file for column in columns]
     assert len(set(names)) == len(names)
     opening.create(path, columns, 4, 8, reserve=False)
@@ -317,7 +317,7 @@ def test_a_copy_of_a_folder_is_another_store(path, tmp_path):
 
 
 def test_a_store_for_as_many_rows_as_come(path):
-    column = Column("x", (), 4)
+    column = Column.of("x", (), 4)
     made = opening.create(path, (column,), 3, 3, reserve=False)
     for start in range(0, 40, 8):
         made.resize(max(made.slots, 2 * start + 8))

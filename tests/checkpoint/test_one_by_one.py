@@ -1,6 +1,7 @@
 """Leaves that lie side by side, as bytes of rows, wherever their array is."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,9 @@ import pytest
 
 import jrb
 from jrb._engine import memory
+from jrb._store import generation, opening
+from jrb._store.files import Folder
+from jrb._store.table import Column
 from jrb.checkpoint import one_by_one
 
 pytestmark = pytest.mark.slow
@@ -49,6 +53,67 @@ def test_a_load_needs_no_more_than_the_arrays(layout, lead):
     shapes = {name: array.shape for name, array in storage.arrays.items()}
     assert shapes == {"uint32": (2, *lead, 8)}
     assert all((leaf == 1).all() for leaf in jax.tree.leaves(storage.leaves))
+
+
+def apart(path, other):
+    """A checkpoint like one at a path, but that every leaf has a file of its own."""
+    store = opening.reopen(path)
+    opened = generation.newest(store.folder)
+    slots, leaves = np.arange(store.slots), opened.leaves.values()
+    columns = [Column((lying.leaf,)) for lying in leaves]
+    rows = [store.take_column(store.version, one.column, slots, one.part) for one in leaves]
+    made = opening.to_save(other, tuple(columns), len(slots))
+    version = made.put(made.version, slots, rows)
+    entries = {name: one for name, one in opened.arrays.items() if not name.startswith(".")}
+    kinds = {name: entry["kind"] for name, entry in entries.items()}
+    arrays = {name: opened.array(name, np.uint8).tobytes() for name in entries}
+    made.commit(version, opened.body["meta"], kinds, arrays)
+    made.close()
+
+
+def as_version_2(path, monkeypatch):
+    """Makes the newest generation say what it has as version 2 did."""
+    opened = generation.newest(Folder(path))
+    for column in opened.body["table"]["columns"]:
+        column.update(column.pop("leaves")[0])
+    arrays = {name: opened.array(name, np.uint8).tobytes() for name in opened.arrays}
+    monkeypatch.setattr(generation, "VERSION", 2)
+    generation.write(Folder(path), opened.body, arrays)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_leaves_come_together_that_lie_in_files_of_their_own(
+    layout, batch, is_old, tmp_path, monkeypatch
+):
+    buffer = jrb.ReplayBuffer(6, num_envs=2, storage=jrb.DeviceStorage(layout=layout))
+    row = lambda leaf: jnp.arange(4 * leaf.size).reshape(2, 2, *leaf.shape).astype(leaf.dtype)
+    state = buffer.extend(buffer.init(ITEM), jax.tree.map(row, ITEM))
+    for count in batch:
+        state = jax.tree.map(lambda leaf, n=count: jnp.stack([leaf + i for i in range(n)]), state)
+    jrb.save(tmp_path / "x", buffer, state)
+    (file,) = (tmp_path / "x" / "rows" / "storage").iterdir()
+    assert file.name == "a+2.bin"
+    apart(str(tmp_path / "x"), str(tmp_path / "y"))
+    if is_old:
+        as_version_2(str(tmp_path / "y"), monkeypatch)
+    assert len(list((tmp_path / "y" / "rows" / "storage").iterdir())) == 3
+    jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path / "y")[1], state)
+    jrb.save(tmp_path / "y", buffer, state)
+    jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path / "y")[1], state)
+
+
+def test_damage_names_all_leaves_of_a_file(tmp_path):
+    buffer = jrb.ReplayBuffer(9)
+    jrb.save(tmp_path, buffer, buffer.add(buffer.init(ITEM), ITEM | {"b": jnp.int32(7)}))
+    file = tmp_path / "rows" / "storage" / "a+2.bin"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    names = "leaves 'storage/a', 'storage/b', 'storage/c', block 0: expected the checksum"
+    with pytest.raises(jrb.checkpoint.DamagedError, match=re.escape(names)):
+        jrb.load(tmp_path)
+    assert len(jrb.checkpoint.verify(tmp_path)) == 1
 
 
 def test_arrays_that_are_not_those_of_the_buffer_are_refused(tmp_path):

@@ -17,13 +17,14 @@ from jrb._engine import columns, episodes
 from jrb._engine.steps import context_of
 from jrb._store import opening
 from jrb._store.errors import DamagedError, StaleError
-from jrb._store.generation import Generation
+from jrb._store.generation import Generation, Lying
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, descriptions, host_items, native, state_specs
 from jrb.datasets.reading import rings
 from jrb.datasets.reading.rings import Leaf, Rows
 from jrb.keys import Keys, path_name
+from jrb.state import BufferState
 from jrb.storages import DeviceStorage
 
 VALID = "next/valid"
@@ -105,13 +106,28 @@ class InRows:
         self._whole: set[tuple[int, int]] = set()  # columns and blocks
         self._names = pytree.leaf_names(spec)
         self._specs = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
-        widths = [column.width for column in opened.columns]
+        self._lying = self._leaves_in_order()
+        widths = [lying.leaf.width for lying in self._lying]
         wanted = [pytree.nbytes(leaf) for leaf in self._specs]
         if widths != wanted or store.slots != buffer.capacity:
             raise DamagedError(
                 f"{path}: expected {buffer.capacity} rows of {self._names} with {wanted} bytes, "
                 f"got {store.slots} with {widths}."
             )
+
+    def _leaves_in_order(self) -> list[Lying]:
+        """Where each leaf of the items lies."""
+        found = self._opened.leaves
+        if self._opened.body["meta"]["kind"] == commits.KIND:
+            return list(found.values())
+        names = state_specs.leaf_names({"storage": self._blank.storage})
+        return [found[name] for name in names if name in found]
+
+    @functools.cached_property
+    def _blank(self) -> BufferState:
+        """The specs of the state that was saved."""
+        with versions.enable_x64():
+            return state_specs.blank(host_items.on_device(self.buffer), self.spec)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -126,10 +142,10 @@ class InRows:
         }
 
     def _take(self, number: int, slots: np.ndarray) -> np.ndarray:
-        """Rows of a column, checked."""
-        spec = self._specs[number]
-        self._check_blocks(number, slots)
-        words = self._store.take_column(self._store.version, number, slots)
+        """Rows of a leaf, checked."""
+        spec, lying = self._specs[number], self._lying[number]
+        self._check_blocks(lying.column, slots)
+        words = self._store.take_column(self._store.version, lying.column, slots, lying.part)
         shape = (len(slots), *spec.shape)
         if not spec.size:
             return np.zeros(shape, spec.dtype)
@@ -210,9 +226,7 @@ class InRows:
 
     def _parts(self) -> tuple[Any, Any]:
         """The states of writer and unit."""
-        with versions.enable_x64():
-            blank = state_specs.blank(host_items.on_device(self.buffer), self.spec)
-        want = {"unit": blank.unit, "writer": blank.writer}
+        want = {"unit": self._blank.unit, "writer": self._blank.writer}
         names, found = state_specs.leaf_names(want), []
         for name, leaf in zip(names, jax.tree.leaves(want), strict=True):
             entry = self._opened.arrays.get(name)
