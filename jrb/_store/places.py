@@ -53,8 +53,12 @@ class Places:
 
     def named(self) -> np.ndarray:
         """The places that slots have, bool `[P]`."""
-        named = np.zeros(self.room, bool)
-        named[self.of[self.of >= 0]] = True
+        named, runs = np.zeros(self.room, bool), runs_of(self.of)
+        if len(runs) > _FEW:
+            named[self.of[self.of >= 0]] = True
+            return named
+        for _, place, length in runs.tolist():
+            named[place : place + length] = True
         return named
 
     def line_up(self, kept: np.ndarray) -> None:
@@ -75,8 +79,10 @@ class Places:
 
     def next(self, count: int) -> np.ndarray:
         """The first places in the line, int64 `[count]`."""
-        at = self._head + np.arange(count)
-        return self._line[at % max(self.room, 1)]
+        stop = self._head + count
+        if stop <= self.room:
+            return self._line[self._head : stop].copy()
+        return np.concatenate([self._line[self._head :], self._line[: stop - self.room]])
 
     def assign(self, slots: np.ndarray, expiring: bool) -> None:
         """Gives slots the first places in the line; it happens, or it does not.
@@ -108,8 +114,10 @@ class Places:
             self._left.append(old[waiting])
 
     def _append(self, places: np.ndarray) -> None:
-        at = self._head + self.free + np.arange(len(places))
-        self._line[at % self.room] = places
+        start = (self._head + self.free) % max(self.room, 1)
+        first = min(len(places), self.room - start)
+        self._line[start : start + first] = places[:first]
+        self._line[: len(places) - first] = places[first:]
         self.free += len(places)
 
     def settle(self) -> None:
@@ -183,9 +191,14 @@ def runs_of(of: np.ndarray) -> np.ndarray:
 _PART = 1 << 18
 """Slots that are looked at together: what is made of all at once is several times as large."""
 
+_FEW = 64
+"""Runs that are gone through one by one."""
+
 
 def _runs_from(of: np.ndarray, start: int) -> np.ndarray:
     """The runs of some slots, the first of which has this number."""
+    if of[0] >= 0 and of[-1] - of[0] == len(of) - 1 and (np.diff(of) == 1).all():  # as mostly
+        return np.array([[start, of[0], len(of)]])
     there = np.concatenate([[False], of >= 0, [False]])
     breaks = np.ones(len(of) + 1, bool)
     breaks[1:-1] = np.diff(of) != 1
@@ -201,8 +214,8 @@ def by_place(of: np.ndarray) -> np.ndarray:
     return runs[np.argsort(runs[:, 1])]
 
 
-def within(runs: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """The places in a range that slots have, in order, and these slots, int64 `[B]` both.
+def within(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """What of runs lies in a range of places, int64 `[K, 3]`.
 
     Args:
         runs: as `by_place` gives them.
@@ -213,11 +226,7 @@ def within(runs: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndar
     slot, place, length = runs[first : np.searchsorted(runs[:, 1], stop)].T
     skipped = np.maximum(start - place, 0)
     counts = np.minimum(length, stop - place) - skipped
-    if len(counts) == 1:  # as mostly
-        inside = np.arange(skipped[0], skipped[0] + counts[0])
-        return place + inside, slot + inside
-    inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(place + skipped, counts) + inside, np.repeat(slot + skipped, counts) + inside
+    return np.stack([slot + skipped, place + skipped, counts], axis=1)
 
 
 def of_runs(runs: np.ndarray, slots: int, room: int) -> np.ndarray:

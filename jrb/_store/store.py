@@ -194,8 +194,8 @@ class Store:
         lying = by_place(of)
 
         def read(blocks: range) -> None:
-            places, slots = within(lying, blocks.start * size, blocks.stop * size)
-            stretch = Stretch(blocks, size, places, slots)
+            inside = within(lying, blocks.start * size, blocks.stop * size)
+            stretch = Stretch(blocks, size, inside)
             for number, target in targets.items():
                 found = self.table.read_blocks(number, stretch, target)
                 wanted = self.sums.columns[number][blocks.start : blocks.stop].tolist()
@@ -233,8 +233,9 @@ class Store:
     def gone(self) -> np.ndarray:
         """The slots whose rows this store has promised, but that are there no more."""
         of, later = self._places.of, self.table.places_after(self.version)
-        if not np.any((later >= of.min(initial=0)) & (later <= of.max(initial=NEVER))):
-            return np.zeros(0, np.int64)  # as mostly, without a look at each
+        near = lambda: (later >= of.min(initial=0)) & (later <= of.max(initial=NEVER))
+        if not len(later) or not near().any():  # as mostly, without a look at each
+            return np.zeros(0, np.int64)
         return np.flatnonzero((of >= 0) & self.table.newer(of, self.version))
 
     def check_newest(self, version: int) -> None:

@@ -32,6 +32,7 @@ SMALL = 1 << 17
 """Bytes of a gather below which another copy does not matter."""
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # of no pattern: the golden ratio's
+_BITS, _CHECK = np.uint64(16), np.uint64(48)  # of a word: those of its check, and of the rest
 _ALIGNMENT = 64  # bytes; where XLA takes memory without a copy
 _FEW = 4096  # bytes
 _PIECE = 1 << 20  # bytes that are looked at at a time
@@ -96,8 +97,7 @@ class Column:
     @property
     def told(self) -> str:
         """Its leaves, for messages."""
-        names = ", ".join(f"'{leaf.name}'" for leaf in self.leaves)
-        return f"leaf {names}" if len(self.leaves) == 1 else f"leaves {names}"
+        return ", ".join(f"leaf '{leaf.name}'" for leaf in self.leaves)
 
 
 def blocked(columns: tuple[Column, ...], slots: int, room: int) -> tuple[Column, ...]:
@@ -117,9 +117,9 @@ def _visible(part: str) -> str:
     return "%2E" + part[1:] if part.startswith(".") else part or "%"
 
 
-_NUMBERS = Column.of("numbers", (), 8)
 NUMBERS = ".numbers"
 """The name of the file of the numbers, which no leaf has."""
+_NUMBERS = Column.of(NUMBERS, (), 8)
 
 
 class Table:
@@ -152,7 +152,7 @@ class Table:
         weakref.finalize(self, _close, self._files)
         how = os.O_RDWR if writable else os.O_RDONLY
         for one, column in zip(names, (*columns, _NUMBERS), strict=True):
-            self._files.append(_open(folder, one, column.width * room, how))
+            self._files.append(_open(folder, one, column, room, how))
         self._map(room)
 
     def _map(self, room: int) -> None:
@@ -184,9 +184,10 @@ class Table:
     def _check_some(self, start: int) -> None:
         """Those from this place on."""
         words = np.array(self._words[start : start + _NUMBERS_AT_ONCE])
-        places = np.arange(start, start + len(words), dtype=np.uint64)
-        wrong = np.flatnonzero(words != _words(places, words >> np.uint64(16)))
-        if len(wrong):
+        checks = _checks(np.arange(start, start + len(words), dtype=np.uint64), words >> _BITS)
+        wrong = np.flatnonzero(words.astype(np.uint16) != checks.astype(np.uint16))
+        if words[wrong].any():  # not one that never had a number
+            wrong = wrong[words[wrong] != 0]
             raise DamagedError(
                 f"{self.paths[-1]}: leaf '.numbers': the number of place {start + wrong[0]} was "
                 "damaged."
@@ -236,11 +237,10 @@ class Table:
             The checksum of each block.
         """
         width = target.shape[1]
-        direct = stretch.in_line and target[stretch.rows].flags.c_contiguous
-        shape = (len(stretch.places), width)
-        inner = target[stretch.rows] if direct else np.empty(shape, np.uint8)
-        for start, stop in stretch.spans:
-            self._read(number, int(stretch.places[start]), inner[start:stop])
+        direct = isinstance(stretch.rows, slice) and target.flags.c_contiguous
+        inner = target[stretch.rows] if direct else np.empty((stretch.count, width), np.uint8)
+        for start, stop, place in stretch.spans:
+            self._read(number, place, inner[start:stop])
         if not direct:
             target[stretch.rows] = inner
         whole = inner.reshape(-1).data
@@ -310,23 +310,31 @@ class Stretch:
     Args:
         blocks: their numbers.
         size: how many rows a block has.
-        places: of the rows, int64 `[B]`, in order.
-        rows: of a target, int64 `[B]`, where they go.
+        runs: int64 `[K, 3]`, of the rows that lie there: where in a target the first one goes, its
+            place, and how many follow both; by their places.
 
     Attributes:
-        places: as above.
-        rows: as above; a slice where they are `in_line`.
-        in_line: whether places follow one another, and rows too.
-        spans: where places follow one another, as `runs` has them.
+        count: how many rows.
+        rows: where they go, int64 `[count]`; a slice where they follow one another.
+        spans: for each run, which of the rows are in it, and the place of the first.
         edges: how many of the rows are in the blocks before each one, and in all.
     """
 
-    def __init__(self, blocks: range, size: int, places: np.ndarray, rows: np.ndarray) -> None:
-        self.places, self.spans = places, runs(places)
-        self.in_line = len(self.spans) == 1 and len(runs(rows)) == 1
-        self.rows = slice(rows[0], rows[-1] + 1) if self.in_line else rows
+    rows: np.ndarray | slice
+    edges: list[int]
+
+    def __init__(self, blocks: range, size: int, runs: np.ndarray) -> None:
+        first, place, length = np.concatenate([[[0, 0, 0]], runs]).T  # before the first one
+        ends = np.cumsum(length)
+        self.count, starts = int(ends[-1]), ends - length
+        self.spans = list(zip(starts.tolist(), ends.tolist(), place.tolist(), strict=True))[1:]
+        if len(runs) == 1:
+            self.rows = slice(int(first[1]), int(first[1]) + self.count)
+        else:
+            self.rows = np.arange(self.count) + np.repeat(first - starts, length)
         bounds = np.arange(blocks.start, blocks.stop + 1) * size
-        self.edges: list[int] = np.searchsorted(places, bounds).tolist()
+        run = np.searchsorted(place, bounds, side="right") - 1
+        self.edges = (starts[run] + np.clip(bounds - place[run], 0, length[run])).tolist()
 
 
 def _sum(rows: np.ndarray) -> int:
@@ -335,10 +343,18 @@ def _sum(rows: np.ndarray) -> int:
 
 def _words(places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Numbers with their checks, uint64; 0 for a place that never had one."""
-    mixed = (numbers + places.astype(np.uint64) * _ODD) * _ODD
-    words = numbers << np.uint64(16) | mixed >> np.uint64(48)
+    words = numbers << _BITS | _checks(places.astype(np.uint64), numbers)
     words[numbers == 0] = 0
     return words
+
+
+def _checks(places: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The checks of numbers, of 16 bits; all uint64, and the places are written over."""
+    places *= _ODD
+    places += numbers
+    places *= _ODD
+    places >>= _CHECK
+    return places
 
 
 def _close(numbers: list[int]) -> None:
@@ -370,16 +386,16 @@ def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, rese
         raise
 
 
-def _open(folder: Folder, name: str, size: int, how: int) -> int:
-    path = folder.path_of(name)
+def _open(folder: Folder, name: str, column: Column, room: int, how: int) -> int:
+    wanted = f"{folder.path_of(name)}: {column.told}: expected {column.width * room} bytes"
     try:
         file = folder.open(name, how)
     except FileNotFoundError:
-        raise DamagedError(f"{path}: expected {size} bytes, found no file.") from None
+        raise DamagedError(f"{wanted}, found no file.") from None
     found = os.fstat(file).st_size
-    if found < size:
+    if found < column.width * room:
         os.close(file)
-        raise DamagedError(f"{path}: expected {size} bytes, found {found}.")
+        raise DamagedError(f"{wanted}, found {found}.")
     return file
 
 

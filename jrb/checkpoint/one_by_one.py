@@ -4,6 +4,7 @@ N capacity, V the buffers that `vmap` has put side by side, W the elements of a 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jrb._base import pytree
+from jrb._base import pytree, versions
 from jrb._engine import columns, memory, side_by_side, state_check
 from jrb._engine.orders import Order
 from jrb._engine.side_by_side import Place, SideBySide
@@ -283,5 +284,13 @@ def room_for(buffer: Buffer, spec: Item, batch: tuple[int, ...]) -> Room | None:
     """For the leaves that lie side by side in a buffer's states; None if none do."""
     if not is_packing(buffer):
         return None
-    want = jax.eval_shape(lambda: state_check.blank(buffer, spec).storage)
+    leaves, structure = jax.tree.flatten(spec)
+    want = _wanted(buffer, structure, tuple(leaves), versions.is_x64())
     return Room(want, batch) if isinstance(want, SideBySide) else None
+
+
+@functools.lru_cache(maxsize=16)
+def _wanted(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
+    """The specs of a storage's state, remembered: a program loads the same one again and again."""
+    spec = jax.tree.unflatten(structure, leaves)
+    return jax.eval_shape(lambda: state_check.blank(buffer, spec).storage)

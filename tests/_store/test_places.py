@@ -4,7 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 
-from jrb._store import places
+from jrb._store import places, table
 
 
 @st.composite
@@ -34,5 +34,29 @@ def test_the_slots_of_a_range_of_places(where, data):
     start = data.draw(st.integers(0, room))
     stop = data.draw(st.integers(start, room))
     found = places.within(places.by_place(of), start, stop)
-    expected = sorted((place, slot) for slot, place in enumerate(of) if start <= place < stop)
-    assert list(zip(*map(np.ndarray.tolist, found), strict=True)) == expected
+    each = [(place + n, slot + n) for slot, place, length in found.tolist() for n in range(length)]
+    assert each == sorted((place, s) for s, place in enumerate(of) if start <= place < stop)
+    assert (found[:, 2] > 0).all()
+
+
+@hypothesis.given(lying(), st.integers(1, 4), st.data())
+def test_a_stretch_says_where_the_rows_of_blocks_go(where, size, data):
+    of, room = where
+    last = -(-room // size)
+    blocks = range(data.draw(st.integers(0, last)), last)
+    runs = places.within(places.by_place(of), blocks.start * size, blocks.stop * size)
+    found = table.Stretch(blocks, size, runs)
+    here = sorted((place, slot) for slot, place in enumerate(of) if place >= blocks.start * size)
+    rows = np.arange(len(of))[found.rows]
+    assert rows.tolist() == [slot for _, slot in here] and found.count == len(here)
+    spans = [(n, place + n - a) for a, b, place in found.spans for n in range(a, b)]
+    assert spans == [(n, place) for n, (place, _) in enumerate(here)]
+    inside = [sum(place < block * size for place, _ in here) for block in (*blocks, last)]
+    assert found.edges == inside
+
+
+@hypothesis.given(lying())
+def test_named_places_are_those_of_slots(where):
+    of, room = where
+    found = places.Places(of, room).named()
+    assert np.flatnonzero(found).tolist() == sorted(place for place in of if place >= 0)

@@ -1017,7 +1017,7 @@ def test_verify_reads_by_pieces_of_any_size(layout, piece, tmp_path, monkeypatch
     assert jrb.checkpoint.verify(path, shares.append) == []
     assert shares == sorted(shares)
     assert shares[-1] == 1
-    file = path if layout == "h5" else next(path.rglob("wide.bin"))
+    file = path if layout == "h5" else next(path.rglob("wide*.bin"))
     data = bytearray(file.read_bytes())
     place = bytes(data).find(np.float32(40).tobytes())
     data[place] ^= 1

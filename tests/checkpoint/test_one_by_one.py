@@ -110,7 +110,7 @@ def test_damage_names_all_leaves_of_a_file(tmp_path):
     jrb.save(tmp_path, buffer, buffer.add(buffer.init(ITEM), ITEM | {"b": jnp.int32(7)}))
     file = tmp_path / "rows" / "storage" / "a+2.bin"
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-    names = "leaves 'storage/a', 'storage/b', 'storage/c', block 0: expected the checksum"
+    names = "leaf 'storage/a', leaf 'storage/b', leaf 'storage/c', block 0: expected the checksum"
     with pytest.raises(jrb.checkpoint.DamagedError, match=re.escape(names)):
         jrb.load(tmp_path)
     assert len(jrb.checkpoint.verify(tmp_path)) == 1

@@ -200,7 +200,7 @@ def test_a_class_that_is_not_there_is_named(tmp_path, monkeypatch):
 
 def test_damage_to_a_part_and_a_lost_one_are_found(tmp_path):
     jrb.save(tmp_path, {"a": ONE, "b": OTHER}, {"a": ITS, "b": OWN})
-    name = tmp_path / "b" / "rows" / "storage" / "action.bin"
+    name = next((tmp_path / "b" / "rows" / "storage").glob("action*.bin"))
     data = bytearray(name.read_bytes())
     data[3] ^= 1
     name.write_bytes(data)
