@@ -1,6 +1,8 @@
 """Descriptions, states, leaf paths, and the checks whose errors name a leaf."""
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar, dataclass_transform
 
@@ -36,11 +38,35 @@ def component(cls: type[T]) -> type[T]:
             _check_static(type(self).__name__, field.name, getattr(self, field.name))
         check(self)
 
-    cls.__post_init__ = post_init  # pyright: ignore[reportAttributeAccessIssue]
+    cls.__post_init__ = post_init  # pyright: ignore[reportAttributeAccessIssue]: of any class
     if "__repr__" not in cls.__dict__:
         cls.__repr__ = _call
     _COMPONENTS.add(cls)
-    return jax.tree_util.register_static(dataclasses.dataclass(frozen=True, repr=False)(cls))
+    made = dataclasses.dataclass(frozen=True, repr=False)(cls)
+    made.__hash__ = _once(made.__hash__)  # pyright: ignore[reportAttributeAccessIssue]: the same
+    return jax.tree_util.register_static(made)
+
+
+_HASHES: dict[int, tuple[weakref.ref, int]] = {}
+"""Those of the descriptions that there are, by `id`."""
+
+
+def _once(compute: Callable[[Any], int]) -> Callable[[Any], int]:
+    """The hash of a description, computed once: each call of a verb outside `jit` asks for it.
+
+    It goes through all fields and those of all parts. It is not kept in the description, in which
+    there is nothing but its fields.
+    """
+
+    def remembered(self: Any) -> int:
+        found = _HASHES.get(id(self))
+        if found is None:
+            forget = functools.partial(_HASHES.pop, id(self))
+            found = weakref.ref(self, lambda _: forget()), compute(self)
+            _HASHES[id(self)] = found
+        return found[1]
+
+    return remembered
 
 
 def changed(description: Any) -> list[tuple[str, Any]]:
@@ -201,6 +227,18 @@ def part_name(part: PyTree) -> str:
 def leaf_names(tree: PyTree) -> list[str]:
     """The names of all leaves, in order."""
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def unique_names(tree: PyTree) -> list[str]:
+    """The same, each once: a second one is followed by `#2`."""
+    names: dict[str, None] = {}
+    for name in leaf_names(tree):
+        unique, number = name, 1
+        while unique in names:
+            number += 1
+            unique = f"{name}#{number}"
+        names[unique] = None
+    return list(names)
 
 
 def shown_leaves(tree: PyTree) -> list[tuple[str, Any]]:

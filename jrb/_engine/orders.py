@@ -17,10 +17,9 @@ from jax import lax
 from jrb.types import Write
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The order of the rows of an array. It has no arrays.
+    """The order of the rows of an array.
 
     Attributes:
         envs: E of arrays `[E, R, W]`; None for arrays `[N, W]` in the order of slots.

@@ -37,10 +37,9 @@ _NARROW = 32
 a gather for each."""
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a leaf is that lies beside others. It has no arrays.
+    """Where a leaf is that lies beside others.
 
     Attributes:
         words: the name of the array, the dtype of its elements.
@@ -76,6 +75,21 @@ class Place:
         return words.reshape(*lead, self.stop - self.start)
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How items of which some leaves lie side by side are put together.
+
+    Attributes:
+        structure: of the items.
+        entries: for each leaf its place beside others, or the name of its column.
+        order: in which rows lie.
+    """
+
+    structure: Any
+    entries: tuple[Place | str, ...]
+    order: Order
+
+
 class SideBySide(pytree.State):
     """Items of which some leaves lie side by side. They can be looked at as if they did not.
 
@@ -83,14 +97,33 @@ class SideBySide(pytree.State):
     leaf as an array `[N, ...]`; where it lies in a column of its own, the column.
 
     Attributes:
-        places: the pytree of the items, with columns, and `Place`s for the leaves beside others.
+        columns: of the leaves that lie alone, by their names.
         arrays: `[N, W]`, or `[E, R, W]`, by the names of their dtypes.
-        order: which of them; no array.
+        form: what is where; no array.
     """
 
-    places: Any
+    columns: dict[str, Any]
     arrays: dict[str, Any]
-    order: Order = pytree.static(default=Order())
+    form: Form = pytree.static(default=None)
+
+    @property
+    def order(self) -> Order:
+        """In which rows lie."""
+        return self.form.order
+
+    @property
+    def places(self) -> Any:
+        """The pytree of the items, with columns, and `Place`s for the leaves beside others."""
+        entries = self.form.entries
+        found = [it if isinstance(it, Place) else self.columns[it] for it in entries]
+        return jax.tree.unflatten(self.form.structure, found)
+
+    def filled(self, places: Any, arrays: dict[str, Any]) -> "SideBySide":
+        """The same items in other columns and arrays; what `places` has for others is not read."""
+        flat = jax.tree.leaves(places, is_leaf=columns.is_column)
+        pairs = zip(self.form.entries, flat, strict=True)
+        alone = {name: column for name, column in pairs if not isinstance(name, Place)}
+        return self.replace(columns=alone, arrays=arrays)
 
     @property
     def leaves(self) -> Any:
@@ -112,7 +145,7 @@ class SideBySide(pytree.State):
                 return columns.array(it)
             return jax.ShapeDtypeStruct(self.shape(it), it.dtype)
 
-        return jax.tree.map(leaf, self.places, is_leaf=is_leaf)
+        return jax.tree.map(leaf, self.places, is_leaf=columns.is_column)
 
     def shape(self, place: Place) -> tuple[int, ...]:
         """That of a leaf that lies beside others, `[..., N, ...]`."""
@@ -126,7 +159,7 @@ class SideBySide(pytree.State):
             words = self.arrays[it.words][..., it.start : it.stop]
             return it.of_rows(self.order.by_slot(words), it.start)
 
-        return jax.tree.map(leaf, places, is_leaf=is_leaf)
+        return jax.tree.map(leaf, places, is_leaf=columns.is_column)
 
     def __getitem__(self, name: Any) -> Any:
         return self._seen(self.places[name])
@@ -141,15 +174,10 @@ class SideBySide(pytree.State):
         return name in self.places
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("places", "arrays", "order"):
+        if name.startswith("_") or name in ("columns", "arrays", "form", "order", "places"):
             raise AttributeError(name)
         getattr(self.places, name)  # raises where items have no such thing
         return getattr(self.leaves, name)
-
-
-def is_leaf(thing: Any) -> bool:
-    """Whether it stands for one leaf: for `jax.tree.map(..., is_leaf=is_leaf)`."""
-    return isinstance(thing, Place) or columns.is_column(thing)
 
 
 def places(state: PartState) -> Any:
@@ -163,7 +191,7 @@ def _arrays(state: PartState) -> dict[str, Any]:
 
 def _with(state: PartState, places: Any, arrays: dict[str, Any]) -> Any:
     """The same items, or their columns, with other arrays."""
-    return state.replace(places=places, arrays=arrays) if isinstance(state, SideBySide) else places
+    return state.filled(places, arrays) if isinstance(state, SideBySide) else places
 
 
 def _order(state: PartState) -> Order:
@@ -175,16 +203,18 @@ def room(count: int, spec: Item, keys: Keys, order: Order) -> Any:
     found = _placed(spec, keys)
     if not found:
         return jax.tree.map(functools.partial(columns.room, count), spec)
-    leaves, structure = jax.tree.flatten(spec)
-    entries = [found.get(n) or columns.room(count, leaf) for n, leaf in enumerate(leaves)]
+    names, leaves = pytree.unique_names(spec), jax.tree.leaves(spec)
+    alone = {names[n]: columns.room(count, it) for n, it in enumerate(leaves) if n not in found}
+    entries = tuple(found.get(n, name) for n, name in enumerate(names))
     wanted = _widths(entries).items()
     arrays = {name: jnp.zeros((*order.lead(count), width), name) for name, width in wanted}
-    return SideBySide(places=jax.tree.unflatten(structure, entries), arrays=arrays, order=order)
+    form = Form(jax.tree.structure(spec), entries, order)
+    return SideBySide(columns=alone, arrays=arrays, form=form)
 
 
 def _widths(places: Any) -> dict[str, int]:
     found: dict[str, int] = {}
-    for it in jax.tree.leaves(places, is_leaf=is_leaf):
+    for it in jax.tree.leaves(places, is_leaf=columns.is_column):
         if isinstance(it, Place):
             found[it.words] = max(it.stop, found.get(it.words, 0))
     return found
@@ -221,7 +251,7 @@ def spec(state: PartState) -> Item:
         shape = it.shape if isinstance(it, Place) else it.shape[1:]
         return jax.ShapeDtypeStruct(shape, it.dtype)
 
-    return jax.tree.map(kind, places(state), is_leaf=is_leaf)
+    return jax.tree.map(kind, places(state), is_leaf=columns.is_column)
 
 
 def put(state: PartState, write: Write, items: Item) -> Any:
@@ -234,7 +264,7 @@ def put(state: PartState, write: Write, items: Item) -> Any:
         found[it.words].append((it.start, it.to_rows(lax.stop_gradient(new))))
         return it
 
-    left = jax.tree.map(one, places(state), items, is_leaf=is_leaf)
+    left = jax.tree.map(one, places(state), items, is_leaf=columns.is_column)
     arrays = {}
     for name, array in _arrays(state).items():
         words = [leaf for _, leaf in sorted(found[name], key=lambda pair: pair[0])]
@@ -249,7 +279,7 @@ def get(state: PartState, where: Where) -> Item:
 
 def _got(state: PartState, where: Where) -> Item:
     arrays, entries = _arrays(state), places(state)
-    found, structure = jax.tree_util.tree_flatten_with_path(entries, is_leaf=is_leaf)
+    found, structure = jax.tree_util.tree_flatten_with_path(entries, is_leaf=columns.is_column)
     asked = [(it, where(pytree.leaf_name(path))) for path, it in found]
     key = lambda it, slots: (it.words, id(slots) if it.is_narrow else it)
     runs: dict[Any, list[Place]] = {}
@@ -286,7 +316,7 @@ def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]
         arrays[it.words] = _order(state).edit(arrays[it.words], slots, there, words)
         return it
 
-    left = jax.tree_util.tree_map_with_path(one, places(state), is_leaf=is_leaf)
+    left = jax.tree_util.tree_map_with_path(one, places(state), is_leaf=columns.is_column)
     return _with(state, left, arrays)
 
 

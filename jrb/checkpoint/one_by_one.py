@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jrb._base import pytree, versions
-from jrb._engine import columns, memory, side_by_side, state_check
+from jrb._engine import columns, memory, state_check
 from jrb._engine.orders import Order
 from jrb._engine.side_by_side import Place, SideBySide
 from jrb._store import table
@@ -140,7 +140,7 @@ def leaves_of(storage: Any) -> Any:
         part = slice(it.start * size, it.stop * size)
         return of_dtype(lambda dtype: SideLeaf(words[it.words], part, shape, dtype), it.dtype)
 
-    return jax.tree.map(leaf, storage.places, is_leaf=side_by_side.is_leaf)
+    return jax.tree.map(leaf, storage.places, is_leaf=columns.is_column)
 
 
 def _check(storage: SideBySide) -> None:
@@ -250,7 +250,7 @@ class Room:
         return {id(leaf): target for leaf, target in pairs if target is not None}
 
     def _flat(self) -> list[Any]:
-        return jax.tree.leaves(self._want.places, is_leaf=side_by_side.is_leaf)
+        return jax.tree.leaves(self._want.places, is_leaf=columns.is_column)
 
     def _leaf(self, it: Any) -> Target | None:
         if not isinstance(it, Place):
@@ -267,12 +267,8 @@ class Room:
             storage: a pytree like the items, with the columns that are their own.
             device: for the arrays.
         """
-        flat = jax.tree.leaves(storage, is_leaf=columns.is_column)
-        pairs = zip(self._flat(), flat, strict=True)
-        entries = [it if isinstance(it, Place) else column for it, column in pairs]
-        structure = jax.tree.structure(self._want.places, is_leaf=side_by_side.is_leaf)
         arrays = {name: self._placed(name, device) for name in self._want.arrays}
-        return self._want.replace(places=jax.tree.unflatten(structure, entries), arrays=arrays)
+        return self._want.filled(storage, arrays)
 
     def _placed(self, name: str, device: Device) -> jax.Array:
         self._bytes.pop(name)

@@ -116,18 +116,6 @@ def _misfit(buffer: Buffer, specs: BufferState) -> Exception:
     return other
 
 
-def leaf_names(tree: PyTree) -> list[str]:
-    """The names of all leaves, each once."""
-    names: dict[str, None] = {}
-    for name in pytree.leaf_names(tree):
-        unique, number = name, 1
-        while unique in names:
-            number += 1
-            unique = f"{name}#{number}"
-        names[unique] = None
-    return list(names)
-
-
 def by_name(tree: PyTree) -> dict[str, Leaf]:
     """All leaves by these names."""
-    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    return dict(zip(pytree.unique_names(tree), jax.tree.leaves(tree), strict=True))

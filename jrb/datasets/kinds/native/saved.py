@@ -120,7 +120,7 @@ class InRows:
         found = self._opened.leaves
         if self._opened.body["meta"]["kind"] == commits.KIND:
             return list(found.values())
-        names = state_specs.leaf_names({"storage": self._blank.storage})
+        names = pytree.unique_names({"storage": self._blank.storage})
         return [found[name] for name in names if name in found]
 
     @functools.cached_property
@@ -227,7 +227,7 @@ class InRows:
     def _parts(self) -> tuple[Any, Any]:
         """The states of writer and unit."""
         want = {"unit": self._blank.unit, "writer": self._blank.writer}
-        names, found = state_specs.leaf_names(want), []
+        names, found = pytree.unique_names(want), []
         for name, leaf in zip(names, jax.tree.leaves(want), strict=True):
             entry = self._opened.arrays.get(name)
             if entry is None or entry["kind"] != [str(leaf.dtype), str(list(leaf.shape))]:
