@@ -14,6 +14,7 @@ import numpy as np
 from jrb._base import pytree
 from jrb._base.pytree import DType, Leaf, PyTree
 
+_NUMPY = (np.ndarray, np.generic)
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
@@ -28,7 +29,7 @@ def kept(items: PyTree, what: str) -> Any:
 
 def is_kept(leaf: Leaf) -> bool:
     """Whether JAX leaves the dtype of a leaf as it is; quick, as it is asked at every call."""
-    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.char not in _WIDE:
+    if not isinstance(leaf, _NUMPY) or leaf.dtype.char not in _WIDE:
         return True
     return jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
 

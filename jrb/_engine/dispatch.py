@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, pytree, versions, wording
-from jrb._base.pytree import SpecKey
+from jrb._base.pytree import Leaf, SpecKey
 from jrb._engine import editing, state_check, steps, transforming
 from jrb._engine.compiling import by_description
 from jrb._engine.deferred import DeferredStorage
@@ -36,8 +36,9 @@ def explained(verb: F) -> F:
 
     @functools.wraps(verb)
     def told(*args: Any, **kwargs: Any) -> Any:
-        for first in args[:2]:  # a verb of dispatch has the buffer before the state
-            check_there(first)
+        if not _is_alone():
+            for first in args[:2]:  # a verb of dispatch has the buffer before the state
+                check_there(first)
         try:
             return verb(*args, **kwargs)
         except Exception as error:
@@ -53,6 +54,12 @@ def explained(verb: F) -> F:
             ) from error
 
     return cast(F, told)
+
+
+@functools.lru_cache
+def _is_alone() -> bool:
+    """Whether there is one device, and one on the host; it is asked once there are arrays."""
+    return jax.device_count() == 1 == jax.device_count("cpu")
 
 
 def check_there(states: Any) -> None:
@@ -138,7 +145,12 @@ def _check_kind(buffer: Buffer, state: BufferState) -> None:
 
 
 def is_traced(*arguments: Any) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+    """Whether any of their leaves is no array, but stands for one."""
+    return any(map(_is_tracer, jax.tree.leaves(arguments)))
+
+
+def _is_tracer(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
 
 
 def _is_inside(buffer: Buffer, *arguments: Any) -> bool:
@@ -402,10 +414,10 @@ def _draw_on_device(
     moves: bool,
 ) -> tuple[Any, Sample] | None:
     """A draw by one compiled call; None where this is called inside `jit`."""
-    if is_traced(key, state.edits):
+    if _is_tracer(key) or _is_tracer(state.edits):
         return None
     found = _sample(buffer, state, key, batch_size, beta, moves=moves)
-    if is_traced(found[1].mask):  # of the other arguments, some are
+    if _is_tracer(found[1].mask):  # some of the other arguments are, too
         return None
     if not quiet:
         _check_some(buffer, state, found[1].mask)
@@ -461,7 +473,7 @@ def _draw_outside(
         sampler, fields, rest = _choose(
             inner, half, key, batch_size, beta, names=names, moves=moves, spec=spec
         )
-        if _is_inside(buffer, fields["mask"]):
+        if _is_tracer(fields["mask"]) and _is_inside(buffer, fields["mask"]):
             return None
         mask, places = (fields["mask"], None) if rest is None else rest
         if not quiet:
@@ -507,7 +519,8 @@ def _is_plain(buffer: Buffer) -> bool:
 
 def _check_some(buffer: Buffer, state: BufferState, mask: jax.Array) -> None:
     """Raises unless a draw found something; this waits for it."""
-    if np.asarray(mask).any():
+    found = np.asarray(mask)
+    if found.item(0) or found.any():
         return
     raise ValueError(
         f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
