@@ -9,7 +9,7 @@ import pytest
 from jrb._store import files, generation, opening, store
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
-from jrb._store.table import Column
+from jrb._store.table import Column, Leaf
 from tests._store import faults
 
 
@@ -41,6 +41,9 @@ def runs(*rows):
     return np.array(rows, np.int64).tobytes()
 
 
+FORGED = {"name": "more", "kind": ["uint8", "[4]"], "width": 4}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -54,6 +57,12 @@ def runs(*rows):
         lambda body, _: body["table"]["columns"][0]["leaves"][0].update(name="/etc/passwd"),
         lambda body, _: body["table"]["columns"][0]["leaves"][0].update(name=["x"]),
         lambda body, _: body["table"]["columns"][0]["leaves"][0].pop("width"),
+        lambda body, _: body["table"]["columns"][0]["leaves"][0].update(width=-1),
+        lambda body, _: body["table"]["columns"][0]["leaves"].append(FORGED),
+        lambda body, _: body["table"]["columns"][0].update(leaves=[]),
+        lambda body, _: body["table"]["columns"][0].update(leaves="ab"),
+        lambda body, _: body["table"]["columns"][0].update(leaves=5),
+        lambda body, _: body["table"]["columns"][1].update(body["table"]["columns"][0]),
         lambda body, _: body.update(table=[]),
         lambda body, _: body.update(rows=-5),
         lambda body, _: body.update(meta=[[[[]]]]),
@@ -103,6 +112,15 @@ def test_links_are_not_followed(name, path, tmp_path):
     os.symlink(tmp_path / "elsewhere", os.path.join(path, name))
     with pytest.raises(DamagedError, match="link"):
         faults.opened(path)
+
+
+def test_a_file_of_several_leaves_has_a_name_that_no_leaf_has():
+    one, other = Leaf("next/a", (), 2), Leaf("b", (), 4)
+    column = Column((one, other))
+    assert (column.file, column.width) == ("next/a+1.bin", 6)
+    assert column.parts == [slice(0, 2), slice(2, 6)]
+    assert Column.of("next/a+1", (), 2).file == "next/a%2B1.bin"
+    assert Column((Leaf(".", (), 2), other)).file == "items+1.bin"
 
 
 NAMES = ["..", ".", "a/b", "", "rows", "undo/x", "numbers", "lock", "\0", "ä", "a b", "/x"]
