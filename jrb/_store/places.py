@@ -197,8 +197,8 @@ _FEW = 64
 
 def _runs_from(of: np.ndarray, start: int) -> np.ndarray:
     """The runs of some slots, the first of which has this number."""
-    if of[0] >= 0 and of[-1] - of[0] == len(of) - 1 and (np.diff(of) == 1).all():  # as mostly
-        return np.array([[start, of[0], len(of)]])
+    if of[0] >= 0 and of[-1] - of[0] == len(of) - 1 and (of[1:] > of[:-1]).all():  # as mostly
+        return np.array([[start, of[0], len(of)]])  # so they can only follow one another
     there = np.concatenate([[False], of >= 0, [False]])
     breaks = np.ones(len(of) + 1, bool)
     breaks[1:-1] = np.diff(of) != 1

@@ -175,7 +175,7 @@ def joined(
     plain, room = host_items.on_device(buffer), one_by_one.room_for(buffer, spec, batch)
     slotted = jax.tree.leaves(plain.storage.slotted(want.storage))
     _check(plain, slotted, spec, batch, "load")
-    targets = {} if room is None else room.targets(want.storage)
+    targets = {} if room is None else room.targets(want.storage, is_blank=True)
     own = {id(leaf): _zeros(leaf) for leaf in slotted if id(leaf) not in targets}
     lined = {at: array.reshape(count, *array.shape[len(batch) :]) for at, array in own.items()}
     into = targets | lined

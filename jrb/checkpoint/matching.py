@@ -90,7 +90,7 @@ def restored(
     packed = state_specs.packed(want)
     places, leaves = _places(opened, packed, has_rows), []
     buffers = int(np.prod(want.edits.shape, dtype=int))
-    targets, together = {} if room is None else room.targets(want.storage), []
+    targets, together = {} if room is None else room.targets(want.storage, is_blank=False), []
     for leaf, (name, lying) in zip(jax.tree.leaves(packed), places, strict=True):
         read = rows.reader(opened, name, lying, buffers)
         if is_attached and lying is not None:

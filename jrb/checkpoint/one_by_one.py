@@ -218,7 +218,7 @@ class Target:
 
 
 class Room:
-    """Memory on the host for leaves that will lie side by side, zeros.
+    """Memory on the host for leaves that will lie side by side.
 
     Args:
         want: the specs of the storage's state, without batch.
@@ -230,23 +230,25 @@ class Room:
         self._arrays: dict[str, np.ndarray] = {}
         self._bytes: dict[str, np.ndarray] = {}
 
-    def _zeros(self, spec: Item) -> np.ndarray:
+    def _array(self, spec: Item, is_blank: bool) -> np.ndarray:
         *lead, width = spec.shape
         shape = (math.prod(self._batch) * math.prod(lead), width)
-        return table.aligned(shape, spec.dtype, make=np.zeros)
+        return table.aligned(shape, spec.dtype, make=np.zeros if is_blank else np.empty)
 
-    def leaves(self) -> list[Target | None]:
+    def leaves(self, is_blank: bool) -> list[Target | None]:
         """Each leaf where it will lie; None for those of columns of their own.
 
-        The memory is allocated here.
+        The memory is allocated here: zeros if it is to be blank, which takes longer; else all rows
+        have to be written.
         """
-        self._arrays = {name: self._zeros(spec) for name, spec in self._want.arrays.items()}
+        wanted = self._want.arrays.items()
+        self._arrays = {name: self._array(spec, is_blank) for name, spec in wanted}
         self._bytes = {name: array.view(np.uint8) for name, array in self._arrays.items()}
         return [self._leaf(it) for it in self._flat()]
 
-    def targets(self, storage: Any) -> dict[int, Target]:
+    def targets(self, storage: Any, is_blank: bool) -> dict[int, Target]:
         """Those that lie side by side, by the ids of a storage's specs, one for each leaf."""
-        pairs = zip(jax.tree.leaves(storage), self.leaves(), strict=True)
+        pairs = zip(jax.tree.leaves(storage), self.leaves(is_blank), strict=True)
         return {id(leaf): target for leaf, target in pairs if target is not None}
 
     def _flat(self) -> list[Any]:
