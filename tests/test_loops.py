@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb._engine import dispatch
 
 KEY = jax.random.key(0)
 EXAMPLE = {
@@ -318,3 +319,20 @@ def test_states_that_were_donated_are_told_of(parts):
             with pytest.raises(ValueError, match=r"donated, .*Go on with the state that came back"):
                 call()
     assert int(verbs.size(new)) == 5
+
+
+def test_a_program_may_have_no_devices_on_the_host(monkeypatch):
+    def count(backend=None):
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend cpu.")
+        return 1
+
+    dispatch._is_alone.cache_clear()
+    monkeypatch.setattr(jax, "device_count", count)
+    try:
+        assert dispatch._is_alone()
+        monkeypatch.setattr(jax, "device_count", lambda backend=None: 8 if backend else 1)
+        dispatch._is_alone.cache_clear()
+        assert not dispatch._is_alone()
+    finally:
+        dispatch._is_alone.cache_clear()

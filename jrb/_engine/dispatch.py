@@ -58,8 +58,12 @@ def explained(verb: F) -> F:
 
 @functools.lru_cache
 def _is_alone() -> bool:
-    """Whether there is one device, and one on the host; it is asked once there are arrays."""
-    return jax.device_count() == 1 == jax.device_count("cpu")
+    """Whether there is one device, and no further ones on the host; asked once there are arrays."""
+    try:
+        on_host = jax.device_count("cpu")
+    except RuntimeError:  # which is not among the platforms of this program
+        on_host = 0
+    return jax.device_count() == 1 and on_host <= 1
 
 
 def check_there(states: Any) -> None:

@@ -35,6 +35,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)  # of no pattern: the golden ratio's
 _BITS, _CHECK = np.uint64(16), np.uint64(48)  # of a word: those of its check, and of the rest
 _ALIGNMENT = 64  # bytes; where XLA takes memory without a copy
 _FEW = 4096  # bytes
+_LONGEST = 255  # bytes of a name
 _PIECE = 1 << 20  # bytes that are looked at at a time
 _NUMBERS_AT_ONCE = 1 << 16  # by one thread, in its cache
 
@@ -85,10 +86,7 @@ class Column:
 
     @property
     def file(self) -> str:
-        """The file's name, in the folder of the table: that of the first leaf, and how many more.
-
-        A name with a `+` is that of no leaf.
-        """
+        """The file's name: that of the first leaf, and how many more. A `+` is in no leaf's."""
         first, more = self.leaves[0].name, len(self.leaves) - 1
         parts = [quote(part, safe="%", errors="surrogatepass") for part in first.split("/")]
         name = "items" if first == "." else "/".join(map(_visible, parts))
@@ -98,6 +96,25 @@ class Column:
     def told(self) -> str:
         """Its leaves, for messages."""
         return ", ".join(f"leaf '{leaf.name}'" for leaf in self.leaves)
+
+
+def files_of(columns: tuple[Column, ...]) -> list[str]:
+    """The names of their files, in the folder of the table.
+
+    Leaves may have names that are one as files, or that a file cannot have: these files are called
+    like the number of their column.
+    """
+    found: list[str] = []
+    folders: set[str] = set()
+    for number, column in enumerate(columns):
+        file, parts = column.file, column.file.split("/")
+        above = {"/".join(parts[:end]) for end in range(1, len(parts))}
+        is_free = file not in folders and not above.union([file]).intersection(found)
+        if not is_free or max(len(os.fsencode(part)) for part in parts) > _LONGEST:
+            file, above = f"#{number}.bin", set()
+        found.append(file)
+        folders |= above
+    return found
 
 
 def blocked(columns: tuple[Column, ...], slots: int, room: int) -> tuple[Column, ...]:
@@ -146,7 +163,7 @@ class Table:
         self, folder: Folder, name: str, columns: tuple[Column, ...], room: int, writable: bool
     ) -> None:
         self.columns, self.writable = columns, writable
-        names = [f"{name}/{column.file}" for column in columns] + [f"{name}/{NUMBERS}"]
+        names = [f"{name}/{file}" for file in (*files_of(columns), NUMBERS)]
         self.paths = [folder.path_of(one) for one in names]
         self._files: list[int] = []
         weakref.finalize(self, _close, self._files)
@@ -184,10 +201,12 @@ class Table:
     def _check_some(self, start: int) -> None:
         """Those from this place on."""
         words = np.array(self._words[start : start + _NUMBERS_AT_ONCE])
-        checks = _checks(np.arange(start, start + len(words), dtype=np.uint64), words >> _BITS)
-        wrong = np.flatnonzero(words.astype(np.uint16) != checks.astype(np.uint16))
-        if words[wrong].any():  # not one that never had a number
-            wrong = wrong[words[wrong] != 0]
+        places = np.arange(start, start + len(words), dtype=np.uint64)
+        numbers = words >> _BITS
+        right = words.astype(np.uint16) == _checks(places, numbers).astype(np.uint16)
+        right &= numbers != 0
+        wrong = np.flatnonzero(~(right | (words == 0)))
+        if len(wrong):
             raise DamagedError(
                 f"{self.paths[-1]}: leaf '.numbers': the number of place {start + wrong[0]} was "
                 "damaged."
@@ -370,8 +389,9 @@ def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, rese
     """
     try:
         folder.make(name)
-        for column in (_NUMBERS, *columns):  # by the first of which the folder can be told
-            file = f"{name}/{column.file if column is not _NUMBERS else NUMBERS}"
+        files_in = (NUMBERS, *files_of(columns))  # by the first of which the folder can be told
+        for one, column in zip(files_in, (_NUMBERS, *columns), strict=True):
+            file = f"{name}/{one}"
             folder.make(os.path.dirname(file))
             opened = folder.create(file)
             try:

@@ -1,6 +1,7 @@
 """All rows on the host, the newest ones on the device too."""
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -128,7 +129,8 @@ def _merged(hot: list[jax.Array], cold: list[jax.Array], at: list[jax.Array]) ->
     """Rows `[*slots, ...]` into which others are put, at places among them, one after the other."""
     found = []
     for warm, rest, start in zip(hot, cold, at, strict=True):
-        line = warm.reshape(-1, *rest.shape[1:])
+        lead = warm.shape[: warm.ndim + 1 - rest.ndim]
+        line = warm.reshape(math.prod(lead), *rest.shape[1:])
         line = rows.put_blocks(line, start, rest[:, None]) if start.size else line
         found.append(line.reshape(warm.shape))
     return found

@@ -1,15 +1,16 @@
 """Stores: what they promise, what they cost, and what they refuse."""
 
 import os
+import pathlib
 import shutil
 
 import numpy as np
 import pytest
 
-from jrb._store import files, generation, opening, store
+from jrb._store import files, generation, opening, store, table
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
-from jrb._store.table import Column, Leaf
+from jrb._store.table import Column, Leaf, files_of
 from tests._store import faults
 
 
@@ -121,6 +122,35 @@ def test_a_file_of_several_leaves_has_a_name_that_no_leaf_has():
     assert column.parts == [slice(0, 2), slice(2, 6)]
     assert Column.of("next/a+1", (), 2).file == "next/a%2B1.bin"
     assert Column((Leaf(".", (), 2), other)).file == "items+1.bin"
+
+
+def test_files_have_names_of_their_own():
+    wanted = {
+        "": "%.bin",
+        "%": "#1.bin",
+        "+": "%2B.bin",
+        "%2B": "#3.bin",
+        "a": "a.bin",
+        "a.bin/q": "#5.bin",
+        "b.bin/q": "b.bin/q.bin",
+        "b": "#7.bin",
+        "c" * 251: "c" * 251 + ".bin",
+        "d" * 252: "#9.bin",
+    }
+    assert files_of(tuple(Column.of(name, (), 1) for name in wanted)) == list(wanted.values())
+
+
+def test_a_place_without_a_number_has_no_check_either(path):
+    opening.create(path, (Column.of("x", (), 1),), 40, 80, reserve=False).close()
+    file = pathlib.Path(path, "rows", ".numbers")
+    for place in range(1, 80):
+        for word in (1 << 15, int(table._checks(np.array([place], np.uint64), np.uint64(0))[0])):
+            words = np.zeros(80, np.uint64)
+            words[place] = word
+            file.write_bytes(words.tobytes())
+            rows = table.Table(Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False)
+            with pytest.raises(DamagedError, match=f"the number of place {place} was damaged"):
+                rows.check_numbers()
 
 
 NAMES = ["..", ".", "a/b", "", "rows", "undo/x", "numbers", "lock", "\0", "ä", "a b", "/x"]

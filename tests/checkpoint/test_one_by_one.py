@@ -105,6 +105,27 @@ def test_leaves_come_together_that_lie_in_files_of_their_own(
     jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path / "y")[1], state)
 
 
+LARGE = jnp.zeros(300)
+ODD_NAMES = {
+    "alone": {"": LARGE, "%": LARGE, "+": LARGE, "%2B": LARGE},
+    "beside others": {"+": jnp.zeros(2), "%2B": jnp.zeros(8, jnp.uint8), "~x": jnp.zeros(2)}
+    | {"~y": jnp.zeros(8, jnp.uint8)},
+    "folders": {"a": LARGE, "a.bin": {"q": LARGE}},
+    "long": {"a" * 250: jnp.zeros(2), "b" * 300: LARGE, "c": jnp.zeros(2)},
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("item", ODD_NAMES.values(), ids=ODD_NAMES)
+def test_leaves_whose_names_are_alike_as_files_are_kept_apart(item, tmp_path):
+    buffer, rng = jrb.ReplayBuffer(9), np.random.default_rng(0)
+    rows = jax.tree.map(lambda x: rng.integers(0, 99, (7, *x.shape)).astype(x.dtype), item)
+    state = buffer.extend(buffer.init(item), rows)
+    jrb.save(tmp_path, buffer, state)
+    assert jrb.checkpoint.verify(tmp_path) == []
+    jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path)[1], state)
+
+
 def test_damage_names_all_leaves_of_a_file(tmp_path):
     buffer = jrb.ReplayBuffer(9)
     jrb.save(tmp_path, buffer, buffer.add(buffer.init(ITEM), ITEM | {"b": jnp.int32(7)}))

@@ -461,3 +461,14 @@ def test_names_that_files_cannot_have_are_refused(example):
 def test_an_empty_path_is_refused():
     with pytest.raises(ValueError, match="path: expected a path"):
         jrb.MemmapStorage("")
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_leaves_of_no_elements_are_drawn_too(make):
+    item = {"x": jnp.zeros(2), "none": jnp.zeros((0, 3))}
+    buffer = jrb.ReplayBuffer(12, batch_size=4, storage=make())
+    state = buffer.init(item)
+    for number in range(8):
+        state = buffer.add(state, item | {"x": jnp.full(2, float(number))})
+    data = buffer.sample(state, jax.random.key(0)).data
+    assert data["none"].shape == (4, 0, 3) and data["x"].shape == (4, 2)
