@@ -287,6 +287,15 @@ def test_files_that_are_cut_or_gone(tmp_path):
         jrb.datasets.open(path)
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_leaves_of_one_name_are_refused(once, tmp_path):
+    item = steps(np.random.default_rng(0)) | {"x": {"y": np.float32(1)}, "x/y": np.float32(2)}
+    buffer = jrb.ReplayBuffer(8, storage=jrb.DeviceStorage(once=once))
+    jrb.save(tmp_path, buffer, buffer.add(buffer.init(item), item))
+    with pytest.raises(ValueError, match="leaf 'x/y': expected leaves with names of their own"):
+        jrb.datasets.open(tmp_path)
+
+
 def test_what_is_none_of_ours(tmp_path):
     kinds = jrb.datasets.kinds()
     (tmp_path / "generation-000000000001").write_text("[1]\n")

@@ -43,6 +43,7 @@ def stored(path: str, number: int | None) -> "InRows | InMemory":
     meta = opened.body["meta"] or {}
     _check(path, meta)
     buffer, spec = _described(path, meta)
+    _check_names(path, spec)
     if isinstance(buffer.storage, DeviceStorage) and buffer.storage.once:
         return InMemory(path, opened.number)
     return InRows(path, buffer, spec, store, opened)
@@ -59,6 +60,18 @@ def _described(path: str, meta: dict[str, Any]) -> tuple[ReplayBuffer, Any]:
     if not isinstance(buffer, ReplayBuffer) or not isinstance(meta.get("dataset", {}), dict):
         raise DamagedError(f"{path}: expected a buffer, got {type(buffer).__name__}.")
     return buffer, spec
+
+
+def _check_names(path: str, spec: Any) -> None:
+    """Raises if two leaves have one name, by which a dataset knows them."""
+    names = pytree.leaf_names(spec)
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(
+            f"{path}: leaf '{twice[0]}': expected leaves with names of their own, got "
+            f"{len(twice)} of this name, as {{'a': {{'b': ...}}, 'a/b': ...}} has. Load it with "
+            "jrb.load, and rename one."
+        )
 
 
 def _check(path: str, meta: dict[str, Any]) -> None:
