@@ -80,7 +80,7 @@ def metadata(path: str, number: int | None = None) -> dict[str, Any]:
     found = opened(path, number)
     meta = found.body["meta"] or {}
     form, parts = meta.get("form") or {}, generations(found)
-    leaves = {name: "".join(lying.leaf.kind) for name, lying in sorted(found.leaves.items())}
+    leaves = {name: "".join(location.leaf.kind) for name, location in sorted(found.leaves.items())}
     widths = sum(column.width for column in found.columns)
     arrays = sum(entry["size"] for entry in found.body["arrays"])
     return {

@@ -43,7 +43,7 @@ def component(cls: type[T]) -> type[T]:
         cls.__repr__ = _call
     _COMPONENTS.add(cls)
     made = dataclasses.dataclass(frozen=True, repr=False)(cls)
-    made.__hash__ = _once(made.__hash__)  # pyright: ignore[reportAttributeAccessIssue]: the same
+    made.__hash__ = _hashed_once(made.__hash__)  # pyright: ignore[reportAttributeAccessIssue]: the same
     return jax.tree_util.register_static(made)
 
 
@@ -51,7 +51,7 @@ _HASHES: dict[int, tuple[weakref.ref, int]] = {}
 """Those of the descriptions that there are, by `id`."""
 
 
-def _once(compute: Callable[[Any], int]) -> Callable[[Any], int]:
+def _hashed_once(compute: Callable[[Any], int]) -> Callable[[Any], int]:
     """The hash of a description, computed once: each call of a verb outside `jit` asks for it.
 
     It goes through all fields and those of all parts. It is not kept in the description, in which

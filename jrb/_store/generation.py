@@ -91,7 +91,7 @@ def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lying:
+class Location:
     """Where a leaf lies.
 
     Attributes:
@@ -149,10 +149,10 @@ class Generation:
         )
 
     @property
-    def leaves(self) -> dict[str, Lying]:
+    def leaves(self) -> dict[str, Location]:
         """Where every leaf lies that is in a column, by name."""
         return {
-            leaf.name: Lying(leaf, number, part)
+            leaf.name: Location(leaf, number, part)
             for number, column in enumerate(self.columns)
             for leaf, part in zip(column.leaves, column.parts, strict=True)
         }

@@ -9,7 +9,7 @@ from jrb._base import prng_keys, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import memory
 from jrb._store.errors import DamagedError
-from jrb._store.generation import Lying
+from jrb._store.generation import Location
 from jrb.checkpoint import (
     descriptions,
     facts,
@@ -91,13 +91,13 @@ def restored(
     places, leaves = _places(opened, packed, has_rows), []
     buffers = int(np.prod(want.edits.shape, dtype=int))
     targets, together = {} if room is None else room.targets(want.storage, is_blank=False), []
-    for leaf, (name, lying) in zip(jax.tree.leaves(packed), places, strict=True):
-        read = rows.reader(opened, name, lying, buffers)
-        if is_attached and lying is not None:
+    for leaf, (name, location) in zip(jax.tree.leaves(packed), places, strict=True):
+        read = rows.reader(opened, name, location, buffers)
+        if is_attached and location is not None:
             leaves.append(np.zeros(0, np.uint8))
         elif id(leaf) in targets:
             leaves.append(targets[id(leaf)])
-            together.append((targets[id(leaf)], name, lying))
+            together.append((targets[id(leaf)], name, location))
         else:
             leaves.append(memory.restored(leaf, read, device))
     rows.fill(opened, together, buffers)
@@ -107,7 +107,7 @@ def restored(
     return state.replace(storage=room.filled(state.storage, device))
 
 
-def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, Lying | None]]:
+def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, Location | None]]:
     """The name of each leaf of a state, and where it lies if it is in a column."""
     path, arrays = opened.path, opened.generation.arrays
     in_rows = opened.generation.leaves if has_rows else {}
@@ -120,17 +120,17 @@ def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, L
             f"{path}: leaf '{odd[0]}': expected the leaves {list(wanted)}, got {sorted(there)}."
         )
     for name, leaf in wanted.items():
-        lying = in_rows.get(name)
-        kind = tuple(arrays[name]["kind"]) if lying is None else lying.leaf.kind
+        location = in_rows.get(name)
+        kind = tuple(arrays[name]["kind"]) if location is None else location.leaf.kind
         inner = prng_keys.raw_spec(leaf)
         size = inner.size * inner.dtype.itemsize
-        wrong = lying is None and arrays[name]["size"] != size
+        wrong = location is None and arrays[name]["size"] != size
         if kind != rows.kind_of(leaf) or wrong:
             raise ValueError(
                 f"{path}: leaf '{name}': expected {rows.kind_of(leaf)} of {size} bytes, got "
                 f"{kind}. Another jrb, or another setting of jax_enable_x64, wrote it."
             )
-        found.append((name, lying))
+        found.append((name, location))
     return found
 
 

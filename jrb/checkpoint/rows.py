@@ -17,7 +17,7 @@ from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb._store import table
 from jrb._store.errors import DamagedError
-from jrb._store.generation import Generation, Lying
+from jrb._store.generation import Generation, Location
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import descriptions, host_items, state_specs
@@ -257,26 +257,26 @@ def ranges(store: Store) -> Iterator[np.ndarray]:
 
 
 def reader(
-    opened: Opened, name: str, lying: Lying | None, buffers: int
+    opened: Opened, name: str, location: Location | None, buffers: int
 ) -> Callable[[memoryview | None], Any]:
     """Fills a memoryview with a leaf's bytes; or, from None, gives them in pieces."""
     store, saved = opened.store, opened.generation
     beyond = name + BEYOND in saved.arrays
 
     def fill(target: memoryview) -> None:
-        if lying is None:
+        if location is None:
             saved.read(name, target)
-        elif len(store.table.columns[lying.column].leaves) == 1:
+        elif len(store.table.columns[location.column].leaves) == 1:
             rest = saved.array(name + BEYOND, np.uint8) if beyond else None
-            read(store, lying.column, buffers, rest, target)
+            read(store, location.column, buffers, rest, target)
         else:
-            for start, piece in _in_pieces(store, lying.column, lying.part):
+            for start, piece in _in_pieces(store, location.column, location.part):
                 target[start : start + len(piece)] = piece
 
     def whole() -> Iterator[tuple[int, Any]]:
-        size = saved.arrays[name if lying is None else name + BEYOND]["size"]
-        if lying is not None:
-            size += store.slots * lying.leaf.width
+        size = saved.arrays[name if location is None else name + BEYOND]["size"]
+        if location is not None:
+            size += store.slots * location.leaf.width
         target = bytearray(size)
         fill(memoryview(target))
         yield 0, target
@@ -284,12 +284,16 @@ def reader(
     def read_to(target: memoryview | None) -> Any:
         if target is not None:
             return fill(target)
-        return whole() if lying is None or beyond else _in_pieces(store, lying.column, lying.part)
+        return (
+            whole()
+            if location is None or beyond
+            else _in_pieces(store, location.column, location.part)
+        )
 
     return read_to
 
 
-def fill(opened: Opened, targets: list[tuple[Target, str, Lying | None]], buffers: int) -> None:
+def fill(opened: Opened, targets: list[tuple[Target, str, Location | None]], buffers: int) -> None:
     """Fills leaves that will lie side by side, of V buffers, each from where it lies.
 
     Columns whose leaves lie side by side in the same way come straight to where they belong.
@@ -306,21 +310,21 @@ def fill(opened: Opened, targets: list[tuple[Target, str, Lying | None]], buffer
             whole.fill(_in_pieces(store, column, whole.part))
     if together:
         store.read_columns(together)
-    for target, name, lying in others:
-        target.fill(reader(opened, name, lying, buffers)(None))
+    for target, name, location in others:
+        target.fill(reader(opened, name, location, buffers)(None))
 
 
 def _by_column(targets: list[Any]) -> dict[int | None, list[Any]]:
     found: dict[int | None, list[Any]] = {}
-    for target, name, lying in targets:
-        found.setdefault(lying and lying.column, []).append((target, name, lying))
+    for target, name, location in targets:
+        found.setdefault(location and location.column, []).append((target, name, location))
     return found
 
 
 def _whole(column: Column, targets: list[Any]) -> Target | None:
     """The whole rows of an array, if leaves lie side by side in it as in a column."""
     first = targets[0][0]
-    alike = all(it.array is first.array and it.part == lying.part for it, _, lying in targets)
+    alike = all(it.array is first.array and it.part == location.part for it, _, location in targets)
     is_all = len(targets) == len(column.leaves) and column.width == first.whole.width
     return first.whole if alike and is_all else None
 

@@ -108,7 +108,7 @@ def _of_folder(path: str, number: int | None = None) -> Report:
     parts = _saved.generations(opened)
     arrays = list(_arrays(opened))
     rows = opened.body["table"]["slots"]
-    leaves = [_row_leaf(lying.leaf, rows, meta) for _, lying in sorted(opened.leaves.items())]
+    leaves = [_row_leaf(location.leaf, rows, meta) for _, location in sorted(opened.leaves.items())]
     return Report(
         path,
         kind,

@@ -60,7 +60,7 @@ def apart(path, other):
     store = opening.reopen(path)
     opened = generation.newest(store.folder)
     slots, leaves = np.arange(store.slots), opened.leaves.values()
-    columns = [Column((lying.leaf,)) for lying in leaves]
+    columns = [Column((location.leaf,)) for location in leaves]
     rows = [store.take_column(store.version, one.column, slots, one.part) for one in leaves]
     made = opening.to_save(other, tuple(columns), len(slots))
     version = made.put(made.version, slots, rows)

@@ -17,7 +17,7 @@ from jrb._engine import columns, episodes
 from jrb._engine.steps import context_of
 from jrb._store import opening
 from jrb._store.errors import DamagedError, StaleError
-from jrb._store.generation import Generation, Lying
+from jrb._store.generation import Generation, Location
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, descriptions, host_items, native, state_specs
@@ -119,8 +119,8 @@ class InRows:
         self._whole: set[tuple[int, int]] = set()  # columns and blocks
         self._names = pytree.leaf_names(spec)
         self._specs = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
-        self._lying = self._leaves_in_order()
-        widths = [lying.leaf.width for lying in self._lying]
+        self._locations = self._leaves_in_order()
+        widths = [location.leaf.width for location in self._locations]
         wanted = [pytree.nbytes(leaf) for leaf in self._specs]
         if widths != wanted or store.slots != buffer.capacity:
             raise DamagedError(
@@ -128,7 +128,7 @@ class InRows:
                 f"got {store.slots} with {widths}."
             )
 
-    def _leaves_in_order(self) -> list[Lying]:
+    def _leaves_in_order(self) -> list[Location]:
         """Where each leaf of the items lies."""
         found = self._opened.leaves
         if self._opened.body["meta"]["kind"] == commits.KIND:
@@ -156,9 +156,9 @@ class InRows:
 
     def _take(self, number: int, slots: np.ndarray) -> np.ndarray:
         """Rows of a leaf, checked."""
-        spec, lying = self._specs[number], self._lying[number]
-        self._check_blocks(lying.column, slots)
-        words = self._store.take_column(self._store.version, lying.column, slots, lying.part)
+        spec, location = self._specs[number], self._locations[number]
+        self._check_blocks(location.column, slots)
+        words = self._store.take_column(self._store.version, location.column, slots, location.part)
         shape = (len(slots), *spec.shape)
         if not spec.size:
             return np.zeros(shape, spec.dtype)
