@@ -27,7 +27,7 @@ import numpy as np
 from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
-from jrb._store.places import of_runs
+from jrb._store.places import check_runs, of_runs
 from jrb._store.table import Column, Leaf
 
 FORMAT, VERSION = "jrb", 3
@@ -211,12 +211,21 @@ class Generation:
         Raises:
             DamagedError: they do not fit into the table.
         """
+        return of_runs(self.runs(), self.body["table"]["slots"])
+
+    def runs(self) -> np.ndarray:
+        """The same as runs, int64 `[K, 3]`: a slot, its place, and how many follow both.
+
+        Raises:
+            DamagedError: they do not fit into the table.
+        """
         table = self.body["table"]
         try:
             runs = self.array(".places", np.int64).reshape(-1, 3)
-            return of_runs(runs, table["slots"], table["room"])
+            check_runs(runs, table["slots"], table["room"])
         except ValueError as error:
             raise DamagedError(f"{self.path}: {error}.") from error
+        return runs
 
     def sums(self) -> list[np.ndarray]:
         """The checksums of the blocks of each column, uint32."""

@@ -16,7 +16,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb._store.lock import Lock
-from jrb._store.places import NEVER, Places
+from jrb._store.places import Places
 from jrb._store.store import Store, folder_of, is_for_table, is_table, writing
 from jrb._store.table import Column, Table
 from jrb._store.threads import share
@@ -132,7 +132,7 @@ def _with_table(
 ) -> Store:
     table.make(folder, folder_of(table_folder), columns, room, reserve)
     rows = Table(folder, folder_of(table_folder), columns, room, writable=True)
-    places = Places(np.full(slots, NEVER, np.int64), room)
+    places = Places(np.zeros((0, 3), np.int64), slots, room)
     store = Store(folder, rows, places, number, table_folder, reserve, lock)
     store.keep_all()
     return store
@@ -265,7 +265,7 @@ def store_of(opened: Generation) -> Store:
             "was. jrb.save(path, buffer, state) does that."
         )
     rows = Table(folder, folder_of(body["folder"]), opened.columns, body["room"], writable=False)
-    places = Places(opened.places(), body["room"], opened.body["rows"])
+    places = Places(opened.runs(), body["slots"], body["room"], opened.body["rows"])
     store = Store(folder, rows, places, opened.number, body["folder"])
     store.adopt(opened)
     return store

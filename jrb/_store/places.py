@@ -19,8 +19,14 @@ NEVER, LOST = -1, -2
 class Places:
     """The places of all slots.
 
+    Args:
+        runs: where slots lie, int64 `[K, 3]`, as `runs_of` gives them and `check_runs` lets them
+            pass; the others were never written.
+        slots: N.
+        room: P.
+        version: the number of the newest row.
+
     Attributes:
-        of: int64 `[N]`, the place of each slot, or `NEVER`, or `LOST`.
         kept: bool `[P]`, places that a generation names which must stay.
         free: how many places stand in line; before `line_up`, none.
         version: the number of the newest row, rows being counted from 1.
@@ -29,7 +35,6 @@ class Places:
         last: the place that was written last, -1 for none.
     """
 
-    of: np.ndarray
     kept: np.ndarray
     version: int
     following: int
@@ -37,8 +42,10 @@ class Places:
     last: int
     free: int
 
-    def __init__(self, of: np.ndarray, room: int, version: int = 0) -> None:
-        self.of, self.version, self.following, self.numbered = of, version, version + 1, 0
+    def __init__(self, runs: np.ndarray, slots: int, room: int, version: int = 0) -> None:
+        self._runs, self._slots = runs, slots
+        self._of: list[np.ndarray] = []  # where two threads make it, both take the first
+        self.version, self.following, self.numbered = version, version + 1, 0
         self.kept = np.zeros(room, bool)
         self._line = np.zeros(room, np.int64)
         self._head, self.last, self.free = 0, -1, 0
@@ -47,19 +54,45 @@ class Places:
         self._under_way = False
 
     @property
+    def of(self) -> np.ndarray:
+        """The place of each slot, or `NEVER`, or `LOST`, int64 `[N]`.
+
+        It is made when it is first asked for: to read all rows, their runs are enough.
+        """
+        if not self._of:
+            self._of.append(of_runs(self._runs, self._slots))
+        return self._of[0]
+
+    @property
+    def runs(self) -> np.ndarray:
+        """The same as runs, as `runs_of` gives them."""
+        return runs_of(self._of[0]) if self._of else self._runs
+
+    @property
+    def slots(self) -> int:
+        """N."""
+        return len(self._of[0]) if self._of else self._slots
+
+    @property
     def room(self) -> int:
         """P."""
         return len(self.kept)
 
     def named(self) -> np.ndarray:
         """The places that slots have, bool `[P]`."""
-        named, runs = np.zeros(self.room, bool), runs_of(self.of)
+        named, runs = np.zeros(self.room, bool), self.runs
         if len(runs) > _FEW:
             named[self.of[self.of >= 0]] = True
             return named
         for _, place, length in runs.tolist():
             named[place : place + length] = True
         return named
+
+    def never(self) -> np.ndarray:
+        """The slots that have no place, int64, in order."""
+        if self.runs[:, 2].sum() == self.slots:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.of < 0)
 
     def line_up(self, kept: np.ndarray) -> None:
         """All places that nothing names stand in line, from the one written last on, around.
@@ -163,7 +196,7 @@ class Places:
         """Makes N another number; slots from there on are no more."""
         of = self.of[:slots]
         self._before = None
-        self.of = np.concatenate([of, np.full(slots - len(of), NEVER, np.int64)])
+        self._of[:] = [np.concatenate([of, np.full(slots - len(of), NEVER, np.int64)])]
 
     def grow(self, room: int) -> None:
         """Makes room for so many rows."""
@@ -208,9 +241,8 @@ def _runs_from(of: np.ndarray, start: int) -> np.ndarray:
     return np.stack([first + start, of[first], stop - first], axis=1)
 
 
-def by_place(of: np.ndarray) -> np.ndarray:
-    """The runs of `runs_of`, in the order of their places."""
-    runs = runs_of(of)
+def by_place(runs: np.ndarray) -> np.ndarray:
+    """Runs in the order of their places."""
     return runs[np.argsort(runs[:, 1])]
 
 
@@ -229,8 +261,8 @@ def within(runs: np.ndarray, start: int, stop: int) -> np.ndarray:
     return np.stack([slot + skipped, place + skipped, counts], axis=1)
 
 
-def of_runs(runs: np.ndarray, slots: int, room: int) -> np.ndarray:
-    """The places of N slots, from runs.
+def check_runs(runs: np.ndarray, slots: int, room: int) -> None:
+    """Looks at runs that should be of N slots and P places.
 
     Raises:
         ValueError: runs that overlap, or that are not within the table.
@@ -241,6 +273,10 @@ def of_runs(runs: np.ndarray, slots: int, room: int) -> np.ndarray:
         after = np.append(first[1:], most)
         if len(runs) and ((length < 1).any() or first[0] < 0 or (after - first < length).any()):
             raise ValueError("expected runs of places without a gap or an overlap")
+
+
+def of_runs(runs: np.ndarray, slots: int) -> np.ndarray:
+    """The places of N slots, int64 `[N]`; of those that are in no run, `NEVER`."""
     if len(runs) == 1 and runs[0, 2] == slots:
         return np.arange(runs[0, 1], runs[0, 1] + slots)
     of = np.full(slots, NEVER, np.int64)

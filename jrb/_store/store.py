@@ -28,7 +28,7 @@ from jrb._store.files import Folder
 from jrb._store.gate import Gate
 from jrb._store.generation import Body, Generation
 from jrb._store.lock import Lock
-from jrb._store.places import LOST, NEVER, Places, by_place, runs_of, within
+from jrb._store.places import LOST, NEVER, Places, by_place, within
 from jrb._store.sums import Sums, longer
 from jrb._store.table import NUMBERS, Stretch, Table
 from jrb._store.threads import share
@@ -100,9 +100,10 @@ class Store:
         They went because the ring came round to them before the next commit. As the rest of their
         block cannot be checked any more, that goes too.
         """
-        of, gone = self._places.of, self.gone()
+        gone = self.gone()
         if not len(gone):
             return False
+        of = self._places.of
         blocks = np.unique(of[gone] // self.sums.block)
         gone = np.flatnonzero((of >= 0) & np.isin(of // self.sums.block, blocks))
         of[gone] = NEVER
@@ -118,7 +119,7 @@ class Store:
     @property
     def slots(self) -> int:
         """N, how many rows there can be."""
-        return len(self._places.of)
+        return self._places.slots
 
     @property
     def version(self) -> int:
@@ -190,8 +191,7 @@ class Store:
             DamagedError: a block is not what was written.
             StaleError: some of it was overwritten meanwhile.
         """
-        of, size = self._places.of, self.sums.block
-        lying = by_place(of)
+        lying, size = by_place(self._places.runs), self.sums.block
 
         def read(blocks: range) -> None:
             inside = within(lying, blocks.start * size, blocks.stop * size)
@@ -206,9 +206,10 @@ class Store:
         try:
             share(read, self.sums.runs(list(targets)))
         except DamagedError:
+            of = self._places.of
             self._check_there(self.version, of[of >= 0])
             raise
-        never = np.flatnonzero(of < 0)
+        never = self._places.never()
         for target in targets.values():
             target[never] = 0
 
@@ -232,10 +233,10 @@ class Store:
 
     def gone(self) -> np.ndarray:
         """The slots whose rows this store has promised, but that are there no more."""
-        of, later = self._places.of, self.table.places_after(self.version)
-        near = lambda: (later >= of.min(initial=0)) & (later <= of.max(initial=NEVER))
-        if not len(later) or not near().any():  # as mostly, without a look at each
+        later = self.table.places_after(self.version)
+        if not len(later) or not self._places.named()[later].any():  # as mostly
             return np.zeros(0, np.int64)
+        of = self._places.of
         return np.flatnonzero((of >= 0) & self.table.newer(of, self.version))
 
     def check_newest(self, version: int) -> None:
@@ -522,7 +523,7 @@ class Store:
 
     def _body(self, number: int, meta: Any, kinds: dict[str, list]) -> tuple[Body, dict[str, Any]]:
         """What the generation's file says of it, and the store's own arrays."""
-        inner: dict[str, Any] = {".places": runs_of(self._places.of).tobytes()}
+        inner: dict[str, Any] = {".places": self._places.runs.tobytes()}
         inner |= {f".sums/{n}": column.tobytes() for n, column in enumerate(self.sums.columns)}
         entries = [{"name": name, "kind": kind} for name, kind in kinds.items()]
         entries += [{"name": name, "kind": []} for name in inner]

@@ -10,9 +10,9 @@ import numpy as np
 
 from jrb._store.errors import DamagedError
 from jrb._store.table import Table, runs
-from jrb._store.threads import share
+from jrb._store.threads import WORKERS, share
 
-RUN = 8 << 20
+RUN = 32 << 20
 """Bytes that are read at once."""
 
 
@@ -56,12 +56,15 @@ class Sums:
         return [(number, block) for number in range(len(self.columns)) for block in blocks]
 
     def runs(self, numbers: list[int]) -> list[range]:
-        """The blocks that have sums, in runs of a few megabytes at most of these columns."""
+        """The blocks that have sums, in runs of a few megabytes at most of these columns.
+
+        They are as many, and so alike, that all threads have as much to do.
+        """
         width = sum(self.table.columns[number].width for number in numbers)
         step = max(1, RUN // max(width * self.block, 1))
         blocks = np.array(self._blocks_of(self.named), np.int64)
         found = [range(blocks[a], blocks[b - 1] + 1) for a, b in runs(blocks)]
-        return [run[start : start + step] for run in found for start in range(0, len(run), step)]
+        return [part for run in found for part in _alike(run, -(-len(run) // step))]
 
     def _blocks_of(self, places: np.ndarray) -> list[int]:
         """The blocks in which some places are, bool `[P]`."""
@@ -149,6 +152,12 @@ class Sums:
         blocks = self._blocks_of(changed)
         share(compute, [(n, block) for n in range(len(sums)) for block in blocks], beside=others)
         self.columns, self._named = sums, named
+
+
+def _alike(run: range, count: int) -> list[range]:
+    """A range in at least so many parts of about one length, none of them empty."""
+    count = min(len(run), count + -count % WORKERS)
+    return [run[len(run) * n // count : len(run) * (n + 1) // count] for n in range(count)]
 
 
 def longer(array: np.ndarray, length: int) -> np.ndarray:

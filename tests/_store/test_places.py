@@ -23,7 +23,8 @@ def lying(draw):
 def test_runs_say_where_all_slots_lie_and_are_as_few_as_can_be(where):
     of, room = where
     runs = places.runs_of(of)
-    np.testing.assert_array_equal(places.of_runs(runs, len(of), room), of)
+    places.check_runs(runs, len(of), room)
+    np.testing.assert_array_equal(places.of_runs(runs, len(of)), of)
     follows = lambda s: s > 0 and of[s - 1] >= 0 and of[s] == of[s - 1] + 1
     assert len(runs) == sum(of[s] >= 0 and not follows(s) for s in range(len(of)))
 
@@ -33,7 +34,7 @@ def test_the_slots_of_a_range_of_places(where, data):
     of, room = where
     start = data.draw(st.integers(0, room))
     stop = data.draw(st.integers(start, room))
-    found = places.within(places.by_place(of), start, stop)
+    found = places.within(places.by_place(places.runs_of(of)), start, stop)
     each = [(place + n, slot + n) for slot, place, length in found.tolist() for n in range(length)]
     assert each == sorted((place, s) for s, place in enumerate(of) if start <= place < stop)
     assert (found[:, 2] > 0).all()
@@ -44,7 +45,9 @@ def test_a_stretch_says_where_the_rows_of_blocks_go(where, size, data):
     of, room = where
     last = -(-room // size)
     blocks = range(data.draw(st.integers(0, last)), last)
-    runs = places.within(places.by_place(of), blocks.start * size, blocks.stop * size)
+    runs = places.within(
+        places.by_place(places.runs_of(of)), blocks.start * size, blocks.stop * size
+    )
     found = table.Stretch(blocks, size, runs)
     here = sorted((place, slot) for slot, place in enumerate(of) if place >= blocks.start * size)
     rows = np.arange(len(of))[found.rows]
@@ -58,5 +61,11 @@ def test_a_stretch_says_where_the_rows_of_blocks_go(where, size, data):
 @hypothesis.given(lying())
 def test_named_places_are_those_of_slots(where):
     of, room = where
-    found = places.Places(of, room).named()
-    assert np.flatnonzero(found).tolist() == sorted(place for place in of if place >= 0)
+    known = places.Places(places.runs_of(of), len(of), room)
+    for _ in range(2):  # from the runs, and once each is known
+        found = known.named()
+        assert np.flatnonzero(found).tolist() == sorted(place for place in of if place >= 0)
+        assert known.never().tolist() == np.flatnonzero(of < 0).tolist()
+        assert known.slots == len(of) and known.room == room
+        np.testing.assert_array_equal(known.runs, places.runs_of(of))
+        np.testing.assert_array_equal(known.of, of)

@@ -4,6 +4,8 @@ import os
 import pathlib
 import shutil
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
@@ -151,6 +153,13 @@ def test_a_place_without_a_number_has_no_check_either(path):
             rows = table.Table(Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False)
             with pytest.raises(DamagedError, match=f"the number of place {place} was damaged"):
                 rows.check_numbers()
+
+
+@hypothesis.given(st.integers(0, 1 << 33), st.integers(1, (1 << 48) - 9), st.integers(1, 9))
+def test_words_in_a_line_are_those_of_each_number(place, number, count):
+    steps = np.arange(count, dtype=np.uint64)
+    each = table._words(steps + np.uint64(place), steps + np.uint64(number))
+    np.testing.assert_array_equal(table._in_line(place, number, count), each)
 
 
 NAMES = ["..", ".", "a/b", "", "rows", "undo/x", "numbers", "lock", "\0", "ä", "a b", "/x"]
