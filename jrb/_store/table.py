@@ -185,6 +185,8 @@ class Table:
 
     def places_after(self, number: int) -> np.ndarray:
         """The places of rows with higher numbers than this one."""
+        if self.highest() <= number:  # as mostly, and quicker found
+            return np.zeros(0, np.int64)
         return np.flatnonzero(self._words > np.uint64(number << 16 | 0xFFFF))
 
     def highest(self) -> int:

@@ -30,16 +30,17 @@ def share(
         most: how many times as many threads as usual, where tasks wait for the disk.
     """
     errors: list[BaseException] = []
-    own, left, lock = iter(beside), iter(tasks), threading.Lock()
+    own, left, lock = list(beside), iter(tasks), threading.Lock()
     count = 1 if WORKERS == 1 else most * WORKERS
     threads = [
         threading.Thread(target=_drain, args=(work, left, lock, errors)) for _ in range(count)
     ]
-    waiting = threading.Thread(target=_drain, args=(_call, own, threading.Lock(), errors))
+    waiting = threading.Thread(target=_drain, args=(_call, iter(own), threading.Lock(), errors))
     try:
-        waiting.start()
+        if own:
+            waiting.start()
         if WORKERS == 1:
-            waiting.join()
+            _join(waiting)
         for thread in threads:
             thread.start()
         _join(waiting, *threads)
