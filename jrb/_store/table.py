@@ -207,6 +207,7 @@ class Table:
         first = int(words[0]) >> 16
         if first and np.array_equal(words, _in_line(start, first, len(words))):
             return  # as mostly, and quicker found
+        words = words.copy()  # another process may be writing: each is to be looked at once
         places = np.arange(start, start + len(words), dtype=np.uint64)
         numbers = words >> _BITS
         right = words.astype(np.uint16) == _checks(places, numbers).astype(np.uint16)

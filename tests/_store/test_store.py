@@ -155,6 +155,25 @@ def test_a_place_without_a_number_has_no_check_either(path):
                 rows.check_numbers()
 
 
+def test_numbers_that_change_while_they_are_looked_at_are_not_damaged(path):
+    opening.create(path, (Column.of("x", (), 1),), 40, 80, reserve=False).close()
+    rows = table.Table(Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False)
+    places = np.arange(80, dtype=np.uint64)
+    there, new = (table._words(places, np.uint64(most) - places) for most in (80, 200))
+
+    class Written(np.ndarray):
+        """What another process writes to after the numbers were looked at, before the checks."""
+
+        def __rshift__(self, bits):
+            found = np.asarray(self) >> bits
+            there[:] = new
+            return found
+
+    rows._words = there.view(Written)
+    rows.check_numbers()
+    np.testing.assert_array_equal(there, new)
+
+
 @hypothesis.given(st.integers(0, 1 << 33), st.integers(1, (1 << 48) - 9), st.integers(1, 9))
 def test_words_in_a_line_are_those_of_each_number(place, number, count):
     steps = np.arange(count, dtype=np.uint64)

@@ -13,6 +13,6 @@ def test_parts_are_about_one_length_and_enough_for_all_threads(start, length, co
     parts = sums._alike(run, min(count, length))
     assert [block for part in parts for block in part] == list(run)
     lengths = {len(part) for part in parts}
-    assert 0 < min(lengths) and max(lengths) - min(lengths) < 2
+    assert min(lengths) > 0 and max(lengths) - min(lengths) < 2
     assert len(parts) % WORKERS == 0 or len(parts) == length
     assert min(count, length) <= len(parts) < count + WORKERS
