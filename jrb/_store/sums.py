@@ -12,7 +12,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.table import Table, runs
 from jrb._store.threads import WORKERS, share
 
-RUN = 32 << 20
+RUN = 8 << 20
 """Bytes that are read at once."""
 
 
