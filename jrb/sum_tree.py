@@ -17,6 +17,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jrb._base import checks, ordering, random_bits
 from jrb._base import tree as trees
@@ -230,22 +231,43 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     fresh = next((level for level in levels if tree.width(level - 1) >= _REDRAW), None)
 
     def step(level: jax.Array, carry: tuple) -> tuple:
-        node, mass, room = carry
+        mass, node = _parted(carry[0])
         first = trees.children(tree, node)
-        room = trees.read_rows(tree.nodes, first, room)
+        room = trees.read_rows(tree.nodes, first, carry[1])
         rows = trees.rows_in(room)
         if again is not None and fresh is not None:
             mass = jnp.where(level == fresh, again * trees.reduce_rows(tree, rows), mass)
         child, mass = _pick(tree, rows, mass)
-        return first + child, mass, room
+        return _joined(mass, first + child), room
 
     root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
     room = trees.room_for(tree.nodes, mass.size, tree.branching)
-    node, _, room = ordering.loop(tree.depth + 1, step, (root, mass, room))
-    child = node & jnp.uint32(tree.branching - 1)
-    mine = jnp.arange(tree.branching, dtype=jnp.uint32)[None, :] == child[:, None]
+    found, room = ordering.loop(tree.depth + 1, step, (_joined(mass, root), room))
+    _, node = _parted(found)
     leaf = (node - jnp.uint32(tree.leaf)).astype(jnp.int32)
-    return leaf, jnp.sum(jnp.where(mine, trees.rows_in(room), 0.0), axis=1)
+    return leaf, _child_of(trees.rows_in(room), node & jnp.uint32(tree.branching - 1))
+
+
+def _joined(mass: jax.Array, node: jax.Array) -> jax.Array:
+    """Float32 and uint32 as one complex64.
+
+    XLA's CPU compiler computes two results in two passes, in each of which it sums the rows anew;
+    the two halves of one result it computes in one.
+    """
+    return lax.complex(mass, lax.bitcast_convert_type(node, jnp.float32))
+
+
+def _parted(joined: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The float32 and the uint32 that were joined, bit for bit."""
+    return lax.real(joined), lax.bitcast_convert_type(lax.imag(joined), jnp.uint32)
+
+
+def _child_of(rows: jax.Array, child: jax.Array) -> jax.Array:
+    """`rows[i, child[i]]`, float32 `[B]`, of rows `[B, b]`: by columns, as sums of rows are slow."""
+    found = rows[:, 0]
+    for column in range(1, rows.shape[1]):
+        found = jnp.where(child == column, rows[:, column], found)
+    return found
 
 
 def _pick(tree: Tree, rows: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,8 @@ ALL = ("add", "sample", "update")
 _FRESH = 8
 """Rows of time that are made before, and added in turn."""
 _CALL_S = 0.1
+"""Seconds that a call lasts at least, where its steps take less: the first thousand or so only bring
+back into the caches what the programs before have driven out."""
 
 
 def verbs_of(setup: Setup) -> tuple[str, ...]:
@@ -103,7 +105,7 @@ def loop_of(buffer: Buffer, setup: Setup, verbs: tuple[str, ...], agents: int = 
 def scanned(
     buffer: Buffer, setup: Setup, steps: int, verbs: tuple[str, ...], agents: int = 0
 ) -> Program:
-    """So many steps in one compiled scan, with the state donated."""
+    """So many steps in one compiled scan, again and again, with the state donated."""
     carry, shape = carry_of(buffer, setup, verbs), (steps, agents) if agents else (steps,)
     if agents:
         carry = jax.tree.map(lambda leaf: jnp.stack([leaf] * agents), carry)
@@ -115,10 +117,23 @@ def scanned(
     facts["temp_bytes"] = _temporaries(run)
     held = [carry]
 
-    def call() -> None:
+    def once() -> None:
         held[0] = jax.block_until_ready(run(held[0], keys))
 
-    return Program(call, steps, facts=facts)
+    turns = _turns(once)
+
+    def call() -> None:
+        for _ in range(turns):
+            once()
+
+    return Program(call, steps * turns, facts=facts)
+
+
+def _turns(once: Callable[[], None], most: int = 1000) -> int:
+    """How often to do something that a call may last."""
+    start = time.perf_counter()
+    once()
+    return int(np.clip(_CALL_S / (time.perf_counter() - start), 1, most))
 
 
 def _temporaries(run: Any) -> int | None:
@@ -131,10 +146,9 @@ def looped(peer: Peer, buffer: Buffer, setup: Setup, steps: int, verbs: tuple[st
     rows = [buffer.rows(row) for row in setup.fresh(_FRESH)]
     step = _python_step(peer, buffer, setup, verbs)
     keys = jax.block_until_ready(list(jax.random.split(jax.random.key(1), 64)))
-    for turn in range(3):  # what is compiled is compiled here
-        start = time.perf_counter()
+    for turn in range(2):  # what is compiled is compiled here
         step(rows[turn], keys[turn])
-    count = int(np.clip(_CALL_S / (time.perf_counter() - start), 1, steps))
+    count = _turns(lambda: step(rows[2], keys[2]), steps)
 
     def call() -> None:
         for turn in range(count):

@@ -26,6 +26,7 @@ BRANCHING = {"cpu": 8}
 OTHER_BRANCHING = 32
 """For backends that were not measured: three levels fewer to launch at a million leaves."""
 
+_WHOLE = 2  # a level of so many nodes for each that was set is reduced as a whole
 _SHORT = 128  # the ancestors of at most so many neighbours are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -295,7 +296,11 @@ def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tre
 
 
 def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
-    """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up."""
+    """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up.
+
+    Levels near the top, that are hardly longer than there are nodes, are reduced as a whole.
+    """
+    whole = sum(tree.width(level) <= _WHOLE * node.size for level in range(levels))
 
     def climb(_: jax.Array, carry: tuple) -> tuple:
         nodes, node, room = carry
@@ -305,8 +310,18 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
 
     room = room_for(tree.nodes, node.size, tree.branching)
     column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
-    nodes, _, _ = ordering.loop(levels, climb, (tree.nodes, column, room))
-    return tree.replace(nodes)
+    nodes, _, _ = ordering.loop(levels - whole, climb, (tree.nodes, column, room))
+    return functools.reduce(_reduce_level, reversed(range(whole)), tree.replace(nodes))
+
+
+def _reduce_level(tree: Tree, level: int) -> Tree:
+    """Reduces all nodes of a level that stand over leaves."""
+    begin, count, width = tree.start(level), tree.width(level), tree.branching
+    first = (begin - tree.shift) * width
+    rows = lax.slice_in_dim(tree.nodes, first, first + count * width).reshape(count, width)
+    # Not a slice, which `vmap` would make a write to all nodes.
+    nodes = jnp.arange(begin, begin + count, dtype=jnp.uint32)
+    return tree.replace(put(tree.nodes, nodes, reduce_rows(tree, rows)))
 
 
 def _reduce_run(tree: Tree, level: int, first: jax.Array, count: int) -> Tree:
