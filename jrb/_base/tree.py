@@ -286,21 +286,22 @@ def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tre
         tree: N leaves.
         sets: of each: `index`, uint32 `[B]`, distinct, and in [0, N), where `keep`; `keep`, bool
             `[B]`, False where nothing is to be set; and the values, float32 `[B]`.
+
+    Levels near the top, which are hardly longer than there are leaves to set, are reduced whole.
     """
     nodes = []
     for index, keep, values in sets:
         nodes.append(jnp.where(keep, index, 0) + jnp.uint32(tree.leaf))
         kept = jnp.where(keep, nodes[-1], jnp.uint32(tree.nodes.size))
         tree = tree.replace(put(tree.nodes, kept, values))
-    return _reduce_paths(tree, jnp.concatenate(nodes), tree.depth)
+    node = jnp.concatenate(nodes)
+    whole = sum(tree.width(level) <= _WHOLE * node.size for level in range(tree.depth))
+    tree = _reduce_paths(tree, node, tree.depth - whole)
+    return functools.reduce(_reduce_level, reversed(range(whole)), tree)
 
 
 def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
-    """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up.
-
-    Levels near the top, that are hardly longer than there are nodes, are reduced as a whole.
-    """
-    whole = sum(tree.width(level) <= _WHOLE * node.size for level in range(levels))
+    """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up."""
 
     def climb(_: jax.Array, carry: tuple) -> tuple:
         nodes, node, room = carry
@@ -310,8 +311,8 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
 
     room = room_for(tree.nodes, node.size, tree.branching)
     column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
-    nodes, _, _ = ordering.loop(levels - whole, climb, (tree.nodes, column, room))
-    return functools.reduce(_reduce_level, reversed(range(whole)), tree.replace(nodes))
+    nodes, _, _ = ordering.loop(levels, climb, (tree.nodes, column, room))
+    return tree.replace(nodes)
 
 
 def _reduce_level(tree: Tree, level: int) -> Tree:
