@@ -263,7 +263,7 @@ def _parted(joined: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _child_of(rows: jax.Array, child: jax.Array) -> jax.Array:
-    """`rows[i, child[i]]`, float32 `[B]`, of rows `[B, b]`: by columns, as sums of rows are slow."""
+    """`rows[i, child[i]]`, of `[B, b]`: column by column, as XLA sums rows slowly."""
     found = rows[:, 0]
     for column in range(1, rows.shape[1]):
         found = jnp.where(child == column, rows[:, column], found)

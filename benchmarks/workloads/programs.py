@@ -16,8 +16,8 @@ ALL = ("add", "sample", "update")
 _FRESH = 8
 """Rows of time that are made before, and added in turn."""
 _CALL_S = 0.1
-"""Seconds that a call lasts at least, where its steps take less: the first thousand or so only bring
-back into the caches what the programs before have driven out."""
+"""Seconds that a call lasts, however short its steps are: the first thousand or so only bring back
+into the caches what the programs before have driven out."""
 
 
 def verbs_of(setup: Setup) -> tuple[str, ...]:
