@@ -36,11 +36,11 @@ class Held:
 
     def rows(self, ring: Ring) -> jax.Array:
         """The rows of each environment, int32 `[1]` where all have as many, else `[E]`."""
-        return (self.count // ring.envs)[None]
+        return ring.row_of(self.count)[None]
 
     def next_row(self, ring: Ring) -> jax.Array:
         """The row behind them, int32 `[1]` or `[E]`."""
-        return (ring.slot_after(self.first, self.count) // ring.envs)[None]
+        return ring.row_of(ring.slot_after(self.first, self.count))[None]
 
     def place(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """How many slots (int32) lie between the first one and these."""
@@ -62,11 +62,12 @@ class Held:
 
     def before(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """How many rows of its environment come before each slot, int32."""
-        return self.place(ring, slots) // ring.envs
+        return ring.row_of(self.place(ring, slots))
 
     def after(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """How many rows of its environment come after each slot, int32; negative beyond the end."""
-        return (self.count - 1 - self.place(ring, slots)) // ring.envs
+        behind = self.count - 1 - self.place(ring, slots)
+        return ring.row_of(behind + ring.capacity) - ring.rows  # `row_of` takes nothing negative
 
     def newest(self, ring: Ring) -> jax.Array:
         """The newest slot of each environment, int32 `[E]`; any where there is none."""
@@ -84,7 +85,7 @@ class Held:
 
     def moved(self, ring: Ring, left: jax.Array, came: jax.Array) -> "Held":
         """The same when some rows, int32 `[1]` or `[E]`, left at its front and others came."""
-        first = ring.slot_after(self.first, left[0] % ring.rows * ring.envs)
+        first = ring.row_after(ring.row_of(self.first), left[0]) * ring.envs
         return Held(first=first, count=self.count + (came - left)[0] * ring.envs)
 
     def emptied(self) -> "Held":
@@ -121,13 +122,14 @@ class HeldInLanes(Held):
 
     def next_row(self, ring: Ring) -> jax.Array:
         """The row behind them, int32 `[E]`."""
-        return (self.first // ring.envs + self.count) % ring.rows
+        return ring.row_after(ring.row_of(self.first), self.count)
 
     def place(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """How many slots (int32) come before these."""
-        lane = slots % ring.envs
+        lane = ring.env_of(slots)
         turned = ring.slot_after(slots - lane, ring.capacity - self._turn(ring)[lane])
-        return (jnp.cumsum(self.count, dtype=jnp.int32) - self.count)[lane] + turned // ring.envs
+        before = (jnp.cumsum(self.count, dtype=jnp.int32) - self.count)[lane]
+        return before + ring.row_of(turned)
 
     def nth(self, ring: Ring, places: jax.Array) -> jax.Array:
         """The slots (int32) at these places."""
@@ -138,19 +140,21 @@ class HeldInLanes(Held):
 
     def _turn(self, ring: Ring) -> jax.Array:
         """The first slot of the row at which the places of a lane begin, int32 `[E]`."""
-        return jnp.where(self.count < ring.rows, self.first // ring.envs * ring.envs, 0)
+        row = self.first - ring.env_of(self.first)
+        return jnp.where(self.count < ring.rows, row, 0)
 
     def holds(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """Which of these slots, all in range, are among them, bool."""
-        return self.before(ring, slots) < self.count[slots % ring.envs]
+        return self.before(ring, slots) < self.count[ring.env_of(slots)]
 
     def before(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """How many rows of its environment come before each slot, int32."""
-        return ring.slot_after(slots, ring.capacity - self.first[slots % ring.envs]) // ring.envs
+        first = self.first[ring.env_of(slots)]
+        return ring.row_of(ring.slot_after(slots, ring.capacity - first))
 
     def after(self, ring: Ring, slots: jax.Array) -> jax.Array:
         """How many rows of its environment come after each slot, int32; negative beyond the end."""
-        return self.count[slots % ring.envs] - 1 - self.before(ring, slots)
+        return self.count[ring.env_of(slots)] - 1 - self.before(ring, slots)
 
     def newest(self, ring: Ring) -> jax.Array:
         """The newest slot of each environment, int32 `[E]`; any where there is none."""
@@ -169,7 +173,8 @@ class HeldInLanes(Held):
 
     def moved(self, ring: Ring, left: jax.Array, came: jax.Array) -> "HeldInLanes":
         """The same when some rows, int32 `[E]`, left at its front and others came."""
-        first = ring.slot_after(self.first, left % ring.rows * ring.envs)
+        row = ring.row_after(ring.row_of(self.first), left)
+        first = row * ring.envs + ring.env_of(self.first)
         return HeldInLanes(first=first, count=self.count + came - left)
 
 

@@ -8,6 +8,7 @@ together, or each of them by itself, in its own lane of R slots.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jrb._base import display, ordering, pytree
 
@@ -55,9 +56,9 @@ class Ring:
         reached = clock.cursor.astype(jnp.uint32) + rows.astype(jnp.uint32)
         kept = jnp.minimum(rows, self.rows)
         return Clock(
-            cursor=(reached % jnp.uint32(self.rows)).astype(jnp.int32),
+            cursor=lax.rem(reached, np.uint32(self.rows)).astype(jnp.int32),
             count=jnp.minimum(clock.count, self.rows - kept) + kept,
-            lap=clock.lap + reached // jnp.uint32(self.rows),
+            lap=clock.lap + lax.div(reached, np.uint32(self.rows)),
         )
 
     def shrunk(self, clock: Clock, rows: jax.Array) -> Clock:
@@ -78,7 +79,15 @@ class Ring:
     def row_after(self, row: jax.Array, steps: jax.Array) -> jax.Array:
         """The row (int32) that lies `steps` rows, at least 0, further around the ring."""
         reached = row.astype(jnp.uint32) + steps.astype(jnp.uint32)
-        return (reached % jnp.uint32(self.rows)).astype(jnp.int32)
+        return lax.rem(reached, np.uint32(self.rows)).astype(jnp.int32)
+
+    def row_of(self, slots: jax.Array) -> jax.Array:
+        """The row (int32) of each slot; or how many rows so many slots are. None is negative."""
+        return lax.div(slots, np.int32(self.envs))
+
+    def env_of(self, slots: jax.Array) -> jax.Array:
+        """The environment (int32) of each slot; none is negative."""
+        return lax.rem(slots, np.int32(self.envs))
 
     def row_slots(self, starts: jax.Array) -> jax.Array:
         """The slots (int32 `[T, E]`) of the rows that begin at `starts`; N where a start is N."""
@@ -89,8 +98,8 @@ class Ring:
     def slot_after(self, slot: jax.Array, steps: jax.Array | int) -> jax.Array:
         """The slot (int32) that lies `steps` slots, 0 to N, further around the ring."""
         reached = slot.astype(jnp.uint32) + jnp.asarray(steps).astype(jnp.uint32)
-        capacity = jnp.uint32(self.capacity)
-        return jnp.where(reached >= capacity, reached - capacity, reached).astype(jnp.int32)
+        # What would be negative is a large number here, so that the smaller one is in range.
+        return jnp.minimum(reached, reached - np.uint32(self.capacity)).astype(jnp.int32)
 
     def slot_before(self, slot: jax.Array, steps: jax.Array | int) -> jax.Array:
         """The slot (int32) that lies `steps` slots, 0 to N, back around the ring."""
@@ -98,8 +107,8 @@ class Ring:
 
     def oldest_slot(self, clock: Clock) -> jax.Array:
         """The first slot (int32) of the oldest row held."""
-        row = clock.cursor - clock.count
-        return jnp.where(row < 0, row + self.rows, row) * self.envs
+        row = (clock.cursor - clock.count).astype(jnp.uint32)
+        return jnp.minimum(row, row + np.uint32(self.rows)).astype(jnp.int32) * self.envs
 
     def generation(self, clock: Clock, slots: jax.Array) -> jax.Array:
         """The lap (uint32) in which each slot was last written.
@@ -109,7 +118,7 @@ class Ring:
         """
         cursor, lap = clock.cursor, clock.lap
         if cursor.ndim:
-            lane = slots % self.envs
+            lane = self.env_of(slots)
             cursor, lap = cursor[lane], lap[lane]
         ahead = slots >= cursor * self.envs
         return lap - ahead.astype(jnp.uint32)

@@ -26,7 +26,8 @@ BRANCHING = {"cpu": 8}
 OTHER_BRANCHING = 32
 """For backends that were not measured: three levels fewer to launch at a million leaves."""
 
-_WHOLE = 2  # a level of so many nodes for each that was set is reduced as a whole
+_MANY = 1024  # where so many leaves are set at once, ...
+_WHOLE = 2  # ... a level of so many nodes for each of them is reduced as a whole
 _SHORT = 128  # the ancestors of at most so many neighbours are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -287,7 +288,8 @@ def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tre
         sets: of each: `index`, uint32 `[B]`, distinct, and in [0, N), where `keep`; `keep`, bool
             `[B]`, False where nothing is to be set; and the values, float32 `[B]`.
 
-    Levels near the top, which are hardly longer than there are leaves to set, are reduced whole.
+    Where many are set, levels near the top that are hardly longer are reduced whole. For few it
+    would gain less than it takes to compile.
     """
     nodes = []
     for index, keep, values in sets:
@@ -295,7 +297,8 @@ def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tre
         kept = jnp.where(keep, nodes[-1], jnp.uint32(tree.nodes.size))
         tree = tree.replace(put(tree.nodes, kept, values))
     node = jnp.concatenate(nodes)
-    whole = sum(tree.width(level) <= _WHOLE * node.size for level in range(tree.depth))
+    longest = _WHOLE * node.size if node.size >= _MANY else 0
+    whole = sum(tree.width(level) <= longest for level in range(tree.depth))
     tree = _reduce_paths(tree, node, tree.depth - whole)
     return functools.reduce(_reduce_level, reversed(range(whole)), tree)
 

@@ -103,8 +103,8 @@ def rows_back(context: Context, write: Write, back: jax.Array, which: jax.Array)
     ring, held, (expired, _) = context.ring, context.held, write.lengths
     written, passed = (array[:, :, None] for array in write.times)
     cursor, first = held.next_row(ring)[:, None], (expired - held.rows(ring))[:, None]
-    slots = (cursor + passed - back - 1) % ring.rows * ring.envs
-    slots = slots + jnp.arange(ring.envs, dtype=jnp.int32)[:, None]
+    row = ring.row_after(cursor, passed - back - 1 + ring.rows)
+    slots = row * ring.envs + jnp.arange(ring.envs, dtype=jnp.int32)[:, None]
     here = which & written & (passed - back > first)
     return jnp.where(here, slots, ring.capacity).reshape(-1)
 

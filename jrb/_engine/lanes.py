@@ -59,7 +59,7 @@ def anchors(ring: Ring, queue: LaneQueues) -> Anchors:
 
 def _slots(ring: Ring, queue: LaneQueues, lane: jax.Array, step: jax.Array) -> jax.Array:
     """Those that stand so far behind the heads of some lanes."""
-    at = (queue.head[lane] + step) % ring.rows
+    at = ring.row_after(queue.head[lane], step)
     return ordering.read(lambda: queue.slots.at[lane, at].get(mode="promise_in_bounds"))
 
 
@@ -94,7 +94,7 @@ def after_write(
         ),
         moved=(came + jnp.sum(gone) > 0) & (ring.envs > 1),
     )
-    left = queue.replace(head=(queue.head + gone) % ring.rows, count=queue.count - gone)
+    left = queue.replace(head=ring.row_after(queue.head, gone), count=queue.count - gone)
     lanes = jnp.moveaxis(entered.reshape(write.length, ring.envs, -1), 1, 0)
     return _append(ring, left, lanes.reshape(ring.envs, -1)), change
 
@@ -103,7 +103,7 @@ def _append(ring: Ring, queue: LaneQueues, slots: jax.Array) -> LaneQueues:
     """Slots join the ends, int32 `[E, K]`; N where there is none."""
     joins = slots < ring.capacity
     place = queue.count[:, None] + jnp.cumsum(joins, axis=1, dtype=jnp.int32) - 1
-    at = jnp.where(joins, (queue.head[:, None] + place) % ring.rows, ring.rows)
+    at = jnp.where(joins, ring.row_after(queue.head[:, None], place), ring.rows)
     lane = jnp.arange(ring.envs, dtype=jnp.int32)[:, None]
     return queue.replace(
         slots=queue.slots.at[lane, at].set(slots, mode="drop"),

@@ -62,7 +62,7 @@ class Order:
     def put(self, array: jax.Array, write: Write, words: jax.Array) -> jax.Array:
         """Rows `[T, E, W]` at the slots of a write (see `jrb._engine.rows.put`)."""
         if write.consecutive:
-            start = self.at(write.starts[0].astype(jnp.uint32))[-1]
+            start = self._known(write.starts[0])[-1]
             block = words[0] if self.envs is None else words[0][:, None]
             return lax.dynamic_update_slice_in_dim(array, block, start, axis=self.axes - 1)
         words = words.reshape(-1, words.shape[-1])
@@ -98,4 +98,8 @@ class Order:
 
     def _known(self, slots: jax.Array) -> tuple[jax.Array, ...]:
         """The indices of slots, of which none is negative."""
-        return self.at(slots.astype(jnp.uint32))
+        slots = slots.astype(jnp.uint32)
+        if self.envs is None:
+            return (slots,)
+        envs = np.uint32(self.envs)
+        return lax.rem(slots, envs), lax.div(slots, envs)

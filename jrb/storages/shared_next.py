@@ -112,7 +112,7 @@ def source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
     ring, held = context.ring, context.held
     pointer = ordering.read(lambda: rows.get(state.pointer, slots))
     newest = held.after(ring, slots) <= 0
-    tail = ring.capacity + state.owner.size + slots % ring.envs
+    tail = ring.capacity + state.owner.size + ring.env_of(slots)
     later = jnp.where(pointer < 0, ring.slot_after(slots, ring.envs), ring.capacity + pointer)
     return jnp.where(newest, tail, later)
 
@@ -144,7 +144,7 @@ def write(context: Context, state: Shared, write: Write, items: Item) -> tuple[S
 def _shortened(context: Context, write: Write, expired: jax.Array) -> Write:
     """The write after which so many of the oldest rows are not held."""
     ring = context.ring
-    stays = context.held.count // ring.envs + write.passed > expired
+    stays = ring.row_of(context.held.count) + write.passed > expired
     drop = lambda slots, stays: jnp.where(stays, slots, ring.capacity)
     return Write(
         starts=drop(write.starts, stays),
@@ -199,8 +199,8 @@ def _write_row(context: Context, write: Write, both: Any, t: Any, carry: Any) ->
 def _slots(context: Context, write: Write, t: Any) -> tuple[jax.Array, jax.Array]:
     """The slot at which row t begins, int32 `[]`, and those of the row before it, int32 `[E]`."""
     ring, held = context.ring, context.held
-    cursor = ring.slot_after(held.first, held.count) // ring.envs  # of the first row of the call
-    start = (cursor + write.passed[t] - 1) % ring.rows * ring.envs
+    cursor = ring.row_of(ring.slot_after(held.first, held.count))  # of the first row of the call
+    start = ring.row_after(cursor, write.passed[t] - 1 + ring.rows) * ring.envs
     return start, ring.slot_before(start, ring.envs) + jnp.arange(ring.envs, dtype=jnp.int32)
 
 

@@ -208,7 +208,7 @@ class FrameStack(Unit):
         ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
         last = held.after(ring, slots) <= 0
-        running = state.length[slots % ring.envs] > 0
+        running = state.length[ring.env_of(slots)] > 0
         begins = jnp.where(last, ~running, state.back[after] == 0) & (self.k > 1)
         return begins | self.unit.ends(context, state.unit, slots)
 

@@ -184,7 +184,7 @@ class Hindsight(Unit):
         """Those whose successor is of another episode."""
         ring, held = context.ring, context.held
         last = held.after(ring, slots) <= 0
-        over = state.episodes.length[slots % ring.envs] == 0
+        over = state.episodes.length[ring.env_of(slots)] == 0
         other = state.which[slots] != state.which[ring.slot_after(slots, ring.envs)]
         return jnp.where(last, over, other)
 
@@ -234,7 +234,7 @@ class Hindsight(Unit):
         ring, held = context.ring, context.held
         if self.strategy == "random":
             return held.nth(ring, random_bits.below(held.size, *words))
-        env = slots % ring.envs
+        env = ring.env_of(slots)
         at = ordering.read(lambda: rows.get(state.which, slots))
         age, part = episodes.extent(context, state.episodes, env, at, 1)
         own = held.after(ring, slots)

@@ -90,7 +90,7 @@ def every_slot(context: Context, write: Write) -> Change:
         return lanes.every_slot(context, write)
     ring, held = context.ring, context.held
     left = write.expired * ring.envs
-    overwritten = jnp.maximum(held.count // ring.envs + write.rows - ring.rows, 0)
+    overwritten = jnp.maximum(ring.row_of(held.count) + write.rows - ring.rows, 0)
     early = write.expired - overwritten  # then places and slots do not go round together
     expired = Held(first=held.first, count=jnp.minimum(write.expired, ring.rows) * ring.envs)
     return Change(
