@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._base import prng_keys, pytree, versions
@@ -42,9 +43,26 @@ def read(compute: Callable[[], T]) -> T:
 
     def never() -> Any:  # traced after the other, which then need not be traced twice
         like = known[0] if known else jax.eval_shape(compute)
-        return jax.tree.map(_zeros, like)
+        return jax.tree.map(_anything, like)
 
     return lax.cond(opaque(1) == 1, taken, never)
+
+
+def _anything(like: Any) -> Any:
+    """Something of this type, which nobody sees: what takes the least time to compile.
+
+    XLA compiles a kernel to fill an array with zeros, some 3 ms each, but none for a constant whose
+    elements differ.
+    """
+    small = like.size > 1 and like.size * like.dtype.itemsize <= _SMALL
+    if not small or prng_keys.is_keys(like.dtype) or versions.in_shard_map():
+        return _zeros(like)
+    constant = np.zeros(like.shape, like.dtype)
+    constant.flat[-1] = 1
+    return constant
+
+
+_SMALL = 4096  # bytes; a constant is part of the program
 
 
 def _zeros(like: Any) -> Any:
