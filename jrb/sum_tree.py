@@ -111,8 +111,8 @@ def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
     index = jnp.where(good, indices.astype(jnp.uint32), jnp.uint32(tree.capacity))
     node = jnp.where(good, index + jnp.uint32(tree.leaf), jnp.uint32(tree.nodes.size))
-    nodes, keep = trees.last_of_equals(tree.nodes, node)
-    return trees.set_leaves(tree.replace(nodes), (index, keep, bounded(tree, masses)))
+    nodes, masses = trees.put_last(tree.nodes, node, bounded(tree, masses))
+    return trees.set_leaves(tree.replace(nodes), (index, good, masses))
 
 
 def find(tree: Tree, mass: jax.Array) -> jax.Array:

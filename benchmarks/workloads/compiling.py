@@ -1,5 +1,6 @@
 """What it takes to trace, lower and compile a scan of steps, with fresh caches."""
 
+import gc
 from collections.abc import Iterator
 
 import jax
@@ -48,4 +49,10 @@ def compiles(peer: Peer, setup: Setup, agents: int = 0) -> Program:
     def call() -> None:
         loop_of(buffer, setup, verbs, agents).lower(carry, keys).compile()
 
-    return Program(call, before=jax.clear_caches)
+    return Program(call, before=_forgotten)
+
+
+def _forgotten() -> None:
+    """What was compiled before is forgotten, and its remains cleared away in nobody's time."""
+    jax.clear_caches()
+    gc.collect()

@@ -198,7 +198,8 @@ def some_bits(leaf: jax.Array) -> jax.Array:
         first = first.real
     if jnp.issubdtype(first.dtype, jnp.floating):
         first = first.astype(jnp.float32) if jnp.finfo(first.dtype).bits < 8 else first
-        first = lax.bitcast_convert_type(first, _UNSIGNED[first.dtype.itemsize]).ravel()[0]
+        first = lax.bitcast_convert_type(first, _UNSIGNED[first.dtype.itemsize])
+        first = first[0] if first.ndim else first  # of 8 bytes, two words
     return first.astype(jnp.int32)
 
 

@@ -259,7 +259,30 @@ def put(
     )
 
 
-def last_of_equals(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+def put_last(array: jax.Array, index: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sets elements; the last one wins where an index stands twice.
+
+    Args:
+        array: float32 `[N]`.
+        index: uint32 `[B]`; what lies outside [0, N) is left out.
+        values: float32 `[B]`.
+
+    Returns:
+        The array, and what stands in it now at each index, float32 `[B]`; anything where the index
+        lies outside. It was read from the array: write it there once more, so that later writes,
+        which have to wait for the read, do.
+    """
+
+    def in_any_order() -> jax.Array:
+        rubbish, last = _last_of_equals(array, index)
+        return put(rubbish, jnp.where(last, index, jnp.uint32(array.size)), values)
+
+    # On the CPU, a scatter goes from the first to the last in any case.
+    array = lax.platform_dependent(cpu=lambda: put(array, index, values), default=in_any_order)
+    return array, read(array, index)
+
+
+def _last_of_equals(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which of equal indices is the last one, whatever order a scatter has.
 
     Args:
@@ -285,8 +308,8 @@ def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tre
 
     Args:
         tree: N leaves.
-        sets: of each: `index`, uint32 `[B]`, distinct, and in [0, N), where `keep`; `keep`, bool
-            `[B]`, False where nothing is to be set; and the values, float32 `[B]`.
+        sets: of each: `index`, uint32 `[B]`, in [0, N) where `keep`; `keep`, bool `[B]`, False
+            where nothing is to be set; and the values, float32 `[B]`, equal where indices are.
 
     Where many are set, levels near the top that are hardly longer are reduced whole. For few it
     would gain less than it takes to compile.

@@ -344,15 +344,14 @@ class Prioritized(Sampler):
         member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
         good = _is_priority(priorities)
         index = jnp.where(member & good, index, jnp.uint32(ring.capacity))
-        raw, keep = trees.last_of_equals(state.raw, index)
+        raw, new = trees.put_last(state.raw, index, priorities)
+        kept = index < ring.capacity
         state = state.replace(
             raw=raw,
-            highest=jnp.maximum(
-                state.highest, jnp.max(jnp.where(keep, priorities, 0.0), initial=0.0)
-            ),
+            highest=jnp.maximum(state.highest, jnp.max(jnp.where(kept, new, 0.0), initial=0.0)),
             refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
         )
-        return self._set(state, (index, keep, priorities))
+        return self._set(state, (index, kept, new))
 
     def drop(self, ring: Ring, state: Priorities, slots: jax.Array, ok: jax.Array) -> Priorities:
         """No mass for anchors, whatever priorities they get later; until the slot is overwritten.
@@ -362,9 +361,8 @@ class Prioritized(Sampler):
         index = slots.astype(jnp.uint32)
         member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
         index = jnp.where(member, index, jnp.uint32(ring.capacity))
-        raw, keep = trees.last_of_equals(state.raw, index)
-        state = state.replace(raw=raw, dropped=state.dropped | member.any())
-        return self._set(state, (index, keep, jnp.full(slots.shape, DROPPED, jnp.float32)))
+        state = state.replace(dropped=state.dropped | member.any())
+        return self._set(state, (index, member, jnp.full(slots.shape, DROPPED, jnp.float32)))
 
     def priorities(self, state: Priorities) -> jax.Array:
         """The priorities p."""
@@ -461,8 +459,8 @@ class Prioritized(Sampler):
 
         Args:
             state: the sampler's state.
-            sets: of each: slots, uint32 `[K]`, distinct where `keep`; `keep`, bool `[K]`; and the
-                priorities, float32 `[K]`.
+            sets: of each: slots, uint32 `[K]`; `keep`, bool `[K]`, which of them there are; and the
+                priorities, float32 `[K]`, equal where slots are.
         """
         for index, keep, raw in sets:
             kept = jnp.where(keep, index, jnp.uint32(state.raw.size))
