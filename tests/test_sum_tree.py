@@ -495,6 +495,17 @@ def test_the_last_duplicate_wins_in_a_large_batch():
     assert parents_are_sums(tree)
 
 
+def test_the_last_duplicate_wins_where_a_scatter_has_no_order():
+    rng = np.random.default_rng(8)
+    indices = rng.integers(0, 1005, 1 << 12).astype(np.uint32)
+    values, expected = floats(rng.random(1 << 12)), np.full(1000, 2, np.float32)
+    for index, value in zip(indices, values, strict=True):
+        if index < 1000:
+            expected[index] = value
+    out = jax.jit(trees.put_in_any_order)(jnp.full(1000, 2.0), indices, values)
+    assert same_bits(out, expected)
+
+
 @pytest.mark.slow
 @in_shapes
 def test_huge_masses_never_make_the_total_infinite(capacity, branching):

@@ -272,26 +272,13 @@ def put_last(array: jax.Array, index: jax.Array, values: jax.Array) -> tuple[jax
         lies outside. It was read from the array: write it there once more, so that later writes,
         which have to wait for the read, do.
     """
-
-    def in_any_order() -> jax.Array:
-        rubbish, last = _last_of_equals(array, index)
-        return put(rubbish, jnp.where(last, index, jnp.uint32(array.size)), values)
-
     # On the CPU, a scatter goes from the first to the last in any case.
-    array = lax.platform_dependent(cpu=lambda: put(array, index, values), default=in_any_order)
+    array = lax.platform_dependent(array, index, values, cpu=put, default=put_in_any_order)
     return array, read(array, index)
 
 
-def _last_of_equals(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which of equal indices is the last one, whatever order a scatter has.
-
-    Args:
-        array: float32 `[N]`, used as scratch at `index`; write there afterwards.
-        index: uint32 `[B]`; those outside [0, N) take no part.
-
-    Returns:
-        The array, with rubbish at `index`, and bool `[B]`.
-    """
+def put_in_any_order(array: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+    """`put`, where the last one wins whatever order a scatter has."""
     if index.size > 2**24:
         raise ValueError(
             f"indices: expected at most 2^24 in one update, got {index.size}. "
@@ -300,7 +287,8 @@ def _last_of_equals(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.
     place = jnp.arange(index.size, dtype=jnp.float32)
     array = put(array, index, jnp.full_like(place, -1.0))
     array = put(array, index, place, lax.scatter_max)
-    return array, (read(array, index) == place) & (index < array.size)
+    last = read(array, index) == place
+    return put(array, jnp.where(last, index, jnp.uint32(array.size)), values)
 
 
 def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tree:
