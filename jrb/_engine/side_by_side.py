@@ -1,4 +1,4 @@
-"""Small leaves of items side by side in one array: one gather and one write for all of them.
+"""Small leaves of items side by side in one array: few gathers and one write for all.
 
 N capacity, W the elements of an item's leaves that lie in one array, T time, E environments,
 R = N / E.
@@ -35,6 +35,10 @@ _SMALL = 1024
 _NARROW = 32
 """Bytes of the largest that is read together with others: cutting wider ones apart costs more than
 a gather for each."""
+
+_PIECE = 40
+"""Elements that are read together, and a few more: XLA's CPU compiler copies rows of 49 to 75 one
+element after the other, which takes two or three times as long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +277,7 @@ def put(state: PartState, write: Write, items: Item) -> Any:
 
 
 def get(state: PartState, where: Where) -> Item:
-    """Each leaf at its slots; one gather for all narrow ones that are read at the same slots."""
+    """Each leaf at its slots; a gather for many narrow ones that are read at the same slots."""
     return ordering.read(lambda: _got(state, where))
 
 
@@ -281,7 +285,8 @@ def _got(state: PartState, where: Where) -> Item:
     arrays, entries = _arrays(state), places(state)
     found, structure = jax.tree_util.tree_flatten_with_path(entries, is_leaf=columns.is_column)
     asked = [(it, where(pytree.leaf_name(path))) for path, it in found]
-    key = lambda it, slots: (it.words, id(slots) if it.is_narrow else it)
+    together = lambda it, slots: (id(slots), (it.stop - 1) // _PIECE)
+    key = lambda it, slots: (it.words, together(it, slots) if it.is_narrow else it)
     runs: dict[Any, list[Place]] = {}
     for it, slots in asked:
         if isinstance(it, Place):
