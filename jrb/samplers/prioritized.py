@@ -197,8 +197,8 @@ class Prioritized(Sampler):
         if waiting is not None and change.entered.size:
             at = jnp.minimum(change.entered, ring.capacity - 1).astype(jnp.uint32)
             own = trees.read(waiting, at)
-            gone = change.entered.astype(jnp.uint32) + ordering.token(own).astype(jnp.uint32)
-            waiting = trees.put(waiting, gone, _none_at(gone))
+            none = jnp.minimum(own, _NO_ANCHOR)  # what it is in any case, once `own` was read
+            waiting = trees.put(waiting, change.entered.astype(jnp.uint32), none)
             state = state.replace(waiting=waiting)
         if own is None:
             return state, jnp.broadcast_to(default, change.entered.shape)
