@@ -108,7 +108,7 @@ class Ring:
     def oldest_slot(self, clock: Clock) -> jax.Array:
         """The first slot (int32) of the oldest row held."""
         row = (clock.cursor - clock.count).astype(jnp.uint32)
-        return jnp.minimum(row, row + np.uint32(self.rows)).astype(jnp.int32) * self.envs
+        return jnp.minimum(row, lax.add(row, np.uint32(self.rows))).astype(jnp.int32) * self.envs
 
     def generation(self, clock: Clock, slots: jax.Array) -> jax.Array:
         """The lap (uint32) in which each slot was last written.

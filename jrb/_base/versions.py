@@ -113,7 +113,10 @@ def is_committed(array: jax.Array) -> bool:
 
 def is_of_explicit_mesh(error: Exception) -> bool:
     """Whether JAX could not tell how a result lies on a mesh of explicit axes."""
-    return type(error).__name__ == "ShardingTypeError"  # JAX does not export the class
+    if type(error).__name__ == "ShardingTypeError":  # JAX does not export the class
+        return True
+    # Under vmap it looks for the axis of what is cut in the empty mesh of what is not.
+    return isinstance(error, ValueError) and "is not found in mesh: ()" in str(error)
 
 
 def is_of_donated(error: Exception) -> bool:
