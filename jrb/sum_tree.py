@@ -264,9 +264,10 @@ def _parted(joined: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _child_of(rows: jax.Array, child: jax.Array) -> jax.Array:
     """`rows[i, child[i]]`, of `[B, b]`: column by column, as XLA sums rows slowly."""
-    found = rows[:, 0]
-    for column in range(1, rows.shape[1]):
-        found = jnp.where(child == column, rows[:, column], found)
+    columns = trees.columns(rows)
+    found = columns[0]
+    for number, column in enumerate(columns[1:], 1):
+        found = lax.select(child == number, column, found)
     return found
 
 

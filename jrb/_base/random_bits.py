@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jrb._base import ordering
 
@@ -35,15 +36,22 @@ def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _threefry(
     k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    # By `lax`, as a hundred operators would take twice as long to trace.
     keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for group in range(5):
         for turn in _ROTATIONS[group % 2]:
-            x0 = x0 + x1
-            x1 = x0 ^ ((x1 << jnp.uint32(turn)) | (x1 >> jnp.uint32(32 - turn)))
+            x0 = lax.add(x0, x1)
+            x1 = lax.bitwise_xor(x0, _rotated(x1, turn))
         x0 = x0 + keys[(group + 1) % 3]
-        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+        x1 = x1 + (keys[(group + 2) % 3] + np.uint32(group + 1))
     return x0, x1
+
+
+def _rotated(word: jax.Array, turn: int) -> jax.Array:
+    """The bits of a uint32, turned to the left."""
+    upper = lax.shift_left(word, np.uint32(turn))
+    return lax.bitwise_or(upper, lax.shift_right_logical(word, np.uint32(32 - turn)))
 
 
 def unit_interval(words: jax.Array) -> jax.Array:

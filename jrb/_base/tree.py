@@ -11,6 +11,7 @@ difference: nothing drifts, and a value that goes leaves nothing behind.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -31,9 +32,9 @@ _WHOLE = 2  # ... a level of so many nodes for each of them is reduced as a whol
 _SHORT = 128  # the ancestors of at most so many neighbours are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "sum": jnp.add,
-    "min": jnp.minimum,
-    "max": jnp.maximum,
+    "sum": lax.add,
+    "min": lax.min,
+    "max": lax.max,
 }
 _NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf")}
 
@@ -145,17 +146,19 @@ def cleared(tree: Tree, token: jax.Array) -> Tree:
     return tree.replace(ordering.overwrite(tree.nodes, _NEUTRAL[tree.reduction], token))
 
 
+def columns(rows: jax.Array) -> list[jax.Array]:
+    """The columns of rows `[..., b]`, each `[...]`."""
+    split = lax.split(rows, (1,) * rows.shape[-1], axis=rows.ndim - 1)
+    return [lax.squeeze(column, (-1,)) for column in split]
+
+
 def running(tree: Tree, rows: jax.Array) -> list[jax.Array]:
     """The reductions of the first 1, 2, ... children of each row `[..., b]`, float32 `[...]`.
 
     Children are taken one after the other: it is fast, and a node equals the last of these bit for
     bit wherever they are formed again.
     """
-    reduce = _REDUCE[tree.reduction]
-    out = [rows[..., 0]]
-    for j in range(1, rows.shape[-1]):
-        out.append(reduce(out[-1], rows[..., j]))
-    return out
+    return list(itertools.accumulate(columns(rows), _REDUCE[tree.reduction]))
 
 
 def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:

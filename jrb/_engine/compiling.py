@@ -13,7 +13,9 @@ def by_description(*static: str) -> Callable[[F], F]:
     """Compiles a function once for each description, its first argument.
 
     A call then looks at arrays alone. Passed to one compiled function for all, the description
-    would be compared field by field at every call.
+    would be compared field by field at every call. Inside another compiled function it is traced
+    once and becomes a part of that: a function of its own would have to be lowered, called and
+    inlined again by XLA.
 
     Args:
         static: the names of other arguments that are no arrays.
@@ -22,7 +24,9 @@ def by_description(*static: str) -> Callable[[F], F]:
     def decorated(function: F) -> F:
         @functools.lru_cache(maxsize=1024)
         def compiled(description: Any) -> Any:
-            return jax.jit(functools.partial(function, description), static_argnames=static)
+            return jax.jit(
+                functools.partial(function, description), static_argnames=static, inline=True
+            )
 
         @functools.wraps(function)
         def called(description: Any, *args: Any, **kwargs: Any) -> Any:
