@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import checks, ordering, random_bits
+from jrb._base import checks, gathering, ordering, random_bits
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
 
@@ -234,18 +234,18 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
         mass, node = _parted(carry[0])
         first = trees.children(tree, node)
         room = trees.read_rows(tree.nodes, first, carry[1])
-        rows = trees.rows_in(room)
+        rows = gathering.rows_in(room)
         if again is not None and fresh is not None:
             mass = jnp.where(level == fresh, again * trees.reduce_rows(tree, rows), mass)
         child, mass = _pick(tree, rows, mass)
         return _joined(mass, first + child), room
 
     root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
-    room = trees.room_for(tree.nodes, mass.size, tree.branching)
+    room = gathering.room_for(tree.nodes, mass.size, tree.branching)
     found, room = ordering.loop(tree.depth + 1, step, (_joined(mass, root), room))
     _, node = _parted(found)
     leaf = (node - jnp.uint32(tree.leaf)).astype(jnp.int32)
-    return leaf, _child_of(trees.rows_in(room), node & jnp.uint32(tree.branching - 1))
+    return leaf, _child_of(gathering.rows_in(room), node & jnp.uint32(tree.branching - 1))
 
 
 def _joined(mass: jax.Array, node: jax.Array) -> jax.Array:

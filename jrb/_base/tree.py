@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import ordering
+from jrb._base import gathering, ordering
 from jrb._base.pytree import PyTree
 
 BRANCHING = {"cpu": 8}
@@ -200,19 +200,11 @@ def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
     return least, ordering.loop(tree.depth, descend, node) - tree.leaf
 
 
-def room_for(array: jax.Array, batch_size: int, width: int) -> jax.Array:
-    """Room for the rows of `read_rows`, and one row more; on the mesh on which the array lies."""
-    return jnp.zeros_like(jnp.broadcast_to(array[0], (batch_size + 1, width)))
-
-
 def read_rows(array: jax.Array, first: jax.Array, room: jax.Array) -> jax.Array:
-    """`room` with rows of an array `[N]` in it: those that begin at `first` (uint32 `[B]`).
+    """A room with rows of an array `[N]` in it: those that begin at `first` (uint32 `[B]`).
 
-    XLA spreads a gather over threads when the array it reads is large, however little it reads of
-    it; not so when what it reads is written into a slice of a small array, at a place that it does
-    not know. A row that would reach over the end begins earlier.
+    A row that would reach over the end begins earlier.
     """
-    at = ordering.opaque(0)
     rows = lax.gather(
         array,
         first.reshape(-1, 1),
@@ -220,12 +212,7 @@ def read_rows(array: jax.Array, first: jax.Array, room: jax.Array) -> jax.Array:
         room.shape[1:],
         mode="clip",
     )
-    return lax.dynamic_update_slice(room, rows, (at, jnp.zeros_like(at)))
-
-
-def rows_in(room: jax.Array) -> jax.Array:
-    """The rows that `read_rows` put there, `[B, width]`."""
-    return room[:-1]
+    return gathering.put(room, rows)
 
 
 def parent(tree: Tree, node: jax.Array) -> jax.Array:
@@ -245,9 +232,8 @@ def children(tree: Tree, node: jax.Array) -> jax.Array:
 
 def read(array: jax.Array, index: jax.Array) -> jax.Array:
     """`array[index]` for float32 `[N]` and uint32 `[B]`, clipped to [0, N), read just once."""
-    return ordering.read(lambda: rows_in(read_rows(array, index, room_for(array, index.size, 1))))[
-        :, 0
-    ]
+    room = gathering.room_for(array, index.size, 1)
+    return gathering.rows_in(ordering.read(lambda: read_rows(array, index, room)))[:, 0]
 
 
 def put(
@@ -324,9 +310,9 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
         nodes, node, room = carry
         above = parent(tree, node)
         room = read_rows(nodes, children(tree, above), room)
-        return put(nodes, above, reduce_rows(tree, rows_in(room))), above, room
+        return put(nodes, above, reduce_rows(tree, gathering.rows_in(room))), above, room
 
-    room = room_for(tree.nodes, node.size, tree.branching)
+    room = gathering.room_for(tree.nodes, node.size, tree.branching)
     column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
     nodes, _, _ = ordering.loop(levels, climb, (tree.nodes, column, room))
     return tree.replace(nodes)

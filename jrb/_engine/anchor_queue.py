@@ -71,7 +71,7 @@ def anchors(ring: Ring, queue: Queue) -> Anchors:
 
     def nth(places: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         at = ring.slot_after(queue.head, places)
-        return ordering.read(lambda: rows.get(queue.slots, at)), jnp.ones(places.shape, jnp.float32)
+        return rows.read(queue.slots, at), jnp.ones(places.shape, jnp.float32)
 
     return Anchors(count=queue.count, nth=nth)
 
@@ -205,7 +205,7 @@ def remove(
     """
     place = jnp.arange(min(first, ring.capacity), dtype=jnp.int32)
     at = ring.slot_after(queue.head, place)
-    slots = ordering.read(lambda: rows.get(queue.slots, at))
+    slots = rows.read(queue.slots, at)
     here = place < queue.count
     leaves = here & leaving(slots)
     count = jnp.sum(leaves, dtype=jnp.int32)
@@ -234,7 +234,7 @@ def _remove_prefix(
     def leave(both: tuple[AnchorQueue, jax.Array], most: int) -> tuple[AnchorQueue, jax.Array]:
         queue, count = both
         place = jnp.arange(most, dtype=jnp.int32)
-        slots = ordering.read(lambda: rows.get(queue.slots, ring.slot_after(queue.head, place)))
+        slots = rows.read(queue.slots, ring.slot_after(queue.head, place))
         stays = (place >= queue.count) | ~leaving(slots)
         gone = jnp.min(jnp.where(stays, place, most))
         head = ring.slot_after(queue.head, gone)

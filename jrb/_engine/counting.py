@@ -33,7 +33,7 @@ def drawn(sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler, draw
     draws, slots = sampler.draws, jnp.where(draw.mask, draw.slots, 0)
-    before = jnp.where(draw.mask, ordering.read(lambda: rows.get(draws, slots)), 0)
+    before = jnp.where(draw.mask, rows.read(draws, slots), 0)
     counted = _counted(draws, draw.slots, draw.mask, before)
     return sampler.replace(draws=counted), draw.replace(draws=before)
 

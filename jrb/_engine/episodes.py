@@ -186,7 +186,7 @@ def steps_ahead(
         return jnp.clip(newest + 1, 1, most)
     step = jnp.arange(most - 1, dtype=jnp.int32)
     at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
-    last = ordering.read(lambda: rows.get(ended, at))
+    last = rows.read(ended, at)
     first = jnp.min(jnp.where(last, step, most - 1), axis=1, initial=most - 1)
     return jnp.maximum(jnp.minimum(first, newest) + 1, 1)
 
@@ -199,7 +199,7 @@ def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most
         return jnp.minimum(oldest, most)
     step = jnp.arange(most, dtype=jnp.int32)
     at = ring.slot_before(slots[:, None], jnp.minimum(step + 1, ring.rows) * ring.envs)
-    last = ordering.read(lambda: rows.get(ended, at))
+    last = rows.read(ended, at)
     first = jnp.min(jnp.where(last, step, most), axis=1, initial=most)
     return jnp.minimum(first, oldest)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import ordering
+from jrb._base import gathering, ordering
 from jrb.ring import Clock, Ring
 from jrb.types import Write
 
@@ -145,6 +145,18 @@ def after(write: Write, token: jax.Array) -> Write:
 def get(array: jax.Array, slots: jax.Array) -> jax.Array:
     """Whole items at slots, int32 `[...]`, all in range; to be called in `ordering.read`."""
     return array.at[slots.astype(jnp.uint32)].get(mode="promise_in_bounds")  # none is negative
+
+
+def read(array: jax.Array, slots: jax.Array) -> jax.Array:
+    """Whole items at slots, int32 `[...]`, all in range, read just once."""
+    return read_each((array, slots))[0]
+
+
+def read_each(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+    """`read` of several arrays, each at its slots, together."""
+    few = [gathering.is_few(array, *slots.shape, *array.shape[1:]) for array, slots in pairs]
+    found = ordering.read(lambda: gathering.in_rooms([get(*pair) for pair in pairs], few))
+    return gathering.out_of_rooms(found, few)
 
 
 def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:

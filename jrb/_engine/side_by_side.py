@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import ordering, pytree
+from jrb._base import gathering, ordering, pytree
 from jrb._base.pytree import DType
-from jrb._engine import columns
+from jrb._engine import columns, rows
 from jrb._engine.orders import Order
 from jrb.keys import Keys, path_name, within
 from jrb.types import Item, Where, Write
@@ -277,34 +277,84 @@ def put(state: PartState, write: Write, items: Item) -> Any:
 
 
 def get(state: PartState, where: Where) -> Item:
-    """Each leaf at its slots; a gather for many narrow ones that are read at the same slots."""
-    return ordering.read(lambda: _got(state, where))
+    """Each leaf at its slots, read just once; a gather for many that are read at the same slots."""
+    entries, structure = jax.tree_util.tree_flatten_with_path(
+        places(state), is_leaf=columns.is_column
+    )
+    runs = _runs(state, [(it, where(pytree.leaf_name(path))) for path, it in entries])
+    read = ordering.read(lambda: [run.read() for run in runs])
+    leaves: dict[int, jax.Array] = {}
+    for run, found in zip(runs, read, strict=True):
+        leaves.update(zip(run.entries, run.leaves(found), strict=True))
+    return jax.tree.unflatten(structure, [leaves[number] for number in range(len(entries))])
 
 
-def _got(state: PartState, where: Where) -> Item:
-    arrays, entries = _arrays(state), places(state)
-    found, structure = jax.tree_util.tree_flatten_with_path(entries, is_leaf=columns.is_column)
-    asked = [(it, where(pytree.leaf_name(path))) for path, it in found]
-    together = lambda it, slots: (id(slots), (it.stop - 1) // _PIECE)
-    key = lambda it, slots: (it.words, together(it, slots) if it.is_narrow else it)
-    runs: dict[Any, list[Place]] = {}
-    for it, slots in asked:
-        if isinstance(it, Place):
-            runs.setdefault(key(it, slots), []).append(it)
-    read: dict[Any, tuple[int, jax.Array]] = {}
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Leaves that one gather reads.
 
-    def leaf(it: Any, slots: jax.Array) -> jax.Array:
-        if not isinstance(it, Place):
-            return columns.get(it, slots)
-        run = key(it, slots)
-        if run not in read:
-            first = min(each.start for each in runs[run])
-            stop = max(each.stop for each in runs[run])
-            read[run] = first, _order(state).get(arrays[it.words], slots, first, stop)
-        first, words = read[run]
-        return it.of_rows(words, first)
+    Attributes:
+        array: in which they lie, a column or `[..., W]`.
+        slots: of the items, int32 `[...]`.
+        order: in which rows lie.
+        is_few: whether one thread is to read them (see `jrb._base.gathering`).
+        entries: their places, or one column, by the numbers of the leaves.
+    """
 
-    return jax.tree.unflatten(structure, [leaf(it, slots) for it, slots in asked])
+    array: jax.Array
+    slots: jax.Array
+    order: Order
+    is_few: bool
+    entries: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        """The first element of a row that is read."""
+        return min(it.start for it in self.entries.values())
+
+    def read(self) -> Any:
+        """The leaves, or the room in which their rows are; to be called in `ordering.read`."""
+        if any(isinstance(it, Place) for it in self.entries.values()):
+            stop = max(it.stop for it in self.entries.values())
+            found = self.order.get(self.array, self.slots, self.first, stop)
+        else:
+            found = rows.get(self.array, self.slots)
+        return gathering.in_room(found) if self.is_few else self._cut(found)
+
+    def leaves(self, read: Any) -> list[jax.Array]:
+        """The leaves, of what was read."""
+        return self._cut(gathering.rows_in(read)) if self.is_few else read
+
+    def _cut(self, found: jax.Array) -> list[jax.Array]:
+        return [
+            it.of_rows(found, self.first)
+            if isinstance(it, Place)
+            else columns.unpacked(found, it.dtype)
+            for it in self.entries.values()
+        ]
+
+
+def _runs(state: PartState, asked: list[tuple[Any, jax.Array]]) -> list[_Run]:
+    """The gathers for entries, each asked for at its slots.
+
+    Where rows are few, one for all that lie in an array; else one for narrow leaves that lie close
+    together, and one for each of the others.
+    """
+    found: dict[Any, _Run] = {}
+    for number, (it, slots) in enumerate(asked):
+        array, alone = _array_of(state, it), not isinstance(it, Place)
+        width = array.shape[1:] if alone else array.shape[-1:]
+        few = gathering.is_few(array, *slots.shape, *width)
+        key: Any = number
+        if not alone and (few or it.is_narrow):
+            key = it.words, id(slots), None if few else (it.stop - 1) // _PIECE
+        run = found.setdefault(key, _Run(array, slots, _order(state), few))
+        run.entries[number] = it
+    return list(found.values())
+
+
+def _array_of(state: PartState, it: Any) -> jax.Array:
+    return _arrays(state)[it.words] if isinstance(it, Place) else columns.array(it)
 
 
 def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:

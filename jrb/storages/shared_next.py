@@ -110,7 +110,7 @@ def read(context: Context, state: Shared, where: Where) -> Item:
 def source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
     """The row of the arrays of observations that holds the next observation of each slot."""
     ring, held = context.ring, context.held
-    pointer = ordering.read(lambda: rows.get(state.pointer, slots))
+    pointer = rows.read(state.pointer, slots)
     newest = held.after(ring, slots) <= 0
     tail = ring.capacity + state.owner.size + ring.env_of(slots)
     later = jnp.where(pointer < 0, ring.slot_after(slots, ring.envs), ring.capacity + pointer)
@@ -270,7 +270,7 @@ def _make_room(
     """
     room = state.owner.size
     first = jnp.arange(min(3 * ring.envs, room), dtype=jnp.int32)
-    owners = ordering.read(lambda: rows.get(state.owner, (state.head + first) % room))
+    owners = rows.read(state.owner, (state.head + first) % room)
     # How many rows older than the new one an owner is, 1 to R.
     age = (start - owners - 1 + ring.capacity) % ring.capacity // ring.envs + 1
     entries = first < state.count

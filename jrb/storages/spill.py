@@ -241,7 +241,7 @@ class SpillStorage(StoreArrays):
         slots = found.each(lambda one: jnp.where(one[2], -1, one[0]))
         leaves, structure = jax.tree.flatten(view.rows.items(view.rows.call(view.version, slots)))
         pairs = list(zip(jax.tree.leaves(state.hot.items), at, strict=True))
-        hot = ordering.read(lambda: [rows.get(words, row) for words, (_, row, _) in pairs])
+        hot = rows.read_each(*((words, row) for words, (_, row, _) in pairs))
         merged = [
             jnp.where(_over(here, warm), warm, columns.packed(cold))
             for warm, cold, (_, _, here) in zip(hot, leaves, at, strict=True)

@@ -295,7 +295,7 @@ class FrameStack(Unit):
             frames are of the episode, bool `[..., k]`.
         """
         ring, held = context.ring, context.held
-        back = ordering.read(lambda: rows.get(state.back, slots)).astype(jnp.int32)
+        back = rows.read(state.back, slots).astype(jnp.int32)
         oldest = held.before(ring, slots)
         step = jnp.arange(self.k - 1, -1, -1, dtype=jnp.int32)
         near = jnp.minimum(step, jnp.minimum(back, oldest)[..., None])

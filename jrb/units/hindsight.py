@@ -235,7 +235,7 @@ class Hindsight(Unit):
         if self.strategy == "random":
             return held.nth(ring, random_bits.below(held.size, *words))
         env = ring.env_of(slots)
-        at = ordering.read(lambda: rows.get(state.which, slots))
+        at = rows.read(state.which, slots)
         age, part = episodes.extent(context, state.episodes, env, at, 1)
         own = held.after(ring, slots)
         choices = {"future": own - age + 1, "final": jnp.ones_like(age), "episode": part}

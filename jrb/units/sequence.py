@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, display, ordering, pytree
+from jrb._base import checks, display, pytree
 from jrb._engine import anchor_queue, episodes, rows, whole_episodes
 from jrb._engine.anchor_queue import Queue
 from jrb._engine.episodes import Episodes
@@ -273,7 +273,7 @@ class Sequence(Unit):
         if not self._reads_before:
             return slots
         safe = jnp.minimum(slots, capacity - 1)
-        before = ordering.read(lambda: rows.get(state.before, safe))
+        before = rows.read(state.before, safe)
         return jnp.where(before % self.period == 0, slots, capacity)
 
     def truncate(
@@ -351,9 +351,8 @@ class Sequence(Unit):
         Unless windows run across, that can only be at their oldest and newest rows.
         """
         begin, end = (window, window) if self.across else (window[:, :1], window[:, -1:])
-        first, last = ordering.read(
-            lambda: (rows.get(state.before, begin) == 0, rows.get(state.ended, end))
-        )
+        before, last = rows.read_each((state.before, begin), (state.ended, end))
+        first = before == 0
         if self.across:
             return {"is_first": first, "is_last": last}
         return {"is_first": first & oldest, "is_last": last & newest}

@@ -1,0 +1,121 @@
+"""Few rows of a large array are read by one thread, and are the same rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import testing
+from jrb._base import gathering
+from jrb._engine import rows
+
+N, E = 2**17, 4  # the fewest elements of 4 bytes that are spread over threads
+EXAMPLE = {
+    "observation": jnp.zeros(5),
+    "small": jnp.zeros(3, jnp.uint8),
+    "half": jnp.zeros(4, jnp.bfloat16),
+    "action": jnp.int32(0),
+    "frame": jnp.zeros((20, 20), jnp.uint8),
+    "next": {
+        "observation": jnp.zeros(5),
+        "reward": jnp.float32(0),
+        "done": jnp.bool_(False),
+    },
+}
+
+
+def numbers(dtype, *shape):
+    return jnp.arange(np.prod(shape), dtype=jnp.int32).astype(dtype).reshape(shape)
+
+
+def is_spread(function, *args):
+    return "outer_dimension_partitions" in jax.jit(function).lower(*args).compile().as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool", "int8", "uint32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("lead", [(), (1,), (16,), (4, 3), (0,)])
+def test_rows_are_those_of_the_array(dtype, shape, lead):
+    array = numbers(dtype, N, *shape)
+    slots = jax.random.randint(jax.random.key(0), lead, 0, N)
+    read = jax.jit(rows.read)(array, slots)
+    assert read.dtype == array.dtype
+    assert np.array_equal(read, array[slots])
+
+
+def test_each_agent_reads_its_own():
+    arrays, slots = numbers("float32", 3, N), jnp.array([[0, 5], [N - 1, 7], [7, 7]])
+    read = jax.jit(jax.vmap(rows.read))(arrays, slots)
+    assert np.array_equal(read, np.take_along_axis(np.asarray(arrays), np.asarray(slots), 1))
+
+
+def test_few_rows_are_read_by_one_thread():
+    array, slots = jnp.zeros((N, 8)), jnp.arange(16, dtype=jnp.int32)
+    assert not is_spread(rows.read, array, slots)
+
+
+def test_many_rows_and_small_arrays_are_read_as_they_are():
+    assert gathering.is_few(jnp.zeros(N), 16)
+    assert not gathering.is_few(jnp.zeros(N - 1), 16)
+    assert not gathering.is_few(jnp.zeros((N, 8)), 1024, 8)
+    assert not gathering.is_few(jax.random.split(jax.random.key(0), N), 16)
+
+
+@pytest.mark.parametrize("sampler", [jrb.Uniform(), jrb.Prioritized()], ids=repr)
+def test_a_draw_is_made_by_one_thread(sampler):
+    buffer = jrb.ReplayBuffer(N, batch_size=16, sampler=sampler)
+    example = {"observation": jnp.zeros(6), "action": jnp.zeros(2)}
+    state = jax.eval_shape(lambda: buffer.init(example))
+    assert not is_spread(buffer.sample, state, jax.random.key(0))
+
+
+PARTS = {
+    "uniform": {},
+    "prioritized": {"sampler": jrb.Prioritized(counted=True)},
+    "epochs": {"sampler": jrb.WithoutReplacement()},
+    "n-step": {"unit": jrb.NStep(3, 0.9), "sampler": jrb.Prioritized()},
+    "windows": {"unit": jrb.Sequence(4, burn_in=2, short="pad")},
+    "windows across": {"unit": jrb.Sequence(4, across=True, period=3)},
+    "episodes": {"unit": jrb.Sequence(3, over="episodes")},
+    "stacks": {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
+    "once": {"storage": jrb.DeviceStorage(once=True)},
+    "environments": {
+        "storage": jrb.DeviceStorage(layout="environments"),
+        "unit": jrb.Sequence(3, short="pad"),
+    },
+    "best": {"writer": jrb.MaxValue(("next", "reward"))},
+}
+
+
+def story(parts):
+    """What a buffer draws, and its state after that, while its ring wraps."""
+    buffer = jrb.ReplayBuffer(64, num_envs=E, batch_size=8, **parts)
+
+    @jax.jit
+    def step(state, number):
+        items = testing.rows(EXAMPLE, number.astype(jnp.float32), 7, E)
+        done = (jnp.arange(7)[:, None] + jnp.arange(E) + number) % 5 == 0
+        state = buffer.extend(state, items | {"next": items["next"] | {"done": done}})
+        state, sample = buffer.draw(state, jax.random.key(number))
+        if buffer.sampler.prioritized:
+            state = buffer.update_priority(state, sample, 1.0 + jnp.arange(8.0))
+        return state, sample
+
+    return jax.lax.scan(step, buffer.init(EXAMPLE), jnp.arange(5))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_draws_are_the_same_however_they_are_read(name, monkeypatch):
+    spread = story(PARTS[name])
+    jax.clear_caches()
+    with monkeypatch.context() as patch:
+        patch.setattr(gathering, "_LARGE", 0)
+        by_one = story(PARTS[name])
+    jax.clear_caches()
+    same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), *map(plain, (spread, by_one)))
+    assert all(jax.tree.leaves(same))
+
+
+def plain(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
