@@ -142,7 +142,7 @@ def init(capacity: int, branching: int | None, reduction: str) -> Tree:
 
 
 def cleared(tree: Tree, token: jax.Array) -> Tree:
-    """The tree with all leaves neutral again, in its own memory (see `order.overwrite`)."""
+    """The tree with all leaves neutral again, in its own memory (see `ordering.overwrite`)."""
     return tree.replace(ordering.overwrite(tree.nodes, _NEUTRAL[tree.reduction], token))
 
 
