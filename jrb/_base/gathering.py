@@ -7,7 +7,7 @@ of a step of a loop. Taken out of the room within it, the rows would be gathered
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +55,11 @@ def rows_in(room: jax.Array) -> jax.Array:
     return room[:-1]
 
 
-def in_rooms(found: Sequence[jax.Array], few: Sequence[bool]) -> list[jax.Array]:
-    """Those of these arrays that are few rows, each in a room; the others as they are."""
-    pairs = zip(found, few, strict=True)
-    return [in_room(it) if is_few else it for it, is_few in pairs]
+def read(*gathers: tuple[Callable[[], jax.Array], bool]) -> list[jax.Array]:
+    """What each of some functions gathers, read just once (see `ordering.read`).
 
-
-def out_of_rooms(found: Sequence[jax.Array], few: Sequence[bool]) -> list[jax.Array]:
-    """The arrays that `in_rooms` got."""
-    return [rows_in(it) if is_few else it for it, is_few in zip(found, few, strict=True)]
+    Args:
+        gathers: functions, each with whether it gathers few rows.
+    """
+    found = ordering.read(lambda: [in_room(get()) if few else get() for get, few in gathers])
+    return [rows_in(it) if few else it for it, (_, few) in zip(found, gathers, strict=True)]

@@ -232,8 +232,8 @@ def children(tree: Tree, node: jax.Array) -> jax.Array:
 
 def read(array: jax.Array, index: jax.Array) -> jax.Array:
     """`array[index]` for float32 `[N]` and uint32 `[B]`, clipped to [0, N), read just once."""
-    room = gathering.room_for(array, index.size, 1)
-    return gathering.rows_in(ordering.read(lambda: read_rows(array, index, room)))[:, 0]
+    clipped = lambda: array.at[index].get(mode="clip")
+    return gathering.read((clipped, gathering.is_few(array, index.size)))[0]
 
 
 def put(

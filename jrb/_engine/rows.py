@@ -4,6 +4,7 @@ N capacity, E environments, T time.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -155,8 +156,7 @@ def read(array: jax.Array, slots: jax.Array) -> jax.Array:
 def read_each(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
     """`read` of several arrays, each at its slots, together."""
     few = [gathering.is_few(array, *slots.shape, *array.shape[1:]) for array, slots in pairs]
-    found = ordering.read(lambda: gathering.in_rooms([get(*pair) for pair in pairs], few))
-    return gathering.out_of_rooms(found, few)
+    return gathering.read(*zip([functools.partial(get, *pair) for pair in pairs], few, strict=True))
 
 
 def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
