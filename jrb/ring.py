@@ -99,7 +99,7 @@ class Ring:
         """The slot (int32) that lies `steps` slots, 0 to N, further around the ring."""
         reached = slot.astype(jnp.uint32) + jnp.asarray(steps).astype(jnp.uint32)
         # What would be negative is a large number here, so that the smaller one is in range.
-        return jnp.minimum(reached, reached - np.uint32(self.capacity)).astype(jnp.int32)
+        return lax.min(reached, lax.sub(reached, np.uint32(self.capacity))).astype(jnp.int32)
 
     def slot_before(self, slot: jax.Array, steps: jax.Array | int) -> jax.Array:
         """The slot (int32) that lies `steps` slots, 0 to N, back around the ring."""

@@ -62,7 +62,7 @@ def _anything(like: Any) -> Any:
     return constant
 
 
-_SMALL = 4096  # bytes; a constant is part of the program
+_SMALL = 1 << 14  # bytes; a constant is part of the program
 
 
 def _zeros(like: Any) -> Any:
