@@ -6,7 +6,6 @@ room, at a place that the compiler does not know, and the room is a result: of `
 of a step of a loop. Taken out of the room within it, the rows would be gathered there after all.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -21,13 +20,21 @@ _LARGE = 1 << 19
 _FEW = 8 << 10
 """Bytes that one thread has read before another one would be awake."""
 
+_HUGE = 1 << 26
+"""Bytes of an array that lies in no cache: from there on one thread waits for each row, ..."""
 
-def is_few(array: jax.Array, *shape: int) -> bool:
-    """Whether so many elements of an array had better be read by one thread."""
-    if not shape or prng_keys.is_keys(array.dtype):
+_FEW_OF_HUGE = 64
+"""... and has read so many before another one would be awake."""
+
+
+def is_few(array: jax.Array, slots: jax.Array, width: int = 1) -> bool:
+    """Whether rows of so many elements, at slots of an array, had better be read by one thread."""
+    if not slots.ndim or prng_keys.is_keys(array.dtype):
         return False
     size = array.dtype.itemsize
-    return array.size * size >= _LARGE and 0 < math.prod(shape) * size <= _FEW
+    whole, found = array.size * size, slots.size * width * size
+    near = whole < _HUGE or slots.size <= _FEW_OF_HUGE
+    return near and whole >= _LARGE and 0 < found <= _FEW
 
 
 def room_for(array: jax.Array, *shape: int) -> jax.Array:

@@ -5,6 +5,7 @@ N capacity, E environments, T time.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -155,7 +156,7 @@ def read(array: jax.Array, slots: jax.Array) -> jax.Array:
 
 def read_each(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
     """`read` of several arrays, each at its slots, together."""
-    few = [gathering.is_few(array, *slots.shape, *array.shape[1:]) for array, slots in pairs]
+    few = [gathering.is_few(*pair, math.prod(pair[0].shape[1:])) for pair in pairs]
     return gathering.read(*zip([functools.partial(get, *pair) for pair in pairs], few, strict=True))
 
 

@@ -344,7 +344,7 @@ def _runs(state: PartState, asked: list[tuple[Any, jax.Array]]) -> list[_Run]:
     for number, (it, slots) in enumerate(asked):
         array, alone = _array_of(state, it), not isinstance(it, Place)
         width = array.shape[1:] if alone else array.shape[-1:]
-        few = gathering.is_few(array, *slots.shape, *width)
+        few = gathering.is_few(array, slots, math.prod(width))
         key: Any = number
         if not alone and (few or it.is_narrow):
             key = it.words, id(slots), None if few else (it.stop - 1) // _PIECE

@@ -56,10 +56,14 @@ def test_few_rows_are_read_by_one_thread():
 
 
 def test_many_rows_and_small_arrays_are_read_as_they_are():
-    assert gathering.is_few(jnp.zeros(N), 16)
-    assert not gathering.is_few(jnp.zeros(N - 1), 16)
-    assert not gathering.is_few(jnp.zeros((N, 8)), 1024, 8)
-    assert not gathering.is_few(jax.random.split(jax.random.key(0), N), 16)
+    slots = lambda count: jnp.zeros(count, jnp.int32)
+    assert gathering.is_few(jnp.zeros(N), slots(16))
+    assert not gathering.is_few(jnp.zeros(N - 1), slots(16))
+    assert not gathering.is_few(jnp.zeros((N, 8)), slots(1024), 8)
+    assert not gathering.is_few(jax.random.split(jax.random.key(0), N), slots(16))
+    huge = jax.ShapeDtypeStruct((2**24,), jnp.float32)
+    assert gathering.is_few(huge, slots(64))
+    assert not gathering.is_few(huge, slots(65))
 
 
 @pytest.mark.parametrize("sampler", [jrb.Uniform(), jrb.Prioritized()], ids=repr)
