@@ -52,6 +52,8 @@ def test_each_agent_reads_its_own():
 
 def test_few_rows_are_read_by_one_thread():
     array, slots = jnp.zeros((N, 8)), jnp.arange(16, dtype=jnp.int32)
+    if not is_spread(rows.get, array, slots):
+        pytest.skip("nothing is spread where there is one thread, and on other devices")
     assert not is_spread(rows.read, array, slots)
 
 
