@@ -14,6 +14,7 @@ Reference: Schaul et al., 2016, "Prioritized experience replay", appendix B.2.1.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -186,10 +187,7 @@ def draw(
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
         total, float32 `[]`. If that is 0, the leaves and their masses mean nothing.
     """
-    words, top = ordering.read(
-        lambda: (random_bits.bits(key, (2, batch_size)), trees.top_row(tree))
-    )
-    mass = trees.reduce_rows(tree, top)
+    words, mass = _words_and_total(tree, key, (2, batch_size))
     first, again = random_bits.unit_interval(words)
     if stratified:
         first = (first + jnp.arange(first.size, dtype=jnp.float32)) / first.size
@@ -209,9 +207,17 @@ def descend(
     Returns:
         The leaves, int32 `[B]`; their masses, float32 `[B]`; the total, float32 `[]`.
     """
-    words, top = ordering.read(lambda: (random_bits.bits(key, (places.size,)), trees.top_row(tree)))
-    mass = trees.reduce_rows(tree, top)
+    words, mass = _words_and_total(tree, key, (places.size,))
     return *_descend(tree, places * mass, random_bits.unit_interval(words)), mass
+
+
+def _words_and_total(
+    tree: Tree, key: jax.Array, shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Random bits, uint32 of this shape, and the total."""
+    return ordering.once(
+        lambda: (random_bits.bits(key, shape), lax.optimization_barrier(trees.reduce_top(tree)))
+    )
 
 
 def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -230,22 +236,23 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     levels = range(1, tree.depth + 1)
     fresh = next((level for level in levels if tree.width(level - 1) >= _REDRAW), None)
 
-    def step(level: jax.Array, carry: tuple) -> tuple:
-        mass, node = _parted(carry[0])
+    def step(level: jax.Array, joined: jax.Array, rows_at: Callable) -> jax.Array:
+        mass, node = _parted(joined)
         first = trees.children(tree, node)
-        room = trees.read_rows(tree.nodes, first, carry[1])
-        rows = gathering.rows_in(room)
+        rows = rows_at(tree.nodes, first)
         if again is not None and fresh is not None:
             mass = jnp.where(level == fresh, again * trees.reduce_rows(tree, rows), mass)
         child, mass = _pick(tree, rows, mass)
-        return _joined(mass, first + child), room
+        return _joined(mass, first + child)
 
     root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
-    room = gathering.room_for(tree.nodes, mass.size, tree.branching)
-    found, room = ordering.loop(tree.depth + 1, step, (_joined(mass, root), room))
+    found, rows = gathering.loop(
+        tree.depth + 1, step, _joined(mass, root), tree.nodes, mass.size, tree.branching
+    )
     _, node = _parted(found)
     leaf = (node - jnp.uint32(tree.leaf)).astype(jnp.int32)
-    return leaf, _child_of(gathering.rows_in(room), node & jnp.uint32(tree.branching - 1))
+    mass = _child_of(rows, node & jnp.uint32(tree.branching - 1))
+    return lax.optimization_barrier((leaf, mass))  # read once, and before what is written later
 
 
 def _joined(mass: jax.Array, node: jax.Array) -> jax.Array:

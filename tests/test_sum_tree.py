@@ -495,15 +495,18 @@ def test_the_last_duplicate_wins_in_a_large_batch():
     assert parents_are_sums(tree)
 
 
-def test_the_last_duplicate_wins_where_a_scatter_has_no_order():
+@pytest.mark.parametrize("count", [1, 300, 1 << 12, (1 << 12) + 1])
+def test_the_last_duplicate_wins_where_a_scatter_has_no_order(count):
     rng = np.random.default_rng(8)
-    indices = rng.integers(0, 1005, 1 << 12).astype(np.uint32)
-    values, expected = floats(rng.random(1 << 12)), np.full(1000, 2, np.float32)
+    indices = rng.integers(0, 1005, count).astype(np.uint32)
+    values, expected = floats(rng.random(count)), np.full(1000, 2, np.float32)
     for index, value in zip(indices, values, strict=True):
         if index < 1000:
             expected[index] = value
-    out = jax.jit(trees.put_in_any_order)(jnp.full(1000, 2.0), indices, values)
+    out, found = jax.jit(trees.put_in_any_order)(jnp.full(1000, 2.0), indices, values)
     assert same_bits(out, expected)
+    inside = indices < 1000
+    assert same_bits(np.asarray(found)[inside], expected[indices[inside]])
 
 
 @pytest.mark.slow

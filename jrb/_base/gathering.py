@@ -6,13 +6,17 @@ room, at a place that the compiler does not know, and the room is a result: of `
 of a step of a loop. Taken out of the room within it, the rows would be gathered there after all.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jrb._base import ordering, prng_keys
+
+T = TypeVar("T")
 
 _LARGE = 1 << 19
 """Bytes of an array from which on XLA spreads a gather."""
@@ -49,12 +53,99 @@ def room_for(array: jax.Array, *shape: int) -> jax.Array:
 def put(room: jax.Array, rows: jax.Array) -> jax.Array:
     """The room with these rows, `[B, ...]`, in it."""
     at = ordering.opaque(0)
-    return lax.dynamic_update_slice(room, rows, (at, *[jnp.zeros_like(at)] * (rows.ndim - 1)))
+    return _put_slice(room, rows, (at, *[jnp.zeros_like(at)] * (rows.ndim - 1)))
+
+
+@jax.custom_batching.custom_vmap
+def _put_slice(room: jax.Array, rows: jax.Array, starts: tuple[jax.Array, ...]) -> jax.Array:
+    return lax.dynamic_update_slice(room, rows, starts)
+
+
+@_put_slice.def_vmap
+def _put_slices(
+    size: int,
+    batched: list[Any],
+    room: jax.Array,
+    rows: jax.Array,
+    starts: tuple[jax.Array, ...],
+) -> tuple[jax.Array, bool]:
+    """One axis more, from its beginning on; JAX would scatter, as if each place were another."""
+    whole = lambda leaf, is_batched: (
+        leaf if is_batched else jnp.broadcast_to(leaf, (size, *leaf.shape))
+    )
+    starts = (jnp.zeros_like(starts[0]), *starts)
+    return _put_slice(whole(room, batched[0]), whole(rows, batched[1]), starts), True
 
 
 def in_room(rows: jax.Array) -> jax.Array:
     """A room with these rows in it."""
     return put(room_for(rows, *rows.shape), rows)
+
+
+def loop(
+    trips: int,
+    step: Callable[[jax.Array, T, Callable[[jax.Array, jax.Array], jax.Array]], T],
+    carry: T,
+    array: jax.Array,
+    count: int,
+    width: int,
+) -> tuple[T, jax.Array]:
+    """Steps, each of which reads rows of an array once.
+
+    Args:
+        trips: how many steps.
+        step: `(number, carry, rows_at) -> carry`; `rows_at(array, first)` reads rows `[B, W]`.
+        carry: what the first step begins with.
+        array: one like those that are read, `[N]`.
+        count: B.
+        width: W.
+
+    Returns:
+        The carry; and the rows that the last step read.
+
+    On the CPU a loop, with the room in its carry. Elsewhere, where each turn of a loop would be
+    kernels of its own, the steps one after the other.
+    """
+
+    def run(hold: Callable, unroll: int | None, carry: T) -> tuple[T, jax.Array]:
+        def turn(number: jax.Array, both: tuple[T, jax.Array]) -> tuple[T, jax.Array]:
+            carry, room = both
+            read: list[jax.Array] = []
+
+            def rows_at(array: jax.Array, first: jax.Array) -> jax.Array:
+                read.append(hold(room, rows_from(array, first, width)))
+                return rows_in(read[0])
+
+            return step(number, carry, rows_at), read[0]
+
+        start = carry, room_for(array, count, width)
+        carry, room = ordering.loop(trips, turn, start, unroll)
+        return carry, rows_in(room)
+
+    return lax.platform_dependent(
+        carry,
+        cpu=functools.partial(run, put, None),
+        default=functools.partial(run, _put_in_new, max(1, trips)),
+    )
+
+
+def _put_in_new(room: jax.Array, rows: jax.Array) -> jax.Array:
+    """A new room with these rows in it; XLA sees through it, and none is left."""
+    return lax.pad(rows, jnp.zeros((), rows.dtype), [(0, 1, 0)] + [(0, 0, 0)] * (rows.ndim - 1))
+
+
+def rows_from(array: jax.Array, first: jax.Array, width: int) -> jax.Array:
+    """The rows `[B, W]` of an array `[N]` that begin at `first`, uint32 `[B]` or `[B, 1]`.
+
+    A row that would reach over the end begins earlier.
+    """
+    return lax.gather(
+        array,
+        first.reshape(-1, 1),
+        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,)),
+        (width,),
+        mode="clip",
+    )
 
 
 def rows_in(room: jax.Array) -> jax.Array:
@@ -68,5 +159,10 @@ def read(*gathers: tuple[Callable[[], jax.Array], bool]) -> list[jax.Array]:
     Args:
         gathers: functions, each with whether it gathers few rows.
     """
-    found = ordering.read(lambda: [in_room(get()) if few else get() for get, few in gathers])
-    return [rows_in(it) if few else it for it, (_, few) in zip(found, gathers, strict=True)]
+    few = [is_few for _, is_few in gathers]
+
+    def changed(change: Callable, rows: list[jax.Array]) -> list[jax.Array]:
+        return [change(it) if is_few else it for it, is_few in zip(rows, few, strict=True)]
+
+    found = ordering.read(lambda: [get() for get, _ in gathers], lambda it: changed(in_room, it))
+    return changed(rows_in, found)

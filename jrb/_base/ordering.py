@@ -21,14 +21,25 @@ from jrb._base import prng_keys, pytree, versions
 T = TypeVar("T")
 
 
-def read(compute: Callable[[], T]) -> T:
+def _same(read: Any) -> Any:
+    return read
+
+
+def read(compute: Callable[[], T], then: Callable[[T], Any] = _same) -> Any:
     """`compute()`, evaluated exactly once and never fused into its consumers.
 
     Args:
         compute: a function without arguments that reads arrays it closes over.
+        then: what is made of what was read, where it is read.
 
     Returns:
-        What `compute` returns, a pytree of arrays.
+        What `compute` returns, a pytree of arrays, or what `then` makes of it.
+    """
+    return once(lambda: then(lax.optimization_barrier(compute())))
+
+
+def once(compute: Callable[[], T]) -> T:
+    """`compute()`, evaluated just once on the CPU; elsewhere as the compiler likes.
 
     On the CPU it is the branch of a conditional that is always taken, which the compiler cannot
     know. The condition is a constant, so that `vmap` leaves it a conditional. Elsewhere the

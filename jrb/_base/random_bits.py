@@ -111,7 +111,7 @@ def mix(words: jax.Array) -> jax.Array:
 
 def words(key: jax.Array, batch_size: int) -> jax.Array:
     """uint32 `[2, B]`, uniform, computed once."""
-    return ordering.read(lambda: bits(key, (2, batch_size)))
+    return ordering.once(lambda: bits(key, (2, batch_size)))
 
 
 def seed(key: jax.Array) -> jax.Array:

@@ -29,6 +29,7 @@ OTHER_BRANCHING = 32
 
 _MANY = 1024  # where so many leaves are set at once, ...
 _WHOLE = 2  # ... a level of so many nodes for each of them is reduced as a whole
+_PAIRS = 4096  # of so many indices, duplicates are found by comparing all pairs
 _SHORT = 128  # the ancestors of at most so many neighbours are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -173,7 +174,12 @@ def top_row(tree: Tree) -> jax.Array:
 
 def root(tree: Tree) -> jax.Array:
     """The reduction of all leaves, float32 `[]`."""
-    return reduce_rows(tree, ordering.read(lambda: top_row(tree)))
+    return ordering.read(lambda: reduce_top(tree))
+
+
+def reduce_top(tree: Tree) -> jax.Array:
+    """The same, which may be computed wherever it is used; to be called in `ordering.once`."""
+    return reduce_rows(tree, top_row(tree))
 
 
 def leaves(tree: Tree) -> jax.Array:
@@ -198,21 +204,6 @@ def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
         return first + jnp.argmin(row).astype(jnp.int32)
 
     return least, ordering.loop(tree.depth, descend, node) - tree.leaf
-
-
-def read_rows(array: jax.Array, first: jax.Array, room: jax.Array) -> jax.Array:
-    """A room with rows of an array `[N]` in it: those that begin at `first` (uint32 `[B]`).
-
-    A row that would reach over the end begins earlier.
-    """
-    rows = lax.gather(
-        array,
-        first.reshape(-1, 1),
-        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,)),
-        room.shape[1:],
-        mode="clip",
-    )
-    return gathering.put(room, rows)
 
 
 def parent(tree: Tree, node: jax.Array) -> jax.Array:
@@ -257,17 +248,42 @@ def put_last(array: jax.Array, index: jax.Array, values: jax.Array) -> tuple[jax
         values: float32 `[B]`.
 
     Returns:
-        The array, and what stands in it now at each index, float32 `[B]`; anything where the index
-        lies outside. It was read from the array: write it there once more, so that later writes,
-        which have to wait for the read, do.
+        The array; and what stands in it now at each index, float32 `[B]`, anything where the index
+        lies outside.
     """
-    # On the CPU, a scatter goes from the first to the last in any case.
-    array = lax.platform_dependent(array, index, values, cpu=put, default=put_in_any_order)
-    return array, read(array, index)
+    return lax.platform_dependent(array, index, values, cpu=_put_in_order, default=put_in_any_order)
 
 
-def put_in_any_order(array: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-    """`put`, where the last one wins whatever order a scatter has."""
+def _put_in_order(
+    array: jax.Array, index: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`put_last` where a scatter goes from the first to the last."""
+    array = put(array, index, values)
+    found = read(array, index)
+    # Written once more, so that later writes, which have to wait for the read, do.
+    return put(array, index[-1:], found[-1:]), found
+
+
+def put_in_any_order(
+    array: jax.Array, index: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`put_last`, whatever order a scatter has: what stands twice is written twice."""
+    if index.size <= _PAIRS:
+        last = _last_of_each(index)
+    else:
+        array, last = _last_by_scatter(array, index)
+    found = values.at[last].get(mode="clip")
+    return put(array, index, found), found
+
+
+def _last_of_each(index: jax.Array) -> jax.Array:
+    """The last place at which each index stands, int32 `[B]`: of B x B pairs, never stored."""
+    place = jnp.arange(index.size, dtype=jnp.int32)
+    return jnp.max(jnp.where(index[:, None] == index, place, 0), axis=1, initial=0)
+
+
+def _last_by_scatter(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same; and the array, with these places where the index lies in it."""
     if index.size > 2**24:
         raise ValueError(
             f"indices: expected at most 2^24 in one update, got {index.size}. "
@@ -276,8 +292,7 @@ def put_in_any_order(array: jax.Array, index: jax.Array, values: jax.Array) -> j
     place = jnp.arange(index.size, dtype=jnp.float32)
     array = put(array, index, jnp.full_like(place, -1.0))
     array = put(array, index, place, lax.scatter_max)
-    last = read(array, index) == place
-    return put(array, jnp.where(last, index, jnp.uint32(array.size)), values)
+    return array, read(array, index).astype(jnp.int32)
 
 
 def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tree:
@@ -306,15 +321,14 @@ def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tre
 def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
     """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up."""
 
-    def climb(_: jax.Array, carry: tuple) -> tuple:
-        nodes, node, room = carry
+    def climb(_: jax.Array, carry: tuple, rows_at: Callable) -> tuple:
+        nodes, node = carry
         above = parent(tree, node)
-        room = read_rows(nodes, children(tree, above), room)
-        return put(nodes, above, reduce_rows(tree, gathering.rows_in(room))), above, room
+        return put(nodes, above, reduce_rows(tree, rows_at(nodes, children(tree, above)))), above
 
-    room = gathering.room_for(tree.nodes, node.size, tree.branching)
     column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
-    nodes, _, _ = ordering.loop(levels, climb, (tree.nodes, column, room))
+    start = (tree.nodes, column)
+    (nodes, _), _ = gathering.loop(levels, climb, start, tree.nodes, node.size, tree.branching)
     return tree.replace(nodes)
 
 

@@ -282,7 +282,10 @@ def get(state: PartState, where: Where) -> Item:
         places(state), is_leaf=columns.is_column
     )
     runs = _runs(state, [(it, where(pytree.leaf_name(path))) for path, it in entries])
-    read = ordering.read(lambda: [run.read() for run in runs])
+    read = ordering.read(
+        lambda: [run.read() for run in runs],
+        lambda found: [run.laid(rows) for run, rows in zip(runs, found, strict=True)],
+    )
     leaves: dict[int, jax.Array] = {}
     for run, found in zip(runs, read, strict=True):
         leaves.update(zip(run.entries, run.leaves(found), strict=True))
@@ -313,16 +316,20 @@ class _Run:
         return min(it.start for it in self.entries.values())
 
     def read(self) -> Any:
-        """The leaves, or the room in which their rows are; to be called in `ordering.read`."""
+        """The leaves, or few rows of all of them; to be called in `ordering.read`."""
         if any(isinstance(it, Place) for it in self.entries.values()):
             stop = max(it.stop for it in self.entries.values())
             found = self.order.get(self.array, self.slots, self.first, stop)
         else:
             found = rows.get(self.array, self.slots)
-        return gathering.in_room(found) if self.is_few else self._cut(found)
+        return found if self.is_few else self._cut(found)
+
+    def laid(self, found: Any) -> Any:
+        """What was read, if it is few rows in a room."""
+        return gathering.in_room(found) if self.is_few else found
 
     def leaves(self, read: Any) -> list[jax.Array]:
-        """The leaves, of what was read."""
+        """The leaves, of what was read and laid."""
         return self._cut(gathering.rows_in(read)) if self.is_few else read
 
     def _cut(self, found: jax.Array) -> list[jax.Array]:

@@ -351,7 +351,8 @@ class Prioritized(Sampler):
             highest=jnp.maximum(state.highest, jnp.max(jnp.where(kept, new, 0.0), initial=0.0)),
             refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
         )
-        return self._set(state, (index, kept, new))
+        put = lambda tree, leaf: trees.set_leaves(tree, (index, kept, leaf))
+        return self._put(state, new, put)
 
     def drop(self, ring: Ring, state: Priorities, slots: jax.Array, ok: jax.Array) -> Priorities:
         """No mass for anchors, whatever priorities they get later; until the slot is overwritten.

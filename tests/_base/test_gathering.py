@@ -96,9 +96,21 @@ PARTS = {
 
 def story(parts):
     """What a buffer draws, and its state after that, while its ring wraps."""
+    step, state = told_by(parts)
+    return jax.lax.scan(step, state, jnp.arange(5))
+
+
+def stories(parts):
+    """The same of three buffers under `vmap`."""
+    step, state = told_by(parts)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
+    return jax.lax.scan(jax.vmap(step), states, jnp.arange(15).reshape(5, 3))
+
+
+def told_by(parts):
+    """A step that adds and draws, by its number; and the state that it begins with."""
     buffer = jrb.ReplayBuffer(64, num_envs=E, batch_size=8, **parts)
 
-    @jax.jit
     def step(state, number):
         items = testing.rows(EXAMPLE, number.astype(jnp.float32), 7, E)
         done = (jnp.arange(7)[:, None] + jnp.arange(E) + number) % 5 == 0
@@ -108,20 +120,33 @@ def story(parts):
             state = buffer.update_priority(state, sample, 1.0 + jnp.arange(8.0))
         return state, sample
 
-    return jax.lax.scan(step, buffer.init(EXAMPLE), jnp.arange(5))
+    return step, buffer.init(EXAMPLE)
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_draws_are_the_same_however_they_are_read(name, monkeypatch):
-    spread = story(PARTS[name])
+    told = plain(story(PARTS[name]))
+    assert told == changed(monkeypatch, gathering, "_LARGE", 0, lambda: plain(story(PARTS[name])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("tell", [story, stories])
+def test_draws_are_the_same_as_elsewhere_than_on_the_cpu(name, tell, monkeypatch):
+    elsewhere = lambda *args, default, **platforms: default(*args)
+    here, again = plain(tell(PARTS[name])), lambda: plain(tell(PARTS[name]))
+    assert here == changed(monkeypatch, jax.lax, "platform_dependent", elsewhere, again)
+
+
+def changed(monkeypatch, module, name, value, tell):
+    """What is told with another value in a module."""
     jax.clear_caches()
     with monkeypatch.context() as patch:
-        patch.setattr(gathering, "_LARGE", 0)
-        by_one = story(PARTS[name])
+        patch.setattr(module, name, value)
+        told = tell()
     jax.clear_caches()
-    same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), *map(plain, (spread, by_one)))
-    assert all(jax.tree.leaves(same))
+    return told
 
 
 def plain(tree):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
