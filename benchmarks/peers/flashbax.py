@@ -59,7 +59,12 @@ def _items(setup: Setup) -> Any:
 
     make = flashbax.make_prioritised_item_buffer if setup.prioritized else flashbax.make_item_buffer
     sizes = {"max_length": setup.capacity, "min_length": 1, "sample_batch_size": setup.batch}
-    return make(**sizes, add_batches=True)
+    return make(**sizes, **_device(setup), add_batches=True)
+
+
+def _device(setup: Setup) -> dict[str, str]:
+    """For which device it is to choose how priorities are set."""
+    return {"device": jax.default_backend()} if setup.prioritized else {}
 
 
 def _trajectories(setup: Setup) -> Any:
@@ -67,6 +72,7 @@ def _trajectories(setup: Setup) -> Any:
 
     one, other = flashbax.make_trajectory_buffer, flashbax.make_prioritised_trajectory_buffer
     return (other if setup.prioritized else one)(
+        **_device(setup),
         add_batch_size=setup.envs,
         sample_batch_size=setup.batch,
         sample_sequence_length=_ROWS[setup.unit],

@@ -26,9 +26,11 @@ def seconds(value: float) -> str:
 
 
 def told(value: float | None, unit: str) -> str:
-    """A value with its unit; a dash for what is not known."""
+    """A value with its unit, a number of things without; a dash for what is not known."""
     if value is None:
         return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
     return seconds(value) if unit == "s" else f"{figure(value)} {unit}"
 
 

@@ -111,6 +111,8 @@ def _unit(unit: str, rows: list[Row]) -> tuple[Callable[[Row], float], str]:
     """What a value is divided by, and what is along the axis."""
     if unit == "B":
         return lambda row: row["facts"]["item bytes"], "times the bytes of the items alone"
+    if unit == "kernels":
+        return lambda row: 1, "kernels that a GPU launches"
     least = min(row["median"] for row in rows)
     scale, word = next((s, u) for s, u in _TIMES if least >= s or s == _TIMES[-1][0])
     return lambda row: scale, f"{word}, median of rounds (logarithmic; further left is faster)"

@@ -13,6 +13,7 @@ GROUPS = (
     "loop",
     "agents",
     "compiling",
+    "kernels",
     "memory",
     "copies",
     "checkpoint",

@@ -45,7 +45,7 @@ class Case:
         weight: so many times as many rounds as are asked for.
         within: a context in which the programs are made and run.
         unit: "s" for the time of a step; or what `Program.facts["value"]` is, of programs that are
-            not timed but looked at, "B".
+            not timed but looked at, "B" or "kernels".
     """
 
     what: str
