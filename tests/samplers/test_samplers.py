@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb._base import tree as trees
 
 KEY = jax.random.key(0)
 
@@ -317,6 +318,32 @@ def test_a_drawn_item_never_has_weight_0():
     buffer, state = filled(sampler, 2)
     sample = buffer.sample(priorities(buffer, state, [1e-30, 1e30]), KEY)
     assert (sample.weights > 0).all()
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_masses_are_powers_as_exact_as_logarithms(eps):
+    sampler = jrb.Prioritized(eps=eps)
+    priorities = np.geomspace(1e-6, 1e6, 20_000, dtype=np.float32)
+    buffer = jrb.ReplayBuffer(priorities.size, batch_size=4, sampler=sampler)
+    state = buffer.init({"x": jnp.zeros(())})
+    state = buffer.extend(state, {"x": jnp.zeros(priorities.size)}, priorities=priorities)
+    base = (priorities + np.float32(eps)).astype(np.float64)
+    for alpha in (0.0, 0.25, 0.6, 1.0, 1.7):
+        masses = trees.leaves(buffer.set_alpha(state, alpha).sampler.masses)
+        exponent = np.float64(np.float32(alpha))
+        error = np.abs(np.asarray(masses, np.float64) / base**exponent - 1)
+        assert (error <= 2.0**-22 * (1 + np.abs(exponent * np.log(base)))).all()
+        if alpha in (0, 1):
+            assert (np.asarray(masses) == base**alpha).all()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_a_priority_of_zero_has_the_mass_of_a_power_of_zero(alpha):
+    buffer = jrb.ReplayBuffer(2, batch_size=4, sampler=jrb.Prioritized(alpha=alpha, eps=0.0))
+    state = buffer.extend(
+        buffer.init({"x": 0}), {"x": jnp.arange(2)}, priorities=jnp.array([0.0, 4.0])
+    )
+    assert trees.leaves(state.sampler.masses).tolist() == [0.0**alpha, 4.0**alpha]
 
 
 def test_a_traced_alpha_that_is_no_exponent_changes_nothing():
