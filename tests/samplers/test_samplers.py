@@ -321,7 +321,7 @@ def test_a_drawn_item_never_has_weight_0():
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
-def test_masses_are_powers_as_exact_as_logarithms(eps):
+def test_masses_are_powers(eps):
     sampler = jrb.Prioritized(eps=eps)
     priorities = np.geomspace(1e-6, 1e6, 20_000, dtype=np.float32)
     buffer = jrb.ReplayBuffer(priorities.size, batch_size=4, sampler=sampler)
@@ -332,7 +332,7 @@ def test_masses_are_powers_as_exact_as_logarithms(eps):
         masses = trees.leaves(buffer.set_alpha(state, alpha).sampler.masses)
         exponent = np.float64(np.float32(alpha))
         error = np.abs(np.asarray(masses, np.float64) / base**exponent - 1)
-        assert (error <= 2.0**-22 * (1 + np.abs(exponent * np.log(base)))).all()
+        assert error.max() <= 2.0**-21
         if alpha in (0, 1):
             assert (np.asarray(masses) == base**alpha).all()
 
