@@ -260,8 +260,8 @@ def _put_in_order(
     """`put_last` where a scatter goes from the first to the last."""
     array = put(array, index, values)
     found = read(array, index)
-    # Written once more, so that later writes, which have to wait for the read, do.
-    return put(array, index[-1:], found[-1:]), found
+    # Written once more, all of it, so that later writes, which have to wait for the read, do.
+    return put(array, index, found), found
 
 
 def put_in_any_order(
