@@ -6,6 +6,7 @@ from types import EllipsisType
 from typing import Any
 
 import jax
+import jax.core
 from jax.typing import ArrayLike
 
 from jrb._base import casting
@@ -69,15 +70,15 @@ class Jitted:
     def __init__(self, buffer: ReplayBuffer | Sharded) -> None:
         self.buffer = buffer
         one = buffer.buffer if isinstance(buffer, Sharded) else buffer
-        self._cast, (writes, reads) = one.cast, _compilers(dispatch.on_host(one))
+        self._cast, (writes, reads, moves) = one.cast, _compilers(dispatch.on_host(one))
         self._add, self._extend = writes(buffer.add), writes(buffer.extend)
-        self._update = writes(buffer.update_priority)
+        self._update = moves(buffer.update_priority)
         self._truncate, self._empty = writes(buffer.truncate), writes(buffer.empty)
-        self._set_alpha, self._drop = writes(buffer.set_alpha), writes(buffer.drop)
+        self._set_alpha, self._drop = moves(buffer.set_alpha), moves(buffer.drop)
         self._set = writes(buffer.set)
         self._set_all = writes(lambda state, values: buffer.set(state, ..., values))
         self._map = writes(buffer.map, static_argnames=("function", "batch_size"))
-        self._draw = writes(buffer.draw, static_argnames="batch_size")
+        self._draw = moves(buffer.draw, static_argnames="batch_size")
         self._sample = reads(buffer.sample, static_argnames="batch_size")
         self._can_sample = reads(buffer.can_sample, static_argnames="batch_size")
         self._size, self._in_order = reads(buffer.size), reads(buffer.in_order)
@@ -206,7 +207,7 @@ class JittedMix:
     def __init__(self, mix: Mix) -> None:
         self.mix = mix
         parts = [part.buffer if isinstance(part, Sharded) else part for part in mix.buffers]
-        writes, reads = _compilers(any(map(dispatch.on_host, parts)))
+        writes, reads, _ = _compilers(any(map(dispatch.on_host, parts)))
         self._draw = writes(mix.draw, static_argnames="batch_size")
         self._sample = reads(mix.sample, static_argnames="batch_size")
         self._update = writes(mix.update_priority)
@@ -242,14 +243,45 @@ class JittedMix:
         return self._update(states, _without_data(sample), priorities)
 
 
-def _compilers(on_host: bool) -> tuple[Any, Any]:
-    """What compiles verbs that change a state, and those that only read it."""
+def _compilers(on_host: bool) -> tuple[Any, Any, Any]:
+    """What compiles verbs that change a state, that only read it, and that move its sampler."""
     if on_host:
-        return _as_it_is, _as_it_is
-    compiled = lambda **how: (
-        lambda verb, **options: dispatch.explained(jax.jit(verb, **how, **options))
-    )
-    return compiled(donate_argnums=0), compiled()
+        return _as_it_is, _as_it_is, _as_it_is
+    return _writing, _reading, _moving
+
+
+def _writing(verb: Callable[..., Any], **options: Any) -> Any:
+    return dispatch.explained(jax.jit(verb, donate_argnums=0, **options))
+
+
+def _reading(verb: Callable[..., Any], **options: Any) -> Any:
+    return dispatch.explained(jax.jit(verb, **options))
+
+
+def _moving(verb: Callable[..., Any], **options: Any) -> Any:
+    """A verb that changes nothing in a state but what its sampler remembers.
+
+    All else is neither donated nor returned: every array that comes back costs a call a
+    microsecond. Inside another compiled function, where writes have to wait for what was read, the
+    verb is called as it is.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0, **options)
+    def moved(sampler: Any, rest: BufferState, *args: Any, **kwargs: Any) -> Any:
+        after = verb(rest.replace(sampler=sampler), *args, **kwargs)
+        state, *sample = after if isinstance(after, tuple) else (after,)
+        return state.sampler, *sample
+
+    @dispatch.explained
+    def called(state: BufferState, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state, BufferState) or isinstance(state.edits, jax.core.Tracer):
+            return verb(state, *args, **kwargs)
+        rest = state.replace(sampler=None)
+        sampler, *sample = moved(state.sampler, rest, *args, **kwargs)
+        after = state.replace(sampler=sampler)
+        return (after, *sample) if sample else after
+
+    return called
 
 
 def _as_it_is(verb: Callable[..., Any], **options: Any) -> Any:
@@ -258,5 +290,10 @@ def _as_it_is(verb: Callable[..., Any], **options: Any) -> Any:
 
 
 def _without_data(sample: Sample | jax.Array) -> Any:
-    """A sample without its items: fewer arrays to hand over."""
-    return sample.replace(data=None) if isinstance(sample, Sample) else sample
+    """A sample without its items: fewer arrays to hand over.
+
+    Inside another compiled function it has them: a write that follows has to wait for their reads.
+    """
+    if not isinstance(sample, Sample) or isinstance(sample.stamp, jax.core.Tracer):
+        return sample
+    return sample.replace(data=None)

@@ -81,6 +81,41 @@ def test_what_is_given_is_donated_and_what_is_read_is_not():
     assert sample.data["x"].shape == (4, 256)
 
 
+ONES = np.ones(4, np.float32)
+MOVES = {
+    "update_priority": lambda verbs, state, sample: verbs.update_priority(state, sample, ONES),
+    "drop": lambda verbs, state, sample: verbs.drop(state, sample),
+    "set_alpha": lambda verbs, state, sample: verbs.set_alpha(state, 0.3),
+    "draw": lambda verbs, state, sample: verbs.draw(state, KEY)[0],
+}
+CHANGES = dict(list(MOVES.items())[:2])
+CHANGES["set"] = lambda verbs, state, sample: verbs.set(state, sample, {"action": jnp.arange(4)})
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_only_moves_the_sampler_passes_nothing_else(name):
+    verbs = jrb.jitted(jrb.ReplayBuffer(20, batch_size=4, sampler=jrb.Prioritized()))
+    old = verbs.extend(verbs.init(EXAMPLE), row(1, 4))
+    new = MOVES[name](verbs, old, verbs.sample(old, KEY))
+    assert new.ring == old.ring
+    rest = lambda state: jax.tree.leaves(state.replace(sampler=None))
+    assert all(kept is leaf for kept, leaf in zip(rest(old), rest(new), strict=True))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_inside_jit_writes_wait_for_the_items_that_compiled_verbs_were_given(name):
+    def step(buffer, state, total, key):
+        verbs = jrb.jitted(buffer)
+        sample = verbs.sample(state, key)
+        state = CHANGES[name](verbs, state, sample)
+        return verbs.add(state, jrb.testing.rows(EXAMPLE, total)), jrb.testing.consumed(sample)
+
+    make = lambda capacity: jrb.ReplayBuffer(capacity, batch_size=4, sampler=jrb.Prioritized())
+    assert jrb.testing.growth(make, EXAMPLE, step) < 0.01
+
+
 def test_compiled_verbs_are_made_once_and_trace_once(compilations):
     buffer = jrb.ReplayBuffer(20, batch_size=4)
     assert jrb.jitted(buffer) is jrb.jitted(jrb.ReplayBuffer(20, batch_size=4))
