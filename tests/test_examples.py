@@ -131,7 +131,7 @@ def test_actors_and_a_learner_in_processes_of_their_own_balance_a_pole(cluster, 
     from examples import apex
 
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integers
-        for seed in (0, 4, 5):  # what is drawn when, and so what is learned, is a matter of luck
+        for seed in (5, 4, 0):  # what is drawn when, and so what is learned, is a matter of luck
             before, after, stats = apex.run(steps, seed)
             if after > score:
                 break

@@ -1,6 +1,7 @@
 """`sample` calls of 128 of 100,000 items in a Python loop, as TorchRL measures its own buffers."""
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,10 @@ def cases(wanted: Wanted) -> Iterator[Case]:
     for mode, within in modes.items():
         for storage, theirs in STORAGES.items():
             for kind in SHAPES:
-                programs = {"jrb": lambda k=kind, s=storage: ours(k, s, count)}
+                programs = {
+                    "jrb": lambda k=kind, s=storage: ours(k, s, count),
+                    "bare NumPy or JAX": lambda k=kind, s=storage: BARE[s](data(k, count), count),
+                }
                 if "TorchRL" in known:
                     programs["TorchRL"] = lambda k=kind, s=theirs: torchrl(k, s, count)
                 facts = {"storage": storage, "items": kind, "dispatch": mode, "N": count, "B": B}
@@ -66,7 +70,6 @@ def data(kind: str, count: int) -> Any:
 def ours(kind: str, storage: str, count: int) -> Program:
     """Our draws."""
     rows = data(kind, count)
-    stack = lambda items: jax.tree.map(lambda *leaves: np.stack(leaves), *items)
     made: Any = {
         "list": lambda: jrb.ListStorage(collate=stack),
         "device": jrb.DeviceStorage,
@@ -80,6 +83,59 @@ def ours(kind: str, storage: str, count: int) -> Program:
     state = buffer.extend(state, items)
     sample = jax.jit(buffer.sample) if storage == "device" else buffer.sample
     return draws(lambda key: sample(state, key))
+
+
+def gathered(rows: Any, count: int) -> Program:
+    """Random slots, and a gather for each leaf, in one jitted call."""
+
+    def sample(key: jax.Array, rows: Any) -> Any:
+        slots = jax.random.randint(key, (B,), 0, count)
+        return jax.tree.map(lambda leaf: leaf[slots], rows)
+
+    compiled, held = jax.jit(sample), jax.device_put(rows)
+    return draws(lambda key: compiled(key, held))
+
+
+def taken(rows: Any, count: int) -> Program:
+    """NumPy's random slots and `take` of each leaf from a file, put on the device in one call."""
+    leaves, structure = jax.tree.flatten(rows)
+    files, rng = [_mapped(leaf) for leaf in leaves], np.random.default_rng(1)
+
+    def sample(key: jax.Array) -> Any:
+        slots = rng.integers(0, count, B)
+        found = [leaf.take(slots, 0, None, "clip") for leaf in files]
+        return jax.device_put(jax.tree.unflatten(structure, found))
+
+    return draws(sample)
+
+
+def _mapped(leaf: np.ndarray) -> np.ndarray:
+    """The same in a file that goes with this process."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(leaf.nbytes)
+        lying = np.memmap(file, leaf.dtype, "r+", shape=leaf.shape)
+    lying[...] = leaf
+    return np.asarray(lying)
+
+
+def stacked(rows: Any, count: int) -> Program:
+    """NumPy's random slots, and what lies there in a list, stacked by NumPy."""
+    items = [jax.tree.map(lambda leaf, n=n: leaf[n], rows) for n in range(count)]
+    rng = np.random.default_rng(1)
+
+    def sample(key: jax.Array) -> Any:
+        return stack([items[slot] for slot in rng.integers(0, count, B).tolist()])
+
+    return draws(sample)
+
+
+def stack(items: list[Any]) -> Any:
+    """Items, leaf by leaf, in one array each."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+
+BARE = {"list": stacked, "device": gathered, "memmap": taken}
+"""What no draw from each storage can do without."""
 
 
 def torchrl(kind: str, storage: str, count: int) -> Program:

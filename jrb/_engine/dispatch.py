@@ -538,8 +538,10 @@ def _for_min_size(buffer: Buffer) -> str:
 
 
 def _collated(buffer: Buffer, found: list[Any], mask: jax.Array, key: jax.Array) -> Any:
-    objects = [item if drawn else None for item, drawn in zip(found, mask.tolist(), strict=True)]
-    data = objects if buffer.storage.collate is None else buffer.storage.collate(objects)
+    drawn = np.asarray(mask)
+    if not drawn.all():
+        found = [item if real else None for item, real in zip(found, drawn, strict=True)]
+    data = found if buffer.storage.collate is None else buffer.storage.collate(found)
     return transforming.outward(buffer.transforms, data, Batch(key, mask, buffer.keys))
 
 

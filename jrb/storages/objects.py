@@ -142,7 +142,7 @@ class ListStorage(HostStorage):
                 "ListStorage: expected a state whose objects are still there, got one of which "
                 "something was overwritten since. Draw from the state that the last write returned."
             )
-        return [shelf.objects[slot] for slot in slots.tolist()]
+        return list(map(shelf.objects.__getitem__, slots.tolist()))
 
     def spec(self, state: Objects) -> Item:
         """Raises: objects have no shapes."""

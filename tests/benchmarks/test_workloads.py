@@ -165,8 +165,9 @@ def test_draws_from_files_are_measured(tmp_path):
 
 @pytest.mark.parametrize("storage", rfc.STORAGES)
 def test_sample_calls_of_all_storages_are_measured(storage):
-    cases = [case.Case("sample", {}, {"jrb": lambda: rfc.ours("nested dict", storage, 200)})]
-    assert run(cases, quick())[0]["median"] > 0
+    made = {"jrb": lambda: rfc.ours("nested dict", storage, 200)}
+    made["bare"] = lambda: rfc.BARE[storage](rfc.data("nested dict", 200), 200)
+    assert all(row["median"] > 0 for row in run([case.Case("sample", {}, made)], quick()))
 
 
 def test_copies_are_measured(tmp_path):
