@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jrb._base import checks, ordering, pytree
+from jrb._base import checks, ordering, prng_keys, pytree
 from jrb._engine import anchor_queue, episodes, rows
 from jrb._engine.anchor_queue import Queue
 from jrb.keys import Keys, Path, path_name, within
@@ -310,7 +312,7 @@ class FrameStack(Unit):
         inner, real = look.rest
         axis, last = look.mask.ndim, self.k - 1
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
-        cut = lambda leaf, start, stop: jax.lax.slice_in_dim(leaf, start, stop, axis=axis)
+        cut = lambda leaf, start, stop: lax.slice_in_dim(leaf, start, stop, axis=axis)
         frames = lambda name: self._filled(named[name], real)
 
         def stack(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -320,8 +322,7 @@ class FrameStack(Unit):
                 return leaf if not self._many(name, keys) else cut(leaf, last, self.k)[(*rest, 0)]
             if twin is None:
                 return cut(frames(name), 0, self.k)
-            before = cut(frames(twin), real.shape[-1] - last, None)
-            return jnp.concatenate([before, jnp.expand_dims(leaf, axis)], axis=axis)
+            return _moved_on(frames(twin), self.k, leaf, axis)
 
         rest = (slice(None),) * axis
         return self.unit.reduce(jax.tree_util.tree_map_with_path(stack, raw), inner, keys)
@@ -345,6 +346,20 @@ class FrameStack(Unit):
         """No rows."""
         emptied = ordering.emptied(state, token)
         return emptied.replace(unit=self.unit.reset(ring, state.unit, token))
+
+
+def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array:
+    """Stacks of k: the last k - 1 of these frames, along an axis, and a new one behind them."""
+    many, dims = frames.shape[axis], range(frames.ndim)
+    if prng_keys.is_keys(frames.dtype):  # which cannot be padded
+        before = lax.slice_in_dim(frames, many - k + 1, many, axis=axis)
+        return jnp.concatenate([before, jnp.expand_dims(new, axis)], axis=axis)
+    # XLA's CPU compiler joins frames in one thread, and takes longer than to choose between two.
+    widths = [(k - 1 - many, 1, 0) if dim == axis else (0, 0, 0) for dim in dims]
+    before = lax.pad(frames, np.zeros((), frames.dtype), widths)
+    is_new = lax.eq(lax.broadcasted_iota(jnp.int32, before.shape, axis), np.int32(k - 1))
+    last = lax.broadcast_in_dim(new, before.shape, [dim for dim in dims if dim != axis])
+    return lax.select(is_new, last, before)
 
 
 def _back(state: Stacks, slots: jax.Array) -> jax.Array:

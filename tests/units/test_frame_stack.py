@@ -89,3 +89,17 @@ def test_windows_of_stacked_frames(short, period, across, rings, data):
         assert see.tolist() == frames
         assert after.tolist() == [*frames[1:], entry["after"]]
         assert drawn.data["action"][b, step] == entry["action"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.complex64, "keys"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_next_stacks_of_any_dtype_are_moved_on_by_a_frame(dtype, k):
+    frames = jax.random.split(KEY, 9) if dtype == "keys" else np.arange(9).astype(dtype)
+    done = np.arange(8) == 3
+    rows = {"observation": frames[:8], "next": {"observation": frames[1:], "done": done}}
+    buffer, state = jrb.from_items(rows, unit=jrb.FrameStack(k))
+    sample = buffer.sample(state, KEY, batch_size=16)
+    plain = lambda keys: np.asarray(jax.random.key_data(keys) if dtype == "keys" else keys)
+    seen, after = plain(sample.data["observation"]), plain(sample.data["next"]["observation"])
+    np.testing.assert_array_equal(after[:, :-1], seen[:, 1:])
+    np.testing.assert_array_equal(after[:, -1], plain(frames)[np.asarray(sample.indices) + 1])
