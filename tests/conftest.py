@@ -49,7 +49,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Pages are slow; and of a slow test, all sets of parameters but each third take long.
+    """Pages are slow; and of a slow test, all sets of parameters but each fourth take long.
 
     What the pages show compiles whole programs. Tests of faults, and those that say so, stay whole.
     """
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         elif "slow" in marks and not marks & {"faults", "whole"}:
             test = item.nodeid.partition("[")[0]
-            if sets[test] % 3:
+            if sets[test] % 4:
                 item.add_marker(pytest.mark.long)
             sets[test] += 1
 
