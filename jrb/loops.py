@@ -261,9 +261,9 @@ def _reading(verb: Callable[..., Any], **options: Any) -> Any:
 def _moving(verb: Callable[..., Any], **options: Any) -> Any:
     """A verb that changes nothing in a state but what its sampler remembers.
 
-    All else is neither donated nor returned: every array that comes back costs a call a
-    microsecond. Inside another compiled function, where writes have to wait for what was read, the
-    verb is called as it is.
+    All else is neither donated nor returned, as each array that comes back makes a call a
+    microsecond longer. Inside another compiled function, where writes have to wait for what was
+    read, the verb is called as it is.
     """
 
     @functools.partial(jax.jit, donate_argnums=0, **options)

@@ -88,8 +88,11 @@ MOVES = {
     "set_alpha": lambda verbs, state, sample: verbs.set_alpha(state, 0.3),
     "draw": lambda verbs, state, sample: verbs.draw(state, KEY)[0],
 }
-CHANGES = dict(list(MOVES.items())[:2])
-CHANGES["set"] = lambda verbs, state, sample: verbs.set(state, sample, {"action": jnp.arange(4)})
+GIVEN_SAMPLES = {
+    "update_priority": MOVES["update_priority"],
+    "drop": MOVES["drop"],
+    "set": lambda verbs, state, sample: verbs.set(state, sample, {"action": jnp.arange(4)}),
+}
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -104,15 +107,30 @@ def test_what_only_moves_the_sampler_passes_nothing_else(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", GIVEN_SAMPLES)
 def test_inside_jit_writes_wait_for_the_items_that_compiled_verbs_were_given(name):
     def step(buffer, state, total, key):
         verbs = jrb.jitted(buffer)
         sample = verbs.sample(state, key)
-        state = CHANGES[name](verbs, state, sample)
+        state = GIVEN_SAMPLES[name](verbs, state, sample)
         return verbs.add(state, jrb.testing.rows(EXAMPLE, total)), jrb.testing.consumed(sample)
 
     make = lambda capacity: jrb.ReplayBuffer(capacity, batch_size=4, sampler=jrb.Prioritized())
+    assert jrb.testing.growth(make, EXAMPLE, step) < 0.01
+
+
+@pytest.mark.slow
+def test_inside_jit_writes_wait_for_the_items_that_a_compiled_mix_was_given():
+    def step(mix, states, total, key):
+        verbs, rows = jrb.jitted(mix), jrb.testing.rows(EXAMPLE, total)
+        sample = verbs.sample(states, key)
+        states = verbs.update_priority(states, sample, ONES)
+        added = [jrb.jitted(one).add(of, rows) for one, of in zip(mix.buffers, states, strict=True)]
+        return tuple(added), jrb.testing.consumed(sample)
+
+    part = lambda capacity: jrb.ReplayBuffer(capacity, sampler=jrb.Prioritized())
+    make = lambda capacity: jrb.Mix((part(capacity), part(capacity)), (0.5, 0.5), batch_size=4)
     assert jrb.testing.growth(make, EXAMPLE, step) < 0.01
 
 

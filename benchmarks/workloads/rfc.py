@@ -78,7 +78,7 @@ def ours(kind: str, storage: str, count: int) -> Program:
     buffer = jrb.ReplayBuffer(count, batch_size=B, storage=made)
     items: Any = rows
     if storage == "list":
-        items = [jax.tree.map(lambda leaf, n=n: leaf[n], rows) for n in range(count)]
+        items = listed(rows, count)
     state = buffer.init(jax.tree.map(lambda leaf: leaf[0], rows))
     state = buffer.extend(state, items)
     sample = jax.jit(buffer.sample) if storage == "device" else buffer.sample
@@ -120,13 +120,17 @@ def _mapped(leaf: np.ndarray) -> np.ndarray:
 
 def stacked(rows: Any, count: int) -> Program:
     """NumPy's random slots, and what lies there in a list, stacked by NumPy."""
-    items = [jax.tree.map(lambda leaf, n=n: leaf[n], rows) for n in range(count)]
-    rng = np.random.default_rng(1)
+    items, rng = listed(rows, count), np.random.default_rng(1)
 
     def sample(key: jax.Array) -> Any:
         return stack([items[slot] for slot in rng.integers(0, count, B).tolist()])
 
     return draws(sample)
+
+
+def listed(rows: Any, count: int) -> list[Any]:
+    """The items, one by one."""
+    return [jax.tree.map(lambda leaf, n=n: leaf[n], rows) for n in range(count)]
 
 
 def stack(items: list[Any]) -> Any:

@@ -354,7 +354,7 @@ def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array
     if prng_keys.is_keys(frames.dtype):  # which cannot be padded
         before = lax.slice_in_dim(frames, many - k + 1, many, axis=axis)
         return jnp.concatenate([before, jnp.expand_dims(new, axis)], axis=axis)
-    # XLA's CPU compiler joins frames in one thread, and takes longer than to choose between two.
+    # On the CPU, XLA takes longer to concatenate frames than to choose between two arrays of them.
     widths = [(k - 1 - many, 1, 0) if dim == axis else (0, 0, 0) for dim in dims]
     before = lax.pad(frames, np.zeros((), frames.dtype), widths)
     is_new = lax.eq(lax.broadcasted_iota(jnp.int32, before.shape, axis), np.int32(k - 1))

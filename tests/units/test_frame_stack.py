@@ -91,6 +91,7 @@ def test_windows_of_stacked_frames(short, period, across, rings, data):
         assert drawn.data["action"][b, step] == entry["action"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.complex64, "keys"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_next_stacks_of_any_dtype_are_moved_on_by_a_frame(dtype, k):

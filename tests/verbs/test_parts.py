@@ -17,7 +17,7 @@ from tests.verbs.units import RULES
 
 pytestmark = pytest.mark.slow
 
-E, ROWS, PROGRAMS = 2, 3, 40
+E, ROWS, PROGRAMS = 2, 3, 60
 MEMMAP, SPILL = jrb.MemmapStorage(None), jrb.SpillStorage(None, 2 * E)
 COUNTED = jrb.Prioritized(counted=True)
 IN_ORDER = jrb.WithoutReplacement(shuffle=False, counted=True)
