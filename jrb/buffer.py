@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import casting, checks, display, pytree
-from jrb._engine import dispatch, steps, transforming
+from jrb._engine import dispatch, draws, steps, transforming
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
@@ -313,7 +313,7 @@ class ReplayBuffer:
             ValueError: as for `sample`.
         """
         after, sample = self._drawn(state, key, batch_size, beta)
-        return dispatch.after_draw(state, after), sample
+        return draws.after_draw(state, after), sample
 
     def _drawn(
         self,
@@ -323,7 +323,7 @@ class ReplayBuffer:
         beta: jax.Array | float | None,
         moves: bool = True,
     ) -> Any:
-        """What a draw leaves behind (see `jrb._engine.dispatch.draw`), and a sample."""
+        """What a draw leaves behind (see `jrb._engine.draws.draw`), and a sample."""
         batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError(
@@ -334,7 +334,7 @@ class ReplayBuffer:
         checks.key(key)
         if beta is not None:
             beta = checks.number("beta", beta)
-        return dispatch.draw(self, state, key, int(batch_size), beta, moves=moves)
+        return draws.draw(self, state, key, int(batch_size), beta, moves=moves)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, display, permutation, pytree, random_bits
-from jrb._engine import counting, dispatch
+from jrb._engine import counting, dispatch, draws
 from jrb.buffer import ReplayBuffer
 from jrb.sharded import Sharded
 from jrb.state import Buffer, BufferState, Device, Sample
@@ -270,8 +270,8 @@ class Mix:
         if isinstance(part, Sharded):
             return part.draw_some(state, key, count, beta, quiet)
         beta = None if beta is None else checks.number("beta", beta)
-        after, sample = dispatch.draw(part, state, key, count, beta, quiet)
-        return dispatch.after_draw(state, after), sample
+        after, sample = draws.draw(part, state, key, count, beta, quiet)
+        return draws.after_draw(state, after), sample
 
     def _given_shares(self, proportions: Any, batch_size: int) -> jax.Array:
         if not isinstance(proportions, jax.core.Tracer):

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._base import casting, checks, display, meshes, pytree
 from jrb._base.pytree import PyTree
-from jrb._engine import dispatch, over_mesh, shard_bodies, transforming
+from jrb._engine import dispatch, draws, over_mesh, shard_bodies, transforming
 from jrb._engine.host_shards import HostShards, States
 from jrb._engine.over_mesh import Cut, Cuts, Layout
 from jrb._engine.shard_bodies import Bound
@@ -277,7 +277,7 @@ class Sharded:
         if in_program or kind is not shard_bodies.Draw:
             return self._run_draw(kind, state, key, batch_size, beta, out)
         sampler, batch = self._run_draw(shard_bodies.Drawn, state, key, batch_size, beta, out)
-        return dispatch.after_draw(cast(BufferState, state), sampler), batch
+        return draws.after_draw(cast(BufferState, state), sampler), batch
 
     def _run_draw(
         self,

@@ -12,10 +12,12 @@ import numpy as np
 from jrb._base import pytree
 from jrb._base.pytree import Leaf, PyTree
 
+_INTEGERS = int | np.integer
+
 
 def count(name: str, value: object, most: int | None = None) -> None:
     """A positive Python integer."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise TypeError(f"{name}: expected an integer, got {value!r}.")
     if value < 1 or (most is not None and value > most):
         bound = "at least 1" if most is None else f"from 1 to {most}"

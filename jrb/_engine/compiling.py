@@ -9,24 +9,39 @@ import jax
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def by_description(*static: str) -> Callable[[F], F]:
-    """Compiles a function once for each description, its first argument.
+def per_description(*static: str) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
+    """Makes a function whose first argument is a description one that compiles it for that.
 
-    A call then looks at arrays alone. Passed to one compiled function for all, the description
-    would be compared field by field at every call. Inside another compiled function it is traced
-    once and becomes a part of that: a function of its own would have to be lowered, called and
-    inlined again by XLA.
+    A call of what it gives looks at arrays alone. Passed to one compiled function for all, the
+    description would be compared field by field at every call. Inside another compiled function it
+    is traced once and becomes a part of that: a function of its own would have to be lowered,
+    called and inlined again by XLA.
+
+    Args:
+        static: the names of other arguments that are no arrays.
+    """
+
+    def decorated(function: Callable[..., Any]) -> Callable[[Any], Any]:
+        @functools.lru_cache(maxsize=1024)
+        def compiled(description: Any) -> Any:
+            return jax.jit(
+                functools.partial(function, description), static_argnames=static, inline=True
+            )
+
+        return compiled
+
+    return decorated
+
+
+def by_description(*static: str) -> Callable[[F], F]:
+    """Compiles a function once for each description, its first argument (see `per_description`).
 
     Args:
         static: the names of other arguments that are no arrays.
     """
 
     def decorated(function: F) -> F:
-        @functools.lru_cache(maxsize=1024)
-        def compiled(description: Any) -> Any:
-            return jax.jit(
-                functools.partial(function, description), static_argnames=static, inline=True
-            )
+        compiled = per_description(*static)(function)
 
         @functools.wraps(function)
         def called(description: Any, *args: Any, **kwargs: Any) -> Any:

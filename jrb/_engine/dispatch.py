@@ -16,13 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._base import checks, pytree, versions, wording
-from jrb._base.pytree import Leaf, SpecKey
+from jrb._base.pytree import Leaf
 from jrb._engine import editing, state_check, steps, transforming
-from jrb._engine.compiling import by_description
 from jrb._engine.deferred import DeferredStorage
 from jrb.state import Buffer, BufferState, Device, Sample
-from jrb.types import Batch, HostState, HostStorage, Item
-from jrb.types.messages import PartState
+from jrb.types import HostState, HostStorage, Item
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,7 +101,7 @@ def refuse_on_host(who: str, buffer: Buffer) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _for_device(buffer: Buffer) -> Any:
+def for_device(buffer: Buffer) -> Any:
     """The same buffer as its jitted parts know it, without items that lie on the host."""
     storage = buffer.storage
     transforms = () if storage.of_objects else buffer.transforms
@@ -124,15 +122,15 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
     Raises:
         TypeError, ValueError: as `jrb._engine.state_check.check`.
     """
-    _check_kind(buffer, state)
+    check_kind(buffer, state)
     if on_host(buffer):
         spec = {} if buffer.storage.of_objects else buffer.storage.spec(state.storage)
-        state_check.check(_for_device(buffer), _on_device(buffer, state), spec)
+        state_check.check(for_device(buffer), on_device(buffer, state), spec)
     else:
         state_check.check(buffer, state)
 
 
-def _check_kind(buffer: Buffer, state: BufferState) -> None:
+def check_kind(buffer: Buffer, state: BufferState) -> None:
     if not isinstance(state, BufferState):
         what = "a tuple, as a Mix has" if isinstance(state, tuple) else type(state).__name__
         raise TypeError(
@@ -150,14 +148,14 @@ def _check_kind(buffer: Buffer, state: BufferState) -> None:
 
 def is_traced(*arguments: Any) -> bool:
     """Whether any of their leaves is no array, but stands for one."""
-    return any(map(_is_tracer, jax.tree.leaves(arguments)))
+    return any(map(is_tracer, jax.tree.leaves(arguments)))
 
 
-def _is_tracer(leaf: Leaf) -> bool:
+def is_tracer(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.core.Tracer)
 
 
-def _is_inside(buffer: Buffer, *arguments: Any) -> bool:
+def is_inside(buffer: Buffer, *arguments: Any) -> bool:
     """Whether the jitted verb is wanted. Raises where there is none."""
     if not on_host(buffer):
         return True
@@ -167,7 +165,7 @@ def _is_inside(buffer: Buffer, *arguments: Any) -> bool:
     return inside
 
 
-def _on_device(buffer: Buffer, state: BufferState) -> Any:
+def on_device(buffer: Buffer, state: BufferState) -> Any:
     """A state as jitted parts know it."""
     return state.replace(storage=buffer.storage.device_state(state.storage))
 
@@ -185,7 +183,7 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """An empty state; `spec` is that of an item as it is stored."""
     if not on_host(buffer):
         return _blank(buffer, spec, device)
-    state = _blank(_for_device(buffer), spec, device)
+    state = _blank(for_device(buffer), spec, device)
     storage = buffer.storage.make(buffer.ring, spec, state.storage, in_time=buffer.writer.in_time)
     if device is not None:
         storage = jax.device_put(storage, device)
@@ -214,7 +212,7 @@ def nbytes(buffer: Buffer, spec: Item) -> int:
     """The bytes that `init` allocates, on the device and on the host."""
     if not on_host(buffer):
         return pytree.nbytes(jax.eval_shape(lambda: state_check.blank(buffer, spec)))
-    inner = pytree.nbytes(jax.eval_shape(lambda: state_check.blank(_for_device(buffer), spec)))
+    inner = pytree.nbytes(jax.eval_shape(lambda: state_check.blank(for_device(buffer), spec)))
     return inner + buffer.storage.nbytes(buffer.ring, spec, in_time=buffer.writer.in_time)
 
 
@@ -231,11 +229,11 @@ def write(
     check_state(buffer, state)
     rest = mask, cuts, priorities
     _check_room(buffer, state, items, mask)
-    if _is_inside(buffer, state, items, rest):
+    if is_inside(buffer, state, items, rest):
         if not is_traced(state, items, rest):
             warn_of_copies(buffer, state)
         return steps.write(buffer, state, items, *rest)
-    after = steps.write(_for_device(buffer), _on_device(buffer, state), items, *rest)
+    after = steps.write(for_device(buffer), on_device(buffer, state), items, *rest)
     if is_traced(after):
         return steps.write(buffer, state, items, *rest)
     return _put(buffer, state, after, items)
@@ -288,12 +286,12 @@ _written_in_place = jax.jit(steps.write, donate_argnums=1)
 
 def half(buffer: Buffer, spec: Item) -> Any:
     """An empty state without items, which lie on the host."""
-    return _blank(_for_device(buffer), spec, None)
+    return _blank(for_device(buffer), spec, None)
 
 
 def told(buffer: Buffer, half: BufferState, items: Item, mask: jax.Array | None) -> Any:
     """Such a state after a write of items that lie there already."""
-    after = steps.write(_for_device(buffer), half, items, mask)
+    after = steps.write(for_device(buffer), half, items, mask)
     return after.replace(storage=half.storage)
 
 
@@ -341,7 +339,7 @@ def write_objects(
 ) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
     check_state(buffer, state)
-    if _is_inside(buffer, state, mask, priorities):
+    if is_inside(buffer, state, mask, priorities):
         raise refusal()
     rows = _rows(buffer, items, verb)
     if mask is not None:
@@ -353,9 +351,9 @@ def write_objects(
         priorities = checks.given_priorities(verb, priorities, blanks.shape)
     if not rows:
         return state
-    half, items = _on_device(buffer, state), {"item": blanks}
+    half, items = on_device(buffer, state), {"item": blanks}
     _check_room(buffer, state, items, mask)
-    after = steps.write(_for_device(buffer), half, items, mask, None, priorities)
+    after = steps.write(for_device(buffer), half, items, mask, None, priorities)
     return _put(buffer, state, after, rows)
 
 
@@ -376,173 +374,9 @@ def _rows(buffer: Buffer, items: Item, verb: str) -> list[list[Any]]:
 
 
 @explained
-def draw(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
-    quiet: bool = False,
-    moves: bool = True,
-) -> tuple[Any, Any]:
-    """The sampler's state, or that of the whole buffer inside `jit`, and a sample.
-
-    Where nothing `moves`, nobody wants the state, and outside `jit` it may be None.
-
-    Raises:
-        ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
-    """
-    _check_kind(buffer, state)
-    fixed = _fixed(buffer)
-    inside = _is_inside(buffer, key, state.storage)
-    found = (_draw_on_device if inside else _draw_outside)(
-        fixed, state, key, batch_size, beta, quiet, moves
-    )
-    if found is None:
-        check_state(buffer, state)
-        return steps.draw(buffer, state, key, batch_size, beta)
-    if fixed is buffer:
-        return found
-    (after, sample), first = found, len(fixed.transforms)
-    rest, batch = buffer.transforms[first:], Batch(key, sample.mask, buffer.keys)
-    return after, sample.replace(data=transforming.outward(rest, sample.data, batch, first))
-
-
-def _draw_on_device(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
-    quiet: bool,
-    moves: bool,
-) -> tuple[Any, Sample] | None:
-    """A draw by one compiled call; None where this is called inside `jit`."""
-    if _is_tracer(key) or _is_tracer(state.edits):
-        return None
-    found = _sample(buffer, state, key, batch_size, beta, moves=moves)
-    if _is_tracer(found[1].mask):  # some of the other arguments are, too
-        return None
-    if not quiet:
-        _check_some(buffer, state, found[1].mask)
-    return found
-
-
-@by_description("batch_size", "moves")
-def _sample(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
-    moves: bool,
-) -> tuple[Any, Sample]:
-    """A draw outside `jit`. The state is checked when it is traced, not at each call."""
-    state_check.check(buffer, state)
-    return steps.sample(buffer, state, key, batch_size, beta, moves)
-
-
-@functools.lru_cache(maxsize=64)
-def _fixed(buffer: Buffer) -> Any:
-    """The same buffer up to the first transform that must be called outside `jit`."""
-    count = transforming.fixed(buffer.transforms)
-    if count == len(buffer.transforms):
-        return buffer
-    return dataclasses.replace(buffer, transforms=buffer.transforms[:count])
-
-
-def after_draw(state: BufferState, drawn: BufferState | PartState) -> Any:
-    """The state after a draw."""
-    return drawn if isinstance(drawn, BufferState) else state.replace(sampler=drawn)
-
-
-def _draw_outside(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
-    quiet: bool,
-    moves: bool,
-) -> tuple[Any, Sample] | None:
-    """Draws slots inside `jit`, fetches the items, and goes on inside if there is more to do.
-
-    None where this is called inside `jit` after all.
-    """
-    inner, half, plain = _for_device(buffer), _on_device(buffer, state), _is_plain(buffer)
-    at_anchors = plain and isinstance(inner.storage, DeferredStorage)
-    names = None if at_anchors else buffer.storage.names(state.storage)
-    spec = buffer.storage.spec_key(state.storage)
-    with buffer.storage.drawing(state.storage):
-        sampler, fields, rest = _choose(
-            inner, half, key, batch_size, beta, names=names, moves=moves, spec=spec
-        )
-        if _is_tracer(fields["mask"]) and _is_inside(buffer, fields["mask"]):
-            return None
-        mask, places = (fields["mask"], None) if rest is None else rest
-        if not quiet:
-            _check_some(buffer, state, mask)
-        data = buffer.storage.fetch(state.storage, fields["indices"], places)
-    if buffer.storage.of_objects:
-        data = _collated(buffer, data, fields["mask"], key)
-    elif not plain:
-        fetched = half.replace(storage=data)
-        data, info = steps.finish(inner, fetched, fields["indices"], mask, key)
-        counted = {name: leaf for name, leaf in fields["info"].items() if name == "draws"}
-        fields["info"] = {**info, **counted}
-    return sampler, Sample(data=data, **fields)
-
-
-@by_description("batch_size", "names", "moves", "spec")
-def _choose(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
-    names: tuple[str, ...] | None,
-    moves: bool,
-    spec: SpecKey,
-) -> Any:
-    """The first half of a draw (see `steps.choose`). The state is checked when it is traced."""
-    state_check.check(buffer, state, spec.spec)
-    return steps.choose(buffer, state, key, batch_size, beta, names, moves)
-
-
-@explained
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
     """Whether a draw gives at least one item, bool `[]`."""
     return steps.ready(buffer, state.replace(storage=None), batch_size)
-
-
-@functools.lru_cache(maxsize=64)
-def _is_plain(buffer: Buffer) -> bool:
-    """Whether items are drawn as they are stored."""
-    return buffer.unit.one_row and (buffer.storage.of_objects or not buffer.transforms)
-
-
-def _check_some(buffer: Buffer, state: BufferState, mask: jax.Array) -> None:
-    """Raises unless a draw found something; this waits for it."""
-    found = np.asarray(mask)
-    if found.item(0) or found.any():
-        return
-    raise ValueError(
-        f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
-        f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
-        f"there are enough{_for_min_size(buffer)}."
-    )
-
-
-def _for_min_size(buffer: Buffer) -> str:
-    return "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
-
-
-def _collated(buffer: Buffer, found: list[Any], mask: jax.Array, key: jax.Array) -> Any:
-    drawn = np.asarray(mask)
-    if not drawn.all():
-        found = [item if real else None for item, real in zip(found, drawn, strict=True)]
-    data = found if buffer.storage.collate is None else buffer.storage.collate(found)
-    return transforming.outward(buffer.transforms, data, Batch(key, mask, buffer.keys))
 
 
 @explained
@@ -551,7 +385,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
     check_state(buffer, state)
     if not is_traced(state, indices):
         _check_held(buffer, state, np.asarray(indices))
-    if _is_inside(buffer, state, indices):
+    if is_inside(buffer, state, indices):
         return steps.take(buffer, state, indices)
     return buffer.storage.take(state.storage, np.asarray(indices))
 
@@ -604,7 +438,7 @@ def edit(
 ) -> BufferState:
     """Other values, leaves by name, for held items; `where` is None for all slots."""
     check_state(buffer, state)
-    if _is_inside(buffer, state, where, values):
+    if is_inside(buffer, state, where, values):
         if not is_traced(state, where, values):
             warn_of_copies(buffer, state)
             where = _light(where)
@@ -621,7 +455,7 @@ def edit(
 def _with_flags(buffer: Buffer, state: BufferState) -> tuple[Any, BufferState]:
     """The same buffer with what tells ends of episodes in place of its items on the host."""
     names, flags = buffer.storage.names(state.storage), frozenset(editing.flags(buffer, state))
-    inner, half = _for_device(buffer), _on_device(buffer, state)
+    inner, half = for_device(buffer), on_device(buffer, state)
     with buffer.storage.drawing(state.storage):
         slots, places = editing.places_of(inner, half, names, flags)
         read = buffer.storage.fetch(state.storage, slots, places)
@@ -638,9 +472,9 @@ def _edit_outside(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Item
 ) -> BufferState:
     """The same for items on the host; the unit is told of nothing."""
-    inner, half = _for_device(buffer), _on_device(buffer, state)
-    on_device = {} if buffer.storage.of_objects else values
-    slots, after = editing.edit_outside(inner, half, _light(where), on_device)
+    inner, half = for_device(buffer), on_device(buffer, state)
+    arrays = {} if buffer.storage.of_objects else values
+    slots, after = editing.edit_outside(inner, half, _light(where), arrays)
     with buffer.storage.writing(state.storage):
         put = buffer.storage.put_values
         storage = put(state.storage, after.storage, np.asarray(slots), values)
@@ -653,7 +487,7 @@ def rewrite(
 ) -> BufferState:
     """A function from B items to other leaves by name, put over all that is held."""
     check_state(buffer, state)
-    if _is_inside(buffer, state):
+    if is_inside(buffer, state):
         if not is_traced(state):
             warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)

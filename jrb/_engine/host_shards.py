@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from jrb._base import random_bits
 from jrb._base.pytree import PyTree
-from jrb._engine import dispatch, joint, shard_bodies, steps
+from jrb._engine import dispatch, draws, joint, shard_bodies, steps
 from jrb._engine.over_mesh import Cut
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Draw, Share
@@ -86,8 +86,8 @@ class HostShards:
         after, samples = [], []
         for number, (part, state) in zip(self.numbers, self._pairs(states), strict=True):
             own = random_bits.fold_in(key, jnp.int32(number))
-            drawn, sample = dispatch.draw(part, state, own, batch_size, beta, True)
-            then = dispatch.after_draw(state, drawn) if enough else state
+            drawn, sample = draws.draw(part, state, own, batch_size, beta, True)
+            then = draws.after_draw(state, drawn) if enough else state
             if every is not None:
                 then = then.replace(sampler=part.sampler.heed(then.sampler, every))
             after.append(then)

@@ -14,14 +14,17 @@ class Gate:
 
     Attributes:
         inside: the visits of threads that are in, by their numbers.
-        changed: is told when one has left.
+        waiting: how many threads wait. Whoever leaves looks at it afterwards, and whoever waits
+            counts himself before he looks who is in: one of the two sees the other.
+        changed: is told when one has left, if any wait.
     """
 
     inside: dict[int, object]
+    waiting: int
     changed: threading.Condition
 
     def __init__(self) -> None:
-        self.inside, self.changed = {}, threading.Condition()
+        self.inside, self.waiting, self.changed = {}, 0, threading.Condition()
 
     def entered(self) -> AbstractContextManager[None]:
         """A time during which this thread is in."""
@@ -29,15 +32,20 @@ class Gate:
 
     def wait(self) -> None:
         """Returns when all other threads that are in now have left, or after a second."""
+        with self.changed:
+            self.waiting += 1
+            try:
+                self._wait()
+            finally:
+                self.waiting -= 1
+
+    def _wait(self) -> None:
         me = threading.get_ident()
         inside = [(thread, time) for thread, time in list(self.inside.items()) if thread != me]
-        if not inside:
-            return
         gone = lambda: all(self.inside.get(thread) is not time for thread, time in inside)
-        with self.changed:
-            if not self.changed.wait_for(gone, PATIENCE):
-                for thread, _ in inside:
-                    self.inside.pop(thread, None)
+        if inside and not self.changed.wait_for(gone, PATIENCE):
+            for thread, _ in inside:
+                self.inside.pop(thread, None)
 
 
 class _Visit:
@@ -57,6 +65,6 @@ class _Visit:
         gate.inside.pop(self._thread, None)
         if self._before is not None:
             gate.inside[self._thread] = self._before
-            return
-        with gate.changed:
-            gate.changed.notify_all()
+        elif gate.waiting:
+            with gate.changed:
+                gate.changed.notify_all()

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from jrb._store import extremes
 from jrb._store import generation as generations
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
@@ -139,8 +140,8 @@ class Store:
             if id(at) not in looked:
                 looked[id(at)] = self._there(at)
             found.append(self._rows(number, *looked[id(at)]))
-        for places, _ in looked.values():  # while they were read, one may have been overwritten
-            self._check_there(version, places)
+        for places, blank in looked.values():  # meanwhile one may have been overwritten
+            self._check_there(version, places, blank)
         return found
 
     def take_column(
@@ -149,21 +150,23 @@ class Store:
         """The same of one column, or of a part of its bytes."""
         places, blank = self._there(slots)
         rows = self._rows(number, places, blank, part)
-        self._check_there(version, places)
+        self._check_there(version, places, blank)
         return rows
 
     def _there(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The places of slots; and at which of them none was written, bool `[B]`, None if all."""
-        places = self._places.of[slots]
-        if places.min(initial=0) >= 0:
+        places = self._places.of.take(slots)
+        if not places.size or extremes.least(places) >= 0:
             return places, None
         if (places == LOST).any():
             raise self._stale()
         return places, places < 0
 
-    def _check_there(self, version: int, places: np.ndarray) -> None:
-        newer = self.table.newer(places, version)
-        if self._ousted or (newer.any() and (newer & (places >= 0)).any()):
+    def _check_there(
+        self, version: int, places: np.ndarray, blank: np.ndarray | None = None
+    ) -> None:
+        written = places if blank is None else places[~blank]
+        if self._ousted or self.table.newest_number(written) > version:
             raise self._stale()
 
     def _stale(self) -> StaleError:

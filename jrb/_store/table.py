@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from jrb._store import files
+from jrb._store import extremes, files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.threads import share
@@ -196,6 +196,10 @@ class Table:
     def newest(self, places: np.ndarray) -> int:
         """That one of some places at which the row with the highest number is; -1 if of none."""
         return int(places[self._words[places].argmax()]) if len(places) else -1
+
+    def newest_number(self, places: np.ndarray) -> int:
+        """The highest number of the rows at some places; 0 if of none."""
+        return extremes.greatest(self._words.take(places)) >> 16 if len(places) else 0
 
     def check_numbers(self) -> None:
         """Raises `DamagedError` unless all numbers are what was written."""

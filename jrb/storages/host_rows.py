@@ -13,7 +13,7 @@ import numpy as np
 
 from jrb._base import host_calls, prng_keys, pytree, versions
 from jrb._base.pytree import SpecKey
-from jrb._store import table
+from jrb._store import extremes, table
 from jrb._store.errors import StaleError
 from jrb.state import Device
 from jrb.types import HostState, Item
@@ -135,19 +135,13 @@ class HostRows(abc.ABC):
 
     def take(self, version: Version, places: list[Any]) -> list[np.ndarray]:
         """The leaves at slots of any shape, one array of slots for each; zeros at -1."""
-        flat: dict[int, np.ndarray] = {}
-        kept: dict[int, np.ndarray] = {}
-        for slots in places:
-            if id(slots) not in flat:
-                flat[id(slots)] = every = np.asarray(slots).reshape(-1)
-                some = every.size and every.min() < 0
-                kept[id(slots)] = every[every >= 0] if some else every
-        rows = self.read(version, [kept[id(slots)] for slots in places])
+        every = {id(slots): np.asarray(slots).reshape(-1) for slots in places}
+        known = {name: _known(slots) for name, slots in every.items()}
+        rows = self.read(version, [known[id(slots)] for slots in places])
         found = []
         for leaf, spec, slots in zip(rows, self.raw, places, strict=True):
-            every = flat[id(slots)]
-            if len(leaf) < len(every):
-                leaf = _spread(leaf, every >= 0)
+            if len(leaf) < slots.size:
+                leaf = _spread(leaf, every[id(slots)] >= 0)
             found.append(leaf.view(spec.dtype).reshape((*slots.shape, *spec.shape)))
         return found
 
@@ -292,6 +286,11 @@ def number(version: Version) -> int:
 def words(version: int) -> np.ndarray:
     """The words of a number, uint32 `[2]`."""
     return np.array([version >> 32, version & 0xFFFFFFFF], np.uint32)
+
+
+def _known(slots: np.ndarray) -> np.ndarray:
+    """Those that are not -1."""
+    return slots[slots >= 0] if slots.size and extremes.least(slots) < 0 else slots
 
 
 def _spread(rows: np.ndarray, here: np.ndarray) -> np.ndarray:

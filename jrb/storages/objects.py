@@ -117,7 +117,8 @@ class ListStorage(HostStorage):
         for row, places in zip(items, slots.tolist(), strict=True):
             for item, slot in zip(row, places, strict=True):
                 if slot < len(shelf.objects):
-                    shelf.objects[slot], shelf.written[slot] = item, shelf.writes
+                    shelf.written[slot] = shelf.writes  # first: a thread that reads looks after it
+                    shelf.objects[slot] = item
         return Objects(shelf=shelf, version=shelf.writes)
 
     def put_values(
@@ -137,12 +138,13 @@ class ListStorage(HostStorage):
     def take(self, state: Objects, slots: np.ndarray) -> list[Any]:
         """The same, for slots of any shape."""
         shelf, slots = state.shelf, slots.reshape(-1)
-        if (shelf.written[slots] > state.version).any():
+        found = list(map(shelf.objects.__getitem__, slots.tolist()))
+        if shelf.writes > state.version and (shelf.written[slots] > state.version).any():
             raise StaleError(
                 "ListStorage: expected a state whose objects are still there, got one of which "
                 "something was overwritten since. Draw from the state that the last write returned."
             )
-        return list(map(shelf.objects.__getitem__, slots.tolist()))
+        return found
 
     def spec(self, state: Objects) -> Item:
         """Raises: objects have no shapes."""

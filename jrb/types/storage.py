@@ -92,6 +92,9 @@ class HostState:
     """What every state of a storage on the host is below."""
 
 
+_NO_ARRAYS = SpecKey({})
+
+
 class HostStorage(Storage):
     """A storage that keeps items on the host.
 
@@ -154,7 +157,7 @@ class HostStorage(Storage):
 
     def spec_key(self, state: PartState) -> SpecKey:
         """What one slot holds, to be looked up by; made anew each time by default."""
-        return SpecKey({} if self.of_objects else self.spec(state))
+        return _NO_ARRAYS if self.of_objects else SpecKey(self.spec(state))
 
     def names(self, state: PartState) -> tuple[str, ...] | None:
         """The names of the leaves; None where items are looked at as a whole."""

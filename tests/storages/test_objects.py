@@ -53,6 +53,27 @@ def test_objects_are_drawn_like_their_numbers(sampler):
     assert int(objects.size(shelf)) == 6
 
 
+class Interrupted(list):
+    """Objects, of which others come in between as soon as one is read."""
+
+    def __getitem__(self, slot):
+        found = super().__getitem__(slot)
+        if self.come:
+            self.come.pop()()
+        return found
+
+
+@pytest.mark.parametrize("slots", [[0, 1], [1, 0], [5, 1]])
+def test_a_write_in_the_middle_of_a_draw_is_noticed(slots):
+    buffer = jrb.ReplayBuffer(2 + max(slots), batch_size=2, storage=jrb.ListStorage())
+    state = buffer.extend(buffer.init(None), [f"old {n}" for n in range(buffer.capacity)])
+    shelf = state.storage.shelf
+    shelf.objects = Interrupted(shelf.objects)
+    shelf.objects.come = [lambda: buffer.extend(state, ["new 0", "new 1"])]
+    with pytest.raises(jrb.StaleError, match="overwritten since"):
+        buffer.take(state, jnp.array(slots))
+
+
 def test_rows_of_several_environments():
     objects, shelf, plain, state = pair(envs=2)
     rows = [[f"{t}{e}" for e in "ab"] for t in range(5)]

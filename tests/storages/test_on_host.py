@@ -352,6 +352,14 @@ def test_prefetch_and_epochs(storage):
 
 
 @pytest.mark.parametrize("storage", BOTH)
+def test_a_draw_of_a_state_that_is_traced_in_part(storage):
+    buffer, state = pair(storage())
+    state = buffer.extend(state, numbered(*range(8)))
+    drawn = jax.jit(lambda kept: buffer.sample(state.replace(storage=kept), KEY))(state.storage)
+    same(drawn, jax.jit(buffer.sample)(state, KEY))
+
+
+@pytest.mark.parametrize("storage", BOTH)
 def test_threads_extend_and_sample_at_once(storage):
     buffer, state = pair(storage(), capacity=64)
     newest = [buffer.extend(state, numbered(*range(64)))]
