@@ -1,9 +1,10 @@
 """Reads of few rows from a large array, which XLA's CPU compiler is to leave to one thread.
 
 It spreads a gather over threads where the array is large, however little is read of it, and to wake
-a thread takes 2 to 5 us. Not so where what is read is written into a slice of a small array, the
-room, at a place that the compiler does not know, and the room is a result: of `ordering.read`, or
-of a step of a loop. Taken out of the room within it, the rows would be gathered there after all.
+a thread takes 2 to 5 us in a loop, 40 to 90 in a call by itself. Not so where what is read is
+written into a slice of a small array, the room, at a place that the compiler does not know, and the
+room is a result: of `ordering.read`, or of a step of a loop. Taken out of the room within it, the
+rows would be gathered there after all.
 """
 
 import functools
@@ -21,8 +22,11 @@ T = TypeVar("T")
 _LARGE = 1 << 19
 """Bytes of an array from which on XLA spreads a gather."""
 
-_FEW = 8 << 10
-"""Bytes that one thread has read before another one would be awake."""
+_FEW = 24 << 10
+"""Bytes that one thread has read before another one would be awake, ..."""
+
+_OF_A_ROW = 8
+"""... where to find a row takes as long as to read so many."""
 
 _HUGE = 1 << 26
 """Bytes of an array that lies in no cache: from there on one thread waits for each row, ..."""
@@ -31,14 +35,45 @@ _FEW_OF_HUGE = 64
 """... and has read so many before another one would be awake."""
 
 
-def is_few(array: jax.Array, slots: jax.Array, width: int = 1) -> bool:
-    """Whether rows of so many elements, at slots of an array, had better be read by one thread."""
+def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -> bool:
+    """Whether rows of so many elements, at slots of an array, had better be read by one thread.
+
+    Args:
+        array: that is read.
+        slots: of the rows, `[...]`.
+        width: of a row, in elements.
+        times: how many such reads are made at once (see `together`).
+    """
     if not slots.ndim or prng_keys.is_keys(array.dtype):
         return False
-    size = array.dtype.itemsize
-    whole, found = array.size * size, slots.size * width * size
-    near = whole < _HUGE or slots.size <= _FEW_OF_HUGE
+    size, count = array.dtype.itemsize, slots.size * times
+    whole, found = array.size * size, count * (width * size + _OF_A_ROW)
+    near = whole < _HUGE or count <= _FEW_OF_HUGE
     return near and whole >= _LARGE and 0 < found <= _FEW
+
+
+def together(read: Callable[..., T], *arrays: jax.Array) -> T:
+    """`read(times, *arrays)`, with the number of such reads that are made at once.
+
+    That is 1, and under `vmap` the size of its axis, or the product of all: rows that are few for
+    one buffer are many for 64 of them.
+    """
+    return _read_times(read, 1)(*arrays)
+
+
+def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
+    run = jax.custom_batching.custom_vmap(functools.partial(read, times))
+
+    @run.def_vmap
+    def run_all(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[T, Any]:
+        axes = [0 if is_batched else None for is_batched in batched]
+        read_all = lambda times, *arrays: jax.vmap(
+            functools.partial(read, times), axes, axis_size=size
+        )(*arrays)
+        found = _read_times(read_all, times * size)(*arrays)
+        return found, jax.tree.map(lambda _: True, found)
+
+    return run
 
 
 def room_for(array: jax.Array, *shape: int) -> jax.Array:

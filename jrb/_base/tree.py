@@ -223,8 +223,12 @@ def children(tree: Tree, node: jax.Array) -> jax.Array:
 
 def read(array: jax.Array, index: jax.Array) -> jax.Array:
     """`array[index]` for float32 `[N]` and uint32 `[B]`, clipped to [0, N), read just once."""
-    clipped = lambda: array.at[index].get(mode="clip")
-    return gathering.read((clipped, gathering.is_few(array, index)))[0]
+
+    def found(times: int, array: jax.Array, index: jax.Array) -> jax.Array:
+        clipped = lambda: array.at[index].get(mode="clip")
+        return gathering.read((clipped, gathering.is_few(array, index, times=times)))[0]
+
+    return gathering.together(found, array, index)
 
 
 def put(

@@ -35,11 +35,16 @@ def draw(
         ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
     """
     how = _draws_of(buffer)
-    found = how.outside(state, key, batch_size, beta, quiet, moves)
+    found = how.outside(buffer, state, key, batch_size, beta, quiet, moves)
     if found is None:
         dispatch.check_state(buffer, state)
         return steps.draw(buffer, state, key, batch_size, beta)
-    return found if how.fixed is buffer else how.transformed(*found, key)
+    if how.inside == len(buffer.transforms):
+        return found
+    after, sample = found
+    rest, batch = buffer.transforms[how.inside :], Batch(key, sample.mask, buffer.keys)
+    data = transforming.outward(rest, sample.data, batch, how.inside)
+    return after, sample.replace(data=data)
 
 
 def after_draw(state: BufferState, drawn: BufferState | PartState) -> Any:
@@ -48,25 +53,33 @@ def after_draw(state: BufferState, drawn: BufferState | PartState) -> Any:
 
 
 class _Draws:
-    """Draws outside `jit` of one description, of which all is looked up once.
+    """Draws outside `jit`, of which all is looked up once that equal descriptions share.
 
-    Between two compiled calls of a Python loop each call of a function costs a microsecond.
+    Between two compiled calls of a Python loop each call of a function costs a microsecond. A plain
+    function among the transforms, and one that collates, is that of the buffer that is asked.
+
+    Attributes:
+        inside: how many transforms, from the first on, may be called inside `jit`.
     """
 
     def __init__(self, buffer: Buffer) -> None:
-        self.buffer, self.fixed = buffer, _fixed(buffer)
-        storage, transforms = buffer.storage, self.fixed.transforms
-        self._sample, self._is_on_host = _sample(self.fixed), dispatch.on_host(buffer)
+        storage, self.inside = buffer.storage, transforming.fixed(buffer.transforms)
+        fixed = buffer
+        if self.inside < len(buffer.transforms):
+            fixed = dataclasses.replace(buffer, transforms=buffer.transforms[: self.inside])
+        self._is_on_host = dispatch.on_host(buffer)
         if not self._is_on_host:
+            self._sample = _sample(fixed)
             return
-        self._inner = dispatch.for_device(self.fixed)
+        self._inner = dispatch.for_device(fixed)
         self._choose = _choose(self._inner)
         # Whether items are drawn as they are stored; and, then, where the anchors are.
-        self._plain = buffer.unit.one_row and (storage.of_objects or not transforms)
+        self._plain = buffer.unit.one_row and (storage.of_objects or not self.inside)
         self._at_anchors = self._plain and isinstance(self._inner.storage, DeferredStorage)
 
     def outside(
         self,
+        buffer: Buffer,
         state: BufferState,
         key: jax.Array,
         batch_size: int,
@@ -75,22 +88,21 @@ class _Draws:
         moves: bool,
     ) -> tuple[Any, Sample] | None:
         """A draw; None where this is called inside `jit`."""
-        dispatch.check_kind(self.buffer, state)
+        dispatch.check_kind(buffer, state)
         if dispatch.is_tracer(key) or dispatch.is_tracer(state.edits):
-            if self.buffer.storage.of_objects:
-                raise dispatch.refusal()
-            return None
+            return _left_to_jit(buffer)
         if self._is_on_host:
-            return self._from_host(state, key, batch_size, beta, quiet, moves)
+            return self._from_host(buffer, state, key, batch_size, beta, quiet, moves)
         found = self._sample(state, key, beta, batch_size=batch_size, moves=moves)
         if dispatch.is_tracer(found[1].mask):  # some of the other arguments are, too
             return None
         if not quiet:
-            self._check_some(state, found[1].mask)
+            _check_some(buffer, state, found[1].mask)
         return found
 
     def _from_host(
         self,
+        buffer: Buffer,
         state: BufferState,
         key: jax.Array,
         batch_size: int,
@@ -102,21 +114,23 @@ class _Draws:
 
         None where this is called inside `jit` after all.
         """
-        storage, kept = self.buffer.storage, state.storage
+        storage, kept = buffer.storage, state.storage
+        if dispatch.is_traced(kept):
+            return _left_to_jit(buffer)
         half, spec = state.replace(storage=storage.device_state(kept)), storage.spec_key(kept)
         names = None if self._at_anchors else storage.names(kept)
         with storage.drawing(kept):
             sampler, fields, rest = self._choose(
                 half, key, beta, batch_size=batch_size, names=names, moves=moves, spec=spec
             )
-            if dispatch.is_inside(self.buffer, fields["mask"], kept):
-                return None
+            if dispatch.is_tracer(fields["mask"]):
+                return _left_to_jit(buffer)
             mask, places = (fields["mask"], None) if rest is None else rest
             if not quiet:
-                self._check_some(state, mask)
+                _check_some(buffer, state, mask)
             data = storage.fetch(kept, fields["indices"], places)
         if storage.of_objects:
-            data = self._collated(data, fields["mask"], key)
+            data = _collated(buffer, self.inside, data, fields["mask"], key)
         elif not self._plain:
             fetched = half.replace(storage=data)
             data, info = steps.finish(self._inner, fetched, fields["indices"], mask, key)
@@ -124,43 +138,38 @@ class _Draws:
             fields["info"] = {**info, **counted}
         return sampler, Sample(data=data, **fields)
 
-    def transformed(self, after: Any, sample: Sample, key: jax.Array) -> tuple[Any, Sample]:
-        """The same draw after those transforms that must be called outside `jit`."""
-        first = len(self.fixed.transforms)
-        rest, batch = self.buffer.transforms[first:], Batch(key, sample.mask, self.buffer.keys)
-        return after, sample.replace(data=transforming.outward(rest, sample.data, batch, first))
 
-    def _check_some(self, state: BufferState, mask: jax.Array) -> None:
-        """Raises unless a draw found something; this waits for it."""
-        found = np.asarray(mask)
-        if found.item(0) or found.any():
-            return
-        buffer = self.buffer
-        least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
-        raise ValueError(
-            f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in "
-            f"which {type(buffer.sampler).__name__} finds nothing. Add items first; can_sample "
-            f"tells when there are enough{least}."
-        )
-
-    def _collated(self, found: list[Any], mask: jax.Array, key: jax.Array) -> Any:
-        drawn, collate = np.asarray(mask), self.buffer.storage.collate
-        if not extremes.least(drawn):
-            found = [item if real else None for item, real in zip(found, drawn, strict=True)]
-        data = found if collate is None else collate(found)
-        transforms = self.fixed.transforms
-        return transforming.outward(transforms, data, Batch(key, mask, self.buffer.keys))
+_draws_of = functools.lru_cache(maxsize=64)(_Draws)
 
 
-_draws_of = functools.lru_cache(maxsize=1024)(_Draws)
+def _left_to_jit(buffer: Buffer) -> None:
+    """None: the draw is one inside `jit`. Raises where there is none."""
+    if buffer.storage.of_objects:
+        raise dispatch.refusal()
 
 
-def _fixed(buffer: Buffer) -> Any:
-    """The same buffer up to the first transform that must be called outside `jit`."""
-    count = transforming.fixed(buffer.transforms)
-    if count == len(buffer.transforms):
-        return buffer
-    return dataclasses.replace(buffer, transforms=buffer.transforms[:count])
+def _check_some(buffer: Buffer, state: BufferState, mask: jax.Array) -> None:
+    """Raises unless a draw found something; this waits for it."""
+    found = np.asarray(mask)
+    if found.item(0) or found.any():
+        return
+    least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
+    raise ValueError(
+        f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
+        f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
+        f"there are enough{least}."
+    )
+
+
+def _collated(
+    buffer: Buffer, inside: int, found: list[Any], mask: jax.Array, key: jax.Array
+) -> Any:
+    drawn, collate = np.asarray(mask), buffer.storage.collate
+    if not extremes.least(drawn):
+        found = [item if real else None for item, real in zip(found, drawn, strict=True)]
+    data = found if collate is None else collate(found)
+    batch = Batch(key, mask, buffer.keys)
+    return transforming.outward(buffer.transforms[:inside], data, batch)
 
 
 @per_description("batch_size", "moves")

@@ -5,6 +5,7 @@ N capacity, E environments, T time.
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -156,8 +157,15 @@ def read(array: jax.Array, slots: jax.Array) -> jax.Array:
 
 def read_each(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
     """`read` of several arrays, each at its slots, together."""
-    few = [gathering.is_few(*pair, math.prod(pair[0].shape[1:])) for pair in pairs]
-    return gathering.read(*zip([functools.partial(get, *pair) for pair in pairs], few, strict=True))
+
+    def found(times: int, *flat: jax.Array) -> list[jax.Array]:
+        again = list(zip(flat[::2], flat[1::2], strict=True))
+        width = lambda array: math.prod(array.shape[1:])
+        few = [gathering.is_few(*pair, width(pair[0]), times) for pair in again]
+        gets = [functools.partial(get, *pair) for pair in again]
+        return gathering.read(*zip(gets, few, strict=True))
+
+    return gathering.together(found, *itertools.chain(*pairs))
 
 
 def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:

@@ -278,10 +278,23 @@ def put(state: PartState, write: Write, items: Item) -> Any:
 
 def get(state: PartState, where: Where) -> Item:
     """Each leaf at its slots, read just once; a gather for many that are read at the same slots."""
-    entries, structure = jax.tree_util.tree_flatten_with_path(
-        places(state), is_leaf=columns.is_column
-    )
-    runs = _runs(state, [(it, where(pytree.leaf_name(path))) for path, it in entries])
+    paths, _ = jax.tree_util.tree_flatten_with_path(places(state), is_leaf=columns.is_column)
+    asked = [where(pytree.leaf_name(path)) for path, _ in paths]
+    unique = list({id(slots): slots for slots in asked}.values())
+    number = [[one is slots for one in unique].index(True) for slots in asked]
+    arrays, structure = jax.tree.flatten(state)
+
+    def found(times: int, *flat: jax.Array) -> Item:
+        state, slots = jax.tree.unflatten(structure, flat[: len(arrays)]), flat[len(arrays) :]
+        return _get(state, [slots[which] for which in number], times)
+
+    return gathering.together(found, *arrays, *unique)
+
+
+def _get(state: PartState, asked: list[jax.Array], times: int) -> Item:
+    """The same, each leaf asked for at slots; so many `times` at once."""
+    entries, structure = jax.tree.flatten(places(state), is_leaf=columns.is_column)
+    runs = _runs(state, list(zip(entries, asked, strict=True)), times)
     read = ordering.read(
         lambda: [run.read() for run in runs],
         lambda found: [run.laid(rows) for run, rows in zip(runs, found, strict=True)],
@@ -341,8 +354,8 @@ class _Run:
         ]
 
 
-def _runs(state: PartState, asked: list[tuple[Any, jax.Array]]) -> list[_Run]:
-    """The gathers for entries, each asked for at its slots.
+def _runs(state: PartState, asked: list[tuple[Any, jax.Array]], times: int) -> list[_Run]:
+    """The gathers for entries, each asked for at its slots, so many `times` at once.
 
     Where rows are few, one for all that lie in an array; else one for narrow leaves that lie close
     together, and one for each of the others.
@@ -351,7 +364,7 @@ def _runs(state: PartState, asked: list[tuple[Any, jax.Array]]) -> list[_Run]:
     for number, (it, slots) in enumerate(asked):
         array, alone = _array_of(state, it), not isinstance(it, Place)
         width = array.shape[1:] if alone else array.shape[-1:]
-        few = gathering.is_few(array, slots, math.prod(width))
+        few = gathering.is_few(array, slots, math.prod(width), times)
         key: Any = number
         if not alone and (few or it.is_narrow):
             key = it.words, id(slots), None if few else (it.stop - 1) // _PIECE

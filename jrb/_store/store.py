@@ -165,6 +165,13 @@ class Store:
     def _check_there(
         self, version: int, places: np.ndarray, blank: np.ndarray | None = None
     ) -> None:
+        """Raises `StaleError` if a row was overwritten after this version.
+
+        Args:
+            version: of the state.
+            places: of the rows, as `_there` gives them.
+            blank: at which of them there is none, bool `[B]`; None if at all there is one.
+        """
         written = places if blank is None else places[~blank]
         if self._ousted or self.table.newest_number(written) > version:
             raise self._stale()

@@ -136,7 +136,7 @@ class HostRows(abc.ABC):
     def take(self, version: Version, places: list[Any]) -> list[np.ndarray]:
         """The leaves at slots of any shape, one array of slots for each; zeros at -1."""
         every = {id(slots): np.asarray(slots).reshape(-1) for slots in places}
-        known = {name: _known(slots) for name, slots in every.items()}
+        known = {which: _known(slots) for which, slots in every.items()}
         rows = self.read(version, [known[id(slots)] for slots in places])
         found = []
         for leaf, spec, slots in zip(rows, self.raw, places, strict=True):

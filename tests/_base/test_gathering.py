@@ -68,6 +68,50 @@ def test_many_rows_and_small_arrays_are_read_as_they_are():
     assert not gathering.is_few(huge, slots(65))
 
 
+def test_rows_that_are_few_for_one_are_many_for_all():
+    arrays, slots = jnp.zeros((64, N, 8)), jnp.zeros((64, 16), jnp.int32)
+    if not is_spread(rows.get, arrays[0], slots[0]):
+        pytest.skip("nothing is spread where there is one thread, and on other devices")
+    assert not is_spread(jax.vmap(rows.read), arrays[:2], slots[:2])
+    assert is_spread(jax.vmap(rows.read), arrays, slots)
+    assert is_spread(jax.vmap(rows.read, in_axes=(None, 0)), arrays[0], slots)
+    assert is_spread(jax.vmap(rows.read, in_axes=(0, None)), arrays, slots[0])
+
+
+def test_how_many_reads_are_made_together():
+    def read(times, x, y):
+        told.append(times)
+        return {"sum": x + y, "times": jnp.int32(times)}
+
+    told, both = [], lambda x, y: gathering.together(read, x, y)
+    x, y = jnp.arange(6).reshape(2, 3), jnp.arange(3)
+    assert int(both(x[0, 0], y[0])["times"]) == 1
+    found = jax.jit(jax.vmap(jax.vmap(both), in_axes=(0, None)))(x, y)
+    assert np.array_equal(found["sum"], x + y)
+    assert np.array_equal(found["times"], np.full((2, 3), 6))
+    found = jax.vmap(both, in_axes=(None, 0))(x, y)
+    assert np.array_equal(found["sum"], x[None] + y[:, None, None])
+    assert found["times"].tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("lead", [(3,), (2, 3)])
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)])
+def test_all_read_their_own_whether_few_or_many(lead, axes, monkeypatch):
+    array, slots = numbers("float32", *lead, N // 16, 2), numbers("int32", *lead, 5) * 7
+    if axes[0] is None:
+        array = array[(0,) * len(lead)]
+    if axes[1] is None:
+        slots = slots[(0,) * len(lead)]
+    run = rows.read
+    for _ in lead:
+        run = jax.vmap(run, in_axes=axes)
+    plain = run(array, slots)
+    for few in (0, 1 << 10, 1 << 30):
+        monkeypatch.setattr(gathering, "_FEW", few)
+        monkeypatch.setattr(gathering, "_LARGE", 0)
+        assert np.array_equal(jax.jit(lambda a, s: run(a, s))(array, slots), plain)
+
+
 @pytest.mark.parametrize("sampler", [jrb.Uniform(), jrb.Prioritized()], ids=repr)
 def test_a_draw_is_made_by_one_thread(sampler):
     buffer = jrb.ReplayBuffer(N, batch_size=16, sampler=sampler)

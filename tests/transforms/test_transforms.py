@@ -302,3 +302,21 @@ def test_bad_input_is_named(transform, error, text):
 def test_bad_descriptions_are_refused(make, error):
     with pytest.raises(error):
         make()
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Shift:
+    """Functions that are equal, whatever they add."""
+
+    by: int = dataclasses.field(compare=False)
+
+    def __call__(self, data):
+        return data + self.by
+
+
+@pytest.mark.parametrize("storage", [jrb.DeviceStorage(), jrb.MemmapStorage()], ids=repr)
+def test_a_buffer_calls_its_own_functions(storage):
+    for by in (1, 100):
+        buffer = jrb.ReplayBuffer(4, batch_size=2, storage=storage, transforms=(Shift(by),))
+        state = buffer.add(buffer.init(jnp.int32(0)), jnp.int32(7))
+        assert buffer.sample(state, jax.random.key(0)).data.tolist() == [7 + by] * 2
