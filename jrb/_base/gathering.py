@@ -52,13 +52,13 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
     return near and whole >= _LARGE and 0 < found <= _FEW
 
 
-def together(read: Callable[..., T], *arrays: jax.Array) -> T:
+def together(few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
     """`read(times, *arrays)`, with the number of such reads that are made at once.
 
     That is 1, and under `vmap` the size of its axis, or the product of all: rows that are few for
-    one buffer are many for 64 of them.
+    one buffer are many for 64 of them. Where rows are not even few for one, nobody asks.
     """
-    return _read_times(read, 1)(*arrays)
+    return _read_times(read, 1)(*arrays) if few else read(1, *arrays)
 
 
 def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:

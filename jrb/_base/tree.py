@@ -228,7 +228,7 @@ def read(array: jax.Array, index: jax.Array) -> jax.Array:
         clipped = lambda: array.at[index].get(mode="clip")
         return gathering.read((clipped, gathering.is_few(array, index, times=times)))[0]
 
-    return gathering.together(found, array, index)
+    return gathering.together(gathering.is_few(array, index), found, array, index)
 
 
 def put(

@@ -158,14 +158,17 @@ def read(array: jax.Array, slots: jax.Array) -> jax.Array:
 def read_each(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
     """`read` of several arrays, each at its slots, together."""
 
-    def found(times: int, *flat: jax.Array) -> list[jax.Array]:
-        again = list(zip(flat[::2], flat[1::2], strict=True))
+    def few(times: int, *flat: jax.Array) -> list[bool]:
+        pairs = zip(flat[::2], flat[1::2], strict=True)
         width = lambda array: math.prod(array.shape[1:])
-        few = [gathering.is_few(*pair, width(pair[0]), times) for pair in again]
-        gets = [functools.partial(get, *pair) for pair in again]
-        return gathering.read(*zip(gets, few, strict=True))
+        return [gathering.is_few(array, at, width(array), times) for array, at in pairs]
 
-    return gathering.together(found, *itertools.chain(*pairs))
+    def found(times: int, *flat: jax.Array) -> list[jax.Array]:
+        gets = map(functools.partial, itertools.repeat(get), flat[::2], flat[1::2])
+        return gathering.read(*zip(gets, few(times, *flat), strict=True))
+
+    flat = list(itertools.chain(*pairs))
+    return gathering.together(any(few(1, *flat)), found, *flat)
 
 
 def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:

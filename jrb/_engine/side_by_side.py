@@ -286,15 +286,14 @@ def get(state: PartState, where: Where) -> Item:
 
     def found(times: int, *flat: jax.Array) -> Item:
         state, slots = jax.tree.unflatten(structure, flat[: len(arrays)]), flat[len(arrays) :]
-        return _get(state, [slots[which] for which in number], times)
+        return _read(state, _runs(state, [slots[which] for which in number], times))
 
-    return gathering.together(found, *arrays, *unique)
+    few = any(run.is_few for run in _runs(state, asked, 1))
+    return gathering.together(few, found, *arrays, *unique)
 
 
-def _get(state: PartState, asked: list[jax.Array], times: int) -> Item:
-    """The same, each leaf asked for at slots; so many `times` at once."""
-    entries, structure = jax.tree.flatten(places(state), is_leaf=columns.is_column)
-    runs = _runs(state, list(zip(entries, asked, strict=True)), times)
+def _read(state: PartState, runs: list["_Run"]) -> Item:
+    """The leaves that some gathers read, together."""
     read = ordering.read(
         lambda: [run.read() for run in runs],
         lambda found: [run.laid(rows) for run, rows in zip(runs, found, strict=True)],
@@ -302,7 +301,8 @@ def _get(state: PartState, asked: list[jax.Array], times: int) -> Item:
     leaves: dict[int, jax.Array] = {}
     for run, found in zip(runs, read, strict=True):
         leaves.update(zip(run.entries, run.leaves(found), strict=True))
-    return jax.tree.unflatten(structure, [leaves[number] for number in range(len(entries))])
+    structure = jax.tree.structure(places(state), is_leaf=columns.is_column)
+    return jax.tree.unflatten(structure, [leaves[number] for number in range(len(leaves))])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,14 +354,15 @@ class _Run:
         ]
 
 
-def _runs(state: PartState, asked: list[tuple[Any, jax.Array]], times: int) -> list[_Run]:
-    """The gathers for entries, each asked for at its slots, so many `times` at once.
+def _runs(state: PartState, asked: list[jax.Array], times: int) -> list[_Run]:
+    """The gathers for all entries, each asked for at its slots, so many `times` at once.
 
     Where rows are few, one for all that lie in an array; else one for narrow leaves that lie close
     together, and one for each of the others.
     """
     found: dict[Any, _Run] = {}
-    for number, (it, slots) in enumerate(asked):
+    entries = jax.tree.leaves(places(state), is_leaf=columns.is_column)
+    for number, (it, slots) in enumerate(zip(entries, asked, strict=True)):
         array, alone = _array_of(state, it), not isinstance(it, Place)
         width = array.shape[1:] if alone else array.shape[-1:]
         few = gathering.is_few(array, slots, math.prod(width), times)

@@ -83,7 +83,7 @@ def test_how_many_reads_are_made_together():
         told.append(times)
         return {"sum": x + y, "times": jnp.int32(times)}
 
-    told, both = [], lambda x, y: gathering.together(read, x, y)
+    told, both = [], lambda x, y: gathering.together(True, read, x, y)
     x, y = jnp.arange(6).reshape(2, 3), jnp.arange(3)
     assert int(both(x[0, 0], y[0])["times"]) == 1
     found = jax.jit(jax.vmap(jax.vmap(both), in_axes=(0, None)))(x, y)
