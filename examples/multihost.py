@@ -14,9 +14,11 @@ Reference: Sutton and Barto, 2018, "Reinforcement learning", example 6.2 (random
 """
 
 import argparse
+import contextlib
 import hashlib
 import os
 import pathlib
+import random
 import shutil
 import signal
 import socket
@@ -130,15 +132,26 @@ def digest(params: Any, state: Any) -> str:
     return known.hexdigest()[:16]
 
 
+def free_port() -> int:
+    """A port that nobody has, of those that the system gives to nobody who does not ask for them.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise RuntimeError("expected a free port from 20000 to 31999, found none.")
+
+
 def launch(path: pathlib.Path, processes: int, steps: int, kill_at: int | None = None) -> list[str]:
     """Starts the processes, waits for them, and returns what each said; nothing if one was killed.
 
     Raises:
         RuntimeError: one of them failed, or did not die where it was to be killed.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     flags = f"--xla_force_host_platform_device_count={SHARDS // processes}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "examples.multihost", "--path", str(path.resolve())]

@@ -1,12 +1,13 @@
 """Several processes, each with the stores of its own shards, do what one process does."""
 
-import socket
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+
+from examples import multihost
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,9 +20,7 @@ pytestmark = [
 def run(folder, count):
     """What the processes saw, one after the other."""
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    coordinator = f"127.0.0.1:{multihost.free_port()}"
     command = [sys.executable, "-m", "tests.process_of_shards", str(folder)]
     started = [
         subprocess.Popen([*command, str(number), str(count), coordinator])
