@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ def draw(
         ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
     """
     how = _draws_of(buffer)
-    found = how.outside(buffer, state, key, batch_size, beta, quiet, moves)
+    found = how(_Asked(buffer, state, key, batch_size, beta, quiet, moves))
     if found is None:
         dispatch.check_state(buffer, state)
         return steps.draw(buffer, state, key, batch_size, beta)
@@ -52,47 +52,38 @@ def after_draw(state: BufferState, drawn: BufferState | PartState) -> Any:
     return drawn if isinstance(drawn, BufferState) else state.replace(sampler=drawn)
 
 
-class _Draws:
+class _Asked(NamedTuple):
+    """What a draw is asked for (see `draw`)."""
+
+    buffer: Buffer
+    state: BufferState
+    key: jax.Array
+    batch_size: int
+    beta: jax.Array | float | None
+    quiet: bool
+    moves: bool
+
+
+class _OnDevice:
     """Draws outside `jit`, of which all is looked up once that equal descriptions share.
 
     Between two compiled calls of a Python loop each call of a function costs a microsecond. A plain
-    function among the transforms, and one that collates, is that of the buffer that is asked.
+    function among the transforms is that of the buffer that is asked. Called inside `jit`, it gives
+    None.
 
     Attributes:
         inside: how many transforms, from the first on, may be called inside `jit`.
     """
 
-    def __init__(self, buffer: Buffer) -> None:
-        storage, self.inside = buffer.storage, transforming.fixed(buffer.transforms)
-        fixed = buffer
-        if self.inside < len(buffer.transforms):
-            fixed = dataclasses.replace(buffer, transforms=buffer.transforms[: self.inside])
-        self._is_on_host = dispatch.on_host(buffer)
-        if not self._is_on_host:
-            self._sample = _sample(fixed)
-            return
-        self._inner = dispatch.for_device(fixed)
-        self._choose = _choose(self._inner)
-        # Whether items are drawn as they are stored; and, then, where the anchors are.
-        self._plain = buffer.unit.one_row and (storage.of_objects or not self.inside)
-        self._at_anchors = self._plain and isinstance(self._inner.storage, DeferredStorage)
+    def __init__(self, buffer: Buffer, inside: int) -> None:
+        self.inside, self._sample = inside, _sample(_up_to(buffer, inside))
 
-    def outside(
-        self,
-        buffer: Buffer,
-        state: BufferState,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | float | None,
-        quiet: bool,
-        moves: bool,
-    ) -> tuple[Any, Sample] | None:
-        """A draw; None where this is called inside `jit`."""
+    def __call__(self, asked: _Asked) -> tuple[Any, Sample] | None:
+        """A draw by one compiled call."""
+        buffer, state, key, batch_size, beta, quiet, moves = asked
         dispatch.check_kind(buffer, state)
         if dispatch.is_tracer(key) or dispatch.is_tracer(state.edits):
-            return _left_to_jit(buffer)
-        if self._is_on_host:
-            return self._from_host(buffer, state, key, batch_size, beta, quiet, moves)
+            return None
         found = self._sample(state, key, beta, batch_size=batch_size, moves=moves)
         if dispatch.is_tracer(found[1].mask):  # some of the other arguments are, too
             return None
@@ -100,31 +91,32 @@ class _Draws:
             _check_some(buffer, state, found[1].mask)
         return found
 
-    def _from_host(
-        self,
-        buffer: Buffer,
-        state: BufferState,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | float | None,
-        quiet: bool,
-        moves: bool,
-    ) -> tuple[Any, Sample] | None:
-        """Draws slots inside `jit`, fetches the items, and goes on inside if there is more to do.
 
-        None where this is called inside `jit` after all.
-        """
+class _FromHost:
+    """The same where items lie on the host."""
+
+    def __init__(self, buffer: Buffer, inside: int) -> None:
+        self.inside, self._inner = inside, dispatch.for_device(_up_to(buffer, inside))
+        self._choose = _choose(self._inner)
+        # Whether items are drawn as they are stored; and, then, where the anchors are.
+        self._plain = buffer.unit.one_row and (buffer.storage.of_objects or not inside)
+        self._at_anchors = self._plain and isinstance(self._inner.storage, DeferredStorage)
+
+    def __call__(self, asked: _Asked) -> tuple[Any, Sample] | None:
+        """Draws slots inside `jit`, fetches the items, and goes on inside if more is to be done."""
+        buffer, state, key, batch_size, beta, quiet, moves = asked
+        dispatch.check_kind(buffer, state)
         storage, kept = buffer.storage, state.storage
-        if dispatch.is_traced(kept):
-            return _left_to_jit(buffer)
+        if dispatch.is_inside(buffer, key, kept):
+            return None
         half, spec = state.replace(storage=storage.device_state(kept)), storage.spec_key(kept)
         names = None if self._at_anchors else storage.names(kept)
         with storage.drawing(kept):
             sampler, fields, rest = self._choose(
                 half, key, beta, batch_size=batch_size, names=names, moves=moves, spec=spec
             )
-            if dispatch.is_tracer(fields["mask"]):
-                return _left_to_jit(buffer)
+            if dispatch.is_inside(buffer, fields["mask"]):
+                return None
             mask, places = (fields["mask"], None) if rest is None else rest
             if not quiet:
                 _check_some(buffer, state, mask)
@@ -139,13 +131,17 @@ class _Draws:
         return sampler, Sample(data=data, **fields)
 
 
-_draws_of = functools.lru_cache(maxsize=64)(_Draws)
+@functools.lru_cache(maxsize=64)
+def _draws_of(buffer: Buffer) -> _OnDevice | _FromHost:
+    kind = _FromHost if dispatch.on_host(buffer) else _OnDevice
+    return kind(buffer, transforming.fixed(buffer.transforms))
 
 
-def _left_to_jit(buffer: Buffer) -> None:
-    """None: the draw is one inside `jit`. Raises where there is none."""
-    if buffer.storage.of_objects:
-        raise dispatch.refusal()
+def _up_to(buffer: Buffer, count: int) -> Any:
+    """The same buffer with so many of its transforms, from the first on."""
+    if count == len(buffer.transforms):
+        return buffer
+    return dataclasses.replace(buffer, transforms=buffer.transforms[:count])
 
 
 def _check_some(buffer: Buffer, state: BufferState, mask: jax.Array) -> None:

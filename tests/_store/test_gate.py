@@ -15,13 +15,25 @@ def patient(monkeypatch):
     monkeypatch.setattr(gate, "PATIENCE", 2 * AT_MOST)
 
 
+class Watched(threading.Condition):
+    """A condition that tells when somebody waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_waited_for = threading.Event()
+
+    def wait_for(self, predicate, timeout=None):
+        self.is_waited_for.set()
+        return super().wait_for(predicate, timeout)
+
+
 def waiting(one):
-    """A thread that waits at the gate, once it does."""
+    """A thread that waits at the gate."""
+    one.changed = Watched()
     thread = threading.Thread(target=one.wait, daemon=True)
     thread.start()
-    while not one.waiting:  # it counts itself and looks who is in, holding the lock of both
-        pass
-    with one.changed:
+    assert one.changed.is_waited_for.wait(AT_MOST)
+    with one.changed:  # which it gives free as soon as it does
         return thread
 
 
