@@ -10,6 +10,7 @@ import jax.core
 from jax.typing import ArrayLike
 
 from jrb._base import casting
+from jrb._base.owned import copy
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix
@@ -94,7 +95,7 @@ class Jitted:
         priorities: ArrayLike | None = None,
     ) -> BufferState:
         """As `ReplayBuffer.add`; the state is donated."""
-        return self._add(state, self._accepted(item, "add"), mask, priorities)
+        return self._add(state, self._accepted(item, "add"), copy(mask), copy(priorities))
 
     def extend(
         self,
@@ -104,7 +105,7 @@ class Jitted:
         priorities: ArrayLike | None = None,
     ) -> BufferState:
         """As `ReplayBuffer.extend`; the state is donated."""
-        return self._extend(state, self._accepted(items, "extend"), mask, priorities)
+        return self._extend(state, self._accepted(items, "extend"), copy(mask), copy(priorities))
 
     def sample(
         self,
@@ -130,7 +131,7 @@ class Jitted:
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: ArrayLike
     ) -> BufferState:
         """As `ReplayBuffer.update_priority`; the state is donated."""
-        return self._update(state, _without_data(sample_or_indices), priorities)
+        return self._update(state, _without_data(sample_or_indices), copy(priorities))
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """As `ReplayBuffer.set_alpha`; the state is donated."""
@@ -157,7 +158,7 @@ class Jitted:
 
     def truncate(self, state: BufferState, mask: ArrayLike | None = None) -> BufferState:
         """As `ReplayBuffer.truncate`; the state is donated."""
-        return self._truncate(state, mask)
+        return self._truncate(state, copy(mask))
 
     def empty(self, state: BufferState) -> BufferState:
         """As `ReplayBuffer.empty`; the state is donated."""
@@ -177,7 +178,7 @@ class Jitted:
 
     def priorities(self, state: BufferState, slots: ArrayLike | None = None) -> jax.Array:
         """As `ReplayBuffer.priorities`."""
-        return self._priorities(state, slots)
+        return self._priorities(state, copy(slots))
 
     def can_add(self, state: BufferState) -> jax.Array:
         """As `ReplayBuffer.can_add`."""
@@ -188,7 +189,7 @@ class Jitted:
         return self._can_sample(state, batch_size=batch_size)
 
     def _accepted(self, items: Item, verb: str) -> Item:
-        """The items, none of which `jit` would change without a word."""
+        """The items, none of which `jit` would change without a word, or anybody else."""
         return casting.accepted(items, verb, self._cast)
 
 
@@ -223,6 +224,7 @@ class JittedMix:
         proportions: ArrayLike | None = None,
     ) -> Sample:
         """As `Mix.sample`; the states are only read."""
+        proportions = copy(proportions)
         return self._sample(states, key, batch_size=batch_size, beta=beta, proportions=proportions)
 
     def draw(
@@ -234,13 +236,14 @@ class JittedMix:
         proportions: ArrayLike | None = None,
     ) -> tuple[Any, Sample]:
         """As `Mix.draw`; the states are donated."""
+        proportions = copy(proportions)
         return self._draw(states, key, batch_size=batch_size, beta=beta, proportions=proportions)
 
     def update_priority(
         self, states: tuple[BufferState, ...], sample: Sample, priorities: ArrayLike
     ) -> Any:
         """As `Mix.update_priority`; the states are donated."""
-        return self._update(states, _without_data(sample), priorities)
+        return self._update(states, _without_data(sample), copy(priorities))
 
 
 def _compilers(on_host: bool) -> tuple[Any, Any, Any]:
@@ -290,10 +293,10 @@ def _as_it_is(verb: Callable[..., Any], **options: Any) -> Any:
 
 
 def _without_data(sample: Sample | jax.Array) -> Any:
-    """A sample without its items: fewer arrays to hand over.
+    """A sample without its items: fewer arrays to hand over. Or slots, as they are now.
 
     Inside another compiled function it has them: a write that follows has to wait for their reads.
     """
     if not isinstance(sample, Sample) or isinstance(sample.stamp, jax.core.Tracer):
-        return sample
+        return copy(sample)
     return sample.replace(data=None)

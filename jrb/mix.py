@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, display, permutation, pytree, random_bits
+from jrb._base import checks, display, owned, permutation, pytree, random_bits
 from jrb._engine import counting, dispatch, draws
 from jrb.buffer import ReplayBuffer
 from jrb.sharded import Sharded
@@ -276,7 +276,7 @@ class Mix:
     def _given_shares(self, proportions: Any, batch_size: int) -> jax.Array:
         if not isinstance(proportions, jax.core.Tracer):
             _check_proportions(np.asarray(proportions, np.float64), len(self.buffers))
-        shares = jnp.asarray(proportions).astype(jnp.float32)
+        shares = jnp.asarray(owned.copy(proportions)).astype(jnp.float32)
         if shares.shape != (len(self.buffers),):
             raise ValueError(
                 f"proportions: expected shape ({len(self.buffers)},), got {shares.shape}."

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._base import casting, checks, display, meshes, pytree
+from jrb._base import casting, checks, display, meshes, owned, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import dispatch, draws, over_mesh, shard_bodies, transforming
 from jrb._engine.host_shards import HostShards, States
@@ -509,7 +509,7 @@ class Sharded:
         around: Callable[..., Any] | None = None,
     ) -> Any:
         """A verb of a buffer in each shard; on devices, with something around its body."""
-        arguments = tuple(argument for argument, _ in pairs)
+        arguments = tuple(owned.copy(argument) for argument, _ in pairs)
         if any(isinstance(one, Sample) and "shard" not in one.info for one in arguments):
             raise ValueError(
                 "expected a Sample of this Sharded, got one whose info has no 'shard'."

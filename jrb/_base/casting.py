@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import pytree
+from jrb._base import owned, pytree
 from jrb._base.pytree import DType, Leaf, PyTree
 
 _NUMPY = (np.ndarray, np.generic)
@@ -37,15 +37,18 @@ def is_kept(leaf: Leaf) -> bool:
 def accepted(items: PyTree, what: str, cast: bool) -> Any:
     """Items for `jit`, which would change some dtypes of NumPy without a word.
 
+    Returns:
+        Items, NumPy's arrays copied (see `jrb._base.owned`).
+
     Raises:
         TypeError: there is one of these, and nobody asked to cast them.
     """
-    if all(map(is_kept, jax.tree.leaves(items))):
-        return items
-    if cast:
-        return kept(items, what)
-    pytree.spec_of(items, what)  # raises
-    return items
+    leaves = jax.tree.leaves(items)
+    if not all(map(is_kept, leaves)):
+        if not cast:
+            pytree.spec_of(items, what)  # raises
+        items = kept(items, what)
+    return owned.copied(items) if any(isinstance(leaf, np.ndarray) for leaf in leaves) else items
 
 
 _WIDE = frozenset("lLqQdDgG")  # NumPy's letters for numbers of 64 bits and more

@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import pytree
+from jrb._base import owned, pytree
 from jrb._base.pytree import Leaf, PyTree
 
 _INTEGERS = int | np.integer
@@ -69,7 +69,7 @@ def _old_style_shape(implementation: str) -> tuple[int, ...]:
 
 def mask(verb: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
     """A bool array of this shape."""
-    array = jnp.asarray(value)
+    array = jnp.asarray(owned.copy(value))
     if array.dtype != jnp.bool_:
         raise TypeError(
             f"{verb}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast."
@@ -85,7 +85,7 @@ def number(name: str, value: Leaf) -> jax.Array:
     """A single real number, traced or not, as float32 `[]`."""
     if isinstance(value, str) or jnp.shape(value):
         raise TypeError(f"{name}: expected a single number, got {value!r}.")
-    return jnp.asarray(value).astype(jnp.float32)
+    return jnp.asarray(owned.copy(value)).astype(jnp.float32)
 
 
 def indices(verb: str, value: object) -> jax.Array:
@@ -116,7 +116,7 @@ def in_range(verb: str, indices: jax.Array, size: int) -> None:
 
 def real_numbers(name: str, value: object) -> jax.Array:
     """An array of real numbers, as float32."""
-    array = jnp.asarray(value)
+    array = jnp.asarray(owned.copy(value))
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
     return array.astype(jnp.float32)

@@ -15,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, pytree, versions, wording
+from jrb._base import checks, owned, pytree, versions, wording
 from jrb._base.pytree import Leaf
 from jrb._engine import editing, state_check, steps, transforming
 from jrb._engine.deferred import DeferredStorage
@@ -232,7 +232,7 @@ def write(
     if is_inside(buffer, state, items, rest):
         if not is_traced(state, items, rest):
             warn_of_copies(buffer, state)
-        return steps.write(buffer, state, items, *rest)
+        return steps.write(buffer, state, owned.copied(items), *rest)
     after = steps.write(for_device(buffer), on_device(buffer, state), items, *rest)
     if is_traced(after):
         return steps.write(buffer, state, items, *rest)
@@ -442,7 +442,7 @@ def edit(
         if not is_traced(state, where, values):
             warn_of_copies(buffer, state)
             where = _light(where)
-        return editing.edit(buffer, state, where, values)
+        return editing.edit(buffer, state, where, owned.copied(values))
     names = () if buffer.storage.of_objects else tuple(values)
     ends = bool(names) and editing.changes_ends(buffer, state, names)
     before = editing.cuts(*_with_flags(buffer, state)) if ends else None

@@ -1,0 +1,132 @@
+"""NumPy's arrays that a verb was given may be written to as soon as it returns."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jrb
+
+E, N = 16, 128
+
+
+def aligned(value: Any, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    """An array where JAX reads one without a copy."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    room = np.zeros(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    array = room[start : start + size].view(dtype).reshape(shape)
+    array[...] = value
+    return array
+
+
+def spoil(array: np.ndarray) -> None:
+    """Something else is there afterwards, of the same kind."""
+    array[...] = ~array if array.dtype == bool else array + 3
+
+
+@jax.jit
+def late(states: Any) -> Any:
+    """The same states, some time later."""
+    busy = lax.fori_loop(0, 20, lambda _, x: jnp.tanh(x @ x), jnp.full((400, 400), 1e-3))
+    zero = busy[0, 0] * 0
+
+    def same(leaf: jax.Array) -> jax.Array:
+        return leaf ^ (zero != 0) if leaf.dtype == bool else leaf + zero.astype(leaf.dtype)
+
+    return jax.tree.map(same, states)
+
+
+def row(*lead: int) -> dict[str, np.ndarray]:
+    return {"x": aligned(2, *lead, E, 50), "r": aligned(2, *lead, E)}
+
+
+def ones(*lead: int) -> dict[str, jax.Array]:
+    return {"x": jnp.ones((*lead, E, 50)), "r": jnp.ones((*lead, E))}
+
+
+CASES: dict[str, tuple[Callable[[Any, Any, Any], Any], Callable[[], Any]]] = {
+    "add": (lambda verbs, state, it: verbs.add(state, it), lambda: row()),
+    "extend": (lambda verbs, state, it: verbs.extend(state, it), lambda: row(1)),
+    "extend, mask": (
+        lambda verbs, state, it: verbs.extend(state, ones(2), it),
+        lambda: aligned(True, 2, dtype=bool),
+    ),
+    "add, priorities": (
+        lambda verbs, state, it: verbs.add(state, ones(), priorities=it),
+        lambda: aligned(4, E),
+    ),
+    "update, priorities": (
+        lambda verbs, state, it: verbs.update_priority(state, jnp.arange(E), it),
+        lambda: aligned(4, E),
+    ),
+    "update, slots": (
+        lambda verbs, state, it: verbs.update_priority(state, it, jnp.full(E, 7.0)),
+        lambda: aligned(2, E, dtype=np.int32),
+    ),
+    "drop": (
+        lambda verbs, state, it: verbs.drop(state, it),
+        lambda: aligned(2, E, dtype=np.int32),
+    ),
+    "set": (
+        lambda verbs, state, it: verbs.set(state, it[0], {"r": it[1]}),
+        lambda: (aligned(np.arange(E), E, dtype=np.int32), aligned(9, E)),
+    ),
+    "set, all": (
+        lambda verbs, state, it: verbs.set(state, ..., {"x": it}),
+        lambda: aligned(9, N, 50),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("storage", [jrb.DeviceStorage, jrb.MemmapStorage])
+def test_a_verb_has_read_what_it_was_given(case: str, jitted: bool, storage: Any) -> None:
+    buffer = jrb.ReplayBuffer(N, num_envs=E, sampler=jrb.Prioritized(), storage=storage())
+    verbs: Any = jrb.jitted(buffer) if jitted else buffer
+    call, arguments = CASES[case]
+
+    def outcome(wait: Callable[[Any], Any], then: Callable[[np.ndarray], None]) -> list[Any]:
+        state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0], ones())), ones(2))
+        given = arguments()
+        state = call(verbs, wait(state), given)
+        jax.tree.map(then, given)
+        slots, count = buffer.in_order(state)
+        return [count, buffer.priorities(state), buffer.take(state, slots[: int(count)])]
+
+    expected, got = outcome(lambda state: state, lambda array: None), outcome(late, spoil)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+def test_shards_have_read_what_they_were_given(jitted: bool) -> None:
+    sharded = jrb.Sharded(
+        jrb.ReplayBuffer(N, num_envs=E, sampler=jrb.Prioritized()), axis="data", shards=2
+    )
+    verbs: Any = jrb.jitted(sharded) if jitted else sharded
+    state = late(sharded.init(jax.tree.map(lambda leaf: leaf[0], ones())))
+    given, priorities = row(), aligned(4, E)
+    state = verbs.add(state, given, priorities=priorities)
+    jax.tree.map(spoil, (given, priorities))
+    found = sharded.take(state, np.arange(E // 2)[None].repeat(2, axis=0))
+    assert set(np.unique(found["x"])) == {2.0}
+    raw = np.asarray(sharded.priorities(state))
+    assert set(np.unique(raw[raw >= 0])) <= {0.0, 4.0}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+def test_a_mix_has_read_its_proportions(jitted: bool) -> None:
+    part = jrb.ReplayBuffer(N, num_envs=E, sampler=jrb.Uniform())
+    mix = jrb.Mix((part, part), (0.5, 0.5), batch_size=64)
+    verbs: Any = jrb.jitted(mix) if jitted else mix
+    states = mix.init(jax.tree.map(lambda leaf: leaf[0], ones()))
+    states = late(tuple(part.extend(state, ones(2)) for state in states))
+    given = aligned([1.0, 0.0], 2)
+    sample = verbs.sample(states, jax.random.key(0), proportions=given)
+    given[...] = [0.0, 1.0]
+    assert not np.asarray(sample.info["source"]).any()
