@@ -8,8 +8,10 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._base import casting, checks, display, pytree
+from jrb._base.pytree import Leaf
 from jrb._engine import dispatch, draws, steps, transforming
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
@@ -220,8 +222,7 @@ class ReplayBuffer:
         if self.storage.of_objects:
             return dispatch.write_objects(self, state, [item], mask, "add", priorities)
         stored = self._to_stored(state, item, self._lead(), "add")
-        rows = jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), stored)
-        return dispatch.write(self, state, rows, mask, None, priorities)
+        return dispatch.write(self, state, jax.tree.map(_one_row, stored), mask, None, priorities)
 
     def extend(
         self,
@@ -324,17 +325,20 @@ class ReplayBuffer:
         moves: bool = True,
     ) -> Any:
         """What a draw leaves behind (see `jrb._engine.draws.draw`), and a sample."""
-        batch_size = self.batch_size if batch_size is None else batch_size
-        if batch_size is None:
+        if batch_size is not None:
+            checks.count("batch_size", batch_size)
+            count = int(batch_size)
+        elif self.batch_size is not None:
+            count = self.batch_size
+        else:
             raise ValueError(
                 "batch_size: expected a number, got None. "
                 "Give it to ReplayBuffer(batch_size=...), or to this call."
             )
-        checks.count("batch_size", batch_size)
         checks.key(key)
         if beta is not None:
             beta = checks.number("beta", beta)
-        return draws.draw(self, state, key, int(batch_size), beta, moves=moves)
+        return draws.draw(self, state, key, count, beta, moves=moves)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
@@ -683,6 +687,13 @@ class ReplayBuffer:
                 f"{verb}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
                 "Build the buffer with sampler=jrb.Prioritized()."
             )
+
+
+def _one_row(leaf: Leaf) -> Leaf:
+    """`leaf[None]`, without a call of JAX for NumPy, and quickly traced."""
+    if type(leaf) is np.ndarray or isinstance(leaf, np.generic):
+        return np.asarray(leaf)[None]
+    return jnp.expand_dims(leaf, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jrb._base import waiting
 from jrb._base.pytree import SpecKey
 from jrb._engine import dispatch, state_check, steps, transforming
 from jrb._engine.compiling import per_description
@@ -107,16 +108,16 @@ class _FromHost:
         buffer, state, key, batch_size, beta, quiet, moves = asked
         dispatch.check_kind(buffer, state)
         storage, kept = buffer.storage, state.storage
-        if dispatch.is_inside(buffer, key, kept):
-            return None
+        if dispatch.is_tracer(key) or dispatch.is_traced(kept):
+            return _inside(buffer)
         half, spec = state.replace(storage=storage.device_state(kept)), storage.spec_key(kept)
         names = None if self._at_anchors else storage.names(kept)
         with storage.drawing(kept):
             sampler, fields, rest = self._choose(
                 half, key, beta, batch_size=batch_size, names=names, moves=moves, spec=spec
             )
-            if dispatch.is_inside(buffer, fields["mask"]):
-                return None
+            if dispatch.is_tracer(fields["mask"]):  # some of the other arguments are, too
+                return _inside(buffer)
             mask, places = (fields["mask"], None) if rest is None else rest
             if not quiet:
                 _check_some(buffer, state, mask)
@@ -137,6 +138,12 @@ def _draws_of(buffer: Buffer) -> _OnDevice | _FromHost:
     return kind(buffer, transforming.fixed(buffer.transforms))
 
 
+def _inside(buffer: Buffer) -> None:
+    """What a draw from the host gives inside `jit`. Raises where there can be none."""
+    if buffer.storage.of_objects:
+        raise dispatch.refusal()
+
+
 def _up_to(buffer: Buffer, count: int) -> Any:
     """The same buffer with so many of its transforms, from the first on."""
     if count == len(buffer.transforms):
@@ -146,7 +153,7 @@ def _up_to(buffer: Buffer, count: int) -> Any:
 
 def _check_some(buffer: Buffer, state: BufferState, mask: jax.Array) -> None:
     """Raises unless a draw found something; this waits for it."""
-    found = np.asarray(mask)
+    found = waiting.soon(mask)
     if found.item(0) or found.any():
         return
     least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"

@@ -111,9 +111,12 @@ class HostArrays(HostStorage):
 
     def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
         """The items there: all leaves at slots `[B]`, or each in its place."""
-        at, view = np.asarray(slots), self.view(state)
-        each = [at] * len(view.rows.names) if places is None else places.each(np.asarray)
-        return view.rows.drawn(view.version, each, host_rows.device_of(slots))
+        view = self.view(state)
+        if places is None:
+            leaves = view.rows.at(view.version, np.asarray(slots))
+        else:
+            leaves = view.rows.take(view.version, places.each(np.asarray))
+        return view.rows.drawn(leaves, host_rows.device_of(slots))
 
     def take(self, state: PartState, slots: np.ndarray) -> Item:
         """The items at slots of any shape."""

@@ -60,7 +60,7 @@ class StoreRows(HostRows):
 
     def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
         """See `HostRows.read`."""
-        return self.store.take(number(version), slots)
+        return self.store.take(self.number(version), slots)
 
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """See `HostRows.read_leaf`."""
