@@ -214,15 +214,27 @@ class ReplayBuffer:
             TypeError: another dtype than the example's, a mask that is not bool, or priorities for
                 a sampler that has none.
         """
+        return self._add(state, item, mask, priorities)
+
+    def _add(
+        self,
+        state: BufferState,
+        item: Item,
+        mask: Any = None,
+        priorities: Any = None,
+        donated: bool = False,
+    ) -> Any:
+        """`add`; `donated` for in place, also where items lie on the host."""
         if mask is not None:
             mask = checks.write_mask("add", mask, (), self._lead(), self.writer)[None]
         if priorities is not None:
             self._require_given("add")
             priorities = checks.given_priorities("add", priorities, self._lead())[None]
         if self.storage.of_objects:
-            return dispatch.write_objects(self, state, [item], mask, "add", priorities)
+            return dispatch.write_objects(self, state, [item], mask, "add", priorities, donated)
         stored = self._to_stored(state, item, self._lead(), "add")
-        return dispatch.write(self, state, jax.tree.map(_one_row, stored), mask, None, priorities)
+        rows = jax.tree.map(_one_row, stored)
+        return dispatch.write(self, state, rows, mask, None, priorities, donated)
 
     def extend(
         self,
@@ -249,10 +261,21 @@ class ReplayBuffer:
             TypeError: another dtype than the example's, a mask that is not bool, or priorities for
                 a sampler that has none.
         """
+        return self._extend(state, items, mask, priorities)
+
+    def _extend(
+        self,
+        state: BufferState,
+        items: Item,
+        mask: Any = None,
+        priorities: Any = None,
+        donated: bool = False,
+    ) -> Any:
+        """`extend`; `donated` as for `_add`."""
         if priorities is not None:
             self._require_given("extend")
         if self.storage.of_objects:
-            return dispatch.write_objects(self, state, items, mask, "extend", priorities)
+            return dispatch.write_objects(self, state, items, mask, "extend", priorities, donated)
         if self.cast:
             items = casting.kept(items, "extend")
         length = checks.length(items)
@@ -262,7 +285,9 @@ class ReplayBuffer:
         if priorities is not None:
             shape = (length, *self._lead())
             priorities = checks.given_priorities("extend", priorities, shape)
-        return dispatch.write(self, state, rows, mask, None, priorities) if length else state
+        if not length:
+            return state
+        return dispatch.write(self, state, rows, mask, None, priorities, donated)
 
     def sample(
         self,

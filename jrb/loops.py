@@ -29,8 +29,8 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
 
     As inside `jit`, a draw from an empty buffer does not raise: `mask` is False and `weights` 0.
     Items with dtypes that JAX would change are handled as everywhere else: an error, or converted
-    where the buffer has `cast=True`. Storages on the host work between jitted parts in any case:
-    their verbs are those of the buffer.
+    where the buffer has `cast=True`. Storages on the host work between jitted parts in any case,
+    and their draws raise as outside `jit`; what of a state is on the device is donated there too.
 
     Args:
         buffer: a `ReplayBuffer`, a `Mix` or a `Sharded`.
@@ -71,15 +71,20 @@ class Jitted:
     def __init__(self, buffer: ReplayBuffer | Sharded) -> None:
         self.buffer = buffer
         one = buffer.buffer if isinstance(buffer, Sharded) else buffer
-        self._cast, (writes, reads, moves) = one.cast, _compilers(dispatch.on_host(one))
+        self._cast, on_host = one.cast, dispatch.on_host(one)
+        writes, reads, moves = _compilers(on_host)
         self._add, self._extend = writes(buffer.add), writes(buffer.extend)
+        self._draw = moves(buffer.draw, static_argnames="batch_size")
+        if on_host and isinstance(buffer, ReplayBuffer):
+            self._add = functools.partial(buffer._add, donated=True)
+            self._extend = functools.partial(buffer._extend, donated=True)
+            moves = _moving_beside(buffer)
         self._update = moves(buffer.update_priority)
         self._truncate, self._empty = writes(buffer.truncate), writes(buffer.empty)
         self._set_alpha, self._drop = moves(buffer.set_alpha), moves(buffer.drop)
         self._set = writes(buffer.set)
         self._set_all = writes(lambda state, values: buffer.set(state, ..., values))
         self._map = writes(buffer.map, static_argnames=("function", "batch_size"))
-        self._draw = moves(buffer.draw, static_argnames="batch_size")
         self._sample = reads(buffer.sample, static_argnames="batch_size")
         self._can_sample = reads(buffer.can_sample, static_argnames="batch_size")
         self._size, self._in_order = reads(buffer.size), reads(buffer.in_order)
@@ -285,6 +290,25 @@ def _moving(verb: Callable[..., Any], **options: Any) -> Any:
         return (after, *sample) if sample else after
 
     return called
+
+
+def _moving_beside(buffer: ReplayBuffer) -> Callable[..., Any]:
+    """The same for a buffer whose items lie on the host, where they stay."""
+    light = dispatch.without_items(buffer)
+
+    def compiled(verb: Callable[..., Any], **options: Any) -> Any:
+        moved = _moving(getattr(light, verb.__name__), **options)
+
+        def called(state: BufferState, *args: Any, **kwargs: Any) -> Any:
+            dispatch.check_state(buffer, state)
+            if isinstance(state.edits, jax.core.Tracer):
+                return verb(state, *args, **kwargs)
+            after = moved(state.replace(storage=None), *args, **kwargs)
+            return after.replace(storage=state.storage)
+
+        return called
+
+    return compiled
 
 
 def _as_it_is(verb: Callable[..., Any], **options: Any) -> Any:

@@ -9,7 +9,9 @@ import jax
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def per_description(*static: str) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
+def per_description(
+    *static: str, donated: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[[Any], Any]]:
     """Makes a function whose first argument is a description one that compiles it for that.
 
     A call of what it gives looks at arrays alone. Passed to one compiled function for all, the
@@ -19,13 +21,17 @@ def per_description(*static: str) -> Callable[[Callable[..., Any]], Callable[[An
 
     Args:
         static: the names of other arguments that are no arrays.
+        donated: the names of those that are donated.
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[[Any], Any]:
         @functools.lru_cache(maxsize=1024)
         def compiled(description: Any) -> Any:
             return jax.jit(
-                functools.partial(function, description), static_argnames=static, inline=True
+                functools.partial(function, description),
+                static_argnames=static,
+                donate_argnames=donated,
+                inline=True,
             )
 
         return compiled
@@ -33,15 +39,16 @@ def per_description(*static: str) -> Callable[[Callable[..., Any]], Callable[[An
     return decorated
 
 
-def by_description(*static: str) -> Callable[[F], F]:
+def by_description(*static: str, donated: tuple[str, ...] = ()) -> Callable[[F], F]:
     """Compiles a function once for each description, its first argument (see `per_description`).
 
     Args:
         static: the names of other arguments that are no arrays.
+        donated: the names of those that are donated.
     """
 
     def decorated(function: F) -> F:
-        compiled = per_description(*static)(function)
+        compiled = per_description(*static, donated=donated)(function)
 
         @functools.wraps(function)
         def called(description: Any, *args: Any, **kwargs: Any) -> Any:

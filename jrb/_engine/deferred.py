@@ -55,6 +55,10 @@ class DevicePart(Storage):
     def planned(self, plan: Any) -> tuple[jax.Array, Any]:
         """What `write` returned, as the slots, int32 `[T, E]`, and the state."""
 
+    def slots_of(self, plan: Any) -> Any:
+        """The same plan without a state."""
+        return plan
+
     def read(self, context: Context, state: PartState, where: Where) -> Item:
         """The state itself."""
         return state

@@ -126,7 +126,7 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
     if on_host(buffer):
         spec = {} if buffer.storage.of_objects else buffer.storage.spec(state.storage)
         state_check.check(for_device(buffer), on_device(buffer, state), spec)
-    else:
+    elif not isinstance(buffer.storage, DeferredStorage):  # or `without_items`: checked before
         state_check.check(buffer, state)
 
 
@@ -224,8 +224,12 @@ def write(
     mask: jax.Array | None,
     cuts: jax.Array | None = None,
     priorities: jax.Array | None = None,
+    donated: bool = False,
 ) -> Any:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`)."""
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`).
+
+    Where these go to the host and the state is `donated`, the rest of it is written in place.
+    """
     check_state(buffer, state)
     rest = mask, cuts, priorities
     _check_room(buffer, state, items, mask)
@@ -233,10 +237,8 @@ def write(
         if not is_traced(state, items, rest):
             warn_of_copies(buffer, state)
         return steps.write(buffer, state, owned.copied(items), *rest)
-    after = steps.write(for_device(buffer), on_device(buffer, state), items, *rest)
-    if is_traced(after):
-        return steps.write(buffer, state, items, *rest)
-    return _put(buffer, state, after, items)
+    after = _put(buffer, state, items, items, rest, donated)
+    return steps.write(buffer, state, items, *rest) if after is None else after
 
 
 def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array | None) -> None:
@@ -261,10 +263,36 @@ def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
     return steps.can_write(buffer, state.replace(storage=None))
 
 
-def _put(buffer: Buffer, state: BufferState, after: BufferState, items: Item) -> Any:
-    """The state after a write whose rows are put to the host; an interrupt takes that back."""
-    with buffer.storage.writing(state.storage):
-        return after.replace(storage=buffer.storage.put(state.storage, after.storage, items))
+def _put(
+    buffer: Buffer, state: BufferState, arrays: Item, items: Item, rest: tuple, donated: bool
+) -> Any:
+    """The state after a write whose items are put to the host; None if some arguments are traced.
+
+    Args:
+        buffer: the description.
+        state: a state.
+        arrays: the items as jitted parts know them.
+        items: as the storage takes them.
+        rest: other arguments of `steps.write`.
+        donated: whether large arrays of the state are written in place. They are so last of all:
+            where the items find no room, or an interrupt comes before, the state is as it was.
+    """
+    storage, part, half = buffer.storage, for_device(buffer), on_device(buffer, state)
+    in_place = donated and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY
+    after: Any = None if in_place else steps.write(part, half, arrays, *rest)
+    plan = steps.planned(part, half, arrays, *rest) if in_place else after.storage
+    if is_traced(plan, after):
+        return None
+    with storage.writing(state.storage):
+        kept = storage.put(state.storage, plan, items)
+        if in_place:
+            after = steps.write_in_place(part, half, arrays, *rest)
+            kept = storage.moved(kept, after.storage)
+        return after.replace(storage=kept)
+
+
+_MANY = 1 << 14
+"""Elements of an array of which a copy takes longer than one more call of a compiled function."""
 
 
 def fill(
@@ -336,6 +364,7 @@ def write_objects(
     mask: jax.Array | None,
     verb: str,
     priorities: jax.Array | None = None,
+    donated: bool = False,
 ) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
     check_state(buffer, state)
@@ -351,10 +380,9 @@ def write_objects(
         priorities = checks.given_priorities(verb, priorities, blanks.shape)
     if not rows:
         return state
-    half, items = on_device(buffer, state), {"item": blanks}
-    _check_room(buffer, state, items, mask)
-    after = steps.write(for_device(buffer), half, items, mask, None, priorities)
-    return _put(buffer, state, after, rows)
+    arrays = {"item": blanks}
+    _check_room(buffer, state, arrays, mask)
+    return _put(buffer, state, arrays, rows, (mask, None, priorities), donated)
 
 
 def _rows(buffer: Buffer, items: Item, verb: str) -> list[list[Any]]:

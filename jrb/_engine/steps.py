@@ -75,6 +75,20 @@ def write(
     return _learned(buffer, context, state, writer, write, items, given)
 
 
+@by_description()
+def planned(buffer: Buffer, state: BufferState, items: Item, *rest: jax.Array | None) -> Any:
+    """Where `write` writes to a storage on the host; the compiler leaves the rest of it out."""
+    return buffer.storage.slots_of(write(buffer, state, items, *rest).storage)
+
+
+@by_description(donated=("state",))
+def write_in_place(
+    buffer: Buffer, state: BufferState, items: Item, *rest: jax.Array | None
+) -> BufferState:
+    """`write`, to a state that is donated."""
+    return write(buffer, state, items, *rest)
+
+
 def _with_room(
     buffer: Buffer, state: BufferState, length: int, mask: jax.Array | None
 ) -> jax.Array:

@@ -100,6 +100,10 @@ class HostArrays(HostStorage):
         version = view.rows.put(view.version, slots, *leaves, patient=True)
         return self.joined(view.after(version), device_state)
 
+    def moved(self, state: PartState, planned: Any) -> Any:
+        """The same state with that of the device part which was planned."""
+        return self.joined(self.view(state), self.device_part.planned(planned)[1])
+
     def put_values(
         self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
     ) -> Any:

@@ -101,6 +101,10 @@ class HotRing(DevicePart):
         """The slots, and the hot rows."""
         return plan
 
+    def slots_of(self, plan: tuple[jax.Array, Hot]) -> tuple[jax.Array, None]:
+        """The slots, without the hot rows."""
+        return plan[0], None
+
     def where(self, context: Context, state: Hot, slots: jax.Array) -> Any:
         """For slots, int32 `[...]`: their places among the hot rows, and whether they are there."""
         ring, held, hot = context.ring, context.held, self.ring(context.ring)

@@ -125,6 +125,13 @@ class HostStorage(Storage):
     def put(self, state: PartState, planned: Any, items: Item) -> Any:
         """Puts items, leaves `[T, E, ...]` or `[T, ...]`, where the device part has `planned`."""
 
+    def moved(self, state: PartState, planned: Any) -> Any:
+        """The same state with that of the device part which `planned` has; by default it has none.
+
+        Asked where `put` was called with a plan that had none yet.
+        """
+        return state
+
     @abc.abstractmethod
     def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
         """The items at slots `[B]`; or each leaf where the device part has located it.

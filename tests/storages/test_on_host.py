@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb._engine import dispatch
 from jrb._store import files
 
 pytestmark = pytest.mark.slow
@@ -77,12 +78,19 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def in_place(monkeypatch):
+    """Compiled verbs write small states in place too, which are copied else."""
+    monkeypatch.setattr(dispatch, "_MANY", 0)
+
+
+@pytest.mark.parametrize("verbs", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
 @pytest.mark.parametrize(("storage", "unit", "envs"), CASES)
-def test_draws_are_those_of_the_device(storage, unit, envs):
+def test_draws_are_those_of_the_device(storage, unit, envs, verbs, in_place):
     parts = {"capacity": 12, "num_envs": envs, "batch_size": 16, "unit": UNITS[unit]}
     parts["sampler"] = jrb.Prioritized()
     plain = jrb.ReplayBuffer(**parts)
-    other = jrb.ReplayBuffer(storage=STORAGES[storage](), **parts)
+    other = verbs(jrb.ReplayBuffer(storage=STORAGES[storage](), **parts))
     state, hosted = plain.init(EXAMPLE), other.init(EXAMPLE)
     for number, time in enumerate([1, 4, 1, 4, 4, 20, 1]):
         rows = steps(number, time, envs)
@@ -102,6 +110,44 @@ def test_draws_are_those_of_the_device(storage, unit, envs):
     rows = steps(9, 4, envs)
     state, hosted = plain.extend(state, rows), other.extend(hosted, rows)
     same(plain.sample(state, KEY), other.sample(hosted, KEY))
+
+
+WRITERS = {
+    "round robin": jrb.RoundRobin(),
+    "until full": jrb.UntilFull(),
+    "lanes": jrb.Lanes(),
+    "reservoir": jrb.Reservoir(0),
+    "best": jrb.MaxValue("x"),
+}
+
+
+@pytest.mark.parametrize("storage", ["memmap", "list"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_compiled_verbs_write_in_place_what_the_others_write(storage, writer, in_place):
+    made = jrb.MemmapStorage if storage == "memmap" else jrb.ListStorage
+    if storage == "list" and writer == "best":
+        pytest.skip("objects have no ranks")
+    parts = {"sampler": jrb.Prioritized(), "writer": WRITERS[writer], "batch_size": 8}
+    buffers = [jrb.ReplayBuffer(12, num_envs=2, storage=made(), **parts) for _ in range(2)]
+    verbs = [buffers[0], jrb.jitted(buffers[1])]
+    states = [buffer.init({"x": jnp.float32(0)}) for buffer in buffers]
+    for number in range(9):
+        values = np.random.default_rng(number).random(2).astype(np.float32)
+        item = {"x": values} if storage == "memmap" else [float(value) for value in values]
+        mask = np.array([True, number % 3 > 0]) if writer == "lanes" else None
+        old = states[1]
+        adds = [each.add(state, item, mask) for each, state in zip(verbs, states, strict=True)]
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((states[0], adds)))
+        one, other = [each.sample(state, KEY) for each, state in zip(verbs, adds, strict=True)]
+        same(jax.tree.map(jnp.asarray, one), jax.tree.map(jnp.asarray, other))
+        states = [
+            each.drop(each.update_priority(state, one, jnp.arange(8.0)), one.indices[:1])
+            for each, state in zip(verbs, adds, strict=True)
+        ]
+        same(states[0].replace(storage=None), states[1].replace(storage=None))
+    with pytest.raises(ValueError, match="donated"):
+        verbs[1].update_priority(adds[1], one, jnp.arange(8.0))
 
 
 @pytest.mark.parametrize(("storage", "unit"), [("memmap", "stack"), ("spill", "sequence")])
@@ -411,7 +457,8 @@ def test_prefetch_draws_again_where_rows_went_meanwhile():
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "full"), MemoryError(), KeyboardInterrupt()]
 )
-def test_a_write_that_failed_has_not_happened(storage, error, monkeypatch):
+@pytest.mark.parametrize("verbs", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
+def test_a_write_that_failed_has_not_happened(storage, error, verbs, in_place, monkeypatch):
     buffer, state = pair(storage())
     state = buffer.extend(state, numbered(*range(8)))
 
@@ -421,7 +468,7 @@ def test_a_write_that_failed_has_not_happened(storage, error, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(files, "hook", strike)
         with pytest.raises(type(error)):
-            buffer.add(state, {"x": jnp.ones(2)})
+            verbs(buffer).add(state, {"x": jnp.ones(2)})
     np.testing.assert_array_equal(buffer.take(state, jnp.arange(8))["x"][:, 0], range(8))
     state = buffer.add(state, {"x": jnp.full(2, 9.0)})
     np.testing.assert_array_equal(
