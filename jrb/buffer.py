@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import casting, checks, display, pytree
+from jrb._base import casting, checks, display, owned, pytree
 from jrb._base.pytree import Leaf
 from jrb._engine import dispatch, draws, steps, transforming
 from jrb.keys import TED, Keys
@@ -76,6 +76,9 @@ class ReplayBuffer:
     keys: Keys = TED
     min_size: int | None = None
     cast: bool = False
+
+    _donates: ClassVar[bool] = False
+    """Whether verbs outside `jit` donate what of a state is on the device (see `jrb.jitted`)."""
 
     def __repr__(self) -> str:
         return display.laid_out(self)
@@ -214,27 +217,15 @@ class ReplayBuffer:
             TypeError: another dtype than the example's, a mask that is not bool, or priorities for
                 a sampler that has none.
         """
-        return self._add(state, item, mask, priorities)
-
-    def _add(
-        self,
-        state: BufferState,
-        item: Item,
-        mask: Any = None,
-        priorities: Any = None,
-        donated: bool = False,
-    ) -> Any:
-        """`add`; `donated` for in place, also where items lie on the host."""
         if mask is not None:
             mask = checks.write_mask("add", mask, (), self._lead(), self.writer)[None]
         if priorities is not None:
             self._require_given("add")
             priorities = checks.given_priorities("add", priorities, self._lead())[None]
         if self.storage.of_objects:
-            return dispatch.write_objects(self, state, [item], mask, "add", priorities, donated)
+            return dispatch.write_objects(self, state, [item], mask, "add", priorities)
         stored = self._to_stored(state, item, self._lead(), "add")
-        rows = jax.tree.map(_one_row, stored)
-        return dispatch.write(self, state, rows, mask, None, priorities, donated)
+        return dispatch.write(self, state, jax.tree.map(_one_row, stored), mask, None, priorities)
 
     def extend(
         self,
@@ -261,21 +252,10 @@ class ReplayBuffer:
             TypeError: another dtype than the example's, a mask that is not bool, or priorities for
                 a sampler that has none.
         """
-        return self._extend(state, items, mask, priorities)
-
-    def _extend(
-        self,
-        state: BufferState,
-        items: Item,
-        mask: Any = None,
-        priorities: Any = None,
-        donated: bool = False,
-    ) -> Any:
-        """`extend`; `donated` as for `_add`."""
         if priorities is not None:
             self._require_given("extend")
         if self.storage.of_objects:
-            return dispatch.write_objects(self, state, items, mask, "extend", priorities, donated)
+            return dispatch.write_objects(self, state, items, mask, "extend", priorities)
         if self.cast:
             items = casting.kept(items, "extend")
         length = checks.length(items)
@@ -285,9 +265,7 @@ class ReplayBuffer:
         if priorities is not None:
             shape = (length, *self._lead())
             priorities = checks.given_priorities("extend", priorities, shape)
-        if not length:
-            return state
-        return dispatch.write(self, state, rows, mask, None, priorities, donated)
+        return dispatch.write(self, state, rows, mask, None, priorities) if length else state
 
     def sample(
         self,
@@ -408,7 +386,7 @@ class ReplayBuffer:
         """
         self._require_priorities("set_alpha")
         dispatch.check_state(self, state)
-        sampler = self.sampler.set_alpha(state.sampler, alpha)
+        sampler = self.sampler.set_alpha(state.sampler, owned.copy(alpha))
         return state.replace(sampler=sampler)
 
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
@@ -573,6 +551,7 @@ class ReplayBuffer:
         pytree.check_like(want, named, verb, "Give one value for each item, as it is stored.")
         return named
 
+    @dispatch.explained
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
         """All slots in the order in which they were written, and how many hold something.
 
@@ -582,6 +561,7 @@ class ReplayBuffer:
         dispatch.check_state(self, state)
         return steps.in_order(self.writer, self.ring, state.writer)
 
+    @dispatch.explained
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
         """The slots of the newest rows.
 
@@ -613,6 +593,7 @@ class ReplayBuffer:
             slots = self.writer.in_order(self.ring, state.writer)[0][jnp.maximum(place, 0)]
         return slots.reshape(shape), there.reshape(shape)
 
+    @dispatch.explained
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
         """The priorities as they were given, without alpha and eps.
 
@@ -630,16 +611,18 @@ class ReplayBuffer:
         dispatch.check_state(self, state)
         found = self.sampler.priorities(state.sampler)
         if slots is None:
-            return found
+            return dispatch.apart(found, state.sampler)
         slots = checks.indices("priorities", slots)
         checks.in_range("priorities", slots, self.capacity)
         return found[slots]
 
+    @dispatch.explained
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
         dispatch.check_state(self, state)
-        return self.writer.held(self.ring, state.writer).size
+        return dispatch.apart(self.writer.held(self.ring, state.writer).size, state.writer)
 
+    @dispatch.explained
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises.
 
@@ -685,6 +668,7 @@ class ReplayBuffer:
             items = casting.kept(items, verb)
         if transforming.inverses(self.transforms):
             checks.lead(items, lead, verb)
+            items = owned.copied(items)
             inverse = functools.partial(transforming.inward, self.transforms)
             for _ in lead:
                 inverse = jax.vmap(inverse)

@@ -5,12 +5,14 @@ import collections
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 
 from jrb._base import checks
+from jrb._engine.dispatch import DonatedError, check_whole
 from jrb._engine.steps import context_of
 from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer, check_single
@@ -284,18 +286,31 @@ def _close_all() -> None:
 
 
 def _newest(buffer: ReplayBuffer | Mix, newest: Callable[[], Any], key: jax.Array) -> Any:
-    """A draw from the newest state, made again where its rows were overwritten meanwhile."""
+    """A draw from the newest state, made again where that was written to meanwhile."""
     try:
         state = newest()
         while True:
             try:
+                check_whole(state)  # at once, as XLA complains on the terminal where it finds out
                 return buffer.sample(state, key)
-            except StaleError:
-                last, state = state, newest()
-                if state is last:
-                    raise
+            except (StaleError, DonatedError) as error:
+                state = _other(newest, state, error)
     except StopIteration as error:  # it would look like the end of the batches
         raise RuntimeError(f"prefetch: the function of states raised {error!r}.") from error
+
+
+def _other(newest: Callable[[], Any], last: Any, error: ValueError) -> Any:
+    """The state that follows one which was written to: it is known when that verb has returned."""
+    until = time.monotonic() + _PATIENCE
+    while (state := newest()) is last:
+        if time.monotonic() > until:
+            raise error
+        time.sleep(_PAUSE)
+    return state
+
+
+_PATIENCE, _PAUSE = 1.0, 1e-4
+"""Seconds that a newer state is waited for, and between two looks for it."""
 
 
 def _from(batches: Iterable[Any], state: Any, key: Any, device: Device) -> Callable[[int], Any]:
@@ -331,9 +346,10 @@ def prefetch(
     donated meanwhile. Given a function, it is called before every draw, in the thread, and returns
     the state to draw from. Batch n is drawn after batch n - depth was taken: what happened to the
     state before that is seen by batch n, so that new priorities arrive at most `depth` batches
-    late. Such a function must not return a state that is donated before the draw is over: update
-    a state that is only replaced, and samplers that consume are only looked at. Where rows on the
-    host were overwritten while they were drawn, it is called again for a newer state.
+    late. Samplers that consume are only looked at. Where the state was donated before the draw was
+    over, as by a verb of `jrb.jitted`, or its rows on the host were overwritten, the function is
+    called again for a newer one, which has to come within a second. States on several devices may
+    not be donated before a draw is over.
 
     Args:
         buffer: a `ReplayBuffer` or a `Mix`, with a batch size; or an iterable of batches, without

@@ -1,16 +1,18 @@
 """The verbs of a buffer, compiled, for loops in Python."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.core
+import numpy as np
 from jax.typing import ArrayLike
 
-from jrb._base import casting
-from jrb._base.owned import copy
+from jrb._base import casting, checks, pytree
+from jrb._base.owned import copied, copy
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix
@@ -71,14 +73,13 @@ class Jitted:
     def __init__(self, buffer: ReplayBuffer | Sharded) -> None:
         self.buffer = buffer
         one = buffer.buffer if isinstance(buffer, Sharded) else buffer
-        self._cast, on_host = one.cast, dispatch.on_host(one)
+        self._cast, self._of_objects = one.cast, one.storage.of_objects
+        on_host = dispatch.on_host(one)
+        if on_host and isinstance(buffer, ReplayBuffer):
+            buffer = _in_place(buffer)
         writes, reads, moves = _compilers(on_host)
         self._add, self._extend = writes(buffer.add), writes(buffer.extend)
         self._draw = moves(buffer.draw, static_argnames="batch_size")
-        if on_host and isinstance(buffer, ReplayBuffer):
-            self._add = functools.partial(buffer._add, donated=True)
-            self._extend = functools.partial(buffer._extend, donated=True)
-            moves = _moving_beside(buffer)
         self._update = moves(buffer.update_priority)
         self._truncate, self._empty = writes(buffer.truncate), writes(buffer.empty)
         self._set_alpha, self._drop = moves(buffer.set_alpha), moves(buffer.drop)
@@ -120,7 +121,7 @@ class Jitted:
         beta: jax.Array | float | None = None,
     ) -> Sample:
         """As `ReplayBuffer.sample`; the state is only read."""
-        return self._sample(state, key, batch_size=batch_size, beta=beta)
+        return self._sample(state, copy(key), batch_size=_count(batch_size), beta=copy(beta))
 
     def draw(
         self,
@@ -130,17 +131,18 @@ class Jitted:
         beta: jax.Array | float | None = None,
     ) -> tuple[BufferState, Sample]:
         """As `ReplayBuffer.draw`; the state is donated."""
-        return self._draw(state, key, batch_size=batch_size, beta=beta)
+        return self._draw(state, copy(key), batch_size=_count(batch_size), beta=copy(beta))
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: ArrayLike
     ) -> BufferState:
         """As `ReplayBuffer.update_priority`; the state is donated."""
-        return self._update(state, _without_data(sample_or_indices), copy(priorities))
+        which = _light("update_priority", sample_or_indices)
+        return self._update(state, which, copy(priorities))
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """As `ReplayBuffer.set_alpha`; the state is donated."""
-        return self._set_alpha(state, alpha)
+        return self._set_alpha(state, copy(alpha))
 
     def set(
         self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
@@ -149,7 +151,7 @@ class Jitted:
         values = self._accepted(values, "set")
         if where is ...:
             return self._set_all(state, values)
-        return self._set(state, _without_data(where), values)
+        return self._set(state, _light("set", where), values)
 
     def map(
         self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
@@ -159,7 +161,7 @@ class Jitted:
 
     def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
         """As `ReplayBuffer.drop`; the state is donated."""
-        return self._drop(state, _without_data(where))
+        return self._drop(state, _light("drop", where))
 
     def truncate(self, state: BufferState, mask: ArrayLike | None = None) -> BufferState:
         """As `ReplayBuffer.truncate`; the state is donated."""
@@ -194,8 +196,8 @@ class Jitted:
         return self._can_sample(state, batch_size=batch_size)
 
     def _accepted(self, items: Item, verb: str) -> Item:
-        """The items, none of which `jit` would change without a word, or anybody else."""
-        return casting.accepted(items, verb, self._cast)
+        """Objects as they are; else items that neither `jit` nor anybody else will change."""
+        return items if self._of_objects else casting.accepted(items, verb, self._cast)
 
 
 class JittedMix:
@@ -248,7 +250,7 @@ class JittedMix:
         self, states: tuple[BufferState, ...], sample: Sample, priorities: ArrayLike
     ) -> Any:
         """As `Mix.update_priority`; the states are donated."""
-        return self._update(states, _without_data(sample), copy(priorities))
+        return self._update(states, _light("update_priority", sample), copy(priorities))
 
 
 def _compilers(on_host: bool) -> tuple[Any, Any, Any]:
@@ -292,35 +294,41 @@ def _moving(verb: Callable[..., Any], **options: Any) -> Any:
     return called
 
 
-def _moving_beside(buffer: ReplayBuffer) -> Callable[..., Any]:
-    """The same for a buffer whose items lie on the host, where they stay."""
-    light = dispatch.without_items(buffer)
+@pytree.component
+class _InPlace(ReplayBuffer):
+    """A buffer whose items lie on the host, and whose verbs donate what else is in a state."""
 
-    def compiled(verb: Callable[..., Any], **options: Any) -> Any:
-        moved = _moving(getattr(light, verb.__name__), **options)
+    _donates: ClassVar[bool] = True
 
-        def called(state: BufferState, *args: Any, **kwargs: Any) -> Any:
-            dispatch.check_state(buffer, state)
-            if isinstance(state.edits, jax.core.Tracer):
-                return verb(state, *args, **kwargs)
-            after = moved(state.replace(storage=None), *args, **kwargs)
-            return after.replace(storage=state.storage)
 
-        return called
-
-    return compiled
+def _in_place(buffer: ReplayBuffer) -> _InPlace:
+    fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
+    return _InPlace(**fields)
 
 
 def _as_it_is(verb: Callable[..., Any], **options: Any) -> Any:
     del options
-    return verb
+    return dispatch.explained(verb)
 
 
-def _without_data(sample: Sample | jax.Array) -> Any:
-    """A sample without its items: fewer arrays to hand over. Or slots, as they are now.
+def _light(verb: str, where: Sample | jax.Array) -> Any:
+    """A sample without its items: fewer arrays to hand over. Or slots, as int32.
 
     Inside another compiled function it has them: a write that follows has to wait for their reads.
     """
-    if not isinstance(sample, Sample) or isinstance(sample.stamp, jax.core.Tracer):
-        return copy(sample)
-    return sample.replace(data=None)
+    if isinstance(where, jax.core.Tracer):
+        return where
+    if not isinstance(where, Sample):
+        return checks.indices(verb, where)
+    if isinstance(where.stamp, jax.core.Tracer):
+        return where
+    where = where.replace(data=None)
+    return copied(where) if isinstance(where.stamp, np.ndarray) else where
+
+
+def _count(batch_size: Any) -> int | None:
+    """B as `jit` takes it."""
+    if batch_size is None:
+        return None
+    checks.count("batch_size", batch_size)
+    return int(batch_size)

@@ -288,7 +288,8 @@ def _pick(tree: Tree, rows: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.
     child = jnp.zeros(mass.shape, jnp.uint32)
     below = jnp.zeros_like(mass)
     for upto in sums[:-1]:
-        further = (mass >= upto) & (upto < sums[-1])
-        child = child + further.astype(jnp.uint32)
-        below = jnp.where(further, upto, below)
+        # By `lax`, as so many operators take longer to trace than all else of a draw.
+        further = lax.bitwise_and(lax.ge(mass, upto), lax.lt(upto, sums[-1]))
+        child = lax.add(child, lax.convert_element_type(further, jnp.uint32))
+        below = lax.select(further, upto, below)
     return child, mass - below

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb import iterate
+from jrb._engine import dispatch
 
 KEY = jax.random.key(3)
 
@@ -192,6 +194,51 @@ def test_batches_are_copied_to_a_device():
     device = jax.devices()[1]
     with jrb.prefetch(buffer, state, KEY, device=device) as batches:
         assert next(batches).data["x"].devices() == {device}
+
+
+STORAGES = {
+    "device": jrb.DeviceStorage,
+    "memmap": jrb.MemmapStorage,
+    "spill": lambda: jrb.SpillStorage(None, 16),
+}
+
+
+def prioritized(storage):
+    """A buffer, its compiled verbs, and a state that holds 0 to 63."""
+    parts = {"batch_size": 8, "sampler": jrb.Prioritized(), "storage": STORAGES[storage]()}
+    buffer = jrb.ReplayBuffer(64, **parts)
+    verbs = jrb.jitted(buffer)
+    return buffer, verbs, verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(64)})
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_state_that_was_donated_is_left_for_the_next_one(storage, monkeypatch):
+    monkeypatch.setattr(dispatch, "_MANY", 0)
+    buffer, verbs, old = prioritized(storage)
+    new = verbs.add(old, {"x": jnp.int32(64)})
+    states = iter([old, old, old, new])
+    with jrb.prefetch(buffer, lambda: next(states), KEY, 1) as batches:
+        expected = buffer.sample(new, jax.random.fold_in(KEY, 0))
+        np.testing.assert_array_equal(next(batches).data["x"], expected.data["x"])
+    monkeypatch.setattr(iterate, "_PATIENCE", 0.0)
+    with (
+        jrb.prefetch(buffer, lambda: old, KEY) as batches,
+        pytest.raises(ValueError, match=r"donated|newest"),
+    ):
+        next(batches)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_batches_are_drawn_ahead_while_compiled_verbs_write_in_place(storage, monkeypatch):
+    monkeypatch.setattr(dispatch, "_MANY", 0)
+    buffer, verbs, state = prioritized(storage)
+    with jrb.prefetch(buffer, lambda: state, KEY) as batches:
+        for number, batch in zip(range(40), batches, strict=False):
+            state = verbs.add(state, {"x": jnp.int32(64 + number)})
+            state = verbs.update_priority(state, batch, jnp.arange(8.0))
+            assert np.asarray(batch.mask).all()
+            assert np.asarray(batch.data["x"] < 65 + number).all()
+    assert int(buffer.size(state)) == 64
 
 
 def test_what_prefetch_refuses():

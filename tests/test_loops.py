@@ -389,3 +389,50 @@ def test_a_program_may_have_no_devices_on_the_host(monkeypatch):
         assert not dispatch._is_alone()
     finally:
         dispatch._is_alone.cache_clear()
+
+
+# Slots as tools pass them.
+
+STORAGES = [jrb.DeviceStorage, jrb.MemmapStorage]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_slots_beyond_int32_are_none_of_the_buffer(storage):
+    buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=jrb.Prioritized(), storage=storage())
+    verbs = jrb.jitted(buffer)
+    state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
+    state = verbs.update_priority(state, np.array([2**32 + 1, 2]), np.array([5.0, 7.0]))
+    state = verbs.update_priority(state, [3, 2**40], [9.0, 5.0])
+    assert buffer.priorities(state).tolist() == [1, 1, 7, 9, 1, 1, 1, 1]
+
+
+def test_compiled_verbs_of_items_on_the_host_check_what_the_buffer_checks():
+    buffer = jrb.ReplayBuffer(8, sampler=jrb.Prioritized(), storage=jrb.MemmapStorage())
+    verbs = jrb.jitted(buffer)
+    state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
+    for slots in (jnp.array([99]), [-1], np.array([2**32 + 1])):
+        with pytest.raises(ValueError, match=r"drop: expected indices in \[0, 8\)"):
+            verbs.drop(state, slots)
+    with pytest.raises(ValueError, match="alpha"):
+        verbs.set_alpha(state, -1.0)
+    with pytest.raises(TypeError, match="expected real numbers"):
+        verbs.update_priority(state, [0], np.array([True]))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_batch_size_that_is_no_integer_is_told(storage):
+    buffer = jrb.ReplayBuffer(8, batch_size=4, storage=storage())
+    verbs = jrb.jitted(buffer)
+    state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
+    for wrong in (np.array(2), jnp.int32(2), 2.0):
+        with pytest.raises(TypeError, match="batch_size: expected an integer"):
+            verbs.sample(state, KEY, wrong)
+    assert verbs.sample(state, KEY, np.int64(2)).indices.shape == (2,)
+
+
+def test_a_size_that_was_read_outlives_the_state():
+    buffer = jrb.ReplayBuffer(8, writer=jrb.Reservoir(0), sampler=jrb.Prioritized())
+    state = buffer.add(buffer.init({"x": 0}), {"x": 1})
+    size, priorities = buffer.size(state), buffer.priorities(state)
+    jrb.jitted(buffer).add(state, {"x": jnp.int32(1)})
+    assert (int(size), float(priorities[0])) == (1, 1.0)

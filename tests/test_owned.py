@@ -1,5 +1,6 @@
 """NumPy's arrays that a verb was given may be written to as soon as it returns."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,20 @@ def ones(*lead: int) -> dict[str, jax.Array]:
     return {"x": jnp.ones((*lead, E, 50)), "r": jnp.ones((*lead, E))}
 
 
+def sample() -> jrb.Sample:
+    """One that came over from elsewhere, of NumPy's arrays."""
+    ones = lambda dtype: aligned(1, E, dtype=dtype)
+    return jrb.Sample(
+        data=None,
+        indices=aligned(np.arange(E), E, dtype=np.int32),
+        probabilities=ones(np.float32),
+        weights=ones(np.float32),
+        mask=ones(bool),
+        info={},
+        stamp=aligned(0, E, dtype=np.uint32),
+    )
+
+
 CASES: dict[str, tuple[Callable[[Any, Any, Any], Any], Callable[[], Any]]] = {
     "add": (lambda verbs, state, it: verbs.add(state, it), lambda: row()),
     "extend": (lambda verbs, state, it: verbs.extend(state, it), lambda: row(1)),
@@ -71,6 +86,14 @@ CASES: dict[str, tuple[Callable[[Any, Any, Any], Any], Callable[[], Any]]] = {
     "drop": (
         lambda verbs, state, it: verbs.drop(state, it),
         lambda: aligned(2, E, dtype=np.int32),
+    ),
+    "update, sample": (
+        lambda verbs, state, it: verbs.update_priority(state, it, jnp.full(E, 7.0)),
+        lambda: sample(),
+    ),
+    "alpha": (
+        lambda verbs, state, it: verbs.set_alpha(state, it),
+        lambda: aligned(0.5),
     ),
     "set": (
         lambda verbs, state, it: verbs.set(state, it[0], {"r": it[1]}),
@@ -117,6 +140,31 @@ def test_shards_have_read_what_they_were_given(jitted: bool) -> None:
     assert set(np.unique(found["x"])) == {2.0}
     raw = np.asarray(sharded.priorities(state))
     assert set(np.unique(raw[raw >= 0])) <= {0.0, 4.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slow:
+    """A transform with an inverse that takes a while."""
+
+    def __call__(self, data: Any) -> Any:
+        return data
+
+    def inverse(self, data: Any) -> Any:
+        zero = late(jnp.zeros(()))
+        return jax.tree.map(lambda leaf: leaf + zero, data)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+def test_inverses_have_read_what_they_were_given(jitted: bool) -> None:
+    buffer = jrb.ReplayBuffer(E, num_envs=E, transforms=(Slow(),))
+    verbs: Any = jrb.jitted(buffer) if jitted else buffer
+    state = buffer.init({"x": jnp.zeros(50)})
+    late(jnp.zeros(()))  # compiles it
+    for _ in range(2):
+        given = {"x": aligned(2, E, 50)}
+        state = verbs.add(state, given)
+        jax.tree.map(spoil, given)
+        assert set(np.unique(buffer.take(state, np.arange(E))["x"])) == {2.0}
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])

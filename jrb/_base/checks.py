@@ -115,11 +115,13 @@ def in_range(verb: str, indices: jax.Array, size: int) -> None:
 
 
 def real_numbers(name: str, value: object) -> jax.Array:
-    """An array of real numbers, as float32."""
-    array = jnp.asarray(owned.copy(value))
+    """An array of real numbers, as float32; of NumPy where it was, and a copy then."""
+    is_host = type(value) is np.ndarray or isinstance(value, np.generic)
+    array: Any = np.array(value) if is_host else jnp.asarray(value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
-    return array.astype(jnp.float32)
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
+        return array.astype(jnp.float32)
 
 
 def flag(name: str, value: object) -> None:

@@ -81,7 +81,8 @@ def room_for(array: jax.Array, *shape: int) -> jax.Array:
 
     It is of the array's dtype, and on the mesh on which that lies.
     """
-    element = array[(0,) * array.ndim]
+    first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
+    element = lax.squeeze(first, range(array.ndim))  # as array[0, ...], which takes long to trace
     return jnp.zeros_like(jnp.broadcast_to(element, (shape[0] + 1, *shape[1:])))
 
 

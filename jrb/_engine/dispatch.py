@@ -18,18 +18,24 @@ import numpy as np
 from jrb._base import checks, owned, pytree, versions, wording
 from jrb._base.pytree import Leaf
 from jrb._engine import editing, state_check, steps, transforming
+from jrb._engine.compiling import per_description
 from jrb._engine.deferred import DeferredStorage
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import HostState, HostStorage, Item
+from jrb.types.messages import PartState
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DonatedError(ValueError):
+    """A state was used whose arrays had been donated, or deleted."""
 
 
 def explained(verb: F) -> F:
     """The same verb, which says what to do where arrays were donated, or lie on an explicit mesh.
 
     Raises:
-        ValueError: in place of what JAX raises then.
+        DonatedError, ValueError: in place of what JAX raises then.
     """
 
     @functools.wraps(verb)
@@ -41,7 +47,7 @@ def explained(verb: F) -> F:
             return verb(*args, **kwargs)
         except Exception as error:
             if versions.is_of_donated(error):
-                raise ValueError(_DONATED) from error
+                raise DonatedError(_DONATED) from error
             if not versions.is_of_explicit_mesh(error):
                 raise
             raise ValueError(
@@ -73,11 +79,15 @@ def check_there(states: Any) -> None:
         one = state.edits if isinstance(state, BufferState) else None
         if isinstance(one, jax.core.Tracer) or not isinstance(one, jax.Array):
             continue
-        if isinstance(one.sharding, jax.sharding.SingleDeviceSharding):
-            continue
-        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-        if any(array.is_deleted() for array in arrays):
-            raise ValueError(_DONATED)
+        if not isinstance(one.sharding, jax.sharding.SingleDeviceSharding):
+            check_whole(state)
+
+
+def check_whole(states: Any) -> None:
+    """Raises where any array was donated, or deleted."""
+    arrays = [leaf for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)]
+    if any(array.is_deleted() for array in arrays):
+        raise DonatedError(_DONATED)
 
 
 _DONATED = (
@@ -144,6 +154,12 @@ def check_kind(buffer: Buffer, state: BufferState) -> None:
             f"got one that has its items in {type(found).__name__}. Pass the state that its init "
             "made."
         )
+
+
+def apart(array: jax.Array, state: PartState) -> jax.Array:
+    """An array that was read, a copy if it is one of the state's, which may be donated later."""
+    is_own = any(array is leaf for leaf in jax.tree.leaves(state))
+    return jnp.copy(array) if is_own and not is_tracer(array) else array
 
 
 def is_traced(*arguments: Any) -> bool:
@@ -224,12 +240,8 @@ def write(
     mask: jax.Array | None,
     cuts: jax.Array | None = None,
     priorities: jax.Array | None = None,
-    donated: bool = False,
 ) -> Any:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`).
-
-    Where these go to the host and the state is `donated`, the rest of it is written in place.
-    """
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`)."""
     check_state(buffer, state)
     rest = mask, cuts, priorities
     _check_room(buffer, state, items, mask)
@@ -237,7 +249,7 @@ def write(
         if not is_traced(state, items, rest):
             warn_of_copies(buffer, state)
         return steps.write(buffer, state, owned.copied(items), *rest)
-    after = _put(buffer, state, items, items, rest, donated)
+    after = _put(buffer, state, items, items, rest)
     return steps.write(buffer, state, items, *rest) if after is None else after
 
 
@@ -263,10 +275,11 @@ def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
     return steps.can_write(buffer, state.replace(storage=None))
 
 
-def _put(
-    buffer: Buffer, state: BufferState, arrays: Item, items: Item, rest: tuple, donated: bool
-) -> Any:
+def _put(buffer: Buffer, state: BufferState, arrays: Item, items: Item, rest: tuple) -> Any:
     """The state after a write whose items are put to the host; None if some arguments are traced.
+
+    Large arrays of a state that is donated are written in place, last of all: where the items find
+    no room, or an interrupt comes before, the state is as it was.
 
     Args:
         buffer: the description.
@@ -274,11 +287,13 @@ def _put(
         arrays: the items as jitted parts know them.
         items: as the storage takes them.
         rest: other arguments of `steps.write`.
-        donated: whether large arrays of the state are written in place. They are so last of all:
-            where the items find no room, or an interrupt comes before, the state is as it was.
     """
     storage, part, half = buffer.storage, for_device(buffer), on_device(buffer, state)
-    in_place = donated and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY
+    in_place = (
+        buffer._donates
+        and storage.takes_back
+        and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY
+    )
     after: Any = None if in_place else steps.write(part, half, arrays, *rest)
     plan = steps.planned(part, half, arrays, *rest) if in_place else after.storage
     if is_traced(plan, after):
@@ -357,6 +372,7 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
 _MUCH = 1_000_000  # bytes
 
 
+@explained
 def write_objects(
     buffer: Buffer,
     state: BufferState,
@@ -364,7 +380,6 @@ def write_objects(
     mask: jax.Array | None,
     verb: str,
     priorities: jax.Array | None = None,
-    donated: bool = False,
 ) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
     check_state(buffer, state)
@@ -382,7 +397,7 @@ def write_objects(
         return state
     arrays = {"item": blanks}
     _check_room(buffer, state, arrays, mask)
-    return _put(buffer, state, arrays, rows, (mask, None, priorities), donated)
+    return _put(buffer, state, arrays, rows, (mask, None, priorities))
 
 
 def _rows(buffer: Buffer, items: Item, verb: str) -> list[list[Any]]:
@@ -440,9 +455,7 @@ def update(
     check_state(buffer, state)
     if is_traced(state, sample, priorities):
         return steps.update(buffer, state, sample, priorities)
-    half = state.replace(storage=None)
-    after = steps.update(without_items(buffer), half, _light(sample), priorities)
-    return after.replace(storage=state.storage)
+    return _moved(steps.update, buffer, state, _light(sample), priorities)
 
 
 @explained
@@ -451,13 +464,32 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
     check_state(buffer, state)
     if is_traced(state, where):
         return steps.drop(buffer, state, where)
-    after = steps.drop(without_items(buffer), state.replace(storage=None), _light(where))
-    return after.replace(storage=state.storage)
+    return _moved(steps.drop, buffer, state, _light(where))
+
+
+def _moved(step: Callable[..., Any], buffer: Buffer, state: BufferState, *args: Any) -> Any:
+    """The state after a step that changes nothing in it but what its sampler remembers."""
+    inner, half = without_items(buffer), state.replace(storage=None)
+    if not buffer._donates:
+        return step(inner, half, *args).replace(storage=state.storage)
+    moved = _moved_in_place(step)(inner)
+    return state.replace(sampler=moved(state.sampler, half.replace(sampler=None), *args))
+
+
+@functools.cache
+def _moved_in_place(step: Callable[..., Any]) -> Callable[[Buffer], Any]:
+    @per_description(donated=("sampler",))
+    def moved(buffer: Buffer, sampler: Any, rest: BufferState, *args: Any) -> Any:
+        return step(buffer, rest.replace(sampler=sampler), *args).sampler
+
+    return moved
 
 
 def _light(where: Sample | jax.Array | None) -> Any:
     """A sample without its items: fewer arrays to hand over."""
-    return where.replace(data=None) if isinstance(where, Sample) else where
+    if not isinstance(where, Sample):
+        return where
+    return owned.copied(where.replace(data=None))
 
 
 @explained

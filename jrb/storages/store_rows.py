@@ -186,6 +186,7 @@ class StoreArrays(HostArrays):
     prealloc: bool
     slack: float
     unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc", "slack")
+    takes_back: ClassVar[bool] = True
 
     def check(self) -> None:
         """Checks these fields, and makes the path a string."""

@@ -104,9 +104,11 @@ class HostStorage(Storage):
 
     Attributes:
         state_type: the class of its states, below `HostState`.
+        takes_back: whether a write that something interrupts in `writing` has not happened.
     """
 
     state_type: ClassVar[type]
+    takes_back: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
