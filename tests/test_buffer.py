@@ -431,3 +431,21 @@ def test_states_and_samples_say_what_is_in_them_wherever_they_are():
         jnp.array([True, False, True, True]),
     )
     assert "held: 3 of 20 (15 %)" in repr(some)
+
+
+@pytest.mark.parametrize("layout", ["time", "environments"])
+def test_many_buffers_are_written_like_each_of_them(layout):
+    storage = jrb.DeviceStorage(layout=layout)
+    buffer = jrb.ReplayBuffer(6, num_envs=2, storage=storage)
+    states = [buffer.init({"x": jnp.zeros(3), "y": 0.0})] * 2
+    many = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    for number in range(4):
+        rows = [
+            {"x": jnp.full((2, 3), k + number), "y": jnp.full(2, -k - number)} for k in (1.0, 9.0)
+        ]
+        states = [buffer.add(state, row) for state, row in zip(states, rows, strict=True)]
+        many = jax.vmap(buffer.add)(many, jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows))
+    each = [buffer.take(state, jnp.arange(6)) for state in states]
+    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    found = jax.vmap(buffer.take, in_axes=(0, None))(many, jnp.arange(6))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

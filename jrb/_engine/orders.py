@@ -62,7 +62,8 @@ class Order:
     def put(self, array: jax.Array, write: Write, words: jax.Array) -> jax.Array:
         """Rows `[T, E, W]` at the slots of a write (see `jrb._engine.rows.put`)."""
         if write.consecutive:
-            start = self._known(write.starts[0])[-1]
+            # Signed: under `vmap` JAX 0.5 writes nothing where such an index has no sign.
+            start = self._known(write.starts[0])[-1].astype(jnp.int32)
             block = words[0] if self.envs is None else words[0][:, None]
             return lax.dynamic_update_slice_in_dim(array, block, start, axis=self.axes - 1)
         words = words.reshape(-1, words.shape[-1])
