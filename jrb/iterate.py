@@ -162,6 +162,10 @@ def _draws(
         yield sample
 
 
+_Drawing = Callable[[int, Callable[[], bool]], Any]
+"""Makes the batch of a number; the function says whether it is wanted still."""
+
+
 class Prefetch:
     """Batches that a thread draws ahead; made by `prefetch`.
 
@@ -169,7 +173,7 @@ class Prefetch:
     the thread.
     """
 
-    def __init__(self, draw: Callable[[int], Any], depth: int) -> None:
+    def __init__(self, draw: _Drawing, depth: int) -> None:
         self._line = _Line(depth)
         self._thread = threading.Thread(
             target=_work, args=(self._line, draw), name="jrb-prefetch", daemon=True
@@ -215,6 +219,10 @@ class _Line:
         self._over = False
         self._changed = threading.Condition()
 
+    def is_open(self) -> bool:
+        """Whether batches may still be wanted."""
+        return not self._over
+
     def has_room(self) -> bool:
         """Waits until a batch is wanted; False when none will be any more."""
         with self._changed:
@@ -257,11 +265,11 @@ class _Line:
         raise error
 
 
-def _work(line: _Line, draw: Callable[[int], Any]) -> None:
+def _work(line: _Line, draw: _Drawing) -> None:
     number = 0
     while line.has_room():
         try:
-            batch = draw(number)
+            batch = draw(number, line.is_open)
         except StopIteration:
             line.end()
             break
@@ -285,41 +293,44 @@ def _close_all() -> None:
         thread.join()
 
 
-def _newest(buffer: ReplayBuffer | Mix, newest: Callable[[], Any], key: jax.Array) -> Any:
-    """A draw from the newest state, made again where that was written to meanwhile."""
+def _newest(
+    buffer: ReplayBuffer | Mix,
+    newest: Callable[[], Any],
+    key: jax.Array,
+    wanted: Callable[[], bool],
+) -> Any:
+    """A draw from the newest state, made again, for a second, where that was written to meanwhile.
+
+    The next one is known only when the verb that makes it has returned.
+    """
+    until = None
     try:
-        state = newest()
         while True:
+            state = newest()
             try:
                 check_whole(state)  # at once, as XLA complains on the terminal where it finds out
                 return buffer.sample(state, key)
-            except (StaleError, DonatedError) as error:
-                state = _other(newest, state, error)
+            except (StaleError, DonatedError):
+                now = time.monotonic()
+                until = now + _PATIENCE if until is None else until
+                if now >= until or not wanted():
+                    raise
+                time.sleep(_PAUSE)
     except StopIteration as error:  # it would look like the end of the batches
         raise RuntimeError(f"prefetch: the function of states raised {error!r}.") from error
-
-
-def _other(newest: Callable[[], Any], last: Any, error: ValueError) -> Any:
-    """The state that follows one which was written to: it is known when that verb has returned."""
-    until = time.monotonic() + _PATIENCE
-    while (state := newest()) is last:
-        if time.monotonic() > until:
-            raise error
-        time.sleep(_PAUSE)
-    return state
 
 
 _PATIENCE, _PAUSE = 1.0, 1e-4
 """Seconds that a newer state is waited for, and between two looks for it."""
 
 
-def _from(batches: Iterable[Any], state: Any, key: Any, device: Device) -> Callable[[int], Any]:
+def _from(batches: Iterable[Any], state: Any, key: Any, device: Device) -> _Drawing:
     """What takes the batches of an iterable, one by one."""
     if state is not None or key is not None:
         raise TypeError("prefetch: expected no state and no key with an iterable of batches.")
     iterator = iter(batches)
 
-    def take(number: int) -> Any:
+    def take(number: int, wanted: Callable[[], bool]) -> Any:
         batch = next(iterator)
         return jax.block_until_ready(batch if device is None else jax.device_put(batch, device))
 
@@ -382,10 +393,10 @@ def prefetch(
     root: Any = key  # a key, as was checked
     states: list[Any] = [None if callable(state_or_fn) else state_or_fn]
 
-    def draw(number: int) -> Any:
+    def draw(number: int, wanted: Callable[[], bool]) -> Any:
         here = jax.random.fold_in(root, number)
         if callable(state_or_fn):
-            sample = _newest(buffer, state_or_fn, here)
+            sample = _newest(buffer, state_or_fn, here, wanted)
         else:
             states[0], sample = buffer.draw(states[0], here)
         if device is not None:

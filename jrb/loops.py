@@ -101,7 +101,8 @@ class Jitted:
         priorities: ArrayLike | None = None,
     ) -> BufferState:
         """As `ReplayBuffer.add`; the state is donated."""
-        return self._add(state, self._accepted(item, "add"), copy(mask), copy(priorities))
+        item, priorities = self._accepted(item, "add"), _numbers("add", priorities)
+        return self._add(state, item, copy(mask), priorities)
 
     def extend(
         self,
@@ -111,7 +112,8 @@ class Jitted:
         priorities: ArrayLike | None = None,
     ) -> BufferState:
         """As `ReplayBuffer.extend`; the state is donated."""
-        return self._extend(state, self._accepted(items, "extend"), copy(mask), copy(priorities))
+        items, priorities = self._accepted(items, "extend"), _numbers("extend", priorities)
+        return self._extend(state, items, copy(mask), priorities)
 
     def sample(
         self,
@@ -138,7 +140,7 @@ class Jitted:
     ) -> BufferState:
         """As `ReplayBuffer.update_priority`; the state is donated."""
         which = _light("update_priority", sample_or_indices)
-        return self._update(state, which, copy(priorities))
+        return self._update(state, which, _numbers("update_priority", priorities))
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """As `ReplayBuffer.set_alpha`; the state is donated."""
@@ -231,8 +233,8 @@ class JittedMix:
         proportions: ArrayLike | None = None,
     ) -> Sample:
         """As `Mix.sample`; the states are only read."""
-        proportions = copy(proportions)
-        return self._sample(states, key, batch_size=batch_size, beta=beta, proportions=proportions)
+        more = {"beta": copy(beta), "proportions": copy(proportions)}
+        return self._sample(states, copy(key), batch_size=_count(batch_size), **more)
 
     def draw(
         self,
@@ -243,14 +245,15 @@ class JittedMix:
         proportions: ArrayLike | None = None,
     ) -> tuple[Any, Sample]:
         """As `Mix.draw`; the states are donated."""
-        proportions = copy(proportions)
-        return self._draw(states, key, batch_size=batch_size, beta=beta, proportions=proportions)
+        more = {"beta": copy(beta), "proportions": copy(proportions)}
+        return self._draw(states, copy(key), batch_size=_count(batch_size), **more)
 
     def update_priority(
         self, states: tuple[BufferState, ...], sample: Sample, priorities: ArrayLike
     ) -> Any:
         """As `Mix.update_priority`; the states are donated."""
-        return self._update(states, _light("update_priority", sample), copy(priorities))
+        which = _light("update_priority", sample)
+        return self._update(states, which, _numbers("update_priority", priorities))
 
 
 def _compilers(on_host: bool) -> tuple[Any, Any, Any]:
@@ -324,6 +327,11 @@ def _light(verb: str, where: Sample | jax.Array) -> Any:
         return where
     where = where.replace(data=None)
     return copied(where) if isinstance(where.stamp, np.ndarray) else where
+
+
+def _numbers(verb: str, priorities: ArrayLike | None) -> Any:
+    """Priorities as `jit` takes them, which makes other numbers of some that NumPy has."""
+    return checks.given_numbers(f"{verb}: priorities", priorities)
 
 
 def _count(batch_size: Any) -> int | None:

@@ -195,6 +195,7 @@ class Sharded:
     ) -> Any:
         """Writes one timestep of all environments, leaves `[E, ...]`: see `ReplayBuffer.add`."""
         item = self._accepted(item, "add", 0)
+        priorities = checks.given_numbers("add: priorities", priorities)
         each = _axis(mask, 0)
         arguments = (item, 0), (mask, each), (priorities, 0)
         return self._write(ReplayBuffer.add, state, arguments)
@@ -208,6 +209,7 @@ class Sharded:
     ) -> Any:
         """Writes T timesteps, leaves `[T, E, ...]`: see `ReplayBuffer.extend`."""
         items = self._accepted(items, "extend", 1)
+        priorities = checks.given_numbers("extend: priorities", priorities)
         each = _axis(mask, 1)
         arguments = (items, 1), (mask, each), (priorities, 1)
         return self._write(ReplayBuffer.extend, state, arguments)
@@ -334,6 +336,7 @@ class Sharded:
         Without `exchange`, those in the part of the batch of another shard are left alone: do not
         change their order.
         """
+        priorities = checks.given_numbers("update_priority: priorities", priorities)
         cut = (sample_or_indices, 0), (priorities, 0)
         splits = isinstance(sample_or_indices, Sample)
         return self._write(ReplayBuffer.update_priority, state, cut, splits=splits)

@@ -228,6 +228,22 @@ def test_a_state_that_was_donated_is_left_for_the_next_one(storage, monkeypatch)
         next(batches)
 
 
+def test_a_state_that_nothing_follows_ends_the_wait(monkeypatch):
+    buffer, verbs, state = prioritized("device")
+    verbs.add(state, {"x": jnp.int32(64)})
+    again = lambda: jax.tree.map(lambda leaf: leaf, state)  # another object each time
+    monkeypatch.setattr(iterate, "_PATIENCE", 1e9)
+    batches = jrb.prefetch(buffer, again, KEY)
+    batches.close()  # at once
+    assert not batches._thread.is_alive()
+    monkeypatch.setattr(iterate, "_PATIENCE", 0.01)
+    with (
+        jrb.prefetch(buffer, again, KEY) as batches,
+        pytest.raises(ValueError, match="donated"),
+    ):
+        next(batches)
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_batches_are_drawn_ahead_while_compiled_verbs_write_in_place(storage, monkeypatch):
     monkeypatch.setattr(dispatch, "_MANY", 0)

@@ -424,9 +424,12 @@ def test_a_batch_size_that_is_no_integer_is_told(storage):
     buffer = jrb.ReplayBuffer(8, batch_size=4, storage=storage())
     verbs = jrb.jitted(buffer)
     state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})
+    mixed = jrb.jitted(jrb.Mix((buffer, buffer), (0.5, 0.5), batch_size=4))
     for wrong in (np.array(2), jnp.int32(2), 2.0):
         with pytest.raises(TypeError, match="batch_size: expected an integer"):
             verbs.sample(state, KEY, wrong)
+        with pytest.raises(TypeError, match="batch_size: expected an integer"):
+            mixed.sample((state, state), KEY, wrong)
     assert verbs.sample(state, KEY, np.int64(2)).indices.shape == (2,)
 
 
@@ -436,3 +439,19 @@ def test_a_size_that_was_read_outlives_the_state():
     size, priorities = buffer.size(state), buffer.priorities(state)
     jrb.jitted(buffer).add(state, {"x": jnp.int32(1)})
     assert (int(size), float(priorities[0])) == (1, 1.0)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_priorities_are_the_same_numbers_everywhere(storage):
+    buffer = jrb.ReplayBuffer(8, sampler=jrb.Prioritized(), storage=storage())
+    given = np.array([1, 2**40, 7], np.uint64)
+    for verbs in (buffer, jrb.jitted(buffer)):
+        state = verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)}, priorities=given)
+        assert buffer.priorities(state).tolist()[:3] == [1.0, 2.0**40, 7.0]
+        state = verbs.update_priority(state, jnp.arange(3), np.array([1e300, 3, 4]))
+        assert buffer.priorities(state).tolist()[:3] == [1.0, 3.0, 4.0]
+        state = verbs.update_priority(state, jnp.arange(3), given)
+        assert buffer.priorities(state).tolist()[:3] == [1.0, 2.0**40, 7.0]
+        for wrong in (np.array(["a"]), np.array([1], "m8[s]"), np.array([1j])):
+            with pytest.raises(TypeError, match="expected real numbers"):
+                verbs.update_priority(state, jnp.arange(1), wrong)

@@ -118,10 +118,16 @@ def real_numbers(name: str, value: object) -> jax.Array:
     """An array of real numbers, as float32; of NumPy where it was, and a copy then."""
     is_host = type(value) is np.ndarray or isinstance(value, np.generic)
     array: Any = np.array(value) if is_host else jnp.asarray(value)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+    kinds = (jnp.floating, jnp.integer)  # of which those are that NumPy has for spans of time
+    if array.dtype.kind == "m" or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
         raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
         return array.astype(jnp.float32)
+
+
+def given_numbers(name: str, value: Any) -> Any:
+    """The same, from outside `jit`; what JAX has already is left as it is, and so is None."""
+    return value if value is None or isinstance(value, jax.Array) else real_numbers(name, value)
 
 
 def flag(name: str, value: object) -> None:

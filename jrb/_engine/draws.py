@@ -171,6 +171,8 @@ def _collated(
     if not extremes.least(drawn):
         found = [item if real else None for item, real in zip(found, drawn, strict=True)]
     data = found if collate is None else collate(found)
+    if not inside:
+        return data
     batch = Batch(key, mask, buffer.keys)
     return transforming.outward(buffer.transforms[:inside], data, batch)
 
