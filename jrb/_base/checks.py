@@ -118,8 +118,8 @@ def real_numbers(name: str, value: object) -> jax.Array:
     """An array of real numbers, as float32; of NumPy where it was, and a copy then."""
     is_host = type(value) is np.ndarray or isinstance(value, np.generic)
     array: Any = np.array(value) if is_host else jnp.asarray(value)
-    kinds = (jnp.floating, jnp.integer)  # of which those are that NumPy has for spans of time
-    if array.dtype.kind == "m" or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+    is_real = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if not is_real or array.dtype.kind == "m":  # NumPy's spans of time count as integers
         raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
         return array.astype(jnp.float32)

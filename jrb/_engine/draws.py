@@ -109,7 +109,7 @@ class _FromHost:
         dispatch.check_kind(buffer, state)
         storage, kept = buffer.storage, state.storage
         if dispatch.is_tracer(key) or dispatch.is_traced(kept):
-            return _inside(buffer)
+            return _left_to_jit(buffer)
         half, spec = state.replace(storage=storage.device_state(kept)), storage.spec_key(kept)
         names = None if self._at_anchors else storage.names(kept)
         with storage.drawing(kept):
@@ -117,7 +117,7 @@ class _FromHost:
                 half, key, beta, batch_size=batch_size, names=names, moves=moves, spec=spec
             )
             if dispatch.is_tracer(fields["mask"]):  # some of the other arguments are, too
-                return _inside(buffer)
+                return _left_to_jit(buffer)
             mask, places = (fields["mask"], None) if rest is None else rest
             if not quiet:
                 _check_some(buffer, state, mask)
@@ -138,8 +138,8 @@ def _draws_of(buffer: Buffer) -> _OnDevice | _FromHost:
     return kind(buffer, transforming.fixed(buffer.transforms))
 
 
-def _inside(buffer: Buffer) -> None:
-    """What a draw from the host gives inside `jit`. Raises where there can be none."""
+def _left_to_jit(buffer: Buffer) -> None:
+    """None, for a draw inside `jit`. Raises where there can be none."""
     if buffer.storage.of_objects:
         raise dispatch.refusal()
 
