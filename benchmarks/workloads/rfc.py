@@ -134,8 +134,8 @@ def listed(rows: Any, count: int) -> list[Any]:
 
 
 def stack(items: list[Any]) -> Any:
-    """Items, leaf by leaf, in one array each."""
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+    """Items, leaf by leaf, in one array each; `np.stack` takes nearly twice as long."""
+    return jax.tree.map(lambda *leaves: np.array(leaves), *items)
 
 
 BARE = {"list": stacked, "device": gathered, "memmap": taken}
