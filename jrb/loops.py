@@ -11,7 +11,7 @@ import jax.core
 import numpy as np
 from jax.typing import ArrayLike
 
-from jrb._base import casting, checks, pytree
+from jrb._base import casting, checks, gathering, pytree
 from jrb._base.owned import copied, copy
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
@@ -77,7 +77,7 @@ class Jitted:
         on_host = dispatch.on_host(one)
         if on_host and isinstance(buffer, ReplayBuffer):
             buffer = _in_place(buffer)
-        writes, reads, moves = _compilers(on_host)
+        writes, reads, moves, draws = _compilers(on_host)
         self._add, self._extend = writes(buffer.add), writes(buffer.extend)
         self._draw = moves(buffer.draw, static_argnames="batch_size")
         self._update = moves(buffer.update_priority)
@@ -86,7 +86,7 @@ class Jitted:
         self._set = writes(buffer.set)
         self._set_all = writes(lambda state, values: buffer.set(state, ..., values))
         self._map = writes(buffer.map, static_argnames=("function", "batch_size"))
-        self._sample = reads(buffer.sample, static_argnames="batch_size")
+        self._sample = draws(buffer.sample, static_argnames="batch_size")
         self._can_sample = reads(buffer.can_sample, static_argnames="batch_size")
         self._size, self._in_order = reads(buffer.size), reads(buffer.in_order)
         self._newest = reads(buffer.newest, static_argnames="n")
@@ -217,9 +217,9 @@ class JittedMix:
     def __init__(self, mix: Mix) -> None:
         self.mix = mix
         parts = [part.buffer if isinstance(part, Sharded) else part for part in mix.buffers]
-        writes, reads, _ = _compilers(any(map(dispatch.on_host, parts)))
+        writes, reads, _, draws = _compilers(any(map(dispatch.on_host, parts)))
         self._draw = writes(mix.draw, static_argnames="batch_size")
-        self._sample = reads(mix.sample, static_argnames="batch_size")
+        self._sample = draws(mix.sample, static_argnames="batch_size")
         self._update = writes(mix.update_priority)
         self.size, self.can_sample = reads(mix.size), reads(mix.can_sample)
         self.init, self.nbytes = mix.init, mix.nbytes
@@ -256,11 +256,11 @@ class JittedMix:
         return self._update(states, which, _numbers("update_priority", priorities))
 
 
-def _compilers(on_host: bool) -> tuple[Any, Any, Any]:
-    """What compiles verbs that change a state, that only read it, and that move its sampler."""
+def _compilers(on_host: bool) -> tuple[Any, ...]:
+    """What compiles verbs that write, that read numbers, that move the sampler, that read items."""
     if on_host:
-        return _as_it_is, _as_it_is, _as_it_is
-    return _writing, _reading, _moving
+        return (_as_it_is,) * 4
+    return _writing, _reading, _moving, _drawing
 
 
 def _writing(verb: Callable[..., Any], **options: Any) -> Any:
@@ -269,6 +269,19 @@ def _writing(verb: Callable[..., Any], **options: Any) -> Any:
 
 def _reading(verb: Callable[..., Any], **options: Any) -> Any:
     return dispatch.explained(jax.jit(verb, **options))
+
+
+def _drawing(verb: Callable[..., Any], **options: Any) -> Any:
+    """A verb that reads items; inside another compiled function it may be part of a loop."""
+    within, alone = jax.jit(verb, **options), jax.jit(gathering.by_itself(verb), **options)
+
+    @dispatch.explained
+    def called(states: Any, *args: Any, **kwargs: Any) -> Any:
+        first = states[0] if isinstance(states, tuple) and states else states
+        inside = isinstance(first, BufferState) and isinstance(first.edits, jax.core.Tracer)
+        return (within if inside else alone)(states, *args, **kwargs)
+
+    return called
 
 
 def _moving(verb: Callable[..., Any], **options: Any) -> Any:
@@ -280,6 +293,7 @@ def _moving(verb: Callable[..., Any], **options: Any) -> Any:
     """
 
     @functools.partial(jax.jit, donate_argnums=0, **options)
+    @gathering.by_itself
     def moved(sampler: Any, rest: BufferState, *args: Any, **kwargs: Any) -> Any:
         after = verb(rest.replace(sampler=sampler), *args, **kwargs)
         state, *sample = after if isinstance(after, tuple) else (after,)

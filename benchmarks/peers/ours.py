@@ -1,5 +1,6 @@
 """jrb itself."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ class Ours(Peer):
     """Pure functions of a state."""
 
     name = "jrb"
+    note = "in Python loops the verbs of `jrb.jitted`"
     on_device = True
     samplers = tuple(SAMPLERS)
     units = tuple(UNITS)
@@ -58,20 +60,23 @@ class Ours(Peer):
         state, extend = buffer.init(example), jax.jit(buffer.extend, donate_argnums=0)
         for piece in setup.pieces():
             state = extend(state, piece)
-        consumes = setup.sampler == "without replacement"
+        verbs, consumes = jrb.jitted(buffer), setup.sampler == "without replacement"
 
-        def sample(state: Any, key: jax.Array) -> tuple[Any, Drawn]:
-            after, found = (
-                buffer.draw(state, key) if consumes else (None, buffer.sample(state, key))
-            )
-            return after, Drawn(found.data, found if setup.prioritized else ())
+        def drawing(verbs: Any) -> Callable[[Any, jax.Array], tuple[Any, Drawn]]:
+            def sample(state: Any, key: jax.Array) -> tuple[Any, Drawn]:
+                draw = verbs.draw if consumes else lambda *args: (None, verbs.sample(*args))
+                after, found = draw(state, key)
+                return after, Drawn(found.data, found if setup.prioritized else ())
+
+            return sample
 
         return Buffer(
             state=state,
             add=buffer.add,
-            sample=sample,
+            sample=drawing(buffer),
             update=buffer.update_priority,
             nbytes=buffer.nbytes(example),
             rows=jax.device_put,
             read=lambda data: jax.tree.map(np.asarray, data),
+            called=(verbs.add, drawing(verbs), verbs.update_priority),
         )

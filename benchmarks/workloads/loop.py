@@ -63,10 +63,11 @@ def played(peer: Peer, setup: Setup) -> Program:
     state, buffer.state = buffer.state, None
     add, sample, update = compiled(peer, buffer, state)
     errors = jax.jit(priorities) if peer.on_device else _errors(setup)
+    ready = buffer.rows if not peer.on_device else lambda rows: rows  # `jit` takes NumPy's
     keys, held = list(jax.random.split(jax.random.key(1), 50)), [state]
 
     def step(key: Any) -> None:
-        state = add(held[0], buffer.rows(envs.step()))
+        state = add(held[0], ready(envs.step()))
         _, drawn = sample(state, key)
         if setup.prioritized:
             state = update(state, drawn.handle, errors(drawn.data))

@@ -7,9 +7,10 @@ room is a result: of `ordering.read`, or of a step of a loop. Taken out of the r
 rows would be gathered there after all.
 """
 
+import contextvars
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +19,61 @@ from jax import lax
 from jrb._base import ordering, prng_keys
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _LARGE = 1 << 19
 """Bytes of an array from which on XLA spreads a gather."""
 
-_FEW = 24 << 10
-"""Bytes that one thread has read before another one would be awake, ..."""
-
 _OF_A_ROW = 8
-"""... where to find a row takes as long as to read so many."""
+"""To find a row takes as long as to read so many bytes."""
 
 _HUGE = 1 << 26
-"""Bytes of an array that lies in no cache: from there on one thread waits for each row, ..."""
+"""Bytes of an array that lies in no cache: from there on one thread waits for each row."""
 
-_FEW_OF_HUGE = 64
-"""... and has read so many before another one would be awake."""
+
+class Few(NamedTuple):
+    """What one thread has read before another one would be awake.
+
+    Attributes:
+        nbytes: of an array that lies in a cache.
+        rows: of one that does not.
+    """
+
+    nbytes: int
+    rows: int
+
+
+IN_A_LOOP = Few(24 << 10, 64)
+BY_ITSELF = Few(48 << 10, 256)
+
+_few = contextvars.ContextVar("few", default=IN_A_LOOP)
+
+
+def few_now() -> Few:
+    """What is few for the function that is being traced: for all we know it is part of a loop."""
+    return _few.get()
+
+
+def traced_for(few: Few, function: F) -> F:
+    """The same function, for which this is few while it is traced.
+
+    What keeps functions that were traced has to tell the ones from the others.
+    """
+
+    @functools.wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        before = _few.set(few)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _few.reset(before)
+
+    return cast(F, traced)
+
+
+def by_itself(function: F) -> F:
+    """The same function, to be compiled for calls by themselves."""
+    return traced_for(BY_ITSELF, function)
 
 
 def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -> bool:
@@ -48,8 +89,8 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
         return False
     size, count = array.dtype.itemsize, slots.size * times
     whole, found = array.size * size, count * (width * size + _OF_A_ROW)
-    near = whole < _HUGE or count <= _FEW_OF_HUGE
-    return near and whole >= _LARGE and 0 < found <= _FEW
+    near = whole < _HUGE or count <= few_now().rows
+    return near and whole >= _LARGE and 0 < found <= few_now().nbytes
 
 
 def together(few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:

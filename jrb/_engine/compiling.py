@@ -6,6 +6,8 @@ from typing import Any, TypeVar, cast
 
 import jax
 
+from jrb._base import gathering
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,15 +28,15 @@ def per_description(
 
     def decorated(function: Callable[..., Any]) -> Callable[[Any], Any]:
         @functools.lru_cache(maxsize=1024)
-        def compiled(description: Any) -> Any:
+        def compiled(description: Any, few: gathering.Few) -> Any:
             return jax.jit(
-                functools.partial(function, description),
+                functools.partial(gathering.traced_for(few, function), description),
                 static_argnames=static,
                 donate_argnames=donated,
                 inline=True,
             )
 
-        return compiled
+        return lambda description: compiled(description, gathering.few_now())
 
     return decorated
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jrb._base import waiting
+from jrb._base import gathering, waiting
 from jrb._base.pytree import SpecKey
 from jrb._engine import dispatch, state_check, steps, transforming
 from jrb._engine.compiling import per_description
@@ -178,6 +178,7 @@ def _collated(
 
 
 @per_description("batch_size", "moves")
+@gathering.by_itself
 def _sample(
     buffer: Buffer,
     state: BufferState,
@@ -192,6 +193,7 @@ def _sample(
 
 
 @per_description("batch_size", "names", "moves", "spec")
+@gathering.by_itself
 def _choose(
     buffer: Buffer,
     state: BufferState,

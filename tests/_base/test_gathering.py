@@ -68,6 +68,29 @@ def test_many_rows_and_small_arrays_are_read_as_they_are():
     assert not gathering.is_few(huge, slots(65))
 
 
+def test_more_is_few_for_a_call_by_itself():
+    width, huge = 40, jax.ShapeDtypeStruct((2**20, 40), jnp.float32)
+    array, slots = jax.ShapeDtypeStruct((N, width), jnp.float32), jnp.zeros(512, jnp.int32)
+    few = lambda array, count: gathering.is_few(array, slots[:count], width)
+    alone = gathering.by_itself(few)
+    assert few(array, 128) and alone(array, 256) and not few(array, 256)
+    assert few(huge, 64) and alone(huge, 256) and not few(huge, 65)
+    assert not alone(array, 512) and not alone(huge, 512)
+    assert not few(array, 256), "that was for the other function alone"
+
+
+def test_a_draw_is_compiled_anew_for_a_call_by_itself():
+    buffer = jrb.ReplayBuffer(N, batch_size=256)
+    state = jax.eval_shape(lambda: buffer.init({"observation": jnp.zeros(40)}))
+    key = jax.random.key(0)
+    if not is_spread(buffer.sample, state, key):
+        pytest.skip("nothing is spread where there is one thread, and on other devices")
+    for verb in (buffer.sample, lambda *args: buffer.draw(*args)[1]):
+        assert not is_spread(gathering.by_itself(verb), state, key)
+        assert is_spread(verb, state, key), "not what was traced for the other"
+    assert is_spread(jrb.jitted(buffer).sample, state, key), "inside another compiled function"
+
+
 def test_rows_that_are_few_for_one_are_many_for_all():
     arrays, slots = jnp.zeros((64, N, 8)), jnp.zeros((64, 16), jnp.int32)
     many = jax.vmap(lambda array, slots: ordering.read(lambda: rows.get(array, slots)))
@@ -106,10 +129,10 @@ def test_all_read_their_own_whether_few_or_many(lead, axes, monkeypatch):
     for _ in lead:
         run = jax.vmap(run, in_axes=axes)
     plain = run(array, slots)
+    monkeypatch.setattr(gathering, "_LARGE", 0)
     for few in (0, 1 << 10, 1 << 30):
-        monkeypatch.setattr(gathering, "_FEW", few)
-        monkeypatch.setattr(gathering, "_LARGE", 0)
-        assert np.array_equal(jax.jit(lambda a, s: run(a, s))(array, slots), plain)
+        again = gathering.traced_for(gathering.Few(few, few), run)
+        assert np.array_equal(jax.jit(again)(array, slots), plain)
 
 
 @pytest.mark.parametrize("sampler", [jrb.Uniform(), jrb.Prioritized()], ids=repr)
