@@ -673,13 +673,10 @@ class ReplayBuffer:
             for _ in lead:
                 inverse = jax.vmap(inverse)
             items = inverse(items)
-        spec = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype),
-            self.stored(state),
-        )
+        spec, mend = self.stored(state), f"Give {_LAYOUT[verb, self.num_envs is None]}."
         if self.cast:
             items = casting.to_spec(spec, items, verb)
-        pytree.check_like(spec, items, verb, f"Give {_LAYOUT[verb, self.num_envs is None]}.")
+        pytree.check_like(spec, items, verb, mend, lead)
         return items
 
     def _require_given(self, verb: str) -> None:

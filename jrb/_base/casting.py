@@ -29,7 +29,7 @@ def kept(items: PyTree, what: str) -> Any:
 
 def is_kept(leaf: Leaf) -> bool:
     """Whether JAX leaves the dtype of a leaf as it is; quick, as it is asked at every call."""
-    if not isinstance(leaf, _NUMPY) or leaf.dtype.char not in _WIDE:
+    if not isinstance(leaf, _NUMPY) or leaf.dtype.char not in pytree.WIDE:
         return True
     return jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
 
@@ -49,9 +49,6 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
             pytree.spec_of(items, what)  # raises
         items = kept(items, what)
     return owned.copied(items) if any(isinstance(leaf, np.ndarray) for leaf in leaves) else items
-
-
-_WIDE = frozenset("lLqQdDgG")  # NumPy's letters for numbers of 64 bits and more
 
 
 def _kept(path: Any, leaf: Leaf, what: str) -> Any:

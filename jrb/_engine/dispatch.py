@@ -134,7 +134,7 @@ def check_state(buffer: Buffer, state: BufferState) -> None:
     """
     check_kind(buffer, state)
     if on_host(buffer):
-        spec = {} if buffer.storage.of_objects else buffer.storage.spec(state.storage)
+        spec = buffer.storage.spec_key(state.storage)
         state_check.check(for_device(buffer), on_device(buffer, state), spec)
     elif not isinstance(buffer.storage, DeferredStorage):  # or `without_items`: checked before
         state_check.check(buffer, state)
@@ -241,8 +241,7 @@ def write(
     cuts: jax.Array | None = None,
     priorities: jax.Array | None = None,
 ) -> Any:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]` (see `jrb._engine.steps.write`)."""
-    check_state(buffer, state)
+    """Writes items to a state that was checked (see `jrb._engine.steps.write`)."""
     rest = mask, cuts, priorities
     _check_room(buffer, state, items, mask)
     if is_inside(buffer, state, items, rest):
@@ -318,9 +317,9 @@ def fill(
     mask: jax.Array | None = None,
 ) -> Any:
     """The same for a state that nobody else has: outside `jit` too, it is written in place."""
+    check_state(buffer, state)
     if on_host(buffer):
         return write(buffer, state, items, mask, cuts)
-    check_state(buffer, state)
     return _written_in_place(buffer, state, items, mask, cuts)
 
 

@@ -205,5 +205,5 @@ def _choose(
     spec: SpecKey,
 ) -> Any:
     """The first half of a draw (see `steps.choose`). The state is checked when it is traced."""
-    state_check.check(buffer, state, spec.spec)
+    state_check.check(buffer, state, spec)
     return steps.choose(buffer, state, key, batch_size, beta, names, moves)

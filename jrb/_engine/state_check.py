@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import pytree
-from jrb._base.pytree import Leaf, PyTree
+from jrb._base.pytree import Leaf, PyTree, SpecKey
 from jrb._engine import episodes, transforming
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
@@ -59,7 +59,7 @@ def check_slots(slots: int) -> None:
         )
 
 
-def check(buffer: Buffer, state: BufferState, spec: Item | None = None) -> None:
+def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> None:
     """Raises unless a state is one of this description.
 
     Args:
@@ -73,9 +73,6 @@ def check(buffer: Buffer, state: BufferState, spec: Item | None = None) -> None:
     """
     leaves, structure = jax.tree.flatten(state)
     kinds = tuple([_kind(leaf) for leaf in leaves])
-    if spec is not None:
-        flat, outer = jax.tree.flatten(spec)
-        spec = (outer, tuple(flat))
     _check(buffer, structure, kinds, spec)
 
 
@@ -90,11 +87,11 @@ def _kind(leaf: Leaf) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: Item) -> None:
+def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -> None:
     """The same, remembered where nothing was raised."""
     leaves = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
     state = jax.tree.unflatten(structure, leaves)
-    given = None if spec is None else jax.tree.unflatten(*spec)
+    given = None if spec is None else spec.spec
     if _fits(buffer, state, given):
         return
     if state.ring != buffer.ring:

@@ -299,8 +299,7 @@ class Store:
             self._make_room(slots, expiring)
             places = self._places.next(len(slots))
             self.sums.touch(places)
-            for number, column in enumerate(rows):
-                self.table.put(number, places, column)
+            self.table.put(0, places, *rows)
             if patient:
                 self.drawing.wait()
             self._writer = threading.get_ident()

@@ -232,16 +232,23 @@ class Table:
         out = None if math.prod(shape) < SMALL else aligned(shape)
         return whole.take(places, 0, out, "clip")  # "raise" would copy them once more
 
-    def put(self, number: int, places: np.ndarray, rows: np.ndarray) -> None:
-        """Writes rows, uint8 `[B, width]`, at places `[B]`.
+    def put(self, first: int, places: np.ndarray, *columns: np.ndarray) -> None:
+        """Writes rows of some columns that follow one another, uint8 `[B, width]` each.
+
+        Args:
+            first: the number of the first column.
+            places: `[B]`, where they are written.
+            columns: the rows of each.
 
         Raises:
             OSError: the disk is full or broken; some of the rows may be written.
         """
-        width = rows.shape[1]
-        for start, stop in runs(places) if width else ():
-            data, offset = rows[start:stop].reshape(-1).data, int(places[start]) * width
-            files.write_at(self._files[number], self.paths[number], offset, data)
+        where = [(start, stop, int(places[start])) for start, stop in runs(places)]
+        for number, rows in enumerate(columns, first):
+            width = rows.shape[1]
+            for start, stop, place in where if width else ():
+                data = rows[start:stop].reshape(-1).data
+                files.write_at(self._files[number], self.paths[number], place * width, data)
 
     def number(self, places: np.ndarray, numbers: np.ndarray, lasting: bool) -> None:
         """Says which rows will be written at places, int64 `[B]`; on the disk too if `lasting`."""
@@ -460,7 +467,7 @@ def runs(places: np.ndarray) -> list[tuple[int, int]]:
     """Where places follow one another: pairs of a start and a stop in the array."""
     if not len(places):
         return []
-    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    breaks = (places[1:] - places[:-1] != 1).nonzero()[0] + 1
     edges = [0, *breaks.tolist(), len(places)]
     return list(itertools.pairwise(edges))
 
