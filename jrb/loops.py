@@ -79,7 +79,7 @@ class Jitted:
             buffer = _in_place(buffer)
         writes, reads, moves, draws = _compilers(on_host)
         self._add, self._extend = writes(buffer.add), writes(buffer.extend)
-        self._draw = moves(buffer.draw, static_argnames="batch_size")
+        self._draw = moves(buffer.draw, static_argnames="batch_size", reads_items=True)
         self._update = moves(buffer.update_priority)
         self._truncate, self._empty = writes(buffer.truncate), writes(buffer.empty)
         self._set_alpha, self._drop = moves(buffer.set_alpha), moves(buffer.drop)
@@ -257,7 +257,7 @@ class JittedMix:
 
 
 def _compilers(on_host: bool) -> tuple[Any, ...]:
-    """What compiles verbs that write, that read numbers, that move the sampler, that read items."""
+    """What compiles verbs that write, that read numbers, that move the sampler, and that draw."""
     if on_host:
         return (_as_it_is,) * 4
     return _writing, _reading, _moving, _drawing
@@ -276,15 +276,16 @@ def _drawing(verb: Callable[..., Any], **options: Any) -> Any:
     within, alone = jax.jit(verb, **options), jax.jit(gathering.by_itself(verb), **options)
 
     @dispatch.explained
-    def called(states: Any, *args: Any, **kwargs: Any) -> Any:
-        first = states[0] if isinstance(states, tuple) and states else states
-        inside = isinstance(first, BufferState) and isinstance(first.edits, jax.core.Tracer)
-        return (within if inside else alone)(states, *args, **kwargs)
+    def called(states: Any, key: jax.Array, **kwargs: Any) -> Any:
+        first = states[0] if isinstance(states, tuple | list) and states else states
+        known = [key, first.edits] if isinstance(first, BufferState) else [key]
+        inside = any(isinstance(one, jax.core.Tracer) for one in known)
+        return (within if inside else alone)(states, key, **kwargs)
 
     return called
 
 
-def _moving(verb: Callable[..., Any], **options: Any) -> Any:
+def _moving(verb: Callable[..., Any], reads_items: bool = False, **options: Any) -> Any:
     """A verb that changes nothing in a state but what its sampler remembers.
 
     All else is neither donated nor returned, as each array that comes back makes a call a
@@ -292,19 +293,20 @@ def _moving(verb: Callable[..., Any], **options: Any) -> Any:
     read, the verb is called as it is.
     """
 
-    @functools.partial(jax.jit, donate_argnums=0, **options)
-    @gathering.by_itself
     def moved(sampler: Any, rest: BufferState, *args: Any, **kwargs: Any) -> Any:
         after = verb(rest.replace(sampler=sampler), *args, **kwargs)
         state, *sample = after if isinstance(after, tuple) else (after,)
         return state.sampler, *sample
+
+    alone = gathering.by_itself(moved) if reads_items else moved
+    compiled = jax.jit(alone, donate_argnums=0, **options)
 
     @dispatch.explained
     def called(state: BufferState, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, BufferState) or isinstance(state.edits, jax.core.Tracer):
             return verb(state, *args, **kwargs)
         rest = state.replace(sampler=None)
-        sampler, *sample = moved(state.sampler, rest, *args, **kwargs)
+        sampler, *sample = compiled(state.sampler, rest, *args, **kwargs)
         after = state.replace(sampler=sampler)
         return (after, *sample) if sample else after
 

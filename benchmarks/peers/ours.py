@@ -78,5 +78,5 @@ class Ours(Peer):
             nbytes=buffer.nbytes(example),
             rows=jax.device_put,
             read=lambda data: jax.tree.map(np.asarray, data),
-            called=(verbs.add, drawing(verbs), verbs.update_priority),
+            in_python=(verbs.add, drawing(verbs), verbs.update_priority),
         )

@@ -42,8 +42,8 @@ class Buffer:
         nbytes: what all items, and what is known of them, take.
         rows: from NumPy's rows `[E, ...]` to what `add` takes.
         read: from `Drawn.data` to items as `Setup.rows` has them, `[B, ...]` or `[B, L, ...]`.
-        called: what Python loops call, add, sample and update, of a library on the device that has
-            verbs for that; None for the verbs, each jitted.
+        in_python: what Python loops call, add, sample and update, of a library on the device that
+            has verbs for that; None for the verbs, each jitted.
     """
 
     state: Any
@@ -53,7 +53,7 @@ class Buffer:
     nbytes: int = 0
     rows: Callable[[Items], Any] = _same
     read: Callable[[Any], Items] = _same
-    called: tuple[Callable, Callable, Callable] | None = None
+    in_python: tuple[Callable, Callable, Callable] | None = None
 
 
 class Peer(abc.ABC):

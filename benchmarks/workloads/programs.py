@@ -186,8 +186,8 @@ def _python_step(
 
 def compiled(peer: Peer, buffer: Buffer, state: Any) -> tuple[Callable, Callable, Callable]:
     """The verbs for Python: of a peer on the device jitted, the state donated if one comes back."""
-    if buffer.called is not None:
-        return buffer.called
+    if buffer.in_python is not None:
+        return buffer.in_python
     if not peer.on_device:
         return buffer.add, buffer.sample, buffer.update
     keeps = jax.eval_shape(buffer.sample, state, jax.random.key(0))[0] is None

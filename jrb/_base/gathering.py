@@ -32,33 +32,34 @@ _HUGE = 1 << 26
 
 
 class Few(NamedTuple):
-    """What one thread has read before another one would be awake.
+    """The most that one thread has read before another one would be awake.
 
     Attributes:
-        nbytes: of an array that lies in a cache.
-        rows: of one that does not.
+        nbytes: of any array.
+        rows: of one that lies in no cache.
     """
 
     nbytes: int
     rows: int
 
 
-IN_A_LOOP = Few(24 << 10, 64)
-BY_ITSELF = Few(48 << 10, 256)
+IN_A_LOOP = Few(nbytes=24 << 10, rows=64)
+BY_ITSELF = Few(nbytes=48 << 10, rows=256)
 
 _few = contextvars.ContextVar("few", default=IN_A_LOOP)
 
 
 def few_now() -> Few:
-    """What is few for the function that is being traced: for all we know it is part of a loop."""
+    """What is few for the function that is being traced: mostly it is part of a loop, or larger.
+
+    A `jax.jit` that is called for both kinds of functions has to be told this as a static argument:
+    it would go on with whichever it traced first.
+    """
     return _few.get()
 
 
 def traced_for(few: Few, function: F) -> F:
-    """The same function, for which this is few while it is traced.
-
-    What keeps functions that were traced has to tell the ones from the others.
-    """
+    """The same function, for which this is few while it is traced."""
 
     @functools.wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ def traced_for(few: Few, function: F) -> F:
 
 
 def by_itself(function: F) -> F:
-    """The same function, to be compiled for calls by themselves."""
+    """The same function, to be compiled as one that Python calls and that does nothing but draw."""
     return traced_for(BY_ITSELF, function)
 
 
@@ -87,19 +88,19 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
     """
     if not slots.ndim or prng_keys.is_keys(array.dtype):
         return False
-    size, count = array.dtype.itemsize, slots.size * times
+    size, count, most = array.dtype.itemsize, slots.size * times, few_now()
     whole, found = array.size * size, count * (width * size + _OF_A_ROW)
-    near = whole < _HUGE or count <= few_now().rows
-    return near and whole >= _LARGE and 0 < found <= few_now().nbytes
+    near = whole < _HUGE or count <= most.rows
+    return near and whole >= _LARGE and 0 < found <= most.nbytes
 
 
-def together(few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
+def together(is_few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
     """`read(times, *arrays)`, with the number of such reads that are made at once.
 
     That is 1, and under `vmap` the size of its axis, or the product of all: rows that are few for
     one buffer are many for 64 of them. Where rows are not even few for one, nobody asks.
     """
-    return _read_times(read, 1)(*arrays) if few else read(1, *arrays)
+    return _read_times(read, 1)(*arrays) if is_few else read(1, *arrays)
 
 
 def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:

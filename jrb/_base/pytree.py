@@ -324,9 +324,9 @@ def check_like(
 
 
 def _is_like(want: jax.ShapeDtypeStruct, leaf: Leaf, lead: tuple[int, ...]) -> bool:
-    """Whether a leaf is what is wanted, as far as that is seen without looking for words.
+    """Whether a leaf is surely what is wanted; if not, somebody has to look who names it.
 
-    Not where it is of 64 bits, which depends on a setting of JAX.
+    That somebody also knows whether JAX keeps numbers of 64 bits.
     """
     if not is_array(leaf) or getattr(leaf.dtype, "char", "") in WIDE:
         return False

@@ -241,7 +241,7 @@ def write(
     cuts: jax.Array | None = None,
     priorities: jax.Array | None = None,
 ) -> Any:
-    """Writes items to a state that was checked (see `jrb._engine.steps.write`)."""
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to a state that was checked."""
     rest = mask, cuts, priorities
     _check_room(buffer, state, items, mask)
     if is_inside(buffer, state, items, rest):
@@ -316,7 +316,7 @@ def fill(
     cuts: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> Any:
-    """The same for a state that nobody else has: outside `jit` too, it is written in place."""
+    """Checks a state that nobody else has, and writes to it: outside `jit` too, in place."""
     check_state(buffer, state)
     if on_host(buffer):
         return write(buffer, state, items, mask, cuts)

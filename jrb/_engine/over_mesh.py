@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._base import versions
+from jrb._base import gathering, versions
 from jrb._base.pytree import PyTree
 from jrb.types.messages import Share
 
@@ -151,18 +151,20 @@ def run(
     if layout.is_inside():
         devices = layout.devices() or 1
         return _Local(layout, body, devices)(*arguments)
-    return _run(layout, body, cuts, out, arguments)
+    return _run(layout, body, cuts, out, gathering.few_now(), arguments)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _run(
     layout: Layout,
     body: Callable[..., Any],
     cuts: tuple[Cut, ...],
     out: Cuts,
+    few: gathering.Few,
     arguments: tuple[PyTree, ...],
 ) -> Any:
-    """The same from outside, compiled."""
+    """The same from outside, compiled: for what is few now, and not what was before."""
+    del few
     devices = layout.devices()
     local = _Local(layout, body, devices)
     if devices is None:

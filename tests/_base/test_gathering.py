@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jrb
 from jrb import testing
@@ -85,10 +86,39 @@ def test_a_draw_is_compiled_anew_for_a_call_by_itself():
     key = jax.random.key(0)
     if not is_spread(buffer.sample, state, key):
         pytest.skip("nothing is spread where there is one thread, and on other devices")
-    for verb in (buffer.sample, lambda *args: buffer.draw(*args)[1]):
+    draws = lambda *args: buffer.draw(*args)[1]
+    for verb in (buffer.sample, draws):
         assert not is_spread(gathering.by_itself(verb), state, key)
         assert is_spread(verb, state, key), "not what was traced for the other"
-    assert is_spread(jrb.jitted(buffer).sample, state, key), "inside another compiled function"
+
+
+def test_a_compiled_draw_inside_another_function_may_be_part_of_a_loop():
+    buffer = jrb.ReplayBuffer(N, batch_size=256)
+    state = buffer.init({"observation": jnp.zeros(40)})
+    state = jrb.jitted(buffer).add(state, {"observation": jnp.ones(40)})
+    mix = jrb.Mix((buffer,), (1.0,), batch_size=256)
+    keys = jax.random.split(jax.random.key(0), 2)
+    loops = {
+        "passed": lambda verbs: lambda state: lax.map(lambda key: verbs.sample(state, key), keys),
+        "closed over": lambda verbs: lambda _: lax.map(lambda key: verbs.sample(state, key), keys),
+    }
+    if not is_spread(loops["passed"](buffer), state):
+        pytest.skip("nothing is spread where there is one thread, and on other devices")
+    jrb.jitted(buffer).sample(state, keys[0])
+    assert all(is_spread(loop(jrb.jitted(buffer)), state) for loop in loops.values())
+    for states in ((state,), [state]):
+        loop = lambda states: lax.map(lambda key: jrb.jitted(mix).sample(states, key), keys)
+        assert is_spread(loop, states)
+
+
+def test_shards_are_compiled_anew_for_a_call_by_itself():
+    buffer = jrb.Sharded(jrb.ReplayBuffer(2 * N, num_envs=2, batch_size=256), shards=2)
+    state = jax.eval_shape(lambda: buffer.init({"observation": jnp.zeros(40)}))
+    rooms = lambda verb: str(jax.make_jaxpr(verb)(state, jax.random.key(0))).count(
+        "dynamic_update_slice"
+    )
+    plain = rooms(buffer.sample)
+    assert rooms(gathering.by_itself(buffer.sample)) > plain == rooms(buffer.sample)
 
 
 def test_rows_that_are_few_for_one_are_many_for_all():
