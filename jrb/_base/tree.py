@@ -30,7 +30,7 @@ OTHER_BRANCHING = 32
 _MANY = 1024  # where so many leaves are set at once, ...
 _WHOLE = 2  # ... a level of so many nodes for each of them is reduced as a whole
 _PAIRS = 4096  # of so many indices, duplicates are found by comparing all pairs
-_SHORT = 128  # the ancestors of at most so many neighbours are reduced one by one
+_SHORT = 8  # the ancestors of at most so many neighbours are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "sum": lax.add,
@@ -358,17 +358,16 @@ def _reduce_run(tree: Tree, level: int, first: jax.Array, count: int) -> Tree:
 
 def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     """Sets the leaves `first` (int32 `[]`), `first` + 1, ... to `values`, float32 `[K]`."""
-    count, level = values.size, tree.depth
-    tree = tree.replace(
-        lax.dynamic_update_slice_in_dim(tree.nodes, values, first + tree.leaf, axis=0)
-    )
-    while level and count > _SHORT:
-        level -= 1
+    count, start = values.size, first + tree.leaf
+    tree = tree.replace(lax.dynamic_update_slice_in_dim(tree.nodes, values, start, axis=0))
+    if count <= _SHORT:
+        node = (start + jnp.arange(count, dtype=jnp.int32)).astype(jnp.uint32)
+        return _reduce_paths(tree, node, tree.depth)
+    for level in reversed(range(tree.depth)):
         count = min((count + tree.branching - 2) // tree.branching + 1, tree.width(level))
         first = jnp.minimum(first >> tree.bits, tree.width(level) - count)
         tree = _reduce_run(tree, level, first, count)
-    node = (first + jnp.arange(count, dtype=jnp.int32) + tree.start(level)).astype(jnp.uint32)
-    return _reduce_paths(tree, node, level)
+    return tree
 
 
 def set_all(tree: Tree, values: jax.Array) -> Tree:
