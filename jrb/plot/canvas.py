@@ -237,9 +237,11 @@ def few(axis: Any, most: int) -> None:
 
 
 def powers(axis: Any) -> None:
-    """A logarithmic axis whose ticks are few and plain numbers."""
+    """A logarithmic axis whose ticks are few and plain numbers; to be called when all is drawn."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(_ticker.LogLocator(numticks=6))
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
+    axis.set_major_locator(_ticker.LogLocator(subs=steps, numticks=6))
     axis.set_minor_locator(_ticker.NullLocator())
     axis.set_major_formatter(_ticker.FuncFormatter(_plain))
 
