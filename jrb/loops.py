@@ -290,7 +290,7 @@ def _moving(verb: Callable[..., Any], reads_items: bool = False, **options: Any)
 
     All else is neither donated nor returned, as each array that comes back makes a call a
     microsecond longer. Inside another compiled function, where writes have to wait for what was
-    read, the verb is called as it is.
+    read, the verb is called as it is. One that `reads_items` is compiled as one that Python calls.
     """
 
     def moved(sampler: Any, rest: BufferState, *args: Any, **kwargs: Any) -> Any:
@@ -298,8 +298,9 @@ def _moving(verb: Callable[..., Any], reads_items: bool = False, **options: Any)
         state, *sample = after if isinstance(after, tuple) else (after,)
         return state.sampler, *sample
 
-    alone = gathering.by_itself(moved) if reads_items else moved
-    compiled = jax.jit(alone, donate_argnums=0, **options)
+    if reads_items:
+        moved = gathering.by_itself(moved)
+    compiled = jax.jit(moved, donate_argnums=0, **options)
 
     @dispatch.explained
     def called(state: BufferState, *args: Any, **kwargs: Any) -> Any:
