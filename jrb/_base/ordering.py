@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jrb._base import prng_keys, pytree, versions
@@ -68,12 +67,20 @@ def _anything(like: Any) -> Any:
     small = like.size > 1 and like.size * like.dtype.itemsize <= _SMALL
     if not small or prng_keys.is_keys(like.dtype) or versions.in_shard_map():
         return _zeros(like)
-    constant = np.zeros(like.shape, like.dtype)
-    constant.flat[-1] = 1
-    return constant
+    return _zeros_and_one(like.shape, like.dtype)
 
 
 _SMALL = 1 << 14  # bytes; a constant is part of the program
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once
+def _zeros_and_one(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros, the last of them a one, which XLA computes while it compiles.
+
+    NumPy's array would not do: it would be made outside the branch, and copied at each step.
+    """
+    one = jnp.ones((1,) * len(shape), dtype)
+    return lax.pad(one, jnp.zeros((), dtype), [(size - 1, 0, 0) for size in shape])
 
 
 def _zeros(like: Any) -> Any:
