@@ -150,6 +150,28 @@ def get(array: jax.Array, slots: jax.Array) -> jax.Array:
     return array.at[slots.astype(jnp.uint32)].get(mode="promise_in_bounds")  # none is negative
 
 
+def get_runs(array: jax.Array, slots: jax.Array) -> jax.Array:
+    """`get` of single elements, `[N, ...]`, at slots `[B, L]` that follow one another in a ring.
+
+    On the CPU a run is read at once, in less than half the time of its elements. Elsewhere that was
+    not measured, and programs of several devices would first bring the array together.
+    """
+    return lax.platform_dependent(
+        array, slots, cpu=_get_slices if slots.shape[1] > 1 else get, default=get
+    )
+
+
+def _get_slices(array: jax.Array, slots: jax.Array) -> jax.Array:
+    """Runs that go on at slot 0 come from a copy of the last and the first L - 1 elements."""
+    length, first = slots.shape[1], slots[:, 0]
+    flat, wraps = array.reshape(-1), array.size - length + 1
+    seam = jnp.concatenate([flat[wraps:], flat[: length - 1]])
+    whole = gathering.rows_from(flat, first.astype(jnp.uint32), length)
+    cut = gathering.rows_from(seam, (first - wraps).astype(jnp.uint32), length)
+    found = jnp.where((first < wraps)[:, None], whole, cut)
+    return found.reshape(*slots.shape, *array.shape[1:])
+
+
 def read(array: jax.Array, slots: jax.Array) -> jax.Array:
     """Whole items at slots, int32 `[...]`, all in range, read just once."""
     return read_each((array, slots))[0]

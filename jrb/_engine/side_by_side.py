@@ -26,7 +26,7 @@ from jrb._base.pytree import DType
 from jrb._engine import columns, rows
 from jrb._engine.orders import Order
 from jrb.keys import Keys, path_name, within
-from jrb.types import Item, Where, Write
+from jrb.types import Consecutive, Item, Where, Write
 from jrb.types.messages import PartState
 
 _SMALL = 1024
@@ -286,27 +286,28 @@ def get(state: PartState, where: Where) -> Item:
 
     def found(times: int, *flat: jax.Array) -> Item:
         state, slots = jax.tree.unflatten(structure, flat[: len(arrays)]), flat[len(arrays) :]
-        return _read(state, _runs(state, [slots[which] for which in number], times))
+        return _read(state, gathers(state, [slots[which] for which in number], times))
 
-    few = any(run.is_few for run in _runs(state, asked, 1))
+    gathers = functools.partial(_gathers, isinstance(where, Consecutive))
+    few = any(gather.is_few for gather in gathers(state, asked, 1))
     return gathering.together(few, found, *arrays, *unique)
 
 
-def _read(state: PartState, runs: list["_Run"]) -> Item:
+def _read(state: PartState, gathers: list["_Gather"]) -> Item:
     """The leaves that some gathers read, together."""
     read = ordering.read(
-        lambda: [run.read() for run in runs],
-        lambda found: [run.laid(rows) for run, rows in zip(runs, found, strict=True)],
+        lambda: [gather.read() for gather in gathers],
+        lambda found: [gather.laid(rows) for gather, rows in zip(gathers, found, strict=True)],
     )
     leaves: dict[int, jax.Array] = {}
-    for run, found in zip(runs, read, strict=True):
-        leaves.update(zip(run.entries, run.leaves(found), strict=True))
+    for gather, found in zip(gathers, read, strict=True):
+        leaves.update(zip(gather.entries, gather.leaves(found), strict=True))
     structure = jax.tree.structure(places(state), is_leaf=columns.is_column)
     return jax.tree.unflatten(structure, [leaves[number] for number in range(len(leaves))])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _Gather:
     """Leaves that one gather reads.
 
     Attributes:
@@ -314,6 +315,7 @@ class _Run:
         slots: of the items, int32 `[...]`.
         order: in which rows lie.
         is_few: whether one thread is to read them (see `jrb._base.gathering`).
+        in_runs: whether slots are `[B, L]`, and follow one another around the ring.
         entries: their places, or one column, by the numbers of the leaves.
     """
 
@@ -321,6 +323,7 @@ class _Run:
     slots: jax.Array
     order: Order
     is_few: bool
+    in_runs: bool
     entries: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -333,6 +336,8 @@ class _Run:
         if any(isinstance(it, Place) for it in self.entries.values()):
             stop = max(it.stop for it in self.entries.values())
             found = self.order.get(self.array, self.slots, self.first, stop)
+        elif self.in_runs and math.prod(self.array.shape[1:]) == 1:
+            found = rows.get_runs(self.array, self.slots)
         else:
             found = rows.get(self.array, self.slots)
         return found if self.is_few else self._cut(found)
@@ -354,13 +359,13 @@ class _Run:
         ]
 
 
-def _runs(state: PartState, asked: list[jax.Array], times: int) -> list[_Run]:
+def _gathers(in_runs: bool, state: PartState, asked: list[jax.Array], times: int) -> list[_Gather]:
     """The gathers for all entries, each asked for at its slots, so many `times` at once.
 
     Where rows are few, one for all that lie in an array; else one for narrow leaves that lie close
     together, and one for each of the others.
     """
-    found: dict[Any, _Run] = {}
+    found: dict[Any, _Gather] = {}
     entries = jax.tree.leaves(places(state), is_leaf=columns.is_column)
     for number, (it, slots) in enumerate(zip(entries, asked, strict=True)):
         array, alone = _array_of(state, it), not isinstance(it, Place)
@@ -369,8 +374,8 @@ def _runs(state: PartState, asked: list[jax.Array], times: int) -> list[_Run]:
         key: Any = number
         if not alone and (few or it.is_narrow):
             key = it.words, id(slots), None if few else (it.stop - 1) // _PIECE
-        run = found.setdefault(key, _Run(array, slots, _order(state), few))
-        run.entries[number] = it
+        gather = found.setdefault(key, _Gather(array, slots, _order(state), few, in_runs))
+        gather.entries[number] = it
     return list(found.values())
 
 

@@ -23,6 +23,23 @@ Where = Callable[[str], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
+class Consecutive:
+    """A `Where` of slots `[B, L]` that follow one another, slot 0 after the last: runs of the ring.
+
+    Storages need not know; one that does can read runs where it would read slots.
+
+    Attributes:
+        where: the slots.
+    """
+
+    where: Where
+
+    def __call__(self, name: str) -> jax.Array:
+        """The slots that a leaf is read at."""
+        return self.where(name)
+
+
+@dataclasses.dataclass(frozen=True)
 class Context:
     """What a part may know of the buffer that it belongs to.
 

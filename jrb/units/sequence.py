@@ -11,7 +11,19 @@ from jrb._engine.anchor_queue import Queue
 from jrb._engine.episodes import Episodes
 from jrb.keys import Keys, Path, find, path_name, within
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
+from jrb.types import (
+    Anchors,
+    Change,
+    Consecutive,
+    Context,
+    Item,
+    Look,
+    Sampler,
+    Unit,
+    Where,
+    Write,
+    Writer,
+)
 from jrb.units.transition import all_held, every_slot
 
 _MANY = 2**30  # rows of an episode: so many are counted on from about half of it
@@ -339,7 +351,9 @@ class Sequence(Unit):
         ahead = jnp.where(near < 0, near + ring.rows, near) * ring.envs
         window = ring.slot_after(slots[:, None], jnp.broadcast_to(ahead, real.shape))
         start = window[:, :1]
-        where = lambda name: start if self._is_single(name) else window
+        where: Where = lambda name: start if self._is_single(name) else window
+        if ring.envs == 1 and not (self._pads or self.burn_in):
+            where = Consecutive(where)
         marks = self._marks(state, window, step == -before, step == after - 1)
         return Look(where=where, mask=real, info={name: real & at for name, at in marks.items()})
 
