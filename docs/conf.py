@@ -20,7 +20,7 @@ extensions = [
     "sphinx_copybutton",
     "generate",  # the folder beside this file
 ]
-exclude_patterns = ["_build", "generate"]
+exclude_patterns = ["_build", "generate", "jupyter_execute"]
 suppress_warnings = ["toc.empty_glob"]
 default_role = "named"
 nitpicky = True
