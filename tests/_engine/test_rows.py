@@ -62,3 +62,20 @@ def test_windows_that_cross_the_end_of_the_ring(capacity, added):
     np.testing.assert_array_equal(batch.data["x"], first + np.arange(4))
     np.testing.assert_array_equal(batch.data["next"]["reward"], batch.data["x"])
     np.testing.assert_array_equal(batch.data["wide"][..., 0], batch.data["x"])
+
+
+@pytest.mark.parametrize(
+    ("envs", "unit", "in_runs"),
+    [
+        (1, jrb.Sequence(4), True),
+        (1, jrb.Sequence(4, over="episodes"), True),
+        (2, jrb.Sequence(4), False),
+        (1, jrb.Sequence(4, short="pad"), False),
+        (1, jrb.Sequence(3, burn_in=1), False),
+    ],
+)
+def test_only_whole_windows_of_one_environment_are_runs(envs, unit, in_runs):
+    buffer = jrb.ReplayBuffer(16, num_envs=envs, unit=unit, batch_size=8)
+    state = buffer.init({"x": 0, "next": {"done": False}})
+    program = jax.make_jaxpr(buffer.sample)(state, jax.random.key(0))
+    assert ("slice_sizes=(4,)" in str(program)) == in_runs
