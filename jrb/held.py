@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jrb.ring import Clock, Ring
+from jrb.ring import Clock, Ring, first_places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Held:
 
     def run(self, ring: Ring, most: int) -> jax.Array:
         """The first `most` slots, int32 `[most]`; N beyond the end."""
-        step = jnp.arange(most, dtype=jnp.int32)
-        slots = ring.slot_after(self.first, jnp.minimum(step, ring.capacity))
+        step = first_places(most)
+        slots = ring.slot_after(self.first, step.clip(max=ring.capacity))
         return jnp.where(step < self.count, slots, ring.capacity)
 
     def before(self, ring: Ring, slots: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ is slot r * E + e, so the successor of a slot is E further on. Either all enviro
 together, or each of them by itself, in its own lane of R slots.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,9 +97,10 @@ class Ring:
         slots = starts + jnp.arange(self.envs, dtype=jnp.int32)[None, :]
         return jnp.where(starts < self.capacity, slots, self.capacity)
 
-    def slot_after(self, slot: jax.Array, steps: jax.Array | int) -> jax.Array:
+    def slot_after(self, slot: jax.Array, steps: jax.Array | np.ndarray | int) -> jax.Array:
         """The slot (int32) that lies `steps` slots, 0 to N, further around the ring."""
-        reached = slot.astype(jnp.uint32) + jnp.asarray(steps).astype(jnp.uint32)
+        steps = steps if isinstance(steps, jax.Array) else np.asarray(steps)
+        reached = slot.astype(jnp.uint32) + steps.astype(np.uint32)
         # What would be negative is a large number here, so that the smaller one is in range.
         return lax.min(reached, lax.sub(reached, np.uint32(self.capacity))).astype(jnp.int32)
 
@@ -122,3 +125,12 @@ class Ring:
             cursor, lap = cursor[lane], lap[lane]
         ahead = slots >= cursor * self.envs
         return lap - ahead.astype(jnp.uint32)
+
+
+def first_places(count: int) -> jax.Array | np.ndarray:
+    """0 to `count` - 1, int32; if they are few, a constant: what is made of it may be one too."""
+    numbers: Any = np if count <= _FEW else jnp
+    return numbers.arange(count, dtype=np.int32)
+
+
+_FEW = 4096

@@ -110,10 +110,10 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
 @jax.jit
 def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
-    index = jnp.where(good, indices.astype(jnp.uint32), jnp.uint32(tree.capacity))
-    node = jnp.where(good, index + jnp.uint32(tree.leaf), jnp.uint32(tree.nodes.size))
-    nodes, masses = trees.put_last(tree.nodes, node, bounded(tree, masses))
-    return trees.set_leaves(tree.replace(nodes), (index, good, masses))
+    node = indices.astype(jnp.uint32) + jnp.uint32(tree.leaf)
+    node = jnp.where(good, node, jnp.uint32(tree.nodes.size))
+    nodes, _ = trees.put_last(tree.nodes, node, bounded(tree, masses))
+    return trees.reduce_above(tree.replace(nodes), node)
 
 
 def find(tree: Tree, mass: jax.Array) -> jax.Array:
@@ -233,15 +233,16 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     Returns:
         The leaves, int32 `[B]`, and their masses, float32 `[B]`.
     """
-    levels = range(1, tree.depth + 1)
-    fresh = next((level for level in levels if tree.width(level - 1) >= _REDRAW), None)
+    fresh = next((level for level in range(tree.depth) if tree.width(level) >= _REDRAW), None)
 
-    def step(level: jax.Array, joined: jax.Array, rows_at: Callable) -> jax.Array:
+    def step(_: jax.Array, joined: jax.Array, rows_at: Callable) -> jax.Array:
         mass, node = _parted(joined)
         first = trees.children(tree, node)
         rows = rows_at(tree.nodes, first)
         if again is not None and fresh is not None:
-            mass = jnp.where(level == fresh, again * trees.reduce_rows(tree, rows), mass)
+            # Not by the number of the step: XLA copies that at each one which uses it.
+            here = node - jnp.uint32(tree.start(fresh)) < tree.start(fresh + 1) - tree.start(fresh)
+            mass = jnp.where(here, again * trees.reduce_rows(tree, rows), mass)
         child, mass = _pick(tree, rows, mass)
         return _joined(mass, first + child)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrb.ring import Clock, Ring
+from jrb.ring import Clock, Ring, first_places
 
 SLOTS = 64  # every small ring has at most so many, and all are asked for at once
 LAPS = 2**32
@@ -167,6 +167,13 @@ def test_an_emptied_ring_holds_nothing_and_no_old_generation_comes_back(ring, la
         for _ in range(2 * ring.rows):
             assert not set(generations(ring, clock)) & set(old)
             clock = advance(ring, clock, jnp.int32(1))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4096, 4097])
+def test_the_first_places_are_counted_from_0(count):
+    places = jax.jit(lambda: jnp.asarray(first_places(count)))()
+    assert places.dtype == jnp.int32
+    assert np.array_equal(places, np.arange(count))
 
 
 def test_emptied_twice_is_new_again():

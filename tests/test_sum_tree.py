@@ -509,6 +509,20 @@ def test_the_last_duplicate_wins_where_a_scatter_has_no_order(count):
     assert same_bits(np.asarray(found)[inside], expected[indices[inside]])
 
 
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("put", [trees.put_in_turns, trees.put_part_by_part])
+def test_what_is_put_in_a_later_turn_stays(put, columns):
+    rng = np.random.default_rng(9)
+    counts, expected = (40, 1, 30), np.full(50, 2, np.float32)
+    indices = rng.integers(0, 55, sum(counts)).astype(np.int32)
+    values = floats(np.repeat(rng.random(3), counts))  # in one turn, equal where indices are
+    for index, value in zip(indices, values, strict=True):
+        if index < 50:
+            expected[index] = value
+    shaped = [trees.column(each) if columns else each for each in (indices, values)]
+    assert same_bits(jax.jit(put, static_argnums=3)(jnp.full(50, 2.0), *shaped, counts), expected)
+
+
 @pytest.mark.slow
 @in_shapes
 def test_huge_masses_never_make_the_total_infinite(capacity, branching):

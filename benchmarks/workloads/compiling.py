@@ -39,7 +39,7 @@ def cases(wanted: Wanted) -> Iterator[Case]:
 def compiles(peer: Peer, setup: Setup, agents: int = 0) -> Program:
     """Compiling, from shapes alone."""
     buffer = peer.full(setup)
-    verbs = ("add", "sample") if setup.unit == "slices" else verbs_of(setup)
+    verbs = verbs_of(setup)
     carry = jax.eval_shape(lambda: carry_of(buffer, setup, verbs))
     shape = (100, agents) if agents else (100,)
     if agents:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._base import prng_keys, pytree, versions
@@ -70,7 +71,7 @@ def _anything(like: Any) -> Any:
     return _zeros_and_one(like.shape, like.dtype)
 
 
-_SMALL = 1 << 14  # bytes; a constant is part of the program
+_SMALL = 1 << 18  # bytes; a constant is part of the program
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once
@@ -91,10 +92,10 @@ def _zeros(like: Any) -> Any:
     return versions.vary(zeros, versions.varying_axes(like))
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)  # traced once
-def opaque(value: int) -> jax.Array:
-    """An int32 constant that XLA's CPU compiler does not fold; a plain one elsewhere."""
-    constant = jnp.int32(value)
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once
+def opaque(value: int, dtype: Any = np.int32) -> jax.Array:
+    """An integer constant that XLA's CPU compiler does not fold; a plain one elsewhere."""
+    constant = jnp.array(value, dtype)
     return lax.platform_dependent(
         cpu=lambda: lax.optimization_barrier(constant), default=lambda: constant
     )
@@ -201,8 +202,12 @@ def emptied(state: T, token: jax.Array) -> T:
 
 
 def _zero(leaves: list[jax.Array]) -> jax.Array:
-    """int32 zero: a bit of every leaf, shifted out, which XLA does not see through."""
-    together = functools.reduce(jnp.bitwise_or, map(some_bits, leaves), jnp.int32(0))
+    """int32 zero: a bit of every leaf, shifted out, which XLA does not see through.
+
+    To be called in `once`, which takes whole leaves: of one that was put together from two reads,
+    the first element alone would wait for one of them.
+    """
+    together = functools.reduce(lax.bitwise_or, map(some_bits, leaves), jnp.int32(0))
     return lax.shift_right_logical(together & 1, jnp.int32(1))
 
 
@@ -216,9 +221,9 @@ def some_bits(leaf: jax.Array) -> jax.Array:
         first = first.real
     if jnp.issubdtype(first.dtype, jnp.floating):
         first = first.astype(jnp.float32) if jnp.finfo(first.dtype).bits < 8 else first
-        first = lax.bitcast_convert_type(first, _UNSIGNED[first.dtype.itemsize])
+        first = lax.bitcast_convert_type(first, _INTEGERS[first.dtype.itemsize])
         first = first[0] if first.ndim else first  # of 8 bytes, two words
     return first.astype(jnp.int32)
 
 
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+_INTEGERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.int32, 8: jnp.int32}

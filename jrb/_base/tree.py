@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._base import gathering, ordering
@@ -222,10 +223,10 @@ def children(tree: Tree, node: jax.Array) -> jax.Array:
 
 
 def read(array: jax.Array, index: jax.Array) -> jax.Array:
-    """`array[index]` for float32 `[N]` and uint32 `[B]`, clipped to [0, N), read just once."""
+    """`array[index]`, `[N]` at indices `[B]`, none negative, clipped to [0, N), read just once."""
 
     def found(times: int, array: jax.Array, index: jax.Array) -> jax.Array:
-        clipped = lambda: array.at[index].get(mode="clip")
+        clipped = lambda: array.at[index.astype(jnp.uint32)].get(mode="clip")
         return gathering.read((clipped, gathering.is_few(array, index, times=times)))[0]
 
     return gathering.together(gathering.is_few(array, index), found, array, index)
@@ -234,13 +235,46 @@ def read(array: jax.Array, index: jax.Array) -> jax.Array:
 def put(
     array: jax.Array, index: jax.Array, values: jax.Array, scatter: Callable = lax.scatter
 ) -> jax.Array:
-    """`array.at[index].set(values)` for uint32 `[B]`; what lies outside is left out."""
+    """`array.at[index].set(values)`, `[N]` at indices `[B]`; what lies outside [0, N) is left out.
+
+    Integers of any kind: to convert them first would be a kernel of its own. Indices and values may
+    be columns, `[B, 1]`, too (see `column`).
+    """
     dims = lax.ScatterDimensionNumbers(
-        update_window_dims=(), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+        update_window_dims=(1,), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
     )
-    return scatter(
-        array, index.reshape(-1, 1), values, dims, mode=lax.GatherScatterMode.FILL_OR_DROP
-    )
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    return scatter(array, column(index), column(values), dims, mode=drop)
+
+
+def column(values: jax.Array) -> jax.Array:
+    """Values `[B]` as a column, `[B, 1]`: the shape that XLA's gathers and scatters want.
+
+    What else is made of them had better be made of the column: XLA compiles what is used in two
+    shapes to two kernels.
+    """
+    return values.reshape(-1, 1)
+
+
+def put_in_turns(
+    array: jax.Array, index: jax.Array, values: jax.Array, counts: tuple[int, ...]
+) -> jax.Array:
+    """`put` of the first so many elements, then of the next so many, and so on.
+
+    At once on the CPU, where a scatter goes from the first to the last.
+    """
+    if len(counts) == 1:
+        return put(array, index, values)
+    by_turns = functools.partial(put_part_by_part, counts=counts)
+    return lax.platform_dependent(array, index, values, cpu=put, default=by_turns)
+
+
+def put_part_by_part(
+    array: jax.Array, index: jax.Array, values: jax.Array, counts: tuple[int, ...]
+) -> jax.Array:
+    """`put_in_turns`, whatever order a scatter has."""
+    parts = zip(lax.split(index, counts), lax.split(values, counts), strict=True)
+    return functools.reduce(lambda array, part: put(array, *part), parts, array)
 
 
 def put_last(array: jax.Array, index: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -252,20 +286,12 @@ def put_last(array: jax.Array, index: jax.Array, values: jax.Array) -> tuple[jax
         values: float32 `[B]`.
 
     Returns:
-        The array; and what stands in it now at each index, float32 `[B]`, anything where the index
-        lies outside.
+        The array; and values, float32 `[B]`, of which `put` leaves the same ones at this index in
+        any other array: on the CPU, where a scatter goes from the first to the last, the values
+        themselves.
     """
-    return lax.platform_dependent(array, index, values, cpu=_put_in_order, default=put_in_any_order)
-
-
-def _put_in_order(
-    array: jax.Array, index: jax.Array, values: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`put_last` where a scatter goes from the first to the last."""
-    array = put(array, index, values)
-    found = read(array, index)
-    # Written once more, all of it, so that later writes, which have to wait for the read, do.
-    return put(array, index, found), found
+    in_order = lambda array, index, values: (put(array, index, values), values)
+    return lax.platform_dependent(array, index, values, cpu=in_order, default=put_in_any_order)
 
 
 def put_in_any_order(
@@ -299,23 +325,33 @@ def _last_by_scatter(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax
     return array, read(array, index).astype(jnp.int32)
 
 
-def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tree:
-    """Sets leaves, some after others, and reduces what stands over all of them.
+def set_leaves(
+    tree: Tree,
+    index: jax.Array,
+    keep: jax.Array,
+    values: jax.Array,
+    counts: tuple[int, ...] | None = None,
+) -> Tree:
+    """Sets leaves, and reduces what stands over them.
 
     Args:
         tree: N leaves.
-        sets: of each: `index`, uint32 `[B]`, in [0, N) where `keep`; `keep`, bool `[B]`, False
-            where nothing is to be set; and the values, float32 `[B]`, equal where indices are.
-
-    Where many are set, levels near the top that are hardly longer are reduced whole. For few it
-    would gain less than it takes to compile.
+        index: uint32 `[B]`, in [0, N) where `keep`.
+        keep: bool `[B]`, False where nothing is to be set.
+        values: float32 `[B]`, equal where indices are, or of `put_last`.
+        counts: the first so many are set before the next so many, and so on; None for all at once.
     """
-    nodes = []
-    for index, keep, values in sets:
-        nodes.append(jnp.where(keep, index, 0) + jnp.uint32(tree.leaf))
-        kept = jnp.where(keep, nodes[-1], jnp.uint32(tree.nodes.size))
-        tree = tree.replace(put(tree.nodes, kept, values))
-    node = jnp.concatenate(nodes)
+    node = jnp.where(keep, index + jnp.uint32(tree.leaf), jnp.uint32(tree.nodes.size))
+    nodes = put_in_turns(tree.nodes, node, values, counts or (node.size,))
+    return reduce_above(tree.replace(nodes), node)
+
+
+def reduce_above(tree: Tree, node: jax.Array) -> Tree:
+    """Reduces what stands over these leaves, by the numbers of their nodes, uint32 `[B]`.
+
+    Numbers that lie beyond all nodes mean nothing. Where there are many, levels near the top that
+    are hardly longer are reduced whole. For few it would gain less than it takes to compile.
+    """
     longest = _WHOLE * node.size if node.size >= _MANY else 0
     whole = sum(tree.width(level) <= longest for level in range(tree.depth))
     tree = _reduce_paths(tree, node, tree.depth - whole)
@@ -324,14 +360,19 @@ def set_leaves(tree: Tree, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Tre
 
 def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
     """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up."""
+    somewhere = jnp.uint32(tree.leaf)  # for nodes that there are not
+    above = parent(tree, jnp.where(node < tree.nodes.size, node, somewhere))
 
     def climb(_: jax.Array, carry: tuple, rows_at: Callable) -> tuple:
-        nodes, node = carry
-        above = parent(tree, node)
-        return put(nodes, above, reduce_rows(tree, rows_at(nodes, children(tree, above)))), above
+        nodes, above = carry
+        rows = rows_at(nodes, children(tree, above))
+        nodes = put(nodes, above, reduce_rows(tree, rows))
+        # Known after the write, so that it may overwrite the nodes that were written.
+        bits = lax.bitcast_convert_type(nodes[:1], jnp.uint32)
+        later = lax.shift_right_logical(lax.bitwise_and(bits, np.uint32(1)), np.uint32(1))
+        return nodes, parent(tree, above) + later
 
-    column = node.reshape(-1, 1)  # the shape that gather and scatter want: one kernel less a level
-    start = (tree.nodes, column)
+    start = (tree.nodes, column(above))
     (nodes, _), _ = gathering.loop(levels, climb, start, tree.nodes, node.size, tree.branching)
     return tree.replace(nodes)
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._base import ordering, pytree
+from jrb._base import tree as trees
 from jrb._engine import lanes, rows
 from jrb._engine.lanes import LaneQueues
 from jrb.held import Held
-from jrb.ring import Ring
+from jrb.ring import Ring, first_places
 from jrb.types import Anchors, Change, Context, Write
 
 
@@ -178,11 +179,12 @@ def _after_write(
 
 def append(ring: Ring, queue: AnchorQueue, slots: jax.Array) -> AnchorQueue:
     """Slots join the end, int32 `[K]`; N or more where there is none."""
+    slots = trees.column(slots)
     joins = slots < ring.capacity
-    place = queue.count + jnp.cumsum(joins, dtype=jnp.int32) - 1
+    place = queue.count + jnp.cumsum(joins, axis=0, dtype=jnp.int32) - 1
     at = jnp.where(joins, ring.slot_after(queue.head, place), ring.capacity)
     return queue.replace(
-        slots=queue.slots.at[at].set(slots, mode="drop"),
+        slots=trees.put(queue.slots, at, slots),
         count=queue.count + jnp.sum(joins, dtype=jnp.int32),
     )
 
@@ -203,7 +205,7 @@ def remove(
         first: how many from the head may be among them.
         prefix: True if nobody who stays stands before one who leaves.
     """
-    place = jnp.arange(min(first, ring.capacity), dtype=jnp.int32)
+    place = first_places(min(first, ring.capacity))
     at = ring.slot_after(queue.head, place)
     slots = rows.read(queue.slots, at)
     here = place < queue.count

@@ -58,7 +58,7 @@ def _counted(draws: jax.Array, slots: jax.Array, mask: jax.Array, before: jax.Ar
     counts = mask & (before < _MOST - slots.size)
     at = jnp.where(counts, slots, draws.size) + ordering.token(before)
     one = jnp.ones(slots.shape, jnp.int32)
-    return trees.put(draws, at.astype(jnp.uint32), one, lax.scatter_add)
+    return trees.put(draws, at, one, lax.scatter_add)
 
 
 def adopted(new: PartState, old: PartState, slots: jax.Array, places: jax.Array) -> Any:

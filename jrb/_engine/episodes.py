@@ -147,7 +147,9 @@ def mark_newest(context: Context, ended: jax.Array, which: jax.Array) -> jax.Arr
     return ended.at[newest(context, which)].set(True, mode="drop")
 
 
-def lengths(before: jax.Array, done: jax.Array, write: Write, most: int) -> jax.Array:
+def lengths(
+    before: jax.Array, done: jax.Array, write: Write, most: int
+) -> tuple[jax.Array, jax.Array]:
     """How long the running episode is at each row, that row included, and after the call.
 
     Args:
@@ -157,13 +159,14 @@ def lengths(before: jax.Array, done: jax.Array, write: Write, most: int) -> jax.
         most: lengths above are given as this.
 
     Returns:
-        int32 `[T + 1, E]`; the last row is `before` of the next call. Rows that do not pass mean
-        nothing.
+        int32 `[T, E]`, where rows that do not pass mean nothing; and int32 `[E]`, `before` of the
+        next call.
     """
     written, passed = write.times
-    ends = jnp.where(done & written, passed, -before)
-    ends = jnp.concatenate([-before[None], lax.cummax(ends, axis=0)])
-    return jnp.minimum(jnp.concatenate([passed, passed[-1:]]) - ends, most)
+    start = jnp.broadcast_to(-before, done.shape[1:])
+    ends = lax.cummax(jnp.where(done & written, passed, start), axis=0)
+    began = jnp.concatenate([start[None], ends[:-1]]) if len(done) > 1 else start[None]
+    return jnp.minimum(passed - began, most), jnp.minimum(passed[-1] - ends[-1], most)
 
 
 def steps_ahead(
@@ -264,9 +267,9 @@ def after_write(
     """
     ring, held, (expired, came) = context.ring, context.held, write.lengths
     written, passed = write.times
-    length = lengths(state.length, done, write, enough + 1)
-    begins = written & (length[:-1] == enough)
-    ends = written & done & (length[:-1] >= enough)
+    length, running = lengths(state.length, done, write, enough + 1)
+    begins = written & (length == enough)
+    ends = written & done & (length >= enough)
     number = jnp.cumsum(begins, axis=0, dtype=jnp.int32)
     room, env = state.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
     place = (state.head + state.count - 1 + number) % room
@@ -283,7 +286,7 @@ def after_write(
         last=put(state.last, ends, jnp.broadcast_to(time, done.shape)),
         head=(state.head + surplus) % room,
         count=count - surplus,
-        length=length[-1],
+        length=running,
         now=state.now + came.astype(jnp.uint32),
     )
     rows_held = held.rows(ring) + came - expired

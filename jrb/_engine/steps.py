@@ -132,7 +132,8 @@ def _given(buffer: Buffer, write: Write, items: Item, priorities: jax.Array | No
         )
     found = brought if priorities is None else priorities
     flat = None if found is None else found.astype(jnp.float32).reshape(-1)
-    return Given(slots=write.slots.reshape(-1), written=write.times[0], priorities=flat)
+    first = write.starts[0] if write.consecutive else None
+    return Given(write.slots.reshape(-1), write.times[0], priorities=flat, first=first)
 
 
 def _learned(

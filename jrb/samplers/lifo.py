@@ -177,7 +177,7 @@ class Lifo(Sampler):
 
 def _numbers(ring: Ring, state: Pile, at: jax.Array) -> jax.Array:
     """The numbers so far from the bottom, uint32 like `at` (int32 `[B]`, in [0, N))."""
-    index = ring.slot_after(state.bottom, at).astype(jnp.uint32)
+    index = ring.slot_after(state.bottom, at)
     dims = lax.GatherDimensionNumbers((), (0,), (0,))
     read = lambda: lax.gather(state.numbers, index[:, None], dims, (1,), mode="clip")
     return ordering.read(read)
@@ -208,6 +208,6 @@ def _laid(ring: Ring, state: Pile, new: jax.Array, most: int) -> Pile:
     """The last `new` anchors, int32 `[]`, of at most so many, are laid on top."""
     place = jnp.arange(most, dtype=jnp.int32)
     at = ring.slot_after(state.bottom, jnp.minimum(state.count + place, ring.capacity))
-    at = jnp.where(place < new, at, ring.capacity).astype(jnp.uint32)
+    at = jnp.where(place < new, at, ring.capacity)
     numbers = state.following - (new - place).astype(jnp.uint32)
     return state.replace(numbers=trees.put(state.numbers, at, numbers), count=state.count + new)

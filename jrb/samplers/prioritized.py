@@ -170,10 +170,10 @@ class Prioritized(Sampler):
         elif change.expired is not None:
             state = self._without_run(ring, state, change.expired)
         state, new = self._entering(ring, state, change, default)
-        sets = [(*_in_range(ring, left), _none_at(left))] if left.size else []
-        if not change.consecutive and change.entered.size:
-            sets.append((*_in_range(ring, change.entered), new))
-        state = self._set(state, *sets) if sets else state
+        sets = [(left, _none_at(left))]
+        if not change.consecutive:
+            sets.append((change.entered, new))
+        state = self._set(ring, state, *sets)
         return self._set_run(state, change.entered[0], new) if change.consecutive else state
 
     def _entering(
@@ -191,15 +191,13 @@ class Prioritized(Sampler):
                 ),
                 refused=state.refused + jnp.sum(wrong, dtype=jnp.uint32),
             )
-        if waiting is not None and given is not None:
-            slots = given.slots.astype(jnp.uint32)
-            waiting = trees.put(waiting, slots, _none_at(slots) if own is None else own)
-        if waiting is not None and change.entered.size:
-            at = jnp.minimum(change.entered, ring.capacity - 1).astype(jnp.uint32)
-            own = trees.read(waiting, at)
+        if waiting is not None:
+            entered = trees.column(change.entered)
+            waiting = _noted(waiting, given, own)
+            own = trees.read(waiting, entered)
             none = jnp.minimum(own, _NO_ANCHOR)  # what it is in any case, once `own` was read
-            waiting = trees.put(waiting, change.entered.astype(jnp.uint32), none)
-            state = state.replace(waiting=waiting)
+            state = state.replace(waiting=trees.put(waiting, entered, none))
+            own = own.reshape(-1)
         if own is None:
             return state, jnp.broadcast_to(default, change.entered.shape)
         if default.ndim:  # of each row of time; as many anchors enter with each
@@ -227,7 +225,7 @@ class Prioritized(Sampler):
         )
 
     def _clear(self, ring: Ring, state: Priorities, slots: jax.Array) -> Priorities:
-        return self._set(state, (*_in_range(ring, slots), _none_at(slots)))
+        return self._set(ring, state, (slots, _none_at(slots)))
 
     def _new_priority(self, state: Priorities, given: Given | None) -> jax.Array:
         """The priority of new items, float32 `[]`; or `[T]`, of those that come with each row."""
@@ -258,7 +256,8 @@ class Prioritized(Sampler):
         """
         words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
         some = total > 0
-        mask = jnp.broadcast_to((anchors.count > 0) & (some | ~state.dropped), (batch_size,))
+        none = (anchors.count == 0) | (state.dropped & ~some)
+        mask = jnp.broadcast_to(~none, (batch_size,))
         alike = anchors.drawn(random_bits.below(anchors.count, *words), mask, key)
         beta = self.exponent(beta)
         divisor = self._divisor(state, anchors, mass, total)
@@ -337,22 +336,22 @@ class Prioritized(Sampler):
             state: the sampler's state.
             slots: int32 `[B]`.
             priorities: float32 `[B]`. One that is NaN, infinite or negative is refused and counted:
-                the old one stays.
+                the old one stays. Of the others, each was seen, replaced or not.
             ok: bool `[B]`, False where nothing is to be done.
         """
         index = slots.astype(jnp.uint32)
         member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
         good = _is_priority(priorities)
         index = jnp.where(member & good, index, jnp.uint32(ring.capacity))
-        raw, new = trees.put_last(state.raw, index, priorities)
+        raw, last = trees.put_last(state.raw, index, priorities)
         kept = index < ring.capacity
+        greatest = jnp.max(jnp.where(kept, priorities, 0.0), initial=0.0)
         state = state.replace(
             raw=raw,
-            highest=jnp.maximum(state.highest, jnp.max(jnp.where(kept, new, 0.0), initial=0.0)),
+            highest=jnp.maximum(state.highest, greatest),
             refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
         )
-        put = lambda tree, leaf: trees.set_leaves(tree, (index, kept, leaf))
-        return self._put(state, new, put)
+        return self._put(state, last, lambda tree, leaf: trees.set_leaves(tree, index, kept, leaf))
 
     def drop(self, ring: Ring, state: Priorities, slots: jax.Array, ok: jax.Array) -> Priorities:
         """No mass for anchors, whatever priorities they get later; until the slot is overwritten.
@@ -361,9 +360,9 @@ class Prioritized(Sampler):
         """
         index = slots.astype(jnp.uint32)
         member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
-        index = jnp.where(member, index, jnp.uint32(ring.capacity))
         state = state.replace(dropped=state.dropped | member.any())
-        return self._set(state, (index, member, jnp.full(slots.shape, DROPPED, jnp.float32)))
+        dropped = jnp.full(slots.shape, DROPPED, jnp.float32)
+        return self._set(ring, state, (jnp.where(member, slots, ring.capacity), dropped))
 
     def priorities(self, state: Priorities) -> jax.Array:
         """The priorities p."""
@@ -455,24 +454,25 @@ class Prioritized(Sampler):
             refused=jnp.sum(jnp.stack([jnp.asarray(one.refused) for one in states])),
         )
 
-    def _set(self, state: Priorities, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Priorities:
+    def _set(self, ring: Ring, state: Priorities, *sets: tuple[jax.Array, jax.Array]) -> Priorities:
         """Priorities at slots, some after others.
 
         Args:
+            ring: the ring's shape.
             state: the sampler's state.
-            sets: of each: slots, uint32 `[K]`; `keep`, bool `[K]`, which of them there are; and the
-                priorities, float32 `[K]`, equal where slots are.
+            sets: of each: slots, int32 `[K]`, N where there is none; and the priorities, float32
+                `[K]`, equal where slots are.
         """
-        for index, keep, raw in sets:
-            kept = jnp.where(keep, index, jnp.uint32(state.raw.size))
-            state = state.replace(raw=trees.put(state.raw, kept, raw))
-        slots, keeps, raws = zip(*sets, strict=True)
-        edges = np.cumsum([raw.size for raw in raws])[:-1]
-
-        def put(tree: Tree, leaf: jax.Array) -> Tree:
-            return trees.set_leaves(tree, *zip(slots, keeps, jnp.split(leaf, edges), strict=True))
-
-        return self._put(state, jnp.concatenate(raws), put)
+        sets = tuple(one for one in sets if one[0].size)
+        if not sets:
+            return state
+        columns = (map(trees.column, one) for one in sets)
+        slots, new = map(jnp.concatenate, zip(*columns, strict=True))
+        counts, keep = tuple(one.size for one, _ in sets), slots < ring.capacity
+        state = state.replace(raw=trees.put_in_turns(state.raw, slots, new, counts))
+        index = slots.astype(jnp.uint32)
+        put = lambda tree, leaf: trees.set_leaves(tree, index, keep, leaf, counts)
+        return self._put(state, new, put)
 
     def _set_run(self, state: Priorities, first: jax.Array, raw: jax.Array) -> Priorities:
         """Priorities, float32 `[K]`, at the slots from `first` on."""
@@ -548,8 +548,18 @@ def _laid_in_runs(sampler: Prioritized, state: Priorities, changed: jax.Array) -
     trips = -(-capacity // size) * ordering.alone(changed)
     laid, read = ordering.loop(trips, lay, (state, jnp.zeros_like(changed)))
     # Nothing is put there: it is for later writes, which have to wait for what was read.
-    nowhere = (capacity + read).astype(jnp.uint32)[None]
+    nowhere = (capacity + read)[None]
     return laid.replace(raw=trees.put(laid.raw, nowhere, jnp.zeros(1, jnp.float32)))
+
+
+def _noted(waiting: jax.Array, given: Given | None, priorities: jax.Array | None) -> jax.Array:
+    """What waits for items to become anchors, float32 `[N]`, with priorities of those written."""
+    if given is None:
+        return waiting
+    new = _none_at(given.slots) if priorities is None else priorities
+    if given.first is None:
+        return trees.put(waiting, given.slots, new)
+    return lax.dynamic_update_slice_in_dim(waiting, new, given.first, axis=0)
 
 
 def _greatest(priorities: jax.Array, written: jax.Array) -> jax.Array:
@@ -565,11 +575,6 @@ def _is_priority(number: Any) -> jax.Array:
 def _none_at(slots: jax.Array) -> jax.Array:
     """What stands for the priority where there is no anchor, float32 `[K]`."""
     return jnp.full(slots.shape, _NO_ANCHOR, jnp.float32)
-
-
-def _in_range(ring: Ring, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Slots as uint32, and which of them there are."""
-    return slots.astype(jnp.uint32), slots < ring.capacity
 
 
 def _check_number(name: str, value: object, also: str = "") -> None:

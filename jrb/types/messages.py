@@ -150,11 +150,13 @@ class Given:
             an anchor (`Unit.waits`), an anchor that enters stands at the same place in `entered`.
         written: bool `[T, 1]` or `[T, E]`, the rows of time that passed, of K / T items each.
         priorities: float32 `[K]`; None where none came.
+        first: int32 `[]`, the first of the slots if they all follow one another; else None.
     """
 
     slots: jax.Array
     written: jax.Array
     priorities: jax.Array | None
+    first: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -165,9 +165,9 @@ class FrameStack(Unit):
         """Anchors of the inner unit enter; they leave when the ring's tail cuts their stack."""
         inner, change = self.unit.on_write(context, state.unit, write, items)
         done = episodes.ending(context, write, items)
-        length = episodes.lengths(state.length, done, write, self.k)
+        length, running = episodes.lengths(state.length, done, write, self.k)
         later = rows.after(write, anchor_queue.waited(state.queue))  # `back` was read for it
-        back = rows.put(state.back, later, (length[:-1] - 1).astype(state.back.dtype))
+        back = rows.put(state.back, later, (length - 1).astype(state.back.dtype))
         reach = lambda slots: rows.get(back, slots).astype(jnp.int32)
         entered = _still_whole(context, write, change.entered, reach)
         anchors, own = anchor_queue.after_write(
@@ -186,7 +186,7 @@ class FrameStack(Unit):
             left_from=own.left_from,
             moved=own.moved,
         )
-        state = state.replace(back=back, length=length[-1], queue=anchors, unit=inner)
+        state = state.replace(back=back, length=running, queue=anchors, unit=inner)
         return state, own
 
     def truncate(

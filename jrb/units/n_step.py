@@ -172,12 +172,12 @@ class NStep(Unit):
         ended = rows.put(state.ended, write, done)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), every_slot(context, write)
-        length = episodes.lengths(state.length, done, write, self.n)
-        complete = self._complete(context, write, done, length[:-1])
+        length, running = episodes.lengths(state.length, done, write, self.n)
+        complete = self._complete(context, write, done, length)
         anchors, change = anchor_queue.after_write(
             context, state.queue, write, complete, self.lag if context.ring.envs > 1 else 0
         )
-        state = state.replace(ended=ended, length=length[-1], queue=anchors)
+        state = state.replace(ended=ended, length=running, queue=anchors)
         return state, change
 
     def _complete(

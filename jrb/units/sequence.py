@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._base import checks, display, pytree
 from jrb._engine import anchor_queue, episodes, rows, whole_episodes
@@ -221,18 +222,17 @@ class Sequence(Unit):
     ) -> tuple[Windows, Change]:
         """A row enters when written; whole windows and episodes do with their last row."""
         done = episodes.ending(context, write, items)
-        length = episodes.lengths(state.length, done, write, self._most(context.ring))
-        state = self._marked(state, write, done, length)
+        most = self._most(context.ring)
+        length, running = episodes.lengths(state.length, done, write, most)
+        state = self._marked(state, write, done, length - 1, running)
         if state.queue is not None:
-            entered = self._starts(context, state, write, length[:-1])
+            entered = self._starts(context, state, write, length)
             queue, change = anchor_queue.after_write(context, state.queue, write, entered, slack=0)
             return state.replace(queue=queue), change
         if state.episodes is None:
             return state, every_slot(context, write)
         if self.over == "whole":
-            table, change = whole_episodes.after_write(
-                context, state.episodes, write, done, length[:-1]
-            )
+            table, change = whole_episodes.after_write(context, state.episodes, write, done, length)
         else:
             table, change, _ = episodes.after_write(
                 context, state.episodes, write, done, self._enough
@@ -245,9 +245,24 @@ class Sequence(Unit):
             return 2**31 - 1
         return ring.rows + 1 if self.over == "whole" else max(self._enough, 2)
 
-    def _marked(self, state: Windows, write: Write, done: jax.Array, length: jax.Array) -> Windows:
-        """The state that knows of these rows, bool `[T, E]`, int32 `[T + 1, E]`; not the queue."""
-        before, running, later = length[:-1] - 1, length[-1], write
+    def _marked(
+        self,
+        state: Windows,
+        write: Write,
+        done: jax.Array,
+        before: jax.Array,
+        running: jax.Array,
+    ) -> Windows:
+        """The state, but for its queue, that knows of these rows.
+
+        Args:
+            state: the one that does not.
+            write: the rows.
+            done: bool `[T, E]`, which end their episodes.
+            before: int32 `[T, E]`, the rows of its episode before each.
+            running: int32 `[E]`, the rows of the episode that goes on.
+        """
+        later = write
         if self.period == 1:
             before = jnp.minimum(before, 1)
         else:
@@ -340,31 +355,39 @@ class Sequence(Unit):
     ) -> Look:
         """Every leaf at every row of the window."""
         ring, ended = context.ring, None if self.across else state.ended
-        before, after = jnp.int32(0), jnp.int32(self.length)
+        cut = self._pads or self.burn_in > 0
+        of: Any = jnp if cut else np  # whole windows are known while they are traced
+        before, after = of.int32(0), of.int32(self.length)
         if self._pads:
             after = episodes.steps_ahead(context, ended, slots, self.length)[:, None]
         if self.burn_in:
             before = episodes.steps_back(context, ended, slots, self.burn_in)[:, None]
-        step = jnp.arange(-self.burn_in, self.length, dtype=jnp.int32)
-        real = mask[:, None] & (step >= -before) & (step < after)
-        near = jnp.clip(step, -before, after - 1)
-        ahead = jnp.where(near < 0, near + ring.rows, near) * ring.envs
-        window = ring.slot_after(slots[:, None], jnp.broadcast_to(ahead, real.shape))
-        start = window[:, :1]
+        step = of.arange(-self.burn_in, self.length, dtype=np.int32)
+        real = mask[:, None] & ((step >= -before) & (step < after))
+        near = of.clip(step, -before, after - 1)
+        ahead = of.where(near < 0, near + ring.rows, near) * ring.envs
+        window = ring.slot_after(slots[:, None], ahead)
+        start = window[:, :1] if cut else slots[:, None]
         where: Where = lambda name: start if self._is_single(name) else window
-        if ring.envs == 1 and not (self._pads or self.burn_in):
+        if ring.envs == 1 and not cut:
             where = Consecutive(where)
-        marks = self._marks(state, window, step == -before, step == after - 1)
+        ends = (window, window) if self.across else (start, window[:, -1:])
+        marks = self._marks(state, *ends, step == -before, step == after - 1)
         return Look(where=where, mask=real, info={name: real & at for name, at in marks.items()})
 
     def _marks(
-        self, state: Windows, window: jax.Array, oldest: jax.Array, newest: jax.Array
+        self,
+        state: Windows,
+        begin: jax.Array,
+        end: jax.Array,
+        oldest: jax.Array | np.ndarray,
+        newest: jax.Array | np.ndarray,
     ) -> dict[str, jax.Array]:
-        """Where episodes begin and end in windows, bool like the slots `[B, burn_in + L]`.
+        """Where episodes begin and end in windows, bool like their slots `[B, burn_in + L]`.
 
-        Unless windows run across, that can only be at their oldest and newest rows.
+        Unless windows run across, that can only be at their oldest and newest rows, and the slots
+        `begin` and `end`, `[B, 1]`, are of the first and the last.
         """
-        begin, end = (window, window) if self.across else (window[:, :1], window[:, -1:])
         before, last = rows.read_each((state.before, begin), (state.ended, end))
         first = before == 0
         if self.across:

@@ -230,6 +230,15 @@ def test_new_items_enter_with_their_priority(rule, raw):
     assert state.sampler.raw.tolist() == raw
 
 
+@pytest.mark.parametrize(("rule", "new"), [("max", 9), ("max_in_buffer", 2)])
+def test_a_priority_that_another_one_of_the_batch_replaced_was_seen(rule, new):
+    buffer, state = filled(jrb.Prioritized(new_priority=rule), 2, 3)
+    slots, given = np.array([0, 1, 0]), np.array([9, 2, 1], np.float32)
+    state = buffer.update_priority(state, slots, given)
+    state = buffer.add(state, jnp.int32(0))
+    assert state.sampler.raw.tolist() == [1, 2, new]
+
+
 def test_max_in_buffer_forgets_what_was_overwritten():
     buffer, state = filled(jrb.Prioritized(new_priority="max_in_buffer"), 3)
     state = priorities(buffer, state, [9, 2, 3])

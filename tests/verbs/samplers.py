@@ -110,15 +110,16 @@ class Priorities(Alike):
     told_anew = changed
 
     def update(self, rows, priorities):
-        kept = {}
+        seen = [self.highest]
         for row, priority in zip(rows, priorities, strict=True):
             if row is None or row.priority is None or row.priority < 0:
                 continue
             if not is_priority(priority):
                 self.refused += 1
             else:
-                kept[row] = row.priority = priority
-        self.highest = max([self.highest, *kept.values()])
+                row.priority = priority
+                seen.append(priority)
+        self.highest = max(seen)
 
     def adopt(self, old, anchors):
         if self.sampler == old.sampler:
