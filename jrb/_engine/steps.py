@@ -363,7 +363,7 @@ def finish(
 
 def wait(state: BufferState, sample: Sample) -> BufferState:
     """The same state, in which later writes wait for what the sample was read from."""
-    return _after(state, ordering.token(_read(sample)))
+    return _after(state, ordering.token((_read(sample), sample.mask)))
 
 
 def _after(state: BufferState, token: jax.Array) -> BufferState:
@@ -396,7 +396,7 @@ def still_there(
     """The state, in which writes wait for the sample; its slots, and which hold what was drawn."""
     current = buffer.writer.stamp(buffer.ring, state.writer, sample.indices) == sample.stamp
     drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
-    token = ordering.token((_read(sample), current))
+    token = ordering.token((_read(sample), drawn, current))
     return _after(state, token), sample.indices + token, current & drawn
 
 
@@ -412,12 +412,12 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
 
 
 def _read(sample: Sample) -> Any:
-    """What a later write must wait for.
+    """What a later write must wait for, beside the mask.
 
     Probabilities and weights are left out, so that nothing computes them if nobody wants them: the
     indices wait for what a sampler reads.
     """
-    return sample.data, sample.indices, sample.mask, sample.info, sample.stamp
+    return sample.data, sample.indices, sample.info, sample.stamp
 
 
 @by_description()
