@@ -367,14 +367,24 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
         nodes, above = carry
         rows = rows_at(nodes, children(tree, above))
         nodes = put(nodes, above, reduce_rows(tree, rows))
-        # Known after the write, so that it may overwrite the nodes that were written.
-        bits = lax.bitcast_convert_type(nodes[:1], jnp.uint32)
-        later = lax.shift_right_logical(lax.bitwise_and(bits, np.uint32(1)), np.uint32(1))
-        return nodes, parent(tree, above) + later
+        return nodes, parent(tree, above) + _zero_after(nodes)
 
     start = (tree.nodes, column(above))
     (nodes, _), _ = gathering.loop(levels, climb, start, tree.nodes, node.size, tree.branching)
     return tree.replace(nodes)
+
+
+def _zero_after(nodes: jax.Array) -> jax.Array:
+    """uint32 zero, on the CPU not known before the nodes are.
+
+    There, in a loop, what the nodes were written at can then be overwritten, and is not copied.
+    """
+
+    def zero(nodes: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(nodes[0], jnp.uint32)
+        return lax.shift_right_logical(lax.bitwise_and(bits, np.uint32(1)), np.uint32(1))
+
+    return lax.platform_dependent(nodes, cpu=zero, default=lambda _: jnp.uint32(0))
 
 
 def _reduce_level(tree: Tree, level: int) -> Tree:
