@@ -379,12 +379,10 @@ def _zero_after(nodes: jax.Array) -> jax.Array:
 
     There, in a loop, what the nodes were written at can then be overwritten, and is not copied.
     """
-
-    def zero(nodes: jax.Array) -> jax.Array:
-        bits = lax.bitcast_convert_type(nodes[0], jnp.uint32)
-        return lax.shift_right_logical(lax.bitwise_and(bits, np.uint32(1)), np.uint32(1))
-
-    return lax.platform_dependent(nodes, cpu=zero, default=lambda _: jnp.uint32(0))
+    bits = lax.bitcast_convert_type(nodes[0], jnp.uint32)
+    one = np.uint32(1)
+    zero = lambda bits: lax.shift_right_logical(lax.bitwise_and(bits, one), one)
+    return lax.platform_dependent(bits, cpu=zero, default=jnp.zeros_like)
 
 
 def _reduce_level(tree: Tree, level: int) -> Tree:
