@@ -130,7 +130,7 @@ def room_for(array: jax.Array, *shape: int) -> jax.Array:
 
 def put(room: jax.Array, rows: jax.Array) -> jax.Array:
     """The room with these rows, `[B, ...]`, in it."""
-    at = ordering.opaque(0, jnp.uint32)  # not negative: nothing is done about that
+    at = ordering.opaque(0, jnp.uint32)  # of a signed one JAX asks whether it counts from the end
     return _put_slice(room, rows, (at, *[jnp.zeros_like(at)] * (rows.ndim - 1)))
 
 

@@ -202,13 +202,18 @@ def emptied(state: T, token: jax.Array) -> T:
 
 
 def _zero(leaves: list[jax.Array]) -> jax.Array:
-    """int32 zero: a bit of every leaf, shifted out, which XLA does not see through.
+    """int32 zero, made of a bit of every leaf.
 
     To be called in `once`, which takes whole leaves: of one that was put together from two reads,
     the first element alone would wait for one of them.
     """
-    together = functools.reduce(lax.bitwise_or, map(some_bits, leaves), jnp.int32(0))
-    return lax.shift_right_logical(together & 1, jnp.int32(1))
+    return hidden_zero(functools.reduce(lax.bitwise_or, map(some_bits, leaves), jnp.int32(0)))
+
+
+def hidden_zero(bits: jax.Array) -> jax.Array:
+    """Zero, made of integers, by shifting out a bit, which XLA does not see through."""
+    one = np.ones((), bits.dtype)
+    return lax.shift_right_logical(lax.bitwise_and(bits, one), one)
 
 
 def some_bits(leaf: jax.Array) -> jax.Array:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jrb._base import gathering, ordering
@@ -328,7 +327,6 @@ def _last_by_scatter(array: jax.Array, index: jax.Array) -> tuple[jax.Array, jax
 def set_leaves(
     tree: Tree,
     index: jax.Array,
-    keep: jax.Array,
     values: jax.Array,
     counts: tuple[int, ...] | None = None,
 ) -> Tree:
@@ -336,12 +334,13 @@ def set_leaves(
 
     Args:
         tree: N leaves.
-        index: uint32 `[B]`, in [0, N) where `keep`.
-        keep: bool `[B]`, False where nothing is to be set.
+        index: integers `[B]`; what lies outside [0, N) is left out.
         values: float32 `[B]`, equal where indices are, or of `put_last`.
         counts: the first so many are set before the next so many, and so on; None for all at once.
     """
-    node = jnp.where(keep, index + jnp.uint32(tree.leaf), jnp.uint32(tree.nodes.size))
+    index = index.astype(jnp.uint32)  # a negative one is a large number here
+    beyond = jnp.uint32(tree.nodes.size)
+    node = jnp.where(index < tree.capacity, index + jnp.uint32(tree.leaf), beyond)
     nodes = put_in_turns(tree.nodes, node, values, counts or (node.size,))
     return reduce_above(tree.replace(nodes), node)
 
@@ -379,10 +378,8 @@ def _zero_after(nodes: jax.Array) -> jax.Array:
 
     There, in a loop, what the nodes were written at can then be overwritten, and is not copied.
     """
-    bits = lax.bitcast_convert_type(nodes[0], jnp.uint32)
-    one = np.uint32(1)
-    zero = lambda bits: lax.shift_right_logical(lax.bitwise_and(bits, one), one)
-    return lax.platform_dependent(bits, cpu=zero, default=jnp.zeros_like)
+    bits = ordering.some_bits(nodes).astype(jnp.uint32)
+    return lax.platform_dependent(bits, cpu=ordering.hidden_zero, default=jnp.zeros_like)
 
 
 def _reduce_level(tree: Tree, level: int) -> Tree:

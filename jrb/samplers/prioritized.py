@@ -173,7 +173,7 @@ class Prioritized(Sampler):
         sets = [(left, _none_at(left))]
         if not change.consecutive:
             sets.append((change.entered, new))
-        state = self._set(ring, state, *sets)
+        state = self._set(state, *sets)
         return self._set_run(state, change.entered[0], new) if change.consecutive else state
 
     def _entering(
@@ -211,7 +211,8 @@ class Prioritized(Sampler):
         def clear(trip: jax.Array, state: Priorities) -> Priorities:
             done = jnp.minimum(trip * chunk, expired.count)
             rest = Held(first=ring.slot_after(expired.first, done), count=expired.count - done)
-            return self._clear(ring, state, rest.run(ring, chunk))
+            slots = rest.run(ring, chunk)
+            return self._set(state, (slots, _none_at(slots)))
 
         def clear_at_once() -> Priorities:
             slots = jnp.arange(ring.capacity, dtype=jnp.int32)
@@ -223,9 +224,6 @@ class Prioritized(Sampler):
             cpu=lambda: ordering.loop(trips, clear, state),
             default=clear_at_once,  # the trips would be unknown
         )
-
-    def _clear(self, ring: Ring, state: Priorities, slots: jax.Array) -> Priorities:
-        return self._set(ring, state, (slots, _none_at(slots)))
 
     def _new_priority(self, state: Priorities, given: Given | None) -> jax.Array:
         """The priority of new items, float32 `[]`; or `[T]`, of those that come with each row."""
@@ -344,14 +342,13 @@ class Prioritized(Sampler):
         good = _is_priority(priorities)
         index = jnp.where(member & good, index, jnp.uint32(ring.capacity))
         raw, last = trees.put_last(state.raw, index, priorities)
-        kept = index < ring.capacity
-        greatest = jnp.max(jnp.where(kept, priorities, 0.0), initial=0.0)
+        greatest = jnp.max(jnp.where(index < ring.capacity, priorities, 0.0), initial=0.0)
         state = state.replace(
             raw=raw,
             highest=jnp.maximum(state.highest, greatest),
             refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
         )
-        return self._put(state, last, lambda tree, leaf: trees.set_leaves(tree, index, kept, leaf))
+        return self._put(state, last, lambda tree, leaf: trees.set_leaves(tree, index, leaf))
 
     def drop(self, ring: Ring, state: Priorities, slots: jax.Array, ok: jax.Array) -> Priorities:
         """No mass for anchors, whatever priorities they get later; until the slot is overwritten.
@@ -362,7 +359,7 @@ class Prioritized(Sampler):
         member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
         state = state.replace(dropped=state.dropped | member.any())
         dropped = jnp.full(slots.shape, DROPPED, jnp.float32)
-        return self._set(ring, state, (jnp.where(member, slots, ring.capacity), dropped))
+        return self._set(state, (jnp.where(member, slots, ring.capacity), dropped))
 
     def priorities(self, state: Priorities) -> jax.Array:
         """The priorities p."""
@@ -454,11 +451,10 @@ class Prioritized(Sampler):
             refused=jnp.sum(jnp.stack([jnp.asarray(one.refused) for one in states])),
         )
 
-    def _set(self, ring: Ring, state: Priorities, *sets: tuple[jax.Array, jax.Array]) -> Priorities:
+    def _set(self, state: Priorities, *sets: tuple[jax.Array, jax.Array]) -> Priorities:
         """Priorities at slots, some after others.
 
         Args:
-            ring: the ring's shape.
             state: the sampler's state.
             sets: of each: slots, int32 `[K]`, N where there is none; and the priorities, float32
                 `[K]`, equal where slots are.
@@ -468,10 +464,9 @@ class Prioritized(Sampler):
             return state
         columns = (map(trees.column, one) for one in sets)
         slots, new = map(jnp.concatenate, zip(*columns, strict=True))
-        counts, keep = tuple(one.size for one, _ in sets), slots < ring.capacity
+        counts = tuple(one.size for one, _ in sets)
         state = state.replace(raw=trees.put_in_turns(state.raw, slots, new, counts))
-        index = slots.astype(jnp.uint32)
-        put = lambda tree, leaf: trees.set_leaves(tree, index, keep, leaf, counts)
+        put = lambda tree, leaf: trees.set_leaves(tree, slots, leaf, counts)
         return self._put(state, new, put)
 
     def _set_run(self, state: Priorities, first: jax.Array, raw: jax.Array) -> Priorities:

@@ -371,23 +371,23 @@ class Sequence(Unit):
         where: Where = lambda name: start if self._is_single(name) else window
         if ring.envs == 1 and not cut:
             where = Consecutive(where)
-        ends = (window, window) if self.across else (start, window[:, -1:])
-        marks = self._marks(state, *ends, step == -before, step == after - 1)
+        marks = self._marks(state, window, start, step == -before, step == after - 1)
         return Look(where=where, mask=real, info={name: real & at for name, at in marks.items()})
 
     def _marks(
         self,
         state: Windows,
-        begin: jax.Array,
-        end: jax.Array,
+        window: jax.Array,
+        start: jax.Array,
         oldest: jax.Array | np.ndarray,
         newest: jax.Array | np.ndarray,
     ) -> dict[str, jax.Array]:
-        """Where episodes begin and end in windows, bool like their slots `[B, burn_in + L]`.
+        """Where episodes begin and end in windows, bool like the slots `[B, burn_in + L]`.
 
-        Unless windows run across, that can only be at their oldest and newest rows, and the slots
-        `begin` and `end`, `[B, 1]`, are of the first and the last.
+        Unless windows run across, that can only be at their oldest and newest rows; they begin at
+        the slots `start`, `[B, 1]`.
         """
+        begin, end = (window, window) if self.across else (start, window[:, -1:])
         before, last = rows.read_each((state.before, begin), (state.ended, end))
         first = before == 0
         if self.across:

@@ -136,9 +136,9 @@ def _place(ring: Ring, rank: jax.Array, wanted: jax.Array, i: jax.Array, carry: 
     full = state.count >= ring.capacity
     taken = wanted & (~full | (rank > lowest))
     slot = jnp.where(full, worst + jnp.minimum(state.count, 0), state.count)
-    leaf, at = slot.astype(jnp.uint32)[None], jnp.where(taken, slot, ring.capacity)
+    at = jnp.where(taken, slot, ring.capacity)
     state = state.replace(
-        ranks=trees.set_leaves(state.ranks, leaf, taken[None], rank[None]),
+        ranks=trees.set_leaves(state.ranks, at[None], rank[None]),
         stamps=state.stamps.at[at].set(state.number + i.astype(jnp.uint32), mode="drop"),
         count=state.count + (taken & ~full).astype(jnp.int32),
     )
