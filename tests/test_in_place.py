@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jrb
 from jrb import testing
-from jrb._base import ordering
+from jrb._base import ordering, pytree
 
 pytestmark = pytest.mark.slow
 
@@ -119,11 +120,25 @@ ANY = [add_sample, masked_add_sample, draw_add, extend_draw_extend, masked_exten
 UPDATES = [sample_update_add, draw_add_update, add_sample_update_twice]
 CASES = [(name, step) for name in ("uniform", "prioritized") for step in ANY]
 CASES += [("prioritized", step) for step in UPDATES]
+
+
+@pytree.component
+class Apart(jrb.DeviceStorage):
+    """A storage that reads nothing beside the items."""
+
+    def read(self, *args):
+        return jrb.DeviceStorage().read(*args)
+
+    def read_with(self, *args):
+        return None
+
+
 OTHERS = {
     "n-step": {"unit": jrb.NStep(3, 0.9)},
     "n-step that keeps": {"unit": jrb.NStep(3, 0.9, keep=("reward", "done"))},
     "strict n-step": {"unit": jrb.NStep(3, 0.9, strict=True)},
     "windows": {"unit": jrb.Sequence(5)},
+    "windows and their marks apart": {"unit": jrb.Sequence(5), "storage": Apart()},
     "padded": {"unit": jrb.Sequence(5, burn_in=3, short="pad")},
     "windows of a period": {"unit": jrb.Sequence(5, burn_in=2, period=3)},
     "padded of a period": {"unit": jrb.Sequence(5, period=3, short="pad")},
@@ -160,6 +175,20 @@ OTHERS = {
 def growth(name, step, agents=None, **parts):
     make = lambda n: jrb.ReplayBuffer(n, num_envs=E, batch_size=B, sampler=SAMPLERS[name], **parts)
     return testing.growth(make, EXAMPLE, step, agents)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("unit", [jrb.Sequence(5), jrb.Sequence(5, burn_in=2, across=True)])
+def test_marks_that_are_read_apart_are_the_same(unit):
+    found = []
+    for storage in (jrb.DeviceStorage(), Apart()):
+        buffer = jrb.ReplayBuffer(64, num_envs=E, batch_size=B, unit=unit, storage=storage)
+        items = rows(jnp.float32(1), 30, E)
+        items["next"]["done"] = jnp.arange(30)[:, None] % 8 == jnp.arange(E)
+        state = buffer.extend(buffer.init(EXAMPLE), items)
+        found.append(buffer.sample(state, jax.random.key(0)))
+    assert all(found[0].info[name].any() for name in ("is_first", "is_last"))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.parametrize(("name", "step"), CASES, ids=lambda case: getattr(case, "__name__", case))

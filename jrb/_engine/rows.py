@@ -15,7 +15,7 @@ from jax import lax
 
 from jrb._base import gathering, ordering
 from jrb.ring import Clock, Ring
-from jrb.types import Write
+from jrb.types import Where, Write
 
 
 def in_turn(ring: Ring, clock: Clock, length: int, mask: jax.Array | None) -> tuple[Clock, Write]:
@@ -143,6 +143,17 @@ def by_number(numbers: jax.Array, following: jax.Array, count: jax.Array) -> jax
 def after(write: Write, token: jax.Array) -> Write:
     """The same write, whose slots are not known before `token`, an int32 zero."""
     return dataclasses.replace(write, starts=write.starts + token, slots=write.slots + token)
+
+
+def where_after(where: Where, token: jax.Array) -> Where:
+    """The same slots, not known before `token`; one array for leaves that had one."""
+    known: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+    def later(name: str) -> jax.Array:
+        slots = where(name)
+        return known.setdefault(id(slots), (slots, slots + token))[1]
+
+    return later
 
 
 def get(array: jax.Array, slots: jax.Array) -> jax.Array:

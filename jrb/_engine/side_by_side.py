@@ -13,7 +13,7 @@ where they lie close together.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jrb._base.pytree import DType
 from jrb._engine import columns, rows
 from jrb._engine.orders import Order
 from jrb.keys import Keys, path_name, within
-from jrb.types import Consecutive, Item, Where, Write
+from jrb.types import Consecutive, Item, Lookup, Where, Write
 from jrb.types.messages import PartState
 
 _SMALL = 1024
@@ -276,25 +276,34 @@ def put(state: PartState, write: Write, items: Item) -> Any:
     return _with(state, left, arrays)
 
 
-def get(state: PartState, where: Where) -> Item:
-    """Each leaf at its slots, read just once; a gather for many that are read at the same slots."""
+def get(state: PartState, where: Where, lookups: Sequence[Lookup]) -> tuple[Item, list[jax.Array]]:
+    """Each leaf at its slots, read just once; a gather for many that are read at the same slots.
+
+    Returns:
+        The items, and what is looked up beside them.
+    """
+    beside = [it.array for it in lookups]
     paths, _ = jax.tree_util.tree_flatten_with_path(places(state), is_leaf=columns.is_column)
     asked = [where(pytree.leaf_name(path)) for path, _ in paths]
+    asked += [it.slots for it in lookups]
     unique = list({id(slots): slots for slots in asked}.values())
     number = [[one is slots for one in unique].index(True) for slots in asked]
-    arrays, structure = jax.tree.flatten(state)
+    arrays, structure = jax.tree.flatten((state, beside))
 
-    def found(times: int, *flat: jax.Array) -> Item:
-        state, slots = jax.tree.unflatten(structure, flat[: len(arrays)]), flat[len(arrays) :]
-        return _read(state, gathers(state, [slots[which] for which in number], times))
+    def found(times: int, *flat: jax.Array) -> tuple[Item, list[jax.Array]]:
+        state, beside = jax.tree.unflatten(structure, flat[: len(arrays)])
+        asked = [flat[len(arrays) :][which] for which in number]
+        return _read(state, beside, gathers(state, beside, asked, times))
 
     gathers = functools.partial(_gathers, isinstance(where, Consecutive))
-    few = any(gather.is_few for gather in gathers(state, asked, 1))
+    few = any(gather.is_few for gather in gathers(state, beside, asked, 1))
     return gathering.together(few, found, *arrays, *unique)
 
 
-def _read(state: PartState, gathers: list["_Gather"]) -> Item:
-    """The leaves that some gathers read, together."""
+def _read(
+    state: PartState, beside: list[jax.Array], gathers: list["_Gather"]
+) -> tuple[Item, list[jax.Array]]:
+    """The leaves, and what is beside them, that some gathers read, together."""
     read = ordering.read(
         lambda: [gather.read() for gather in gathers],
         lambda found: [gather.laid(rows) for gather, rows in zip(gathers, found, strict=True)],
@@ -302,7 +311,7 @@ def _read(state: PartState, gathers: list["_Gather"]) -> Item:
     leaves: dict[int, jax.Array] = {}
     for gather, found in zip(gathers, read, strict=True):
         leaves.update(zip(gather.entries, gather.leaves(found), strict=True))
-    structure = jax.tree.structure(places(state), is_leaf=columns.is_column)
+    structure = jax.tree.structure((places(state), beside), is_leaf=columns.is_column)
     return jax.tree.unflatten(structure, [leaves[number] for number in range(len(leaves))])
 
 
@@ -359,14 +368,16 @@ class _Gather:
         ]
 
 
-def _gathers(in_runs: bool, state: PartState, asked: list[jax.Array], times: int) -> list[_Gather]:
+def _gathers(
+    in_runs: bool, state: PartState, beside: list[jax.Array], asked: list[jax.Array], times: int
+) -> list[_Gather]:
     """The gathers for all entries, each asked for at its slots, so many `times` at once.
 
     Where rows are few, one for all that lie in an array; else one for narrow leaves that lie close
     together, and one for each of the others.
     """
     found: dict[Any, _Gather] = {}
-    entries = jax.tree.leaves(places(state), is_leaf=columns.is_column)
+    entries = jax.tree.leaves((places(state), beside), is_leaf=columns.is_column)
     for number, (it, slots) in enumerate(zip(entries, asked, strict=True)):
         array, alone = _array_of(state, it), not isinstance(it, Place)
         width = array.shape[1:] if alone else array.shape[-1:]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import ordering
-from jrb._engine import counting, episodes, transforming
+from jrb._engine import counting, episodes, rows, transforming
 from jrb._engine.compiling import by_description
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample
@@ -295,10 +295,32 @@ def _read_at(
     buffer: Buffer, state: BufferState, context: Context, look: Look, key: jax.Array
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Data and info of a sample."""
-    raw = buffer.storage.read(context, state.storage, look.where)
+    raw, told = _read_with(buffer, state, context, look)
     data, info = buffer.unit.reduce(raw, look, buffer.keys)
     batch = Batch(key, look.mask, buffer.keys)
-    return transforming.outward(buffer.transforms, data, batch, states=state.transforms), info
+    data = transforming.outward(buffer.transforms, data, batch, states=state.transforms)
+    return data, {**info, **told}
+
+
+def _read_with(
+    buffer: Buffer, state: BufferState, context: Context, look: Look
+) -> tuple[Item, dict[str, jax.Array]]:
+    """Items as they are stored, and what is looked up for `info`."""
+    storage, lookups = buffer.storage, list(look.lookups.values())
+    found = storage.read_with(context, state.storage, look.where, lookups) if lookups else None
+    if found is None:
+        told = _looked_up(look)
+        where = rows.where_after(look.where, ordering.token(told)) if told else look.where
+        return storage.read(context, state.storage, where), told
+    told = [it.told(there) for it, there in zip(lookups, found[1], strict=True)]
+    return found[0], dict(zip(look.lookups, told, strict=True))
+
+
+def _looked_up(look: Look) -> dict[str, jax.Array]:
+    """What is looked up for `info`, read by itself."""
+    lookups = look.lookups
+    found = rows.read_each(*((it.array, it.slots) for it in lookups.values()))
+    return {name: it.told(there) for (name, it), there in zip(lookups.items(), found, strict=True)}
 
 
 def _fields(
@@ -335,7 +357,8 @@ def choose(
     """
     sampler, drawn = _choose(buffer, state, key, batch_size, beta)
     context, look = _look(buffer, state, drawn.slots, drawn.mask, key)
-    sample = _fields(buffer, state, drawn, look.mask, look.info)
+    info = {**look.info, **_looked_up(look)}
+    sample = _fields(buffer, state, drawn, look.mask, info)
     if names is None:
         return sampler if moves else None, sample, None
     where = [look.where(name) for name in names]
@@ -414,10 +437,11 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
 def _read(sample: Sample) -> Any:
     """What a later write must wait for, beside the mask.
 
-    Probabilities and weights are left out, so that nothing computes them if nobody wants them: the
-    indices wait for what a sampler reads.
+    Left out is what nothing is to compute if nobody wants it: probabilities and weights, as the
+    indices wait for what a sampler reads; and what a unit says in `info`, as the data wait for what
+    it reads.
     """
-    return sample.data, sample.indices, sample.info, sample.stamp
+    return sample.data, sample.indices, sample.info.get("draws"), sample.stamp
 
 
 @by_description()

@@ -9,7 +9,7 @@ from jrb._engine import side_by_side
 from jrb._engine.orders import Order
 from jrb.ring import Ring
 from jrb.storages import shared_next
-from jrb.types import Context, Item, Storage, Where, Write
+from jrb.types import Context, Item, Lookup, Storage, Where, Write
 from jrb.types.messages import PartState
 
 
@@ -108,9 +108,15 @@ class DeviceStorage(Storage):
 
     def read(self, context: Context, state: PartState, where: Where) -> Item:
         """One gather for each large leaf, and one for all small ones of one size of elements."""
+        return self.read_with(context, state, where, [])[0]
+
+    def read_with(
+        self, context: Context, state: PartState, where: Where, lookups: list[Lookup]
+    ) -> tuple[Item, list[jax.Array]]:
+        """The same, and a gather for each lookup."""
         if self.once:
-            return shared_next.read(context, state, where)
-        return side_by_side.get(state, where)
+            return shared_next.read(context, state, where, lookups)
+        return side_by_side.get(state, where, lookups)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
         """Whether there are observations among them that are stored once."""

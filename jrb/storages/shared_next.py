@@ -11,6 +11,7 @@ first out. Where it has no room, the oldest rows leave, up to the one whose entr
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jrb._base.pytree import Leaf
 from jrb._engine import columns, rows
 from jrb.keys import Keys, path_name
 from jrb.ring import Ring
-from jrb.types import Context, Item, Where, Write
+from jrb.types import Context, Item, Lookup, Where, Write
 
 
 class Shared(pytree.State):
@@ -85,8 +86,14 @@ def init(context: Context, spec: Item, room: int) -> Shared:
     )
 
 
-def read(context: Context, state: Shared, where: Where) -> Item:
-    """One gather per leaf: next observations from the array of the observations."""
+def read(
+    context: Context, state: Shared, where: Where, lookups: Sequence[Lookup] = ()
+) -> tuple[Item, list[jax.Array]]:
+    """One gather per leaf: next observations from the array of the observations.
+
+    Returns:
+        The items, and what is looked up beside them.
+    """
     shared = pairs(columns.spec(state.items), context.keys)
     named = columns.named(state.items)
     sources: dict[int, jax.Array] = {}
@@ -104,7 +111,8 @@ def read(context: Context, state: Shared, where: Where) -> Item:
         return columns.get(named[shared.get(name, name)], at[name])
 
     every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
-    return ordering.read(lambda: every(get, state.items))
+    beside = lambda: [rows.get(it.array, it.slots) for it in lookups]
+    return ordering.read(lambda: (every(get, state.items), beside()))
 
 
 def source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:

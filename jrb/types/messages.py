@@ -243,20 +243,46 @@ class Share(pytree.State):
 
 
 @dataclasses.dataclass(frozen=True)
+class Lookup:
+    """What the user is told that stands in an array of the unit: read together with the items.
+
+    Who waits for the items then waits for this too, and where nobody uses it, nothing is read.
+
+    Attributes:
+        array: `[N]`.
+        slots: int32 `[B, L]`, where it is read.
+        told: from what is there, `[B, L]`, to what the user gets.
+    """
+
+    array: jax.Array
+    slots: jax.Array
+    told: Callable[[jax.Array], jax.Array]
+
+    def then(self, change: Callable[[jax.Array], jax.Array]) -> "Lookup":
+        """The same, of which the user gets what `change` makes of it."""
+        return dataclasses.replace(self, told=lambda found: change(self.told(found)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Look:
     """What a unit wants to read for a batch of anchors.
 
     Attributes:
         where: which slots to read, leaf by leaf.
         mask: bool `[B]` or `[B, L]`, which entries are real.
-        info: a dict of arrays for the user, `Sample.info`.
+        info: a dict of arrays for the user, `Sample.info`, or of how they are looked up.
         rest: what `reduce` needs to know, arrays or not.
     """
 
     where: Where
     mask: jax.Array
-    info: dict[str, jax.Array]
+    info: dict[str, Any]
     rest: Any = None
+
+    @property
+    def lookups(self) -> dict[str, Lookup]:
+        """What is looked up for `info`, by its names there."""
+        return {name: it for name, it in self.info.items() if isinstance(it, Lookup)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jrb._base import ordering
 from jrb._base.pytree import SpecKey
 from jrb.ring import Ring
-from jrb.types.messages import Context, Item, PartState, Where, Write
+from jrb.types.messages import Context, Item, Lookup, PartState, Where, Write
 
 
 class Storage(abc.ABC):
@@ -51,6 +51,17 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def read(self, context: Context, state: PartState, where: Where) -> Item:
         """Few gathers; in `jrb._base.ordering.read`, so that later writes wait for it."""
+
+    def read_with(
+        self, context: Context, state: PartState, where: Where, lookups: list[Lookup]
+    ) -> tuple[Item, list[jax.Array]] | None:
+        """The same together with what is looked up beside it, in one `ordering.read`.
+
+        Returns:
+            The items, and what is in each array at its slots; None from a storage that cannot, of
+            which the items are then read after the rest.
+        """
+        return None
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when nothing is held any more; the items may stay where they are."""

@@ -81,7 +81,9 @@ class Unit(abc.ABC):
 
         Args:
             context: of the buffer.
-            state: the unit's state. Its arrays are read by `jrb._base.ordering.read`.
+            state: the unit's state. Its arrays are read by `jrb._base.ordering.read` where that
+                decides which slots are read, or which entries are real; what the user is told
+                beside, by a `Lookup`. Later writes wait for nothing else.
             slots: int32 `[B]`, the anchors.
             mask: bool `[B]`, False where nothing was drawn.
             key: the draw's key, for `random_bits.fold` with a number of one's own.
@@ -89,7 +91,10 @@ class Unit(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """From what was read to `Sample.data` and `Sample.info`."""
+        """From what was read to `Sample.data` and `Sample.info`.
+
+        A `Lookup` in `look.info` is left there: what it tells comes into `Sample.info` afterwards.
+        """
 
     def truncate(
         self, context: Context, state: PartState, which: jax.Array

@@ -14,7 +14,19 @@ from jrb._engine import anchor_queue, episodes, rows
 from jrb._engine.anchor_queue import Queue
 from jrb.keys import Keys, Path, path_name, within
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Where, Write, Writer
+from jrb.types import (
+    Anchors,
+    Change,
+    Context,
+    Item,
+    Look,
+    Lookup,
+    Sampler,
+    Unit,
+    Where,
+    Write,
+    Writer,
+)
 from jrb.types.parts import check_part
 from jrb.units.transition import Transition
 
@@ -260,7 +272,11 @@ class FrameStack(Unit):
             real = jnp.concatenate([real, more_real[..., 1:]], axis=-1)
         mask = inner.mask & whole if inner.mask.shape == whole.shape else inner.mask
         is_mark = lambda leaf: (leaf.shape, leaf.dtype) == (mask.shape, mask.dtype)
-        info = {name: leaf & mask if is_mark(leaf) else leaf for name, leaf in inner.info.items()}
+        masked = lambda leaf: leaf & mask if is_mark(leaf) else leaf
+        info = {
+            name: it.then(masked) if isinstance(it, Lookup) else masked(it)
+            for name, it in inner.info.items()
+        }
         return Look(
             where=self._where(inner.where, frames, keys),
             mask=mask,

@@ -19,6 +19,7 @@ from jrb.types import (
     Context,
     Item,
     Look,
+    Lookup,
     Sampler,
     Unit,
     Where,
@@ -371,28 +372,13 @@ class Sequence(Unit):
         where: Where = lambda name: start if self._is_single(name) else window
         if ring.envs == 1 and not cut:
             where = Consecutive(where)
-        marks = self._marks(state, window, start, step == -before, step == after - 1)
-        return Look(where=where, mask=real, info={name: real & at for name, at in marks.items()})
-
-    def _marks(
-        self,
-        state: Windows,
-        window: jax.Array,
-        start: jax.Array,
-        oldest: jax.Array | np.ndarray,
-        newest: jax.Array | np.ndarray,
-    ) -> dict[str, jax.Array]:
-        """Where episodes begin and end in windows, bool like the slots `[B, burn_in + L]`.
-
-        Unless windows run across, that can only be at their oldest and newest rows; they begin at
-        the slots `start`, `[B, 1]`.
-        """
-        begin, end = (window, window) if self.across else (start, window[:, -1:])
-        before, last = rows.read_each((state.before, begin), (state.ended, end))
-        first = before == 0
-        if self.across:
-            return {"is_first": first, "is_last": last}
-        return {"is_first": first & oldest, "is_last": last & newest}
+        first, last = (window, window) if self.across else (start, window[:, -1:])
+        oldest, newest = (True, True) if self.across else (step == -before, step == after - 1)
+        info = {
+            "is_first": Lookup(state.before, first, lambda found: real & oldest & (found == 0)),
+            "is_last": Lookup(state.ended, last, lambda found: real & newest & found),
+        }
+        return Look(where=where, mask=real, info=info)
 
     def _is_single(self, name: str) -> bool:
         """Whether a leaf is read for the first row only."""
