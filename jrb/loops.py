@@ -264,7 +264,16 @@ def _compilers(on_host: bool) -> tuple[Any, ...]:
 
 
 def _writing(verb: Callable[..., Any], **options: Any) -> Any:
-    return dispatch.explained(jax.jit(verb, donate_argnums=0, **options))
+    """A verb that writes items; inside another compiled function it may be part of a loop."""
+    within = jax.jit(verb, donate_argnums=0, **options)
+    alone = jax.jit(gathering.by_itself(verb), donate_argnums=0, **options)
+
+    @dispatch.explained
+    def called(state: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = isinstance(state, BufferState) and isinstance(state.edits, jax.core.Tracer)
+        return (within if inside else alone)(state, *args, **kwargs)
+
+    return called
 
 
 def _reading(verb: Callable[..., Any], **options: Any) -> Any:

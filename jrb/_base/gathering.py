@@ -73,8 +73,13 @@ def traced_for(few: Few, function: F) -> F:
 
 
 def by_itself(function: F) -> F:
-    """The same function, to be compiled as one that Python calls and that does nothing but draw."""
+    """The same function, to be compiled as one that Python calls for a verb alone."""
     return traced_for(BY_ITSELF, function)
+
+
+def is_by_itself() -> bool:
+    """Whether the function that is being traced is one that Python calls for a verb alone."""
+    return few_now() == BY_ITSELF
 
 
 def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -> bool:

@@ -216,6 +216,12 @@ def hidden_zero(bits: jax.Array) -> jax.Array:
     return lax.shift_right_logical(lax.bitwise_and(bits, one), one)
 
 
+def zero_after(array: jax.Array, dtype: Any = jnp.int32) -> jax.Array:
+    """Zero, `[]`, on the CPU not known before `array` is; elsewhere a plain one."""
+    bits = some_bits(array).astype(dtype)
+    return lax.platform_dependent(bits, cpu=hidden_zero, default=jnp.zeros_like)
+
+
 def some_bits(leaf: jax.Array) -> jax.Array:
     """int32 `[]`, from the first element of `leaf`."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

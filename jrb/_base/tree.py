@@ -366,20 +366,12 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
         nodes, above = carry
         rows = rows_at(nodes, children(tree, above))
         nodes = put(nodes, above, reduce_rows(tree, rows))
-        return nodes, parent(tree, above) + _zero_after(nodes)
+        # Without the zero, what the nodes were written at would be copied before it is overwritten.
+        return nodes, parent(tree, above) + ordering.zero_after(nodes, jnp.uint32)
 
     start = (tree.nodes, column(above))
     (nodes, _), _ = gathering.loop(levels, climb, start, tree.nodes, node.size, tree.branching)
     return tree.replace(nodes)
-
-
-def _zero_after(nodes: jax.Array) -> jax.Array:
-    """uint32 zero, on the CPU not known before the nodes are.
-
-    There, in a loop, what the nodes were written at can then be overwritten, and is not copied.
-    """
-    bits = ordering.some_bits(nodes).astype(jnp.uint32)
-    return lax.platform_dependent(bits, cpu=ordering.hidden_zero, default=jnp.zeros_like)
 
 
 def _reduce_level(tree: Tree, level: int) -> Tree:

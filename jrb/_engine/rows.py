@@ -145,6 +145,17 @@ def after(write: Write, token: jax.Array) -> Write:
     return dataclasses.replace(write, starts=write.starts + token, slots=write.slots + token)
 
 
+def in_line(write: Write, array: jax.Array) -> Write:
+    """The same write; in a program for it alone, one to be made after `array` was written.
+
+    XLA's CPU compiler hands kernels to another thread where more than nine could run at once, and
+    to wake it takes longer than they do.
+    """
+    if not (gathering.is_by_itself() and array.size):
+        return write
+    return after(write, ordering.zero_after(array))
+
+
 def where_after(where: Where, token: jax.Array) -> Where:
     """The same slots, not known before `token`; one array for leaves that had one."""
     known: dict[int, tuple[jax.Array, jax.Array]] = {}

@@ -258,13 +258,20 @@ def spec(state: PartState) -> Item:
     return jax.tree.map(kind, places(state), is_leaf=columns.is_column)
 
 
-def put(state: PartState, write: Write, items: Item) -> Any:
-    """Rows `[T, E, ...]` at the slots of a write. Gradients stop here."""
+def put(state: PartState, write: Write, items: Item) -> tuple[Any, Write]:
+    """Rows `[T, E, ...]` at the slots of a write. Gradients stop here.
+
+    Returns:
+        The state, and the write, in line behind these.
+    """
     found: dict[str, list[tuple[int, jax.Array]]] = {name: [] for name in _arrays(state)}
 
     def one(it: Any, new: jax.Array) -> Any:
+        nonlocal write
         if not isinstance(it, Place):
-            return columns.put(it, write, columns.packed(new))
+            column = columns.put(it, write, columns.packed(new))
+            write = rows.in_line(write, columns.array(column))
+            return column
         found[it.words].append((it.start, it.to_rows(lax.stop_gradient(new))))
         return it
 
@@ -273,7 +280,8 @@ def put(state: PartState, write: Write, items: Item) -> Any:
     for name, array in _arrays(state).items():
         words = [leaf for _, leaf in sorted(found[name], key=lambda pair: pair[0])]
         arrays[name] = _order(state).put(array, write, jnp.concatenate(words, axis=-1))
-    return _with(state, left, arrays)
+        write = rows.in_line(write, arrays[name])
+    return _with(state, left, arrays), write
 
 
 def get(state: PartState, where: Where, lookups: Sequence[Lookup]) -> tuple[Item, list[jax.Array]]:

@@ -104,7 +104,7 @@ class DeviceStorage(Storage):
         """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
         if self.once:
             return shared_next.write(context, state, write, items)
-        return side_by_side.put(state, write, items), write
+        return side_by_side.put(state, write, items)
 
     def read(self, context: Context, state: PartState, where: Where) -> Item:
         """One gather for each large leaf, and one for all small ones of one size of elements."""

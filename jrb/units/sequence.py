@@ -263,16 +263,17 @@ class Sequence(Unit):
             before: int32 `[T, E]`, the rows of its episode before each.
             running: int32 `[E]`, the rows of the episode that goes on.
         """
-        later = write
+        ended = rows.put(state.ended, write, done)
+        later = rows.in_line(write, ended)
         if self.period == 1:
             before = jnp.minimum(before, 1)
         else:
             fewer = _UNKNOWN // self.period * self.period
             running = jnp.where(running >= _MANY, running - fewer, running)
         if self._reads_before and state.queue is not None:
-            later = rows.after(write, anchor_queue.waited(state.queue))  # `before` was read for it
+            later = rows.after(later, anchor_queue.waited(state.queue))  # `before` was read for it
         return state.replace(
-            ended=rows.put(state.ended, write, done),
+            ended=ended,
             before=rows.put(state.before, later, before.astype(state.before.dtype)),
             length=running,
         )
