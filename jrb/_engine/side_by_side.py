@@ -12,6 +12,7 @@ where they lie close together.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -67,6 +68,11 @@ class Place:
         """Whether it is read together with others."""
         return (self.stop - self.start) * np.dtype(self.words).itemsize <= _NARROW
 
+    @property
+    def rank(self) -> tuple[bool, str]:
+        """Leaves lie in the order of this: those that are read together, those of one dtype."""
+        return not self.is_narrow, self.dtype.name
+
     def of_rows(self, words: Any, first: int = 0) -> jax.Array:
         """The leaf, `[..., *shape]`, of rows `[..., W]` from their element `first` on."""
         flat = words[..., self.start - first : self.stop - first]
@@ -74,9 +80,12 @@ class Place:
 
     def to_rows(self, values: jax.Array) -> jax.Array:
         """The leaf's elements `[..., stop - start]` as they lie in the array."""
+        return _to_words(self.flat(values), np.dtype(self.words))
+
+    def flat(self, values: jax.Array) -> jax.Array:
+        """The leaf's elements `[..., stop - start]`, of its own dtype."""
         lead = values.shape[: values.ndim - len(self.shape)]
-        words = _to_words(values, np.dtype(self.words))
-        return words.reshape(*lead, self.stop - self.start)
+        return values.reshape(*lead, self.stop - self.start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +246,7 @@ def _placed(spec: Item, keys: Keys) -> dict[int, Place]:
         start = 0
         each = [Place(words, 0, tuple(leaves[n].shape), np.dtype(leaves[n].dtype)) for n in numbers]
         pairs = zip(numbers, each, strict=True)
-        for number, place in sorted(pairs, key=lambda pair: not pair[1].is_narrow):
+        for number, place in sorted(pairs, key=lambda pair: pair[1].rank):
             found[number] = dataclasses.replace(place, start=start)
             start = found[number].stop
     return {n: place for n, place in found.items() if len(groups[place.words]) > 1}
@@ -264,7 +273,7 @@ def put(state: PartState, write: Write, items: Item) -> tuple[Any, Write]:
     Returns:
         The state, and the write, in line behind these.
     """
-    found: dict[str, list[tuple[int, jax.Array]]] = {name: [] for name in _arrays(state)}
+    found: dict[str, list[tuple[Place, jax.Array]]] = {name: [] for name in _arrays(state)}
 
     def one(it: Any, new: jax.Array) -> Any:
         nonlocal write
@@ -272,16 +281,28 @@ def put(state: PartState, write: Write, items: Item) -> tuple[Any, Write]:
             column = columns.put(it, write, columns.packed(new))
             write = rows.in_line(write, columns.array(column))
             return column
-        found[it.words].append((it.start, it.to_rows(lax.stop_gradient(new))))
+        found[it.words].append((it, lax.stop_gradient(new)))
         return it
 
     left = jax.tree.map(one, places(state), items, is_leaf=columns.is_column)
     arrays = {}
     for name, array in _arrays(state).items():
-        words = [leaf for _, leaf in sorted(found[name], key=lambda pair: pair[0])]
-        arrays[name] = _order(state).put(array, write, jnp.concatenate(words, axis=-1))
+        arrays[name] = _order(state).put(array, write, _joined(found[name]))
         write = rows.in_line(write, arrays[name])
     return _with(state, left, arrays), write
+
+
+def _joined(leaves: list[tuple[Place, jax.Array]]) -> jax.Array:
+    """The rows `[..., W]` of which these are the leaves.
+
+    Neighbours of one dtype are cast together: XLA's CPU compiler makes a kernel of each operand
+    where it joins more than eight.
+    """
+    leaves = sorted(leaves, key=lambda pair: pair[0].start)
+    runs = itertools.groupby(leaves, key=lambda pair: pair[0].dtype)
+    words = np.dtype(leaves[0][0].words)
+    join = lambda parts: jnp.concatenate(list(parts), axis=-1)
+    return join(_to_words(join(place.flat(leaf) for place, leaf in run), words) for _, run in runs)
 
 
 def get(state: PartState, where: Where, lookups: Sequence[Lookup]) -> tuple[Item, list[jax.Array]]:
