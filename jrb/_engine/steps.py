@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import ordering
+from jrb._base import gathering, ordering
 from jrb._engine import counting, episodes, rows, transforming
 from jrb._engine.compiling import by_description
 from jrb.ring import Ring
@@ -76,12 +76,14 @@ def write(
 
 
 @by_description()
+@gathering.by_itself
 def planned(buffer: Buffer, state: BufferState, items: Item, *rest: jax.Array | None) -> Any:
     """Where `write` writes to a storage on the host; the compiler leaves the rest of it out."""
     return buffer.storage.slots_of(write(buffer, state, items, *rest).storage)
 
 
 @by_description(donated=("state",))
+@gathering.by_itself
 def write_in_place(
     buffer: Buffer, state: BufferState, items: Item, *rest: jax.Array | None
 ) -> BufferState:
