@@ -87,7 +87,7 @@ def is_component(cls: Any) -> bool:
     return cls in _COMPONENTS
 
 
-def static(*, default: Any) -> Any:
+def static(*, default: Any = dataclasses.MISSING) -> Any:
     """A field of a state that is no array, and the same in all states that are mapped together."""
     return dataclasses.field(default=default, metadata={"static": True})
 
@@ -126,6 +126,10 @@ class State:
         """The pytree of arrays, or specs, as which a person sees it; the default is itself."""
         return self
 
+    def _fields(self) -> dict[str, Any]:
+        """Its fields by their names."""
+        return vars(self)
+
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]: made just now
@@ -139,7 +143,7 @@ class State:
         Raises:
             TypeError: it has no such field.
         """
-        fields = vars(self)
+        fields = self._fields()
         if not changes.keys() <= fields.keys():
             odd = sorted(changes.keys() - fields.keys())
             raise TypeError(f"{type(self).__name__}: expected fields {sorted(fields)}, got {odd}.")

@@ -68,11 +68,6 @@ class Place:
         """Whether it is read together with others."""
         return (self.stop - self.start) * np.dtype(self.words).itemsize <= _NARROW
 
-    @property
-    def rank(self) -> tuple[bool, str]:
-        """Leaves lie in the order of this: those that are read together, those of one dtype."""
-        return not self.is_narrow, self.dtype.name
-
     def of_rows(self, words: Any, first: int = 0) -> jax.Array:
         """The leaf, `[..., *shape]`, of rows `[..., W]` from their element `first` on."""
         flat = words[..., self.start - first : self.stop - first]
@@ -246,7 +241,7 @@ def _placed(spec: Item, keys: Keys) -> dict[int, Place]:
         start = 0
         each = [Place(words, 0, tuple(leaves[n].shape), np.dtype(leaves[n].dtype)) for n in numbers]
         pairs = zip(numbers, each, strict=True)
-        for number, place in sorted(pairs, key=lambda pair: pair[1].rank):
+        for number, place in sorted(pairs, key=lambda pair: not pair[1].is_narrow):
             found[number] = dataclasses.replace(place, start=start)
             start = found[number].stop
     return {n: place for n, place in found.items() if len(groups[place.words]) > 1}
