@@ -275,7 +275,6 @@ def _on_leaves(compiled: Callable[[Any], Callable[..., Any]], other: Callable[..
     """
     compiled = functools.lru_cache(maxsize=64)(compiled)
 
-    @dispatch.explained
     def called(state: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, BufferState):
             return other(state, *args, **kwargs)
@@ -298,10 +297,15 @@ def _writing(verb: Callable[..., Any], **options: Any) -> Any:
         made = functools.partial(BufferState.of_leaves, structure)
         return lambda leaves, *args, **kwargs: made(write(leaves, *args, **kwargs))
 
-    return _on_leaves(compiled, jax.jit(verb, donate_argnums=0, **options))
+    return dispatch.explained(_on_leaves(compiled, jax.jit(verb, donate_argnums=0, **options)))
 
 
 def _reading(verb: Callable[..., Any], **options: Any) -> Any:
+    """A verb that reads numbers."""
+    return dispatch.explained(_read(verb, **options))
+
+
+def _read(verb: Callable[..., Any], **options: Any) -> Any:
     """A verb that reads a state, and returns what is none."""
 
     def compiled(structure: Any) -> Callable[..., Any]:
@@ -315,7 +319,7 @@ def _reading(verb: Callable[..., Any], **options: Any) -> Any:
 
 def _drawing(verb: Callable[..., Any], **options: Any) -> Any:
     """A verb that reads items; inside another compiled function it may be part of a loop."""
-    within, alone = jax.jit(verb, **options), _reading(gathering.by_itself(verb), **options)
+    within, alone = jax.jit(verb, **options), _read(gathering.by_itself(verb), **options)
 
     @dispatch.explained
     def called(states: Any, key: jax.Array, **kwargs: Any) -> Any:
@@ -355,7 +359,7 @@ def _moving(verb: Callable[..., Any], reads_items: bool = False, **options: Any)
 
         return called
 
-    return _on_leaves(compiled, verb)
+    return dispatch.explained(_on_leaves(compiled, verb))
 
 
 def _of_sampler(structure: Any) -> slice:

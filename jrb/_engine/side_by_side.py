@@ -401,6 +401,7 @@ def _gathers(
     together, and one for each of the others.
     """
     found: dict[Any, _Gather] = {}
+    runs = asked[: len(asked) - len(beside)] if in_runs else []  # those of the items are told
     entries = jax.tree.leaves((places(state), beside), is_leaf=columns.is_column)
     for number, (it, slots) in enumerate(zip(entries, asked, strict=True)):
         array, alone = _array_of(state, it), not isinstance(it, Place)
@@ -409,7 +410,8 @@ def _gathers(
         key: Any = number
         if not alone and (few or it.is_narrow):
             key = it.words, id(slots), None if few else (it.stop - 1) // _PIECE
-        gather = found.setdefault(key, _Gather(array, slots, _order(state), few, in_runs))
+        is_run = any(slots is run for run in runs)
+        gather = found.setdefault(key, _Gather(array, slots, _order(state), few, is_run))
         gather.entries[number] = it
     return list(found.values())
 

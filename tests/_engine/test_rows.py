@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._engine import rows
+from jrb import types
+from jrb._engine import rows, side_by_side
 
 
 def _array(capacity, shape, dtype):
@@ -79,3 +80,15 @@ def test_only_whole_windows_of_one_environment_are_runs(envs, unit, in_runs):
     state = buffer.init({"x": 0, "next": {"done": False}})
     program = jax.make_jaxpr(buffer.sample)(state, jax.random.key(0))
     assert ("slice_sizes=(4,)" in str(program)) == in_runs
+
+
+def test_what_is_looked_up_beside_runs_need_be_none():
+    """Slots of a lookup are taken for a run only where they are those of the items."""
+    column, beside = _array(20, (), "float32"), _array(20, (), "int32")
+    run, other = _runs(20, 4), _runs(20, 4)[:, ::-1] * 7 % 20
+    where = types.Consecutive(lambda name: run)
+    lookups = [types.Lookup(beside, slots, lambda found: found) for slots in (other, run)]
+    data, found = side_by_side.get({"x": column}, where, lookups)
+    np.testing.assert_array_equal(data["x"], np.asarray(column)[np.asarray(run)])
+    for there, slots in zip(found, (other, run), strict=True):
+        np.testing.assert_array_equal(there, np.asarray(beside)[np.asarray(slots)])
