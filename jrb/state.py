@@ -33,9 +33,9 @@ class BufferState(pytree.State):
     sampler: Any
     unit: Any
     edits: jax.Array
-    transforms: Any
-    numbers: jax.Array | None
-    ring: Ring | None = pytree.static()
+    transforms: Any = pytree.by_default(())
+    numbers: jax.Array | None = pytree.by_default(None)
+    ring: Ring | None = pytree.static(default=None)
 
     @classmethod
     def of_leaves(cls, structure: Any, leaves: list[jax.Array]) -> "BufferState":

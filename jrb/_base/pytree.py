@@ -87,9 +87,14 @@ def is_component(cls: Any) -> bool:
     return cls in _COMPONENTS
 
 
-def static(*, default: Any = dataclasses.MISSING) -> Any:
+def static(*, default: Any) -> Any:
     """A field of a state that is no array, and the same in all states that are mapped together."""
-    return dataclasses.field(default=default, metadata={"static": True})
+    return by_default(default, static=True)
+
+
+def by_default(value: Any, **metadata: Any) -> Any:
+    """A field of a state that has a value of its own, which the class has not."""
+    return dataclasses.field(default_factory=lambda: value, metadata=metadata)
 
 
 def cursor() -> Any:
@@ -106,7 +111,7 @@ def tally() -> Any:
 
 
 @dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(static, cursor, tally)
+    frozen_default=True, kw_only_default=True, field_specifiers=(static, by_default, cursor, tally)
 )
 class State:
     """An immutable pytree of arrays: a subclass is a frozen dataclass, built from keywords.
