@@ -61,14 +61,14 @@ class BufferState(pytree.State):
         vars(self).update(vars(jax.tree.unflatten(structure, leaves)))
         return vars(self)[name]
 
-    def _fields(self) -> dict[str, Any]:
+    def _by_name(self) -> dict[str, Any]:
         if "_flat" not in vars(self):
             return vars(self)
         return {name: getattr(self, name) for name in type(self).__dataclass_fields__}
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets, and another process: how leaves make a state stays in this one."""
-        return self._fields()
+        return self._by_name()
 
     def __len__(self) -> int:
         """Raises: the number of items is an array, which `size` gives."""

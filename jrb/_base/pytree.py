@@ -131,7 +131,7 @@ class State:
         """The pytree of arrays, or specs, as which a person sees it; the default is itself."""
         return self
 
-    def _fields(self) -> dict[str, Any]:
+    def _by_name(self) -> dict[str, Any]:
         """Its fields by their names."""
         return vars(self)
 
@@ -148,7 +148,7 @@ class State:
         Raises:
             TypeError: it has no such field.
         """
-        fields = self._fields()
+        fields = self._by_name()
         if not changes.keys() <= fields.keys():
             odd = sorted(changes.keys() - fields.keys())
             raise TypeError(f"{type(self).__name__}: expected fields {sorted(fields)}, got {odd}.")
