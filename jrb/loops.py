@@ -20,9 +20,6 @@ from jrb.sharded import Sharded
 from jrb.state import BufferState, Sample
 from jrb.types import Item
 
-Leaves = list[jax.Array]
-"""Those of a state, or of a part of it."""
-
 
 @functools.lru_cache(maxsize=64)
 def jitted(buffer: Description) -> "Jitted | JittedMix":
@@ -266,65 +263,31 @@ def _compilers(on_host: bool) -> tuple[Any, ...]:
     return _writing, _reading, _moving, _drawing
 
 
-def _on_leaves(compiled: Callable[[Any], Callable[..., Any]], other: Callable[..., Any]) -> Any:
-    """A verb that looks at no field of a state, so that none has to be made.
+def _writing(verb: Callable[..., Any], **options: Any) -> Any:
+    """A verb that writes items; inside another compiled function it may be part of a loop."""
+    within = jax.jit(verb, donate_argnums=0, **options)
+    alone = jax.jit(gathering.by_itself(verb), donate_argnums=0, **options)
 
-    Args:
-        compiled: from what makes leaves a state to a function of the leaves and other arguments.
-        other: the verb inside another compiled function, or for several states.
-    """
-    compiled = functools.lru_cache(maxsize=64)(compiled)
-
+    @dispatch.explained
     def called(state: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(state, BufferState):
-            return other(state, *args, **kwargs)
-        leaves, structure = state.flat()
-        if isinstance(leaves[0], jax.core.Tracer):
-            return other(state, *args, **kwargs)
-        return compiled(structure)(leaves, *args, **kwargs)
+        inside = isinstance(state, BufferState) and isinstance(state.edits, jax.core.Tracer)
+        return (within if inside else alone)(state, *args, **kwargs)
 
     return called
 
 
-def _writing(verb: Callable[..., Any], **options: Any) -> Any:
-    """A verb that writes items."""
-
-    def compiled(structure: Any) -> Callable[..., BufferState]:
-        def written(leaves: Leaves, *args: Any, **kwargs: Any) -> Leaves:
-            return jax.tree.leaves(verb(jax.tree.unflatten(structure, leaves), *args, **kwargs))
-
-        write = jax.jit(gathering.by_itself(written), donate_argnums=0, **options)
-        made = functools.partial(BufferState.of_leaves, structure)
-        return lambda leaves, *args, **kwargs: made(write(leaves, *args, **kwargs))
-
-    return dispatch.explained(_on_leaves(compiled, jax.jit(verb, donate_argnums=0, **options)))
-
-
 def _reading(verb: Callable[..., Any], **options: Any) -> Any:
-    """A verb that reads numbers."""
-    return dispatch.explained(_read(verb, **options))
-
-
-def _read(verb: Callable[..., Any], **options: Any) -> Any:
-    """A verb that reads a state, and returns what is none."""
-
-    def compiled(structure: Any) -> Callable[..., Any]:
-        def read(leaves: Leaves, *args: Any, **kwargs: Any) -> Any:
-            return verb(jax.tree.unflatten(structure, leaves), *args, **kwargs)
-
-        return jax.jit(read, **options)
-
-    return _on_leaves(compiled, jax.jit(verb, **options))
+    return dispatch.explained(jax.jit(verb, **options))
 
 
 def _drawing(verb: Callable[..., Any], **options: Any) -> Any:
     """A verb that reads items; inside another compiled function it may be part of a loop."""
-    within, alone = jax.jit(verb, **options), _read(gathering.by_itself(verb), **options)
+    within, alone = jax.jit(verb, **options), jax.jit(gathering.by_itself(verb), **options)
 
     @dispatch.explained
     def called(states: Any, key: jax.Array, **kwargs: Any) -> Any:
         first = states[0] if isinstance(states, tuple | list) and states else states
-        known = [key, first.flat()[0][0]] if isinstance(first, BufferState) else [key]
+        known = [key, first.edits] if isinstance(first, BufferState) else [key]
         inside = any(isinstance(one, jax.core.Tracer) for one in known)
         return (within if inside else alone)(states, key, **kwargs)
 
@@ -339,34 +302,25 @@ def _moving(verb: Callable[..., Any], reads_items: bool = False, **options: Any)
     read, the verb is called as it is. One that `reads_items` is compiled as one that Python calls.
     """
 
-    def compiled(structure: Any) -> Callable[..., Any]:
-        def moved(
-            sampler: Leaves, before: Leaves, behind: Leaves, *args: Any, **kwargs: Any
-        ) -> Any:
-            state = jax.tree.unflatten(structure, [*before, *sampler, *behind])
-            after = verb(state, *args, **kwargs)
-            state, *sample = after if isinstance(after, tuple) else (after,)
-            return jax.tree.leaves(state.sampler), *sample
+    def moved(sampler: Any, rest: BufferState, *args: Any, **kwargs: Any) -> Any:
+        after = verb(rest.replace(sampler=sampler), *args, **kwargs)
+        state, *sample = after if isinstance(after, tuple) else (after,)
+        return state.sampler, *sample
 
-        moved = gathering.by_itself(moved) if reads_items else moved
-        own, move = _of_sampler(structure), jax.jit(moved, donate_argnums=0, **options)
+    if reads_items:
+        moved = gathering.by_itself(moved)
+    compiled = jax.jit(moved, donate_argnums=0, **options)
 
-        def called(leaves: Leaves, *args: Any, **kwargs: Any) -> Any:
-            before, behind = leaves[: own.start], leaves[own.stop :]
-            sampler, *sample = move(leaves[own], before, behind, *args, **kwargs)
-            after = BufferState.of_leaves(structure, [*before, *sampler, *behind])
-            return (after, *sample) if sample else after
+    @dispatch.explained
+    def called(state: BufferState, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state, BufferState) or isinstance(state.edits, jax.core.Tracer):
+            return verb(state, *args, **kwargs)
+        rest = state.replace(sampler=None)
+        sampler, *sample = compiled(state.sampler, rest, *args, **kwargs)
+        after = state.replace(sampler=sampler)
+        return (after, *sample) if sample else after
 
-        return called
-
-    return dispatch.explained(_on_leaves(compiled, verb))
-
-
-def _of_sampler(structure: Any) -> slice:
-    """Which leaves of a state are its sampler's."""
-    state = jax.tree.unflatten(structure, range(structure.num_leaves))
-    numbers = jax.tree.leaves(state.sampler)
-    return slice(numbers[0], numbers[-1] + 1) if numbers else slice(0, 0)
+    return called
 
 
 @pytree.component

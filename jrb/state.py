@@ -33,42 +33,9 @@ class BufferState(pytree.State):
     sampler: Any
     unit: Any
     edits: jax.Array
-    transforms: Any = pytree.by_default(())
-    numbers: jax.Array | None = pytree.by_default(None)
+    transforms: Any = ()
+    numbers: jax.Array | None = None
     ring: Ring | None = pytree.static(default=None)
-
-    @classmethod
-    def of_leaves(cls, structure: Any, leaves: list[jax.Array]) -> "BufferState":
-        """The state that these leaves make; its fields are made when one is asked for.
-
-        To make them takes longer than to call a compiled function that takes leaves and returns
-        some, and between two verbs of a Python loop nobody looks at them.
-        """
-        made = object.__new__(cls)
-        vars(made)["_flat"] = leaves, structure
-        return made
-
-    def flat(self) -> tuple[list[jax.Array], Any]:
-        """Its leaves, and how they make a state."""
-        return vars(self).get("_flat") or jax.tree.flatten(self)
-
-    def __getattr__(self, name: str) -> Any:
-        """A field of a state that was made of leaves, asked for the first time."""
-        flat = vars(self).get("_flat")
-        if flat is None or name not in type(self).__dataclass_fields__:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}.")
-        leaves, structure = flat
-        vars(self).update(vars(jax.tree.unflatten(structure, leaves)))
-        return vars(self)[name]
-
-    def _by_name(self) -> dict[str, Any]:
-        if "_flat" not in vars(self):
-            return vars(self)
-        return {name: getattr(self, name) for name in type(self).__dataclass_fields__}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy gets, and another process: how leaves make a state stays in this one."""
-        return self._by_name()
 
     def __len__(self) -> int:
         """Raises: the number of items is an array, which `size` gives."""

@@ -1,8 +1,6 @@
 """Loops in Python: compiled verbs, copies that are told, items of NumPy's dtypes, no retraces."""
 
-import copy
 import operator
-import pickle
 import warnings
 
 import jax
@@ -26,10 +24,6 @@ def row(number, *lead):
     filled = jax.tree.map(fill, EXAMPLE)
     filled["next"]["done"][...] = False
     return filled
-
-
-def copied_to_a_process(state):
-    return pickle.loads(pickle.dumps(state))
 
 
 PARTS = [
@@ -70,32 +64,6 @@ def test_compiled_verbs_do_what_the_buffer_does(parts):
         buffer.take(state, other.indices),
     )
     assert int(verbs.size(verbs.empty(mine))) == 0
-
-
-@pytest.mark.parametrize(
-    "look", [repr, copy.copy, copied_to_a_process, lambda state: state.replace(), jax.tree.leaves]
-)
-def test_a_state_made_of_leaves_is_one_in_all_that_is_done_to_it(look):
-    buffer = jrb.ReplayBuffer(20, num_envs=2, batch_size=4, sampler=jrb.Prioritized())
-    verbs, state = jrb.jitted(buffer), buffer.add(buffer.init(EXAMPLE), row(1, 2))
-    made = verbs.add(buffer.init(EXAMPLE), row(1, 2))
-    assert "writer" not in vars(made)  # nobody looked yet
-    found, want = look(made), look(state)
-    if isinstance(found, str):
-        assert found == want
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-    assert jax.tree.structure(made) == jax.tree.structure(state)
-    assert made.ring == buffer.ring and made.numbers is None and made.transforms == ()
-    changed = made.replace(edits=jnp.uint32(7))
-    assert (
-        int(jax.tree.map(lambda leaf: leaf, changed).edits)
-        == int(verbs.add(changed, row(2, 2)).edits)
-        == 7
-    )
-    with pytest.raises(AttributeError, match="has no 'odd'"):
-        _ = made.odd
-    with pytest.raises(TypeError, match="got \\['odd'\\]"):
-        made.replace(odd=1)
 
 
 def test_what_is_given_is_donated_and_what_is_read_is_not():

@@ -89,12 +89,7 @@ def is_component(cls: Any) -> bool:
 
 def static(*, default: Any) -> Any:
     """A field of a state that is no array, and the same in all states that are mapped together."""
-    return by_default(default, static=True)
-
-
-def by_default(value: Any, **metadata: Any) -> Any:
-    """A field of a state that has a value of its own, which the class has not."""
-    return dataclasses.field(default_factory=lambda: value, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"static": True})
 
 
 def cursor() -> Any:
@@ -111,7 +106,7 @@ def tally() -> Any:
 
 
 @dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(static, by_default, cursor, tally)
+    frozen_default=True, kw_only_default=True, field_specifiers=(static, cursor, tally)
 )
 class State:
     """An immutable pytree of arrays: a subclass is a frozen dataclass, built from keywords.
@@ -131,10 +126,6 @@ class State:
         """The pytree of arrays, or specs, as which a person sees it; the default is itself."""
         return self
 
-    def _by_name(self) -> dict[str, Any]:
-        """Its fields by their names."""
-        return vars(self)
-
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
         fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]: made just now
@@ -148,7 +139,7 @@ class State:
         Raises:
             TypeError: it has no such field.
         """
-        fields = self._by_name()
+        fields = vars(self)
         if not changes.keys() <= fields.keys():
             odd = sorted(changes.keys() - fields.keys())
             raise TypeError(f"{type(self).__name__}: expected fields {sorted(fields)}, got {odd}.")
