@@ -421,8 +421,9 @@ def still_there(
     """The state, in which writes wait for the sample; its slots, and which hold what was drawn."""
     current = buffer.writer.stamp(buffer.ring, state.writer, sample.indices) == sample.stamp
     drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
-    token = ordering.token((_read(sample), drawn, current))
-    return _after(state, token), sample.indices + token, current & drawn
+    ok = current & drawn
+    token = ordering.token((_read(sample), ok))
+    return _after(state, token), sample.indices + token, ok
 
 
 @by_description()
