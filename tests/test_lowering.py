@@ -224,7 +224,7 @@ WRITES = [
     ("add", 4, "uniform", "windows", devices.EXAMPLE),
     ("add", 1, "uniform", "stacks", devices.EXAMPLE),
     ("add", 4, "prioritized", "n-step", MANY),
-    ("extend", 4, "uniform", "transition", MANY),
+    ("extend", 4, "uniform", "n-step", MANY),
 ]
 
 
@@ -233,7 +233,7 @@ WRITES = [
 @pytest.mark.parametrize(("verb", "envs", "sampler", "unit", "example"), WRITES)
 def test_a_write_that_python_calls_wakes_no_thread(verb, envs, sampler, unit, example):
     parts = {"sampler": devices.SAMPLERS[sampler], "unit": devices.UNITS[unit]}
-    buffer, lead = jrb.ReplayBuffer(64, num_envs=envs, **parts), (2, envs)[verb == "add" :]
+    buffer, lead = jrb.ReplayBuffer(2**14, num_envs=envs, **parts), (2, envs)[verb == "add" :]
     rows = jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), example)
     write = jax.jit(gathering.by_itself(getattr(buffer, verb)), donate_argnums=0)
     assert not is_handed_over(write.lower(buffer.init(example), rows).compile().as_text())

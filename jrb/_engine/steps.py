@@ -311,18 +311,21 @@ def _read_with(
     storage, lookups = buffer.storage, list(look.lookups.values())
     found = storage.read_with(context, state.storage, look.where, lookups) if lookups else None
     if found is None:
-        told = _looked_up(look)
-        where = rows.where_after(look.where, ordering.token(told)) if told else look.where
-        return storage.read(context, state.storage, where), told
-    told = [it.told(there) for it, there in zip(lookups, found[1], strict=True)]
-    return found[0], dict(zip(look.lookups, told, strict=True))
+        there = _looked_up(look)
+        where = rows.where_after(look.where, ordering.token(there)) if there else look.where
+        found = storage.read(context, state.storage, where), there
+    return found[0], _told(look, found[1])
 
 
-def _looked_up(look: Look) -> dict[str, jax.Array]:
-    """What is looked up for `info`, read by itself."""
-    lookups = look.lookups
-    found = rows.read_each(*((it.array, it.slots) for it in lookups.values()))
-    return {name: it.told(there) for (name, it), there in zip(lookups.items(), found, strict=True)}
+def _looked_up(look: Look) -> list[jax.Array]:
+    """What is in the arrays that are looked up, read by itself."""
+    return rows.read_each(*((it.array, it.slots) for it in look.lookups.values()))
+
+
+def _told(look: Look, found: list[jax.Array]) -> dict[str, jax.Array]:
+    """What `info` tells of what was looked up."""
+    pairs = zip(look.lookups.items(), found, strict=True)
+    return {name: it.told(there) for (name, it), there in pairs}
 
 
 def _fields(
@@ -359,7 +362,7 @@ def choose(
     """
     sampler, drawn = _choose(buffer, state, key, batch_size, beta)
     context, look = _look(buffer, state, drawn.slots, drawn.mask, key)
-    info = {**look.info, **_looked_up(look)}
+    info = {**look.info, **_told(look, _looked_up(look))}
     sample = _fields(buffer, state, drawn, look.mask, info)
     if names is None:
         return sampler if moves else None, sample, None

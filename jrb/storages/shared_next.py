@@ -87,7 +87,7 @@ def init(context: Context, spec: Item, room: int) -> Shared:
 
 
 def read(
-    context: Context, state: Shared, where: Where, lookups: Sequence[Lookup] = ()
+    context: Context, state: Shared, where: Where, lookups: Sequence[Lookup]
 ) -> tuple[Item, list[jax.Array]]:
     """One gather per leaf: next observations from the array of the observations.
 
