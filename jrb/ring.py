@@ -75,7 +75,7 @@ class Ring:
         return Clock(
             cursor=jnp.zeros_like(clock.cursor) + ordering.token(clock.cursor),
             count=jnp.zeros_like(clock.count),
-            lap=clock.lap + jnp.uint32(2),
+            lap=clock.lap + np.uint32(2),
         )
 
     def row_after(self, row: jax.Array, steps: jax.Array) -> jax.Array:

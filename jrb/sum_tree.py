@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._base import checks, gathering, ordering, random_bits
@@ -110,8 +111,8 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
 @jax.jit
 def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
-    node = indices.astype(jnp.uint32) + jnp.uint32(tree.leaf)
-    node = jnp.where(good, node, jnp.uint32(tree.nodes.size))
+    node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
+    node = jnp.where(good, node, np.uint32(tree.nodes.size))
     nodes, _ = trees.put_last(tree.nodes, node, bounded(tree, masses))
     return trees.reduce_above(tree.replace(nodes), node)
 
@@ -241,7 +242,7 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
         rows = rows_at(tree.nodes, first)
         if again is not None and fresh is not None:
             # Not by the number of the step: XLA copies that at each one which uses it.
-            here = node - jnp.uint32(tree.start(fresh)) < tree.start(fresh + 1) - tree.start(fresh)
+            here = node - np.uint32(tree.start(fresh)) < tree.start(fresh + 1) - tree.start(fresh)
             mass = jnp.where(here, again * trees.reduce_rows(tree, rows), mass)
         child, mass = _pick(tree, rows, mass)
         return _joined(mass, first + child)
@@ -251,8 +252,8 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
         tree.depth + 1, step, _joined(mass, root), tree.nodes, mass.size, tree.branching
     )
     _, node = _parted(found)
-    leaf = (node - jnp.uint32(tree.leaf)).astype(jnp.int32)
-    mass = _child_of(rows, node & jnp.uint32(tree.branching - 1))
+    leaf = (node - np.uint32(tree.leaf)).astype(jnp.int32)
+    mass = _child_of(rows, node & np.uint32(tree.branching - 1))
     return lax.optimization_barrier((leaf, mass))  # read once, and before what is written later
 
 

@@ -231,6 +231,28 @@ def rows_from(array: jax.Array, first: jax.Array, width: int) -> jax.Array:
     )
 
 
+def items_at(array: jax.Array, *index: jax.Array, mode: str = "promise_in_bounds") -> jax.Array:
+    """`array.at[index].get(mode=mode)`, by `lax`: in a third of the time that takes to trace.
+
+    Args:
+        array: `[N, M, ..., *rest]`, with an axis for each index and any others.
+        index: uint32 arrays `[...]` of one shape, for the first axes.
+        mode: what becomes of indices that are out of range.
+
+    Returns:
+        `[..., *rest]`.
+    """
+    count, lead = len(index), index[0].ndim
+    axes, rest = tuple(range(count)), array.shape[count:]
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(lead, lead + len(rest))),
+        collapsed_slice_dims=axes,
+        start_index_map=axes,
+    )
+    places = lax.concatenate([lax.expand_dims(one, (lead,)) for one in index], lead)
+    return lax.gather(array, places, dims, (*[1] * count, *rest), mode=mode)
+
+
 def rows_in(room: jax.Array) -> jax.Array:
     """The rows that were put there, `[B, ...]`."""
     return room[:-1]

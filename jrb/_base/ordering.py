@@ -49,14 +49,20 @@ def once(compute: Callable[[], T]) -> T:
 
     def taken() -> T:
         out = compute()
-        known.append(jax.eval_shape(lambda: out))  # with the axes of a mesh that they vary over
+        known.append(versions.types_of(out))
         return out
 
     def never() -> Any:  # traced after the other, which then need not be traced twice
         like = known[0] if known else jax.eval_shape(compute)
         return jax.tree.map(_anything, like)
 
-    return lax.cond(opaque(1) == 1, taken, never)
+    return lax.cond(_always(), taken, never)
+
+
+@functools.partial(jax.jit, inline=True)  # traced once
+def _always() -> jax.Array:
+    """True, which XLA's CPU compiler does not know."""
+    return opaque(1) == 1
 
 
 def _anything(like: Any) -> Any:
@@ -74,14 +80,13 @@ def _anything(like: Any) -> Any:
 _SMALL = 1 << 18  # bytes; a constant is part of the program
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)  # traced once
 def _zeros_and_one(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Zeros, the last of them a one, which XLA computes while it compiles.
 
     NumPy's array would not do: it would be made outside the branch, and copied at each step.
     """
-    one = jnp.ones((1,) * len(shape), dtype)
-    return lax.pad(one, jnp.zeros((), dtype), [(size - 1, 0, 0) for size in shape])
+    one = lax.broadcast(np.ones((), dtype), (1,) * len(shape))
+    return lax.pad(one, np.zeros((), dtype), [(size - 1, 0, 0) for size in shape])
 
 
 def _zeros(like: Any) -> Any:

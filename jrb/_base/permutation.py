@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._base import ordering, random_bits
@@ -27,15 +28,15 @@ def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
     (swap-or-not).
     """
     size = jnp.maximum(n, 1).astype(jnp.uint32)
-    number = jnp.arange(_ROUNDS, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    number = jnp.arange(_ROUNDS, dtype=jnp.uint32) * np.uint32(0x9E3779B9)
     words = random_bits.mix(random_bits.mix(number + seed[0]) ^ seed[1])
-    salts = random_bits.mix(words ^ jnp.uint32(0x85EBCA6B))
+    salts = random_bits.mix(words ^ np.uint32(0x85EBCA6B))
     sums = random_bits.mulhi(words, jnp.broadcast_to(size, words.shape))
 
     def swap_or_not(turn: jax.Array, x: jax.Array) -> jax.Array:
         other = sums[turn] - x  # modulo 2^32: what is negative is at least 2^31, so above n
         other = jnp.where(other >= size, other + size, other)
-        swaps = random_bits.mix(jnp.maximum(x, other) ^ salts[turn]) & jnp.uint32(1)
+        swaps = random_bits.mix(jnp.maximum(x, other) ^ salts[turn]) & np.uint32(1)
         return jnp.where(swaps == 1, other, x)
 
     rounds = lambda unroll: ordering.loop(_ROUNDS, swap_or_not, i.astype(jnp.uint32), unroll)

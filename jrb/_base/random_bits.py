@@ -37,7 +37,7 @@ def _threefry(
     k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # By `lax`, as a hundred operators would take twice as long to trace.
-    keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
+    keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for group in range(5):
         for turn in _ROTATIONS[group % 2]:
@@ -56,7 +56,7 @@ def _rotated(word: jax.Array, turn: int) -> jax.Array:
 
 def unit_interval(words: jax.Array) -> jax.Array:
     """Float32 in [0, 1), multiples of 2^-24, from uint32."""
-    return (words >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
+    return (words >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
 
 
 def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
@@ -104,9 +104,9 @@ def mix(words: jax.Array) -> jax.Array:
 
     Reference: Wellons, 2018, "Prospecting for hash functions" (lowbias32).
     """
-    words = (words ^ (words >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
-    words = (words ^ (words >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
-    return words ^ (words >> jnp.uint32(16))
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return words ^ (words >> np.uint32(16))
 
 
 def words(key: jax.Array, batch_size: int) -> jax.Array:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._base import gathering, ordering
@@ -208,7 +209,7 @@ def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
 
 def parent(tree: Tree, node: jax.Array) -> jax.Array:
     """The parent of each node (uint32) below the top."""
-    return (node >> jnp.uint32(tree.bits)) + jnp.uint32(above_top(tree))
+    return (node >> np.uint32(tree.bits)) + np.uint32(above_top(tree))
 
 
 def above_top(tree: Tree) -> int:
@@ -218,14 +219,14 @@ def above_top(tree: Tree) -> int:
 
 def children(tree: Tree, node: jax.Array) -> jax.Array:
     """The first child of each node (uint32) above the leaves."""
-    return (node - jnp.uint32(above_top(tree))) << jnp.uint32(tree.bits)
+    return (node - np.uint32(above_top(tree))) << np.uint32(tree.bits)
 
 
 def read(array: jax.Array, index: jax.Array) -> jax.Array:
     """`array[index]`, `[N]` at indices `[B]`, none negative, clipped to [0, N), read just once."""
 
     def found(times: int, array: jax.Array, index: jax.Array) -> jax.Array:
-        clipped = lambda: array.at[index.astype(jnp.uint32)].get(mode="clip")
+        clipped = lambda: gathering.items_at(array, index.astype(jnp.uint32), mode="clip")
         return gathering.read((clipped, gathering.is_few(array, index, times=times)))[0]
 
     return gathering.together(gathering.is_few(array, index), found, array, index)
@@ -339,8 +340,8 @@ def set_leaves(
         counts: the first so many are set before the next so many, and so on; None for all at once.
     """
     index = index.astype(jnp.uint32)  # a negative one is a large number here
-    beyond = jnp.uint32(tree.nodes.size)
-    node = jnp.where(index < tree.capacity, index + jnp.uint32(tree.leaf), beyond)
+    beyond = np.uint32(tree.nodes.size)
+    node = jnp.where(index < tree.capacity, index + np.uint32(tree.leaf), beyond)
     nodes = put_in_turns(tree.nodes, node, values, counts or (node.size,))
     return reduce_above(tree.replace(nodes), node)
 
@@ -359,7 +360,7 @@ def reduce_above(tree: Tree, node: jax.Array) -> Tree:
 
 def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
     """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up."""
-    somewhere = jnp.uint32(tree.leaf)  # for nodes that there are not
+    somewhere = np.uint32(tree.leaf)  # for nodes that there are not
     above = parent(tree, jnp.where(node < tree.nodes.size, node, somewhere))
 
     def climb(_: jax.Array, carry: tuple, rows_at: Callable) -> tuple:

@@ -33,6 +33,13 @@ def is_x64() -> bool:
     return jax.dtypes.canonicalize_dtype("int64") == "int64"
 
 
+def types_of(tree: Any) -> Any:
+    """The types of arrays, with the axes of a mesh that they lie on or vary over."""
+    if in_shard_map() or not _HAS_MESH_IN_TYPES:
+        return jax.eval_shape(lambda: tree)
+    return jax.tree.map(jax.typeof, tree)  # a hundred times faster
+
+
 def varying_axes(aval: Any) -> Axes:
     """The axes of a mesh over which an array of this type varies, inside `jax.shard_map`."""
     manual = getattr(aval, "manual_axis_type", None)

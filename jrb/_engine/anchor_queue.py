@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._base import ordering, pytree
@@ -18,6 +19,9 @@ from jrb._engine.lanes import LaneQueues
 from jrb.held import Held
 from jrb.ring import Ring, first_places
 from jrb.types import Anchors, Change, Context, Write
+
+_FEW = 64
+"""Of so many slots all pairs are compared."""
 
 
 class AnchorQueue(pytree.State):
@@ -181,12 +185,25 @@ def append(ring: Ring, queue: AnchorQueue, slots: jax.Array) -> AnchorQueue:
     """Slots join the end, int32 `[K]`; N or more where there is none."""
     slots = trees.column(slots)
     joins = slots < ring.capacity
-    place = queue.count + jnp.cumsum(joins, axis=0, dtype=jnp.int32) - 1
+    place = queue.count + _joined_upto(joins) - 1
     at = jnp.where(joins, ring.slot_after(queue.head, place), ring.capacity)
     return queue.replace(
         slots=trees.put(queue.slots, at, slots),
         count=queue.count + jnp.sum(joins, dtype=jnp.int32),
     )
+
+
+def _joined_upto(joins: jax.Array) -> jax.Array:
+    """How many of the first ones join, up to each: int32 `[K, 1]` from bool `[K, 1]`.
+
+    Of few by pairs, never stored: for a running sum XLA compiles two kernels more, and on the CPU
+    it adds up pairs as well.
+    """
+    if joins.size > _FEW:
+        return jnp.cumsum(joins, axis=0, dtype=jnp.int32)
+    number = np.arange(joins.size)
+    upto = jnp.where(number[:, None] >= number, joins.reshape(-1), False)
+    return jnp.sum(upto, axis=1, keepdims=True, dtype=jnp.int32)
 
 
 def remove(

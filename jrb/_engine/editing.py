@@ -78,7 +78,7 @@ def _edited(state: BufferState, slots: jax.Array | None, values: Values) -> Buff
 
     The number tells one history of edits from another, so that a save knows when to compare.
     """
-    mixed = state.edits * _ODD + jnp.uint32(1)
+    mixed = state.edits * _ODD + np.uint32(1)
     for leaf in [*values.values()] if slots is None else [slots, *values.values()]:
         mixed = mixed * _ODD + jnp.sum(_first_words(leaf) * _ODD, dtype=jnp.uint32)
     return state.replace(edits=mixed)

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jrb._base import ordering, pytree, random_bits
@@ -282,7 +283,7 @@ def after_write(
     count = state.count + number[-1]
     surplus = jnp.maximum(count - room, 0)
     grown = Episodes(
-        first=put(state.first, begins, time - jnp.uint32(enough - 1)),
+        first=put(state.first, begins, time - np.uint32(enough - 1)),
         last=put(state.last, ends, jnp.broadcast_to(time, done.shape)),
         head=(state.head + surplus) % room,
         count=count - surplus,
@@ -350,7 +351,7 @@ def _clipped(state: Episodes, ring: Ring) -> Episodes:
         jnp.arange(ring.envs, dtype=jnp.int32),
     )
     first = ordering.read(lambda: state.first[at])
-    most = jnp.uint32(ring.rows + 1)
+    most = np.uint32(ring.rows + 1)
     begin = jnp.where(state.now - first > most, state.now - most, first)
     return state.replace(first=state.first.at[at].set(begin))
 

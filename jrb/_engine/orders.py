@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb._base import gathering
 from jrb.types import Write
 
 
@@ -83,7 +84,7 @@ class Order:
         """Some elements of the rows at slots `[...]`, all in range: `[..., stop - start]`."""
         at = self._known(slots)
         if stop - start == array.shape[-1]:
-            return array.at[at].get(mode="promise_in_bounds")
+            return gathering.items_at(array, *at)
         axes = tuple(range(self.axes))
         return lax.gather(
             array,

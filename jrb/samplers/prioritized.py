@@ -237,7 +237,7 @@ class Prioritized(Sampler):
         if state.largest is None:
             return jnp.float32(self.new_priority)
         held = trees.root(state.largest)
-        return jnp.where(held < 0, jnp.float32(1.0), held)
+        return jnp.where(held < 0, 1.0, held)
 
     def draw(
         self,
@@ -340,7 +340,7 @@ class Prioritized(Sampler):
         index = slots.astype(jnp.uint32)
         member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
         good = _is_priority(priorities)
-        index = jnp.where(member & good, index, jnp.uint32(ring.capacity))
+        index = jnp.where(member & good, index, np.uint32(ring.capacity))
         raw, last = trees.put_last(state.raw, index, priorities)
         greatest = jnp.max(jnp.where(index < ring.capacity, priorities, 0.0), initial=0.0)
         state = state.replace(

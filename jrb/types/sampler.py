@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._base import ordering, random_bits
 from jrb.ring import Ring
@@ -243,8 +244,8 @@ class Sampler(abc.ABC):
     def _pick_alike(anchors: Anchors, places: jax.Array, key: jax.Array) -> Draw:
         """`pick` where all anchors are alike."""
         fresh = random_bits.words(key, places.size)
-        high = (places * 2.0**24).astype(jnp.uint32) << jnp.uint32(8)
-        chosen = random_bits.below(anchors.count, high | (fresh[0] >> jnp.uint32(24)), fresh[1])
+        high = (places * 2.0**24).astype(jnp.uint32) << np.uint32(8)
+        chosen = random_bits.below(anchors.count, high | (fresh[0] >> np.uint32(24)), fresh[1])
         return anchors.drawn(chosen, jnp.broadcast_to(anchors.count > 0, places.shape), key)
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._base import display, ordering, pytree
 from jrb._base import tree as trees
@@ -99,7 +100,7 @@ class MaxValue(OneByOne):
         slots = jnp.where(here == number, slots, ring.capacity)
         waited = jnp.minimum(jnp.min(slots), 0)
         state = ordering.after(state, waited)  # later writes wait for `here`
-        state = state.replace(number=state.number + jnp.uint32(ranks.size))
+        state = state.replace(number=state.number + np.uint32(ranks.size))
         return state, write_of(ring, slots, written)
 
     def reset(self, ring: Ring, state: Ranks, token: jax.Array) -> Ranks:
@@ -108,7 +109,7 @@ class MaxValue(OneByOne):
             ranks=trees.cleared(state.ranks, token),
             stamps=ordering.overwrite(state.stamps, state.number, token),
             count=jnp.minimum(state.count, 0) + token,
-            number=state.number + jnp.uint32(1),
+            number=state.number + np.uint32(1),
         )
 
     def check_edit(self, verb: str, names: frozenset[str]) -> None:

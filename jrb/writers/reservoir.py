@@ -101,11 +101,11 @@ class Reservoir(OneByOne):
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
         comes = jnp.repeat(written, ring.envs)
         place = jnp.cumsum(comes, dtype=jnp.uint32) - comes.astype(jnp.uint32)
-        bound = jnp.minimum(place, _MOST - state.came) + state.came + jnp.uint32(1)
+        bound = jnp.minimum(place, _MOST - state.came) + state.came + np.uint32(1)
         words = random_bits.counted(state.seed, state.number + place)
         chosen = random_bits.below(bound, *words).astype(jnp.uint32)
-        slots = jnp.where(bound <= capacity, bound - jnp.uint32(1), chosen)
-        slots = jnp.where(comes & (slots < capacity), slots, jnp.uint32(capacity))
+        slots = jnp.where(bound <= capacity, bound - np.uint32(1), chosen)
+        slots = jnp.where(comes & (slots < capacity), slots, np.uint32(capacity))
         slots = rows.distinct(ring, slots.astype(jnp.int32)) + jnp.minimum(state.count, 0)
         total = jnp.sum(comes, dtype=jnp.uint32)
         came = jnp.minimum(total, _MOST - state.came) + state.came
@@ -122,7 +122,7 @@ class Reservoir(OneByOne):
         return state.replace(
             stamps=ordering.overwrite(state.stamps, state.number, token),
             count=jnp.minimum(state.count, 0) + token,
-            number=state.number + jnp.uint32(1),
+            number=state.number + np.uint32(1),
             came=jnp.zeros_like(state.came),
         )
 
