@@ -126,11 +126,12 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
 def room_for(array: jax.Array, *shape: int) -> jax.Array:
     """Room for rows `[B, ...]` of this shape, and one row more.
 
-    It is of the array's dtype, and on the mesh on which that lies.
+    It is of the array's dtype, on the mesh on which that lies, and not known before that is. Zeros
+    would wait for nothing: see `rows.in_line`.
     """
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
     element = lax.squeeze(first, range(array.ndim))  # as array[0, ...], which takes long to trace
-    return jnp.zeros_like(jnp.broadcast_to(element, (shape[0] + 1, *shape[1:])))
+    return jnp.broadcast_to(element, (shape[0] + 1, *shape[1:]))
 
 
 def put(room: jax.Array, rows: jax.Array) -> jax.Array:
@@ -162,7 +163,7 @@ def _put_slices(
 
 def in_room(rows: jax.Array) -> jax.Array:
     """A room with these rows in it."""
-    return put(room_for(rows, *rows.shape), rows)
+    return put(jnp.zeros_like(room_for(rows, *rows.shape)), rows)
 
 
 def loop(

@@ -170,11 +170,9 @@ class Prioritized(Sampler):
         elif change.expired is not None:
             state = self._without_run(ring, state, change.expired)
         state, new = self._entering(ring, state, change, default)
-        sets = [(left, _none_at(left))]
-        if not change.consecutive:
-            sets.append((change.entered, new))
-        state = self._set(state, *sets)
-        return self._set_run(state, change.entered[0], new) if change.consecutive else state
+        if change.consecutive:
+            return self._set_run(self._without(state, left), change.entered[0], new)
+        return self._set(state, (left, _none_at(left)), (change.entered, new))
 
     def _entering(
         self, ring: Ring, state: Priorities, change: Change, default: jax.Array
@@ -204,6 +202,21 @@ class Prioritized(Sampler):
             default = jnp.repeat(default, own.size // default.size)
         return state, jnp.where(own < 0, default, own)
 
+    def _without(self, state: Priorities, slots: jax.Array) -> Priorities:
+        """No anchor at slots, int32 `[K]`; N where there is none to leave."""
+        if not slots.size:
+            return state
+        slots = trees.column(slots)
+        # None of it known before the slots: a constant would wait for nothing (see `rows.in_line`).
+        none = jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR)
+        put = lambda tree, leaf: None if tree is None else trees.set_leaves(tree, slots, leaf)
+        return state.replace(
+            raw=trees.put(state.raw, slots, none),
+            masses=put(state.masses, none - _NO_ANCHOR),
+            smallest=put(state.smallest, none + jnp.inf),
+            largest=put(state.largest, none),
+        )
+
     def _without_run(self, ring: Ring, state: Priorities, expired: Held) -> Priorities:
         """No mass in a run of any length."""
         chunk = min(ring.capacity, _CHUNK)
@@ -211,8 +224,7 @@ class Prioritized(Sampler):
         def clear(trip: jax.Array, state: Priorities) -> Priorities:
             done = jnp.minimum(trip * chunk, expired.count)
             rest = Held(first=ring.slot_after(expired.first, done), count=expired.count - done)
-            slots = rest.run(ring, chunk)
-            return self._set(state, (slots, _none_at(slots)))
+            return self._without(state, rest.run(ring, chunk))
 
         def clear_at_once() -> Priorities:
             slots = jnp.arange(ring.capacity, dtype=jnp.int32)

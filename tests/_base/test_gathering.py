@@ -45,6 +45,20 @@ def test_rows_are_those_of_the_array(dtype, shape, lead):
     assert np.array_equal(read, array[slots])
 
 
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (0,)])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_items_are_those_that_numpy_finds(axes, lead):
+    array, places = numbers("int32", 5, 4, 3, 2), np.random.default_rng(axes)
+    index = [places.integers(0, size, lead, np.uint32) for size in array.shape[:axes]]
+    found = gathering.items_at(array, *map(jnp.asarray, index))
+    assert np.array_equal(found, np.asarray(array)[tuple(index)])
+
+
+def test_an_item_beyond_the_end_is_the_last_one_if_so_wanted():
+    at = jnp.array([0, 4, 5, 2**32 - 1], jnp.uint32)
+    assert gathering.items_at(jnp.arange(5), at, mode="clip").tolist() == [0, 4, 4, 4]
+
+
 def test_each_agent_reads_its_own():
     arrays, slots = numbers("float32", 3, N), jnp.array([[0, 5], [N - 1, 7], [7, 7]])
     read = jax.jit(jax.vmap(rows.read))(arrays, slots)
