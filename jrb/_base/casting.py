@@ -43,12 +43,12 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
     Raises:
         TypeError: there is one of these, and nobody asked to cast them.
     """
-    leaves = jax.tree.leaves(items)
+    leaves, structure = jax.tree.flatten(items)
     if not all(map(is_kept, leaves)):
         if not cast:
             pytree.spec_of(items, what)  # raises
-        items = kept(items, what)
-    return owned.copied(items) if any(isinstance(leaf, np.ndarray) for leaf in leaves) else items
+        return owned.copied(kept(items, what))
+    return structure.unflatten(map(owned.copy, leaves))
 
 
 def _kept(path: Any, leaf: Leaf, what: str) -> Any:
