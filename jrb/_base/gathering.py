@@ -233,11 +233,11 @@ def rows_from(array: jax.Array, first: jax.Array, width: int) -> jax.Array:
 
 
 def items_at(array: jax.Array, *index: jax.Array, mode: str = "promise_in_bounds") -> jax.Array:
-    """`array.at[index].get(mode=mode)`, by `lax`: in a third of the time that takes to trace.
+    """`array.at[index].get(mode=mode)`, by `lax`, which is traced in a third of the time.
 
     Args:
-        array: `[N, M, ..., *rest]`, with an axis for each index and any others.
-        index: uint32 arrays `[...]` of one shape, for the first axes.
+        array: `[N, M, ..., *rest]`: an axis for each index, and any others.
+        index: uint32 arrays `[...]` of one shape, one for each of the first axes.
         mode: what becomes of indices that are out of range.
 
     Returns:
