@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import ordering, prng_keys
+from jrb._base import ordering, prng_keys, versions
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -237,7 +237,7 @@ def items_at(array: jax.Array, *index: jax.Array, mode: str = "promise_in_bounds
 
     Args:
         array: `[N, M, ..., *rest]`: an axis for each index, and any others.
-        index: uint32 arrays `[...]` of one shape, one for each of the first axes.
+        index: integers `[...]` of one shape, none negative; one array for each of the first axes.
         mode: what becomes of indices that are out of range.
 
     Returns:
@@ -250,7 +250,8 @@ def items_at(array: jax.Array, *index: jax.Array, mode: str = "promise_in_bounds
         collapsed_slice_dims=axes,
         start_index_map=axes,
     )
-    places = lax.concatenate([lax.expand_dims(one, (lead,)) for one in index], lead)
+    columns = [lax.expand_dims(one.astype(versions.INDEX), (lead,)) for one in index]
+    places = lax.concatenate(columns, lead)
     return lax.gather(array, places, dims, (*[1] * count, *rest), mode=mode)
 
 

@@ -226,7 +226,7 @@ def read(array: jax.Array, index: jax.Array) -> jax.Array:
     """`array[index]`, `[N]` at indices `[B]`, none negative, clipped to [0, N), read just once."""
 
     def found(times: int, array: jax.Array, index: jax.Array) -> jax.Array:
-        clipped = lambda: gathering.items_at(array, index.astype(jnp.uint32), mode="clip")
+        clipped = lambda: gathering.items_at(array, index, mode="clip")
         return gathering.read((clipped, gathering.is_few(array, index, times=times)))[0]
 
     return gathering.together(gathering.is_few(array, index), found, array, index)

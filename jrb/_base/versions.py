@@ -19,6 +19,10 @@ _CAST = getattr(lax, "pcast", None)
 _CAST_BEFORE = getattr(lax, "pvary", None)  # its name from JAX 0.6 on
 _KNOWS_WHAT_VARIES = jax.__version_info__ >= (0, 10)
 
+INDEX = "uint32" if jax.__version_info__ >= (0, 10) else "int32"
+"""Of what rows are gathered by. XLA is quicker with the first, but that of JAX 0.5 fails where the
+array is cut over devices."""
+
 
 def enable_x64() -> AbstractContextManager[Any]:
     """A time in which 64 bits are enabled."""

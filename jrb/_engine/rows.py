@@ -169,7 +169,7 @@ def where_after(where: Where, token: jax.Array) -> Where:
 
 def get(array: jax.Array, slots: jax.Array) -> jax.Array:
     """Whole items at slots, int32 `[...]`, all in range; to be called in `ordering.read`."""
-    return gathering.items_at(array, slots.astype(jnp.uint32))  # none is negative
+    return gathering.items_at(array, slots)
 
 
 def get_runs(array: jax.Array, slots: jax.Array) -> jax.Array:
