@@ -286,14 +286,11 @@ def _drawing(verb: Callable[..., Any], **options: Any) -> Any:
 
     @dispatch.explained
     def called(states: Any, key: jax.Array, *args: Any) -> Any:
-        first = states[0] if isinstance(states, _SEQUENCES) and states else states
+        first = states[0] if isinstance(states, (tuple, list)) and states else states
         inside = _is_traced(first) or isinstance(key, jax.core.Tracer)
         return (within if inside else alone)(states, key, *args)
 
     return called
-
-
-_SEQUENCES = tuple, list
 
 
 def _is_traced(state: Any) -> bool:
