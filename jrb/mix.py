@@ -63,8 +63,6 @@ class Mix:
         kinds = ReplayBuffer | Sharded
         if not is_buffers or not all(isinstance(part, kinds) for part in self.buffers):
             raise TypeError(f"buffers: expected a tuple of buffers, got {self.buffers!r}.")
-        if any(isinstance(part, Sharded) and part.exchange for part in self.buffers):
-            raise ValueError("buffers: expected shards that keep what they draw, exchange=False.")
         layouts = {isinstance(part, Sharded) and part.layout for part in self.buffers}
         if len(layouts) > 1:
             raise ValueError(

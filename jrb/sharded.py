@@ -1,26 +1,21 @@
 """One buffer in several shards, over the devices of a mesh."""
 
 import dataclasses
-import functools
-import os
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._base import casting, checks, display, meshes, owned, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import dispatch, draws, over_mesh, shard_bodies, transforming
-from jrb._engine.host_shards import HostShards, States
 from jrb._engine.over_mesh import Cut, Cuts, Layout
 from jrb._engine.shard_bodies import Bound
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
-from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
 
 Pairs = tuple[tuple[PyTree, Cut], ...]
@@ -50,9 +45,8 @@ class Sharded:
 
     N capacity, E environments, B batch, S shards, D devices.
 
-    With items on the host (`jrb.MemmapStorage`, `jrb.SpillStorage`) each shard has a store of its
-    own, below the path that is named; the state is a tuple of those of this process's shards, and
-    verbs work outside `jit`. `jrb.save` to that path is a commit of all of them.
+    Items are on the devices. Storages on the host (`jrb.MemmapStorage`, `jrb.SpillStorage`) are
+    refused: `jrb.remote(buffer, shards=k)` keeps such a buffer in several processes.
 
     Attributes:
         buffer: what the shards are together.
@@ -60,11 +54,6 @@ class Sharded:
         mesh: None for the mesh that is set around a call (`jax.set_mesh`); without one, all shards
             lie on one device. Pickled, it is that of the devices with the same numbers.
         axis: the axis of the mesh that the shards are cut over.
-        exchange: whether a batch is drawn as from one buffer, each item with its probability in the
-            whole: then every shard gives as many as its mass is worth, and they are moved to where
-            the batch lies, a `reduce_scatter` for each leaf. Each shard reads B rows. For masses so
-            uneven that weights would be, too; only for samplers that draw with replacement. New
-            priorities are then told to all shards.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -82,7 +71,6 @@ class Sharded:
     shards: int
     mesh: jax.sharding.Mesh | None = None
     axis: str = "data"
-    exchange: bool = False
 
     def __repr__(self) -> str:
         return display.laid_out(self)
@@ -92,7 +80,7 @@ class Sharded:
 
     def __reduce__(self) -> Any:
         mesh = meshes.named(self.mesh)
-        return _unpickled, (self.buffer, self.shards, mesh, self.axis, self.exchange)
+        return _unpickled, (self.buffer, self.shards, mesh, self.axis)
 
     def __post_init__(self) -> None:
         if not isinstance(self.buffer, ReplayBuffer):
@@ -102,7 +90,6 @@ class Sharded:
         checks.count("shards", self.shards)
         object.__setattr__(self, "shards", int(self.shards))
         self._check_divides("num_envs", self.buffer.num_envs or 1)
-        checks.flag("exchange", self.exchange)
         if self.buffer.batch_size is not None:
             self._check_divides("batch_size", self.buffer.batch_size)
         if transforming.learning(self.buffer.transforms):
@@ -110,20 +97,13 @@ class Sharded:
                 "transforms: expected none with a state, as each shard would learn another, got "
                 f"{transforming.learning(self.buffer.transforms)[0]!r}. Let the learner do it."
             )
-        self._check_storage()
+        if dispatch.on_host(self.buffer):
+            raise ValueError(
+                f"storage: expected jrb.DeviceStorage(), got {self.buffer.storage!r}. Items on the "
+                "host are for jrb.remote(buffer, shards=k), or for one buffer per process."
+            )
         if self.mesh is not None:
             self.layout.devices()
-
-    def _check_storage(self) -> None:
-        """Raises where shards cannot have stores of their own."""
-        storage = self.buffer.storage
-        if not dispatch.on_host(self.part):
-            return
-        if not isinstance(storage, StoreArrays) or self.exchange:
-            raise ValueError(
-                "storage: expected jrb.DeviceStorage(), or jrb.MemmapStorage or jrb.SpillStorage "
-                f"with exchange=False, got {storage!r} with exchange={self.exchange}."
-            )
 
     def _check_divides(self, name: str, value: int) -> None:
         if value % self.shards:
@@ -144,22 +124,6 @@ class Sharded:
             min_size=None,
         )
 
-    def part_at(self, number: int) -> ReplayBuffer:
-        """The description of the shard of this number: with items on the host, at its own path."""
-        part, storage = self.part, self.buffer.storage
-        if not isinstance(storage, StoreArrays) or storage.path is None:
-            return part
-        path = os.path.join(os.fspath(storage.path), f"{number:0{len(str(self.shards - 1))}}")
-        return dataclasses.replace(part, storage=storage.at(path))
-
-    @functools.cached_property
-    def _host(self) -> HostShards | None:
-        """The shards of this process, if items lie on the host."""
-        if not dispatch.on_host(self.buffer):
-            return None
-        numbers = tuple(self.layout.numbers_here())
-        return HostShards(tuple(map(self.part_at, numbers)), numbers)
-
     @property
     def batch_size(self) -> int | None:
         """B of all shards together."""
@@ -176,8 +140,6 @@ class Sharded:
         Raises:
             TypeError, ValueError: as for `ReplayBuffer.init`.
         """
-        if self._host is not None:
-            return tuple(part.init(example) for part in self._host.parts)
         spec = self.part._stored_spec(example)
         leaves, structure = jax.tree.flatten(spec)
         return self._run(shard_bodies.Blank(self.part, structure, tuple(leaves)), (), 0, ())
@@ -188,7 +150,7 @@ class Sharded:
 
     def add(
         self,
-        state: States,
+        state: BufferState,
         item: Item,
         mask: jax.Array | None = None,
         priorities: jax.Array | None = None,
@@ -202,7 +164,7 @@ class Sharded:
 
     def extend(
         self,
-        state: States,
+        state: BufferState,
         items: Item,
         mask: jax.Array | None = None,
         priorities: jax.Array | None = None,
@@ -216,7 +178,7 @@ class Sharded:
 
     def sample(
         self,
-        state: States,
+        state: BufferState,
         key: jax.Array,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
@@ -226,7 +188,7 @@ class Sharded:
 
     def draw(
         self,
-        state: States,
+        state: BufferState,
         key: jax.Array,
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
@@ -251,7 +213,7 @@ class Sharded:
 
     def _drawn(
         self,
-        state: States,
+        state: BufferState,
         key: jax.Array,
         batch_size: int | None,
         beta: jax.Array | float | None,
@@ -270,91 +232,69 @@ class Sharded:
         self._check_divides("batch_size", int(batch_size))
         checks.key(key)
         beta = None if beta is None else checks.number("beta", beta)
-        if self._host is not None:
-            after, batch = self._drawn_on_host(self._host, state, key, int(batch_size), beta, quiet)
-            return (after, batch) if isinstance(out, tuple) else batch
         in_program = self._is_in_program(state, key)
         if not (quiet or in_program):
             self._check_something(state)
         if in_program or kind is not shard_bodies.Draw:
             return self._run_draw(kind, state, key, batch_size, beta, out)
         sampler, batch = self._run_draw(shard_bodies.Drawn, state, key, batch_size, beta, out)
-        return draws.after_draw(cast(BufferState, state), sampler), batch
+        return draws.after_draw(state, sampler), batch
 
     def _run_draw(
         self,
         kind: type[shard_bodies.Draw],
-        state: States,
+        state: BufferState,
         key: jax.Array,
         batch_size: int,
         beta: jax.Array | None,
         out: Cuts,
     ) -> Any:
-        size = int(batch_size) if self.exchange else int(batch_size) // self.shards
-        body = kind(self.part, size, self.buffer.min_size, self.exchange)
+        body = kind(self.part, int(batch_size) // self.shards, self.buffer.min_size)
         return self._run(body, (0, None, None), out, (state, key, beta))
 
     def _is_in_program(self, *arguments: PyTree) -> bool:
         """Whether this is inside `jit` or `jax.shard_map`, where what is returned is not copied."""
         return dispatch.is_traced(arguments) or self.layout.is_inside()
 
-    def _drawn_on_host(
-        self,
-        host: HostShards,
-        states: States,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | None,
-        quiet: bool,
-    ) -> tuple[Any, Sample]:
-        size, least = batch_size // self.shards, self.buffer.min_size
-        after, sample, some = host.draw(states, key, size, beta, least)
-        if not (some or quiet):
-            raise self._nothing(states)
-        if self.mesh is None:
-            return after, jax.tree.map(jnp.asarray, sample)
-        where = NamedSharding(self.mesh, PartitionSpec(self.axis))
-        whole = lambda leaf: jax.make_array_from_process_local_data(where, leaf)
-        return after, jax.tree.map(whole, sample)
-
-    def _nothing(self, state: States) -> ValueError:
+    def _nothing(self, state: BufferState) -> ValueError:
         return ValueError(
             f"sample: expected something to draw, got shards that hold {self.size(state)} "
             "transitions, of which none can be drawn. Add items first; can_sample tells."
         )
 
-    def _check_something(self, state: States) -> None:
+    def _check_something(self, state: BufferState) -> None:
         found = self.can_sample(state)
         if not dispatch.is_traced(found) and not found:
             raise self._nothing(state)
 
     def update_priority(
-        self, state: States, sample_or_indices: Sample | jax.Array, priorities: jax.Array
+        self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
     ) -> Any:
         """New priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32.
 
-        Without `exchange`, those in the part of the batch of another shard are left alone: do not
-        change their order.
+        Those in the part of the batch of another shard are left alone: do not change their order.
         """
         priorities = checks.given_numbers("update_priority: priorities", priorities)
         cut = (sample_or_indices, 0), (priorities, 0)
         splits = isinstance(sample_or_indices, Sample)
         return self._write(ReplayBuffer.update_priority, state, cut, splits=splits)
 
-    def set_alpha(self, state: States, alpha: jax.Array | float) -> Any:
+    def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> Any:
         """Another exponent of the priorities: see `ReplayBuffer.set_alpha`."""
         alpha = checks.number("alpha", alpha)
         return self._write(ReplayBuffer.set_alpha, state, ((alpha, None),))
 
-    def truncate(self, state: States, mask: jax.Array | None = None) -> Any:
+    def truncate(self, state: BufferState, mask: jax.Array | None = None) -> Any:
         """Environments begin anew, bool `[E]` or `[]`: see `ReplayBuffer.truncate`."""
         return self._write(ReplayBuffer.truncate, state, ((mask, _axis(mask, 0)),))
 
-    def take(self, state: States, indices: jax.Array) -> Item:
+    def take(self, state: BufferState, indices: jax.Array) -> Item:
         """The items at slots of each shard, integers `[S, ...]`: see `ReplayBuffer.take`."""
         return self._read(ReplayBuffer.take, state, ((indices, 0),))
 
-    def set(self, state: States, where: Sample | jax.Array | EllipsisType, values: Item) -> Any:
+    def set(
+        self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
+    ) -> Any:
         """Other values for items that are held: see `ReplayBuffer.set`.
 
         Args:
@@ -368,38 +308,37 @@ class Sharded:
         pairs = (where, 0), (values, 0)
         return self._write(ReplayBuffer.set, state, pairs, splits=isinstance(where, Sample))
 
-    def map(self, state: States, function: Callable[[Item], Item], batch_size: int = 1024) -> Any:
+    def map(
+        self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
+    ) -> Any:
         """Puts a function over all items that are held: see `ReplayBuffer.map`."""
         body = Bound(ReplayBuffer.map, (function, batch_size))
         return self._write(body, state, ())
 
-    def drop(self, state: States, where: Sample | jax.Array) -> Any:
+    def drop(self, state: BufferState, where: Sample | jax.Array) -> Any:
         """Anchors that are drawn no more, of a `Sample` or slots `[S, K]` of each shard."""
         splits = isinstance(where, Sample)
         return self._write(ReplayBuffer.drop, state, ((where, 0),), splits=splits)
 
-    def in_order(self, state: States) -> tuple[jax.Array, jax.Array]:
+    def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
         """The slots of each shard, int32 `[S, N / S]`, oldest first; how many hold items `[S]`."""
         return self._read(ReplayBuffer.in_order, state, (), (0, 0))
 
-    def newest(self, state: States, n: int) -> tuple[jax.Array, jax.Array]:
+    def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
         """The slots of the newest rows, int32 `[S, n, E / S]`; and which of them there are."""
         checks.count("n", n, self.part.ring.rows)
         return self._read(Bound(ReplayBuffer.newest, (int(n),)), state, (), (0, 0))
 
-    def priorities(self, state: States, slots: jax.Array | None = None) -> jax.Array:
+    def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
         """The priorities as they were given, `[S, N / S]`; or those of slots `[S, ...]`."""
         return self._read(ReplayBuffer.priorities, state, ((slots, 0),))
 
-    def size(self, state: States) -> jax.Array:
+    def size(self, state: BufferState) -> jax.Array:
         """The transitions that all shards hold, int32 `[]`; 2^31 - 1 if there are more."""
         self._check_state(state)
-        if self._host is not None:
-            counts = self._host.each(ReplayBuffer.size, state, (), (), False)
-            return jnp.int32(min(self._host.total(counts), 2**31 - 1))
         return self._run(shard_bodies.Size(self.part), (0,), None, (state,))
 
-    def can_sample(self, state: States, batch_size: int | None = None) -> jax.Array:
+    def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Whether a draw gives at least one item, bool `[]`.
 
         Args:
@@ -409,26 +348,24 @@ class Sharded:
         self._check_state(state)
         size = self.batch_size if batch_size is None else batch_size
         body = shard_bodies.CanSample(self.part, size and size // self.shards, self.buffer.min_size)
-        if self._host is not None:
-            one = lambda part, state: part.can_sample(state, body.batch_size)
-            some = self._host.total(self._host.each(one, state, (), (), False)) > 0
-            return jnp.bool_(some and int(self.size(state)) >= (body.min_size or 0))
         return self._run(body, (0,), None, (state,))
 
-    def can_add(self, state: States) -> jax.Array:
+    def can_add(self, state: BufferState) -> jax.Array:
         """Whether `add` would write to every shard, bool `[]`."""
         self._check_state(state)
-        if self._host is not None:
-            rooms = self._host.each(ReplayBuffer.can_add, state, (), (), False)
-            return jnp.bool_(self._host.total(rooms) == self.shards)
         return self._run(shard_bodies.CanAdd(self.part), (0,), None, (state,))
 
-    def empty(self, state: States) -> Any:
+    def empty(self, state: BufferState) -> Any:
         """The state without its items."""
         return self._write(ReplayBuffer.empty, state, ())
 
     def draw_some(
-        self, state: States, key: jax.Array, count: int, beta: jax.Array | float | None, quiet: bool
+        self,
+        state: BufferState,
+        key: jax.Array,
+        count: int,
+        beta: jax.Array | float | None,
+        quiet: bool,
     ) -> tuple[Any, Sample]:
         """`draw` for a `Mix`; quiet, it may find nothing."""
         return self._drawn(state, key, count, beta, shard_bodies.Draw, (0, 0), quiet)
@@ -467,14 +404,7 @@ class Sharded:
         """D inside a `jax.shard_map` over the axis, where arguments are parts; else 1."""
         return (self.layout.devices() or 1) if self.layout.is_inside() else 1
 
-    def _check_state(self, state: States) -> None:
-        if self._host is not None:
-            if not isinstance(state, tuple) or len(state) != len(self._host.parts):
-                raise ValueError(
-                    f"expected a tuple of {len(self._host.parts)} states, one for each shard of "
-                    f"this process, as init makes it, got {type(state).__name__}."
-                )
-            return
+    def _check_state(self, state: BufferState) -> None:
         dispatch.check_there(state)
         want = self.shards // self._devices_around()
         lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
@@ -485,7 +415,7 @@ class Sharded:
             )
 
     def _write(
-        self, verb: Callable[..., Any], state: States, pairs: Pairs, splits: bool = True
+        self, verb: Callable[..., Any], state: BufferState, pairs: Pairs, splits: bool = True
     ) -> Any:
         """A verb that gives a state; outside `jit`, items that it leaves alone stay here."""
         self._check_state(state)
@@ -497,7 +427,9 @@ class Sharded:
         dispatch.warn_of_copies(self, state, 4)
         return self._each(verb, state, pairs, 0, splits)
 
-    def _read(self, verb: Callable[..., Any], state: States, pairs: Pairs, out: Cuts = 0) -> Any:
+    def _read(
+        self, verb: Callable[..., Any], state: BufferState, pairs: Pairs, out: Cuts = 0
+    ) -> Any:
         """A verb that gives something else."""
         self._check_state(state)
         return self._each(verb, state, pairs, out, False)
@@ -505,7 +437,7 @@ class Sharded:
     def _each(
         self,
         verb: Callable[..., Any],
-        state: States,
+        state: BufferState,
         pairs: Pairs,
         out: Cuts,
         splits: bool,
@@ -519,12 +451,7 @@ class Sharded:
             )
         alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
         cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
-        if self._host is not None:
-            found = self._host.each(verb, state, arguments, cuts, splits)
-            if out == 0 and isinstance(found[0], BufferState):
-                return tuple(found)
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
-        body = shard_bodies.Each(self.part, verb, cuts, splits, self.exchange)
+        body = shard_bodies.Each(self.part, verb, cuts, splits)
         body = body if around is None else around(body)
         return self._run(body, (0, *cuts), out, (state, *arguments))
 
@@ -534,11 +461,9 @@ class Sharded:
         return _run(self.layout, body, cuts, out, arguments)
 
 
-def _unpickled(
-    buffer: ReplayBuffer, shards: int, mesh: meshes.Named | None, axis: str, exchange: bool
-) -> Sharded:
+def _unpickled(buffer: ReplayBuffer, shards: int, mesh: meshes.Named | None, axis: str) -> Sharded:
     """The description, on the devices of this program that have the same numbers."""
-    return Sharded(buffer, shards, meshes.found(mesh), axis, exchange)
+    return Sharded(buffer, shards, meshes.found(mesh), axis)
 
 
 _run = dispatch.explained(over_mesh.run)

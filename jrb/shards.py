@@ -5,7 +5,6 @@ moves from one device to another.
 """
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
@@ -16,10 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jrb._base import prng_keys
 from jrb._base.pytree import Leaf
 from jrb._engine import memory
-from jrb.buffer import ReplayBuffer
 from jrb.sharded import Sharded
 from jrb.state import BufferState
-from jrb.types import HostState
 
 
 def names(sharded: Sharded) -> list[str]:
@@ -33,8 +30,6 @@ def split(sharded: Sharded, state: Any) -> dict[int, BufferState]:
     Raises:
         ValueError: it is no state of so many shards.
     """
-    if isinstance(state, tuple):
-        return dict(zip(sharded.layout.numbers_here(), state, strict=True))
     leaves, structure = jax.tree.flatten(state)
     for leaf in leaves:
         if not np.ndim(leaf) or np.shape(leaf)[0] != sharded.shards:
@@ -78,8 +73,6 @@ def joined(sharded: Sharded, states: dict[int, BufferState]) -> Any:
         sharded: whose mesh says where they go.
         states: for each device, those of its shards lie on it, or on the host.
     """
-    if any(isinstance(state.storage, HostState) for state in states.values()):
-        return tuple(states[number] for number in sharded.layout.numbers_here())
     if sharded.mesh is None:
         each = [states[number] for number in range(sharded.shards)]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
@@ -116,16 +109,6 @@ def _as_one(leaf: jax.Array) -> jax.Array:
 def unbound(sharded: Any) -> Any:
     """The description without its mesh, of which no file knows."""
     return dataclasses.replace(sharded, mesh=None) if isinstance(sharded, Sharded) else sharded
-
-
-def beside(sharded: Sharded, number: int, part: ReplayBuffer) -> Sharded:
-    """The description with its storage where this one of its shards has it."""
-    storage: Any = part.storage
-    if sharded.part_at(number).storage == storage:
-        return sharded
-    path = storage.path and os.path.dirname(storage.path)
-    whole = dataclasses.replace(sharded.buffer, storage=storage.at(path))
-    return dataclasses.replace(sharded, buffer=whole)
 
 
 def bound(sharded: Sharded, device: Any) -> Sharded:

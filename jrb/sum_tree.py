@@ -195,23 +195,6 @@ def draw(
     return words, *_descend(tree, first * mass, again), mass
 
 
-def descend(
-    tree: Tree, places: jax.Array, key: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The leaves at places in [0, 1), float32 `[B]`, of the line on which all masses lie.
-
-    Args:
-        tree: N leaves.
-        places: those of the leaves; the key makes them finer, as in `draw`.
-        key: a PRNG key. It is consumed.
-
-    Returns:
-        The leaves, int32 `[B]`; their masses, float32 `[B]`; the total, float32 `[]`.
-    """
-    words, mass = _words_and_total(tree, key, (places.size,))
-    return *_descend(tree, places * mass, random_bits.unit_interval(words)), mass
-
-
 def _words_and_total(
     tree: Tree, key: jax.Array, shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:

@@ -437,10 +437,8 @@ def test_reservoirs_of_shards_choose_for_themselves():
     assert len({tuple(row) for row in kept}) == S
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_a_sample_in_another_order_reaches_no_row_of_another_shard(on_host):
-    storage = jrb.MemmapStorage() if on_host else jrb.DeviceStorage()
-    sharded, rng = jrb.Sharded(whole(storage=storage), S), np.random.default_rng(0)
+def test_a_sample_in_another_order_reaches_no_row_of_another_shard():
+    sharded, rng = jrb.Sharded(whole(), S), np.random.default_rng(0)
     state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 16, E))
     batch = sharded.sample(state, jax.random.key(0))
     order, error = rng.permutation(B), np.arange(2, B + 2, dtype=np.float32)
@@ -506,12 +504,7 @@ def test_it_does_not_trace_again():
 def test_it_pickles_with_the_numbers_of_its_devices(kind):
     back = jax.devices()[:4][::-1]
     mesh = jax.make_mesh((2, 2), ("model", "data"), (kind, kind), devices=back)
-    host = whole(storage=jrb.MemmapStorage("rows"))
-    for one in (
-        jrb.Sharded(whole(), S, mesh, exchange=True),
-        jrb.Sharded(whole(), S),
-        jrb.Sharded(host, S, mesh_of(4, kind)),
-    ):
+    for one in (jrb.Sharded(whole(), S, mesh), jrb.Sharded(whole(), S)):
         for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
             assert (again, hash(again)) == (one, hash(one))
             assert again.layout.groups() == one.layout.groups()
@@ -571,6 +564,13 @@ REFUSED = [
         ),
         "transforms: expected none with a state",
     ),
+    *[
+        (
+            lambda b, storage=storage: jrb.Sharded(dataclasses.replace(b, storage=storage), 8),
+            r"jrb\.remote\(buffer, shards=k\), or for one buffer per process",
+        )
+        for storage in (jrb.MemmapStorage("rows"), jrb.SpillStorage(None, 2), jrb.ListStorage())
+    ],
 ]
 
 
@@ -682,14 +682,13 @@ def test_what_other_shards_cannot_have_is_refused():
         jrb.rebuild(best, best.init(EXAMPLE), jrb.Sharded(best.buffer, 2))
 
 
-@pytest.mark.parametrize("exchange", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_items_with_keys(kind, exchange):
+def test_items_with_keys(kind):
     items = {"key": jax.random.split(jax.random.key(1), (3, E)), "x": np.arange(3 * E)}
     items["x"] = items["x"].reshape(3, E).astype(np.int32)
     told = []
     for mesh in (None, mesh_of(4, kind)):
-        sharded = jrb.Sharded(jrb.ReplayBuffer(4 * E, E, batch_size=B), 4, mesh, exchange=exchange)
+        sharded = jrb.Sharded(jrb.ReplayBuffer(4 * E, E, batch_size=B), 4, mesh)
         state = sharded.init({"key": jax.random.key(0), "x": 0})
         state = sharded.extend(state, items)
         batch = sharded.sample(state, jax.random.key(0))
@@ -697,155 +696,3 @@ def test_items_with_keys(kind, exchange):
         np.testing.assert_array_equal(jax.random.key_data(batch.data["key"]), drawn)
         told.append(np.asarray(batch.data["x"]))
     np.testing.assert_array_equal(*told)
-
-
-# Batches drawn as from one buffer: rows move to where the batch lies.
-
-
-def exchanging(name, sampler, mesh=None, **parts):
-    SAMPLERS["this"] = sampler
-    sharded, state, masses = with_masses(name, "this")
-    sharded = dataclasses.replace(sharded, exchange=True, mesh=mesh)
-    state = jax.device_put(state, None if mesh is None else NamedSharding(mesh, CUT))
-    return sharded, state, masses
-
-
-CUT = PartitionSpec("data")
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("name", MASSES)
-def test_an_exchange_draws_as_from_one_buffer(name):
-    sampler = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=None, stratified=False)
-    sharded, state, masses = exchanging(name, sampler)
-    rounds = 50_000 // B
-    found = jax.device_get(many_draws(sharded, state, rounds))
-    counts, chance = np.zeros(masses.shape), masses / masses.sum()
-    np.add.at(counts, (found.info["shard"], found.indices), 1)
-    assert found.mask.all()
-    assert (counts[chance == 0] == 0).all()
-    some, want = chance > 0, chance * rounds * B
-    chi = ((counts - want)[some] ** 2 / want[some]).sum()
-    assert abs(chi - some.sum() + 1) < 4.5 * np.sqrt(2 * some.sum())
-    drawn = chance[found.info["shard"], found.indices]
-    np.testing.assert_allclose(found.probabilities, drawn, rtol=2e-6)
-    np.testing.assert_allclose(found.weights, (masses.size * drawn) ** -np.float32(0.4), rtol=2e-6)
-
-
-@pytest.mark.parametrize("normalize", ["batch"])
-def test_an_exchange_is_the_same_on_any_number_of_devices(normalize):
-    sampler = jrb.Prioritized(alpha=1.0, eps=0.0, normalize=normalize)
-    told = []
-    for devices in (None, 8):
-        mesh = mesh_of(devices)
-        sharded, state, _ = exchanging("one shard has 90 %", sampler, mesh)
-        draw = jax.jit(sharded.draw)
-        if devices == 8:
-            text = draw.lower(state, jax.random.key(0)).compile().as_text()
-            assert collectives(text)["all-gather"] == 1
-            assert not collectives(text).keys() & {"all-to-all", "collective-permute"}
-        state, batch = draw(state, jax.random.key(0))
-        host, leaves = jax.device_get(batch), getattr(state.storage, "leaves", state.storage)
-        taken = [
-            jax.tree.map(lambda leaf: np.asarray(leaf)[s, slot], leaves)  # noqa: B023
-            for s, slot in zip(host.info["shard"], host.indices, strict=True)
-        ]
-        assert_same(host.data, jax.tree.map(lambda *rows: np.stack(rows), *taken))
-        assert (host.info["shard"] == 3).sum() > 0.7 * B
-        error = np.arange(1, B + 1, dtype=np.float32)
-        state = sharded.update_priority(state, batch, error)
-        last = dict(zip(zip(host.info["shard"], host.indices, strict=True), error, strict=True))
-        raw = np.asarray(sharded.priorities(state))
-        assert all(raw[place] == value for place, value in last.items())
-        told.append(jax.device_get((state, batch)))
-    assert_same(told[1], told[0])
-
-
-@pytest.mark.parametrize(("unit", "sampler"), [("windows", "uniform"), ("n-step", "newest")])
-def test_an_exchange_of_other_samplers_and_units(unit, sampler):
-    sharded = jrb.Sharded(whole(unit, sampler), S, mesh_of(4), exchange=True)
-    rng = np.random.default_rng(0)
-    state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 9, E))
-    batch = jax.device_get(sharded.sample(state, jax.random.key(0)))
-    np.testing.assert_allclose(batch.weights, 1.0)
-    parts = shards.split(sharded, state)
-    for place in range(0, B, 5):
-        part = jax.tree.map(jnp.asarray, parts[int(batch.info["shard"][place])])
-        first = sharded.part.take(part, batch.indices[place])
-        got = jax.tree.map(lambda leaf: leaf[place], batch.data)  # noqa: B023
-        got = got["observation"][0] if unit == "windows" else got["observation"]
-        np.testing.assert_array_equal(got, first["observation"])
-
-
-@pytest.mark.parametrize("sampler", ["queue", "distinct", "epochs"])
-def test_an_exchange_needs_draws_with_replacement(sampler):
-    sharded = jrb.Sharded(whole(sampler=sampler), S, exchange=True)
-    state = sharded.add(sharded.init(EXAMPLE), rows(np.random.default_rng(0), E))
-    with pytest.raises((TypeError, ValueError), match="exchange: expected a sampler that"):
-        sharded.sample(state, jax.random.key(0))
-
-
-def test_words_of_every_dtype_come_back():
-    from jrb._engine import exchange
-
-    rng = np.random.default_rng(0)
-    for dtype in ("bool", "int8", "uint8", "int16", "bfloat16", "float16", "float32", "complex64"):
-        leaf = jnp.asarray(rng.normal(size=(2, 5, 3)) * 9).astype(dtype)
-        back = exchange._unwords(exchange._words(leaf), leaf)
-        assert back.dtype == leaf.dtype
-        assert (np.asarray(back) == np.asarray(leaf)).all()
-    for leaf in (jnp.array([[-0.0, np.nan]]), jnp.array([[1, 2]]).astype("float8_e4m3fn")):
-        words = exchange._words(leaf)
-        again = exchange._words(exchange._unwords(words + jnp.zeros_like(words), leaf))
-        assert (words == again).all()
-    keys = jax.random.split(jax.random.key(0), (2, 3))
-    back = exchange._unwords(exchange._words(keys), keys)
-    assert (jax.random.key_data(back) == jax.random.key_data(keys)).all()
-
-
-# Items on the host: a store for each shard.
-
-
-@pytest.mark.parametrize(
-    ("sampler", "spills"),
-    [("prioritized", False), ("queue", False), ("buffer", True), ("uniform", True)],
-)
-def test_stores_of_shards_do_what_shards_on_devices_do(sampler, spills, tmp_path):
-    storage = jrb.SpillStorage(None, 2) if spills else jrb.MemmapStorage(tmp_path / "rows")
-    mesh = mesh_of(4) if spills else None
-    there = jrb.Sharded(whole("n-step", sampler, storage=storage), S, mesh)
-    want = story(jrb.Sharded(whole("n-step", sampler), S, mesh))
-    got = story(there)
-    assert_same(got[1:], want[1:])
-    if not spills:
-        assert sorted(path.name for path in (tmp_path / "rows").iterdir()) == list("01234567")
-        assert there.part_at(3).storage.path == str(tmp_path / "rows" / "3")
-
-
-def test_stores_of_shards_are_saved_and_loaded(tmp_path):
-    make = lambda name: whole("n-step", storage=jrb.MemmapStorage(tmp_path / name))
-    sharded, rng = jrb.Sharded(make("rows"), S), np.random.default_rng(0)
-    state = sharded.extend(sharded.init(EXAMPLE), rows(rng, 19, E))
-    assert jrb.save(tmp_path / "saved", sharded, state) == 1
-    other = jrb.Sharded(make("others"), S, mesh_of(4))
-    for given in (None, other):
-        found, there = jrb.load(tmp_path / "saved", given)
-        key = jax.random.key(4)
-        assert_same(found.sample(there, key), sharded.sample(state, key))
-        there = found.add(there, rows(np.random.default_rng(3), E))
-        assert int(found.size(there)) == int(sharded.size(state))
-
-
-def test_what_stores_of_shards_refuse():
-    with pytest.raises(ValueError, match=r"storage: expected jrb\.DeviceStorage"):
-        jrb.Sharded(whole(storage=jrb.ListStorage()), S)
-    spilling = whole(storage=jrb.SpillStorage(None, 2))
-    with pytest.raises(ValueError, match="with exchange=True"):
-        jrb.Sharded(spilling, S, exchange=True)
-    sharded = jrb.Sharded(dataclasses.replace(spilling, min_size=2 * E), S)
-    state = sharded.add(sharded.init(EXAMPLE), rows(np.random.default_rng(0), E))
-    assert not sharded.can_sample(state)
-    with pytest.raises(ValueError, match=rf"hold {E} transitions"):
-        sharded.sample(state, jax.random.key(0))
-    with pytest.raises(ValueError, match="expected a tuple of 8 states"):
-        sharded.add(state[0], rows(np.random.default_rng(0), E))

@@ -115,12 +115,11 @@ def weighed(
     whole: Whole,
     beta: jax.Array | None,
     greatest: Callable[[jax.Array], jax.Array],
-    evenly: bool = True,
 ) -> Draw:
     """The draws of some shards, as parts of a draw from all.
 
     With P_i the probability of anchor i among those of all shards, M_s the mass of its shard, M
-    that of all and n their anchors, its weight is (n P_i)^-beta S M_s / M where shards draw equally
+    that of all and n their anchors, its weight is (n P_i)^-beta S M_s / M, as shards draw equally
     often, whatever their mass. A shard without mass is masked, and the others outweigh that.
 
     Args:
@@ -130,11 +129,10 @@ def weighed(
         whole: all shards.
         beta: of the importance weights; None for the sampler's.
         greatest: from numbers of these shards to the greatest of all, `[]`.
-        evenly: whether shards draw equally often; if not, in proportion to their mass.
     """
     part, power = whole.part_of(mine), sampler.exponent(beta)
     chances, mask = draws.probabilities * part[:, None], draws.mask & (part > 0)[:, None]
-    outweigh = lambda part: len(whole.parts) * part if evenly else jnp.ones_like(part)
+    outweigh = lambda part: len(whole.parts) * part
     relative = lambda chance: jnp.maximum(whole.anchors * chance, _LEAST) ** -power
     weights = jnp.minimum(outweigh(part)[:, None] * relative(chances), _MOST)
     if sampler.normalize == "batch":

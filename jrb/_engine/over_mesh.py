@@ -98,18 +98,6 @@ class Here:
         ]
         return jax.tree.unflatten(structure, told)
 
-    def everything(self, tree: PyTree) -> Any:
-        """The whole of arrays that are cut over devices at their first axis."""
-        if self.axis is None:
-            return tree
-        return jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axis, tiled=True), tree)
-
-    def scattered(self, words: jax.Array) -> jax.Array:
-        """The sum of what all devices have, `[B, ...]`, of which each keeps `[B / D, ...]`."""
-        if self.axis is None:
-            return words
-        return lax.psum_scatter(words, self.axis, tiled=True)
-
     def greatest(self, numbers: jax.Array) -> jax.Array:
         """The greatest of all shards' numbers, `[]`."""
         found = jnp.max(numbers)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jrb._base import random_bits
 from jrb._base.pytree import PyTree
-from jrb._engine import exchange, joint, state_check, steps
+from jrb._engine import joint, state_check, steps
 from jrb._engine.over_mesh import Cut, Here
 from jrb.state import Buffer, BufferState, Sample
 
@@ -56,18 +56,14 @@ class Each:
         verb: called with it, a state, and arguments.
         cuts: of the arguments.
         splits: whether these are of all shards, and cut up.
-        exchanges: whether any shard may have drawn any of a sample.
     """
 
     part: Buffer
     verb: Callable[..., Any]
     cuts: tuple[Cut, ...]
     splits: bool
-    exchanges: bool
 
     def __call__(self, here: Here, states: BufferState, *arguments: PyTree) -> Any:
-        if self.splits and arguments and isinstance(arguments[0], Sample) and self.exchanges:
-            return self._told_to_all(here, states, *arguments)
         if self.splits:
             cut_up = lambda tree, cut: tree if cut is None else _split(tree, cut, here)
             arguments = tuple(map(cut_up, arguments, self.cuts))
@@ -76,18 +72,6 @@ class Each:
             return self.verb(self.part, state, *(of_shard(each, number) for each in given))
 
         return jax.vmap(call, (0, 0, *self.cuts))(states, here.numbers, *arguments)
-
-    def _told_to_all(
-        self, here: Here, states: BufferState, sample: Sample, *arguments: PyTree
-    ) -> Any:
-        """The same where any shard may have drawn any of a sample."""
-        light = sample.replace(data=None, info={"shard": sample.info["shard"]})
-        everything, given = here.everything((light, arguments))
-
-        def call(state: BufferState, number: jax.Array) -> Any:
-            return self.verb(self.part, state, of_shard(everything, number), *given)
-
-        return jax.vmap(call)(states, here.numbers)
 
 
 def of_shard(argument: PyTree, number: Any) -> Any:
@@ -125,28 +109,23 @@ class InEach:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """A draw: the states after it, and the part of the batch that is from here, or belongs here.
+    """A draw: the states after it, and the part of the batch that is from here.
 
     Attributes:
         part: the description of one shard.
-        batch_size: B of all shards; where they do not exchange, of each.
+        batch_size: of each shard.
         min_size: what all shards together must hold.
-        exchanges: whether the batch is drawn as from one buffer.
     """
 
     part: Buffer
     batch_size: int
     min_size: int | None
-    exchanges: bool
 
     def __call__(
         self, here: Here, states: BufferState, key: jax.Array, beta: jax.Array | None
     ) -> Any:
         keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(here.numbers)
-        if self.exchanges:
-            chosen = exchange.choose(self.part, here, states, key, keys, self.batch_size, beta)
-        else:
-            chosen = joint.choose(self.part, here, states, keys, self.batch_size, beta)
+        chosen = joint.choose(self.part, here, states, keys, self.batch_size, beta)
         samplers, draws, every, sizes = chosen
         if every is not None:
             heed = lambda sampler, number: self.part.sampler.heed(sampler, every)
@@ -158,8 +137,7 @@ class Draw:
         states, samples = jax.vmap(finish)(states, samplers, draws, keys)
         shard = jnp.broadcast_to(here.numbers[:, None], samples.indices.shape)
         samples = samples.replace(info={**samples.info, "shard": shard})
-        moved = exchange.moved(here, samples, draws) if self.exchanges else _merged(samples)
-        return states, moved
+        return states, _merged(samples)
 
 
 class Drawn(Draw):

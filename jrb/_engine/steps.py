@@ -235,25 +235,6 @@ def choose_among(
     return *drawn, share, context.held.size
 
 
-def share_of(buffer: Buffer, state: BufferState) -> tuple[Share, jax.Array]:
-    """What the sampler of a shard says to the others, and how many items are held."""
-    context = context_of(buffer, state.writer)
-    anchors = buffer.unit.anchors(context, state.unit)
-    share = buffer.sampler.share(buffer.ring, state.sampler, anchors)
-    if share is None:
-        raise ValueError(
-            f"exchange: expected a sampler that leaves its anchors there, got "
-            f"{type(buffer.sampler).__name__}. Use Sharded(exchange=False)."
-        )
-    return share, context.held.size
-
-
-def pick(buffer: Buffer, state: BufferState, key: jax.Array, places: jax.Array) -> Draw:
-    """The sampler's part in one of several shards that draw one batch, at places `[B]`."""
-    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-    return buffer.sampler.pick(buffer.ring, state.sampler, anchors, places, key)
-
-
 def finish_draw(
     buffer: Buffer, state: BufferState, sampler: PartState, draw: Draw, key: jax.Array
 ) -> tuple[BufferState, Sample]:

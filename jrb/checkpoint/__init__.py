@@ -84,8 +84,7 @@ def save(
 
     Where `path` is that of the buffer's own storage on the host (`jrb.MemmapStorage`), this is a
     commit: rows are in their files already, and it costs what changed. Elsewhere it writes all of
-    them. Of a `Sharded`, each shard's store is committed, then the generation that names them all;
-    where that is cut short, what was saved before is gone on from.
+    them.
 
     Args:
         path: of a folder, made if it is not there; with `layout="h5"` of a file.

@@ -68,7 +68,7 @@ def decode(node: Json, where: str = "buffer") -> Any:
             f"{where}: expected a part that this program has defined, got {node['part']}. Import "
             "its module first, or pass load(path, buffer=...)."
         )
-    fields = {key: decode(part, f"{where}.{key}") for key, part in node["fields"].items()}
+    fields = {key: decode(part, f"{where}.{key}") for key, part in _fields(node).items()}
     if fields.keys() != {field.name for field in dataclasses.fields(cls)}:
         raise UnknownError(
             f"{where}: {node['part']} has other fields than it had when it was saved, "
@@ -83,12 +83,11 @@ def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:
         if "named" in saved and "named" in given:
             return []
         if "fields" in saved and saved.get("part") == given.get("part"):
+            old, new = _fields(saved), _fields(given)
             return [
                 line
-                for key in sorted(saved["fields"].keys() | given["fields"].keys())
-                for line in differences(
-                    saved["fields"].get(key), given["fields"].get(key), f"{where}.{key}"
-                )
+                for key in sorted(old.keys() | new.keys())
+                for line in differences(old.get(key), new.get(key), f"{where}.{key}")
             ]
         if "tuple" in saved and len(saved["tuple"]) == len(given.get("tuple", ())):
             pairs = zip(saved["tuple"], given["tuple"], strict=True)
@@ -100,6 +99,16 @@ def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:
     if saved == given:
         return []
     return [f"{where}: expected {_short(saved)} as it was saved, got {_short(given)}"]
+
+
+_REMOVED: dict[str, dict[str, Json]] = {"jrb.sharded:Sharded": {"exchange": False}}
+"""Options that parts no longer have, with the value at which they changed nothing."""
+
+
+def _fields(node: Json) -> dict[str, Json]:
+    """Returns the encoded fields of a part, without options that it no longer has."""
+    removed = _REMOVED.get(node["part"], {}).items()
+    return {key: value for key, value in node["fields"].items() if (key, value) not in removed}
 
 
 def _short(node: Json) -> str:

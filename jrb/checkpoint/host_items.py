@@ -17,7 +17,6 @@ from jrb._store import table
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import one_by_one
 from jrb.mix import Description
-from jrb.sharded import Sharded
 from jrb.state import Buffer, BufferState
 from jrb.storages import HostArrays
 from jrb.storages.host_rows import HostView
@@ -82,10 +81,9 @@ class ObjectsApart(DeferredStorage):
 
 def is_at(path: str, buffer: Description) -> bool:
     """Whether a description names this path as that of its store."""
-    whole = buffer.buffer if isinstance(buffer, Sharded) else buffer
-    if not isinstance(whole, ReplayBuffer) or not isinstance(whole.storage, StoreArrays):
+    if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, StoreArrays):
         return False
-    named = whole.storage.path
+    named = buffer.storage.path
     return named is not None and os.path.realpath(named) == os.path.realpath(path)
 
 

@@ -34,7 +34,7 @@ def check(buffer: Several, verb: str) -> None:
 def each(buffer: Several) -> dict[str, Any]:
     """Those of which a Mix, a dict or a tuple is made, or the shards of a Sharded, by name."""
     if isinstance(buffer, Sharded):
-        return {name: buffer.part_at(k) for k, name in enumerate(shards.names(buffer))}
+        return dict.fromkeys(shards.names(buffer), buffer.part)
     return _entries(buffer.buffers if isinstance(buffer, Mix) else buffer)
 
 

@@ -25,7 +25,6 @@ from jrb.checkpoint import (
     crew,
     descriptions,
     facts,
-    host_items,
     matching,
     members,
     native,
@@ -209,14 +208,11 @@ def _sharded(
         raise DamagedError(f"{opened.path}: expected {len(known)} shards, got {list(numbers)}.")
     sharded = shards.bound(found, device)
     inward, states = back.of_each(sharded), {}
-    on_host = host_items.is_on_host(sharded.buffer)
-    for one, group in sharded.layout.groups().items():
-        place = None if on_host else one  # what is no item lies where init puts it
+    part = None if given is None else given.part
+    for place, group in sharded.layout.groups().items():
         for number in group:
             name = known[number]
-            part = given.part_at(number) if given is not None else None
-            found, states[number] = load(opened.part(name), part, example, place, inward[name])
-            sharded = shards.beside(sharded, number, found)
+            states[number] = load(opened.part(name), part, example, place, inward[name])[1]
     return sharded, shards.joined(sharded, states)
 
 

@@ -92,12 +92,6 @@ class Newest(Sampler):
         """Of the newest anchors alone."""
         return super().share(ring, state, self._last(anchors))
 
-    def pick(
-        self, ring: Ring, state: PartState, anchors: Anchors, places: jax.Array, key: jax.Array
-    ) -> Draw:
-        """Among the newest anchors, all alike."""
-        return self._pick_alike(self._last(anchors), places, key)
-
     def _last(self, anchors: Anchors) -> Anchors:
         """The newest of the anchors, in their order."""
         count = self._some(anchors.count)

@@ -292,20 +292,6 @@ class Prioritized(Sampler):
         """Whether there is an anchor that was not dropped."""
         return (anchors.count > 0) & (~state.dropped | (trees.root(state.masses) > 0))
 
-    def pick(
-        self, ring: Ring, state: Priorities, anchors: Anchors, places: jax.Array, key: jax.Array
-    ) -> Draw:
-        """Walks down the sum-tree from these places; all alike where no anchor has mass."""
-        alike = self._pick_alike(anchors, places, key)
-        slots, mass, total = sum_tree.descend(state.masses, places, key)
-        some = total > 0
-        chance = mass * (1 / jnp.where(some, total, 1.0))
-        return alike.replace(
-            slots=jnp.where(some, slots, alike.slots),
-            probabilities=jnp.where(some, chance, alike.probabilities),
-            mask=alike.mask & (some | ~state.dropped),
-        )
-
     def share(self, ring: Ring, state: Priorities, anchors: Anchors) -> Share:
         """The roots of the trees, and the greatest priority so far."""
         smallest = state.smallest

@@ -55,11 +55,3 @@ class Uniform(Sampler):
                 random_bits.seed(key), anchors.count, jnp.where(mask, place, 0)
             )
         return state, anchors.drawn(chosen, mask, key)
-
-    def pick(
-        self, ring: Ring, state: Any, anchors: Anchors, places: jax.Array, key: jax.Array
-    ) -> Draw:
-        """As many places as anchors, all alike."""
-        if not self.replacement:
-            return super().pick(ring, state, anchors, places, key)
-        return self._pick_alike(anchors, places, key)

@@ -5,9 +5,8 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jrb._base import ordering, random_bits
+from jrb._base import ordering
 from jrb.ring import Ring
 from jrb.types.messages import Anchors, Change, Draw, DrawCounts, Item, PartState, Share
 
@@ -117,31 +116,6 @@ class Sampler(abc.ABC):
         """
         return jnp.zeros((), jnp.float32)
 
-    def pick(
-        self,
-        ring: Ring,
-        state: PartState,
-        anchors: Anchors,
-        places: jax.Array,
-        key: jax.Array,
-    ) -> Draw:
-        """The anchors at these places, for a draw of several shards that share one batch.
-
-        Args:
-            ring: the ring's shape.
-            state: the sampler's state.
-            anchors: which there are.
-            places: float32 `[B]` in [0, 1), of all mass laid end to end.
-            key: for what is finer than a float32 can tell.
-
-        Returns:
-            The anchors, and their probabilities; the weights mean nothing.
-        """
-        raise TypeError(
-            f"exchange: expected a sampler that draws with replacement, got {type(self).__name__}. "
-            "Use Sharded(exchange=False)."
-        )
-
     def heed(self, state: PartState, shares: Share) -> Any:
         """The state that knows what all shards said, arrays `[S]`."""
         return state
@@ -239,14 +213,6 @@ class Sampler(abc.ABC):
             moved=jnp.bool_(True),
         )
         return self.on_write(ring, state, change, new)
-
-    @staticmethod
-    def _pick_alike(anchors: Anchors, places: jax.Array, key: jax.Array) -> Draw:
-        """`pick` where all anchors are alike."""
-        fresh = random_bits.words(key, places.size)
-        high = (places * 2.0**24).astype(jnp.uint32) << np.uint32(8)
-        chosen = random_bits.below(anchors.count, high | (fresh[0] >> np.uint32(24)), fresh[1])
-        return anchors.drawn(chosen, jnp.broadcast_to(anchors.count > 0, places.shape), key)
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when there are no anchors any more.

@@ -15,7 +15,7 @@ import jrb
 from jrb import checkpoint, shards
 from jrb._engine import memory
 from jrb._store import files, threads
-from jrb.checkpoint import crew, parts, snapshots
+from jrb.checkpoint import crew, descriptions, parts, snapshots
 
 pytestmark = [
     pytest.mark.slow,
@@ -392,134 +392,12 @@ def test_large_leaves_of_another_device_are_saved_where_they_lie(tmp_path, monke
     assert_same(jax.device_get(jrb.load(tmp_path)[1]), jax.device_get(state))
 
 
-# Items on the host, saved to their own path: a commit of each store, then the one that names them.
-
-
-def on_host(path, kind=jrb.MemmapStorage, **options):
-    storage = kind(path, **options)
-    return jrb.Sharded(jrb.ReplayBuffer(**{**vars(BUFFER), "storage": storage}), S)
-
-
-def twin(sharded):
-    """The same with its items on the device."""
-    return jrb.Sharded(BUFFER, S, sharded.mesh)
-
-
-def seen(sharded, state, keys=range(3)):
-    """What is drawn, with the rows that come in between."""
-    found = []
-    for number in keys:
-        state, batch = sharded.draw(state, jax.random.key(number))
-        found.append(jax.device_get(batch))
-        state = sharded.update_priority(state, batch, jnp.arange(1.0, B + 1))
-        state = sharded.extend(state, rows(np.random.default_rng(number), 2, E))
-    return state, found
-
-
-@pytest.mark.parametrize("kind", [jrb.MemmapStorage, jrb.SpillStorage])
-def test_a_save_to_the_stores_own_path_commits_each_shard(kind, tmp_path):
-    options = {"hot_capacity": E} if kind is jrb.SpillStorage else {}
-    sharded = on_host(tmp_path / "set", kind, **options)
-    state, other = filled(sharded), filled(twin(sharded))
-    assert jrb.save(tmp_path / "set", sharded, state, extra={"step": 3}) == 1
-    state, _ = seen(sharded, state)
-    other, _ = seen(twin(sharded), other)
-    assert checkpoint.save_async(tmp_path / "set", sharded, state, extra={"step": 4}).done()
-    del state
-    assert checkpoint.verify(tmp_path / "set") == []
-    assert checkpoint.generations(tmp_path / "set") == [2]
-    for number in range(2):
-        shutil.copytree(tmp_path / "set", tmp_path / str(number))
-    want = seen(twin(sharded), other)[1]
-    for where, given in (("set", sharded), ("0", None), ("1", sharded)):
-        found, there, extra = jrb.load(tmp_path / where, given, extra={"step": 0})
-        assert (found, extra["step"]) == (on_host(tmp_path / where, kind, **options), 4)
-        assert_same(seen(found, there)[1], want)
-
-
-def test_a_commit_of_shards_writes_what_is_new_and_keeps_no_older_one(tmp_path):
-    storage = jrb.MemmapStorage(tmp_path)
-    sharded = jrb.Sharded(jrb.ReplayBuffer(2**12 * E, E, storage=storage), S)
-    state = filled_wide(sharded)
-    written = bytes_written(tmp_path, sharded, state)
-    assert 0 < written < 0.01 * sharded.nbytes({"x": jnp.zeros(64)})
-    for refused in ({"keep": 1}, {"score": 1.0, "best": 1}):
-        with pytest.raises(ValueError, match="keep, best: expected 0 for the path of the storage"):
-            jrb.save(tmp_path, sharded, state, **refused)
-    for refused in ({"items": False}, {"encode": _halved}):
-        with pytest.raises(ValueError, match="encode, items: expected none for the path of the"):
-            jrb.save(tmp_path, sharded, state, **refused)
-    assert checkpoint.generations(tmp_path) == [1]
-
-
-def test_commits_of_shards_that_are_cut_short_leave_the_old_or_the_new(tmp_path, monkeypatch):
-    path, copies = tmp_path / "set", []
-    sharded = on_host(path)
-    old = new = filled(sharded)
-    other = newer = filled(twin(sharded))
-    jrb.save(path, sharded, old, extra={"step": 0})
-    more = rows(np.random.default_rng(1), E)
-    new, newer = sharded.add(old, more), twin(sharded).add(other, more)
-
-    def copy(*event):
-        copies.append(tmp_path / str(len(copies)))
-        shutil.copytree(path, copies[-1])
-
-    monkeypatch.setattr(threads, "WORKERS", 1)
-    files.hook = copy
-    try:
-        jrb.save(path, sharded, new, extra={"step": 1})
-    finally:
-        files.hook = None
-    steps = []
-    for one in copies[::12]:
-        found, state, extra = jrb.load(one, extra={"step": 0})
-        steps.append(extra["step"])
-        twin_of = (other, newer)[extra["step"]]
-        want, drawn = seen(twin(sharded), twin_of)
-        state, got = seen(found, state)  # goes on, whatever generations of shards are there
-        assert_same(got, drawn)
-        assert jrb.save(one, found, state, extra={"step": 2}) == extra["step"] + 2
-        found, state, extra = jrb.load(one, extra={"step": 0})
-        assert extra["step"] == 2
-        assert_same(seen(found, state)[1], seen(twin(sharded), want)[1])
-        assert checkpoint.verify(one) == []
-    assert steps == sorted(steps)
-    assert set(steps) == {0, 1}
-
-
-def test_a_commit_of_shards_that_fails_is_made_again_by_the_same_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(threads, "WORKERS", 1)
-    before, after = filled(twin(on_host(tmp_path))), None
-    more, left, number = rows(np.random.default_rng(1), E), -1, 0
-
-    def strike(*event):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise OSError(28, "No space left on device")
-
-    while left < 0:  # it struck
-        path, left = tmp_path / str(number), 0
-        sharded = on_host(path)
-        state = filled(sharded)
-        jrb.save(path, sharded, state, extra={"step": 0})
-        state, after = sharded.add(state, more), twin(sharded).add(before, more)
-        files.hook, left, number = strike, number + 1, number + 14
-        try:
-            jrb.save(path, sharded, state, extra={"step": 1})
-        except OSError:
-            left = -1
-        finally:
-            files.hook = None
-        found, there, extra = jrb.load(path, extra={"step": 0})
-        batch = jax.device_get(found.sample(there, jax.random.key(5)))
-        its = twin(sharded).sample((before, after)[extra["step"]], jax.random.key(5))
-        assert_same(batch, jax.device_get(its))
-        state, after = sharded.add(state, more), twin(sharded).add(after, more)
-        assert jrb.save(path, sharded, state, extra={"step": 2}) >= 2
-        found, there, extra = jrb.load(path, extra={"step": 0})
-        assert extra["step"] == 2
-        assert_same(seen(found, there)[1], seen(twin(sharded), after)[1])
-        with pytest.raises(jrb.StaleError):  # the other was written to
-            sharded.add(state, more)
+def test_an_option_that_is_gone_and_changed_nothing_is_left_out():
+    sharded = jrb.Sharded(BUFFER, S)
+    node = descriptions.encode(sharded)
+    node["fields"]["exchange"] = False
+    assert descriptions.decode(node) == sharded
+    assert descriptions.differences(node, descriptions.encode(sharded)) == []
+    node["fields"]["exchange"] = True
+    with pytest.raises(descriptions.UnknownError, match="has other fields"):
+        descriptions.decode(node)
