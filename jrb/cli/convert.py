@@ -14,7 +14,7 @@ from jrb.cli import console, found, reports
 typer = extras.require("typer", "cli")
 
 _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
-_EPISODES = ("minari", "lerobot", "d4rl")
+_EPISODES = ("minari", "d4rl")
 _TABLES = ("parquet", "arrow")
 FORMATS = (*_WHOLE, *_EPISODES, *_TABLES)
 
@@ -34,15 +34,13 @@ def convert(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset that is there.")
     ] = False,
-    fps: Annotated[int | None, typer.Option(help="With lerobot: frames a second.", min=1)] = None,
     compression: Annotated[str | None, typer.Option(help="With h5: such as gzip.")] = None,
 ) -> None:
     """Write what lies at one path to another, in another format."""
-    _check(to, fps, compression)
+    _check(to, compression)
     found.kind_of(source)
     _check_dest(source, dest, overwrite)
-    options: dict[str, Any] = {"fps": fps} if to == "lerobot" else {}
-    options |= {"compression": compression} if to == "h5" else {}
+    options: dict[str, Any] = {"compression": compression} if to == "h5" else {}
     options |= {"dataset_id": _minari_id(dest)} if to == "minari" else {}
     with importlib.import_module("jrb._base.versions").enable_x64():  # or 64 bits would be cast
         what = _opened(source, to)
@@ -59,11 +57,9 @@ def _minari_id(dest: str) -> str:
     return name if re.search(r"-v\d+$", name) else re.sub(r"[^-\w]", "-", name) + "-v0"
 
 
-def _check(to: str, fps: int | None, compression: str | None) -> None:
+def _check(to: str, compression: str | None) -> None:
     if to not in FORMATS:
         raise typer.BadParameter(f"--to: expected one of {', '.join(FORMATS)}, got {to!r}.")
-    if (fps is None) == (to == "lerobot"):
-        raise typer.BadParameter("--fps: expected a number with --to lerobot, and only with it.")
     if compression is not None and to != "h5":
         raise typer.BadParameter("--compression: expected none but with --to h5.")
 
@@ -139,11 +135,7 @@ def _write(to: str, path: str, what: tuple[Any, Any], options: dict[str, Any]) -
         layout = "flat" if to == "torchrl-flat" else "default"
         jrb.checkpoint.write_torchrl(path, buffer, state, layout)
     else:
-        write = {
-            "minari": jrb.datasets.write_minari,
-            "lerobot": jrb.datasets.write_lerobot,
-            "d4rl": jrb.datasets.write_d4rl,
-        }[to]
+        write = {"minari": jrb.datasets.write_minari, "d4rl": jrb.datasets.write_d4rl}[to]
         write(path, buffer, state, **options)
 
 

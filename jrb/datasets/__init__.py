@@ -8,7 +8,6 @@ from jrb.datasets.opening import kinds, open
 from jrb.datasets.recording.recorder import Recorder
 from jrb.datasets.trajectories import join_trajectories, lengths, returns, split_trajectories
 from jrb.datasets.writing.d4rl import write_d4rl
-from jrb.datasets.writing.lerobot import write_lerobot
 from jrb.datasets.writing.minari import write_minari
 from jrb.datasets.writing.rlds import write_rlds
 
@@ -28,7 +27,6 @@ __all__ = [
     "returns",
     "split_trajectories",
     "write_d4rl",
-    "write_lerobot",
     "write_minari",
     "write_rlds",
 ]

@@ -252,13 +252,12 @@ def test_convert_goes_there_and_back_exactly(kind, to, tmp_path, capsys):
     assert call(capsys, "verify", dest)[0] == 0
 
 
-@pytest.mark.parametrize("to", ["minari", "d4rl", "lerobot", "parquet", "arrow"])
+@pytest.mark.parametrize("to", ["minari", "d4rl", "parquet", "arrow"])
 @pytest.mark.parametrize("kind", ["native", "recorded"])
 def test_convert_writes_datasets(kind, to, tmp_path, capsys):
     pytest.importorskip("pyarrow")
     source, dest = make(kind, tmp_path), str(tmp_path / f"dest.{to}")
-    options = ["--fps", "10"] if to == "lerobot" else []
-    status, out, err = call(capsys, "convert", source, dest, "--to", to, *options)
+    status, out, err = call(capsys, "convert", source, dest, "--to", to)
     assert (status, err) == (0, "")
     assert "It has no place for" in out
     dataset = jrb.datasets.open(dest)
@@ -317,8 +316,6 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, capsys):
     ("options", "words"),
     [
         (["--to", "tarball"], "--to: expected one of native"),
-        (["--to", "lerobot"], "--fps: expected a number"),
-        (["--to", "h5", "--fps", "3"], "--fps: expected"),
         (["--to", "native", "--compression", "gzip"], "--compression: expected none"),
         ([], "Missing option '--to'"),
     ],

@@ -255,9 +255,6 @@ def test_bad_videos_are_refused(tmp_path):
         datasets.open(tmp_path)[-1]
 
 
-OURS = {"jrb": {"leaf": "../x", "shape": [1]}}
-
-
 def changed(root, change):
     path = root / "meta" / "info.json"
     info = json.loads(path.read_text())
@@ -282,7 +279,6 @@ def changed(root, change):
         (lambda info: info["features"].update({"../x": VIDEO}), "names without a slash"),
         (lambda info: info["features"]["action"].update(shape=[10**30]), "for each step"),
         (lambda info: info["features"]["action"].update(shape=[7]), r"\[7\] for each step"),
-        (lambda info: info["features"]["action"].update(OURS), "expected names of leaves"),
         (lambda info: info.update(total_episodes=13), "total_episodes: expected 12"),
         (lambda info: info.update(total_frames=51), "total_frames: expected 50"),
         (lambda info: info.update(data_path="../{episode_index}"), "within the folder|a path of"),

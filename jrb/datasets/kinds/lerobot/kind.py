@@ -152,7 +152,8 @@ class _Tables:
         self.ends, self._schema = np.cumsum(meta.lengths), self._files.schema.names
         leaves, _ = arrow_columns.leaves(self._files.schema)
         self._leaves = {leaf.path[0]: leaf for leaf in leaves if len(leaf.path) == 1}
-        self.names = to_ted(meta.features, _told(meta.features), source)
+        own = {"episode_index": "episode_index"} if "episode_index" in meta.features else {}
+        self.names = to_ted(meta.features, own, source)
         self.columns: dict[str, Column] = {
             self.names[name]: self._column(name, about["dtype"])
             for name, about in meta.features.items()
@@ -196,28 +197,5 @@ class _Tables:
 
     def _shape(self, name: str, column: Column) -> tuple[int, ...]:
         """Of a step. LeRobot has no scalars: it says [1], and stores numbers."""
-        about = self._meta.features[name]
-        if (ours := _ours(about)) is not None:
-            return ours[1]
         is_scalar = not column.shape[1:] and (name in OWN or name.startswith("next."))
-        return () if is_scalar else tuple(about["shape"])
-
-
-def _told(features: Mapping[str, Any]) -> dict[str, str]:
-    """The leaves that features stand for, where `write_lerobot` says so."""
-    told = {"episode_index": "episode_index"} if "episode_index" in features else {}
-    for name, about in features.items():
-        if (ours := _ours(about)) is not None:
-            told[name] = ours[0]
-    return told
-
-
-def _ours(about: Mapping[str, Any]) -> tuple[str, tuple[int, ...]] | None:
-    """The leaf and its shape where they say more than LeRobot's names and shapes."""
-    ours = about.get("jrb")
-    if not isinstance(ours, dict):
-        return None
-    leaf, shape = ours.get("leaf"), ours.get("shape")
-    if not isinstance(leaf, str) or not isinstance(shape, list):
-        return None
-    return (leaf, tuple(shape)) if all(type(size) is int and size > 0 for size in shape) else None
+        return () if is_scalar else tuple(self._meta.features[name]["shape"])
