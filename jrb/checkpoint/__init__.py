@@ -68,8 +68,6 @@ def save(
     encode: Hooks = None,
     items: bool = True,
     keep: int = 0,
-    score: float | None = None,
-    best: int = 0,
     layout: str = "native",
     compression: str | None = None,
     fletcher32: bool = False,
@@ -110,8 +108,6 @@ def save(
         items: False leaves out the items, which `load` then asks for: all else is small, and saved
             at once.
         keep: how many older generations stay; see `generations`.
-        score: a number, the higher the better, by which this generation is ranked.
-        best: how many of the generations with the highest scores stay, beside the newest ones.
         layout: "native", or "h5": one file, a group for each trajectory, written whole each time.
         compression: with "h5", of its datasets, such as "gzip".
         fletcher32: with "h5", whether its datasets have checksums.
@@ -144,13 +140,12 @@ def save(
     path, out = _settled(path), _outward(encode, items)
     saved = snapshots.taken(buffer, state)
     if layout == "h5":
-        _check_h5(keep, extra is None and score is None and not best, out)
+        _check_h5(keep, extra is None, out)
         with snapshots.reading(saved):
             _h5().save(path, saved, {"compression": compression, "fletcher32": fletcher32})
         return 0
     _check_native(layout, compression, fletcher32, keep)
-    besides = beside.ranked(beside.of(extra, copy=False), score, best)
-    return folder.save(path, saved, keep, besides, out)
+    return folder.save(path, saved, keep, beside.of(extra, copy=False), out)
 
 
 def _outward(encode: Hooks, items: bool) -> Outward:
@@ -160,11 +155,11 @@ def _outward(encode: Hooks, items: bool) -> Outward:
     return out
 
 
-def _check_h5(keep: int, is_plain: bool, out: Outward) -> None:
+def _check_h5(keep: int, has_no_extra: bool, out: Outward) -> None:
     if keep:
         raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
-    if not is_plain:
-        raise ValueError("extra, score, best: expected none with layout='h5'. Use layout='native'.")
+    if not has_no_extra:
+        raise ValueError("extra: expected none with layout='h5'. Use layout='native'.")
     if not out.is_plain:
         raise ValueError(
             "encode, items: expected none with layout='h5', whose files others read. Use "
@@ -181,8 +176,6 @@ def save_async(
     encode: Hooks = None,
     items: bool = True,
     keep: int = 0,
-    score: float | None = None,
-    best: int = 0,
 ) -> Save:
     """Saves in the background.
 
@@ -199,8 +192,6 @@ def save_async(
         encode: as for `save`; it is called before this returns.
         items: as for `save`.
         keep: how many older generations stay.
-        score: as for `save`.
-        best: as for `save`.
 
     Returns:
         The save, with `wait()` and `done()`.
@@ -211,8 +202,7 @@ def save_async(
     path, out = _settled(path), _outward(encode, items)
     saved = snapshots.taken(buffer, state, "save_async")
     _check_native("native", None, False, keep)
-    besides = beside.ranked(beside.of(extra, copy=True), score, best)
-    pending = folder.pending(path, saved, keep, True, besides, out)
+    pending = folder.pending(path, saved, keep, True, beside.of(extra, copy=True), out)
     return background.start(path, None if isinstance(pending, int) else pending, keep)
 
 
@@ -367,7 +357,7 @@ def _settled(path: Path) -> str:
 
 
 def generations(path: Path) -> list[int]:
-    """The generations that a checkpoint has, oldest first: the newest ones, and the best."""
+    """The generations that a checkpoint has, oldest first."""
     return folder.generations(_settled(path))
 
 
@@ -383,7 +373,7 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
         `versions` of libraries; `capacity`, `num_envs`, `size`; `writer`, where the next row goes;
         `leaves` that lie in rows, with dtype and shape; `nbytes`; `items`, "rows" as they are,
         "encoded", "objects", or "apart" if they were left out; `encode`, the name of the function;
-        `score`; `extra`, the leaves that were saved besides, None where there is none; and `parts`,
+        `extra`, the leaves that were saved besides, None where there is none; and `parts`,
         the same of each of several buffers, by name.
 
     Raises:

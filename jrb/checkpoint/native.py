@@ -89,8 +89,8 @@ class Pending:
         """Writes; the number of the generation."""
         for slots, found in self._pieces:
             self.store.put(self.store.version, slots, found, expiring=False)
-        store, also = self.store, self.extra.best_of(self.store.folder)
-        return store.commit(store.version, self.meta, self.kinds, self.arrays, keep, also)
+        store = self.store
+        return store.commit(store.version, self.meta, self.kinds, self.arrays, keep)
 
     def finish(self, keep: int) -> int:
         """Writes, and gives the lock back; the number of the generation."""
