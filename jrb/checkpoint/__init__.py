@@ -75,10 +75,10 @@ def save(
     """Saves a buffer and its state.
 
     A reader sees the old checkpoint or the new one, never a mixture, also after a crash at any
-    moment. Of the items, only those that are new since the last save to this path are written: the
-    writer tells them, after a check that the state goes on from the one saved last. That check
-    looks at more than 16 MB of items here and there only: where you have changed a few bytes of
-    items that were saved before by hand, save to a new path.
+    moment. Of the items, only those that are new or changed since the last save to this path are
+    written. The writer says which are new. Changed ones are found by checksums of all items in
+    memory, computed at several GB/s on the host, or on the accelerator, so also an array that you
+    have edited by hand is saved as it is.
 
     Where `path` is that of the buffer's own storage on the host (`jrb.MemmapStorage`), this is a
     commit: rows are in their files already, and it costs what changed. Elsewhere it writes all of
@@ -102,9 +102,10 @@ def save(
             time, also for items of zeros, and has to give the same for the same item always,
             whatever is beside it. The checkpoint keeps its name: with another name, or another
             structure, dtype or shape of what it gives, everything is written anew; else it is
-            called for what is new, and for those older items that tell whether this goes on from
-            the last save. Observations that are stored once are whole items here. Of several
-            buffers, one function for all, or a dict of functions by name. See the example.
+            called for what is new or changed, for items beside these, and for some older ones,
+            which tell whether it still gives the same. Observations that are stored once are whole
+            items here. Of several buffers, one function for all, or a dict of functions by name.
+            See the example.
         items: False leaves out the items, which `load` then asks for: all else is small, and saved
             at once.
         keep: how many older generations stay; see `generations`.
