@@ -91,7 +91,6 @@ def metadata(path: str, number: int | None = None) -> dict[str, Any]:
         **meta.get("facts", {}),
         "items": form.get("kind", "rows"),
         "encode": form.get("encode"),
-        "score": meta.get("score"),
         "extra": extra_names(meta),
         "parts": {one: metadata(path_of(path, one), n) for one, n in parts.items()},
     }

@@ -121,6 +121,41 @@ def _cut(leaf: jax.Array, start: Any, length: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(leaf.reshape(-1), start, length)
 
 
+def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
+    """Hashes of the rows of an array, computed on its device, uint8 `[rows, 4]`.
+
+    Args:
+        leaf: an array of JAX, keys as their words, or a `Part` of one.
+        width: bytes of a row, at least 1.
+    """
+    count = leaf.size * leaf.dtype.itemsize // width
+    if isinstance(leaf, Part):
+        whole = row_hashes(leaf.array, width)
+        return whole[leaf.place * count :][:count]
+    return np.asarray(_row_hashes(leaf, count)).view(np.uint8).reshape(count, 4)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
+    """Hashes `[count]`, uint32.
+
+    Each word goes through bijections that depend on its position: another value of one word always
+    changes the sum, and so do two words that change places, but for one case in 2^32.
+    """
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+    words = lax.bitcast_convert_type(leaf, unsigned).reshape(count, -1).astype(jnp.uint32)
+    position = jnp.arange(words.shape[1], dtype=jnp.uint32)[None]
+    mixed = (words + position * _ODD[0]) * _ODD[1]
+    return jnp.sum((mixed ^ (mixed >> 15)) * _ODD[2], axis=1, dtype=jnp.uint32)
+
+
+_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)  # factors without a pattern, from xxHash
+
+
 def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Place = None) -> jax.Array:
     """An array of the device from its bytes.
 

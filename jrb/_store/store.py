@@ -17,7 +17,7 @@ reader, and whoever opens the store after a crash, finds by the numbers which ro
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -474,7 +474,6 @@ class Store:
         kinds: dict[str, list[Any]],
         arrays: dict[str, Any],
         keep: int | None = 0,
-        also: Iterable[int] = (),
     ) -> int:
         """Makes all that was written the next generation.
 
@@ -484,7 +483,6 @@ class Store:
             kinds: of its other arrays, for JSON, by name.
             arrays: their bytes.
             keep: how many older generations stay; None for all, until `expire`.
-            also: the numbers of others that stay.
 
         Returns:
             The number of the generation.
@@ -516,7 +514,7 @@ class Store:
                 self.folder.check()
                 if keep is not None:
                     newest = generations.numbers(self.folder)[-1 - keep :]
-                    self.expire({*newest, *also})
+                    self.expire(set(newest))
             except BaseException as error:
                 error.add_note(_OUTCOMES[2])
                 raise

@@ -68,8 +68,6 @@ def save(
     encode: Hooks = None,
     items: bool = True,
     keep: int = 0,
-    score: float | None = None,
-    best: int = 0,
     layout: str = "native",
     compression: str | None = None,
     fletcher32: bool = False,
@@ -77,10 +75,10 @@ def save(
     """Saves a buffer and its state.
 
     A reader sees the old checkpoint or the new one, never a mixture, also after a crash at any
-    moment. Of the items, only those that are new since the last save to this path are written: the
-    writer tells them, after a check that the state goes on from the one saved last. That check
-    looks at more than 16 MB of items here and there only: where you have changed a few bytes of
-    items that were saved before by hand, save to a new path.
+    moment. Of the items, only those that are new or changed since the last save to this path are
+    written. The writer says which are new. Changed ones are found by checksums of all items in
+    memory, computed at several GB/s on the host, or on the accelerator, so also an array that you
+    have edited by hand is saved as it is.
 
     Where `path` is that of the buffer's own storage on the host (`jrb.MemmapStorage`), this is a
     commit: rows are in their files already, and it costs what changed. Elsewhere it writes all of
@@ -103,14 +101,13 @@ def save(
             time, also for items of zeros, and has to give the same for the same item always,
             whatever is beside it. The checkpoint keeps its name: with another name, or another
             structure, dtype or shape of what it gives, everything is written anew; else it is
-            called for what is new, and for those older items that tell whether this goes on from
-            the last save. Observations that are stored once are whole items here. Of several
-            buffers, one function for all, or a dict of functions by name. See the example.
+            called for what is new or changed, for items beside these, and for some older ones,
+            which tell whether it still gives the same. Observations that are stored once are whole
+            items here. Of several buffers, one function for all, or a dict of functions by name.
+            See the example.
         items: False leaves out the items, which `load` then asks for: all else is small, and saved
             at once.
         keep: how many older generations stay; see `generations`.
-        score: a number, the higher the better, by which this generation is ranked.
-        best: how many of the generations with the highest scores stay, beside the newest ones.
         layout: "native", or "h5": one file, a group for each trajectory, written whole each time.
         compression: with "h5", of its datasets, such as "gzip".
         fletcher32: with "h5", whether its datasets have checksums.
@@ -143,13 +140,12 @@ def save(
     path, out = _settled(path), _outward(encode, items)
     saved = snapshots.taken(buffer, state)
     if layout == "h5":
-        _check_h5(keep, extra is None and score is None and not best, out)
+        _check_h5(keep, extra is None, out)
         with snapshots.reading(saved):
             _h5().save(path, saved, {"compression": compression, "fletcher32": fletcher32})
         return 0
     _check_native(layout, compression, fletcher32, keep)
-    besides = beside.ranked(beside.of(extra, copy=False), score, best)
-    return folder.save(path, saved, keep, besides, out)
+    return folder.save(path, saved, keep, beside.of(extra, copy=False), out)
 
 
 def _outward(encode: Hooks, items: bool) -> Outward:
@@ -159,11 +155,11 @@ def _outward(encode: Hooks, items: bool) -> Outward:
     return out
 
 
-def _check_h5(keep: int, is_plain: bool, out: Outward) -> None:
+def _check_h5(keep: int, has_no_extra: bool, out: Outward) -> None:
     if keep:
         raise ValueError(f"keep: expected 0 with layout='h5', which is one file, got {keep!r}.")
-    if not is_plain:
-        raise ValueError("extra, score, best: expected none with layout='h5'. Use layout='native'.")
+    if not has_no_extra:
+        raise ValueError("extra: expected none with layout='h5'. Use layout='native'.")
     if not out.is_plain:
         raise ValueError(
             "encode, items: expected none with layout='h5', whose files others read. Use "
@@ -180,8 +176,6 @@ def save_async(
     encode: Hooks = None,
     items: bool = True,
     keep: int = 0,
-    score: float | None = None,
-    best: int = 0,
 ) -> Save:
     """Saves in the background.
 
@@ -198,8 +192,6 @@ def save_async(
         encode: as for `save`; it is called before this returns.
         items: as for `save`.
         keep: how many older generations stay.
-        score: as for `save`.
-        best: as for `save`.
 
     Returns:
         The save, with `wait()` and `done()`.
@@ -210,8 +202,7 @@ def save_async(
     path, out = _settled(path), _outward(encode, items)
     saved = snapshots.taken(buffer, state, "save_async")
     _check_native("native", None, False, keep)
-    besides = beside.ranked(beside.of(extra, copy=True), score, best)
-    pending = folder.pending(path, saved, keep, True, besides, out)
+    pending = folder.pending(path, saved, keep, True, beside.of(extra, copy=True), out)
     return background.start(path, None if isinstance(pending, int) else pending, keep)
 
 
@@ -366,7 +357,7 @@ def _settled(path: Path) -> str:
 
 
 def generations(path: Path) -> list[int]:
-    """The generations that a checkpoint has, oldest first: the newest ones, and the best."""
+    """The generations that a checkpoint has, oldest first."""
     return folder.generations(_settled(path))
 
 
@@ -382,7 +373,7 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
         `versions` of libraries; `capacity`, `num_envs`, `size`; `writer`, where the next row goes;
         `leaves` that lie in rows, with dtype and shape; `nbytes`; `items`, "rows" as they are,
         "encoded", "objects", or "apart" if they were left out; `encode`, the name of the function;
-        `score`; `extra`, the leaves that were saved besides, None where there is none; and `parts`,
+        `extra`, the leaves that were saved besides, None where there is none; and `parts`,
         the same of each of several buffers, by name.
 
     Raises:

@@ -1,7 +1,6 @@
 """What a user saves in one generation with a buffer: parameters, keys, the number of a step."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -13,9 +12,7 @@ from jax.experimental import multihost_utils
 from jrb._base import prng_keys, pytree, versions
 from jrb._base.pytree import Leaf
 from jrb._saved import EXTRA
-from jrb._store import generation
 from jrb._store.errors import DamagedError
-from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb.checkpoint import descriptions, rows, state_specs
 from jrb.checkpoint.opened import Opened
@@ -38,49 +35,11 @@ class Beside:
         meta: for JSON.
         kinds: of its arrays, by name.
         arrays: their bytes.
-        best: how many generations with the highest scores stay.
     """
 
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     kinds: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
-    best: int = 0
-
-    def best_of(self, folder: Folder) -> list[int]:
-        """The older generations that stay for their scores, once this one is there too."""
-        if not self.best:
-            return []
-        told = [(score_of(folder, number), number) for number in generation.numbers(folder)]
-        older = [(score, number) for score, number in told if score is not None]
-        first = sorted([*older, (self.meta["score"], math.inf)])[-self.best :]
-        return [int(number) for _, number in first if number < math.inf]
-
-
-def score_of(folder: Folder, number: int) -> float | None:
-    """The number by which a generation is ranked; None if it has none, or cannot be read."""
-    try:
-        found = (Generation(folder, number).body["meta"] or {}).get("score")
-    except (DamagedError, FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, int | float) else None
-
-
-def ranked(extra: Beside, score: float | None, best: int) -> Beside:
-    """The same with the number by which a generation is ranked.
-
-    Raises:
-        TypeError, ValueError: it is no number, or there is none to rank by.
-    """
-    if isinstance(best, bool) or not isinstance(best, int) or best < 0:
-        raise ValueError(f"best: expected a number of at least 0, got {best!r}.")
-    if score is None and not best:
-        return extra
-    if score is None or isinstance(score, bool) or np.ndim(score):
-        raise TypeError(f"score: expected a number, by which the best are told, got {score!r}.")
-    if not math.isfinite(float(score)):
-        raise ValueError(f"score: expected a finite number, got {score!r}.")
-    meta = {**extra.meta, "score": float(score)}
-    return dataclasses.replace(extra, meta=meta, best=best)
 
 
 def of(extra: Item, copy: bool) -> Beside:

@@ -25,17 +25,17 @@ from jrb.types import Item
 KIND = "store"
 
 
-def check(keep: int, extra: Beside, out: Outward) -> None:
+def check(keep: int, out: Outward) -> None:
     """Raises where something is asked for that a commit cannot do."""
     if not out.is_plain:
         raise ValueError(
             "encode, items: expected none for the path of the storage itself, whose rows are "
             "there already, as they are. Save to another path."
         )
-    if keep or extra.best:
+    if keep:
         raise ValueError(
-            "keep, best: expected 0 for the path of the storage itself, where there is room for "
-            f"one generation, got {keep or extra.best}. Save to another path to keep older ones."
+            "keep: expected 0 for the path of the storage itself, where there is room for one "
+            f"generation, got {keep}. Save to another path to keep older ones."
         )
 
 

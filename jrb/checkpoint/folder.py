@@ -46,7 +46,7 @@ def pending(
     """
     is_commit = saved.lies_at(path)
     if is_commit:
-        commits.check(keep, extra, out)
+        commits.check(keep, out)
     with snapshots.reading(saved):
         begun = parts.pending(path, saved, extra, out)
         begun.open(copy)

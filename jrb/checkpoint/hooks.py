@@ -12,6 +12,7 @@ import numpy as np
 from jrb._base import pytree
 from jrb._store import table
 from jrb._store.errors import DamagedError
+from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb.checkpoint import apart, descriptions, members, rows, state_specs
 from jrb.checkpoint.members import Several
@@ -22,6 +23,7 @@ from jrb.types import Item
 Hook = Callable[[Any], Any]
 
 _BLANK = ".blank"
+_WITNESSES = 256
 _COLUMN = "items/"
 
 
@@ -145,6 +147,15 @@ class Encoded(rows.Rows):
         leaves = _checked(self.encode(found), self.structure, len(rows), "encode")
         pairs = zip(map(apart.bytes_of, leaves), self.blank, strict=True)
         return [_across(leaf, blank) for leaf, blank in pairs]
+
+    def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The bytes of the items `[B]`, which the function is not called for."""
+        return list(map(apart.bytes_of, jax.tree.leaves(self.items.take(rows))))
+
+    def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
+        """The newest rows and some others: another function of the same name changes most."""
+        newest = rows[np.argsort(store.numbers(rows), kind="stable")[-_WITNESSES:]]
+        return np.union1d(newest, rows[:: max(1, len(rows) // _WITNESSES)])
 
     @property
     def width(self) -> int:

@@ -71,16 +71,18 @@ class Pending:
         held, beside = self._table(last)
         rest, arrays, kinds = rows.split(self._saved)
         held = rest if self.meta["form"] is None else held
-        self.kinds = kinds | {name: [] for name in beside} | self.extra.kinds
+        self.kinds = kinds | {name: [] for name in (*beside, rows.DIGEST)} | self.extra.kinds
         self._store = store = opening.to_save(self.path, held.columns, held.count)
         try:
             if last is not None and (store.is_new_table() or store.generation != last.number):
                 last = None
-            pieces = rows.pieces(store, held, rows.changed(store, held, last, self._saved))
+            sums = rows.digest(held, store.sums.block)
+            pieces = rows.pieces(store, held, rows.changed(store, held, last, self._saved, sums))
             if copy:
                 pieces = [(slots, list(map(np.array, found))) for slots, found in pieces]
                 arrays = {name: bytes(array) for name, array in arrays.items()}
-            self._pieces, self.arrays = pieces, {**arrays, **beside, **self.extra.arrays}
+            beside = {**beside, rows.DIGEST: sums.tobytes(), **self.extra.arrays}
+            self._pieces, self.arrays = pieces, {**arrays, **beside}
         except BaseException:
             self.close()
             raise
@@ -89,8 +91,8 @@ class Pending:
         """Writes; the number of the generation."""
         for slots, found in self._pieces:
             self.store.put(self.store.version, slots, found, expiring=False)
-        store, also = self.store, self.extra.best_of(self.store.folder)
-        return store.commit(store.version, self.meta, self.kinds, self.arrays, keep, also)
+        store = self.store
+        return store.commit(store.version, self.meta, self.kinds, self.arrays, keep)
 
     def finish(self, keep: int) -> int:
         """Writes, and gives the lock back; the number of the generation."""

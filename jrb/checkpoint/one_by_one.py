@@ -39,11 +39,14 @@ class Words:
 
     Attributes:
         width: bytes of a row.
+        array: which one, if it is on another device; else None.
     """
 
     width: int
+    array: Any
 
     def __init__(self, array: Any, order: Order) -> None:
+        self.array = None if memory.on_host(array) else array
         self._order, self.width = order, array.shape[-1] * array.dtype.itemsize
         self._capacity = order.capacity(array.shape)
         self._held = memory.view(np.asarray(array)) if memory.on_host(array) else None
@@ -57,6 +60,12 @@ class Words:
             return np.ascontiguousarray(self._fetched(place)[:, part])
         held = np.frombuffer(self._held, np.uint8).reshape(-1, self.width)
         return np.ascontiguousarray(held[:, part][_index(place)])
+
+    def hashes(self) -> np.ndarray:
+        """Four bytes for each row that depend on all of it, uint8 `[V, N, 4]`."""
+        found = memory.row_hashes(self.array, self.width)
+        places = self._order.places(np.arange(len(found)), self._capacity)
+        return found[places].reshape(-1, self._capacity, 4)
 
     def _fetched(self, place: np.ndarray) -> np.ndarray:
         """Whole rows from another device; those of the last call, which other leaves need too."""

@@ -107,9 +107,8 @@ class Pending:
     def _written(self, numbers: dict[str, int], keep: int | None) -> int:
         """The generation of the whole, for which the parts have theirs."""
         store, extra = self.store, self.extra
-        also = extra.best_of(store.folder)
         meta = {**self.meta, "parts": dict(sorted(numbers.items()))}
-        return store.commit(store.version, meta, extra.kinds, extra.arrays, keep, also)
+        return store.commit(store.version, meta, extra.kinds, extra.arrays, keep)
 
     def finish(self, keep: int) -> int:
         """Writes, and gives the locks back; the number of the generation."""

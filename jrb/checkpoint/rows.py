@@ -3,8 +3,10 @@
 N capacity, V the buffers that `vmap` has put side by side. Slot s of buffer v is row v * N + s.
 """
 
+import contextlib
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation, Location
 from jrb._store.store import Store
 from jrb._store.table import Column
+from jrb._store.threads import share
 from jrb.checkpoint import descriptions, host_items, state_specs
 from jrb.checkpoint.one_by_one import SideLeaf, Target
 from jrb.checkpoint.opened import Opened
@@ -30,11 +33,8 @@ from jrb.types.messages import PartState
 PIECE = 16 << 20
 """Bytes of the rows that are on their way at a time."""
 
-SMALL = 16 << 20
-"""Bytes of the largest table that is looked at as a whole to tell one history from another."""
-
-WITNESS = 4 << 20
-"""Bytes of the newest rows of a larger one, and of some among all others, that are looked at."""
+DIGEST = ".digest"
+"""The name of the array with a checksum of each block of rows, by which hand edits are found."""
 
 BEYOND = "#beyond"
 """Stands behind the name of an array that holds what a leaf has besides its N rows."""
@@ -100,6 +100,28 @@ class Rows:
         ]
         none = np.zeros(0, np.uint8)
         return np.concatenate([none, *found]).reshape(len(slot), column.width)
+
+    def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Bytes that differ if rows `[B]` do: of rows on the host all, of others four each."""
+        return self._hashed.take(rows)
+
+    @functools.cached_property
+    def _hashed(self) -> "Rows":
+        """These rows, with a hash in place of each row that is on another device."""
+
+        def hashed(column: Column, array: Any) -> Any:
+            if isinstance(array, SideLeaf):
+                return array if array.words.array is None else array.words.hashes()
+            if isinstance(array, np.ndarray | host_items.Leaf):
+                return array
+            return memory.row_hashes(array, column.width).reshape(self.buffers, -1, 4)
+
+        arrays = map(hashed, self.columns, self.arrays)
+        return dataclasses.replace(self, arrays=tuple(arrays))
+
+    def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
+        """Those of some rows with the same fingerprints that might be another now: none."""
+        return rows[:0]
 
     def pieces(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Some rows, a few megabytes at a time."""
@@ -173,28 +195,57 @@ def kind_of(leaf: Leaf) -> tuple[str, ...]:
     return (descriptions.dtype_name(leaf.dtype), str(list(leaf.shape)))
 
 
-def changed(store: Store, rows: Rows, last: Generation | None, saved: Snapshot) -> np.ndarray:
+def digest(rows: Rows, block: int) -> np.ndarray:
+    """The checksums of blocks of rows as they are in memory, uint32.
+
+    They are made anew for each save: hand edits leave no other trace. Device arrays are hashed
+    where they are, since to bring 10 GB to the host takes seconds.
+    """
+    sums = np.zeros(-(-rows.count // block), np.uint32)
+
+    def add(number: int) -> None:
+        which = np.arange(number * block, min((number + 1) * block, rows.count))
+        for found in rows.fingerprints(which):
+            sums[number] = zlib.crc32(memory.view(found), int(sums[number]))
+
+    share(add, range(len(sums)))
+    return sums
+
+
+def changed(
+    store: Store, rows: Rows, last: Generation | None, saved: Snapshot, sums: np.ndarray
+) -> np.ndarray:
     """The rows that the last generation of a store has not, or has otherwise; int64, in order.
 
-    The writer's stamps tell them, if the state goes on from the one that was saved: tables of up to
-    16 MB are compared as a whole where nothing should have changed, larger ones here and there, and
-    where they were newest at the last save. If something differs, it is all rows. Where items were
-    edited since, all rows are compared; and so they are where they are no slots.
+    The writer's stamps tell which are new, if the state goes on from the one that was saved. All
+    others are compared with the store where the `digest` of their block is another, and
+    everywhere if items were edited by a verb, or are not in slots.
     """
     every = np.arange(rows.count)
     state = saved.state
     if not rows.in_slots:
         return every if last is None else every[_differ(store, rows, every)]
     then = None if last is None else _as_saved(last, {"writer": state.writer, "edits": state.edits})
-    if then is None:
+    if last is None or then is None:
         return every
     stamps = lambda writer: np.asarray(_stamps(saved.plain, len(saved.batch), writer)).reshape(-1)
     new = stamps(then["writer"]) != stamps(state.writer)
-    if (then["edits"] != np.asarray(state.edits)).any():
-        kept = np.flatnonzero(~new)
-        return np.union1d(every[new], kept[_differ(store, rows, kept)])
-    witnesses = _witnesses(store, rows, np.flatnonzero(~new))
-    return every if _differ(store, rows, witnesses).any() else every[new]
+    suspects = ~new
+    if (then["edits"] == np.asarray(state.edits)).all():
+        suspects &= (_digest_of(last, sums) != sums)[every // store.sums.block]
+    which = np.flatnonzero(suspects)
+    if _differ(store, rows, rows.witnesses(store, np.flatnonzero(~new & ~suspects))).any():
+        return every
+    return np.union1d(every[new], which[_differ(store, rows, which)])
+
+
+def _digest_of(last: Generation, like: np.ndarray) -> np.ndarray:
+    """The digest of a generation; where it has none, one that differs everywhere."""
+    with contextlib.suppress(DamagedError):
+        found = last.array(DIGEST, np.uint32)
+        if len(found) == len(like):
+            return found
+    return ~like
 
 
 def _differ(store: Store, rows: Rows, which: np.ndarray) -> np.ndarray:
@@ -230,15 +281,6 @@ def _stamps(buffer: Buffer, axes: int, writer: PartState) -> jax.Array:
     for _ in range(axes):
         stamp = jax.vmap(stamp)
     return stamp(writer)
-
-
-def _witnesses(store: Store, rows: Rows, old: np.ndarray) -> np.ndarray:
-    """Those of some rows that are compared."""
-    if rows.count * rows.width <= SMALL:
-        return old
-    most = max(WITNESS // rows.width, 64)
-    newest = old[np.argsort(store.numbers(old), kind="stable")[-most:]]
-    return np.union1d(newest, old[:: max(1, len(old) // min(most, 1024))])
 
 
 def pieces(

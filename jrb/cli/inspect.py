@@ -107,12 +107,11 @@ def _generations(told: Report) -> Any:
         (
             str(each.generation or ""),
             each.damage or (each.time or "").replace("T", " ").replace("+00:00", " UTC"),
-            "" if each.score is None else f"{each.score:g}",
             f"{each.size:,}" if isinstance(each.size, int) else str(each.size or ""),
         )
         for each in told.generations
     ]
-    return console.table(("number", "saved", "score", "items"), rows, numbers=2)
+    return console.table(("number", "saved", "items"), rows, numbers=1)
 
 
 def _leaves(leaves: list[Leaf]) -> Any:

@@ -32,11 +32,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Saved:
-    """A generation: its number, when it was saved, its score, and how many items it has."""
+    """A generation: its number, when it was saved, and how many items it has."""
 
     generation: int
     time: str | None = None
-    score: float | None = None
     size: Any = None
     damage: str | None = None
 
@@ -147,7 +146,7 @@ def _saved_as(folder: Folder, number: int) -> Saved:
     except (DamagedError, FileNotFoundError) as error:
         return Saved(number, damage=str(error))
     facts = meta.get("facts") or {}
-    return Saved(number, facts.get("time"), meta.get("score"), facts.get("size"))
+    return Saved(number, facts.get("time"), facts.get("size"))
 
 
 def _arrays(opened: Generation) -> Iterator[Leaf]:
@@ -217,7 +216,7 @@ def _of_file(path: str) -> Report:
         disk(path),
         episodes=len(about["trajectories"]),
         transitions=rows * (envs or 1),
-        generations=[Saved(0, facts.get("time"), None, facts.get("size"))],
+        generations=[Saved(0, facts.get("time"), facts.get("size"))],
         leaves=leaves,
         others=others,
         metadata={"versions": facts.get("versions")},

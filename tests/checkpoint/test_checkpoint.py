@@ -827,9 +827,7 @@ def test_going_on_from_an_older_generation_is_not_mixed_with_what_came_after(tmp
     there_and_back(tmp_path, buffer, state)
 
 
-def test_large_arrays_of_another_run_are_noticed_at_their_newest_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.rows, "SMALL", 0)
-    monkeypatch.setattr(checkpoint.rows, "WITNESS", 1024)
+def test_large_arrays_of_another_run_are_noticed(tmp_path):
     example = {"done": jnp.bool_(False)}
     buffer = jrb.ReplayBuffer(1_000_000)
     rng = np.random.default_rng(0)

@@ -188,7 +188,7 @@ def test_nothing_was_saved_yet(tmp_path):
 
 def test_what_cannot_be(tmp_path):
     buffer, state = made(tmp_path / "store")
-    with pytest.raises(ValueError, match="keep, best: expected 0"):
+    with pytest.raises(ValueError, match="keep: expected 0"):
         jrb.save(tmp_path / "store", buffer, state, keep=1)
     plain = jrb.ReplayBuffer(4)
     with pytest.raises((ValueError, jrb.checkpoint.LockedError)):

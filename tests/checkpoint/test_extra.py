@@ -123,37 +123,8 @@ def test_wrong_input_is_refused_and_nothing_is_written(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             jrb.load(tmp_path, extra=example)
-    with pytest.raises(ValueError, match="extra, score, best: expected none with layout='h5'"):
+    with pytest.raises(ValueError, match="extra: expected none with layout='h5'"):
         jrb.save(tmp_path / "file.h5", buffer, state, extra={"b": 1}, layout="h5")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("keep", [0, 2])
-def test_the_best_stay_beside_the_newest(keep, several, tmp_path):
-    buffer, state = made()
-    if several:
-        buffer, state = jrb.Mix((buffer, buffer), (0.5, 0.5), 4), (state, state)
-    scores = [3.0, 1.0, 7.0, 7.0, 2.0, 5, -1.0, 6.5]
-    for number, score in enumerate(scores, 1):
-        extra = {"step": number}
-        if number % 3:
-            jrb.save(tmp_path, buffer, state, extra=extra, keep=keep, score=score, best=2)
-        else:
-            checkpoint.save_async(
-                tmp_path, buffer, state, extra=extra, keep=keep, score=score, best=2
-            ).wait()
-        ranked = sorted(range(1, number + 1), key=lambda n: (scores[n - 1], n))
-        want = {*ranked[-2:], *range(max(1, number - keep), number + 1)}
-        assert checkpoint.generations(tmp_path) == sorted(want), number
-        for each in want:
-            found = jrb.load(tmp_path, generation=each, extra={"step": 0})[2]
-            assert found == {"step": each}
-    assert checkpoint.metadata(tmp_path, generation=3)["score"] == 7.0
-    assert checkpoint.verify(tmp_path) == []
-    for wrong, kind in (({"best": 1}, TypeError), ({"score": float("nan")}, ValueError)):
-        with pytest.raises(kind, match="score: expected"):
-            jrb.save(tmp_path, buffer, state, **wrong)
 
 
 def test_a_checkpoint_tells_its_facts_without_its_rows(tmp_path):

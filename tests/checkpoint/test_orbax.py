@@ -90,6 +90,16 @@ def test_a_buffer_beside_parameters(tmp_path, background):
     assert_same(BUFFER.sample(back, key), BUFFER.sample(state, key))
 
 
+def test_the_best_steps_stay_by_a_score(tmp_path):
+    options = {"best_fn": lambda metrics: metrics["score"], "best_mode": "max", "max_to_keep": 2}
+    with managed(tmp_path, **options) as manager:
+        for step, score in enumerate([3.0, 1.0, 7.0, 2.0]):
+            manager.save(step, args=save_args(filled(start=step)), metrics={"score": score})
+        manager.wait_until_finished()
+        assert sorted(manager.all_steps()) == [0, 2]
+        assert_same(manager.restore(2, args=restore_args()).buffer[1], filled(start=2))
+
+
 def test_another_program_restores_without_a_description(tmp_path):
     state = filled()
     with managed(tmp_path) as manager:

@@ -67,8 +67,8 @@ def make(kind, folder):
     else:
         extra = {"params": jnp.ones(2), "step": 7}
         buffer, state = filled()
-        jrb.save(path, buffer, state, extra=extra, score=1.5, best=1)
-        jrb.save(path, buffer, state, extra=extra, score=0.5, best=1)
+        jrb.save(path, buffer, state, extra=extra, keep=1)
+        jrb.save(path, buffer, state, extra=extra, keep=1)
     return path
 
 

@@ -58,8 +58,8 @@ def test_inspect_tells_of_every_kind(kind, tmp_path, capsys):
 def test_inspect_tells_of_generations_and_what_was_saved_besides(tmp_path, capsys):
     told = json.loads(call(capsys, "inspect", make("native", tmp_path), "--json")[1])
     assert (told["kind"], told["size"], told["capacity"]) == ("checkpoint", 22, 30)
-    scores = [(each["generation"], each["score"], each["size"]) for each in told["generations"]]
-    assert scores == [(1, 1.5, 22), (2, 0.5, 22)]
+    sizes = [(each["generation"], each["size"]) for each in told["generations"]]
+    assert sizes == [(1, 22), (2, 22)]
     assert told["extra"][0] == {"name": "params", "dtype": "float32", "shape": [2], "nbytes": 8}
     assert told["description"].startswith("ReplayBuffer(capacity=30, batch_size=4")
     memory = {leaf["name"]: leaf["nbytes"] for leaf in told["leaves"]}
