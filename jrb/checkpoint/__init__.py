@@ -12,6 +12,7 @@ import jax
 
 from jrb import _saved
 from jrb._base import checks
+from jrb._store import paths
 from jrb._store.errors import DamagedError, LockedError
 from jrb._store.opening import Progress, nobody
 from jrb.buffer import ReplayBuffer
@@ -351,7 +352,7 @@ def _settled(path: Path) -> str:
     """The path, absolute, when nothing is under way for it."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected a path, got {path!r}. The order is (path, buffer, state).")
-    absolute = os.path.abspath(os.fsdecode(os.fspath(path)))
+    absolute = paths.absolute(path)
     background.settle(absolute)
     return absolute
 

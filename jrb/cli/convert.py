@@ -28,8 +28,10 @@ _LOST = {
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
-    dest: Annotated[str, typer.Argument(help="Where the result goes.")],
+    source: Annotated[str, found.SOURCE],
+    dest: Annotated[
+        str, typer.Argument(help="Where the result goes.", callback=os.path.expanduser)
+    ],
     to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(FORMATS)}.")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset that is there.")

@@ -5,11 +5,17 @@ import os
 from typing import Any
 
 from jrb import _saved
-from jrb._store import generation
+from jrb._base import extras
+from jrb._store import generation, paths
 from jrb._store.files import Folder
 
 FOLDER, FILE, OTHER = "folder", "file", "other"
 """A checkpoint or a store in a folder; one in HDF5; what somebody else made, perhaps."""
+
+SOURCE = extras.require("typer", "cli").Argument(
+    help="A checkpoint, a store, or a dataset of any kind.", callback=os.path.expanduser
+)
+"""The argument of commands that read."""
 
 _SIGN = b"\x89HDF\r\n\x1a\n"
 
@@ -56,7 +62,7 @@ def dataset(path: str) -> Any:
     """
     datasets = importlib.import_module("jrb.datasets")
     kinds = datasets.kinds().values()
-    settled = os.path.abspath(os.path.expanduser(path))
+    settled = paths.absolute(path)
     if not any(kind.recognises(settled) for kind in kinds):
         raise NotOursError(
             f"{path}: expected a checkpoint, a store, or a dataset of a kind that jrb knows, found "

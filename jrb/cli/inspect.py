@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 from typing import Annotated, Any
 
 import jrb
@@ -16,7 +17,7 @@ _LONGEST = 200  # characters of what a file says of itself
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
+    path: Annotated[str, found.SOURCE],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw what the buffer holds, as PNG or SVG.")
@@ -42,7 +43,7 @@ def _plot(path: str, file: str) -> None:
         buffer, state = found.buffer(path)
     if not isinstance(buffer, jrb.ReplayBuffer):
         raise ValueError(f"{path}: expected a single buffer for --plot, got several. Name a part.")
-    drawing.state(buffer, state).savefig(file, dpi=150)
+    drawing.state(buffer, state).savefig(os.path.expanduser(file), dpi=150)
 
 
 def blocks(told: Report) -> list[Any]:

@@ -19,7 +19,7 @@ Summary = dict[str, Any]
 
 
 def stats(
-    path: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
+    path: Annotated[str, found.SOURCE],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what returns, lengths and rewards are."""

@@ -20,7 +20,7 @@ _ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 
 
 def verify(
-    path: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
+    path: Annotated[str, found.SOURCE],
 ) -> None:
     """Read everything, and say what is damaged.
 

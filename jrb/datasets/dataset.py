@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jrb._base import checks, display, pytree, wording
+from jrb._store import paths
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
@@ -302,7 +303,7 @@ class Dataset(Sequence[Episode]):
         """
         plan = preprocessing.Plan(function, workers, num_frames, by, jit, cast, progress)
         preprocessing.preprocess(self, dest, plan)
-        path = os.path.abspath(os.path.expanduser(os.fspath(dest)))
+        path = paths.absolute(dest, "dest")
         kind = Native().pinned(path)
         description = kind.describe(path)
         return Dataset(path, kind, description, np.arange(len(description.lengths)))

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from jrb._base import checks
+from jrb._store import paths
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Kind, Source
 from jrb.datasets.kinds import OURS
@@ -58,8 +59,8 @@ def _others() -> tuple[Kind, ...]:
 def _settled(source: Source) -> Source:
     if not isinstance(source, str | os.PathLike):
         return source
-    path = os.path.abspath(os.path.expanduser(os.fspath(source)))
-    if not os.fspath(source) or not os.path.exists(path):
+    path = paths.absolute(source, "source")
+    if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: there is nothing.")
     if not (os.path.isfile(path) or os.path.isdir(path)):
         raise ValueError(f"{path}: expected a file or a folder, got a pipe, a socket or a device.")

@@ -15,6 +15,7 @@ import numpy as np
 
 from jrb._base import extras
 from jrb._base.pytree import Leaf
+from jrb._store import paths
 from jrb.interop.dump import Dump
 from jrb.mix import AnyState
 from jrb.types import Item
@@ -191,7 +192,7 @@ def read_vault(
         ModuleNotFoundError: flashbax or tensorstore is not installed.
     """
     library = extras.require("flashbax.vault", "flashbax")
-    vault = _opened(library, os.path.abspath(path), example)
+    vault = _opened(library, paths.absolute(path), example)
     rows = vault.vault_index if newest is None else min(newest, vault.vault_index)
     items = jax.tree.map(_time_first, vault.read(timesteps=rows).experience)
     envs = jax.tree.leaves(items)[0].shape[1]

@@ -18,7 +18,7 @@ from jrb._base import checks, pytree
 from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb._engine.replaying import pieces
-from jrb._store import files
+from jrb._store import files, paths
 from jrb.buffer import ReplayBuffer
 from jrb.interop import torchrl_files as dump
 from jrb.layouts import chain, flat, names
@@ -78,7 +78,7 @@ def write_torchrl(
             f"write_torchrl: expected a ReplayBuffer, got {type(buffer).__name__}. The order is "
             "write_torchrl(path, buffer, state)."
         )
-    target = os.path.realpath(os.fspath(path))
+    target = os.path.realpath(paths.absolute(path))
     _check_target(target)
     rows = _rows(buffer, state)
     leaves = _gathered(buffer, state, rows)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jrb._base import casting, checks, prng_keys, pytree
+from jrb._store import paths
 from jrb.buffer import ReplayBuffer
 from jrb.samplers import Prioritized, Uniform
 from jrb.storages import MemmapStorage, SpillStorage
@@ -145,11 +146,8 @@ def _check_parts(buffer: ReplayBuffer, shards: int) -> None:
 
 def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | None:
     """Where is saved: what was given, or where the storage has its files."""
-    if path is not None and not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path: expected a path or None, got {path!r}.")
-    given = None if path is None else os.path.abspath(os.fsdecode(os.fspath(path)))
+    given = None if path is None else paths.absolute(path)
     own = buffer.storage.path if isinstance(buffer.storage, StoreArrays) else None
-    own = None if own is None else os.path.abspath(own)
     if given is not None and own is not None and given != own:
         raise ValueError(
             f"path: expected that of the storage, {own}, where a save costs what changed, or none "

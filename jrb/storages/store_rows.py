@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jrb._base import checks, prng_keys, pytree
+from jrb._store import paths
 from jrb._store.errors import StaleError
 from jrb._store.opening import create
 from jrb._store.store import Store
@@ -154,14 +155,12 @@ def _part(key: Any) -> str:
 
 
 def _checked_path(name: str, path: object) -> str | None:
-    """A path as a string."""
-    if path is not None and not path:
-        raise ValueError(
-            f"{name}: path: expected a path, or None for a temporary one, got {path!r}."
-        )
-    if path is None or isinstance(path, str | os.PathLike):
-        return None if path is None else os.fsdecode(os.fspath(path))
-    raise TypeError(f"{name}: path: expected a path, or None for a temporary one, got {path!r}.")
+    """An absolute path, or None."""
+    try:
+        return None if path is None else paths.absolute(path, f"{name}: path")
+    except (TypeError, ValueError) as error:
+        error.add_note("None stands for a temporary folder.")
+        raise
 
 
 def _check_slack(slack: Any) -> None:
@@ -189,7 +188,7 @@ class StoreArrays(HostArrays):
     takes_back: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Checks these fields, and makes the path a string."""
+        """Checks these fields, and makes the path absolute: a later `chdir` changes nothing."""
         object.__setattr__(self, "path", _checked_path(type(self).__name__, self.path))
         checks.flag("prealloc", self.prealloc)
         _check_slack(self.slack)

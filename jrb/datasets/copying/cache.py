@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 from jrb._base import extras
+from jrb._store import paths
 from jrb._store.errors import LockedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
@@ -35,7 +36,7 @@ def settled(root: Path | None) -> str:
         ModuleNotFoundError: platformdirs is not installed, and there is no root.
     """
     if root is not None:
-        return os.path.abspath(os.path.expanduser(os.fspath(root)))
+        return paths.absolute(root, "root")
     return extras.require("platformdirs", "datasets").user_cache_dir("jrb", appauthor=False)
 
 

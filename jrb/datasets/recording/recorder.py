@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from jrb._base import host_calls, prng_keys
 from jrb._base.pytree import PyTree
+from jrb._store import paths
 from jrb.checkpoint import facts
 from jrb.datasets.recording.checking import (
     check_alike,
@@ -90,7 +91,7 @@ class Recorder:
         name: str | None = None,
     ) -> None:
         check_options(num_envs, keys, chunk, name)
-        self._path = os.path.abspath(os.path.expanduser(os.fspath(path)))
+        self._path = paths.absolute(path)
         self._num_envs, self._keys, self._form = num_envs, keys, None
         self._metadata = plain_metadata(metadata)
         form = None if example is None else form_of(example, 0, keys, "Recorder: example")
