@@ -24,7 +24,8 @@ class BufferState(pytree.State):
         transforms: what those of the transforms remember that have a state, a tuple.
         edits: uint32 `[]`, another number after each edit of items where they lie.
         numbers: integers `[E]`, the number of its episode that each environment's newest row has;
-            None unless `Keys.episode` names it and the unit looks at ends.
+            None unless `Keys.episode` names it and the unit, or a transform that learns, looks at
+            ends.
         ring: the shape of the ring that it was made for; no array.
     """
 

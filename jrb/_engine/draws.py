@@ -43,7 +43,8 @@ def draw(
     if how.inside == len(buffer.transforms):
         return found
     after, sample = found
-    rest, batch = buffer.transforms[how.inside :], Batch(key, sample.mask, buffer.keys)
+    batch = Batch(key, sample.mask, buffer.keys, ends=sample.info.get("is_last"))
+    rest = buffer.transforms[how.inside :]
     data = transforming.outward(rest, sample.data, batch, how.inside)
     return after, sample.replace(data=data)
 

@@ -41,9 +41,13 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
         transforms=transforming.init(buffer.transforms, context, spec),
-        numbers=None if buffer.unit.one_row else episodes.no_numbers(ring, spec, buffer.keys),
+        numbers=episodes.no_numbers(ring, spec, buffer.keys) if _looks_at_ends(buffer) else None,
         ring=ring,
     )
+
+
+def _looks_at_ends(buffer: Buffer) -> bool:
+    return not buffer.unit.one_row or bool(transforming.learning(buffer.transforms))
 
 
 def check_slots(slots: int) -> None:

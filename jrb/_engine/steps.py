@@ -280,9 +280,10 @@ def _read_at(
     """Data and info of a sample."""
     raw, told = _read_with(buffer, state, context, look)
     data, info = buffer.unit.reduce(raw, look, buffer.keys)
-    batch = Batch(key, look.mask, buffer.keys)
+    info = {**info, **told}
+    batch = Batch(key, look.mask, buffer.keys, ends=info.get("is_last"))
     data = transforming.outward(buffer.transforms, data, batch, states=state.transforms)
-    return data, {**info, **told}
+    return data, info
 
 
 def _read_with(

@@ -14,8 +14,12 @@ class Moments(pytree.State):
     A single number among very many moves them by less than their own precision. They are therefore
     kept as sums of two numbers, of which `mean_rest` and `var_rest` are what the first cannot hold.
 
+    Rows with an entry that is not finite, or too large for its squared distance from any other one
+    to be a number of this dtype, are left out: from 2^62 (4.6e18) on in float32.
+
     Attributes:
         count: uint32 `[]`, how many came, up to 2^31.
+        left_out: uint32 `[]`, how many rows were left out, modulo 2^32.
         mean: `[...]`, float32, or float64 for leaves of that dtype.
         mean_rest: `[...]`.
         var: `[...]`, the mean squared distance from the mean.
@@ -23,6 +27,7 @@ class Moments(pytree.State):
     """
 
     count: jax.Array
+    left_out: jax.Array
     mean: jax.Array
     mean_rest: jax.Array
     var: jax.Array
@@ -33,7 +38,8 @@ def start(shape: tuple[int, ...], dtype: pytree.DType) -> Moments:
     """Those of nothing."""
     fields = ("mean", "mean_rest", "var", "var_rest")
     zeros = {name: jnp.zeros(shape, dtype) for name in fields}
-    return Moments(count=jnp.zeros((), jnp.uint32), **zeros)
+    none = lambda: jnp.zeros((), jnp.uint32)
+    return Moments(count=none(), left_out=none(), **zeros)
 
 
 def joined(moments: Moments, numbers: jax.Array, real: jax.Array) -> Moments:
@@ -41,25 +47,29 @@ def joined(moments: Moments, numbers: jax.Array, real: jax.Array) -> Moments:
 
     Args:
         moments: of what came before.
-        numbers: `[K, ...]`. One entry that is not finite leaves out all beside it.
+        numbers: `[K, ...]`. One entry that cannot be counted leaves out all beside it.
         real: bool `[K]`, which of them count.
 
     Reference: Chan et al., 1979, "Updating formulae and a pairwise algorithm for computing sample
     variances".
     """
     numbers = numbers.astype(moments.mean.dtype)
-    real &= jnp.isfinite(numbers).reshape(len(numbers), -1).all(axis=1)
+    fits = can_count(numbers).reshape(len(numbers), -1).all(axis=1)
+    left_out = moments.left_out + jnp.sum(real & ~fits, dtype=jnp.uint32)
+    real &= fits
     count = jnp.sum(real, dtype=jnp.uint32)
-    mean, var = _of_these(numbers, real, count)
+    mean, rest, var = _of_these(numbers, real, count)
     total = moments.count + count
     part = _ratio(count, total, mean.dtype)
-    apart = (mean - moments.mean) - moments.mean_rest
+    apart, finer = mean - moments.mean, rest - moments.mean_rest
     wider = (var - moments.var) - moments.var_rest
-    by = wider * part + apart * apart * part * (1 - part)
-    mean, mean_rest = _sum(moments.mean, moments.mean_rest + apart * part)
+    by = wider * part + (apart + finer) ** 2 * part * (1 - part)
+    mean, mean_rest = _sum(moments.mean, apart * part)
+    mean, mean_rest = _sum(mean, moments.mean_rest + (mean_rest + finer * part))
     var, var_rest = _sum(moments.var, moments.var_rest + by)
     return Moments(
         count=jnp.minimum(total, jnp.uint32(_MOST)),
+        left_out=left_out,
         mean=mean,
         mean_rest=mean_rest,
         var=var,
@@ -67,13 +77,28 @@ def joined(moments: Moments, numbers: jax.Array, real: jax.Array) -> Moments:
     )
 
 
-def _of_these(numbers: jax.Array, real: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of the numbers `[K, ...]` that are real, which are `count`."""
-    real = real.reshape(-1, *(1,) * (numbers.ndim - 1))
+def can_count(numbers: jax.Array) -> jax.Array:
+    """Which numbers are so small, bool, that squares of the distances between them are finite."""
+    largest = float(jnp.finfo(numbers.dtype).max) ** 0.5 / 4
+    return jnp.abs(numbers) < jnp.asarray(largest, numbers.dtype)  # False for NaN
+
+
+def _of_these(
+    numbers: jax.Array, real: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mean, what it cannot hold, and variance of the `count` numbers of `[K, ...]` that are real.
+
+    Sums of large numbers that lie close together, such as 3e7 +- 20, lose what tells them apart. So
+    these are sums of distances: first from one of the numbers, then from the mean found so far.
+    """
+    one = numbers[jnp.argmax(real)]
+    one, real = jnp.where(real.any(), one, 0), real.reshape(-1, *(1,) * (numbers.ndim - 1))
     many = jnp.maximum(count, 1).astype(numbers.dtype)
-    mean = jnp.sum(jnp.where(real, numbers, 0), axis=0) / many
-    apart = jnp.where(real, numbers - mean, 0)
-    return mean, jnp.sum(apart * apart, axis=0) / many
+    mean = one + jnp.sum(jnp.where(real, numbers - one, 0), axis=0) / many
+    rest = jnp.sum(jnp.where(real, numbers - mean, 0), axis=0) / many
+    apart = jnp.where(real, (numbers - mean) - rest, 0)
+    # Each square is divided before they are added up: their sum may be no number.
+    return mean, rest, jnp.sum(apart * (apart / many), axis=0)
 
 
 def _ratio(one: jax.Array, other: jax.Array, dtype: pytree.DType) -> jax.Array:
@@ -92,10 +117,16 @@ def scaled(
 ) -> jax.Array:
     """(leaf - mean) / sqrt(var + eps), between -clip and clip; as it is before anything came.
 
-    The last axes of `leaf` are those of the moments.
+    Finite for what is finite, also without a bound. The last axes of `leaf` are those of the
+    moments.
     """
     wide = leaf.astype(moments.mean.dtype)
     some = moments.count > 0
-    spread = jnp.where(some, jnp.sqrt(jnp.maximum(moments.var, 0) + eps), 1)
-    found = (wide - moments.mean if center else wide) / spread
-    return found if clip is None else jnp.clip(found, -clip, clip)
+    least = jnp.finfo(wide.dtype).tiny  # a smaller `eps` is 0 in this dtype
+    spread = jnp.sqrt(jnp.maximum(jnp.maximum(moments.var, 0) + eps, least))
+    spread = jnp.where(some, spread, 1)
+    found = ((wide - moments.mean) - moments.mean_rest if center else wide) / spread
+    if clip is None:
+        largest = jnp.finfo(wide.dtype).max
+        return jnp.where(jnp.isfinite(wide), jnp.clip(found, -largest, largest), found)
+    return jnp.clip(found, -clip, clip)

@@ -21,9 +21,9 @@ class RunningNormalize(StatefulTransform):
 
     Items are stored as they come, and old ones are drawn by the newest statistics. Every row that
     is added counts once, and still does when a writer leaves it out, or it is overwritten, edited
-    or emptied away; masked ones do not, nor a leaf in which something is not finite. A leaf of the
-    next observation goes by the statistics of the observation. `normalized` does the same for what
-    an agent acts on.
+    or emptied away; masked ones do not. A leaf in which an entry is not finite, or beyond 4.6e18 in
+    float32, is left out and counted in `left_out` of the state. A leaf of the next observation goes
+    by the statistics of the observation. `normalized` does the same for what an agent acts on.
 
     Attributes:
         paths: whose statistics are kept; None for the observation.
@@ -105,7 +105,7 @@ class RunningNormalize(StatefulTransform):
 
 
 class Returns(pytree.State):
-    """What `RunningRewardScale` remembers.
+    """What `RunningRewardScale` remembers of a reward.
 
     Attributes:
         moments: of the returns of single steps.
@@ -122,7 +122,8 @@ class RunningRewardScale(StatefulTransform):
 
     The return of an environment is G = discount * G + reward, from 0 in every episode. The reward
     is scaled where it is drawn: an n-step return is scaled as a whole, which is the same but for
-    `clip`. What counts is what `RunningNormalize` says.
+    `clip`. What counts is what `RunningNormalize` says. Where the reward has several leaves, such
+    as one for each agent, each has a return and a scale of its own.
 
     Attributes:
         discount: gamma, from 0 to 1.
@@ -142,53 +143,87 @@ class RunningRewardScale(StatefulTransform):
         checks.fraction("discount", self.discount)
         _check_numbers("RunningRewardScale", self.clip, self.eps)
 
-    def init(self, context: Context, spec: Item) -> Returns:
-        """Returns of 0. Raises if the items have no reward, or nothing that ends an episode."""
-        reward = context.keys.get(spec, "reward")
-        name = path_name(context.keys.reward)
+    def init(self, context: Context, spec: Item) -> Any:
+        """`Returns` of 0, in place of each leaf of the reward.
+
+        Raises:
+            ValueError, TypeError: there is no reward, or nothing that ends an episode.
+        """
         episodes.check(spec, context.keys)
-        began = _start("RunningRewardScale", name, reward)
-        running = jnp.zeros((context.ring.envs, *reward.shape), began.mean.dtype)
-        return Returns(moments=began, running=running)
+        prefix, envs = path_name(context.keys.reward), context.ring.envs
+
+        def start(path: tuple, reward: Any) -> Returns:
+            inner = pytree.leaf_name(path)
+            name = prefix if inner == "." else f"{prefix}/{inner}"
+            began = _start("RunningRewardScale", name, reward)
+            running = jnp.zeros((envs, *reward.shape), began.mean.dtype)
+            return Returns(moments=began, running=running)
+
+        return jax.tree_util.tree_map_with_path(start, context.keys.get(spec, "reward"))
 
     def on_write(
-        self, context: Context, state: Returns, items: Item, mask: jax.Array, ended: jax.Array
-    ) -> Returns:
+        self, context: Context, state: Any, items: Item, mask: jax.Array, ended: jax.Array
+    ) -> Any:
         """The returns of the new rows; where one is masked, its environment stands still."""
-        rewards = context.keys.get(items, "reward").astype(state.running.dtype)
+        learn = lambda reward, its: self._with_rewards(its, reward, mask, ended)
+        return jax.tree.map(learn, context.keys.get(items, "reward"), state)
+
+    def _with_rewards(
+        self, state: Returns, rewards: jax.Array, mask: jax.Array, ended: jax.Array
+    ) -> Returns:
+        """The same for one leaf of the reward, `[T, E, ...]`."""
+        rewards = rewards.astype(state.running.dtype)
         lift = lambda flags: flags.reshape(*flags.shape, *(1,) * (rewards.ndim - 2))
-        real = mask & jnp.isfinite(rewards).reshape(*mask.shape, -1).all(axis=2)
+        fits = moments.can_count(rewards).reshape(*mask.shape, -1).all(axis=2)
 
         def step(running: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
             reward, real, ended = row
             here = jnp.where(real, self.discount * running + reward, running)
             return jnp.where(ended, 0, here), here
 
-        rows = rewards, lift(real), lift(ended)
+        rows = rewards, lift(mask & fits), lift(ended)
         # In shard_map a carry must vary from the start over those axes that the rows vary over.
         start = jnp.where(rows[1][0] | rows[2][0], state.running, state.running)
         running, returns = jax.lax.scan(step, start, rows)
+        returns = jnp.where(lift(fits), returns, jnp.nan)  # which the moments leave out, and count
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
-        return Returns(
-            moments=moments.joined(state.moments, flat(returns), flat(real)), running=running
-        )
+        known = moments.joined(state.moments, flat(returns), flat(mask))
+        return Returns(moments=known, running=running)
 
-    def truncate(self, state: Returns, which: jax.Array) -> Returns:
+    def truncate(self, state: Any, which: jax.Array) -> Any:
         """Returns of 0 there."""
-        began = which.reshape(-1, *(1,) * (state.running.ndim - 1))
-        return state.replace(running=jnp.where(began, 0, state.running))
 
-    def adopt(self, state: Returns, old: Returns) -> Returns:
+        def begin(its: Returns) -> Returns:
+            began = which.reshape(-1, *(1,) * (its.running.ndim - 1))
+            return its.replace(running=jnp.where(began, 0, its.running))
+
+        return jax.tree.map(begin, state, is_leaf=_is_returns)
+
+    def adopt(self, state: Any, old: Any) -> Any:
         """What was learned; the returns of running episodes where the environments are the same."""
-        learned = old.moments if pytree.alike(state.moments, old.moments) else state.moments
-        running = old.running if pytree.alike(state.running, old.running) else state.running
-        return Returns(moments=learned, running=running)
+        own, others = (jax.tree.flatten(each, is_leaf=_is_returns) for each in (state, old))
+        if own[1] != others[1]:
+            return state
+
+        def one(its: Returns, old: Returns) -> Returns:
+            learned = old.moments if pytree.alike(its.moments, old.moments) else its.moments
+            running = old.running if pytree.alike(its.running, old.running) else its.running
+            return Returns(moments=learned, running=running)
+
+        return jax.tree.unflatten(own[1], list(map(one, own[0], others[0])))
 
     def apply(self, data: Item, batch: Batch) -> Item:
         """The data, with rewards scaled."""
-        known = batch.state.moments
-        change = lambda name, leaf: moments.scaled(leaf, known, False, self.clip, self.eps)
+        known = iter(jax.tree.leaves(batch.state, is_leaf=_is_returns))  # in the order of leaves
+
+        def change(name: str, leaf: jax.Array) -> jax.Array:
+            return moments.scaled(leaf, next(known).moments, False, self.clip, self.eps)
+
         return rewritten(data, (batch.keys.reward,), "RunningRewardScale", change)
+
+
+def _is_returns(node: Any) -> bool:
+    return isinstance(node, Returns)
 
 
 def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:

@@ -270,7 +270,8 @@ class Look:
     Attributes:
         where: which slots to read, leaf by leaf.
         mask: bool `[B]` or `[B, L]`, which entries are real.
-        info: a dict of arrays for the user, `Sample.info`, or of how they are looked up.
+        info: a dict of arrays for the user, `Sample.info`, or of how they are looked up. Under the
+            name "is_last", bool like the mask, transforms learn of the ends of episodes.
         rest: what `reduce` needs to know, arrays or not.
     """
 
@@ -294,9 +295,12 @@ class Batch:
         mask: bool `[B]` or `[B, L]`, which entries are real.
         keys: how the items are keyed.
         state: the transform's own, if it has one (see `StatefulTransform`).
+        ends: bool like `mask`, the rows after which the unit knows that their episode ended, also
+            where no flag says so: its `info["is_last"]`. None if it does not tell.
     """
 
     key: jax.Array
     mask: jax.Array
     keys: Keys
     state: PartState = None
+    ends: jax.Array | None = None

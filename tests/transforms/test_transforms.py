@@ -320,3 +320,64 @@ def test_a_buffer_calls_its_own_functions(storage):
         buffer = jrb.ReplayBuffer(4, batch_size=2, storage=storage, transforms=(Shift(by),))
         state = buffer.add(buffer.init(jnp.int32(0)), jnp.int32(7))
         assert buffer.sample(state, jax.random.key(0)).data.tolist() == [7 + by] * 2
+
+
+def ended_by_truncate(buffer, row, has_ended):
+    state = buffer.init(row(0))
+    for t in range(6):
+        state = buffer.add(state, row(t))
+        state = buffer.truncate(state) if has_ended(t) else state
+    return state
+
+
+def ended_by_number(buffer, row, has_ended):
+    rows = [{"id": np.int32(sum(map(has_ended, range(t)))), **row(t)} for t in range(6)]
+    return buffer.extend(buffer.init(rows[0]), jax.tree.map(lambda *x: np.stack(x), *rows))
+
+
+def row_of_one(t):
+    return {"observation": np.float32(t), "next": {"reward": np.float32(1)}}
+
+
+def row_with_a_flag(t):
+    after = {**row_of_one(t)["next"], "done": np.bool_(False)}
+    return {**row_of_one(t), "next": after}
+
+
+@pytest.mark.parametrize("row", [row_of_one, row_with_a_flag])
+@pytest.mark.parametrize("write", [ended_by_truncate, ended_by_number])
+@pytest.mark.parametrize("kind", ["plain", "stack", "host", "behind a function"])
+def test_a_reward_to_go_ends_where_the_unit_knows_of_an_end(row, write, kind, tmp_path):
+    unit, to_go = jrb.Sequence(4, across=True), (tr.RewardToGo(),)
+    keys = jrb.Keys(episode="id") if write is ended_by_number else jrb.TED
+    parts = {"batch_size": 64, "keys": keys, "unit": unit, "transforms": to_go}
+    if kind == "stack":
+        if row is row_of_one and write is ended_by_truncate:
+            pytest.skip("stacks need to be told where episodes end")
+        parts["unit"] = jrb.FrameStack(2, unit=unit)
+    if kind == "host":
+        parts["storage"] = jrb.MemmapStorage(str(tmp_path / "rows"))
+    if kind == "behind a function":
+        parts["transforms"] = (lambda data: data, *to_go)
+    buffer = jrb.ReplayBuffer(8, **parts)
+    state = write(buffer, row, lambda t: t == 1)
+    batch = buffer.sample(state, jax.random.key(0))
+    found = zip(batch.indices.tolist(), batch.data["next"]["reward_to_go"].tolist(), strict=True)
+    want = {0: [2, 1, 2, 1], 1: [1, 3, 2, 1], 2: [4, 3, 2, 1]}
+    assert {anchor: list(map(int, sums)) for anchor, sums in found} == want
+
+
+def test_a_reward_to_go_of_several_agents_is_one_for_each():
+    rewards = {"a": jnp.ones((2, 3)), "b": jnp.arange(6.0).reshape(2, 3, 1)}
+    windows = {"next": {"reward": rewards, "done": jnp.bool_([[0, 1, 0], [0, 0, 0]])}}
+    mask = jnp.bool_([[1, 1, 1], [1, 1, 0]])
+    out = tr.RewardToGo(0.5).apply(windows, batch(mask))["next"]["reward_to_go"]
+    np.testing.assert_allclose(out["a"], [[1.5, 1, 1], [1.5, 1, 0]])
+    np.testing.assert_allclose(out["b"][..., 0], [[0.5, 1, 2], [5, 4, 0]])
+
+
+def test_a_discount_of_0_leaves_out_what_comes_later():
+    rewards = jnp.array([[1.0, jnp.inf, jnp.nan, 2.0]])
+    windows = {"next": {"reward": rewards, "done": jnp.zeros((1, 4), jnp.bool_)}}
+    out = tr.RewardToGo(0.0).apply(windows, batch(jnp.ones((1, 4), jnp.bool_)))
+    np.testing.assert_array_equal(out["next"]["reward_to_go"], rewards)
