@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import checks, gathering, ordering, random_bits
+from jrb._base import arguments, checks, gathering, ordering, random_bits
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
 
@@ -110,6 +110,7 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
 
 @jax.jit
 def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
+    tree, indices, masses = arguments.admitted((tree, indices, masses))
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
     node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
     node = jnp.where(good, node, np.uint32(tree.nodes.size))

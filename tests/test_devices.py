@@ -5,17 +5,19 @@ bit; no device talks to another, and nothing of a ring's size is allocated.
 """
 
 import functools
+import itertools
 import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jrb
-from jrb import testing
-from jrb._base import pytree
+from jrb import sum_tree, testing
+from jrb._base import pytree, versions
 
 D, E, B = jax.device_count(), 2, 8
 pytestmark = [
@@ -236,6 +238,102 @@ def compare(buffer, run, modes, in_place=True):
         assert_same(compiled(states, cut), want)
         assert not [name for name in COLLECTIVES if name in compiled.as_text()], mode
         assert temporaries < allowed(buffer) or not in_place, mode
+
+
+# Arguments of which some vary over the axis, and others do not.
+
+
+def calls(buffer, state):
+    """Every verb as a function of arrays alone, and what it is given."""
+    key, three = jax.random.key(0), jnp.arange(3, dtype=jnp.int32)
+    one, many, sample = rows(key, E), rows(key, 6, E), jax.jit(buffer.sample)(state, key)
+    found = {
+        "add": (lambda s, item, mask: buffer.add(s, item, mask), one, jnp.bool_(True)),
+        "extend": (lambda s, items, mask: buffer.extend(s, items, mask), many, jnp.arange(6) > 2),
+        "sample": (buffer.sample, key),
+        "draw": (buffer.draw, key),
+        "truncate": (buffer.truncate, jnp.arange(E) == 0),
+        "take": (buffer.take, three),
+        "set": (lambda s, at, x: buffer.set(s, at, {"observation": x}), sample, jnp.ones((B, 4))),
+        "ends": (lambda s, at, x: buffer.set(s, at, {"next": {"done": x}}), three, three > 1),
+        "map": (
+            lambda s, x: buffer.map(s, lambda items: {"observation": items["observation"] * x}),
+            2.0,
+        ),
+    }
+    if buffer.sampler.prioritized:
+        error = jnp.ones(B)
+        found |= {
+            "update": (buffer.update_priority, sample, error),
+            "slots": (buffer.update_priority, sample.indices, error),
+            "given": (lambda s, item, p: buffer.add(s, item, priorities=p), one, error[:E]),
+            "beta": (lambda s, key, beta: buffer.draw(s, key, beta=beta), key, jnp.float32(0.5)),
+            "alpha": (buffer.set_alpha, jnp.float32(0.3)),
+            "drop": (buffer.drop, sample),
+            "priorities": (buffer.priorities, three),
+            "tree": (lambda s, *its: sum_tree.update(s.sampler.masses, *its), three, error[:3]),
+        }
+    return {name: (call, state, *given) for name, (call, *given) in found.items()}
+
+
+def varied(tree, axis, wanted):
+    return jax.tree.map(lambda leaf: lax.pcast(leaf, axis, to="varying"), tree) if wanted else tree
+
+
+@pytest.mark.parametrize(
+    ("unit", "sampler", "parts"),
+    [
+        ("n-step", "prioritized", {}),
+        ("transition", "buffer", {"writer": jrb.Lanes()}),
+        ("windows", "epochs", {"transforms": (jrb.transforms.RunningNormalize(),)}),
+        ("stacks", "queue", ONCE),
+        ("hindsight", "uniform", {}),
+    ],
+    ids=str,
+)
+def test_verbs_take_any_mixture_of_arguments_that_vary_and_that_do_not(unit, sampler, parts):
+    buffer = buffer_of(unit, sampler, 32, **parts)
+    mesh = jax.make_mesh((D,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    state = jax.jit(buffer.extend)(buffer.init(EXAMPLE), rows(jax.random.key(1), 19, E))
+    for name, (call, *given) in calls(buffer, state).items():
+        given = jax.tree.map(jnp.asarray, given)
+        for number, kind in itertools.product(range(len(given)), [True, False]):
+            which = [(place == number) == kind for place in range(len(given))]
+
+            def body(*its, call=call, which=which):
+                out = call(*(varied(it, "data", some) for it, some in zip(its, which, strict=True)))
+                return jax.tree.map(
+                    lambda leaf: versions.vary(leaf, frozenset({"data"}))[None], out
+                )
+
+            over = jax.shard_map(
+                body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("data")
+            )
+            if (name, number, kind) in {("update", 0, True), ("add", 1, True)}:
+                want = call(*given)
+                got = jax.jit(over)(*given)
+                assert_same(jax.tree.map(lambda leaf: leaf[-1], got), want)
+            else:
+                jax.eval_shape(over, *given)
+
+
+def test_so_do_the_fields_of_one_sample_and_several_axes():
+    buffer = buffer_of("windows", "prioritized", 32)
+    mesh = jax.make_mesh((2, D // 2), ("one", "other"))
+    state = jax.jit(buffer.extend)(buffer.init(EXAMPLE), rows(jax.random.key(1), 19, E))
+    sample = buffer.sample(state, jax.random.key(0))
+
+    def body(state, sample, priorities):
+        state = varied(state, "one", True)
+        sample = sample.replace(indices=varied(sample.indices, "other", True))
+        state = buffer.update_priority(state, sample, priorities)
+        return buffer.priorities(state)[None]
+
+    spec = PartitionSpec(("one", "other"))
+    over = jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec)
+    found = jax.jit(over)(state, sample, jnp.full(B, 3.0))
+    want = buffer.priorities(buffer.update_priority(state, sample, jnp.full(B, 3.0)))
+    np.testing.assert_array_equal(found, jnp.broadcast_to(want, found.shape))
 
 
 # The recipe for a buffer on each device.

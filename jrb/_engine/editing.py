@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import ordering, pytree
+from jrb._base import arguments, ordering, pytree
 from jrb._engine import episodes, rows, steps
 from jrb._engine.compiling import by_description
 from jrb._engine.steps import context_of
@@ -259,7 +259,7 @@ def rewrite(
     def new(number: jax.Array, state: BufferState) -> tuple[jax.Array, Values]:
         place = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
         slots = held.nth(ring, jnp.minimum(place, capacity - 1))
-        values = function(steps.take(buffer, state, slots))
+        values = arguments.admitted(function(steps.take(buffer, state, slots)))
         return jnp.where(place < held.size, slots, capacity), values
 
     names = frozenset(jax.eval_shape(new, 0, state)[1])

@@ -14,6 +14,7 @@ from jrb import sum_tree
 from jrb._base import checks, display, ordering, pytree, random_bits
 from jrb._base import tree as trees
 from jrb._base.tree import Tree
+from jrb._engine.compiling import by_description
 from jrb.held import Held
 from jrb.keys import Path, find, path_name
 from jrb.ring import Ring
@@ -515,7 +516,7 @@ def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
     return base**alpha * jnp.where(is_tiny, jnp.exp2(-126.0 * alpha), 1.0)
 
 
-@jax.jit
+@by_description()
 def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
     changed = (alpha != state.alpha).astype(jnp.int32)
     largest, state = state.largest, state.replace(alpha=alpha, largest=None)  # of no masses
