@@ -55,14 +55,13 @@ def dataset(path: str) -> Any:
         NotOursError: no kind recognises it.
     """
     datasets = importlib.import_module("jrb.datasets")
-    kinds = datasets.kinds().values()
-    settled = os.path.abspath(os.path.expanduser(path))
-    if not any(kind.recognises(settled) for kind in kinds):
+    try:
+        return datasets.open(path)
+    except datasets.opening.UnknownKindError as error:
         raise NotOursError(
             f"{path}: expected a checkpoint, a store, or a dataset of a kind that jrb knows, found "
             "something else."
-        )
-    return datasets.open(path)
+        ) from error
 
 
 def buffer(path: str) -> tuple[Any, Any]:
