@@ -18,6 +18,7 @@ from jrb._engine.steps import context_of
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import lookup, path_name
 from jrb.state import BufferState
+from jrb.types.messages import PartState
 
 _PIECE = 32 << 20  # bytes that are read at a time
 
@@ -103,23 +104,31 @@ def _rounded(slots: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Episode:
-    """An episode, as far as it is held.
+    """An episode, as far as it is held: rows of one environment from an end to the next one.
+
+    It is complete if it has ended and its first row is held. Counts of complete episodes mean this
+    everywhere: in `jrb.stats`, in titles of pictures, on the command line.
 
     Attributes:
         slots: int32 `[L]`, its rows, oldest first.
         environment: whose it is, from 0.
         return_: the sum of its rewards, float64, in the shape of one; None if items have none.
-        complete: whether it has ended; otherwise it is running.
-        cut: whether rows from its beginning may have been overwritten.
+        ended: whether it has ended; otherwise it is running.
+        cut: whether rows from its beginning may be lost.
     """
 
     slots: np.ndarray
     environment: int
     return_: Any
-    complete: bool
+    ended: bool
     cut: bool
     _buffer: ReplayBuffer = dataclasses.field(repr=False)
     _state: BufferState = dataclasses.field(repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has ended and its first row is held."""
+        return self.ended and not self.cut
 
     @property
     def length(self) -> int:
@@ -196,6 +205,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
     held = buffer.writer.held(buffer.ring, state.writer)
     slots, envs = np.asarray(held.from_oldest(buffer.ring)), buffer.ring.envs
     counts = np.broadcast_to(np.asarray(held.rows(buffer.ring)), envs).tolist()
+    lost = has_lost_beginning(buffer, state.writer, state.unit)
     found = []
     for env, count in enumerate(counts):
         last = np.flatnonzero(ends[:count, env])
@@ -206,13 +216,22 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
                 slots=slots[start:stop, env],
                 environment=env,
                 return_=total,
-                complete=bool(ends[stop - 1, env]),
-                cut=count == buffer.ring.rows and start == 0,
+                ended=bool(ends[stop - 1, env]),
+                cut=start == 0 and bool(lost[env]),
                 _buffer=buffer,
                 _state=state,
             )
             found.append((start, env, one))
     return Episodes([one for _, _, one in sorted(found, key=lambda each: each[:2])])
+
+
+def has_lost_beginning(buffer: ReplayBuffer, writer: PartState, unit: PartState) -> np.ndarray:
+    """Whether the first row of each environment's oldest episode may be lost, bool `[E]`."""
+    ring = buffer.ring
+    lost = np.broadcast_to(np.asarray(buffer.writer.has_lost(ring, writer)), ring.envs)
+    oldest = buffer.writer.held(ring, writer).from_oldest(ring)[0]
+    before = buffer.unit.rows_before(unit, oldest)
+    return lost if before is None else lost & (np.asarray(before) > 0)
 
 
 def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
@@ -247,10 +266,10 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
 
     Returns:
         Plain numbers: `size` and `capacity`; where items have flags and lie in time, `episodes`,
-        `complete` of them, and of these `return` and `length` as `mean`, `std`, `min`, `max`; where
-        there are priorities, `priority` as the same; and where draws are counted, `draws` of the
-        anchors as the same, and `never`, the share of them that was never drawn. Where anchors are
-        episodes, those of all items.
+        `complete` of them (see `jrb.read.Episode`), and of these `return` and `length` as `mean`,
+        `std`, `min`, `max`; where there are priorities, `priority` as the same; and where draws are
+        counted, `draws` of the anchors as the same, and `never`, the share of them that was never
+        drawn. Where anchors are episodes, those of all items.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -264,7 +283,7 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     found["capacity"] = buffer.capacity
     if has_episodes(buffer, state):
         every = episodes(buffer, state)
-        over = [each for each in every if each.complete and not each.cut]
+        over = [each for each in every if each.complete]
         found["episodes"], found["complete"] = len(every), len(over)
         found["length"] = _summary([each.length for each in over])
         if over and np.ndim(over[0].return_) == 0 and over[0].return_ is not None:

@@ -78,6 +78,16 @@ class Ring:
             lap=clock.lap + np.uint32(2),
         )
 
+    def has_lost(self, clock: Clock) -> jax.Array:
+        """Whether rows older than those held were written, bool like the clock's fields.
+
+        Of a ring that was emptied and is full, nobody knows: it counts as one that lost some.
+        """
+        is_full = clock.count == self.rows
+        never_came_round = ~is_full & (clock.cursor == clock.count) & (clock.lap != 1)
+        just_full = is_full & (clock.cursor == 0) & (clock.lap == 1)
+        return ~(never_came_round | just_full)
+
     def row_after(self, row: jax.Array, steps: jax.Array) -> jax.Array:
         """The row (int32) that lies `steps` rows, at least 0, further around the ring."""
         reached = row.astype(jnp.uint32) + steps.astype(jnp.uint32)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb._engine.steps import context_of
 from tests import reference
 
 EXAMPLE = {
@@ -76,12 +77,13 @@ def test_items_and_episodes_are_those_that_were_added(length, unit, storage):
     for episode, rows in zip(episodes, ordered, strict=True):
         assert episode.slots.tolist() == [row["slot"] for row in rows]
         assert (episode.environment, episode.length) == (rows[0]["env"], len(rows))
-        assert episode.complete == rows[-1]["ends"]
+        assert episode.ended == rows[-1]["ends"]
+        assert episode.complete == (episode.ended and not episode.cut)
         np.testing.assert_allclose(episode.return_, sum(float(row["reward"]) for row in rows))
         assert episode.items["id"].tolist() == [row["id"] for row in rows]
-        assert episode.cut == (length >= 6 and rows[0] is model.held[rows[0]["env"]][0])
+        assert episode.cut == (length > 6 and rows[0] is model.held[rows[0]["env"]][0])
     told = jrb.stats(buffer, state)
-    over = [each for each in episodes if each.complete and not each.cut]
+    over = [each for each in episodes if each.complete]
     assert (told["size"], told["episodes"], told["complete"]) == (
         len(want),
         len(episodes),
@@ -90,6 +92,57 @@ def test_items_and_episodes_are_those_that_were_added(length, unit, storage):
     if over:
         assert told["return"]["max"] == max(each.return_ for each in over)
         assert told["length"]["mean"] == np.mean([each.length for each in over])
+
+
+WHOLE = jrb.Sequence(3, over="whole")
+
+
+def ends(rng, rows, envs):
+    done = rng.random((rows, envs)) < 0.3
+    zero = np.zeros((rows, envs), np.float32)
+    return {"observation": zero, "next": {"observation": zero, "reward": zero + 1, "done": done}}
+
+
+@pytest.mark.parametrize("writer", [jrb.RoundRobin(), jrb.Lanes()], ids=["together", "lanes"])
+@pytest.mark.parametrize("seed", range(2))
+def test_complete_means_the_same_everywhere(writer, seed, tmp_path):
+    rng, envs = np.random.default_rng(seed), 2
+    buffer = jrb.ReplayBuffer(16, envs, batch_size=1, writer=writer, unit=WHOLE)
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], ends(rng, 1, 1)))
+    for rows in (3, 5, 4, 8, 1):
+        state = buffer.extend(state, ends(rng, rows, envs))
+        found = jrb.episodes(buffer, state)
+        complete = sum(each.complete for each in found)
+        anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+        assert jrb.stats(buffer, state)["complete"] == int(anchors.count) == complete
+        assert repr(found) == f"{len(found)} episodes, {complete} of them complete"
+        jrb.save(tmp_path / "saved", buffer, state)
+        dataset = jrb.datasets.open(tmp_path / "saved")
+        assert int(dataset.complete.sum()) == complete
+        assert dataset.facts["cut"].tolist() == [each.cut for each in found]
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_what_was_never_overwritten_is_complete(num_envs):
+    dataset = jrb.datasets.open("tests/data/minari/cartpole-v0")
+    told = jrb.stats(*dataset.buffer(num_envs=num_envs))
+    assert (told["episodes"], told["complete"], dataset.complete.sum()) == (20, 20, 20)
+    assert told["return"]["mean"] == pytest.approx(dataset.returns().mean())
+
+
+@pytest.mark.parametrize("writer", [jrb.RoundRobin(), jrb.Lanes()], ids=["together", "lanes"])
+def test_an_episode_is_cut_where_its_first_row_was_overwritten(writer):
+    buffer = jrb.ReplayBuffer(4, 1, writer=writer)
+    done = lambda flag: {"next": {"reward": np.ones((1, 1)), "done": np.full((1, 1), flag)}}
+    state = buffer.init({"next": {"reward": 0.0, "done": False}})
+    cuts = []
+    for row in range(6):
+        state = buffer.extend(state, done(row in (1, 3)))
+        cuts.append([(len(each), each.cut) for each in jrb.episodes(buffer, state)])
+    assert cuts[3] == [(2, False), (2, False)]
+    assert cuts[4] == [(1, True), (2, False), (1, False)]
+    state = buffer.extend(buffer.empty(state), done(True))
+    assert [each.complete for each in jrb.episodes(buffer, state)] == [True]
 
 
 def test_rewards_of_several_numbers_are_added_up_each_for_itself():

@@ -1,10 +1,11 @@
 """`jrb convert`: from one format to another."""
 
+import contextlib
 import importlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from jrb._base import extras
@@ -13,6 +14,7 @@ from jrb.cli import console, found, reports
 
 typer = extras.require("typer", "cli")
 
+_LOADED = ("native", "h5")  # by `jrb.load`, into arrays of JAX
 _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
 _EPISODES = ("minari", "d4rl")
 _TABLES = ("parquet", "arrow")
@@ -37,19 +39,25 @@ def convert(
         bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset that is there.")
     ] = False,
     compression: Annotated[str | None, typer.Option(help="With h5: such as gzip.")] = None,
+    x64: Annotated[
+        bool,
+        typer.Option("--x64", help="With native, h5: keep 64 bits, for JAX with x64."),
+    ] = False,
 ) -> None:
     """Write what lies at one path to another, in another format."""
     _check(to, compression)
-    found.kind_of(source)
+    casts = found.kind_of(source) == found.OTHER and to in _LOADED and not x64
     _check_dest(source, dest, overwrite)
     options: dict[str, Any] = {"compression": compression} if to == "h5" else {}
     options |= {"dataset_id": _minari_id(dest)} if to == "minari" else {}
-    with importlib.import_module("jrb._base.versions").enable_x64():  # or 64 bits would be cast
-        what = _opened(source, to)
+    enable_x64 = importlib.import_module("jrb._base.versions").enable_x64
+    with contextlib.nullcontext() if casts else enable_x64():
+        *what, cast = _opened(source, to, casts)
         with console.working(f"writing {dest}"):
             _replace(dest, lambda path: _write(to, path, what, options))
     size = bytes_text(reports.disk(dest))
     lost = f" It has no place for {_LOST[to]}." if to in _LOST else ""
+    lost += f" As jrb.load has no 64 bits: {', '.join(cast)}; --x64 keeps them." if cast else ""
     console.out().print(console.plain(f"{dest}: {to}, {size}.{lost}"))
 
 
@@ -79,17 +87,25 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
         found.dataset(dest)  # raises where it is none: nothing else is ever removed
 
 
-def _opened(source: str, to: str) -> tuple[Any, Any]:
-    """A buffer and its state; or a dataset, and None, where episodes are all that is wanted."""
+def _opened(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
+    """A buffer and its state; or a dataset, and None, where episodes are all that is wanted.
+
+    The last entry tells which leaves have other dtypes than in the source.
+    """
     if found.kind_of(source) != found.OTHER:
         buffer, state = found.buffer(source)
         _check_buffer(source, to, buffer, state)
-        return buffer, state
+        return buffer, state, []
     dataset = found.dataset(source)
     if to in _EPISODES:
-        return dataset, None
+        return dataset, None, []
     memmap = importlib.import_module("jrb.storages").MemmapStorage(None)
-    return dataset.buffer(storage=memmap, cast=False)
+    buffer, state = dataset.buffer(storage=memmap, cast=casts)
+    names = importlib.import_module("jrb._base.pytree").leaf_names(dataset.spec)
+    leaves = importlib.import_module("jax").tree.leaves
+    pairs = zip(names, leaves(dataset.spec), leaves(buffer.stored(state)), strict=True)
+    cast = [f"{n} {a.dtype} as {b.dtype}" for n, a, b in pairs if a.dtype != b.dtype]
+    return buffer, state, cast
 
 
 def _check_buffer(source: str, to: str, buffer: Any, state: Any) -> None:
@@ -126,7 +142,7 @@ def _remove(path: str) -> None:
         os.remove(path)
 
 
-def _write(to: str, path: str, what: tuple[Any, Any], options: dict[str, Any]) -> None:
+def _write(to: str, path: str, what: Sequence[Any], options: dict[str, Any]) -> None:
     buffer, state = what
     jrb = importlib.import_module("jrb")
     if to in ("native", "h5"):

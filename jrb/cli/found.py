@@ -6,7 +6,7 @@ from typing import Any
 
 from jrb import _saved
 from jrb._base import extras
-from jrb._store import generation, paths
+from jrb._store import generation
 from jrb._store.files import Folder
 
 FOLDER, FILE, OTHER = "folder", "file", "other"
@@ -61,14 +61,13 @@ def dataset(path: str) -> Any:
         NotOursError: no kind recognises it.
     """
     datasets = importlib.import_module("jrb.datasets")
-    kinds = datasets.kinds().values()
-    settled = paths.absolute(path)
-    if not any(kind.recognises(settled) for kind in kinds):
+    try:
+        return datasets.open(path)
+    except datasets.opening.UnknownKindError as error:
         raise NotOursError(
             f"{path}: expected a checkpoint, a store, or a dataset of a kind that jrb knows, found "
             "something else."
-        )
-    return datasets.open(path)
+        ) from error
 
 
 def buffer(path: str) -> tuple[Any, Any]:

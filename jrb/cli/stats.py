@@ -1,6 +1,5 @@
 """`jrb stats`: returns, lengths and rewards of what lies at a path."""
 
-import importlib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -23,13 +22,13 @@ def stats(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what returns, lengths and rewards are."""
-    kind = found.kind_of(path)
+    found.kind_of(path)  # raises where nothing is
     dataset = found.dataset(path)
     counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
-    counts |= {} if kind == found.OTHER else _ends(path)
+    counts |= _ends(dataset)
     told = {name: summary(values) for name, values in _numbers(dataset).items()}
     if json:
-        empty = {"complete": None, "running": None, "returns": None, "rewards": None}
+        empty = {"returns": None, "rewards": None}
         console.write_json({"path": path, **empty, **counts, **told})
         return
     out = console.out()
@@ -45,23 +44,19 @@ def stats(
             out.print(block)
 
 
-def _ends(path: str) -> dict[str, int]:
-    """How many episodes have ended; nothing where functions would be needed to load them."""
-    checkpoint, read = map(importlib.import_module, ("jrb.checkpoint", "jrb.read"))
-    try:
-        episodes = read.episodes(*checkpoint.load(path, verify=False))
-    except (ValueError, TypeError):
-        return {}
-    complete = sum(each.complete for each in episodes)
-    return {"complete": complete, "running": len(episodes) - complete}
+def _ends(dataset: Any) -> dict[str, int]:
+    """Returns how many episodes are complete, and how many are running."""
+    running = dataset.facts.get("running", np.zeros(len(dataset), bool))
+    return {"complete": int(dataset.complete.sum()), "running": int(running.sum())}
 
 
 def _numbers(dataset: Any) -> dict[str, np.ndarray]:
-    """Lengths, and where there are rewards these and returns; each number of a reward by itself."""
-    found = {"lengths": dataset.lengths}
+    """Lengths and returns of complete episodes, and all rewards; each number of one by itself."""
+    complete = dataset.only(dataset.numbers[dataset.complete])
+    found = {"lengths": complete.lengths}
     if "reward" not in dataset.spec["next"]:
         return found
-    returns = dataset.returns()
+    returns = complete.returns()
     rewards = list(dataset.kind.rewards(dataset.source, dataset.numbers.tolist()))
     rows = [reward[:n] for reward, n in zip(rewards, dataset.lengths.tolist(), strict=True)]
     rewards = np.concatenate(rows) if rows else np.zeros(0)

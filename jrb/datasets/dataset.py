@@ -85,6 +85,15 @@ class Dataset(Sequence[Episode]):
         cut = self.description.cut
         return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
 
+    @property
+    def complete(self) -> np.ndarray:
+        """Bool `[K]`: whether an episode has ended and is there from its first step on.
+
+        False only for episodes of a buffer that was saved: see `jrb.read.Episode`. In other files
+        an episode ends where its rows do.
+        """
+        return self.facts.get("complete", np.ones(len(self), bool)).astype(bool)
+
     @functools.cached_property
     def spec(self) -> Any:
         """One step: a nested dict of `jax.ShapeDtypeStruct`."""
@@ -360,7 +369,7 @@ class Dataset(Sequence[Episode]):
         what = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
         return (
             f"The observation after the last step is in no file for {count} of {len(self)} "
-            f"episodes that did not terminate: these steps are {what}.",
+            f"episodes, which would need it: these steps are {what}.",
         )
 
 

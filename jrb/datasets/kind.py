@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jrb._base.expansion import MAX_EXPANSION
 from jrb._base.pytree import PyTree
 
 Episode = dict[str, Any]
@@ -49,6 +50,7 @@ class Description:
     notes: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kind(abc.ABC):
     """A layout of files. A subclass is a frozen dataclass, whose fields are the options it has.
 
@@ -58,10 +60,14 @@ class Kind(abc.ABC):
     Attributes:
         name: what `jrb.datasets.open(path, kind=...)` calls it.
         looks_for: what it recognises, for the error where no kind does.
+        max_expansion: how many times larger than their files arrays may be in memory. More is
+            refused before memory is allocated, above 32 MiB.
     """
 
     name: ClassVar[str]
     looks_for: ClassVar[str]
+
+    max_expansion: float = dataclasses.field(default=MAX_EXPANSION, repr=False, kw_only=True)
 
     @abc.abstractmethod
     def recognises(self, source: Source) -> bool:

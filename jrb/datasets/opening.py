@@ -13,8 +13,13 @@ from jrb._store import paths
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Kind, Source
 from jrb.datasets.kinds import OURS
+from jrb.datasets.reading import damage
 
 _GROUP = "jrb.datasets"
+
+
+class UnknownKindError(ValueError):
+    """No kind recognises what lies at a path."""
 
 
 def open(
@@ -30,12 +35,15 @@ def open(
             what is in the files.
         final: what happens to a last step whose next observation is in no file, of an episode that
             did not terminate: "keep" marks it by `next/valid`, "drop" leaves it out.
-        options: fields of the kind, such as `horizon` for D4RL or `mapping` for plain arrays.
+        options: fields of the kind, such as `horizon` for D4RL or `mapping` for plain arrays. All
+            kinds of files have `max_expansion`: how many times larger than the files arrays may be
+            in memory, 100 by default. Damaged or hostile files declare more.
 
     Raises:
         FileNotFoundError: there is nothing at the path.
-        ValueError: no kind recognises it, with what was looked for; the files are damaged; or
-            the path is that of a pipe, a socket or a device.
+        ValueError: no kind recognises it, with what was looked for; the files are damaged, or
+            declare more than `max_expansion` times what they store; or the path is that of a pipe,
+            a socket or a device.
         TypeError: an option that the kind does not have.
     """
     checks.choice("final", final, ("keep", "drop"))
@@ -63,7 +71,9 @@ def _settled(source: Source) -> Source:
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: there is nothing.")
     if not (os.path.isfile(path) or os.path.isdir(path)):
-        raise ValueError(f"{path}: expected a file or a folder, got a pipe, a socket or a device.")
+        raise UnknownKindError(
+            f"{path}: expected a file or a folder, got a pipe, a socket or a device."
+        )
     return path
 
 
@@ -78,10 +88,11 @@ def _chosen(source: Source, kind: str | Kind | None) -> Kind:
     for each in known.values():
         if each.recognises(source):
             return each
+    hint = damage.check(source) if isinstance(source, str) else ""
     looked = "".join(f"\n  {each.name}: {each.looks_for}" for each in known.values())
-    raise ValueError(
+    raise UnknownKindError(
         f"{source!r}: expected a dataset, got something that no kind recognises. "
-        f"Looked for:{looked}\nName the kind with kind=..., or write one (jrb.datasets.Kind)."
+        f"Looked for:{looked}\nName the kind with kind=..., or write one (jrb.datasets.Kind).{hint}"
     )
 
 

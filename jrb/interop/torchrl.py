@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrb._base.expansion import MAX_EXPANSION
 from jrb.interop import torchrl_files as dump
 from jrb.interop.dump import Dump
 from jrb.interop.torchrl_files import Folder, Key, Leaves
@@ -45,13 +46,18 @@ class Stored(NamedTuple):
     full: bool = False
 
 
-def read_torchrl(path: str | os.PathLike[str], squeeze: bool = False) -> Dump:
+def read_torchrl(
+    path: str | os.PathLike[str],
+    squeeze: bool = False,
+    max_expansion: float = MAX_EXPANSION,
+) -> Dump:
     """Reads what `ReplayBuffer.dumps` of TorchRL has written, in any of its layouts.
 
     Args:
         path: of the folder.
         squeeze: whether rewards and done flags of shape `[1]` become `[]`, as jrb's units take
             them.
+        max_expansion: how many times larger than their file arrays in HDF5 may be.
 
     Returns:
         The items, as `rb[:]` has them but with time before the environments, memory-mapped where
@@ -67,7 +73,7 @@ def read_torchrl(path: str | os.PathLike[str], squeeze: bool = False) -> Dump:
         ValueError: the dump holds something that has no arrays, or another dtype.
     """
     folder = Folder(path)
-    stored = _read_h5(folder) if folder.has(*_H5) else _read_memmaps(folder)
+    stored = _read_h5(folder, max_expansion) if folder.has(*_H5) else _read_memmaps(folder)
     _check_some(folder, stored)
     writer = folder.json("writer", "metadata.json")
     where = folder.path("writer", "metadata.json")
@@ -265,10 +271,10 @@ def _read_compact(folder: Folder, about: dict[str, Any], length: int) -> Stored:
     return _compact(layout, leaves, folder.path("storage"), about, length)
 
 
-def _read_h5(folder: Folder) -> Stored:
+def _read_h5(folder: Folder, max_expansion: float) -> Stored:
     """The layout of HDF5."""
     where = folder.file(*_H5)
-    about, leaves = importlib.import_module("jrb.interop.torchrl_h5").read_h5(where)
+    about, leaves = importlib.import_module("jrb.interop.torchrl_h5").read_h5(where, max_expansion)
     return _compact("h5", leaves, where, about, dump.whole(about["_len"], where, "_len"))
 
 

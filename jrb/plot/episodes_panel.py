@@ -42,7 +42,7 @@ def _bars(spans: Spans, by: np.ndarray, most: int, axes: Axes) -> Any:
     colors = canvas.mapped(by)
     faces = colors.to_rgba(by)
     faces[~np.isfinite(by)] = canvas.rgba(canvas.GREY)
-    faces[~spans.complete, 3] = 0.45
+    faces[~spans.ended, 3] = 0.45
     axes.add_collection(
         _collections.PolyCollection(np.stack([x, y], axis=2), facecolors=faces, linewidths=0)
     )
@@ -94,17 +94,17 @@ def _label(axes: Axes, envs: int) -> None:
 
 
 def _words(spans: Spans, few: bool) -> tuple[str, str]:
-    over = spans.complete & ~spans.cut
-    title = f"{words.count(len(spans.env), 'episode')}, {int(over.sum()):,} whole"
+    over = spans.complete
+    title = f"{words.count(len(spans.env), 'episode')}, {int(over.sum()):,} complete"
     told = []
     if over.any():
         length = (spans.stop - spans.start)[over]
-        told.append(f"whole ones: {words.number(length.mean())} rows long on average")
+        told.append(f"complete ones: {words.number(length.mean())} rows long on average")
         if spans.returns is not None and np.isfinite(spans.returns[over]).all():
             told.append(f"mean return {words.number(spans.returns[over].mean())}")
     if not few:
         told.append("a cell is the mean of its rows")
-    elif not spans.complete.all():
+    elif not spans.ended.all():
         told.append("pale: still running")
     if spans.returns is not None and not np.isfinite(spans.returns).all():
         told.append("grey: return is not finite" if few else "some returns are not finite")

@@ -11,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import read
 from jrb._base import pytree
 from jrb._base.pytree import DType, PyTree
 from jrb._engine import dispatch, editing
@@ -68,12 +69,14 @@ class Rows:
         ends: bool `[K, E]`, after which of them an episode ends; None if nobody knows.
         rewards: real `[K, E, ...]`; None if items have none.
         newest: int `[E]`, the slots of the newest rows.
+        lost: bool `[E]`, whether the first row of the oldest episode may be lost.
     """
 
     counts: np.ndarray
     ends: np.ndarray | None
     rewards: np.ndarray | None
     newest: np.ndarray
+    lost: np.ndarray
 
     @property
     def held(self) -> np.ndarray | None:
@@ -89,13 +92,16 @@ def rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
     ring = buffer.ring
     counts, size, newest = jax.device_get(_held(buffer, state.replace(storage=None)))
     counts = np.broadcast_to(counts, ring.envs)
-    if not buffer.writer.in_time:  # the last row may be there in part
+    lost = np.zeros(ring.envs, bool)
+    if buffer.writer.in_time:
+        lost = read.has_lost_beginning(buffer, state.writer, state.unit)
+    else:  # the last row may be there in part
         counts = np.full(ring.envs, -(-int(size) // ring.envs))
     if buffer.storage.of_objects:
-        return Rows(counts, None, None, newest)
+        return Rows(counts, None, None, newest, lost)
     ends, rewards = _columns(buffer, state)
     cut = lambda column: None if column is None else _aligned(np.asarray(column), counts)
-    return Rows(counts, cut(ends), cut(rewards), newest)
+    return Rows(counts, cut(ends), cut(rewards), newest, lost)
 
 
 def _aligned(column: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -169,16 +175,21 @@ class Spans:
         stop: int `[M]`, the row behind the last.
         returns: float64 `[M]`, sums of rewards, perhaps NaN or infinite; None unless an item has
             one number.
-        complete: bool `[M]`, whether it has ended.
-        cut: bool `[M]`, whether its first rows may have been overwritten.
+        ended: bool `[M]`, whether it has ended.
+        cut: bool `[M]`, whether its first rows may be lost.
     """
 
     env: np.ndarray
     start: np.ndarray
     stop: np.ndarray
     returns: np.ndarray | None
-    complete: np.ndarray
+    ended: np.ndarray
     cut: np.ndarray
+
+    @property
+    def complete(self) -> np.ndarray:
+        """Bool `[M]`, as `jrb.read.Episode.complete`."""
+        return self.ended & ~self.cut
 
     def order(self) -> np.ndarray:
         """The episodes as `jrb.episodes` has them: as they began, and then by environment."""
@@ -209,8 +220,8 @@ def spans(buffer: ReplayBuffer, found: Rows) -> Spans | None:
         start=start,
         stop=stop,
         returns=_returns(found.rewards, most, env, start, stop),
-        complete=found.ends[stop - 1, env],
-        cut=(start == begin) & (counts[env] == buffer.ring.rows),
+        ended=found.ends[stop - 1, env],
+        cut=(start == begin) & found.lost[env],
     )
 
 

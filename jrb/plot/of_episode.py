@@ -110,7 +110,7 @@ def _words(buffer: ReplayBuffer, spans: Spans, at: int, k: int) -> tuple[str, st
     if spans.returns is not None:
         title += f", return {words.number(float(spans.returns[at]))}"
     told = [f"environment {int(spans.env[at]):,}"] if buffer.ring.envs > 1 else []
-    told.append("has ended" if spans.complete[at] else "still running")
+    told.append("has ended" if spans.ended[at] else "still running")
     if spans.cut[at]:
         told.append("its first rows may have been overwritten")
     return title, "; ".join(told)

@@ -43,7 +43,7 @@ def state(buffer: ReplayBuffer, state: BufferState, ax: Axes | None = None) -> A
         >>> for axes in figure.axes:
         ...     axes.get_title(loc="left")
         'Holds 4 items in 9 slots (44 %)'
-        '2 episodes, 2 whole'
+        '2 episodes, 2 complete'
         'Rewards: all 1'
         'Priorities: 1 on average'
         'The top 1 % hold 25 % of the mass'

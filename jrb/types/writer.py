@@ -61,6 +61,14 @@ class Writer(abc.ABC):
             token: an int32 zero, after which arrays are overwritten (see `jrb._base.ordering`).
         """
 
+    def has_lost(self, ring: Ring, state: PartState) -> jax.Array:
+        """Whether rows older than those held may be lost, bool `[1]` or `[E]`.
+
+        The oldest row held may then lie within an episode. The default is for writers whose rows
+        leave by being overwritten only.
+        """
+        return self.held(ring, state).rows(ring) == ring.rows
+
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
         """All slots, int32 `[N]`, those that hold items first, oldest first; and their number."""
         held = self.held(ring, state)

@@ -226,9 +226,11 @@ class FrameStack(Unit):
         begins = jnp.where(last, ~running, state.back[after] == 0) & (self.k > 1)
         return begins | self.unit.ends(context, state.unit, slots)
 
-    def rows_before(self, state: Stacks, slots: jax.Array) -> jax.Array:
+    def rows_before(self, state: Stacks, slots: jax.Array) -> jax.Array | None:
         """How many rows of its episode came before each slot, int32, as far as somebody counts."""
         own, inner = _back(state, slots), self.unit.rows_before(state.unit, slots)
+        if self.k == 1:
+            return inner
         return own if inner is None else jnp.maximum(own, inner)
 
     def resume(self, state: Stacks, before: jax.Array) -> Stacks:

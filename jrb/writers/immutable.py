@@ -43,6 +43,10 @@ class Immutable(Writer):
         """What was written."""
         return self.of.held(ring, state)
 
+    def has_lost(self, ring: Ring, state: PartState) -> jax.Array:
+        """As the writer it was filled by."""
+        return self.of.has_lost(ring, state)
+
     def stamp(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """Those of the writer it was filled by."""
         return self.of.stamp(ring, state, slots)

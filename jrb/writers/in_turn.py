@@ -27,6 +27,10 @@ class InTurn(Writer):
         """The last rows, oldest first."""
         return Held.by(ring, state)
 
+    def has_lost(self, ring: Ring, state: Clock) -> jax.Array:
+        """Whether the clock passed more rows than are held."""
+        return ring.has_lost(state).reshape(-1)
+
     def stamp(self, ring: Ring, state: Clock, slots: jax.Array) -> jax.Array:
         """The lap in which each slot was written."""
         return ring.generation(state, slots)

@@ -200,13 +200,18 @@ def test_stats_are_those_of_the_episodes(kind, tmp_path, capsys):
     steps = np.arange(sum(lengths), dtype=np.float64)
     returns = [part.sum() for part in np.split(steps, np.cumsum(lengths)[:-1])]
     assert (told["episodes"], told["transitions"]) == (len(lengths), len(steps))
+    ended = len(lengths) if kind == "d4rl" else len(LENGTHS)  # there, what ran was cut off
+    lengths, returns = lengths[:ended], returns[:ended]
     for name, values in {"lengths": lengths, "returns": returns, "rewards": steps}.items():
         assert told[name]["count"] == len(values)
         for reduce in ("min", "median", "mean", "max", "std"):
             np.testing.assert_allclose(told[name][reduce], getattr(np, reduce)(values))
         assert sum(told[name]["histogram"]) == len(values)
-    if kind in OURS:
-        assert (told["complete"], told["running"]) == (4, 1)
+    assert (told["complete"], told["running"]) == (ended, told["episodes"] - ended)
+    if kind in ("native", "store", "h5"):
+        there = jrb.stats(*jrb.load(path))
+        assert there["complete"] == ended
+        assert there["return"]["mean"] == pytest.approx(told["returns"]["mean"])
     status, text, _ = call(capsys, "stats", path)
     assert status == 0
     assert "lengths" in text
@@ -269,9 +274,22 @@ def test_convert_writes_datasets(kind, to, tmp_path, capsys):
     same(seen, want["observation"][:rows])
 
 
-def test_convert_keeps_numbers_of_64_bits(tmp_path, capsys):
+@pytest.mark.parametrize("to", ["native", "h5"])
+def test_what_was_converted_is_loaded_without_numbers_of_64_bits(to, tmp_path, capsys):
     dest = str(tmp_path / "dest")
-    assert call(capsys, "convert", CARTPOLE, dest, "--to", "native")[0] == 0
+    status, out, _ = call(capsys, "convert", CARTPOLE, dest, "--to", to)
+    assert status == 0
+    assert "action int64 as int32, next/reward float64 as float32; --x64" in " ".join(out.split())
+    buffer, state = jrb.load(dest)
+    assert jrb.stats(buffer, state)["return"]["mean"] == pytest.approx(427.15)
+    told = json.loads(call(capsys, "stats", dest, "--json")[1])
+    assert (told["complete"], told["returns"]["mean"]) == (20, pytest.approx(427.15))
+    assert call(capsys, "inspect", dest, "--plot", tmp_path / "x.png")[0] == 0
+
+
+def test_convert_keeps_numbers_of_64_bits_where_it_is_told_so(tmp_path, capsys):
+    dest = str(tmp_path / "dest")
+    assert call(capsys, "convert", CARTPOLE, dest, "--to", "native", "--x64")[0] == 0
     told = json.loads(call(capsys, "inspect", dest, "--json")[1])
     types = {leaf["name"]: leaf["dtype"] for leaf in told["leaves"]}
     assert (types["action"], types["next/reward"]) == ("int64", "float64")

@@ -64,9 +64,11 @@ def test_a_kind_by_its_name(tmp_path):
 
 def test_options_that_a_kind_does_not_have(tmp_path):
     path = d4rl(tmp_path / "a")
-    with pytest.raises(TypeError, match=r"'d4rl' \(horizon\), got horizont, mapping"):
+    with pytest.raises(
+        TypeError, match=r"'d4rl' \(max_expansion, horizon\), got horizont, mapping"
+    ):
         jrb.datasets.open(path, horizont=3, mapping={})
-    with pytest.raises(TypeError, match=r"'rlds' \(none\), got horizon"):
+    with pytest.raises(TypeError, match=r"'rlds' \(max_expansion, last\), got horizon"):
         jrb.datasets.open([{"steps": {}}], horizon=3)
     for wrong, error in ((0, ValueError), ("3", TypeError)):
         with pytest.raises(error, match="horizon"):
@@ -88,7 +90,9 @@ def test_a_kind_without_fields_has_no_options(tmp_path):
         def episodes(self, source):
             raise NotImplementedError
 
-    with pytest.raises(TypeError, match=r"options of the kind 'plain' \(none\), got horizon"):
+    with pytest.raises(
+        TypeError, match=r"options of the kind 'plain' \(max_expansion\), got horizon"
+    ):
         jrb.datasets.open(tmp_path, kind=Plain(), horizon=3)
 
 

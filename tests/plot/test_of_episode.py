@@ -37,7 +37,7 @@ def test_an_episode_is_the_one_that_jrb_reads(storage):
         assert title.startswith(start)
         assert float(title.split()[-1]) == pytest.approx(each.return_, rel=5e-3)
         told = " ".join(pictures.words(figure))
-        assert ("has ended" in told) == each.complete
+        assert ("has ended" in told) == each.ended
         assert ("overwritten" in told) == each.cut
         named = {axes.get_ylabel(): axes for axes in figure.axes}
         np.testing.assert_array_equal(named["action"].lines[0].get_ydata(), items["action"])

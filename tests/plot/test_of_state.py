@@ -80,9 +80,9 @@ def _check_episodes(buffer, state, figure, said):
         assert not told
         return
     found = jrb.episodes(buffer, state)
-    whole = sum(each.complete and not each.cut for each in found)
+    complete = sum(each.complete for each in found)
     one = "episode" if len(found) == 1 else "episodes"
-    assert told == [f"{len(found)} {one}, {whole} whole"]
+    assert told == [f"{len(found)} {one}, {complete} complete"]
     axes = next(axes for axes in figure.axes if axes.get_title(loc="left") == told[0])
     (bars,) = [each for each in axes.collections if isinstance(each, collections.PolyCollection)]
     assert len(bars.get_paths()) == len(found)
@@ -201,7 +201,7 @@ def test_items_of_any_form():
     many = {"next": {"reward": jnp.arange(8.0).reshape(4, 2), "done": jnp.zeros((4, 1), bool)}}
     figure = jrb.plot.state(*jrb.from_items(many))
     pictures.check(figure)
-    assert "1 episode, 0 whole" in pictures.titles(figure)
+    assert "1 episode, 0 complete" in pictures.titles(figure)
 
 
 def test_what_cannot_be_shown_is_refused():

@@ -6,6 +6,7 @@ from jrb.datasets.kinds.d4rl import D4RL
 from jrb.datasets.kinds.lerobot import LeRobot
 from jrb.datasets.kinds.minari import Minari
 from jrb.datasets.kinds.native import Native, NativeH5
+from jrb.datasets.kinds.npz_episodes import NpzEpisodes
 from jrb.datasets.kinds.ogbench import OGBench
 from jrb.datasets.kinds.recorded import Recorded
 from jrb.datasets.kinds.rlds import RLDS
@@ -27,6 +28,7 @@ OURS: tuple[Kind, ...] = (
     OGBench(),
     RLDS(),
     Tables(),
+    NpzEpisodes(),
     Arrays(),
 )
 """The special ones first: several layouts could be read as plain arrays."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 import h5py
 import numpy as np
 
-from jrb._base import checks
+from jrb._base import checks, expansion
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.derived import Flag
@@ -69,6 +69,7 @@ class D4RL(Flat):
             found = {name: leaf for name, leaf in every.items() if leaf.is_numeric}
             needed(source, found, _NEEDED)
             check_lengths(source, found)
+            expansion.Limit(source, [source], self.max_expansion).add(expansion.nbytes(found))
             columns: dict[str, Column] = {_name(name): leaf for name, leaf in found.items()}
             notes = self._told(source, columns)
             read = functools.partial(self._flags, source, columns)

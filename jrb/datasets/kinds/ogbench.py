@@ -54,7 +54,7 @@ class OGBench(Flat):
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """All rows, and of each whether it is the last of an episode."""
-        with npz.opened(source) as archive:
+        with npz.opened(source, self.max_expansion) as archive:
             needed(source, archive.columns, _NEEDED)
             check_lengths(source, archive.columns)
             columns: dict[str, Column] = {
@@ -69,7 +69,9 @@ class OGBench(Flat):
                 "next/truncated": np.append(padding[1:], True)[: len(padding)],
                 _PADDING: padding,
             }
-            yield Table(columns, ends, notes=_NOTES + left_out_note(archive.left_out))
+            yield Table(
+                columns, ends, notes=_NOTES + left_out_note([*archive.texts, *archive.left_out])
+            )
 
     def describe(self, source: Source) -> Description:
         """What there is, without the last rows."""

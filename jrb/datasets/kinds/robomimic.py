@@ -18,7 +18,8 @@ import numpy as np
 
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import hdf5
-from jrb.datasets.reading.grouped import Grouped, Place, group_at, places_in
+from jrb.datasets.reading.grouped import Grouped, Place, gap_notes, group_at, places_in
+from jrb.datasets.reading.names import natural_order
 
 _DEMO = re.compile(r"demo_(\d+)")
 _NAMES = {
@@ -36,7 +37,7 @@ _NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class Robomimic(Grouped):
-    """Sets of robomimic, with their observations.
+    """Sets of robomimic, with their observations; rewards may lack.
 
     As facts, `demo` is the number of a demonstration, and `mask/<key>`, bool, whether it is one of
     those that the file lists under this key.
@@ -44,18 +45,15 @@ class Robomimic(Grouped):
 
     name: ClassVar[str] = "robomimic"
     looks_for: ClassVar[str] = "an HDF5 file with groups data/demo_<k>"
-    needed: ClassVar[tuple[str, ...]] = ("actions", "rewards", "dones")
+    needed: ClassVar[tuple[str, ...]] = ("actions", "dones")
     names: ClassVar[Mapping[str, str]] = _NAMES
 
     def recognises(self, source: Source) -> bool:
         """Whether there are demonstrations."""
         if hdf5.top(source).get("data", ()) is not None:
             return False
-        try:
-            with hdf5.opened(source) as file:
-                return any(map(_DEMO.fullmatch, hdf5.own(file, "data")))
-        except (ValueError, OSError):
-            return False
+        with hdf5.opened(source) as file:
+            return any(map(_DEMO.fullmatch, hdf5.own(file, "data")))
 
     def places(self, source: Source) -> list[Place]:
         """The demonstrations by their numbers, of which some may lack."""
@@ -74,8 +72,8 @@ class Robomimic(Grouped):
             for place in places:
                 _check_samples(place, group_at(file, place))
             metadata = {name: _parsed(hdf5.plain(value)) for name, value in _attributes(file)}
-            facts |= _masks(source, file, [place.group.split("/")[-1] for place in places])
-        return facts, metadata, (_NOTE, *_gaps(places))
+            masks, notes = _masks(file, [place.group.split("/")[-1] for place in places])
+        return facts | masks, metadata, (_NOTE, *gap_notes(places), *notes)
 
 
 def _attributes(file: h5py.File) -> list[tuple[str, Any]]:
@@ -92,27 +90,22 @@ def _parsed(value: object) -> Any:
         return value
 
 
-def _masks(source: Source, file: h5py.File, names: list[str]) -> dict[str, np.ndarray]:
-    """Whether each demonstration is in the list of each key, bool `[K]`."""
+def _masks(file: h5py.File, names: list[str]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """Whether each demonstration is in the list of each key, bool `[K]`; and what is to be said."""
     group = hdf5.own(file, "mask")
     lists = hdf5.below(group) if isinstance(group, h5py.Group) else {}
-    found = {}
+    found, notes = {}, []
     for key, entry in lists.items():
         texts = hdf5.plain(np.asarray(entry[()]).reshape(-1))
         listed = [hdf5.plain(text) for text in texts]
-        unknown = [name for name in listed if name not in names]
-        if unknown:
-            raise ValueError(
-                f"{source}: mask/{key}: expected names of demonstrations, got {unknown[:3]}."
+        lost = sorted({str(name) for name in listed} - set(names), key=natural_order)
+        if lost:
+            shown = ", ".join(lost[:3]) + ", ..." * (len(lost) > 3)
+            notes.append(
+                f"mask/{key} lists {len(lost)} demonstrations that are not in the file: {shown}."
             )
         found[f"mask/{key}"] = np.isin(names, listed)
-    return found
-
-
-def _gaps(places: Sequence[Place]) -> tuple[str, ...]:
-    first, last = places[0].number, places[-1].number
-    lacking = last - first + 1 - len(places)
-    return (f"Between demo_{first} and demo_{last} there lack {lacking}.",) * bool(lacking)
+    return found, tuple(notes)
 
 
 def _check_samples(place: Place, group: h5py.Group) -> None:

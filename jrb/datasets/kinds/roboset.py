@@ -15,7 +15,8 @@ import numpy as np
 
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import hdf5
-from jrb.datasets.reading.grouped import Grouped, Place, places_in
+from jrb.datasets.reading.grouped import Grouped, Place, gap_notes, places_in
+from jrb.datasets.reading.names import natural_order
 
 _TRIAL = re.compile(r"Trial(\d+)")
 _NAMES = {
@@ -51,15 +52,11 @@ class RoboSet(Grouped):
         return _files(source)
 
     def places(self, source: Source) -> list[Place]:
-        """The trials of one file after the other."""
+        """The trials of one file after the other, by their numbers, of which some may lack."""
         found = []
         for path in _files(source):
             with hdf5.opened(path) as file:
-                inside = places_in(path, file, _TRIAL)
-            numbers = [place.number for place in inside]
-            if numbers != list(range(len(numbers))):
-                raise ValueError(f"{path}: expected trials from 0 on, each once, got {numbers}.")
-            found += inside
+                found += places_in(path, file, _TRIAL)
         return found
 
     def told(
@@ -70,18 +67,15 @@ class RoboSet(Grouped):
         seeds = [files.index(place.path) for place in places]
         trials = [place.number for place in places]
         facts = {"seed": np.array(seeds, np.int64), "episode": np.array(trials, np.int64)}
-        return facts, {"files": [os.path.basename(path) for path in files]}, (_NOTE,)
+        metadata = {"files": [os.path.basename(path) for path in files]}
+        return facts, metadata, (_NOTE, *gap_notes(places))
 
 
 def _files(source: Any) -> list[str]:
     """The HDF5 files: one, or those in a folder."""
     if not isinstance(source, str) or not os.path.isdir(source):
         return [source] if hdf5.is_hdf5(source) else []
-    names = sorted(os.listdir(source), key=_by_value)
-    return [path for name in names if hdf5.is_hdf5(path := os.path.join(source, name))]
-
-
-def _by_value(name: str) -> list[tuple[int, str]]:
-    """Orders names, numbers in them by their values."""
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts] + [(-1, name)]
+    names = sorted(os.listdir(source), key=natural_order)
+    paths = [os.path.join(source, name) for name in names]
+    # A file that is named so and is none is refused when it is opened.
+    return [path for path in paths if hdf5.is_hdf5(path) or path.endswith((".h5", ".hdf5"))]

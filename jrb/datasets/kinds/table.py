@@ -5,11 +5,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from jrb._base import expansion
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import arrow, arrow_columns
 from jrb.datasets.reading.flags import read_flags, remembered_flags
 from jrb.datasets.reading.flat import Column, Flat, Table
-from jrb.datasets.reading.mapping import to_ted
+from jrb.datasets.reading.mapping import episode_text, to_ted
 from jrb.keys import Keys
 
 
@@ -47,14 +48,21 @@ class Tables(Flat):
         if not files.starts[-1]:
             raise ValueError(f"{source}: expected rows, found none.")
         leaves, others = arrow_columns.leaves(files.schema)
-        names = to_ted([leaf.name for leaf in leaves], self.mapping, source)
+        numbers = [leaf.name for leaf in leaves]
+        texts = episode_text(numbers, arrow_columns.texts(files.schema), self.mapping, source)
+        names = to_ted([*numbers, *texts], self.mapping, source)
         columns: dict[str, Column] = {
             names[leaf.name]: arrow_columns.Column(files, leaf) for leaf in leaves
         }
+        columns |= {names[name]: arrow_columns.Texts(files, name) for name in texts}
         if not any(name.split("/")[0] == "observation" for name in columns):
             raise ValueError(
                 f"{source}: expected a column for the observation, got {sorted(names)}. Name it "
                 'with mapping={"...": "observation"}.'
             )
+        expansion.Limit(source, paths, self.max_expansion).add(expansion.nbytes(columns))
         flags = remembered_flags(paths, names, lambda: read_flags(columns, source))
-        yield flags.table(columns, arrow_columns.left_out(others))
+        yield flags.table(
+            columns,
+            arrow_columns.left_out([each for each in others if each.split(" (")[0] not in texts]),
+        )

@@ -58,13 +58,13 @@ class TorchRL(Flat):
     def table(self, source: Source) -> Iterator[Table]:
         """All steps; those of the default layout stay on the disk until they are asked for."""
         about = os.stat(Folder(source).file(*_WRITER))
-        yield _opened(source, self.keys, about.st_mtime_ns, about.st_ino)
+        yield _opened(source, self.keys, self.max_expansion, about.st_mtime_ns, about.st_ino)
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: str, keys: Keys, changed: int, node: int) -> Table:
+def _opened(path: str, keys: Keys, max_expansion: float, changed: int, node: int) -> Table:
     """A dump that is open; remembered until it is another one."""
-    items, info = read_torchrl(path, squeeze=True)
+    items, info = read_torchrl(path, squeeze=True, max_expansion=max_expansion)
     envs, axes = info["num_envs"] or 1, 1 if info["num_envs"] is None else 2
     time = len(jax.tree.leaves(items)[0])
     first = info["cursor"] if info["full"] else 0
@@ -74,7 +74,9 @@ def _opened(path: str, keys: Keys, changed: int, node: int) -> Table:
     named = zip(pytree.leaf_names(items), flat, strict=True)
     leaves = {name: Leaf(_spec(leaf), leaf.__getitem__) for name, leaf in named}
     over = _over(path, jax.tree.unflatten(jax.tree.structure(items), flat), keys, numbers)
-    found = rings.in_episodes(numbers, over, np.ones(numbers.shape, bool))
+    found = rings.in_episodes(
+        numbers, over, np.ones(numbers.shape, bool), np.full(envs, info["write_count"] > time)
+    )
     table = rings.table(path, leaves, keys, found)
     return dataclasses.replace(table, metadata={name: info[name] for name in _TOLD})
 

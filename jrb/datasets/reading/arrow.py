@@ -6,14 +6,15 @@ T rows over all files.
 import abc
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jrb._base import extras
+from jrb.datasets.reading.names import natural_order
 
+_ENDINGS = (".parquet", ".arrow", ".feather")
 _SIGNATURES = {b"PAR1": "parquet", b"ARRO": "file", b"\xff\xff\xff\xff": "stream"}
 
 
@@ -31,19 +32,14 @@ def format_of(path: object) -> str | None:
 def tables(path: Any) -> list[str]:
     """The tables that a path has: itself, or those in a folder, `part-9` before `part-10`.
 
-    Hidden files are left out, as those whose names begin with `_`, which hold metadata.
+    Hidden files are left out, as those whose names begin with `_`, which hold metadata. What is
+    named as a table and is none is there, so that it is refused when it is opened.
     """
     if not isinstance(path, str) or not os.path.isdir(path):
         return [path] if format_of(path) else []
-    names = sorted(os.listdir(path), key=in_order)
+    names = sorted(os.listdir(path), key=natural_order)
     found = (os.path.join(path, name) for name in names if name[0] not in "._")
-    return [each for each in found if format_of(each)]
-
-
-def in_order(name: str) -> list[tuple[int, int, str]]:
-    """The key by which names are sorted so that numbers in them count."""
-    parts = re.findall(r"\d+|\D+", name)
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+    return [each for each in found if format_of(each) or each.endswith(_ENDINGS)]
 
 
 @contextlib.contextmanager

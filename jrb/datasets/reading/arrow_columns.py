@@ -107,6 +107,7 @@ class Column:
         self._held: Any = None
         if None in leaf.levels:
             self._leaf = dataclasses.replace(leaf, levels=self._first_lengths())
+            self._file = -1  # from now on, more rows than one are read at once
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -173,6 +174,8 @@ class Column:
 
     @property
     def _rows_at_once(self) -> int:
+        if None in self._leaf.levels:
+            return 1
         sizes = [size for size in self._leaf.levels if size]
         return max(1, _PIECE // (self.dtype.itemsize * int(np.prod(sizes, dtype=np.int64))))
 
@@ -212,6 +215,27 @@ class Column:
                 f"{self._path}: column '{self._leaf.name}': expected {expected}, got {got} in the "
                 f"rows from {self._first} on."
             )
+
+
+class Texts(Column):
+    """A column of texts, read as an array of Python strings."""
+
+    def __init__(self, files: Files, name: str) -> None:
+        super().__init__(files, Leaf((name,), np.dtype(object)))
+
+    def _numbers(self, held: Any) -> np.ndarray:
+        self._check(held.null_count == 0, "texts everywhere", "a null")
+        return np.array(held.to_pylist(), object)
+
+
+def texts(schema: Any) -> list[str]:
+    """Returns the names of columns of texts."""
+    types, found = extras.require("pyarrow", "datasets").types, []
+    for field in schema:
+        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+        if types.is_string(kind) or types.is_large_string(kind):
+            found.append(field.name)
+    return found
 
 
 def _lengths(held: Any) -> np.ndarray:

@@ -138,6 +138,34 @@ class Shaped(_Over):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Part(_Over):
+    """Some rows of a column.
+
+    Attributes:
+        column: more rows than these.
+        first: the first of them.
+        rows: T.
+    """
+
+    first: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[T, ...]`."""
+        return (self.rows, *self.column.shape[1:])
+
+    def __len__(self) -> int:
+        """T."""
+        return self.rows
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """These rows."""
+        start, stop, _ = part.indices(self.rows)
+        return self.column[self.first + start : self.first + stop]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Numbered(_Over):
     """A column of each step's episode, refused where it is not what the ends of episodes tell.
 

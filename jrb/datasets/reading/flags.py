@@ -15,6 +15,10 @@ from jrb.datasets.reading.remembered import Remembered, stamps
 
 _TERMINATED, _TRUNCATED, _DONE = "next/terminated", "next/truncated", "next/done"
 _EPISODE = "episode"
+_TEXTS = (
+    "Texts tell episodes apart: the leaf 'episode' has numbers in the order of appearance, "
+    "facts['episode'] has the texts."
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,6 +31,7 @@ class Flags:
         ends: int64 `[K]`, as in `flat.Table`.
         facts: the numbers of episodes, where there are some.
         notes: as in `Description`.
+        codes: int64 `[T]`, numbers in place of texts that tell episodes apart; None without texts.
     """
 
     terminated: np.ndarray
@@ -34,6 +39,7 @@ class Flags:
     ends: np.ndarray
     facts: dict[str, np.ndarray]
     notes: tuple[str, ...]
+    codes: np.ndarray | None = None
 
     def table(
         self,
@@ -44,6 +50,7 @@ class Flags:
         """The columns with these flags in place of their own."""
         found = {name: column for name, column in columns.items() if name != _DONE}
         found |= {_TERMINATED: self.terminated, _TRUNCATED: self.truncated}
+        found |= {} if self.codes is None else {_EPISODE: self.codes}
         return Table(found, self.ends, self.facts, metadata or {}, (*self.notes, *notes))
 
 
@@ -85,7 +92,13 @@ def read_flags(columns: Mapping[str, Column], source: Any) -> Flags:
     numbers = _numbers(columns, source)
     ends = ends_of(terminated | truncated | _changes(numbers, steps))
     facts = {} if numbers is None else {_EPISODE: numbers[ends - 1]}
-    return Flags(terminated, truncated, ends, facts, _notes(given))
+    notes = _notes(given)
+    if numbers is None or numbers.dtype.kind in "biufc":
+        return Flags(terminated, truncated, ends, facts, notes)
+    # The steps of an episode lie side by side, so that texts change where episodes do.
+    changes = _changes(numbers, steps)
+    codes = np.cumsum(changes, dtype=np.int64) - changes
+    return Flags(terminated, truncated, ends, facts, (*notes, _TEXTS), codes)
 
 
 def both(

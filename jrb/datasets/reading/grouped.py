@@ -7,6 +7,7 @@ import abc
 import dataclasses
 import itertools
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
+from jrb._base import expansion
 from jrb._base.pytree import PyTree
 from jrb.datasets.kind import Description, Episode, Indexed, Source
 from jrb.datasets.reading import hdf5
@@ -23,6 +25,8 @@ from jrb.datasets.reading.remembered import Remembered, stamps
 
 _OVER = "next/terminated"
 _STRICT = ("observation", "action", "next")
+
+NO_REWARDS = "There are no rewards in the files."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +81,15 @@ class Grouped(Indexed):
             raise ValueError(f"{source}: expected {self.looks_for}, got none.")
         facts, metadata, notes = self.told(source, places)
         lengths, cuts, left_out, first = [], [], set[str](), None
+        limit = expansion.Limit(source, self.files(source), self.max_expansion)
         for group, place in _groups(places):
-            table, others = self._table(group, place)
+            table, others = self._table(group, place, limit)
             first = table.spec if first is None else first
             _check_same(place, table.spec, first)
             lengths.append(int(table.ends[0]))
             cuts.append(not table.has_next and not table.terminated[0])
             left_out |= others
+        notes += (NO_REWARDS,) * ("reward" not in first["next"])
         notes += left_out_note(left_out)
         return Description(
             first, np.array(lengths, np.int64), np.array(cuts), facts, metadata, notes
@@ -105,7 +111,9 @@ class Grouped(Indexed):
         for group, place in _groups([places[number] for number in numbers]):
             yield self._table(group, place)[0]
 
-    def _table(self, group: h5py.Group, place: Place) -> tuple[Table, set[str]]:
+    def _table(
+        self, group: h5py.Group, place: Place, limit: expansion.Limit | None = None
+    ) -> tuple[Table, set[str]]:
         """The steps of an episode, and the names of what is no array of them."""
         where = f"{place.path}: {place.group}"
         every = hdf5.below(group)
@@ -123,6 +131,8 @@ class Grouped(Indexed):
                 f"{where}: expected observations of one step or more, got {steps} steps of "
                 f"{list(found)}."
             )
+        if limit is not None:
+            limit.add(expansion.nbytes(columns))
         over = Flag(columns[_OVER], _OVER, where)[:]
         flags = {_OVER: over, "next/truncated": np.zeros_like(over)}
         others = {name for name in every if self.leaf_of(name) not in columns}
@@ -151,6 +161,19 @@ def places_in(path: str, group: h5py.Group, pattern: re.Pattern[str]) -> list[Pl
             f"{pattern.pattern}, got {[place.group for place in found]}."
         )
     return found
+
+
+def gap_notes(places: Sequence[Place]) -> tuple[str, ...]:
+    """Returns a sentence for each file in which some numbers are missing."""
+    notes = []
+    for path, group in itertools.groupby(places, operator.attrgetter("path")):
+        inside = list(group)
+        first, last = inside[0], inside[-1]
+        missing = last.number - first.number + 1 - len(inside)
+        between = " and ".join(os.path.basename(place.group) for place in (first, last))
+        file = os.path.basename(path)
+        notes += [f"{file}: {missing} numbers are missing between {between}."] * (missing > 0)
+    return tuple(notes)
 
 
 def _groups(places: Sequence[Place]) -> Iterator[tuple[h5py.Group, Place]]:

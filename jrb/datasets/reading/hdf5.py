@@ -15,7 +15,7 @@ from jrb.datasets.reading.names import check_names
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _LARGE = 1 << 28  # bytes, from which on an array is looked at before it is read
 _MOST_RATIO = 1032  # that a filter of HDF5 can pack
-_DEPTH = 16  # of groups within groups: more only where groups hold themselves
+_DEPTH = 16  # of groups within groups, and of links to links: more only in a circle
 
 
 def is_hdf5(path: object) -> bool:
@@ -69,42 +69,60 @@ class Array:
     Attributes:
         shape: `[T, ...]`; None or empty where it is no array.
         dtype: NumPy's.
-        is_numeric: whether it is an array of numbers that NumPy knows, kept in its own file.
+        is_numeric: whether it is an array of numbers that NumPy knows.
 
     Raises:
-        ValueError: it says that it is larger than what is stored of it could be.
+        ValueError: see `check_stored`.
     """
 
     def __init__(self, where: str, found: h5d.DatasetID) -> None:
         self._found = found
         self.shape, self.dtype = found.shape, found.dtype
-        plan = found.get_create_plist()
-        is_here = not plan.get_external_count() and plan.get_layout() != h5d.VIRTUAL
-        self.is_numeric = is_here and bool(self.shape) and self.dtype.kind in "biufc"
-        size = math.prod(self.shape or ()) * self.dtype.itemsize
-        stored = found.get_storage_size() if is_here and size >= _LARGE else size
-        if size > stored * _MOST_RATIO ** plan.get_nfilters():
-            raise ValueError(
-                f"{where}: expected {size} bytes, which its shape {self.shape} takes, got "
-                f"{stored}. The file may be cut or damaged."
-            )
+        check_stored(where, found)
+        self.is_numeric = bool(self.shape) and self.dtype.kind in "biufc"
+        self.is_text = len(self.shape or ()) == 1 and (
+            h5py.check_string_dtype(self.dtype) is not None
+        )
 
     def __len__(self) -> int:
         """T."""
         return self.shape[0]
 
     def __getitem__(self, part: Any) -> Any:
-        """These rows, or all there is for `()`."""
-        return h5py.Dataset(self._found)[part]
+        """Returns these rows, or all there is for `()`."""
+        dataset = h5py.Dataset(self._found)
+        return dataset.asstr(errors="surrogateescape")[part] if self.is_text else dataset[part]
+
+
+def check_stored(where: str, found: h5d.DatasetID) -> None:
+    """Refuses a dataset whose data are not, or cannot be, in the dataset itself.
+
+    Raises:
+        ValueError: they lie in other datasets or files, or are declared as more than what is stored
+            of them could be.
+    """
+    plan = found.get_create_plist()
+    if plan.get_external_count() or plan.get_layout() == h5d.VIRTUAL:
+        raise ValueError(
+            f"{where}: expected data in the dataset itself, got an external or virtual one. Copy "
+            "the data into the file."
+        )
+    size = math.prod(found.shape or ()) * found.dtype.itemsize
+    stored = found.get_storage_size() if size >= _LARGE else size
+    if size > stored * _MOST_RATIO ** plan.get_nfilters():
+        raise ValueError(
+            f"{where}: expected {size} bytes, which its shape {found.shape} takes, got {stored}. "
+            "The file may be cut or damaged."
+        )
 
 
 def below(group: h5py.Group) -> dict[str, Array]:
     """All datasets below a group, of whatever they are, by name (`a/b`).
 
-    Links are not followed.
+    Soft links are followed within the file.
 
     Raises:
-        ValueError: a name that leads elsewhere (`..`), or a group that lies in itself.
+        ValueError: a name or a link that leads elsewhere, or a group that lies in itself.
     """
     path, above = group.file.filename, str(group.name).rstrip("/")
     found = {name: Array(f"{path}: '{above}/{name}'", each) for name, each in walk(path, group.id)}
@@ -119,25 +137,49 @@ def walk(where: str, group: h5g.GroupID, prefix: str = "") -> Iterator[tuple[str
             f"{where}: expected at most {_DEPTH} groups in each other, got more, or one in itself."
         )
     names: list[bytes] = []
-
-    def put(name: bytes, link: Any) -> None:
-        if link.type == h5l.TYPE_HARD:
-            names.append(name)
-
-    group.links.iterate(put, info=True)
+    group.links.iterate(names.append)
     for name in names:
-        entry, path = h5o.open(group, name), prefix + os.fsdecode(name)
+        path = prefix + os.fsdecode(name)
+        entry = follow(f"{where}: '{path}'", group, name)
         if isinstance(entry, h5g.GroupID):
             yield from walk(where, entry, path + "/")
         elif isinstance(entry, h5d.DatasetID):
             yield path, entry
 
 
+def follow(where: str, group: h5g.GroupID, path: bytes, depth: int = _DEPTH) -> Any:
+    """Opens what a path leads to, part by part, so that no other file is ever opened.
+
+    Raises:
+        ValueError: a link leads out of the file, to nothing, or to itself.
+    """
+    entry: Any = h5o.open(group, b"/") if path.startswith(b"/") else group
+    for part in path.split(b"/"):
+        if part in (b"", b"."):
+            continue
+        is_there = isinstance(entry, h5g.GroupID) and entry.links.exists(part)
+        kind = entry.links.get_info(part).type if is_there else None
+        if kind == h5l.TYPE_HARD:
+            entry = h5o.open(entry, part)
+        elif kind == h5l.TYPE_SOFT and depth:
+            entry = follow(where, entry, entry.links.get_val(part), depth - 1)
+        else:
+            what = "a link that leads nowhere" if kind in (None, h5l.TYPE_SOFT) else "a link out"
+            raise ValueError(f"{where}: expected data in the file itself, got {what} of it.")
+    return entry
+
+
 def own(group: h5py.Group, name: str) -> Any:
-    """What lies in a group itself; None for a link elsewhere, and for what is not there."""
-    links, path = group.id.links, os.fsencode(name)
-    is_own = links.exists(path) and links.get_info(path).type == h5l.TYPE_HARD
-    return group[name] if is_own else None
+    """Returns what lies at a path below a group of this file, also behind a soft link, or None.
+
+    Raises:
+        ValueError: a link leads out of the file, or to nothing.
+    """
+    if name not in group:
+        return None
+    found = follow(f"{group.file.filename}: '{name}'", group.id, os.fsencode(name))
+    made = {h5g.GroupID: h5py.Group, h5d.DatasetID: h5py.Dataset}.get(type(found))
+    return made(found) if made else None
 
 
 def strings(group: h5py.Group) -> dict[str, Any]:

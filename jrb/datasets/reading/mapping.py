@@ -70,6 +70,37 @@ def to_ted(
     return leaves
 
 
+def episode_text(
+    names: Iterable[str],
+    texts: Iterable[str],
+    mapping: Mapping[str, Any] | Keys | None,
+    source: object,
+) -> list[str]:
+    """Returns the name of texts that tell episodes apart, in a list; an empty one if none do.
+
+    Args:
+        names: those of arrays of numbers.
+        texts: those of arrays of texts.
+        mapping: as for `to_ted`.
+        source: what the names are of, for errors.
+
+    Raises:
+        ValueError: the mapping takes texts for something else.
+    """
+    names, texts = list(names), list(texts)
+    told = _told([*names, *texts], mapping, source)
+    mapped = {text: told[text] for text in texts if text in told}
+    for text, leaf in mapped.items():
+        if leaf != ROLES["episode"]:
+            raise ValueError(
+                f"{source}: mapping: '{leaf}': expected numbers, got {text!r}, which holds texts."
+            )
+    if mapped or ROLES["episode"] in to_ted(names, mapping, source).values():
+        return list(mapped)
+    usual = [text for text in texts if _usual(text) == ROLES["episode"]]
+    return usual if len(usual) == 1 else []
+
+
 def ted_names(names: Iterable[str], keys: Keys, roles: Iterable[str] = FIELDS) -> dict[str, str]:
     """The leaves in TED of leaves of a buffer's items; those that play no part keep their names.
 

@@ -1,9 +1,17 @@
 """Names that files have for their arrays, looked at before they become names of leaves."""
 
+import re
 from collections.abc import Iterable
 
 _NO_PARTS = ("", ".", "..")
 _DEPTH = 64  # parts of a name
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Returns the key that sorts `part-9` before `part-10`, whatever is around the numbers."""
+    parts = re.findall(r"\d+|\D+", name)
+    key = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+    return [*key, (2, 0, name)]  # `a1` and `a01` have an order too
 
 
 def check_names(source: object, names: Iterable[str]) -> None:

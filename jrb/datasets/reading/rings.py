@@ -43,22 +43,30 @@ class Rows:
         order: int64 `[T]`, the numbers of rows.
         ends: int64 `[K]`, the number of steps up to the end of each episode.
         environment: int64 `[K]`, whose it is.
-        complete: bool `[K]`, whether it has ended; otherwise it is running.
+        running: bool `[K]`, whether it has not ended.
+        cut: bool `[K]`, whether its beginning may be lost.
     """
 
     order: np.ndarray
     ends: np.ndarray
     environment: np.ndarray
-    complete: np.ndarray
+    running: np.ndarray
+    cut: np.ndarray
+
+    @property
+    def complete(self) -> np.ndarray:
+        """Bool `[K]`, as `jrb.read.Episode.complete`."""
+        return ~self.running & ~self.cut
 
 
-def in_episodes(numbers: np.ndarray, over: np.ndarray, here: np.ndarray) -> Rows:
+def in_episodes(numbers: np.ndarray, over: np.ndarray, here: np.ndarray, lost: np.ndarray) -> Rows:
     """The episodes in the order in which they began, and then of environments.
 
     Args:
         numbers: int `[R, E]`, of rows, oldest first.
         over: bool `[R, E]`, which of them end an episode.
         here: bool `[R, E]`, which of them count; those of one environment lie side by side.
+        lost: bool `[E]`, whether older rows may be lost.
     """
     found = []
     for env in range(numbers.shape[1]):
@@ -71,7 +79,8 @@ def in_episodes(numbers: np.ndarray, over: np.ndarray, here: np.ndarray) -> Rows
         np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64),
         np.cumsum([len(part) for part in parts], dtype=np.int64),
         np.array([env for _, env, _ in found], np.int64),
-        np.array([over[stop - 1, env] for _, env, stop in found], bool),
+        np.array([not over[stop - 1, env] for _, env, stop in found], bool),
+        np.array([lost[env] and not here[:start, env].any() for start, env, _ in found], bool),
     )
 
 
@@ -118,6 +127,7 @@ def table(source: Source, leaves: Mapping[str, Leaf], keys: Keys, rows: Rows) ->
     }
     flags, notes = _flags(columns)
     facts = {"environment": rows.environment, "complete": rows.complete}
+    facts |= {"running": rows.running, "cut": rows.cut}
     columns.pop(_DONE, None)
     return Table(columns | flags, rows.ends, facts, notes=notes)
 

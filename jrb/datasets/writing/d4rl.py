@@ -59,7 +59,7 @@ def write_d4rl(
         for held in source:
             piece = piece_of(held)
             _put(file, place, piece)
-            running += not held.is_complete
+            running += held.is_running
             cut += held.is_cut
             place += len(piece.terminated)
             is_whole &= piece.has_last

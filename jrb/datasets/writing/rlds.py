@@ -76,7 +76,7 @@ def _episode(number: int, held: Held) -> dict[str, Any]:
     return {
         "steps": nest(rows),
         "environment": np.int64(held.facts.get("environment", 0)),
-        "is_running": np.bool_(not held.is_complete),
+        "is_running": np.bool_(held.is_running),
         "is_cut": np.bool_(held.is_cut),
     }
 

@@ -30,8 +30,8 @@ class Held:
     Attributes:
         items: a tree of NumPy arrays `[T, ...]`, as they are stored.
         names: the leaf in TED of each leaf of them.
-        facts: what is known of it. Of a buffer's, `environment`, `complete` (it had ended) and
-            `cut` (its beginning may be overwritten).
+        facts: what is known of it. Of a buffer's, `environment`, `complete` (as
+            `jrb.read.Episode`), `running` (it had not ended) and `cut` (its beginning may be lost).
     """
 
     items: PyTree
@@ -45,13 +45,13 @@ class Held:
         return {self.names[pytree.leaf_name(path)]: leaf for path, leaf in found}
 
     @property
-    def is_complete(self) -> bool:
-        """Whether it had ended."""
-        return bool(self.facts.get("complete", not self.facts.get("is_running", False)))
+    def is_running(self) -> bool:
+        """Whether it had not ended."""
+        return bool(self.facts.get("running", self.facts.get("is_running", False)))
 
     @property
     def is_cut(self) -> bool:
-        """Whether its beginning may be overwritten."""
+        """Whether its beginning may be lost."""
         return bool(self.facts.get("cut", self.facts.get("is_cut", False)))
 
 
@@ -64,7 +64,6 @@ class Source:
         who: asks, for the first words of errors.
         source: the description, or a dataset.
         state: that of the buffer; None with a dataset.
-        whole: whether episodes are left out that are running, or whose beginning was overwritten.
         roles: fields of `jrb.Keys` that items have to have.
 
     Attributes:
@@ -88,15 +87,14 @@ class Source:
         who: str,
         source: ReplayBuffer | Dataset,
         state: BufferState | None,
-        whole: bool = False,
         roles: tuple[str, ...] = (),
     ) -> None:
         if isinstance(source, Dataset) and state is None:
             _check(source.spec, TED, roles)
-            self._of: _OfDataset | _OfBuffer = _OfDataset(source, whole)
+            self._of: _OfDataset | _OfBuffer = _OfDataset(source)
         elif isinstance(source, ReplayBuffer) and state is not None:
             _check(source.stored(state), source.keys, roles)
-            self._of = _OfBuffer(source, state, whole)
+            self._of = _OfBuffer(source, state)
         else:
             raise TypeError(
                 f"{who}: expected a ReplayBuffer and its state, or a Dataset, got "
@@ -131,14 +129,12 @@ def _check(spec: PyTree, keys: Keys, roles: tuple[str, ...]) -> None:
 class _OfDataset:
     """The episodes of a dataset."""
 
-    def __init__(self, dataset: Dataset, whole: bool) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         known = dataset.facts
         facts = [
             {name: fact[number] for name, fact in known.items()} for number in range(len(dataset))
         ]
         kept = dataset.lengths > 0
-        if whole:
-            kept &= [each.get("complete", True) and not each.get("cut", False) for each in facts]
         self._dataset = dataset.only(dataset.numbers[kept])
         self.keys, self.spec, self.lengths = TED, dataset.spec, dataset.lengths[kept]
         self.facts = [facts[number] for number in np.flatnonzero(kept)]
@@ -153,14 +149,18 @@ class _OfBuffer:
     One alone would be compiled for each length.
     """
 
-    def __init__(self, buffer: ReplayBuffer, state: BufferState, whole: bool) -> None:
+    def __init__(self, buffer: ReplayBuffer, state: BufferState) -> None:
         self._buffer, self._state = buffer, state
-        every = read.episodes(buffer, state)
-        self._episodes = [each for each in every if not whole or (each.complete and not each.cut)]
+        self._episodes = read.episodes(buffer, state)
         self.keys, self.spec = buffer.keys, buffer.stored(state)
         self.lengths = np.array([len(each) for each in self._episodes], np.int64)
         self.facts: list[dict[str, Any]] = [
-            {"environment": each.environment, "complete": each.complete, "cut": each.cut}
+            {
+                "environment": each.environment,
+                "complete": each.complete,
+                "running": not each.ended,
+                "cut": each.cut,
+            }
             for each in self._episodes
         ]
 

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import h5py
 import numpy as np
 import pytest
@@ -26,6 +28,43 @@ def usual(seed=0, **more):
         "rewards": rng.normal(size=STEPS),
         **more,
     }
+
+
+def save_texts(path, **arrays):
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            file[name] = array.astype(object) if array.dtype.kind == "U" else array
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed, save_texts])
+@pytest.mark.parametrize("mapping", [None, {"id": "episode"}])
+def test_texts_that_tell_episodes_apart_become_numbers(tmp_path, save, mapping):
+    path = tmp_path / ("x.npz" if save is not save_texts else "x.h5")
+    texts = np.repeat(["zoo", "ant", "bee", "yak"], LENGTHS)
+    arrays = usual() | {"episode_id" if mapping is None else "id": texts}
+    save(path, **arrays, task=np.array(["run"] * STEPS))
+    dataset = jrb.datasets.open(path, mapping=mapping)
+    assert dataset.lengths.tolist() == LENGTHS
+    numbers = np.concatenate([each["episode"] for each in dataset])
+    assert numbers.tolist() == np.repeat(np.arange(4), LENGTHS).tolist()
+    assert dataset.facts["episode"].tolist() == ["zoo", "ant", "bee", "yak"]
+    assert "Left out, as no arrays of numbers for each step: 'task'." in dataset.notes
+    with pytest.raises(ValueError, match="'action': expected numbers, got 'task', which holds tex"):
+        jrb.datasets.open(path, mapping={"task": "action"})
+
+
+def test_declared_rows_of_which_nothing_is_stored_are_refused(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for name, dtype in {"obs": "f4", "action": "i1", "done": "?"}.items():
+            file.create_dataset(name, (8_000_000,), dtype, chunks=(1 << 16,))
+    told = r"100 times the \d+ bytes of the files, got 48000000 declared bytes.*max_expansion=\d+\."
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=told):
+        jrb.datasets.open(tmp_path / "x.h5")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    dataset = jrb.datasets.open(tmp_path / "x.h5", max_expansion=1e6)
+    assert dataset.transitions == 8_000_000
 
 
 def expected_of(arrays, terminated, truncated, **more):

@@ -203,28 +203,57 @@ def test_a_damaged_file_is_refused(tmp_path):
         file.truncate(3000)
     with pytest.raises(ValueError, match="expected a whole HDF5 file"):
         jrb.datasets.open(path, kind="d4rl")
-    with pytest.raises(ValueError, match="no kind recognises"):
+    with pytest.raises(ValueError, match="expected a whole HDF5 file"):
         jrb.datasets.open(path)
 
 
-def test_nothing_is_taken_from_elsewhere(tmp_path):
+def virtual(file, name, secret):
+    layout = h5py.VirtualLayout((4,), np.float64)
+    layout[:] = h5py.VirtualSource(secret, "x", (4,))
+    file.create_virtual_dataset(name, layout)
+
+
+def circle(file, name, secret):
+    file[name] = h5py.SoftLink("/other")
+    file["other"] = h5py.SoftLink("/" + name)
+
+
+ELSEWHERE = {
+    "external": lambda file, name, secret: file.__setitem__(name, h5py.ExternalLink(secret, "/x")),
+    "nowhere": lambda file, name, secret: file.__setitem__(name, h5py.SoftLink("/nothing")),
+    "circle": circle,
+    "virtual": virtual,
+    "raw": lambda file, name, secret: file.create_dataset(
+        name, (4,), np.float64, external=[(secret, 0, 32)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [None, "d4rl", "arrays"])
+@pytest.mark.parametrize("name", ["rewards", "infos/x"])
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_what_lies_elsewhere_is_refused(tmp_path, case, name, kind):
     arrays = arrays_of([2, 2], [True, False])
+    arrays.pop(name, None)
     secret = write(tmp_path / "secret.h5", {"x": np.arange(4.0)})
     path = write(tmp_path / "a.h5", arrays)
     with h5py.File(path, "r+") as file:
-        file["infos/outside"] = h5py.ExternalLink(secret, "/x")
-        file["infos/soft"] = h5py.SoftLink("/rewards")
-        layout = h5py.VirtualLayout((4,), np.float64)
-        layout[:] = h5py.VirtualSource(secret, "x", (4,))
-        file.create_virtual_dataset("infos/virtual", layout)
-    dataset = jrb.datasets.open(path)
-    assert set(dataset.spec) == {"observation", "action", "next"}
-    del arrays["rewards"]
-    path = write(tmp_path / "b.h5", arrays)
+        ELSEWHERE[case](file, name, secret)
+    with pytest.raises(ValueError, match="': expected data in the"):
+        jrb.datasets.open(path, kind=kind)
+
+
+@pytest.mark.parametrize("target", ["/hidden/r", "hidden/./r", "/again/r"])
+def test_soft_links_are_followed_within_the_file(tmp_path, target):
+    arrays = arrays_of([2, 2], [True, False])
+    path = write(tmp_path / "a.h5", arrays)
     with h5py.File(path, "r+") as file:
-        file["rewards"] = h5py.ExternalLink(secret, "/x")
-    with pytest.raises(ValueError, match="expected an array 'rewards'"):
-        jrb.datasets.open(path, kind="d4rl")
+        file["hidden/r"] = file["rewards"][()]
+        file["again"] = h5py.SoftLink("/hidden")
+        del file["rewards"]
+        file["rewards"] = h5py.SoftLink(target)
+    found = np.concatenate([each["next"]["reward"] for each in jrb.datasets.open(path)])
+    assert found.tobytes() == arrays["rewards"].tobytes()
 
 
 @pytest.mark.parametrize("name", ["..", "a/../b"])

@@ -316,17 +316,32 @@ def test_arrays_that_lie_in_other_files_are_not_read(tmp_path):
     with h5py.File(path + "/main_data.hdf5", "a") as file:
         group = file["episode_0"]
         group["infos/soft"] = h5py.SoftLink("/episode_0/rewards")
-        group["infos/link"] = h5py.ExternalLink("/etc/passwd", "x")
-        group.create_dataset("infos/raw", (2,), "u1", external=[("/etc/passwd", 0, 2)])
-        layout = h5py.VirtualLayout((2,), "f8")
-        layout[:] = h5py.VirtualSource("elsewhere.hdf5", "x", (2,))
-        group.create_virtual_dataset("infos/virtual", layout)
         group["infos/nothing"] = h5py.Empty("f8")
         group["infos/one"] = 3.0
     dataset = jrb.datasets.open(path)
-    assert "info" not in dataset[0]
+    sets.assert_same(dataset[0]["info"]["soft"], dataset[0]["next"]["reward"])
     (note,) = dataset.notes
-    assert note.endswith("infos/nothing, infos/one, infos/raw, infos/virtual.")
+    assert note.endswith("infos/nothing, infos/one.")
+
+
+@pytest.mark.parametrize("name", ["rewards", "infos/x", "observations"])
+def test_arrays_that_lie_elsewhere_are_refused(tmp_path, name):
+    path = sets.made(tmp_path, [sets.episode(2), sets.episode(2)])
+    with h5py.File(path + "/main_data.hdf5", "a") as file:
+        file["episode_1"].pop(name, None)
+        file["episode_1"][name] = h5py.ExternalLink("/etc/passwd", "x")
+    with pytest.raises(ValueError, match=f"'{name}': expected data in the file"):
+        jrb.datasets.open(path)
+
+
+def test_numbers_with_gaps_are_taken_in_their_order(tmp_path):
+    path = sets.made(tmp_path, [sets.episode(length) for length in (2, 3, 4)])
+    with h5py.File(path + "/main_data.hdf5", "a") as file:
+        file.move("episode_2", "episode_10")
+        file.move("episode_1", "episode_2")
+    dataset = jrb.datasets.open(path)
+    assert dataset.lengths.tolist() == [len(each["action"]) for each in dataset] == [2, 3, 4]
+    assert "8 numbers are missing between the episodes 0 and 10." in dataset.notes
 
 
 def test_a_group_that_holds_itself_is_refused(tmp_path):

@@ -108,8 +108,55 @@ def test_episodes_of_every_source(source):
     check_access(dataset, [expected_of(episode) for episode in episodes])
     assert dataset.facts["episode_id"].tolist() == list(range(100, 112))
     assert dataset.facts["episode_metadata/score"].tolist() == list(range(12))
-    assert len(dataset.notes) == 1
+    assert len(dataset.notes) == 2
     assert dataset.notes[0].endswith(": 'episode_metadata/file_path', 'language'.")
+    assert "12 of 12 episodes are left out, though they are not zero in action," in dataset.notes[1]
+
+
+def demonstration(steps, terminal, action=1.0, reward=1.0):
+    """One whose last step has an action and the only reward, as rlds_dataset_builder writes it."""
+    last = np.arange(steps) == steps - 1
+    return {
+        "steps": {
+            "observation": np.arange(steps, dtype=np.float32),
+            "action": np.where(last, action, 1.0),
+            "reward": np.where(last, reward, 0.0),
+            "is_first": np.arange(steps) == 0,
+            "is_last": last,
+            "is_terminal": last & terminal,
+        }
+    }
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_last_steps_with_a_reward_are_kept_where_that_is_wished(terminal):
+    episodes = [demonstration(steps, terminal) for steps in (3, 1, 4)]
+    dataset = jrb.datasets.open(episodes, last="keep")
+    assert dataset.lengths.tolist() == [3, 1, 4]
+    assert dataset.returns().tolist() == [1.0, 1.0, 1.0]
+    for found, episode in zip(dataset, episodes, strict=True):
+        assert_same(found["action"], episode["steps"]["action"])
+        last = np.arange(len(found["action"])) == len(found["action"]) - 1
+        assert found["next"]["valid"].tolist() == (~last).tolist()
+        assert found["next"]["terminated"].tolist() == (last & terminal).tolist()
+        assert found["next"]["truncated"].tolist() == (last & (not terminal)).tolist()
+    assert jrb.stats(*dataset.buffer())["return"]["mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("padding", "told"),
+    [
+        ((0, 0), None),
+        ((0, 1), "in reward."),
+        ((2, 0), "in action."),
+        ((1, 1), "in action, reward."),
+    ],
+)
+def test_what_is_left_out_is_told_unless_it_is_zero(padding, told):
+    episodes = [demonstration(3, True, 0, 0), demonstration(4, True, *padding)]
+    notes = jrb.datasets.open(episodes).notes
+    assert len(notes) == (told is not None)
+    assert told is None or ("last steps of 1 of 2 episodes" in notes[0] and told in notes[0])
 
 
 def test_an_episode_without_its_last_observation_is_marked():

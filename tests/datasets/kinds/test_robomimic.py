@@ -95,7 +95,7 @@ def test_numbers_that_lack_are_told(tmp_path):
     del demos["demo_1"], demos["demo_3"]
     dataset = jrb.datasets.open(write(tmp_path / "a", demos))
     assert dataset.facts["demo"].tolist() == [0, 2, 4]
-    assert "Between demo_0 and demo_4 there lack 2." in dataset.notes
+    assert "a: 2 numbers are missing between demo_0 and demo_4." in dataset.notes
     check_access(dataset, [expected_of(demo) for demo in demos.values()])
 
 
@@ -108,10 +108,27 @@ def test_rewards_are_read_alone(tmp_path, monkeypatch):
     assert read == {"rewards", "dones"}
 
 
-def test_wrong_numbers_of_samples_and_unknown_names_are_refused(tmp_path):
-    path = write(tmp_path / "a", demos_of(0, 2), {"train": ["demo_7"]})
-    with pytest.raises(ValueError, match=r"mask/train.*demo_7"):
-        jrb.datasets.open(path)
+def test_names_of_lost_demonstrations_are_told(tmp_path):
+    masks = {"train": ["demo_10", "demo_1", "demo_7"], "valid": ["demo_0"]}
+    dataset = jrb.datasets.open(write(tmp_path / "a", demos_of(0, 2), masks))
+    assert dataset.facts["mask/train"].tolist() == [False, True]
+    told = "mask/train lists 2 demonstrations that are not in the file: demo_7, demo_10."
+    assert dataset.notes[1:] == (told,)
+
+
+def test_files_without_rewards_are_opened(tmp_path):
+    demos = demos_of(0, 3)
+    for demo in demos.values():
+        del demo["rewards"]
+    dataset = jrb.datasets.open(write(tmp_path / "a", demos))
+    assert "There are no rewards in the files." in dataset.notes
+    assert "reward" not in dataset.spec["next"]
+    for episode, demo in zip(dataset, demos.values(), strict=True):
+        assert episode["action"].tobytes() == demo["actions"].tobytes()
+    assert jrb.stats(*dataset.buffer())["complete"] == 3
+
+
+def test_wrong_numbers_of_samples_are_refused(tmp_path):
     path = write(tmp_path / "b", demos_of(0, 2))
     with h5py.File(path, "r+") as file:
         file["data/demo_1"].attrs["num_samples"] = 99
@@ -130,7 +147,8 @@ def test_what_lacks_is_named(tmp_path, name):
     path = write(tmp_path / "a", demos_of(0, 2))
     with h5py.File(path, "r+") as file:
         del file["data/demo_1"][name]
-    with pytest.raises(ValueError, match=f"demo_1: expected an array '{name}'"):
+    told = "the leaves of the first" if name == "rewards" else f"an array '{name}'"
+    with pytest.raises(ValueError, match=f"demo_1: expected {told}"):
         jrb.datasets.open(path)
 
 
@@ -140,8 +158,8 @@ def test_other_files_are_not_recognised(tmp_path):
         file["obs/x"] = np.zeros(4)
     with h5py.File(tmp_path / "b", "w") as file:
         file["data"] = h5py.SoftLink("/nowhere")
-    for name in "ab":
-        with pytest.raises(ValueError, match="no kind recognises"):
+    for name, told in (("a", "no kind recognises"), ("b", "'data': .*leads nowhere")):
+        with pytest.raises(ValueError, match=told):
             jrb.datasets.open(tmp_path / name)
         with pytest.raises(ValueError, match="expected"):
             jrb.datasets.open(tmp_path / name, kind="robomimic")

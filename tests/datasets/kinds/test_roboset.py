@@ -114,7 +114,6 @@ def wrong(**changes):
 
 
 BAD = {
-    "gap": ({"Trial0": wrong(), "Trial2": wrong()}, r"trials from 0 on.*\[0, 2\]"),
     "twice": ({"Trial0": wrong(), "Trial00": wrong()}, "a number of its own"),
     "missing": ({"Trial0": wrong(rewards=None)}, "Trial0: expected an array 'rewards'"),
     "unseen": ({"Trial0": wrong(observations=None)}, "expected observations"),
@@ -134,6 +133,25 @@ def test_what_is_wrong_is_named(tmp_path, case):
     assert path in str(error.value)
 
 
+def test_numbers_with_gaps_are_taken_in_their_order(tmp_path):
+    trials = trials_of(0, 4)
+    named = dict(zip(("Trial0", "Trial1", "Trial10", "Trial2"), trials.values(), strict=True))
+    dataset = jrb.datasets.open(write(tmp_path / "a.h5", named))
+    assert dataset.facts["episode"].tolist() == [0, 1, 2, 10]
+    for name, episode in zip(("Trial0", "Trial1", "Trial2", "Trial10"), dataset, strict=True):
+        assert episode["action"].tobytes() == named[name]["actions"].tobytes()
+    assert "a.h5: 7 numbers are missing between Trial0 and Trial10." in dataset.notes
+
+
+def test_a_file_of_a_folder_that_is_no_more_of_hdf5_is_not_left_out(tmp_path):
+    for number in range(3):
+        path = write(tmp_path / f"{number}.h5", trials_of(number, 2))
+    with open(path, "r+b") as file:
+        file.write(b"\0")
+    with pytest.raises(ValueError, match=r"2\.h5: expected a whole HDF5 file"):
+        jrb.datasets.open(tmp_path)
+
+
 def test_a_damaged_file_of_a_folder_is_named(tmp_path):
     for number in range(2):
         path = write(tmp_path / f"{number}.h5", trials_of(number, 20))
@@ -148,5 +166,5 @@ def test_a_trial_that_lies_elsewhere_is_refused(tmp_path):
     path = write(tmp_path / "a.h5", trials_of(0, 1))
     with h5py.File(path, "r+") as file:
         file["Trial1"] = h5py.ExternalLink(other, "/Trial0")
-    with pytest.raises(ValueError, match="expected a group of this file"):
+    with pytest.raises(ValueError, match="'Trial1': expected data in the file itself"):
         jrb.datasets.open(path)

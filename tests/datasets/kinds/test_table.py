@@ -55,6 +55,46 @@ def table_of(leaves, fixed=True, names=None):
     return pa.table({names[name]: nested(leaf, fixed) for name, leaf in leaves.items()})
 
 
+@pytest.mark.parametrize("mapping", [None, {"id": "episode"}, jrb.Keys(episode="id")])
+@pytest.mark.parametrize("encoded", [False, True])
+def test_texts_that_tell_episodes_apart_become_numbers(tmp_path, mapping, encoded):
+    leaves = {"observation": np.arange(9.0), "action": np.arange(9)}
+    names = ["zoo"] * 2 + ["ant"] * 3 + ["bee"] * 4
+    column = pa.array(names).dictionary_encode() if encoded else pa.array(names)
+    table = table_of(leaves).append_column("episode_id" if mapping is None else "id", column)
+    table = table.append_column("task", pa.array(["run"] * 9))
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    dataset = datasets.open(tmp_path / "a.parquet", mapping=mapping)
+    assert dataset.lengths.tolist() == [2, 3, 4]
+    assert [each["episode"].tolist() for each in dataset] == [[0] * 2, [1] * 3, [2] * 4]
+    assert dataset.facts["episode"].tolist() == ["zoo", "ant", "bee"]
+    assert any("are left out: task (string)" in note for note in dataset.notes)
+    assert any("Texts tell episodes apart" in note for note in dataset.notes)
+    assert jrb.stats(*dataset.buffer())["complete"] == 3
+    with pytest.raises(ValueError, match="'next/reward': expected numbers, got 'task', which hold"):
+        datasets.open(tmp_path / "a.parquet", mapping={"task": "reward"})
+
+
+def test_tables_that_inflate_are_refused(tmp_path):
+    steps = 2 << 20  # 48 MiB
+    ends = pa.array(np.arange(steps) % 1000 == 999)
+    zeros = pa.array(np.zeros(steps))
+    table = pa.table({"observation": zeros, "action": zeros, "reward": zeros, "done": ends})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"bytes of the files, got 5\d+ declared.*max_expansion="):
+        datasets.open(tmp_path / "a.parquet")
+    assert datasets.open(tmp_path / "a.parquet", max_expansion=10_000).transitions == steps
+
+
+def test_a_table_of_a_folder_that_is_none_any_more_is_not_left_out(tmp_path):
+    for number in range(3):
+        parquet.write_table(table_of(made(seed=number)), tmp_path / f"{number}.parquet")
+    with open(tmp_path / "1.parquet", "r+b") as file:
+        file.write(b"\0")
+    with pytest.raises(ValueError, match=r"1\.parquet: expected a Parquet or Arrow file"):
+        datasets.open(tmp_path)
+
+
 def expected(leaves, lengths, number):
     """An episode in TED, in plain Python."""
     start = sum(lengths[:number])

@@ -34,11 +34,17 @@ def test_episodes_are_those_of_plain_python(seed):
     first, count = rng.integers(0, rows, envs), rng.integers(0, rows + 1, envs)
     place = np.arange(rows)[:, None]
     here = (place >= first) & (place < first + count)
-    found, wanted = rings.in_episodes(numbers, over, here), plain(numbers, over, here)
+    lost = rng.random(envs) < 0.5
+    found, wanted = rings.in_episodes(numbers, over, here, lost), plain(numbers, over, here)
     assert found.order.tolist() == [number for each in wanted for number in each[2]]
     assert found.ends.tolist() == np.cumsum([len(each[2]) for each in wanted]).tolist()
     assert found.environment.tolist() == [each[1] for each in wanted]
-    assert found.complete.tolist() == [each[3] for each in wanted]
+    assert found.running.tolist() == [not each[3] for each in wanted]
+    oldest = [(env, each[2]) for env in range(envs) for each in wanted if each[1] == env]
+    first = dict(reversed(oldest))
+    cut = [lost[env] and first[env] is number for _, env, number, _ in wanted]
+    assert found.cut.tolist() == cut
+    assert found.complete.tolist() == [e[3] and not c for e, c in zip(wanted, cut, strict=True)]
 
 
 def test_names_in_ted():

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jrb._base import checks
+from jrb._base import checks, expansion
 from jrb.datasets.kind import Source
 from jrb.datasets.kinds.lerobot import meta as lerobot_meta
 from jrb.datasets.kinds.lerobot.meta import Meta
@@ -61,6 +61,8 @@ class LeRobot(Flat):
         """The columns, which read what they are asked for."""
         meta = _known.get(lerobot_meta.stamps(source), lambda: lerobot_meta.read(source))
         tables = _Tables(source, meta)
+        limit = expansion.Limit(source, meta.files, self.max_expansion)
+        limit.add(expansion.nbytes(tables.columns))
         videos, lacking = self._videos(meta, tables.columns)
         columns = tables.columns | {tables.names[name]: each for name, each in videos.items()}
         flags = {name: Flag(columns.pop(name), name, source) for name in _FLAGS if name in columns}

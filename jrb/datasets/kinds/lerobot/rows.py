@@ -12,6 +12,7 @@ import numpy as np
 
 from jrb._base import extras
 from jrb.datasets.reading import arrow
+from jrb.datasets.reading.names import natural_order
 
 _MOST = 1 << 48  # steps
 _OWN = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
@@ -118,5 +119,5 @@ def read_tables(path: str, is_needed: bool) -> list[dict[str, Any]]:
 def _tables(path: str) -> list[str]:
     if not os.path.isdir(path):
         return arrow.tables(path)
-    chunks = sorted(os.listdir(path), key=arrow.in_order)
+    chunks = sorted(os.listdir(path), key=natural_order)
     return [table for chunk in chunks for table in arrow.tables(os.path.join(path, chunk))]

@@ -12,7 +12,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5d, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
+from h5py import h5d  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.datasets.kinds.minari.about import MAIN
 from jrb.datasets.kinds.minari.leaf import (
@@ -117,8 +117,9 @@ class Files:
 
     def _leaf(self, where: str, name: str, found: h5d.DatasetID) -> Leaf | None:
         """A leaf of numbers or images, in its own file; None for all else."""
-        shape, dtype, plan = found.shape, found.dtype, found.get_create_plist()
-        if not shape or plan.get_external_count() or plan.get_layout() == h5d.VIRTUAL:
+        shape, dtype = found.shape, found.dtype
+        hdf5.check_stored(where, found)
+        if not shape:
             return None
         varies = h5py.check_vlen_dtype(dtype) == np.uint8
         if not varies and dtype.kind not in "biufc":
@@ -174,4 +175,4 @@ def _images(where: str, dataset: h5py.Dataset, space: Space | None) -> Leaf | No
 def _named(group: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """The datasets of these names."""
     for name in names:
-        yield name, h5o.open(group, os.fsencode(name))
+        yield name, hdf5.follow(name, group, os.fsencode(name))

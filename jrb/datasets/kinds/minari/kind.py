@@ -57,18 +57,18 @@ class Minari(Indexed):
 
     def describe(self, source: Source) -> Description:
         """What there is, from the shapes of all arrays."""
-        return minari_scan.scanned(source).description
+        return minari_scan.scanned(source, self.max_expansion).description
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """The episodes of these numbers."""
-        scan = minari_scan.scanned(source)
+        scan = minari_scan.scanned(source, self.max_expansion)
         with minari_scan.opened(scan.folder, scan.description.metadata) as files:
             for number in numbers:
                 yield scan.episode(files, number)
 
     def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """The rewards of these episodes, without the rest of them."""
-        scan = minari_scan.scanned(source)
+        scan = minari_scan.scanned(source, self.max_expansion)
         with minari_scan.opened(scan.folder, scan.description.metadata) as files:
             for number in numbers:
                 yield scan.read(files, number, ["rewards"])["rewards"]

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jrb._base.expansion import Limit
 from jrb.datasets.kind import Description, Episode, Source, shifted
 from jrb.datasets.kinds.minari import (
     about as minari_about,
@@ -25,7 +27,16 @@ from jrb.datasets.kinds.minari import (
     hdf5 as minari_hdf5,
 )
 from jrb.datasets.kinds.minari.leaf import Stored
-from jrb.datasets.kinds.minari.summary import TED, Form, check_alike, is_info, role, said, summary
+from jrb.datasets.kinds.minari.summary import (
+    TED,
+    Form,
+    Summary,
+    check_alike,
+    is_info,
+    role,
+    said,
+    summary,
+)
 from jrb.layouts.names import nest
 
 
@@ -51,11 +62,13 @@ class Scan:
 
     Attributes:
         folder: where it lies.
+        numbers: those of the episodes in the files, of which some may lack.
         forms: what is read, by name.
         description: what is known of it.
     """
 
     folder: str
+    numbers: Sequence[int]
     forms: Mapping[str, Form]
     description: Description
 
@@ -76,7 +89,7 @@ class Scan:
         Raises:
             ValueError: they are damaged, or no longer what they were.
         """
-        stored, found = files.stored(number, names), {}
+        stored, found = files.stored(self.numbers[number], names), {}
         steps = int(self.description.lengths[number])
         for name in names:
             leaf, form = stored.leaves.get(name), self.forms[name]
@@ -89,7 +102,7 @@ class Scan:
         return found
 
 
-def scanned(source: Source) -> Scan:
+def scanned(source: Source, max_expansion: float) -> Scan:
     """What is in all episodes; looked for once, as long as the files stay the same.
 
     Raises:
@@ -101,7 +114,7 @@ def scanned(source: Source) -> Scan:
             f"{source}: expected a folder with '{minari_about.FILE}' or '{minari_about.MAIN}', or "
             "one with such a folder 'data', found none."
         )
-    return _scan(folder, tuple(_signatures(folder)))
+    return _scan(folder, max_expansion, tuple(_signatures(folder)))
 
 
 def _signatures(folder: str) -> Iterator[tuple[int, ...]]:
@@ -112,13 +125,14 @@ def _signatures(folder: str) -> Iterator[tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _scan(folder: str, signatures: tuple[Any, ...]) -> Scan:
+def _scan(folder: str, max_expansion: float, signatures: tuple[Any, ...]) -> Scan:
     """The signatures tell a set from what stood in the same place before."""
     about = minari_about.metadata(folder)
+    limit = Limit(folder, _files_below(folder), max_expansion)
     with opened(folder, about) as files:
         numbers = files.numbers()
         _check_numbers(folder, numbers, about)
-        found = [summary(files.stored(number)) for number in numbers]
+        found = [_summary(files.stored(number), limit) for number in numbers]
         facts = _facts([files.attributes(number) for number in numbers])
     forms = {name: form for name, form in found[0].forms.items() if not is_info(name)}
     for each in found:
@@ -134,9 +148,21 @@ def _scan(folder: str, signatures: tuple[Any, ...]) -> Scan:
         np.array([each.is_cut for each in found]) if any(each.is_cut for each in found) else None,
         facts,
         about,
-        tuple(_notes(about, sorted(seen - forms.keys()))),
+        (*_gap_note(numbers), *_notes(about, sorted(seen - forms.keys()))),
     )
-    return Scan(folder, forms, description)
+    return Scan(folder, numbers, forms, description)
+
+
+def _files_below(folder: str) -> Iterator[str]:
+    for inner, _, names in os.walk(folder):
+        yield from (os.path.join(inner, name) for name in names)
+
+
+def _summary(stored: Stored, limit: Limit) -> Summary:
+    """Looks at an episode whose arrays are not too large for its files."""
+    for leaf in stored.leaves.values():
+        limit.add(leaf.rows * math.prod(leaf.shape) * leaf.dtype.itemsize)
+    return summary(stored)
 
 
 @contextlib.contextmanager
@@ -160,10 +186,10 @@ def opened(folder: str, about: Mapping[str, Any]) -> Iterator[Files]:
 
 
 def _check_numbers(folder: str, numbers: Sequence[int], about: Mapping[str, Any]) -> None:
-    """Refuses sets where an episode lacks."""
+    """Refuses sets with fewer or more episodes than their metadata count."""
     told = about.get("total_episodes", len(numbers))
     count = told if isinstance(told, int) and told > 0 else max(len(numbers), 1)
-    if len(numbers) == count and list(numbers) == list(range(count)):
+    if len(set(numbers)) == len(numbers) == count:
         return
     found = set(numbers)
     lacking = list(itertools.islice((each for each in range(count) if each not in found), 5))
@@ -172,6 +198,13 @@ def _check_numbers(folder: str, numbers: Sequence[int], about: Mapping[str, Any]
         f"{folder}: expected the episodes 0 to {count - 1}, got {len(numbers)}; of these lack "
         f"{lacking}, not expected are {surplus}."
     )
+
+
+def _gap_note(numbers: Sequence[int]) -> tuple[str, ...]:
+    first, last = numbers[0], numbers[-1]
+    missing = last - first + 1 - len(numbers)
+    told = f"{missing} numbers are missing between the episodes {first} and {last}."
+    return (told,) * (missing > 0)
 
 
 def ted_name(name: str) -> str:

@@ -191,9 +191,10 @@ class InRows:
         slots = np.asarray(context.held.from_oldest(buffer.ring))
         counts = np.broadcast_to(np.asarray(context.held.rows(buffer.ring)), buffer.ring.envs)
         here = np.arange(buffer.ring.rows)[:, None] < counts
-        here = self._without_lost(slots, here)
+        held, here = here, self._without_lost(slots, here)
+        lost = read.has_lost_beginning(buffer, writer, unit) | (held != here).any(axis=0)
         over = np.array(buffer.unit.ends(context, unit, jnp.asarray(slots)))
-        return rings.in_episodes(slots, self._over(buffer.keys, slots, here, over), here)
+        return rings.in_episodes(slots, self._over(buffer.keys, slots, here, over), here, lost)
 
     def _told(self) -> Rows:
         """All rows, with the episodes that were written."""
@@ -201,7 +202,8 @@ class InRows:
         if (np.diff(ends, prepend=0) < 1).any() or ends[-1:].tolist() != [self._store.slots]:
             raise DamagedError(f"{self.path}: expected ends of episodes in their order.")
         order = np.arange(self._store.slots)
-        return Rows(order, ends, np.zeros(len(ends), np.int64), np.ones(len(ends), bool))
+        no = np.zeros(len(ends), bool)
+        return Rows(order, ends, no.astype(np.int64), running=no, cut=no)
 
     @property
     def facts(self) -> dict[str, np.ndarray]:
@@ -290,5 +292,6 @@ class InMemory:
             np.concatenate([np.zeros(0, np.int64), *(place[each.slots] for each in found)]),
             np.cumsum([len(each) for each in found], dtype=np.int64),
             np.array([each.environment for each in found], np.int64),
-            np.array([each.complete for each in found], bool),
+            np.array([not each.ended for each in found], bool),
+            np.array([each.cut for each in found], bool),
         )

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jrb._base import checks
 from jrb.datasets.kind import Description, Episode, Kind, Source, spec_of
 from jrb.datasets.kinds.rlds.steps import Read, held, is_episode, read
 from jrb.datasets.reading.flat import left_out_note
@@ -28,9 +29,11 @@ class Episodes:
     Args:
         source: a sequence of episodes, or anything else that can be gone through again; a function
             that returns an iterator; or an iterator, which is taken into memory.
+        keeps_last: see `steps.read`.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, keeps_last: bool) -> None:
+        self._keeps_last = keeps_last
         self._source = list(map(held, source)) if isinstance(source, Iterator) else source
         self._spec: Any = None
         self._lengths: list[int] | None = None
@@ -38,7 +41,7 @@ class Episodes:
     def __iter__(self) -> Iterator[Read]:
         count = 0
         for number, episode in enumerate(_begun(self._source)):
-            yield self._checked(number, read(number, episode))
+            yield self._checked(number, read(number, episode, self._keeps_last))
             count += 1
         if self._lengths is not None and count != len(self._lengths):
             raise _changed(f"{len(self._lengths)} episodes", count)
@@ -46,7 +49,7 @@ class Episodes:
     def pick(self, numbers: Sequence[int]) -> Iterator[Read]:
         """The episodes of these numbers; of a sequence, without going through the others."""
         for number in numbers:
-            yield self._checked(number, read(number, self._source[number]))
+            yield self._checked(number, read(number, self._source[number], self._keeps_last))
 
     @property
     def is_sequence(self) -> bool:
@@ -75,14 +78,25 @@ class RLDS(Kind):
     """Episodes of RLDS.
 
     To be described, all of them are gone through once. `discount` and what else the steps have is
-    kept under its own name, numbers that lie beside the steps are facts. A last step (`is_last`)
-    has an observation alone; what else it has is padding, and is left out.
+    kept under its own name, numbers that lie beside the steps are facts.
+
+    Attributes:
+        last: what happens to the last step (`is_last`) of an episode. By RLDS it has an observation
+            alone, and what else it has is padding: "drop" takes the observation as the next one of
+            the step before. "keep" takes it as a step with its action and reward, as
+            rlds_dataset_builder and Open X-Embodiment write it; its next observation is in no file
+            (`next/valid` is False). A note tells where "drop" leaves out more than zeros.
     """
 
     name: ClassVar[str] = "rlds"
     looks_for: ClassVar[str] = (
         "a sequence or an iterator of dicts with 'steps', or a function that returns an iterator"
     )
+
+    last: str = "drop"
+
+    def __post_init__(self) -> None:
+        checks.choice("last", self.last, ("drop", "keep"))
 
     def recognises(self, source: Source) -> bool:
         """Whether the first episode has steps; of an iterator, which would lose it, its type."""
@@ -96,7 +110,7 @@ class RLDS(Kind):
 
     def pinned(self, source: Source) -> "Pinned":
         """The kind of these episodes, which takes those of an iterator into memory."""
-        return Pinned(Episodes(source))
+        return Pinned(told=self._of(source), last=self.last)
 
     def describe(self, source: Source) -> Description:
         """What there is, by going through all of it."""
@@ -104,11 +118,12 @@ class RLDS(Kind):
         told = [_glance(found) for found in episodes]
         if not told:
             raise ValueError("rlds: expected one episode or more, got none.")
-        specs, lengths, cuts, facts, left_out, is_told = zip(*told, strict=True)
+        specs, lengths, cuts, facts, left_out, dropped, is_told = zip(*told, strict=True)
         episodes.keep(list(lengths))
         common = set(facts[0]).intersection(*facts)
         lacking = set().union(*facts, *left_out) - common
         notes = left_out_note(lacking) + (_NO_TERMINAL,) * (not all(is_told))
+        notes += _dropped_note(dropped)
         return Description(
             specs[0],
             np.array(lengths, np.int64),
@@ -132,7 +147,7 @@ class RLDS(Kind):
             yield found.items
 
     def _of(self, source: Source) -> Episodes:
-        return Episodes(source)
+        return Episodes(source, self.last == "keep")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,7 +158,7 @@ class Pinned(RLDS):
         told: the episodes.
     """
 
-    told: Episodes
+    told: Episodes = dataclasses.field(kw_only=True)
 
     def pinned(self, source: Source) -> "Pinned":
         """The same."""
@@ -153,9 +168,19 @@ class Pinned(RLDS):
         return self.told
 
 
-def _glance(found: Read) -> tuple[Any, int, bool, Leaves, set[str], bool]:
+def _glance(found: Read) -> tuple[Any, int, bool, Leaves, set[str], set[str], bool]:
+    """What is kept of an episode that was read to describe it."""
     spec = spec_of(found.items)
-    return spec, found.steps, found.is_cut, found.facts, found.left_out, found.is_told
+    return spec, found.steps, found.is_cut, *found[2:]
+
+
+def _dropped_note(dropped: Sequence[set[str]]) -> tuple[str, ...]:
+    """Returns a sentence on last steps that are left out and hold more than zeros."""
+    count, names = sum(map(bool, dropped)), ", ".join(sorted(set().union(*dropped)))
+    return (
+        f"The last steps of {count} of {len(dropped)} episodes are left out, though they are not "
+        f"zero in {names}. Open with last='keep' if these are steps of their own.",
+    ) * (count > 0)
 
 
 def _begun(source: Any) -> Iterable[Any]:

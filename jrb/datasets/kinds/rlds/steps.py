@@ -26,6 +26,7 @@ class Read(NamedTuple):
         is_cut: see `Description.cut`.
         facts: numbers that are known of it, by name.
         left_out: the names of what is no array of numbers.
+        dropped: the names of what a last step holds besides zeros, and what is not read.
         is_told: whether its steps say if they are terminal.
     """
 
@@ -33,6 +34,7 @@ class Read(NamedTuple):
     is_cut: bool
     facts: Leaves
     left_out: set[str]
+    dropped: set[str]
     is_told: bool
 
     @property
@@ -53,12 +55,14 @@ def held(episode: Any) -> Any:
     return {**episode, _STEPS: list(episode[_STEPS])}
 
 
-def read(number: int, episode: Any) -> Read:
+def read(number: int, episode: Any, keeps_last: bool) -> Read:
     """An episode.
 
     Args:
         number: its place among others, for errors.
         episode: a dict with `steps`.
+        keeps_last: whether the last step is read with its action and reward, though no observation
+            comes after it.
 
     Raises:
         ValueError: it is none, or has no step; arrays of several lengths, or flags amid it.
@@ -78,8 +82,16 @@ def read(number: int, episode: Any) -> Read:
     single = {name: array for name, array in facts.items() if not array.shape}
     left_out |= {name for name, _ in _flat(beside)} - single.keys()
     ended = _is_set(leaves, _LAST) or _is_set(leaves, _TERMINAL)
-    items = _to_ted(where, leaves, len(leaves[_LAST]) - ended)
-    return Read(items, not ended, single, left_out, _TERMINAL in leaves)
+    drops = ended and not keeps_last
+    items = _to_ted(where, leaves, len(leaves[_LAST]) - drops)
+    dropped = {name for name, leaf in leaves.items() if drops and _is_lost(name, leaf)}
+    return Read(items, not drops, single, left_out, dropped, _TERMINAL in leaves)
+
+
+def _is_lost(name: str, leaf: np.ndarray) -> bool:
+    """Whether a last step that is left out has something in a leaf that a step has for itself."""
+    is_flag = name in (_FIRST, _LAST, _TERMINAL, "discount")
+    return not is_flag and not _is_seen(name) and bool(np.any(leaf[-1:]))
 
 
 def _to_ted(where: str, leaves: Leaves, steps: int) -> Episode:
@@ -98,7 +110,7 @@ def _to_ted(where: str, leaves: Leaves, steps: int) -> Episode:
             found.append((f"next/{name}", shifted(leaf, steps)))
     terminated, truncated = np.zeros(steps, bool), np.zeros(steps, bool)
     terminated[-1] = _is_set(leaves, _TERMINAL)
-    truncated[-1] = len(leaves[_LAST]) > steps and not terminated[-1]
+    truncated[-1] = _is_set(leaves, _LAST) and not terminated[-1]
     found += [("next/terminated", terminated), ("next/truncated", truncated)]
     check_names(where, [name for name, _ in found])
     return nest(dict(found))

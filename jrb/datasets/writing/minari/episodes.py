@@ -66,7 +66,7 @@ class Written:
             _put(infos, name, leaf)
         self.episodes += 1
         self.steps += len(episode.reward)
-        self.running += not episode.held.is_complete
+        self.running += episode.held.is_running
         self.begun += episode.held.is_cut
         self.left_out += episode.left_out
 
