@@ -4,14 +4,17 @@ Several buffers in one folder are parts: a checkpoint each, in a folder of its o
 """
 
 import os
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
 from jrb._store import generation, opening
+from jrb._store import schema as schemas
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb._store.opening import Progress, nobody
+from jrb._store.schema import NATURAL, Schema
 
 MIX, SEVERAL, SHARDED = "mix", "several", "sharded"
 """The kinds of checkpoints that consist of others."""
@@ -35,23 +38,135 @@ def path_of(path: str, name: str) -> str:
     return os.path.join(path, folder_name(name))
 
 
+def meta_of(opened: Generation) -> dict[str, Any]:
+    """Returns what a generation says of its buffers.
+
+    Raises:
+        DamagedError: an entry is not what it has to be.
+    """
+    meta = opened.body["meta"] or {}
+    check(opened.path, meta, _META | _OF_KIND.get(str(meta.get("kind")), {}))
+    return meta
+
+
+def check(path: str, meta: Any, schema: Schema) -> None:
+    """Raises `DamagedError` unless what a file says of its buffers is as a schema says."""
+    try:
+        schemas.check(meta, schema, "meta")
+    except ValueError as error:
+        raise DamagedError(f"{path}: {error}.") from error
+
+
+def _description(value: Any) -> Schema:
+    """The schema of an encoded description (see `jrb.checkpoint.descriptions`)."""
+    if not isinstance(value, dict):
+        return type(None), bool, int, float, str
+    if "tuple" in value:
+        return {"tuple": [_description]}
+    return {"named": str} if "named" in value else {"part": str, "fields": {...: _description}}
+
+
+def _structure(value: Any) -> Schema:
+    """The schema of the encoded structure of items."""
+    known = [name for name in _STRUCTURES if isinstance(value, dict) and name in value]
+    return _STRUCTURES[known[0]] if known else {"leaf": list}
+
+
+_LENGTH = range(1 << 40)
+_STRUCTURES: dict[str, dict[str, Any]] = {
+    "leaf": {"leaf": [str, [_LENGTH]]},
+    "none": {"none": bool},
+    "dict": {"dict": [[(str, NATURAL), _structure]]},
+    "list": {"list": [_structure]},
+    "tuple": {"tuple": [_structure]},
+    "unknown": {"unknown": str, "leaves": [_structure]},
+    "class": {"class": str, "fields": [[str, _structure]]},
+}
+
+
+def _size(value: Any) -> Schema:
+    """The schema of a number of items; of states under vmap a list."""
+    return [_size] if isinstance(value, list) else NATURAL
+
+
+def _form(value: Any) -> Schema:
+    """The schema of what is said of items that are not in rows of the state's own leaves."""
+    if value is None:
+        return type(None)
+    encoded = {"encode": str, "structure": _structure, "blank": NATURAL}
+    kinds = {"encoded": encoded, "apart": {"count": NATURAL, "sums?": [NATURAL]}}
+    return {"kind": str} | kinds.get(str(value.get("kind")) if isinstance(value, dict) else "", {})
+
+
+def _container(value: Any) -> Schema:
+    """The schema of the dict or tuple that several buffers were in."""
+    kinds: dict[str, Schema] = {"dict": {"dict": [str]}, "tuple": {"tuple": NATURAL}}
+    known = [kinds[name] for name in kinds if isinstance(value, dict) and name in value]
+    return known[0] if known else {"class": str, "fields": [str]}
+
+
+_COUNT = range(1, 1 << 62), type(None)
+_FACTS = {
+    **{f"{name}?": str for name in ("description", "time")},
+    **{f"{name}?": _COUNT for name in ("capacity", "num_envs")},
+    "size?": _size,
+    "versions?": {...: str},
+}
+_META = {"kind?": str, "extra?": [str], "form?": _form, "facts?": _FACTS}
+_PARTS = {"parts": {...: lambda value: [NATURAL, str] if isinstance(value, list) else NATURAL}}
+
+ABOUT = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
+"""The schema of what a file says of one buffer; see `jrb.checkpoint.matching.about`."""
+
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "buffer": ABOUT,
+    "store": ABOUT,
+    MIX: {"buffer": _description} | _PARTS,
+    SHARDED: {"buffer": _description} | _PARTS,
+    SEVERAL: {"forms": {"buffer": _container, "state": _container}} | _PARTS,
+}
+
+
 def generations(opened: Generation) -> dict[str, int]:
     """Which generation of each buffer belongs to one of all; nothing if it is of another kind.
 
     Raises:
         DamagedError: it does not say so.
     """
-    meta = opened.body["meta"] or {}
-    if meta.get("kind") not in (MIX, SEVERAL, SHARDED):
-        return {}
-    found = meta.get("parts")
-    if not isinstance(found, dict) or not all(type(number) is int for number in found.values()):
-        raise DamagedError(f"{opened.path}: expected the generation of each part, got {found!r}.")
+    return {name: number for name, (number, _) in _parts(opened).items()}
+
+
+def _parts(opened: Generation) -> dict[str, Any]:
+    """Number and identity of the generation of each part; an older jrb wrote the number alone."""
+    meta = meta_of(opened)
+    entries = meta["parts"] if meta.get("kind") in (MIX, SEVERAL, SHARDED) else {}
+    return {name: it if isinstance(it, list) else (it, None) for name, it in entries.items()}
+
+
+def part(path: str, whole: Generation, name: str) -> Generation:
+    """Returns the generation of a part that belongs to one of the whole.
+
+    Args:
+        path: of the whole.
+        whole: its generation.
+        name: of the part.
+
+    Raises:
+        FileNotFoundError: there is no such generation.
+        DamagedError: it is not what was written, or is one of another save.
+    """
+    number, identity = _parts(whole)[name]
+    found = opened(path_of(path, name), number)
+    if identity not in (None, found.identity):
+        raise DamagedError(
+            f"{found.path}: expected part '{name}' as {whole.path} names it, found one of another "
+            "save. Put back the folder that belongs there; copy a checkpoint only as a whole."
+        )
     return found
 
 
 def known(folder: Folder, number: int) -> dict[str, int]:
-    """The same of a generation that may be damaged, or gone: then nothing."""
+    """The same as `generations` of one that may be damaged, or gone: then nothing."""
     try:
         return generations(Generation(folder, number))
     except (DamagedError, FileNotFoundError):
@@ -77,9 +192,12 @@ def opened(path: str, number: int | None = None) -> Generation:
 
 def metadata(path: str, number: int | None = None) -> dict[str, Any]:
     """See `jrb.checkpoint.metadata`."""
-    found = opened(path, number)
-    meta = found.body["meta"] or {}
-    form, parts = meta.get("form") or {}, generations(found)
+    return _metadata(path, opened(path, number))
+
+
+def _metadata(path: str, found: Generation) -> dict[str, Any]:
+    meta, parts = meta_of(found), generations(found)
+    form = meta.get("form") or {}
     leaves = {name: "".join(location.leaf.kind) for name, location in sorted(found.leaves.items())}
     widths = sum(column.width for column in found.columns)
     arrays = sum(entry["size"] for entry in found.body["arrays"])
@@ -92,7 +210,7 @@ def metadata(path: str, number: int | None = None) -> dict[str, Any]:
         "items": form.get("kind", "rows"),
         "encode": form.get("encode"),
         "extra": extra_names(meta),
-        "parts": {one: metadata(path_of(path, one), n) for one, n in parts.items()},
+        "parts": {one: _metadata(path_of(path, one), part(path, found, one)) for one in parts},
     }
 
 
@@ -107,24 +225,35 @@ def damages(path: str, progress: Progress = nobody) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     folder = opening.folder_at(path)
-    there = [known(folder, number) for number in reversed(generation.numbers(folder))]
-    parts = list(dict.fromkeys(part for each in there for part in each.items()))
-    missing = [(path_of(path, name), _missing(path_of(path, name), n)) for name, n in parts]
-    whole = list(dict.fromkeys(where for where, lines in missing if not lines))
-    first, *others = opening.steps(progress, 1 + len(whole))
-    found = opening.damages(path, first)
-    found += [line for _, lines in missing for line in lines]
-    for where, step in zip(whole, others, strict=True):
+    lines: list[str] = []
+    there: dict[str, None] = {}
+    for number in filter(None, reversed(generation.numbers(folder))):
+        for where, line in _wrong_parts(path, folder, number):
+            lines += [line] if line else []
+            there |= {where: None} if where else {}
+    first, *others = opening.steps(progress, 1 + len(there))
+    found = opening.damages(path, first) + lines
+    for where, step in zip(there, others, strict=True):
         found += damages(where, step)
     return list(dict.fromkeys(found))
 
 
-def _missing(path: str, number: int) -> list[str]:
-    """What is said of a part that has to have a generation, and does not."""
+def _wrong_parts(path: str, folder: Folder, number: int) -> Iterator[tuple[str, str]]:
+    """The folder of each part that a generation names, if it is there; what is wrong with it."""
     try:
-        opening.at(opening.folder_at(path), number)
-    except FileNotFoundError as error:
-        return [str(error)]
-    except (DamagedError, ValueError):
-        pass  # which is found with all the others
-    return []
+        whole = Generation(folder, number)
+        names = generations(whole)
+    except FileNotFoundError:
+        return  # it was removed meanwhile
+    except DamagedError as error:
+        yield "", str(error)
+        return
+    for name in names:
+        where, line = path_of(path, name), ""
+        try:
+            part(path, whole, name)
+        except FileNotFoundError as error:
+            where, line = "", str(error)
+        except ValueError as error:
+            line = str(error)
+        yield where, line

@@ -153,7 +153,7 @@ def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
     return jnp.sum((mixed ^ (mixed >> 15)) * _ODD[2], axis=1, dtype=jnp.uint32)
 
 
-_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)  # factors without a pattern, from xxHash
+_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)  # primes of xxHash
 
 
 def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Place = None) -> jax.Array:

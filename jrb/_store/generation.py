@@ -16,6 +16,7 @@ It is written beside the others, synced, and renamed; the newest is the one with
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import weakref
@@ -24,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store import files
+from jrb._store import files, schema
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.places import check_runs, of_runs
+from jrb._store.schema import NATURAL
 from jrb._store.table import Column, Leaf
 
 FORMAT, VERSION = "jrb", 3
@@ -112,6 +114,9 @@ class Generation:
         folder: of the store.
         number: of the generation.
 
+    Attributes:
+        identity: a digest of the body, and so of the checksums of all that it names.
+
     Raises:
         FileNotFoundError: it is not there.
         DamagedError: it is not what was written.
@@ -122,12 +127,13 @@ class Generation:
     path: str
     number: int
     body: dict[str, Any]
+    identity: str
 
     def __init__(self, folder: Folder, number: int) -> None:
         self.folder, self.path = folder, folder.path_of(name_of(number))
         self._file, self.number = folder.open(name_of(number)), number
         weakref.finalize(self, os.close, self._file)  # what is open stays when its name goes
-        self.body, self._begin = _read(self._file, self.path)
+        self.body, self._begin, self.identity = _read(self._file, self.path)
         size = os.fstat(self._file).st_size
         if self.body["generation"] != number:
             raise DamagedError(f"{self.path}: is generation {self.body['generation']}, renamed.")
@@ -261,26 +267,24 @@ def newest(folder: Folder) -> Generation:
             raise
 
 
-def _read(file: int, path: str) -> tuple[Body, int]:
-    """The body, and where the arrays begin."""
+def _read(file: int, path: str) -> tuple[Body, int, str]:
+    """The body, where the arrays begin, and the identity."""
     size = os.fstat(file).st_size
     start = os.pread(file, _LARGEST_HEAD, 0)
     first, line, _ = start.partition(b"\n")
     try:
         head = json.loads(first)
-        kind, version = head["format"], head["version"]
-        if kind == FORMAT and type(version) is int and version > VERSION:
-            raise _NewerError(version)
-        length, checksum = head["size"], head["sum"]
-        if kind != FORMAT or not line or type(length) is not int or not 0 < length <= size:
+        schema.check(head, _HEAD, "first line")
+        if head["format"] != FORMAT or not line or head["size"] > size:
             raise ValueError("its first line is another")
-    except _NewerError as error:
-        raise ValueError(
-            f"{path}: expected version {VERSION} or older, got version {error}. A newer jrb wrote "
-            "this; install that one."
-        ) from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: expected a generation of a store, got {error!r}.") from error
+    if head["version"] > VERSION:
+        raise ValueError(
+            f"{path}: expected version {VERSION} or older, got version {head['version']}. A newer "
+            "jrb wrote this; install that one."
+        )
+    length, checksum = head["size"], head["sum"]
     text = os.pread(file, length, len(first) + 1)
     if zlib.crc32(text) != checksum:
         raise DamagedError(
@@ -290,42 +294,38 @@ def _read(file: int, path: str) -> tuple[Body, int]:
     try:
         body = json.loads(text)
         _check(body)
-    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: expected the body of a generation, got {error!r}.") from error
-    return body, len(first) + 1 + length
+    return body, len(first) + 1 + length, hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-class _NewerError(Exception):
-    """The version of a newer jrb."""
+_HEAD = {"format": str, "version": range(1, 1 << 31), "size": NATURAL, "sum": NATURAL}
+_ENTRY = {"name": str, "kind": [str]}
+_LEAF = _ENTRY | {"width": NATURAL}
+_BODY = {
+    "generation": NATURAL,
+    "rows": range(1 << 47),
+    "meta": (dict, type(None)),
+    "table": {
+        "folder": NATURAL,
+        "slots": NATURAL,
+        "room": NATURAL,
+        "columns": [{"block": range(1, 1 << 62), "leaves?": [_LEAF]}],
+    },
+    "arrays": [_ENTRY | {"size": NATURAL, "sum": NATURAL}],
+}
 
 
 def _check(body: Body) -> None:
-    """Raises unless all is of the right type, and all numbers fit together."""
-    for number in (body["generation"], body["rows"]):
-        _natural(number)
-    if body["rows"] >= 1 << 47:
-        raise ValueError("rows")
-    if not isinstance(body["meta"], dict | None):
-        raise TypeError("meta")
-    table = body["table"]
-    for number in (table["folder"], table["slots"], table["room"]):
-        _natural(number)
-    if table["slots"] > table["room"]:
+    """Raises `ValueError` unless all is of the right type, and all numbers fit together."""
+    schema.check(body, _BODY, "body")
+    columns = body["table"]["columns"]
+    leaves = [leaf for entry in columns for leaf in _leaves(entry)]
+    schema.check(leaves, [_LEAF], "leaves")
+    if body["table"]["slots"] > body["table"]["room"]:
         raise ValueError("more slots than room")
-    leaves = [leaf for entry in table["columns"] for leaf in _leaves(entry)]
-    for entry in table["columns"]:
-        _natural(entry["block"])
-        if not entry["block"] or not _leaves(entry):
-            raise ValueError("block, leaves")
-    for entry in leaves:
-        _named(entry)
-        _natural(entry["width"])
-    if len({entry["block"] for entry in table["columns"]}) > 1:
-        raise ValueError("blocks of different size")
-    for entry in body["arrays"]:
-        _named(entry)
-        _natural(entry["size"])
-        _natural(entry["sum"])
+    if not all(map(_leaves, columns)) or len({entry["block"] for entry in columns}) > 1:
+        raise ValueError("columns without leaves, or with blocks of different size")
     for entries in (leaves, body["arrays"]):
         if len({entry["name"] for entry in entries}) != len(entries):
             raise ValueError("two of the same name")
@@ -338,13 +338,3 @@ def _leaves(column: Body) -> Any:
 
 def _leaf(entry: Body) -> Leaf:
     return Leaf(entry["name"], tuple(map(str, entry["kind"])), entry["width"])
-
-
-def _named(entry: Any) -> None:
-    if not isinstance(entry["name"], str) or not isinstance(entry["kind"], list):
-        raise TypeError("name, kind")
-
-
-def _natural(value: Any) -> None:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(repr(value))

@@ -16,6 +16,7 @@ import numpy as np
 from jrb import samplers, storages, transforms, units, writers
 from jrb._base import prng_keys, pytree
 from jrb._base.pytree import DType, PyTree
+from jrb._store.errors import DamagedError
 from jrb.types import Item
 
 OWN = samplers, storages, transforms, units, writers
@@ -74,7 +75,28 @@ def decode(node: Json, where: str = "buffer") -> Any:
             f"{where}: {node['part']} has other fields than it had when it was saved, "
             f"{sorted(fields)}. Pass load(path, buffer=...)."
         )
-    return cls(**fields)
+    try:
+        return cls(**fields)
+    except Exception as error:  # whatever the constructors of somebody's classes raise
+        raise ValueError(f"{where}: {error}") from error
+
+
+def decoded(path: str, node: Json, kind: type) -> Any:
+    """The description of a kind that a file has.
+
+    Raises:
+        UnknownError: as `decode`.
+        DamagedError: the parts do not fit together, or it is of another kind.
+    """
+    try:
+        found = decode(node)
+        if isinstance(found, kind):
+            return found
+        raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(node)}")
+    except UnknownError as error:
+        raise UnknownError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise DamagedError(f"{path}: {error}") from error
 
 
 def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:

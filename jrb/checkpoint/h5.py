@@ -202,7 +202,7 @@ def _read(
     file: h5py.File, given: Description | None, example: Item, device: Device
 ) -> tuple[Any, Any]:
     about = _about(file)
-    saved = matching.matched(about["buffer"], given)
+    saved = matching.matched(file.filename, about["buffer"], given, ReplayBuffer)
     buffer = host_items.prepared(saved, given is not None)
     spec = matching.stored_spec(about["items"], buffer, example)
     want = state_specs.blank(buffer, spec)

@@ -10,6 +10,7 @@ from jrb._base.pytree import PyTree
 from jrb._engine import memory
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Location
+from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     descriptions,
     facts,
@@ -50,19 +51,8 @@ def described(
         raise ValueError(
             f"{path}: expected a checkpoint of a buffer, got one of kind {meta.get('kind')!r}."
         )
-    try:
-        buffer = matched(meta["buffer"], given)
-        return buffer, stored_spec(meta["items"], buffer, example)
-    except (KeyError, AttributeError) as error:
-        raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
-
-
-def batch_of(opened: Opened) -> tuple[int, ...]:
-    """The axes that `vmap` has put before the state."""
-    batch = opened.meta.get("batch")
-    if not isinstance(batch, list) or not all(type(n) is int and n >= 0 for n in batch):
-        raise DamagedError(f"{opened.path}: expected the axes of a state, got {batch!r}.")
-    return tuple(batch)
+    buffer = matched(path, meta["buffer"], given, ReplayBuffer)
+    return buffer, stored_spec(meta["items"], buffer, example)
 
 
 def restored(
@@ -134,23 +124,22 @@ def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, L
     return found
 
 
-def matched(saved: descriptions.Json, given: Description | None) -> Any:
-    """The description that was saved, or the one that was given if it is the same.
+def matched(path: str, saved: descriptions.Json, given: Description | None, kind: type) -> Any:
+    """The description that was saved, of a kind, or the one that was given if it is the same.
 
     Batch size, `min_size`, `cast` and transforms may differ: no state depends on them, but for
     transforms that have a state.
     """
-    buffer = descriptions.decode(saved) if given is None else given
-    members.check(buffer, "load")
     if given is None:
-        return buffer
+        return descriptions.decoded(path, saved, kind)
+    members.check(given, "load")
     lines = descriptions.differences(binding(saved), binding(descriptions.encode(given)))
     if lines:
         raise OtherError(
             f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
             "capacity and num_envs by load(..., capacity=, num_envs=)."
         )
-    return buffer
+    return given
 
 
 def binding(node: descriptions.Json) -> descriptions.Json:
@@ -176,8 +165,10 @@ def binding(node: descriptions.Json) -> descriptions.Json:
 
 def _learning(fields: dict[str, descriptions.Json]) -> descriptions.Json:
     """The encoded transforms up to the last one that has a state, if any has."""
-    parts = fields.get("transforms", {}).get("tuple", [])
-    classes = [descriptions.find_class(part.get("part", "")) for part in parts]
+    tuples = fields.get("transforms")
+    parts = tuples.get("tuple", []) if isinstance(tuples, dict) else []
+    names = [part.get("part", "") if isinstance(part, dict) else "" for part in parts]
+    classes = list(map(descriptions.find_class, names))
     learning = [
         number
         for number, found in enumerate(classes, 1)

@@ -156,7 +156,7 @@ def load(
         return commits.reopened(opened, given, example, device, back.verify)
     buffer, spec = matching.described(opened, KIND, given, example)
     buffer = host_items.prepared(buffer, given is not None)
-    batch = matching.batch_of(opened)
+    batch = tuple(opened.meta["batch"])
     want = state_specs.batched(state_specs.blank(buffer, spec), batch)
     on_host, is_apart = host_items.is_on_host(buffer), bool(opened.form)
     seen = apart.without(host_items.on_device(buffer), want) if is_apart else want

@@ -38,10 +38,10 @@ class Opened:
         store.promised = self.promised
         return store
 
-    @property
+    @functools.cached_property
     def meta(self) -> dict[str, Any]:
-        """What is said of the state."""
-        return self.generation.body["meta"] or {}
+        """What is said of the state, checked."""
+        return _saved.meta_of(self.generation)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -55,8 +55,8 @@ class Opened:
 
     def part(self, name: str) -> "Opened":
         """That of one of several buffers."""
-        path, promised = _saved.path_of(self.path, name), lambda: self._promised_of(name)
-        return Opened(path, _saved.opened(path, self.parts[name]), promised)
+        one = _saved.part(self.path, self.generation, name)
+        return Opened(_saved.path_of(self.path, name), one, lambda: self._promised_of(name))
 
     def _promised_of(self, name: str) -> int | None:
         """The generation of a part that the newest one of the whole names."""

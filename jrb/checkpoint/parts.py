@@ -1,7 +1,7 @@
 """Checkpoints of several buffers: one for each of them, and a generation that names theirs.
 
 ```
-generation-000000000003       which generation of each part belongs to it
+generation-000000000003       which generation of each part belongs to it, and a digest of that
 train/generation-000000000005 a buffer of that name, a checkpoint like any other; of a mix, and of
                               a sharded buffer, 0, 1, ...
 demo/...
@@ -90,24 +90,26 @@ class Pending:
     def write(self, keep: int | None = None) -> int:
         """Writes, the parts first; the number of the generation."""
         told = self.crew.together(self._parts_written)
-        numbers = {name: number for each in told for name, number in each.items()}
-        whole = lambda: self._written(numbers, keep) if self.crew.leads else 0
+        written = {name: entry for each in told for name, entry in each.items()}
+        whole = lambda: self._written(written, keep) if self.crew.leads else 0
         return max(self.crew.together(whole))
 
-    def _parts_written(self) -> dict[str, int]:
-        """The numbers of the parts that are here, each written by itself."""
-        numbers: dict[str, int] = {}
+    def _parts_written(self) -> dict[str, list[Any]]:
+        """Number and identity of each part that is here, written by itself."""
+        written: dict[str, list[Any]] = {}
 
         def write(name: str) -> None:
-            numbers[name] = self.parts[name].write()
+            number = self.parts[name].write()
+            folder = self.parts[name].store.folder
+            written[name] = [number, generation.Generation(folder, number).identity]
 
         share(write, self.parts, most=_AT_ONCE)
-        return numbers
+        return written
 
-    def _written(self, numbers: dict[str, int], keep: int | None) -> int:
+    def _written(self, written: dict[str, list[Any]], keep: int | None) -> int:
         """The generation of the whole, for which the parts have theirs."""
         store, extra = self.store, self.extra
-        meta = {**self.meta, "parts": dict(sorted(numbers.items()))}
+        meta = {**self.meta, "parts": dict(sorted(written.items()))}
         return store.commit(store.version, meta, extra.kinds, extra.arrays, keep)
 
     def finish(self, keep: int) -> int:
@@ -188,13 +190,10 @@ def _mixed(
 
 def _described(opened: Opened, given: Several) -> Any:
     """The description that was saved, or the one that was given if it is the same."""
-    try:
-        found = matching.matched(opened.meta["buffer"], None if given is None else _unbound(given))
-        return found if given is None else given
-    except KeyError as error:
-        raise DamagedError(
-            f"{opened.path}: expected a description, got one with {error!r}."
-        ) from error
+    kind = Mix if opened.meta["kind"] == _saved.MIX else Sharded
+    plain = None if given is None else _unbound(given)
+    found = matching.matched(opened.path, opened.meta["buffer"], plain, kind)
+    return found if given is None else given
 
 
 def _sharded(

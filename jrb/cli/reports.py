@@ -92,16 +92,15 @@ def report(path: str) -> Report:
     """
     kind = found.kind_of(path)
     if kind == found.FOLDER:
-        return _of_folder(path)
+        return _of_folder(path, _saved.opened(path))
     return _of_file(path) if kind == found.FILE else _of_dataset(path)
 
 
 # Checkpoints and stores.
 
 
-def _of_folder(path: str, number: int | None = None) -> Report:
-    opened = _saved.opened(path, number)
-    meta = opened.body["meta"] or {}
+def _of_folder(path: str, opened: Generation) -> Report:
+    meta = _saved.meta_of(opened)
     facts, form = meta.get("facts") or {}, meta.get("form") or {}
     kind = {"buffer": "checkpoint", "None": "store"}.get(told := str(meta.get("kind")), told)
     parts = _saved.generations(opened)
@@ -123,8 +122,12 @@ def _of_folder(path: str, number: int | None = None) -> Report:
         extra=_extra(arrays),
         notes=_notes(form, opened.number),
         metadata={"versions": facts.get("versions")} if facts else {},
-        parts={name: _of_folder(_saved.path_of(path, name), n) for name, n in parts.items()},
+        parts={name: _of_part(path, opened, name) for name in parts},
     )
+
+
+def _of_part(path: str, whole: Generation, name: str) -> Report:
+    return _of_folder(_saved.path_of(path, name), _saved.part(path, whole, name))
 
 
 def _row_leaf(leaf: table.Leaf, rows: int, meta: dict[str, Any]) -> Leaf:
@@ -142,7 +145,7 @@ def _numbers(path: str) -> list[int]:
 def _saved_as(folder: Folder, number: int) -> Saved:
     """What a generation says first; a damaged one is said to be."""
     try:
-        meta = Generation(folder, number).body["meta"] or {}
+        meta = _saved.meta_of(Generation(folder, number))
     except (DamagedError, FileNotFoundError) as error:
         return Saved(number, damage=str(error))
     facts = meta.get("facts") or {}

@@ -40,7 +40,7 @@ def stored(path: str, number: int | None) -> "InRows | InMemory":
     store = opening.reopen(path, number, check=False)
     opening.check(store, rows=False)
     opened = Generation(store.folder, store.generation)
-    meta = opened.body["meta"] or {}
+    meta = _saved.meta_of(opened)
     _check(path, meta)
     buffer, spec = _described(path, meta)
     _check_names(path, spec)
