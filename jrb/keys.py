@@ -1,7 +1,12 @@
 """How the items of a buffer are keyed."""
 
+import dataclasses
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from jrb._base import pytree
 from jrb._base.pytree import PyTree
@@ -15,7 +20,12 @@ class Keys:
     """Where the parts of a transition lie in an item; by default where TED puts them.
 
     Name all that the items have: what came after the action (reward, done flags, next observation)
-    is told from the rest by these names, and by lying beside a nested next observation.
+    is told from the rest by these names, and by lying beside a nested next observation. A flag or a
+    next observation that items have under its usual name, but that is not named here, is an error
+    where it matters; None says that a leaf of that name is something else.
+
+    A reward or a flag may be a leaf for each agent, at one path. The episode of an environment ends
+    where all its agents are done; of flags with an entry `__all__`, where that one says so.
 
     Example:
         >>> keys = Keys(reward="r", next_observation="next_obs")
@@ -26,10 +36,11 @@ class Keys:
         observation: what was seen before the action.
         action: what was done.
         reward: what came of it.
-        done: whether the episode ends there; so do `terminated` and `truncated`.
+        done: whether the episode ends there; so do `terminated` and `truncated`. None if no leaf
+            is that.
         terminated: see `done`.
         truncated: see `done`.
-        next_observation: what was seen after the action.
+        next_observation: what was seen after the action; None if no leaf is that.
         episode: an integer, the number of the item's episode, such as TorchRL's `traj_ids`; None if
             the items have none. An episode ends before a row of the same environment that has
             another number than the one before it, besides where a flag says so. Then no flag is
@@ -39,10 +50,10 @@ class Keys:
     observation: Path = "observation"
     action: Path = "action"
     reward: Path = ("next", "reward")
-    done: Path = ("next", "done")
-    terminated: Path = ("next", "terminated")
-    truncated: Path = ("next", "truncated")
-    next_observation: Path = ("next", "observation")
+    done: Path | None = ("next", "done")
+    terminated: Path | None = ("next", "terminated")
+    truncated: Path | None = ("next", "truncated")
+    next_observation: Path | None = ("next", "observation")
     episode: Path | None = None
 
     def get(self, item: PyTree, name: str) -> Any:
@@ -66,9 +77,55 @@ class Keys:
         Returns:
             From names of leaves to the leaves of `item`.
         """
-        paths = (self.done, self.terminated, self.truncated)
-        found = {path_name(path): lookup(item, path) for path in paths}
-        return {name: leaf for name, leaf in found.items() if leaf is not None}
+        found = [leaves_at(item, path) for path in (self.done, self.terminated, self.truncated)]
+        return {name: leaf for leaves in found for name, leaf in leaves.items()}
+
+    def ends(self, item: PyTree, is_set: Callable[[Any], Any]) -> Any:
+        """Whether an episode ends, by all flags of `item`, of which there must be one.
+
+        Any flag ends it; where agents have flags of their own, each of them needs one, unless an
+        entry `__all__` stands beside them.
+
+        Args:
+            item: may have any axes.
+            is_set: from a flag to an array of bool, which are combined.
+        """
+        agents: dict[str, Any] = {}  # by their names below a flag; "" for the environment's own
+        for path in (self.done, self.terminated, self.truncated):
+            prefix, leaves = path_name(path), leaves_at(item, path)
+            every = leaves.get(f"{prefix}/__all__")
+            for name, flag in (leaves if every is None else {prefix: every}).items():
+                agent, found = name[len(prefix) :], is_set(flag)
+                agents[agent] = agents[agent] | found if agent in agents else found
+        own = [agents.pop("")] if "" in agents else []
+        all_agents = [functools.reduce(operator.and_, agents.values())] if agents else []
+        return functools.reduce(operator.or_, own + all_agents)
+
+    def unnamed(self, item: PyTree) -> dict[str, str]:
+        """Entries that have the usual name of a role which nothing in the item plays.
+
+        Looked at are the names of what lies beside something that is named here, or in no
+        container. `next_done` is a usual name as `done` is.
+
+        Returns:
+            From roles to the names of the entries.
+        """
+        paths = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        containers = {"", *(path_name(path).rpartition("/")[0] for path in paths)}
+        played = [path_name(path) for path in paths if lookup(item, path) is not None]
+        seen, found = path_name(self.observation).rpartition("/")[2], {}
+        for role in ("done", "terminated", "truncated", "next_observation"):
+            path = getattr(self, role)
+            if path is None or path_name(path) in played:
+                continue
+            usual = {role, f"next_{seen if role == 'next_observation' else role}"}
+            for name in pytree.leaf_names(item):
+                is_played = any(within(name, other) for other in played)
+                parts = name.split("/")
+                for depth, part in enumerate(() if is_played else parts):
+                    if part in usual and "/".join(parts[:depth]) in containers:
+                        found.setdefault(role, "/".join(parts[: depth + 1]))
+        return found
 
     def is_next(self, name: str) -> bool:
         """Whether the leaf of this name tells what came after the action.
@@ -77,7 +134,7 @@ class Keys:
         observation or the action lies there too.
         """
         roles = (self.reward, self.done, self.terminated, self.truncated, self.next_observation)
-        names = list(map(path_name, roles))
+        names = [path_name(role).removesuffix("/__all__") for role in roles]
         if isinstance(self.next_observation, tuple) and len(self.next_observation) > 1:
             beside = path_name(self.next_observation[:-1])
             before = (path_name(self.observation), path_name(self.action))
@@ -116,13 +173,22 @@ TED = Keys()
 """The keys of TED: `observation`, `action` and `next: {observation, reward, done, ...}`."""
 
 
-def path_name(path: Path) -> str:
-    """`next/reward` for `("next", "reward")`."""
-    return path if isinstance(path, str) else "/".join(path)
+def path_name(path: Path | None) -> str:
+    """`next/reward` for `("next", "reward")`; for None "", which is the name of no leaf."""
+    return path if isinstance(path, str) else "/".join(path or ())
 
 
-def lookup(item: PyTree, path: Path) -> Any:
+def leaves_at(item: PyTree, path: Path | None) -> dict[str, Any]:
+    """The leaves of `item` at or below `path`, by their names in the item."""
+    leaves = jax.tree_util.tree_leaves_with_path(lookup(item, path))
+    below = lambda inner: "".join("/" + pytree.part_name(part) for part in inner)
+    return {path_name(path) + below(inner): leaf for inner, leaf in leaves}
+
+
+def lookup(item: PyTree, path: Path | None) -> Any:
     """The entry of `item` at `path`, or None where there is none."""
+    if path is None:
+        return None
     for name in (path,) if isinstance(path, str) else path:
         item = _entry(item, name)
     return item

@@ -135,7 +135,7 @@ class Apart(jrb.DeviceStorage):
 
 OTHERS = {
     "n-step": {"unit": jrb.NStep(3, 0.9)},
-    "n-step that keeps": {"unit": jrb.NStep(3, 0.9, keep=("reward", "done"))},
+    "n-step of many rows": {"unit": jrb.NStep(40, 0.9)},
     "strict n-step": {"unit": jrb.NStep(3, 0.9, strict=True)},
     "windows": {"unit": jrb.Sequence(5)},
     "windows and their marks apart": {"unit": jrb.Sequence(5), "storage": Apart()},

@@ -3,8 +3,6 @@
 N capacity, E environments, R = N / E rows, T time, B batch.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,23 +11,32 @@ from jax import lax
 from jrb._base import ordering, pytree, random_bits
 from jrb._engine import rows
 from jrb.held import lane_of
-from jrb.keys import Keys, path_name
+from jrb.keys import Keys, lookup, path_name
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Write
 
 _STARTS = 1  # the number that `bits.fold` gets for starts within episodes
 
 
-def check(spec: Item, keys: Keys) -> None:
-    """Raises unless the items say where episodes end: by flags, of one number each, or a number."""
-    flags = _flags(spec, keys) if keys.episode is None else keys.flags(spec)
+def check(spec: Item, keys: Keys, is_needed: bool = True) -> None:
+    """Raises unless the items say where episodes end: by flags, of one number each, or a number.
+
+    Args:
+        spec: of one item.
+        keys: how the items are keyed.
+        is_needed: whether items that say nothing of it are an error.
+    """
+    for role, name in keys.unnamed(spec).items():
+        path = tuple(name.split("/")) if lookup(spec, name) is None else name
+        raise ValueError(
+            f"{role}: leaf '{name}': expected a leaf that keys= names, got one that it does not, "
+            f"while nothing lies at '{path_name(getattr(keys, role))}'. Name it with "
+            f"keys=jrb.Keys({role}={path!r}); or write {role}=None if it is something else."
+        )
+    is_needed = is_needed and keys.episode is None
+    flags = _flags(spec, keys) if is_needed else keys.flags(spec)
     for name, flag in flags.items():
         where = f"done: leaf '{name}'"
-        if not pytree.is_array(flag):
-            raise ValueError(
-                f"{where}: expected a leaf, got {pytree.leaf_names(flag)} below it. "
-                "Name the right one with keys=jrb.Keys(done=...)."
-            )
         if flag.shape not in ((), (1,)):
             raise ValueError(
                 f"{where}: expected shape () or (1,) for one transition, got {flag.shape}. "
@@ -102,9 +109,9 @@ def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
     Returns:
         Bool `[T, E]`.
     """
-    flags = _flags(items, keys).values()
-    marked = [(flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead]) for flag in flags]
-    return functools.reduce(jnp.logical_or, marked)
+    _flags(items, keys)
+    is_set = lambda flag: (flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead])
+    return keys.ends(items, is_set)
 
 
 def ending(context: Context, write: Write, items: Item) -> jax.Array:

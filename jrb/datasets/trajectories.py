@@ -96,8 +96,10 @@ def lengths(items: PyTree, *, keys: Keys = TED) -> np.ndarray:
     return np.diff(_stops(_over(items, keys, _length(items, "lengths"))), prepend=0)
 
 
-def returns(items: PyTree, *, keys: Keys = TED) -> np.ndarray:
+def returns(items: PyTree, *, keys: Keys = TED) -> Any:
     """float64 `[K, ...]`, the sum of the rewards of each trajectory in some items `[T, ...]`.
+
+    A pytree of them where the reward has several leaves, such as one for each agent.
 
     Example:
         >>> import numpy as np
@@ -107,10 +109,14 @@ def returns(items: PyTree, *, keys: Keys = TED) -> np.ndarray:
         [1.0, 9.0]
     """
     stops = _stops(_over(items, keys, _length(items, "returns")))
-    rewards = np.asarray(keys.get(items, "reward"))
-    parts = np.split(rewards, stops[:-1]) if len(stops) else []
-    found = [part.sum(axis=0, dtype=np.float64) for part in parts]
-    return np.array(found, np.float64).reshape(len(found), *rewards.shape[1:])
+
+    def summed(rewards: Any) -> np.ndarray:
+        rewards = np.asarray(rewards)
+        parts = np.split(rewards, stops[:-1]) if len(stops) else []
+        found = [part.sum(axis=0, dtype=np.float64) for part in parts]
+        return np.array(found, np.float64).reshape(len(found), *rewards.shape[1:])
+
+    return jax.tree.map(summed, keys.get(items, "reward"))
 
 
 def _length(items: PyTree, who: str) -> int:
@@ -135,14 +141,14 @@ def _over(items: PyTree, keys: Keys, steps: int) -> np.ndarray:
             "done: expected a leaf such as 'next/done', got items with the leaves "
             f"{pytree.leaf_names(items)}. Name the right ones with keys=jrb.Keys(done=...)."
         )
-    over = np.zeros(steps, bool)
     for name, flag in flags.items():
         if flag.shape not in ((steps,), (steps, 1)):
             raise ValueError(
                 f"done: leaf '{name}': expected shape ({steps},) or ({steps}, 1), got "
                 f"{flag.shape}. Split each environment by itself."
             )
-        over |= np.asarray(flag).reshape(steps) != 0
+    is_set = lambda flag: np.asarray(flag).reshape(steps) != 0
+    over = keys.ends(items, is_set) if flags else np.zeros(steps, bool)
     if keys.episode is not None:
         number = np.asarray(keys.get(items, "episode")).reshape(steps, -1)
         over[:-1] |= (number[1:] != number[:-1]).any(axis=1)

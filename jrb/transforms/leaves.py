@@ -36,7 +36,7 @@ def dtype_name(name: str, dtype: DType) -> str:
 def observations(data: Item, keys: Keys) -> Paths:
     """The paths of the observation and the next observation, those of them that there are."""
     paths = (keys.observation, keys.next_observation)
-    found = tuple(path for path in paths if lookup(data, path) is not None)
+    found = tuple(path for path in paths if path is not None and lookup(data, path) is not None)
     return found or (keys.observation,)  # which is then missed
 
 

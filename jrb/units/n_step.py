@@ -1,18 +1,23 @@
 """N-step returns."""
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jrb._base import checks, display, pytree
 from jrb._engine import anchor_queue, episodes, rows
 from jrb._engine.anchor_queue import Queue
-from jrb.keys import Keys, Path, path_name, within
+from jrb.keys import Keys, Path, leaves_at, path_name, within
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 from jrb.units.transition import all_held, every_slot
+
+_UNROLLED = (
+    16  # rows of a return that are added up one by one in a program; more in a loop of these
+)
 
 
 class Steps(pytree.State):
@@ -47,7 +52,10 @@ class NStep(Unit):
 
     Where each row has a discount of its own, g_t, as dm_env has them, that is discount^k replaced
     by the product g_t ... g_{t+k-1}, and `info["discount"]` by that of all m. A row that terminates
-    has g = 0 there: the value of the next observation then counts for nothing, whatever flags say.
+    has g = 0 there: the value of the next observation then counts for nothing, whatever flags say,
+    and so does every reward after it, also one that is not finite.
+
+    Where the reward has several leaves, such as one for each agent, each becomes a return.
 
     Attributes:
         n: the most rows in a return.
@@ -55,9 +63,6 @@ class NStep(Unit):
             discount of what follows each row.
         strict: whether rows near the newest one wait until they have n rows or the end of their
             episode. Otherwise they are drawn with the rows that are there.
-        keep: a path, or a tuple of paths, to leaves that are given as at row t too, `[B, ...]`, in
-            `Sample.info` under their names, such as "next/reward"; "reward" and other roles of
-            `Keys` are paths here, if the items have no such leaf. Not the next observation.
 
     Reference: Sutton, 1988, "Learning to predict by the methods of temporal differences"; Hessel et
     al., 2018, "Rainbow", section 3 (multi-step learning).
@@ -74,35 +79,12 @@ class NStep(Unit):
     n: int
     discount: float | Path
     strict: bool = False
-    keep: Path | tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         checks.count("n", self.n)
         if not isinstance(self.discount, str | tuple):
             checks.fraction("discount", self.discount)
         checks.flag("strict", self.strict)
-        if not isinstance(self.keep, str | tuple):
-            raise TypeError(f"keep: expected a path or a tuple of paths, got {self.keep!r}.")
-        for name in self._kept_names:
-            if name in ("steps", "discount"):
-                raise ValueError(
-                    f"NStep: keep: expected another name than that of info['{name}']. Write the "
-                    "whole path, as 'next/discount'."
-                )
-
-    @property
-    def _kept_names(self) -> list[str]:
-        """What is kept, as it was named."""
-        return (
-            [self.keep] if isinstance(self.keep, str) else [path_name(path) for path in self.keep]
-        )
-
-    def _kept(self, names: list[str], keys: Keys) -> dict[str, str]:
-        """From what is kept, as it was named, to the paths that this means in items."""
-        roles = {field.name: getattr(keys, field.name) for field in dataclasses.fields(keys)}
-        is_leaf = lambda path: any(within(name, path) for name in names)
-        role = lambda name: path_name(roles.get(name) or name)
-        return {name: name if is_leaf(name) else role(name) for name in self._kept_names}
 
     def _is_discount(self, name: str) -> bool:
         """Whether a leaf is the discount of each row."""
@@ -127,14 +109,14 @@ class NStep(Unit):
         """No rows. Raises if the items have no done flag, or no real reward."""
         ring, keys = context.ring, context.keys
         episodes.check(spec, keys)
-        reward = keys.get(spec, "reward")
-        dtype = pytree.dtype_of(reward)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"NStep: leaf '{path_name(keys.reward)}': expected a reward of a floating dtype, "
-                f"got {dtype}. Discounted sums are fractions: store it as float32."
-            )
-        self._check_leaves(spec, keys)
+        keys.get(spec, "reward")
+        for name, leaf in leaves_at(spec, keys.reward).items():
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise TypeError(
+                    f"NStep: leaf '{name}': expected a reward of a floating dtype, got "
+                    f"{leaf.dtype}. Discounted sums are fractions: store it as float32."
+                )
+        self._check_discount(spec)
         return Steps(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if self.strict else None,
@@ -142,27 +124,19 @@ class NStep(Unit):
             n=self.n if self.strict else None,
         )
 
-    def _check_leaves(self, spec: Item, keys: Keys) -> None:
-        """Raises unless the discount is one real number, and there is what is kept."""
+    def _check_discount(self, spec: Item) -> None:
+        """Raises unless the discount is a number, or one real number of each row."""
+        if isinstance(self.discount, int | float):
+            return
+        name = path_name(self.discount)
         named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
-        if not isinstance(self.discount, int | float):
-            name = path_name(self.discount)
-            leaf = named.get(name)
-            real = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
-            if leaf is None or not real or leaf.shape not in ((), (1,)):
-                raise ValueError(
-                    f"NStep: discount: expected a floating leaf at '{name}', of shape () or (1,) "
-                    f"for one transition, got {list(named) if leaf is None else leaf}."
-                )
-        after = path_name(keys.next_observation)
-        for given, path in self._kept(list(named), keys).items():
-            found = [name for name in named if within(name, path)]
-            if not found or any(within(name, after) for name in found):
-                raise ValueError(
-                    f"NStep: keep: expected leaves at '{given}', other than next observations, got "
-                    f"an item with the leaves {list(named)}. Write a path of several names with "
-                    "slashes, as 'next/reward'."
-                )
+        leaf = named.get(name)
+        real = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if leaf is None or not real or leaf.shape not in ((), (1,)):
+            raise ValueError(
+                f"NStep: discount: expected a floating leaf at '{name}', of shape () or (1,) "
+                f"for one transition, got {list(named) if leaf is None else leaf}."
+            )
 
     def on_write(
         self, context: Context, state: Steps, write: Write, items: Item
@@ -226,14 +200,11 @@ class NStep(Unit):
         step = jnp.minimum(jnp.arange(self.n, dtype=jnp.int32), steps[:, None] - 1)
         window = ring.slot_after(slots[:, None], step * ring.envs)
         last = window[:, -1]
-        ends = jnp.stack([last, slots], axis=1)
 
         def where(name: str) -> jax.Array:
             if self._is_summed(name, keys):
                 return window
-            if not keys.is_next(name):
-                return slots
-            return ends if self._is_kept(name, keys) else last
+            return last if keys.is_next(name) else slots
 
         info = {"steps": jnp.where(mask, steps, 0)}
         if isinstance(self.discount, int | float):
@@ -246,10 +217,6 @@ class NStep(Unit):
         """Whether a leaf is read at all rows of the return."""
         return within(name, path_name(keys.reward)) or self._is_discount(name)
 
-    def _is_kept(self, name: str, keys: Keys) -> bool:
-        """Whether a leaf is also given as at the anchor."""
-        return any(within(name, path) for path in self._kept([name], keys).values())
-
     def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """The rewards become their discounted sum."""
         steps, reward = look.info["steps"], path_name(keys.reward)
@@ -257,10 +224,6 @@ class NStep(Unit):
         discounts, info = self._discounts(named, look.mask, steps), dict(look.info)
         if discounts is not None:
             info["discount"] = jnp.where(look.mask, _product(discounts), 0.0).astype(jnp.float32)
-        for given, path in self._kept(list(named), keys).items():
-            found = {name[len(path) :]: leaf for name, leaf in named.items() if within(name, path)}
-            for rest, leaf in found.items():
-                info[given + rest] = self._at_anchor(path + rest, leaf, keys)
 
         def reduced(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)
@@ -268,15 +231,9 @@ class NStep(Unit):
                 return self._sum(leaf, steps, discounts)
             if self._is_discount(name):
                 return leaf[:, -1] if keys.is_next(name) else leaf[:, 0]
-            return leaf[:, 0] if keys.is_next(name) and self._is_kept(name, keys) else leaf
+            return leaf
 
         return jax.tree_util.tree_map_with_path(reduced, raw), info
-
-    def _at_anchor(self, name: str, leaf: jax.Array, keys: Keys) -> jax.Array:
-        """A leaf as it is at the anchor, `[B, ...]`, of one that was read where `look` says."""
-        if self._is_summed(name, keys):
-            return leaf[:, 0]
-        return leaf[:, 1] if keys.is_next(name) else leaf
 
     def _discounts(
         self, named: dict[str, jax.Array], mask: jax.Array, steps: jax.Array
@@ -294,19 +251,42 @@ class NStep(Unit):
     def _sum(self, leaf: jax.Array, steps: jax.Array, discounts: jax.Array | None) -> jax.Array:
         """The discounted sum of the first rows, int32 `[B]`, of rewards `[B, n, ...]`."""
         wide = pytree.wide(leaf)
-        sum_ = jnp.zeros_like(wide[:, 0])
-        row = lambda array: array.reshape(-1, *(1,) * (sum_.ndim - 1))
-        for k in reversed(range(self.n)):
-            factor: Any = self.discount
-            if discounts is not None:
-                factor = row(discounts[:, k]).astype(sum_.dtype)
-            sum_ = jnp.where(row(k < steps), wide[:, k], 0) + factor * sum_
-        return sum_.astype(leaf.dtype)
+        lift = lambda array: array.reshape(*array.shape, *(1,) * (wide.ndim - 2))
+        rows = [wide, lift(jnp.arange(self.n, dtype=jnp.int32) < steps[:, None])]
+        if discounts is not None:
+            rows.append(lift(discounts).astype(wide.dtype))
+
+        def add(sum_: jax.Array, reward: jax.Array, real: jax.Array, *own: jax.Array) -> jax.Array:
+            factor: Any = own[0] if own else self.discount
+            # What comes after a discount of 0 is not looked at: 0 times infinity is no number.
+            rest = jnp.where(factor == 0, 0, sum_) if own or not factor else sum_
+            return jnp.where(real, reward, 0) + factor * rest
+
+        return _folded(add, jnp.zeros_like(wide[:, 0]), rows, reverse=True).astype(leaf.dtype)
 
 
 def _product(factors: jax.Array) -> jax.Array:
-    """Of `[B, n]`, the first times the second, and so on, `[B]`."""
-    total = factors[:, 0]
-    for k in range(1, factors.shape[1]):
-        total = total * factors[:, k]
-    return total
+    """Of `[B, n]`, the first times the second, and so on, `[B]`; what follows a 0 is not read."""
+    times = lambda total, factor: total * jnp.where(total == 0, 1, factor)
+    return _folded(times, jnp.ones_like(factors[:, 0]), [factors])
+
+
+def _folded(
+    step: Callable[..., jax.Array],
+    start: jax.Array,
+    rows: list[jax.Array],
+    reverse: bool = False,
+) -> jax.Array:
+    """The last of `step(value, *row)`, from `start` on, over rows `[B, n, ...]` along axis 1.
+
+    A program of the same size for any large n.
+    """
+    order = range(rows[0].shape[1])[:: -1 if reverse else 1]
+    for k in order[:_UNROLLED]:
+        start = step(start, *(leaf[:, k] for leaf in rows))
+    if len(order) <= _UNROLLED:
+        return start
+    others = slice(0, -_UNROLLED) if reverse else slice(_UNROLLED, None)
+    others = [jnp.moveaxis(leaf[:, others], 1, 0) for leaf in rows]
+    body = lambda value, row: (step(value, *row), None)
+    return lax.scan(body, start, others, reverse=reverse, unroll=_UNROLLED)[0]

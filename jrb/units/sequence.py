@@ -30,6 +30,7 @@ from jrb.units.transition import all_held, every_slot
 
 _MANY = 2**30  # rows of an episode: so many are counted on from about half of it
 _UNKNOWN = _MANY // 2
+_LONG = 1024
 
 
 class Windows(pytree.State):
@@ -205,8 +206,7 @@ class Sequence(Unit):
     def init(self, context: Context, spec: Item) -> Windows:
         """No rows. Raises if the items have no done flag, unless windows run across ends."""
         ring = context.ring
-        if not self.across or context.keys.flags(spec):
-            episodes.check(spec, context.keys)
+        episodes.check(spec, context.keys, is_needed=not self.across)
         for path in self.first:
             find(spec, path, "Sequence: first")
         return Windows(
@@ -358,7 +358,8 @@ class Sequence(Unit):
         """Every leaf at every row of the window."""
         ring, ended = context.ring, None if self.across else state.ended
         cut = self._pads or self.burn_in > 0
-        of: Any = jnp if cut else np  # whole windows are known while they are traced
+        # Of whole windows all is known while they are traced; long ones would be large constants.
+        of: Any = jnp if cut or self.length > _LONG else np
         before, after = of.int32(0), of.int32(self.length)
         if self._pads:
             after = episodes.steps_ahead(context, ended, slots, self.length)[:, None]

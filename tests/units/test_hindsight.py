@@ -120,7 +120,7 @@ def test_a_return_or_a_window_has_one_goal(inner, strategy, data):
             assert after[real[b]].tolist() == [row["after"] for row in window]
 
 
-@pytest.mark.parametrize("inner", [jrb.NStep(3, 0.5, keep="reward"), jrb.Sequence(3)], ids=repr)
+@pytest.mark.parametrize("inner", [jrb.NStep(3, 0.5), jrb.Sequence(3)], ids=repr)
 def test_flags_of_all_rows_are_computed_anew_and_stacks_go_around(inner):
     """The goal is what is reached last, in episodes of ten rows."""
     number = np.arange(30, dtype=np.int32)
