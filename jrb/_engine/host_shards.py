@@ -165,7 +165,7 @@ def _stacked(trees: list[Any]) -> Any:
 
 def _numbered(sample: Sample, number: int) -> Sample:
     shard = jnp.full(sample.indices.shape, number, jnp.int32)
-    return sample.replace(info={**sample.info, "shard": shard})
+    return sample.replace(info={**sample.info, "shard": shard}, origin=None)
 
 
 def _masked(batch: Sample, mask: np.ndarray) -> Any:

@@ -132,12 +132,14 @@ class Draw:
         batch_size: B of all shards; where they do not exchange, of each.
         min_size: what all shards together must hold.
         exchanges: whether the batch is drawn as from one buffer.
+        origin: that of the samples.
     """
 
     part: Buffer
     batch_size: int
     min_size: int | None
     exchanges: bool
+    origin: str
 
     def __call__(
         self, here: Here, states: BufferState, key: jax.Array, beta: jax.Array | None
@@ -157,7 +159,8 @@ class Draw:
         finish = lambda *each: steps.finish_draw(self.part, *each)
         states, samples = jax.vmap(finish)(states, samplers, draws, keys)
         shard = jnp.broadcast_to(here.numbers[:, None], samples.indices.shape)
-        samples = samples.replace(info={**samples.info, "shard": shard})
+        info = {**samples.info, "shard": shard}
+        samples = samples.replace(info=info, origin=self.origin)
         moved = exchange.moved(here, samples, draws) if self.exchanges else _merged(samples)
         return states, moved
 
