@@ -16,7 +16,7 @@ from jrb._engine import dispatch, draws, steps, transforming
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
-from jrb.state import BufferState, Device, Sample
+from jrb.state import BufferState, Device, Sample, check_origin, origin_of
 from jrb.storages import DeviceStorage
 from jrb.types import Item, Sampler, Storage, Unit, Writer
 from jrb.types.parts import check_part
@@ -362,11 +362,12 @@ class ReplayBuffer:
 
         Raises:
             TypeError: the sampler has no priorities, or those given are no real numbers.
-            ValueError: another shape than `[B]`.
+            ValueError: another shape than `[B]`, or a sample that another description drew.
         """
         self._require_priorities("update_priority")
         shapes = []
         if isinstance(sample_or_indices, Sample):
+            check_origin("update_priority", sample_or_indices, self._origin)
             shapes.append(sample_or_indices.indices.shape)
             shapes.extend(self.unit.priority_shapes(sample_or_indices.mask.shape))
         else:
@@ -460,7 +461,8 @@ class ReplayBuffer:
 
         Raises:
             ValueError: a leaf that the items do not have, another shape, or one that the writer
-                ranks items by; a slot out of range (only outside `jit`).
+                ranks items by; a slot out of range (only outside `jit`); a sample that another
+                description drew.
             TypeError: another dtype.
 
         Example:
@@ -514,8 +516,11 @@ class ReplayBuffer:
 
         Raises:
             TypeError: the sampler cannot leave anchors out.
+            ValueError: a sample that another description drew.
         """
-        if not isinstance(where, Sample):
+        if isinstance(where, Sample):
+            check_origin("drop", where, self._origin)
+        else:
             where = checks.indices("drop", where)
             checks.in_range("drop", where, self.capacity)
         return dispatch.drop(self, state, where)
@@ -525,6 +530,7 @@ class ReplayBuffer:
         if where is ...:
             return None, self.capacity
         if isinstance(where, Sample):
+            check_origin(verb, where, self._origin)
             return where, where.indices.size
         slots = checks.indices(verb, where)
         checks.in_range(verb, slots, self.capacity)
@@ -643,6 +649,11 @@ class ReplayBuffer:
     def empty(self, state: BufferState) -> BufferState:
         """The state without its items. Samples drawn before stay harmless."""
         return dispatch.empty(self, state)
+
+    @property
+    def _origin(self) -> str:
+        """The origin of its samples."""
+        return origin_of(self)
 
     def _lead(self) -> tuple[int, ...]:
         return () if self.num_envs is None else (self.num_envs,)

@@ -19,7 +19,7 @@ from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
 from jrb.sharded import Sharded
-from jrb.state import BufferState, Device, Sample
+from jrb.state import BufferState, Device, Sample, origin_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,12 +31,14 @@ class Epochs:
         state: what is drawn from.
         key: of the order.
         batches: how many, over all epochs.
+        origin: of the batches: the buffer's own, whose verbs take them.
     """
 
     buffer: ReplayBuffer
     state: BufferState
     key: jax.Array
     batches: int
+    origin: str
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -46,7 +48,7 @@ class Epochs:
         state = self.state
         for number in range(self.batches):
             state, sample = self.buffer.draw(state, jax.random.fold_in(self.key, number))
-            yield sample
+            yield sample.replace(origin=self.origin)
 
 
 def epochs(
@@ -94,7 +96,7 @@ def epochs(
     checks.count("n_epochs", n_epochs)
     checks.flag("drop_last", drop_last)
     checks.key(key)
-    sampler = WithoutReplacement(drop_last=drop_last)
+    sampler, origin = WithoutReplacement(drop_last=drop_last), origin_of(buffer)
     buffer = dataclasses.replace(buffer, sampler=sampler, batch_size=batch_size)
     state = state.replace(sampler=sampler.init(buffer.ring))
     context = context_of(buffer, state.writer)
@@ -107,7 +109,7 @@ def epochs(
             f"epochs: expected enough for a batch of {batch_size}, got {count} things to draw. Add "
             "items first, or take smaller batches."
         )
-    return Epochs(buffer=buffer, state=state, key=key, batches=each * n_epochs)
+    return Epochs(buffer, state, key, batches=each * n_epochs, origin=origin)
 
 
 def steps(

@@ -13,7 +13,7 @@ from jrb._base import checks, display, owned, permutation, pytree, random_bits
 from jrb._engine import counting, dispatch, draws
 from jrb.buffer import ReplayBuffer
 from jrb.sharded import Sharded
-from jrb.state import Buffer, BufferState, Device, Sample
+from jrb.state import Buffer, BufferState, Device, Sample, check_origin
 from jrb.types import Item, Sampler
 
 States = tuple[BufferState, ...]
@@ -203,6 +203,7 @@ class Mix:
         """
         if "source" not in sample.info:
             raise ValueError("update_priority: expected a Sample of this Mix, got one of a buffer.")
+        check_origin("update_priority", sample, self._origin)
         if not any(sampler.prioritized for sampler in self._samplers):
             raise TypeError(
                 "update_priority: expected a buffer with priorities, got none. "
@@ -212,7 +213,7 @@ class Mix:
         for number, (part, state) in enumerate(self._pairs(states)):
             mine = source == number
             mask = sample.mask & mine.reshape(-1, *(1,) * (sample.mask.ndim - 1))
-            own = sample.replace(mask=mask)
+            own = sample.replace(mask=mask, origin=None)
             if self._samplers[number].prioritized:
                 after.append(part.update_priority(state, own, priorities))
             else:
@@ -249,7 +250,8 @@ class Mix:
             if counts[number]:
                 drawn = self._draw_one(number, state, keys[number], counts[number], beta, needed)
                 source = jnp.full(counts[number], number, jnp.int32)
-                sample = drawn[1].replace(info={**drawn[1].info, "source": source})
+                info = {**drawn[1].info, "source": source}
+                sample = drawn[1].replace(info=info, origin=self._origin)
                 drawn = (drawn[0], sample)
             after.append(drawn[0])
             parts.append(drawn[1])
@@ -280,6 +282,11 @@ class Mix:
                 f"proportions: expected shape ({len(self.buffers)},), got {shares.shape}."
             )
         return self._shards * _shares_traced(shares, batch_size // self._shards)
+
+    @property
+    def _origin(self) -> str:
+        """The origin of its samples."""
+        return f"Mix({', '.join(part._origin for part in self.buffers)})"
 
     @property
     def _samplers(self) -> list[Sampler]:

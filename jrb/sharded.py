@@ -15,7 +15,7 @@ from jrb._engine import dispatch, draws, over_mesh, shard_bodies, transforming
 from jrb._engine.over_mesh import Cut, Cuts, Layout
 from jrb._engine.shard_bodies import Bound
 from jrb.buffer import ReplayBuffer
-from jrb.state import BufferState, Sample
+from jrb.state import BufferState, Sample, check_origin, origin_of
 from jrb.types import Item
 
 Pairs = tuple[tuple[PyTree, Cut], ...]
@@ -134,6 +134,11 @@ class Sharded:
         """Where the shards lie."""
         return Layout(self.shards, self.mesh, self.axis)
 
+    @property
+    def _origin(self) -> str:
+        """The origin of its samples."""
+        return f"{self.shards} shards of {origin_of(self.buffer)}"
+
     def init(self, example: Item) -> Any:
         """Empty states, arrays `[S, ...]`, cut over the axis; `example` is one transition.
 
@@ -249,7 +254,8 @@ class Sharded:
         beta: jax.Array | None,
         out: Cuts,
     ) -> Any:
-        body = kind(self.part, int(batch_size) // self.shards, self.buffer.min_size)
+        size = int(batch_size) // self.shards
+        body = kind(self.part, size, self.buffer.min_size, self._origin)
         return self._run(body, (0, None, None), out, (state, key, beta))
 
     def _is_in_program(self, *arguments: PyTree) -> bool:
@@ -445,15 +451,23 @@ class Sharded:
     ) -> Any:
         """A verb of a buffer in each shard; on devices, with something around its body."""
         arguments = tuple(owned.copy(argument) for argument, _ in pairs)
-        if any(isinstance(one, Sample) and "shard" not in one.info for one in arguments):
-            raise ValueError(
-                "expected a Sample of this Sharded, got one whose info has no 'shard'."
-            )
+        arguments = tuple(self._without_origin(verb, argument) for argument in arguments)
         alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
         cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
         body = shard_bodies.Each(self.part, verb, cuts, splits)
         body = body if around is None else around(body)
         return self._run(body, (0, *cuts), out, (state, *arguments))
+
+    def _without_origin(self, verb: Callable[..., Any], argument: PyTree) -> Any:
+        """An argument as each shard takes it; raises for a sample that was drawn elsewhere."""
+        if not isinstance(argument, Sample):
+            return argument
+        if "shard" not in argument.info:
+            raise ValueError(
+                "expected a Sample of this Sharded, got one whose info has no 'shard'."
+            )
+        check_origin(verb.__name__, argument, self._origin)
+        return argument.replace(origin=None)
 
     def _run(
         self, body: Callable[..., Any], cuts: tuple[Cut, ...], out: Cuts, arguments: tuple

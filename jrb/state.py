@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import display, pytree
+from jrb._base.identity import identity
 from jrb.keys import Keys
 from jrb.ring import Ring
 from jrb.types import Sampler, Unit, Writer
@@ -74,6 +75,12 @@ class Sample(pytree.State):
         info: what the unit has to say, a dict of arrays; with `counted=True`, `draws`, int32 `[B]`,
             how often each item was drawn before.
         stamp: uint32 `[B]`, tells later whether a slot still holds the same item.
+        origin: a text that names the description by which it was drawn; no array. Verbs refuse a
+            sample of another description. None, for a sample that was put together by hand, or
+            after `sample.replace(origin=None)`, leaves it to the caller.
+
+    Buffers whose descriptions are equal, but for `batch_size` and `transforms`, have equal origins:
+    of two such buffers, such as agents under `vmap`, nothing tells whose sample it is.
     """
 
     data: Any
@@ -83,6 +90,7 @@ class Sample(pytree.State):
     mask: jax.Array
     info: dict[str, jax.Array]
     stamp: jax.Array
+    origin: str | None = pytree.static(default=None)
 
     def __repr__(self) -> str:
         return display.text(self, type(self).__name__, self._facts())
@@ -99,6 +107,21 @@ class Sample(pytree.State):
             "probabilities": display.spread(self.probabilities),
             "weights": display.spread(self.weights),
         }
+
+
+def origin_of(buffer: "Buffer") -> str:
+    """What samples have for `origin` that a buffer drew."""
+    return identity(buffer, "batch_size", "transforms")
+
+
+def check_origin(verb: str, sample: Sample, origin: str) -> None:
+    """Raises if a sample was drawn by another description than the one of this origin."""
+    if sample.origin not in (None, origin):
+        raise ValueError(
+            f"{verb}: expected a Sample that this buffer drew, {origin}, got one of "
+            f"{sample.origin}, whose slots are others. Pass what sample or draw of this very "
+            "description gave; if both describe one state, pass sample.replace(origin=None)."
+        )
 
 
 Device = jax.Device | jax.sharding.Sharding | BufferState | None

@@ -13,7 +13,7 @@ from jrb._engine import dispatch, state_check, steps, transforming
 from jrb._engine.compiling import per_description
 from jrb._engine.deferred import DeferredStorage
 from jrb._store import extremes
-from jrb.state import Buffer, BufferState, Sample
+from jrb.state import Buffer, BufferState, Sample, origin_of
 from jrb.types import Batch
 from jrb.types.messages import PartState
 
@@ -99,7 +99,7 @@ class _FromHost:
 
     def __init__(self, buffer: Buffer, inside: int) -> None:
         self.inside, self._inner = inside, dispatch.for_device(_up_to(buffer, inside))
-        self._choose = _choose(self._inner)
+        self._choose, self._origin = _choose(self._inner), origin_of(buffer)
         # Whether items are drawn as they are stored; and, then, where the anchors are.
         self._plain = buffer.unit.one_row and (buffer.storage.of_objects or not inside)
         self._at_anchors = self._plain and isinstance(self._inner.storage, DeferredStorage)
@@ -130,7 +130,7 @@ class _FromHost:
             data, info = steps.finish(self._inner, fetched, fields["indices"], mask, key)
             counted = {name: leaf for name, leaf in fields["info"].items() if name == "draws"}
             fields["info"] = {**info, **counted}
-        return sampler, Sample(data=data, **fields)
+        return sampler, Sample(data=data, origin=self._origin, **fields)
 
 
 @functools.lru_cache(maxsize=64)

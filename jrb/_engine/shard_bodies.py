@@ -115,11 +115,13 @@ class Draw:
         part: the description of one shard.
         batch_size: of each shard.
         min_size: what all shards together must hold.
+        origin: that of the samples.
     """
 
     part: Buffer
     batch_size: int
     min_size: int | None
+    origin: str
 
     def __call__(
         self, here: Here, states: BufferState, key: jax.Array, beta: jax.Array | None
@@ -136,8 +138,8 @@ class Draw:
         finish = lambda *each: steps.finish_draw(self.part, *each)
         states, samples = jax.vmap(finish)(states, samplers, draws, keys)
         shard = jnp.broadcast_to(here.numbers[:, None], samples.indices.shape)
-        samples = samples.replace(info={**samples.info, "shard": shard})
-        return states, _merged(samples)
+        info = {**samples.info, "shard": shard}
+        return states, _merged(samples.replace(info=info, origin=self.origin))
 
 
 class Drawn(Draw):

@@ -14,7 +14,7 @@ from jrb._base import gathering, ordering
 from jrb._engine import counting, episodes, rows, transforming
 from jrb._engine.compiling import by_description
 from jrb.ring import Ring
-from jrb.state import Buffer, BufferState, Sample
+from jrb.state import Buffer, BufferState, Sample, origin_of
 from jrb.types import Batch, Context, Draw, Given, Item, Look, Share, Write, Writer
 from jrb.types.messages import PartState
 
@@ -271,7 +271,8 @@ def _finish(buffer: Buffer, state: BufferState, draw: Draw, key: jax.Array) -> S
     """Storage, unit and transforms."""
     context, look = _look(buffer, state, draw.slots, draw.mask, key)
     data, info = _read_at(buffer, state, context, look, key)
-    return Sample(data=data, **_fields(buffer, state, draw, look.mask, info))
+    fields = _fields(buffer, state, draw, look.mask, info)
+    return Sample(data=data, origin=origin_of(buffer), **fields)
 
 
 def _read_at(

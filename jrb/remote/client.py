@@ -18,7 +18,7 @@ from jrb.remote.drawing import Drawing
 from jrb.remote.flight import Flight
 from jrb.remote.library import ray
 from jrb.remote.setup import Setup
-from jrb.state import Device, Sample
+from jrb.state import Device, Sample, check_origin
 from jrb.types import Item
 
 
@@ -179,6 +179,7 @@ class Remote:
             )
         if not isinstance(sample, Sample) or "shard" not in sample.info:
             raise ValueError("update_priority: expected a Sample of this Remote.")
+        check_origin("update_priority", sample, self._setup.origin)
         shapes = {sample.indices.shape, sample.mask.shape}
         if np.shape(priorities) not in shapes:
             raise ValueError(

@@ -208,7 +208,8 @@ class Server:
         found = shards.chosen(found, count, seed)
         shard = np.full(count, self._shard, np.int32)
         # Stamps of an earlier life, which may have had other rows at the same slots, are of no use.
-        return found.replace(stamp=found.stamp + self._life, info={**found.info, "shard": shard})
+        info, stamp = {**found.info, "shard": shard}, found.stamp + self._life
+        return found.replace(stamp=stamp, info=info, origin=self._setup.origin)
 
     def can_sample(self, batch_size: int | None) -> bool:
         """Whether there is something to draw."""

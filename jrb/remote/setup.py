@@ -11,6 +11,7 @@ from jrb._base import casting, checks, prng_keys, pytree
 from jrb._store import paths
 from jrb.buffer import ReplayBuffer
 from jrb.samplers import Prioritized, Uniform
+from jrb.state import origin_of
 from jrb.storages import MemmapStorage, SpillStorage
 from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
@@ -49,6 +50,12 @@ class Setup:
     def lead(self) -> tuple[int, ...]:
         """The axes of a timestep of one stream: `()`, or `(E,)` for a vector of environments."""
         return () if self.buffer.num_envs is None else (self.buffer.num_envs,)
+
+    @property
+    def origin(self) -> str:
+        """The origin of all samples that are drawn, from whatever shard."""
+        place = f"{self.streams} streams, {self.shards} servers"
+        return f"Remote({place}) of {origin_of(self.buffer)}"
 
     def place(self, stream: int) -> tuple[int, int]:
         """The shard in which a stream lies, and its lane there."""
