@@ -14,6 +14,7 @@ from jrb import _saved
 from jrb._base import checks
 from jrb._store.errors import DamagedError, LockedError
 from jrb._store.opening import Progress, nobody
+from jrb._store.printing import escaped_errors, printable
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     background,
@@ -59,6 +60,7 @@ Hooks = Hook | dict[str, Any] | None
 """A function over items, or one for each of several buffers; None for none."""
 
 
+@escaped_errors()
 def save(
     path: Path,
     buffer: Several,
@@ -172,6 +174,7 @@ def _check_h5(keep: int, is_plain: bool, out: Outward) -> None:
         )
 
 
+@escaped_errors()
 def save_async(
     path: Path,
     buffer: Several,
@@ -233,6 +236,7 @@ def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) ->
         raise ValueError(f"keep: expected a number of at least 0, got {keep!r}.")
 
 
+@escaped_errors()
 def load(
     path: Path,
     buffer: Several = None,
@@ -366,11 +370,13 @@ def _settled(path: Path) -> str:
     return absolute
 
 
+@escaped_errors()
 def generations(path: Path) -> list[int]:
     """The generations that a checkpoint has, oldest first: the newest ones, and the best."""
     return folder.generations(_settled(path))
 
 
+@escaped_errors()
 def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     """What a checkpoint in a folder says of itself; its rows are not read, however many there are.
 
@@ -392,6 +398,7 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     return _saved.metadata(_settled(path), generation)
 
 
+@escaped_errors()
 def verify(path: Path, progress: Progress = nobody) -> list[str]:
     """Reads all of a checkpoint, older generations too, and says what is wrong, a line each.
 
@@ -409,6 +416,5 @@ def verify(path: Path, progress: Progress = nobody) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    if os.path.isfile(path):
-        return _h5().verify(path, progress)
-    return _saved.damages(path, progress)
+    check = _h5().verify if os.path.isfile(path) else _saved.damages
+    return list(map(printable, check(path, progress)))

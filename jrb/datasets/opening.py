@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from jrb._base import checks
+from jrb._store.printing import escaped_errors
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Kind, Source
 from jrb.datasets.kinds import OURS
@@ -16,6 +17,7 @@ from jrb.datasets.kinds import OURS
 _GROUP = "jrb.datasets"
 
 
+@escaped_errors()
 def open(
     source: Source, *, kind: str | Kind | None = None, final: str = "keep", **options: Any
 ) -> Dataset:

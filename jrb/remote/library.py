@@ -16,6 +16,5 @@ def ray() -> Any:
 
 def restarts() -> int:
     """Returns how often Ray has started the actor of this process again."""
-    from ray._private import state  # the public context tells only whether it has
-
+    state: Any = extras.require("ray._private.state", "ray")  # in public Ray says only whether
     return int(state.actors(actor_id=ray().get_runtime_context().get_actor_id())["NumRestarts"])
