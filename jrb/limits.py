@@ -84,6 +84,10 @@ class SampleToInsert:
         """The tolerance in parts of a sample."""
         return int(self.tolerance * self._fraction.denominator)
 
+    def balance(self, items: int, samples: int) -> fractions.Fraction:
+        """Returns the samples that are owed for so many items in all, less those taken; exact."""
+        return self._fraction * max(0, items - self.min_size) - samples
+
     def init(self) -> Counters:
         """Nothing came, nothing was taken."""
         return Counters(inserted=jnp.int32(0), balance=jnp.int32(0))

@@ -11,6 +11,7 @@ import numpy as np
 
 from jrb._base import pytree, wording
 from jrb._base.pytree import Leaf, PyTree
+from jrb._store.printing import printable
 
 Row = tuple[str, ...]
 """Cells of a table."""
@@ -66,10 +67,14 @@ def tree_html(description: Any) -> str:
 
 def _node(value: Any) -> str:
     if not pytree.is_component(type(value)):
-        return html_.escape(repr(value))
+        return _escaped(repr(value))
     name = f"<b>{html_.escape(type(value).__name__)}</b>"
     fields = [f"<li>{field}: {_node(entry)}</li>" for field, entry in pytree.changed(value)]
     return f"{name}<ul>{''.join(fields)}</ul>" if fields else name
+
+
+def _escaped(text: str) -> str:
+    return html_.escape(printable(text))
 
 
 def text(state: PyTree, title: str, facts: dict[str, str]) -> str:
@@ -93,23 +98,24 @@ def of_arrays(state: PyTree) -> str:
 
 def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     """A title, lines in columns below a head if there is one, and notes."""
-    lines = [*([head] if head else []), *rows]
+    shown = [*([head] if head else []), *rows]
+    lines = [tuple(printable(cell, "") for cell in row) for row in shown]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in lines
     ]
-    return "\n  ".join([title, *cells, *notes])
+    return "\n  ".join([printable(title), *cells, *map(printable, notes)])
 
 
 def table_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     """The same as a table of HTML."""
-    top = "".join(f"<th>{html_.escape(cell)}</th>" for cell in head)
+    top = "".join(f"<th>{_escaped(cell)}</th>" for cell in head)
     cells = "".join(
-        "<tr>" + "".join(f"<td>{html_.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{_escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    below = "".join(f"<p>{html_.escape(note)}</p>" for note in notes)
-    caption = f"<caption>{html_.escape(title)}</caption>" if title else ""
+    below = "".join(f"<p>{_escaped(note)}</p>" for note in notes)
+    caption = f"<caption>{_escaped(title)}</caption>" if title else ""
     head_row = f"<tr>{top}</tr>" if head else ""
     return f"<table>{caption}{head_row}{cells}</table>{below}"
 

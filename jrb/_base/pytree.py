@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._store.printing import printable
+
 T = TypeVar("T")
 
 PyTree = Any
@@ -225,6 +227,11 @@ def part_name(part: PyTree) -> str:
     return str(part)
 
 
+def shown_name(path: tuple[Any, ...]) -> str:
+    """The name of a leaf for people: the keys may come from a file."""
+    return printable(leaf_name(path), "")
+
+
 def leaf_names(tree: PyTree) -> list[str]:
     """The names of all leaves, in order."""
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
@@ -263,7 +270,7 @@ def spec_of(tree: PyTree, what: str) -> Any:
         TypeError: a leaf is no array, or has a dtype that JAX would change (float64 without x64).
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf_spec(f"{what}: leaf '{leaf_name(path)}'", leaf), tree
+        lambda path, leaf: _leaf_spec(f"{what}: leaf '{shown_name(path)}'", leaf), tree
     )
 
 
@@ -314,7 +321,7 @@ def check_like(
         return
     leaves = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(leaves, jax.tree.leaves(spec_of(got, what)), strict=True):
-        where, shape = f"{what}: leaf '{leaf_name(path)}'", (*lead, *want.shape)
+        where, shape = f"{what}: leaf '{shown_name(path)}'", (*lead, *want.shape)
         if leaf.shape != shape:
             raise ValueError(f"{where}: expected shape {shape}, got {leaf.shape}. {mend}")
         if leaf.dtype != want.dtype:
@@ -357,7 +364,7 @@ def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None
         text = f"expected the leaves {want}, got {have}: missing {missing}, not expected {surplus}"
     else:
         text = f"expected {jax.tree.structure(expected)}, got {jax.tree.structure(got)}"
-    first = (missing or surplus or want or ["."])[0]
+    first = printable((missing or surplus or want or ["."])[0], "")
     raise ValueError(f"{what}: leaf '{first}': {text}. {mend}")
 
 

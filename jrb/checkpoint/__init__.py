@@ -15,6 +15,7 @@ from jrb._base import checks
 from jrb._store import paths
 from jrb._store.errors import DamagedError, LockedError
 from jrb._store.opening import Progress, nobody
+from jrb._store.printing import escaped_errors, printable
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     background,
@@ -60,6 +61,7 @@ Hooks = Hook | dict[str, Any] | None
 """A function over items, or one for each of several buffers; None for none."""
 
 
+@escaped_errors()
 def save(
     path: Path,
     buffer: Several,
@@ -168,6 +170,7 @@ def _check_h5(keep: int, has_no_extra: bool, out: Outward) -> None:
         )
 
 
+@escaped_errors()
 def save_async(
     path: Path,
     buffer: Several,
@@ -224,6 +227,7 @@ def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) ->
         raise ValueError(f"keep: expected a number of at least 0, got {keep!r}.")
 
 
+@escaped_errors()
 def load(
     path: Path,
     buffer: Several = None,
@@ -357,11 +361,13 @@ def _settled(path: Path) -> str:
     return absolute
 
 
+@escaped_errors()
 def generations(path: Path) -> list[int]:
     """The generations that a checkpoint has, oldest first."""
     return folder.generations(_settled(path))
 
 
+@escaped_errors()
 def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     """What a checkpoint in a folder says of itself; its rows are not read, however many there are.
 
@@ -383,6 +389,7 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
     return _saved.metadata(_settled(path), generation)
 
 
+@escaped_errors()
 def verify(path: Path, progress: Progress = nobody) -> list[str]:
     """Reads all of a checkpoint, older generations too, and says what is wrong, a line each.
 
@@ -400,6 +407,5 @@ def verify(path: Path, progress: Progress = nobody) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     path = _settled(path)
-    if os.path.isfile(path):
-        return _h5().verify(path, progress)
-    return _saved.damages(path, progress)
+    check = _h5().verify if os.path.isfile(path) else _saved.damages
+    return list(map(printable, check(path, progress)))

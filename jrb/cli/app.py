@@ -4,6 +4,7 @@ import sys
 from typing import Annotated, Any
 
 from jrb._base import extras
+from jrb._store.printing import printable
 from jrb.cli import bench, convert, data, demo, found, inspect, stats, verify
 
 typer = extras.require("typer", "cli")
@@ -69,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _failed(line: str, status: int) -> int:
-    sys.stderr.write(f"jrb: {' '.join(line.split())}\n")
+    sys.stderr.write(f"jrb: {printable(' '.join(line.split()))}\n")
     return status
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jrb._base import extras
 from jrb._store.opening import Progress, nobody
+from jrb._store.printing import printable
 
 rich_box = extras.require("rich.box", "cli")
 rich_console = extras.require("rich.console", "cli")
@@ -40,7 +41,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> Any:
     table.add_column(overflow="fold")
     for name, text in pairs:
         if text:
-            table.add_row(name, rich_text.Text(text))
+            table.add_row(plain(name), plain(text))
     return table
 
 
@@ -57,15 +58,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) 
     )
     for place, name in enumerate(head):
         right = place >= len(head) - numbers
-        made.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
+        side = "right" if right else "left"
+        made.add_column(plain(name), justify=side, overflow="fold", no_wrap=right)
     for row in rows:
-        made.add_row(*(rich_text.Text(cell) for cell in row))
+        made.add_row(*(rich_text.Text(printable(cell, "")) for cell in row))
     return made
 
 
 def plain(text: str, style: str = "") -> Any:
-    """Text in which nothing is taken for a mark-up."""
-    return rich_text.Text(text, style=style)
+    """Text in which nothing is taken for a mark-up, nor obeyed by a terminal."""
+    return rich_text.Text(printable(text), style=style)
 
 
 def indented(thing: Any) -> Any:
@@ -80,7 +82,7 @@ def working(text: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(text):
+    with console.status(plain(text)):
         yield
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from jrb._base import extras
 from jrb._base.wording import bytes_text
+from jrb._store.printing import printable
 from jrb.cli import console, found
 
 typer = extras.require("typer", "cli")
@@ -55,7 +56,7 @@ def delete(
 ) -> None:
     """Remove a dataset from the disk."""
     if not yes:
-        typer.confirm(f"Remove {name} for good?", abort=True, err=True)
+        typer.confirm(f"Remove {printable(name, '')} for good?", abort=True, err=True)
     importlib.import_module("jrb.datasets").delete(name, root)
     console.out().print(console.plain(f"Removed {name}."))
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from jrb import _saved
 from jrb._base import extras
 from jrb._store.opening import Progress
+from jrb._store.printing import printable
 from jrb.cli import console, found
 
 typer = extras.require("typer", "cli")
@@ -30,11 +31,11 @@ def verify(
     with console.bar("verifying") as progress:
         damages = _CHECKS[kind](path, progress)
     for line in damages:
-        sys.stdout.write(f"{' '.join(line.split())}\n")
+        sys.stdout.write(f"{printable(' '.join(line.split()))}\n")
     if damages:
         raise typer.Exit(1)
     what = "is whole" if kind != found.OTHER else "can be read from end to end"
-    sys.stdout.write(f"{path} {what}.\n")
+    sys.stdout.write(f"{printable(path)} {what}.\n")
 
 
 def _in_file(path: str, progress: Progress) -> list[str]:

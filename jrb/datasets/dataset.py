@@ -15,6 +15,7 @@ import numpy as np
 
 from jrb._base import checks, display, pytree, wording
 from jrb._store import paths
+from jrb._store.printing import escaped_errors, printable
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
@@ -116,7 +117,7 @@ class Dataset(Sequence[Episode]):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know: what was lost, left out, or taken for something."""
-        return self.description.notes + self._lacking_note()
+        return (*map(printable, self.description.notes), *self._lacking_note())
 
     @property
     def facts(self) -> dict[str, np.ndarray]:
@@ -159,6 +160,7 @@ class Dataset(Sequence[Episode]):
             for row in range(rows_of(block)):
                 yield jax.tree.map(operator.itemgetter(row), block)
 
+    @escaped_errors()
     def returns(self) -> np.ndarray:
         """float64 `[K]`, the sum of the rewards of each episode; reads nothing else of it.
 
@@ -197,6 +199,7 @@ class Dataset(Sequence[Episode]):
         order = np.argsort(-self.returns(), kind="stable")[:count]
         return self.only(self.numbers[np.sort(order)])
 
+    @escaped_errors()
     def buffer(
         self,
         *,
@@ -267,6 +270,7 @@ class Dataset(Sequence[Episode]):
             return into.cached(chosen, storage, num_envs, root, progress, parts)
         return into.filled(chosen, storage or DeviceStorage(), num_envs, progress, parts)
 
+    @escaped_errors()
     def preprocess(
         self,
         function: Callable[[Episode], Any],
@@ -360,7 +364,8 @@ class Dataset(Sequence[Episode]):
         return Ends(self._stored_lengths, self.cut, self._is_marked, self.final == "drop")
 
     def _read(self, read: Callable[[Source, list[int]], Iterator[Episode]]) -> Iterator[Episode]:
-        return read(self.source, self.numbers.tolist())
+        with escaped_errors():
+            yield from read(self.source, self.numbers.tolist())
 
     def _lacking_note(self) -> tuple[str, ...]:
         count = int(self.cut.sum())

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
+from jrb._store.printing import escaped_errors
 from jrb.datasets import opening
 from jrb.datasets.copying import cache
 from jrb.datasets.dataset import Dataset
@@ -11,6 +12,7 @@ from jrb.datasets.dataset import Dataset
 _DEPTH = 3  # folders, as Minari has them
 
 
+@escaped_errors()
 def list(root: cache.Path | None = None) -> dict[str, Dataset]:
     """The datasets in a folder, copies that were made by `cache=True` among them, by name.
 
@@ -24,6 +26,7 @@ def list(root: cache.Path | None = None) -> dict[str, Dataset]:
     return {os.path.relpath(path, folder): found for path, found in _below(folder, _DEPTH)}
 
 
+@escaped_errors()
 def delete(name: str, root: cache.Path | None = None) -> None:
     """Removes a dataset from the disk.
 

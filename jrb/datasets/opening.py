@@ -10,6 +10,7 @@ import numpy as np
 
 from jrb._base import checks
 from jrb._store import paths
+from jrb._store.printing import escaped_errors
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Kind, Source
 from jrb.datasets.kinds import OURS
@@ -22,6 +23,7 @@ class UnknownKindError(ValueError):
     """No kind recognises what lies at a path."""
 
 
+@escaped_errors()
 def open(
     source: Source, *, kind: str | Kind | None = None, final: str = "keep", **options: Any
 ) -> Dataset:

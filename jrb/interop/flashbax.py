@@ -16,6 +16,7 @@ import numpy as np
 from jrb._base import extras
 from jrb._base.pytree import Leaf
 from jrb._store import paths
+from jrb._store.printing import escaped_errors
 from jrb.interop.dump import Dump
 from jrb.mix import AnyState
 from jrb.types import Item
@@ -25,6 +26,7 @@ _NEEDED = ("experience", "current_index", "is_full")
 _METADATA = "metadata.json"
 
 
+@escaped_errors()
 def read_flashbax(
     state: AnyState,
     *,
@@ -165,6 +167,7 @@ def _squeezed(dump: Dump) -> Dump:
     return Dump(jax.tree.map(lambda leaf: leaf[:, 0], dump.items), info)
 
 
+@escaped_errors()
 def read_vault(
     path: str | os.PathLike[str],
     *,

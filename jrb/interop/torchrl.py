@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrb._base.expansion import MAX_EXPANSION
+from jrb._store.printing import escaped_errors
 from jrb.interop import torchrl_files as dump
 from jrb.interop.dump import Dump
 from jrb.interop.torchrl_files import Folder, Key, Leaves
@@ -46,6 +47,7 @@ class Stored(NamedTuple):
     full: bool = False
 
 
+@escaped_errors()
 def read_torchrl(
     path: str | os.PathLike[str],
     squeeze: bool = False,

@@ -19,6 +19,7 @@ from jrb._base.pytree import Leaf
 from jrb._engine import memory
 from jrb._engine.replaying import pieces
 from jrb._store import files, paths
+from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.interop import torchrl_files as dump
 from jrb.layouts import chain, flat, names
@@ -48,6 +49,7 @@ class Rows(NamedTuple):
     full: bool
 
 
+@escaped_errors()
 def write_torchrl(
     path: str | os.PathLike[str], buffer: ReplayBuffer, state: BufferState, layout: str = "default"
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jrb.remote.drawing import PAUSE, Draw, Drawing
 from jrb.remote.library import ray
+from jrb.remote.permits import Request
 from jrb.state import Device, Sample
 
 
@@ -30,7 +31,8 @@ class Ahead:
         self._drawing, self._before, self._device = drawing, before, device
         self._batch_size, self._depth, self._beta = batch_size, depth, beta
         self._group = max(1, depth // 2)  # a call has a price of its own
-        self._asked, self._permit = 0, None
+        self._asked = 0
+        self._request: Request | None = None  # for the next group
         self._line: collections.deque[Draw | Sample] = collections.deque()
 
     def __iter__(self) -> "Ahead":
@@ -55,24 +57,31 @@ class Ahead:
         while len(self._line) + self._group <= self._depth and self._is_allowed(patient):
             numbers = range(self._asked, self._asked + self._group)
             betas = [self._beta(n) if callable(self._beta) else self._beta for n in numbers]
-            self._line.extend(self._drawing.ask(self._batch_size, betas))
+            request, self._request = self._request, None
+            ticket = None if request is None else request.ticket
+            self._line.extend(self._drawing.ask(self._batch_size, betas, ticket))
             self._asked += self._group
 
     def _is_allowed(self, patient: bool) -> bool:
         """Whether the limit lets more pass; waits for that, or for the first batch in line."""
-        if self._permit is None:
-            self._permit = self._drawing.permit(self._batch_size, self._group)
-        if self._permit is None:
+        permits = self._drawing.permits
+        if permits is None:
             return True
+        if self._request is None:
+            self._request = permits.request("sample", self._batch_size * self._group)
+        reply = self._request.reply
         first: Any = self._line[0] if self._line else None
         others = first.parts[:1] if isinstance(first, Draw) else []
         wait = patient and not isinstance(first, Sample)
-        found, _ = ray().wait([self._permit, *others], timeout=None if wait else 0)
-        if self._permit not in found:
+        found, _ = ray().wait([reply, *others], timeout=None if wait else 0)
+        if reply not in found:
             return False
-        ray().get(self._permit)
-        self._permit = None
+        ray().get(reply)  # which raises what the gate refused
         return True
+
+    def __del__(self) -> None:
+        if self._request is not None and self._drawing.permits is not None:
+            self._drawing.permits.cancel(self._request)
 
     def _fetch(self) -> None:
         """Puts those that have come on the device."""

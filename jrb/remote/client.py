@@ -11,8 +11,8 @@ import numpy as np
 
 from jrb._base import checks
 from jrb.buffer import ReplayBuffer
+from jrb.remote import permits, shards
 from jrb.remote import setup as setups
-from jrb.remote import shards
 from jrb.remote.ahead import Ahead
 from jrb.remote.drawing import Drawing
 from jrb.remote.flight import Flight
@@ -34,7 +34,8 @@ class Remote:
         self._setup, self._servers, self._gate, self._owns = setup, servers, gate, owns
         self._sender = secrets.randbits(63) | 1
         self._sent: collections.Counter[int] = collections.Counter()
-        self._drawing = Drawing(setup, servers, gate)
+        self._permits = None if gate is None else permits.Permits(gate, servers)
+        self._drawing = Drawing(setup, servers, self._permits)
         self._writes, self._updates = Flight(setup.in_flight), Flight(setup.in_flight)
         self._late: collections.deque[Any] = collections.deque()
 
@@ -87,14 +88,14 @@ class Remote:
         if not length:
             return
         self._writes.make_room()
-        if self._gate is not None:
-            count = length if mask is None else int(mask.sum())
-            width = 1 if mask is not None and mask.ndim > 1 else setup.buffer.num_envs or 1
-            ray().get(self._gate.wait.remote("insert", count * width))
         shard, lane = setup.place(int(stream))
-        before, server = self._sent[stream], self._servers[shard]
-        self._writes.add(server.extend.remote(lane, self._sender, before, leaves, mask, priorities))
-        self._sent[stream] += length
+        width = 1 if mask is not None and mask.ndim > 1 else setup.buffer.num_envs or 1
+        count = width * (length if mask is None else int(mask.sum()))
+        with permits.granted(self._permits, "insert", count, shard) as ticket:
+            # Counted before the call: an interrupt leaves a gap, not a number that is used twice.
+            first, self._sent[stream] = self._sent[stream], self._sent[stream] + length
+            sent = (lane, self._sender, first, leaves, mask, priorities, ticket, count)
+            self._writes.add(self._servers[shard].extend.remote(*sent))
 
     def sample(
         self, batch_size: int | None = None, beta: float | None = None, device: Device = None
@@ -103,7 +104,7 @@ class Remote:
 
         With several shards each gives a part of the batch in proportion to the mass that it holds,
         and probabilities and weights are those over all of them. With `limits` it waits until they
-        allow it, and until what they have counted is there.
+        allow it, and until there is something to draw.
 
         Args:
             batch_size: B; None for the buffer's.
@@ -120,11 +121,8 @@ class Remote:
         """
         batch_size = self._batch_size(batch_size)
         self._send_updates(all_of_them=False)
-        permit = self._drawing.permit(batch_size, 1)
-        if permit is not None:
-            ray().get(permit)
-        held_back = permit is not None
-        sample = self._drawing.draw(batch_size, beta, device, patient=held_back)
+        patient = self._permits is not None
+        sample = self._drawing.draw(batch_size, beta, device, patient)
         if sample is None:
             raise ValueError(
                 "sample: expected something to draw, got a buffer in which nothing is found. Let "
@@ -245,7 +243,8 @@ class Remote:
 
         Items count, also those that are masked: `size`, that are held; `received`; `unsaved`, that
         came since the last save and would be lost now; `lost`, that were, as far as senders have
-        told since. Besides `draws`, `restarts`, and of each shard `generation`, the last save.
+        told since. Besides `draws`; `restarts`, how often Ray has started a server again; and of
+        each shard `generation`, the last save.
         """
         each = ray().get([server.stats.remote() for server in self._servers])
         names = ("size", "received", "unsaved", "lost", "draws", "restarts")
@@ -265,8 +264,9 @@ class Remote:
     def _end(self) -> None:
         """Ends the servers, after they have let go of their files."""
         self._owns, library = False, ray()
-        library.wait([one.end.remote() for one in self._servers], num_returns=len(self._servers))
-        for actor in [*self._servers, *([] if self._gate is None else [self._gate])]:
+        actors = [*self._servers, *([] if self._gate is None else [self._gate])]
+        library.wait([actor.end.remote() for actor in actors], num_returns=len(actors))
+        for actor in actors:
             library.kill(actor)
 
     def _batch_size(self, batch_size: int | None) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jrb.remote import shards
+from jrb.remote import permits, shards
 from jrb.remote.library import ray
 from jrb.remote.setup import Setup
 from jrb.state import Device, Sample
@@ -39,21 +39,18 @@ class Drawing:
     Each computes by itself from that how much of the batch is its part: nobody waits here.
     """
 
-    def __init__(self, setup: Setup, servers: list[Any], gate: Any) -> None:
-        self._setup, self._servers, self._gate = setup, servers, gate
+    def __init__(self, setup: Setup, servers: list[Any], permits: permits.Permits | None) -> None:
+        self._setup, self._servers, self.permits = setup, servers, permits
         self._number = 0
 
-    def permit(self, batch_size: int, count: int) -> Any:
-        """A reference that is there when so many batches may be drawn; None if nothing holds it."""
-        gate = self._gate
-        return None if gate is None else gate.wait.remote("sample", batch_size * count)
-
-    def ask(self, batch_size: int, betas: list[float | None]) -> list[Draw]:
-        """Asks for batches, as many as there are betas, in one call."""
+    def ask(
+        self, batch_size: int, betas: list[float | None], ticket: int | None = None
+    ) -> list[Draw]:
+        """Asks for batches, as many as there are betas, in one call, with a permit for them."""
         servers, number, count = self._servers, self._number, len(betas)
         self._number += count
         each = [server.facts.remote() for server in servers] if len(servers) > 1 else []
-        parts = [self._asked(server, batch_size, betas, number, each) for server in servers]
+        parts = [self._asked(server, batch_size, betas, number, ticket, each) for server in servers]
         return [
             Draw(list(its), each, batch_size, beta)
             for *its, beta in zip(*parts, betas, strict=True)
@@ -61,13 +58,19 @@ class Drawing:
 
     @staticmethod
     def _asked(
-        server: Any, batch_size: int, betas: list[float | None], number: int, each: list[Any]
+        server: Any,
+        batch_size: int,
+        betas: list[float | None],
+        number: int,
+        ticket: int | None,
+        each: list[Any],
     ) -> list[Any]:
         """References to what one server gives of each batch."""
+        permit = {} if ticket is None else {"ticket": ticket}
         if len(betas) == 1:  # Ray takes no generator that yields one thing for what it yields
-            return [server.draw.remote(batch_size, *betas, number, *each)]
+            return [server.draw.remote(batch_size, *betas, number, *each, **permit)]
         several = server.draws.options(num_returns=len(betas))
-        return several.remote(batch_size, betas, number, *each)
+        return several.remote(batch_size, betas, number, *each, **permit)
 
     def there(self, draws: list[Draw]) -> int:
         """How many of them, from the first on, could be taken at once."""
@@ -83,7 +86,9 @@ class Drawing:
     ) -> Sample | None:
         """A batch, on a device; where it is `patient`, it asks until there is something to draw."""
         while True:
-            sample = self.take(self.ask(batch_size, [beta])[0], device)
+            with permits.granted(self.permits, "sample", batch_size) as ticket:
+                draw = self.ask(batch_size, [beta], ticket)[0]
+            sample = self.take(draw, device)
             if sample is not None or not patient:
                 return sample
             time.sleep(PAUSE)

@@ -1,63 +1,178 @@
-"""Who may go on: the actor that holds those who add, or those who sample, back."""
+"""The actor that holds back those who add, or those who sample.
+
+Servers count what they wrote and what they gave, and report their totals after each call. The gate
+adds the permits that are not used yet, each to its own side only: a chunk that was permitted counts
+as added once a server has written it, so a caller that dies leaves nothing behind that counts.
+`tests/remote/test_gate.py` guards that.
+"""
 
 import asyncio
-import warnings
-
-import jax
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from jrb.limits import SampleToInsert
-from jrb.remote.library import ray
+
+
+@dataclasses.dataclass
+class Permit:
+    """One request of a caller, from when it came until servers have done it.
+
+    Attributes:
+        side: "insert" or "sample".
+        count: of items, or of samples.
+        caller: the number of who asked.
+        shards: those that have not reported yet.
+        granted: whether the caller may go on.
+    """
+
+    side: str
+    count: int
+    caller: int
+    shards: set[int]
+    granted: bool = False
 
 
 class Gate:
-    """Counts for all shards together what was added and sampled; an actor of its own.
+    """Compares what all shards together have written and given; an actor of its own.
 
-    Where Ray has to restart it, it begins in balance.
+    A restart loses nothing but permits: the totals are asked of the servers.
     """
 
     def __init__(self, limits: SampleToInsert) -> None:
-        jax.config.update("jax_platforms", "cpu")
-        self._limits, self._counters, self._changed = limits, limits.init(), asyncio.Condition()
-        self._may = {"insert": jax.jit(limits.may_insert), "sample": jax.jit(limits.may_sample)}
-        self._after = {"insert": jax.jit(limits.inserted), "sample": jax.jit(limits.sampled)}
-        self._most = {"insert": 0, "sample": 0}
-        if _is_restarted():
-            for start in range(0, limits.min_size, _MOST):
-                count = min(_MOST, limits.min_size - start)
-                self._counters = self._after["insert"](self._counters, count)
+        self._limits = limits
+        self._totals: dict[int, tuple[int, int]] = {}  # of each shard, items and samples
+        self._permits: dict[int, Permit] = {}
+        self._largest = {"insert": 0, "sample": 0}
+        self._departures: dict[int, asyncio.Event] = {}  # of each caller, set when it is gone
+        self._watches: dict[int, asyncio.Future[None]] = {}
+        self._servers: Sequence[Any] = ()
+        self._opened, self._changed = asyncio.Event(), asyncio.Condition()
 
-    async def wait(self, what: str, count: int) -> None:
-        """Waits until so many items may be added, or samples taken, and counts them.
+    async def stay(self, caller: int, servers: Sequence[Any]) -> None:
+        """Returns when the caller is gone. The first caller brings the servers.
+
+        Ray makes the call again where it restarts the gate.
+        """
+        departure = self._departures.setdefault(caller, asyncio.Event())
+        if not self._opened.is_set():
+            totals = await asyncio.gather(*[server.totals.remote() for server in servers])
+            for shard, (items, samples) in enumerate(totals):
+                self._raise_totals(shard, items, samples)
+            self._servers = servers
+            self._opened.set()
+        await departure.wait()
+
+    async def wait(
+        self, side: str, count: int, ticket: int, shards: list[int], caller: int, stay: list[Any]
+    ) -> None:
+        """Waits until so many items may be added, or samples taken, by these shards.
+
+        Args:
+            side: "insert" or "sample".
+            count: of items, or of samples.
+            ticket: the number of the permit.
+            shards: that will report when they have done it.
+            caller: who asks.
+            stay: the reference of the caller's `stay`, in a list so that Ray does not wait for it.
+                It fails when the caller's process dies.
 
         Raises:
             ValueError: so many at once, with what others ask for, could be held back for ever.
         """
-        self._check(what, count)
+        self._check(side, count)
+        if caller not in self._watches:
+            self._watches[caller] = asyncio.ensure_future(self._watch(caller, stay[0]))
+        permit = self._permits[ticket] = Permit(side, count, caller, set(shards))
+        await self._opened.wait()
         async with self._changed:
-            may = self._may[what]
-            await self._changed.wait_for(lambda: bool(may(self._counters, count)))
-            self._counters = self._after[what](self._counters, count)
+            await self._changed.wait_for(lambda: ticket not in self._permits or self._may(permit))
+            permit.granted = True
+
+    async def cancel(self, ticket: int) -> None:
+        """Forgets a permit that its caller does not use."""
+        async with self._changed:
+            self._permits.pop(ticket, None)
             self._changed.notify_all()
 
-    def _check(self, what: str, count: int) -> None:
+    async def report(self, shard: int, items: int, samples: int, ticket: int) -> None:
+        """Takes the totals of a shard that has done its part of a permit."""
+        async with self._changed:
+            self._raise_totals(shard, items, samples)
+            permit = self._permits.get(ticket)
+            if permit is not None:
+                permit.shards.discard(shard)
+                if not permit.shards:
+                    del self._permits[ticket]
+            self._changed.notify_all()
+
+    async def begin(self, shard: int, held: int) -> tuple[int, int]:
+        """Tells a server that begins, with so many items, the totals to go on from.
+
+        Where it has lost so many that the shards hold fewer than `min_size`, those that are missing
+        do not count any more: actors that are held back may add as many again.
+        """
+        async with self._changed:
+            items, samples = self._totals.get(shard, (0, 0))
+            others = sum(total[0] for other, total in self._totals.items() if other != shard)
+            missing = max(0, self._limits.min_size - held - others)
+            self._totals[shard] = max(0, items - missing), samples
+            self._changed.notify_all()
+            return self._totals[shard]
+
+    def _raise_totals(self, shard: int, items: int, samples: int) -> None:
+        """Notes totals, which never fall; reports may come in any order."""
+        before = self._totals.get(shard, (0, 0))
+        self._totals[shard] = max(items, before[0]), max(samples, before[1])
+
+    def _may(self, permit: Permit) -> bool:
+        """Returns whether a permit can be granted, if every other one is used or none is."""
+        items, samples = (sum(column) for column in zip(*self._totals.values(), strict=True))
+        for other in self._permits.values():
+            if other.granted and other.side == permit.side:
+                items += other.count if permit.side == "insert" else 0
+                samples += other.count if permit.side == "sample" else 0
+        if permit.side == "insert":
+            return self._limits.balance(items + permit.count, samples) <= self._limits.tolerance
+        enough = items >= self._limits.min_size
+        balance = self._limits.balance(items, samples + permit.count)
+        return enough and balance >= -self._limits.tolerance
+
+    async def _watch(self, caller: int, stay: Any) -> None:
+        """Forgets the permits of a caller when it is gone."""
+        await asyncio.wait([asyncio.ensure_future(stay)])
+        # What it had sent before may still be written: the servers get to this call after that.
+        ready = [server.ready.remote() for server in self._servers]
+        await asyncio.gather(*ready, return_exceptions=True)
+        async with self._changed:
+            for ticket in [t for t, permit in self._permits.items() if permit.caller == caller]:
+                del self._permits[ticket]
+            self._changed.notify_all()
+        self._watches.pop(caller)
+        await self.leave(caller)
+
+    async def leave(self, caller: int) -> None:
+        """Lets the caller's `stay` return."""
+        departure = self._departures.pop(caller, None)
+        if departure is not None:
+            departure.set()
+
+    async def end(self) -> None:
+        """Lets all callers' `stay` return: Ray would report them as calls that failed."""
+        for caller in list(self._departures):
+            await self.leave(caller)
+
+    def _check(self, side: str, count: int) -> None:
         """Raises where both sides could wait for each other: between the two bounds."""
-        most = self._most | {what: max(count, self._most[what])}
-        needed = (most["insert"] * self._limits.ratio + most["sample"]) / 2
-        if needed > self._limits.tolerance or count > _MOST:
+        largest = self._largest | {side: max(count, self._largest[side])}
+        ratio, tolerance = self._limits.ratio, self._limits.tolerance
+        needed = (largest["insert"] * ratio + largest["sample"]) / 2
+        needed = max(needed, (largest["insert"] - 1) * ratio)  # the chunk that reaches min_size
+        if needed > tolerance:
             raise ValueError(
-                f"limits: expected a tolerance of at least {needed:g} where {most['insert']} items "
-                f"are added and {most['sample']} samples taken at once, at most {_MOST}, got "
-                f"{self._limits.tolerance:g}: both sides would wait for each other. Make the "
-                "tolerance larger, or the chunks or batches smaller."
+                f"limits: expected a tolerance of at least {needed:g} where {largest['insert']} "
+                f"items are added and {largest['sample']} samples taken at once, got "
+                f"{tolerance:g}: both sides would wait for each other. Make the tolerance larger, "
+                "or the chunks or batches smaller."
             )
-        self._most = most
-
-
-_MOST = 10**5  # that a limit counts at once
-
-
-def _is_restarted() -> bool:
-    """Whether Ray has started this actor again."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what Ray itself uses here
-        return ray().get_runtime_context().was_current_actor_reconstructed
+        self._largest = largest

@@ -40,19 +40,18 @@ class Ledger:
         received: items that came.
         lost: items that are missing, as far as is known.
         drawn: how many batches were drawn.
-        restarts: how often the server was begun anew.
         held: items that were held when it was saved.
     """
 
     _ARRAYS = ("senders", "following", "gaps", "ends")
-    _COUNTS = ("received", "lost", "drawn", "restarts", "held")
+    _COUNTS = ("received", "lost", "drawn", "held")
 
     def __init__(self, lanes: int) -> None:
         self.senders = np.zeros((lanes, _SENDERS), np.uint64)
         self.following = np.zeros((lanes, _SENDERS), np.int64)
         self.gaps = np.zeros((lanes, _SENDERS, _GAPS, 2), np.int64)
         self.ends = np.zeros(lanes, np.int64)
-        self.received = self.lost = self.drawn = self.restarts = self.held = 0
+        self.received = self.lost = self.drawn = self.held = 0
 
     def note(self, lane: int, sender: int, first: int, count: int) -> Arrival:
         """Notes that so many timesteps come, of which the first has this number."""

@@ -15,6 +15,7 @@ from jrb.loops import jitted
 from jrb.remote import shards, streams
 from jrb.remote.allocation import keep_freed_memory
 from jrb.remote.ledger import Ledger
+from jrb.remote.library import ray, restarts
 from jrb.remote.setup import Setup
 from jrb.remote.shards import Facts
 from jrb.state import BufferState, Sample
@@ -43,6 +44,11 @@ class Server:
         self._life = np.uint32(secrets.randbits(32))
         self._state, self._ledger = self._begun()
         self._unsaved, self._generation = 0, self._generations()[-1:]
+        self._gate: Any = None
+        self._items = self._samples = 0
+        if setup.gate is not None:
+            self._gate = ray().get_actor(setup.gate)
+            self._items, self._samples = ray().get(self._gate.begin.remote(shard, self.size()))
 
     def _generations(self) -> list[int]:
         try:
@@ -64,12 +70,20 @@ class Server:
                 self._path, self._buffer, extra=ledger.saved(), verify=False
             )
         ledger = Ledger.loaded(saved)
-        ledger.restarts += 1
         ledger.lost += ledger.held - int(self._buffer.size(state))
         return state, ledger
 
     def ready(self) -> None:
         """Nothing: whoever waits for it waits for the server."""
+
+    def totals(self) -> tuple[int, int]:
+        """Returns the items that were written and the samples that were given, for `limits`."""
+        return self._items, self._samples
+
+    def _report(self, ticket: int | None) -> None:
+        """Tells the gate that this shard's part of a permit is done."""
+        if ticket is not None:
+            self._gate.report.remote(self._shard, self._items, self._samples, ticket)
 
     # Writing.
 
@@ -81,12 +95,35 @@ class Server:
         leaves: list[np.ndarray],
         mask: np.ndarray | None,
         priorities: np.ndarray | None,
+        ticket: int | None = None,
+        count: int = 0,
     ) -> None:
-        """Writes timesteps of a stream, of which the sender sent `first` before."""
+        """Writes timesteps of a stream, of which the sender sent `first` before.
+
+        `count` items of them, those that are not masked, are reported under the ticket.
+        """
+        try:
+            if self._extend(lane, sender, first, leaves, mask, priorities):
+                self._items += count
+        finally:
+            self._report(ticket)
+        if self._setup.save_every is not None and self._unsaved >= self._setup.save_every:
+            self.save()
+
+    def _extend(
+        self,
+        lane: int,
+        sender: int,
+        first: int,
+        leaves: list[np.ndarray],
+        mask: np.ndarray | None,
+        priorities: np.ndarray | None,
+    ) -> bool:
+        """Returns whether the timesteps were written now; False if they were before."""
         length, width = len(leaves[0]), self._buffer.ring.envs // self._lanes
         arrival = self._ledger.note(lane, sender, first, length)
         if arrival.again:
-            return
+            return False
         self._ledger.lost += arrival.missing * width
         try:
             if not arrival.goes_on:
@@ -98,8 +135,7 @@ class Server:
             raise
         self._ledger.received += length * width
         self._unsaved += length * width
-        if self._setup.save_every is not None and self._unsaved >= self._setup.save_every:
-            self.save()
+        return True
 
     def _write(
         self,
@@ -151,12 +187,24 @@ class Server:
 
     # Reading.
 
-    def draw(self, batch_size: int, beta: float | None, number: int, *each: Facts) -> Sample | None:
+    def draw(
+        self,
+        batch_size: int,
+        beta: float | None,
+        number: int,
+        *each: Facts,
+        ticket: int | None = None,
+    ) -> Sample | None:
         """One batch (see `draws`)."""
-        return next(self.draws(batch_size, [beta], number, *each))
+        return next(self.draws(batch_size, [beta], number, *each, ticket=ticket))
 
     def draws(
-        self, batch_size: int, betas: list[float | None], number: int, *each: Facts
+        self,
+        batch_size: int,
+        betas: list[float | None],
+        number: int,
+        *each: Facts,
+        ticket: int | None = None,
     ) -> Iterator[Sample | None]:
         """Batches; or this shard's parts of them, by what `each` shard says that it holds.
 
@@ -166,6 +214,7 @@ class Server:
             batch_size: B.
             betas: of the weights, one for each batch.
             number: of the first batch, by which all shards agree on their parts.
+            ticket: under which the samples that are given are reported, once, at the end.
             each: what they hold; nothing where there is but one.
 
         Yields:
@@ -177,9 +226,12 @@ class Server:
                 self._part(batch_size, number + step, list(each)) for step in range(len(betas))
             ]
         pairs = zip(parts, betas, strict=True)
-        asked = [self._asked(shards.padded(part[0], batch_size), beta) for part, beta in pairs]
-        for one, part in zip(asked, parts, strict=True):
-            yield None if one is None else self._sent(one, *part)
+        try:
+            asked = [self._asked(shards.padded(part[0], batch_size), beta) for part, beta in pairs]
+            for one, part in zip(asked, parts, strict=True):
+                yield None if one is None else self._sent(one, *part)
+        finally:
+            self._report(ticket)
 
     def _part(self, batch_size: int, number: int, each: list[Facts]) -> tuple[int, list[int]]:
         """How many this shard gives, and by which numbers they are chosen."""
@@ -206,6 +258,7 @@ class Server:
         if not found.mask.any():
             return None
         found = shards.chosen(found, count, seed)
+        self._samples += count
         shard = np.full(count, self._shard, np.int32)
         # Stamps of an earlier life, which may have had other rows at the same slots, are of no use.
         info, stamp = {**found.info, "shard": shard}, found.stamp + self._life
@@ -243,7 +296,7 @@ class Server:
             "lost": ledger.lost,
             "unsaved": self._unsaved,
             "draws": ledger.drawn,
-            "restarts": ledger.restarts,
+            "restarts": restarts(),
             "generation": self._generation[0] if self._generation else 0,
         }
 

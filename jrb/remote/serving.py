@@ -1,5 +1,6 @@
 """Starts the servers."""
 
+import secrets
 from typing import Any
 
 import jax
@@ -48,8 +49,8 @@ def serve(
         path: of a folder where servers save. What is there already is gone on from. A storage in
             files has its files there, and then a save costs what changed. None for the path of the
             storage; without one nothing is saved.
-        limits: holds back those who add, or those who sample, over all shards. An item that is sent
-            counts as one, a batch as B samples.
+        limits: holds back those who add, or those who sample, over all shards. An item counts as
+            one, when it is written; a batch as B samples, when it is drawn.
         shards: over how many servers the streams are dealt, stream s to shard s % shards.
         seed: of all draws; see `Server`.
         save_every: after so many items each server saves by itself, between two calls; None for
@@ -82,16 +83,18 @@ def serve(
         in_flight=in_flight,
         on_cpu=on_cpu,
         wide=jax.dtypes.canonicalize_dtype(np.float64) == np.float64,
+        gate=None if limits is None else f"jrb-gate-{secrets.token_hex(8)}",
     )
     setups.check(setup)
     lasting = {"max_restarts": -1, "max_task_retries": -1}
-    server = library.remote(**(lasting | ray_options))(Server)
-    servers = [server.remote(setup, shard) for shard in range(setup.shards)]
     gate = None
     if limits is not None:
-        gate = library.remote(num_cpus=0, max_concurrency=_MANY, **lasting)(Gate).remote(limits)
+        options = {"name": setup.gate, "num_cpus": 0, "max_concurrency": _MANY, **lasting}
+        gate = library.remote(**options)(Gate).remote(limits)
+    server = library.remote(**(lasting | ray_options))(Server)
+    servers = [server.remote(setup, shard) for shard in range(setup.shards)]
     library.get([one.ready.remote() for one in servers])
     return Remote(setup, servers, gate, owns=True)
 
 
-_MANY = 10_000  # who may wait for the gate at once
+_MANY = 10_000  # calls of the gate at once: two for each process that holds a `Remote`

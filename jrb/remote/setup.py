@@ -33,6 +33,7 @@ class Setup:
         in_flight: how many calls of one caller may be under way.
         on_cpu: whether servers keep to the CPU.
         wide: whether JAX has numbers of 64 bits.
+        gate: the name of the actor that compares what servers count; None without limits.
     """
 
     buffer: ReplayBuffer
@@ -45,6 +46,7 @@ class Setup:
     in_flight: int
     on_cpu: bool
     wide: bool
+    gate: str | None = None
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import pytest
 
 import jrb
 from jrb.remote import serve
-from tests.remote.rows import EXAMPLE, buffer, rows
+from tests.remote.rows import EXAMPLE, Worker, buffer, rows
 
 LIMITS = jrb.limits.SampleToInsert(ratio=1, min_size=10, tolerance=20)
 
@@ -41,3 +41,25 @@ def test_the_learner_waits_for_actors(cluster, workers):
             remote.sample(36)
         remote.extend(rows(0, 0, 5), stream=0)
         cluster.get(batch)
+
+
+def test_feeders_that_die_while_they_are_held_back_and_gates_that_die_count_for_nothing(cluster):
+    with serve(buffer(960), EXAMPLE, streams=4, limits=LIMITS, num_cpus=0) as remote:
+        feeders = [cluster.remote(num_cpus=0)(Worker).remote(remote, stream) for stream in range(4)]
+        cluster.get([feeder.process.remote() for feeder in feeders])
+        for feeder in feeders:
+            feeder.send.remote(0, 100, 10)
+        while remote.size() < 30:
+            pass
+        for feeder in feeders:
+            cluster.kill(feeder)
+        cluster.kill(remote._gate, no_restart=False)
+        for _ in range(4):
+            remote.sample(10)  # by what was written, and not a batch more
+        learner = cluster.remote(num_cpus=0)(Worker).remote(remote)
+        batch = learner.draw.remote(10)
+        assert not cluster.wait([batch], timeout=1)[0]
+        cluster.kill(learner)
+        remote.extend(rows(0, 30, 10), stream=0)
+        remote.sample(10)
+        assert (remote.stats()["received"], remote.stats()["draws"]) == (40, 5)

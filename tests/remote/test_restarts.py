@@ -78,6 +78,7 @@ def test_calls_under_way_are_made_again_and_lose_nothing(cluster, tmp_path):
 
 def test_without_a_path_a_server_begins_empty_and_says_what_is_lost(cluster):
     with serve(buffer(96), EXAMPLE, streams=2, num_cpus=0) as remote:
+        assert remote.stats()["restarts"] == 0
         with pytest.raises(ValueError, match="save: expected a path"):
             remote.save()
         remote.extend(rows(0, 0, 10), stream=0)
@@ -91,6 +92,7 @@ def test_without_a_path_a_server_begins_empty_and_says_what_is_lost(cluster):
         remote.extend(rows(1, 4, 5), stream=1)
         remote.wait()
         assert (remote.size(), remote.stats()["lost"]) == (10, 14)
+        assert remote.stats()["restarts"] == 1
         for _ in range(4):
             times = np.asarray(next(batches).data["id"])[:, 1]
         assert times.min() >= 4

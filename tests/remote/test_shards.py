@@ -74,7 +74,7 @@ class Alone:
     def actor(server):
         """One whose verbs are called as those of an actor."""
 
-        verb = lambda name: lambda *arguments: getattr(server(), name)(*arguments)
+        verb = lambda name: lambda *given, **named: getattr(server(), name)(*given, **named)
         call = lambda name: types.SimpleNamespace(remote=verb(name), options=lambda **_: call(name))
         return types.SimpleNamespace(facts=call("facts"), draw=call("draw"))
 

@@ -7,6 +7,7 @@ import h5py
 import jax
 import numpy as np
 
+from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.writing.beside import new_file
@@ -22,6 +23,7 @@ _NAMES = {
 }
 
 
+@escaped_errors()
 def write_d4rl(
     path: str | os.PathLike[str],
     buffer: ReplayBuffer | Dataset,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.reading.names import check_names
@@ -21,6 +22,7 @@ from jrb.state import BufferState
 _SEEN, _AFTER = "observation", "next/observation"
 
 
+@escaped_errors()
 def write_rlds(
     buffer: ReplayBuffer | Dataset, state: BufferState | None = None
 ) -> Iterator[dict[str, Any]]:

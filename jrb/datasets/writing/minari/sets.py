@@ -12,6 +12,7 @@ from typing import Any
 import h5py
 
 from jrb._store import files
+from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint.shelter import Shelter
 from jrb.datasets.dataset import Dataset
@@ -26,6 +27,7 @@ from jrb.state import BufferState
 _ID = re.compile(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+")
 
 
+@escaped_errors()
 def write_minari(
     path: str | os.PathLike[str],
     buffer: ReplayBuffer | Dataset,
