@@ -5,6 +5,7 @@ K episodes, T steps of one.
 
 import abc
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -58,10 +59,17 @@ class Kind(abc.ABC):
     Attributes:
         name: what `jrb.datasets.open(path, kind=...)` calls it.
         looks_for: what it recognises, for the error where no kind does.
+        own_files: a regular expression for the names of the files in a folder that are the
+            layout's, below the folder; by default of none. Nothing else is ever removed.
     """
 
     name: ClassVar[str]
     looks_for: ClassVar[str]
+    own_files: ClassVar[str] = r"(?!)"
+
+    def is_own(self, source: str, name: str) -> bool:
+        """Returns whether a file is the layout's, by its name below the folder of the source."""
+        return re.fullmatch(self.own_files, name) is not None
 
     @abc.abstractmethod
     def recognises(self, source: Source) -> bool:
