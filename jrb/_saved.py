@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from jrb._store import generation, opening
+from jrb._store import generation, opening, removal
 from jrb._store import schema as schemas
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
@@ -171,6 +171,23 @@ def known(folder: Folder, number: int) -> dict[str, int]:
         return generations(Generation(folder, number))
     except (DamagedError, FileNotFoundError):
         return {}
+
+
+def is_own(path: str, name: str) -> bool:
+    """Returns whether a file in the folder of a checkpoint was written by jrb.
+
+    Other checkpoints that lie in the folder are not its own.
+
+    Args:
+        path: of the folder.
+        name: of the file, below the folder.
+    """
+    part, _, rest = name.partition("/")
+    if not rest or removal.is_of_store(path, name):
+        return removal.is_of_store(path, name)
+    folder = Folder(path)
+    parts = {folder_name(one) for n in generation.numbers(folder) for one in known(folder, n)}
+    return part in parts and is_own(os.path.join(path, part), rest)
 
 
 def extra_names(meta: dict[str, Any]) -> list[str] | None:

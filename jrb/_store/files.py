@@ -171,7 +171,7 @@ class Folder:
             os.unlink(last, dir_fd=folder)
 
     def clear(self, name: str, sign: str = "") -> None:
-        """Removes a folder and all that is in it; links are removed, not followed.
+        """Removes the files of columns in a folder, and the folder if nothing else is in it.
 
         One file may be its sign, the last that goes: until then the folder can be told by it.
         """
@@ -182,14 +182,18 @@ class Folder:
                 found = os.stat(last, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISDIR(found.st_mode):
                 self.clear(path)
-            else:
+            elif inner.endswith(".bin"):
                 self.remove(path)
         if sign in inside:
             self.sync(name)
             self.remove(f"{name}/{sign}")
         announce("rmdir", self.path_of(name))
-        with contextlib.suppress(FileNotFoundError), self._at(name) as (folder, last):
-            os.rmdir(last, dir_fd=folder)
+        try:
+            with self._at(name) as (folder, last):
+                os.rmdir(last, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     def sync(self, name: str = ".") -> None:
         """What was created, renamed and removed in a folder is on the disk afterwards."""

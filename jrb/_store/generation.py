@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store import files, schema
+from jrb._store import files, lock, schema
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.places import check_runs, of_runs
@@ -33,7 +33,8 @@ from jrb._store.schema import NATURAL
 from jrb._store.table import Column, Leaf
 
 FORMAT, VERSION = "jrb", 3
-_PREFIX, _NEW = "generation-", "generation.new"
+PREFIX, _NEW = "generation-", "generation.new"
+_HEAD = f'{{"format":"{FORMAT}",'.encode()  # how the file of each generation begins
 _LARGEST_HEAD = 200  # bytes of the first line
 _PIECE = 1 << 20  # bytes that are looked at at a time
 
@@ -42,13 +43,13 @@ Body = dict[str, Any]
 
 def name_of(generation: int) -> str:
     """The name of the file."""
-    return f"{_PREFIX}{generation:012d}"
+    return f"{PREFIX}{generation:012d}"
 
 
 def numbers(folder: Folder) -> list[int]:
     """The generations that are there, oldest first; 0 is a store to which nothing was saved."""
     there = folder.names()
-    ends = [name.removeprefix(_PREFIX) for name in there if name.startswith(_PREFIX)]
+    ends = [name.removeprefix(PREFIX) for name in there if name.startswith(PREFIX)]
     numbers = [int(end) for end in ends if end.isascii() and end.isdigit()]
     return sorted(number for number in set(numbers) if name_of(number) in there)
 
@@ -56,6 +57,41 @@ def numbers(folder: Folder) -> list[int]:
 def last(folder: Folder) -> int | None:
     """The newest of them; None if there is none."""
     return next(reversed(numbers(folder)), None)
+
+
+def is_own(folder: Folder, name: str) -> bool:
+    """Returns whether a file that has a name of the store's was written by a store, or is empty.
+
+    A crash may have cut it short, or have left zeros; and a flipped bit makes it no other's.
+    """
+    try:
+        file = folder.open(name)
+    except DamagedError:  # a link, or no plain file
+        return False
+    try:
+        head = os.pread(file, len(_HEAD), 0).rstrip(b"\0")
+    finally:
+        os.close(file)
+    if name == lock.NAME:
+        return not head
+    wrong = sum(one != other for one, other in zip(head, _HEAD, strict=False))
+    return wrong <= (len(head) == len(_HEAD))
+
+
+def check_own(folder: Folder) -> None:
+    """Raises if a file has a name of the store's, but was not written by one.
+
+    Raises:
+        ValueError: there is such a file, which would be lost.
+    """
+    names = (lock.NAME, _NEW, *map(name_of, numbers(folder)))
+    there = folder.names()
+    for name in names:
+        if name in there and not is_own(folder, name):
+            raise ValueError(
+                f"{folder.path_of(name)}: expected a file of a checkpoint, or none, found one that "
+                "jrb has not written, and that would be lost. Move it away, or choose another path."
+            )
 
 
 def blank(columns: tuple[Column, ...], slots: int, room: int) -> Body:
@@ -82,6 +118,7 @@ def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
         body: without the sizes and sums of arrays, which are filled in.
         arrays: the bytes of each of `body["arrays"]`, by name.
     """
+    check_own(folder)  # what is there now is written over
     data = [memoryview(arrays[entry["name"]]) for entry in body["arrays"]]
     for entry, array in zip(body["arrays"], data, strict=True):
         entry.update(size=array.nbytes, sum=zlib.crc32(array))

@@ -1,5 +1,6 @@
 """The right to write in a folder."""
 
+import contextlib
 import errno
 import os
 import weakref
@@ -49,8 +50,8 @@ class Lock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise LockedError(
-                    f"{self._folder.path}: expected no other writer, but one holds the lock. Wait "
-                    "until it is done, or write to another path."
+                    f"{self._folder.path}: expected no other writer, but {_holder(self._file)} "
+                    "holds the lock. Wait until it is done, or choose another path."
                 ) from error
             if self._is_there():
                 return
@@ -100,6 +101,16 @@ class Lock:
         self._end.detach()
         os.close(self._file)
         self._file = -1
+
+
+def _holder(file: int) -> str:
+    """Returns who has locked an open file, as far as the system says so."""
+    inode = str(os.fstat(file).st_ino)
+    with contextlib.suppress(OSError, IndexError), open("/proc/locks") as lines:
+        for _, kind, _, _, process, where, *_ in map(str.split, lines):
+            if kind == "FLOCK" and where.split(":")[-1] == inode:
+                return "this process" if process == str(os.getpid()) else f"process {process}"
+    return "another one"
 
 
 def _release(file: int, process: int) -> None:

@@ -3,26 +3,28 @@
 import contextlib
 import itertools
 import os
-import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from jrb._store import files, generation, table
+from jrb._store import files, generation, removal, table
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
 from jrb._store.lock import Lock
 from jrb._store.places import Places
-from jrb._store.store import Store, folder_of, is_for_table, is_table, writing
+from jrb._store.store import Store, folder_of, is_table, writing
 from jrb._store.table import Column, Table
 from jrb._store.threads import share
 
 Progress = Callable[[float], None]
 """What is told the share of some work that is done, from 0 to 1."""
+
+_TEMPORARY = "jrb-temporary-"
+"""How the folders of temporary stores are called; each process removes those of dead ones."""
 
 
 def nobody(share: float) -> None:
@@ -54,11 +56,12 @@ def create(
     columns = table.blocked(columns, slots, room)
     if path is not None:
         return _made(os.path.realpath(path), columns, slots, room, reserve)
-    path = os.path.realpath(tempfile.mkdtemp(prefix="jrb-"))
+    removal.discard_stale(tempfile.gettempdir(), _TEMPORARY)
+    path = os.path.realpath(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:
         store = _made(path, columns, slots, room, reserve)
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
+        _discard(path, os.getpid())
         raise
     weakref.finalize(store, _discard, path, os.getpid())
     return store
@@ -66,7 +69,8 @@ def create(
 
 def _discard(path: str, process: int) -> None:
     if os.getpid() == process:
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            removal.discard(path, removal.is_of_store)
 
 
 def _made(path: str, columns: tuple[Column, ...], slots: int, room: int, reserve: bool) -> Store:
@@ -96,6 +100,7 @@ def _check_free(path: str) -> None:
     if not os.path.isdir(path):
         raise ValueError(f"{path}: expected nothing there, found a file.")
     folder = Folder(path)
+    generation.check_own(folder)
     there = generation.numbers(folder)
     if there and there != [0]:
         raise ValueError(
@@ -138,10 +143,16 @@ def _with_table(
     return store
 
 
-def to_save(path: str, columns: tuple[Column, ...], slots: int) -> Store:
+def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[str] = ()) -> Store:
     """The store at a path, made if there is none, with a table of these columns; it has the lock.
 
     Where the last save had other columns, or is damaged, the table is a new one.
+
+    Args:
+        path: of the folder.
+        columns: of the rows.
+        slots: N.
+        parts: the names of folders in it that are checkpoints themselves.
 
     Raises:
         LockedError: somebody else writes there.
@@ -150,10 +161,10 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int) -> Store:
     columns = table.blocked(columns, slots, slots)
     files.make_folder(path)
     folder = Folder(path)
+    _check_names(folder, parts)  # before there is a lock of ours among what is not
     lock = Lock(folder)
     try:
         there = generation.numbers(folder)
-        _check_names(folder, there)
         if there in ([], [0]):
             return _begun(folder, columns, slots, slots, False, lock)
         with contextlib.suppress(DamagedError):
@@ -172,15 +183,20 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int) -> Store:
         raise
 
 
-def _check_names(folder: Folder, there: list[int]) -> None:
-    """Raises if somebody else has something where a table may have to be made."""
-    following = folder_of(there[-1] + 1) if there else ""
-    for name in filter(is_for_table, folder.names()):
-        if not there or (name == following and not is_table(folder, name)):
-            raise ValueError(
-                f"{folder.path}: expected a checkpoint, or nothing called '{name}', found that, "
-                "which belongs to none. Choose another path."
-            )
+def _check_names(folder: Folder, parts: Iterable[str]) -> None:
+    """Raises unless the folder has a checkpoint, or nothing; and if a name of ours is another's."""
+    generation.check_own(folder)
+    names, there = folder.names(), generation.numbers(folder)
+    if there:
+        following = folder_of(there[-1] + 1)
+        foreign = [following] * (following in names and not is_table(folder, following))
+    else:
+        foreign = sorted({*names} - {"lock", "generation.new", *parts})
+    if foreign:
+        raise ValueError(
+            f"{folder.path}: expected a checkpoint, or an empty folder, found {foreign[0]!r}, "
+            "which belongs to none. Choose another path."
+        )
 
 
 def reopen(path: str, number: int | None = None, check: bool = True) -> Store:

@@ -396,6 +396,7 @@ class Store:
         folder, old = folder_of(self._table_folder), self.table
         self.table = Table(self.folder, folder, old.columns, old.room, writable=True)
         self.sums.table = self.table
+        generations.check_own(self.folder)
         places, _ = self._places, self.sums.named  # as long as all that went is known
         places.of[self.gone()] = LOST
         places.following = max(self.table.highest(), places.version) + 1

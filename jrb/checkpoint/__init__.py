@@ -88,7 +88,8 @@ def save(
     them.
 
     Args:
-        path: of a folder, made if it is not there; with `layout="h5"` of a file.
+        path: of a folder that is not there, is empty, or has a checkpoint; with `layout="h5"` of a
+            file that is not there, or is such a checkpoint. Files of others are never written over.
         buffer: the description, a `ReplayBuffer` or a `Mix`; or several, as a dict by name or as a
             tuple, which are saved in one generation. Of a `Sharded`, each process saves the shards
             that it has, in the same folder, which all must see; all call this alike, and return
@@ -122,7 +123,8 @@ def save(
         LockedError: somebody else is saving there.
         OSError: the disk is full or broken; what was there before is still there.
         TypeError: an object in a `ListStorage` that no file can hold; the message says which.
-        ValueError: the state is not one of this buffer.
+        ValueError: the state is not one of this buffer; or there is something else at the path,
+            which the message names.
 
     Example:
         >>> import tempfile, numpy as np, jax.numpy as jnp, jrb

@@ -12,6 +12,7 @@ float8, int4) is stored as unsigned integers of its size, keys as their words; t
 tells which. The file is written beside the old one, synced, and renamed.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -76,21 +77,44 @@ def save(path: str, saved: Source, options: dict[str, Any]) -> None:
         )
     if os.path.isdir(path):
         raise ValueError(f"{path}: expected a file with layout='h5', found a folder.")
+    if os.path.lexists(path) and not is_own(path):
+        raise ValueError(
+            f"{path}: expected nothing, or a checkpoint with layout='h5', found another file, "
+            "which would be lost. Move it away, or choose another path."
+        )
     files.make_folder(os.path.dirname(path))
-    folder, name = Folder(os.path.dirname(path)), os.path.basename(path)
-    temporary = name + ".new"
-    lock = Lock(folder, temporary)
-    try:
+    with locked(path) as (folder, temporary):
         _write_sheltered(folder, temporary, saved, options)
         for damage in verify(folder.path_of(temporary)):
             raise OSError(errno.EIO, f"what was written is not what is there: {damage}", path)
-        folder.replace(temporary, name)
+        folder.replace(temporary, os.path.basename(path))
         folder.sync()
-    except BaseException:
-        folder.remove(temporary)
-        raise
+
+
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[tuple[Folder, str]]:
+    """Holds the right to write or remove a file; yields its folder, and a file beside it to write.
+
+    The name of that is one which no file of a user has. Unless it is renamed, it goes in the end.
+    """
+    folder, temporary = Folder(os.path.dirname(path)), f".{os.path.basename(path)}.jrb-new"
+    lock = Lock(folder, temporary)
+    try:
+        yield folder, temporary
     finally:
+        folder.remove(temporary)
         lock.release()
+
+
+def is_own(path: str) -> bool:
+    """Returns whether a file is a checkpoint in HDF5, even a damaged one."""
+    if not os.path.isfile(path):
+        return False
+    if seal.is_there(path):
+        return True
+    with contextlib.suppress(OSError, RuntimeError, ValueError), h5py.File(path, "r") as file:
+        return file.attrs.get("format") == _saved.H5
+    return False
 
 
 def _write_sheltered(folder: Folder, name: str, saved: Snapshot, options: dict[str, Any]) -> None:

@@ -64,6 +64,11 @@ class Pending:
         self.path, self.extra = path, extra
         self.meta = _about(saved) | {"facts": facts.of_several(saved.buffer)} | extra.meta
         self.crew = crew.of_program() if isinstance(saved.buffer, Sharded) else crew.Alone()
+        whole = isinstance(saved.buffer, Sharded)  # also the shards of other processes
+        self._folders = [
+            _saved.folder_name(name)
+            for name in (shards.names(saved.buffer) if whole else self.parts)
+        ]
         self._store: Store | None = None
 
     @property
@@ -78,7 +83,7 @@ class Pending:
 
         def opened() -> None:
             if self.crew.leads:
-                self._store = opening.to_save(self.path, (), 0)
+                self._store = opening.to_save(self.path, (), 0, self._folders)
             share(lambda part: part.open(copy), self.parts.values(), most=_AT_ONCE)
 
         try:

@@ -24,6 +24,13 @@ def put(file: int, path: str) -> None:
     files.write_at(file, path, size, _FORM.pack(_MARK, _sum(file, path, size), size))
 
 
+def is_there(path: str) -> bool:
+    """Returns whether a file ends with a seal."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _FORM.size))
+        return file.read().startswith(_MARK)
+
+
 def check(path: str) -> None:
     """Raises `DamagedError` if a file with a seal is not what was sealed."""
     file = os.open(path, os.O_RDONLY)

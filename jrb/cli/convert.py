@@ -54,7 +54,8 @@ def convert(
     with contextlib.nullcontext() if casts else enable_x64():
         *what, cast = _opened(source, to, casts)
         with console.working(f"writing {dest}"):
-            _replace(dest, lambda path: _write(to, path, what, options))
+            write = lambda path: _write(to, path, what, options)
+            _replace(dest, write, lambda: _check_dest(source, dest, overwrite))
     size = bytes_text(reports.disk(dest))
     lost = f" It has no place for {_LOST[to]}." if to in _LOST else ""
     lost += f" As jrb.load has no 64 bits: {', '.join(cast)}; --x64 keeps them." if cast else ""
@@ -77,14 +78,17 @@ def _check(to: str, compression: str | None) -> None:
 def _check_dest(source: str, dest: str, overwrite: bool) -> None:
     """Raises unless the result may go there."""
     one, other = os.path.realpath(source), os.path.realpath(dest)
-    if os.path.commonpath([one, other]) in (one, other):
+    is_same = os.path.exists(dest) and os.path.samefile(source, dest)
+    if is_same or os.path.commonpath([one, other]) in (one, other):
         raise ValueError(f"{dest}: expected a path apart from that of the source, got {source}.")
     if not os.path.lexists(dest):
         return
     if not overwrite:
         raise ValueError(f"{dest}: there is something already; --overwrite would replace it.")
     if found.kind_of(dest) == found.OTHER:
-        found.dataset(dest)  # raises where it is none: nothing else is ever removed
+        found.dataset(dest)  # raises where it is none
+    with _removing().locked(dest):
+        pass  # raises where something else would be lost, or somebody writes
 
 
 def _opened(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
@@ -119,27 +123,40 @@ def _check_buffer(source: str, to: str, buffer: Any, state: Any) -> None:
         )
 
 
-def _replace(dest: str, write: Callable[[str], None]) -> None:
+def _replace(dest: str, write: Callable[[str], None], check: Callable[[], None]) -> None:
     """Writes beside the path, and puts it there when it is whole; else all stays as it was."""
     temporary = f"{os.path.normpath(dest)}.new-{os.getpid()}"
-    old = f"{temporary}-old"
+    if os.path.lexists(temporary):
+        raise ValueError(f"{temporary}: expected nothing there, found something. Move it away.")
     try:
         write(temporary)
+        check()  # it may have taken long
         if os.path.lexists(dest):
-            os.rename(dest, old)
-        os.rename(temporary, dest)
+            _swap(temporary, dest)
+        else:
+            os.rename(temporary, dest)
     finally:
-        if os.path.lexists(old) and not os.path.lexists(dest):
-            os.rename(old, dest)
-        for path in (temporary, old):
-            _remove(path)
+        if os.path.isdir(temporary):
+            shutil.rmtree(temporary)
+        elif os.path.lexists(temporary):
+            os.remove(temporary)
 
 
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.remove(path)
+def _swap(temporary: str, dest: str) -> None:
+    """Puts one thing in the place of another, which is removed."""
+    old = f"{temporary}-old"
+    with _removing().locked(dest) as is_own:
+        try:
+            os.rename(dest, old)
+            os.rename(temporary, dest)
+        finally:
+            if os.path.lexists(old) and not os.path.lexists(dest):
+                os.rename(old, dest)
+        _removing().discard(old, is_own)
+
+
+def _removing() -> Any:
+    return importlib.import_module("jrb.datasets.removing")
 
 
 def _write(to: str, path: str, what: Sequence[Any], options: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ K episodes, T steps of one.
 
 import abc
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -62,12 +63,19 @@ class Kind(abc.ABC):
         looks_for: what it recognises, for the error where no kind does.
         max_expansion: how many times larger than their files arrays may be in memory. More is
             refused before memory is allocated, above 32 MiB.
+        own_files: a regular expression for the names of the files in a folder that are the
+            layout's, below the folder; by default of none. Nothing else is ever removed.
     """
 
     name: ClassVar[str]
     looks_for: ClassVar[str]
+    own_files: ClassVar[str] = r"(?!)"
 
     max_expansion: float = dataclasses.field(default=MAX_EXPANSION, repr=False, kw_only=True)
+
+    def is_own(self, source: str, name: str) -> bool:
+        """Returns whether a file is the layout's, by its name below the folder of the source."""
+        return re.fullmatch(self.own_files, name) is not None
 
     @abc.abstractmethod
     def recognises(self, source: Source) -> bool:

@@ -1,11 +1,10 @@
 """A folder of datasets: what lies there, and how it goes."""
 
 import os
-import shutil
 from collections.abc import Iterator
 
 from jrb._store.printing import escaped_errors
-from jrb.datasets import opening
+from jrb.datasets import opening, removing
 from jrb.datasets.copying import cache
 from jrb.datasets.dataset import Dataset
 
@@ -28,7 +27,7 @@ def list(root: cache.Path | None = None) -> dict[str, Dataset]:
 
 @escaped_errors()
 def delete(name: str, root: cache.Path | None = None) -> None:
-    """Removes a dataset from the disk.
+    """Removes a dataset from the disk: the files of its layout, or nothing if there are others.
 
     Args:
         name: as `list` has it.
@@ -36,8 +35,9 @@ def delete(name: str, root: cache.Path | None = None) -> None:
 
     Raises:
         FileNotFoundError: there is none of this name.
-        ValueError: what is there is no dataset, or does not lie in the folder.
-        LockedError: it is being made.
+        ValueError: what is there is no dataset, or does not lie in the folder; or there are other
+            files in its folder, which the message names.
+        LockedError: it is being made, or written to.
     """
     folder = cache.settled(root)
     path = os.path.normpath(os.path.join(folder, name))
@@ -48,10 +48,7 @@ def delete(name: str, root: cache.Path | None = None) -> None:
         raise FileNotFoundError(f"{path}: there is nothing.")
     with cache.locked(path, wait=False):  # what is being made may be no dataset yet
         opening.open(path)
-        if os.path.isdir(path):
-            shutil.rmtree(path)
-        else:
-            os.remove(path)
+        removing.remove(path)
 
 
 def _below(folder: str, depth: int) -> Iterator[tuple[str, Dataset]]:

@@ -50,7 +50,7 @@ def open(
     """
     checks.choice("final", final, ("keep", "drop"))
     source = _settled(source)
-    found = _configured(_chosen(source, kind), options).pinned(source)
+    found = _configured(chosen(source, kind), options).pinned(source)
     description = found.describe(source)
     return Dataset(source, found, description, np.arange(len(description.lengths)), final)
 
@@ -79,7 +79,12 @@ def _settled(source: Source) -> Source:
     return path
 
 
-def _chosen(source: Source, kind: str | Kind | None) -> Kind:
+def chosen(source: Source, kind: str | Kind | None = None) -> Kind:
+    """The kind of a source: the one that is named, or the first that recognises it.
+
+    Raises:
+        ValueError: no kind does, or none has this name.
+    """
     if isinstance(kind, Kind):
         return kind
     known = kinds()

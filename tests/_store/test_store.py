@@ -199,9 +199,13 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match=r"thesis\.tex"):
         faults.created(str(tmp_path))
     assert os.listdir(tmp_path) == ["thesis.tex"]
-    (tmp_path / "manifest.json").write_text("{}")
-    faults.BEFORE(str(tmp_path))  # a checkpoint may lie beside other files
-    assert (tmp_path / "manifest.json").read_text() == "{}"
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        faults.BEFORE(str(tmp_path))
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+    faults.BEFORE(str(tmp_path / "mine"))
+    (tmp_path / "mine" / "manifest.json").write_text("{}")
+    faults.BEFORE(str(tmp_path / "mine"))  # other files may come to lie beside a checkpoint
+    assert (tmp_path / "mine" / "manifest.json").read_text() == "{}"
     (tmp_path / "other" / "rows").mkdir(parents=True)
     with pytest.raises(ValueError, match="rows"):
         faults.BEFORE(str(tmp_path / "other"))
@@ -316,13 +320,14 @@ def test_a_damaged_number_is_no_loss_without_a_word(path):
 
 def test_folders_of_others_stay(tmp_path):
     path = str(tmp_path)
-    (tmp_path / "rows_of_mine").mkdir()
-    (tmp_path / "rows-12").mkdir()
-    (tmp_path / "rows.csv").write_text("1,2")
-    with pytest.raises(ValueError, match="rows-12"):
-        faults.BEFORE(path)
-    (tmp_path / "rows-12").rmdir()
+    for name in ("rows_of_mine", "rows-12"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match=name):
+            faults.BEFORE(path)
+        (tmp_path / name).rmdir()
     faults.BEFORE(path)
+    (tmp_path / "rows_of_mine").mkdir()
+    (tmp_path / "rows.csv").write_text("1,2")
     (tmp_path / "rows-12").mkdir()
     (tmp_path / "rows-12" / "notes").write_text("...")
     faults.SAVES["other columns"](path)

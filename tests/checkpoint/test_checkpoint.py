@@ -715,7 +715,7 @@ def test_an_h5_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
         files.hook = None
     assert_same(jrb.load(path)[1], state)
     assert os.listdir(tmp_path) == ["file.h5"]
-    lock = Lock(Folder(os.fspath(tmp_path)), "file.h5.new")
+    lock = Lock(Folder(os.fspath(tmp_path)), ".file.h5.jrb-new")
     with pytest.raises(checkpoint.LockedError):
         jrb.save(path, buffer, state, layout="h5")
     lock.release()
@@ -725,7 +725,7 @@ def test_a_killed_h5_save_leaves_a_file_that_the_next_one_takes_over(tmp_path):
     buffer, state = filled()
     path = tmp_path / "file.h5"
     jrb.save(path, buffer, state, layout="h5")
-    (tmp_path / "file.h5.new").write_bytes(b"half of it")
+    (tmp_path / ".file.h5.jrb-new").write_bytes(b"half of it")
     assert_same(jrb.load(path)[1], state)
     there_and_back(path, buffer, state, "h5")
     assert os.listdir(tmp_path) == ["file.h5"]

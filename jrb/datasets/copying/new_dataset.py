@@ -3,10 +3,10 @@
 T steps, K episodes.
 """
 
+import contextlib
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from jrb._base import versions
 from jrb._base.pytree import PyTree
-from jrb._store import files, opening
+from jrb._store import files, opening, removal
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
@@ -134,7 +134,8 @@ class NewDataset:
         store, self._store = self._store, None
         if store is not None:
             store.close()
-        shutil.rmtree(self._beside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            removal.discard(self._beside, removal.is_of_store)
 
 
 def _state(buffer: ReplayBuffer, spec: PyTree) -> Any:

@@ -33,6 +33,10 @@ class Recorded(Flat):
 
     sealed: tuple[tuple[str, int], ...] | None = None
 
+    def is_own(self, source: str, name: str) -> bool:
+        """Returns whether a file is one of a writer's."""
+        return folders.is_own(name)
+
     def recognises(self, source: Source) -> bool:
         """Whether a writer has begun there."""
         return isinstance(source, str) and os.path.isdir(source) and folders.is_recording(source)

@@ -41,6 +41,10 @@ class RoboSet(Grouped):
     needed: ClassVar[tuple[str, ...]] = ("actions", "rewards", "done")
     names: ClassVar[Mapping[str, str]] = _NAMES
 
+    def is_own(self, source: str, name: str) -> bool:
+        """Returns whether a file is one of those with trials."""
+        return "/" not in name and hdf5.is_hdf5(os.path.join(source, name))
+
     def recognises(self, source: Source) -> bool:
         """Whether there are trials in the first of the files."""
         files = _files(source)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -33,6 +34,11 @@ class Tables(Flat):
     looks_for: ClassVar[str] = "a Parquet or Arrow file with a row a step, or a folder of them"
 
     mapping: Mapping[str, Any] | Keys | None = None
+
+    def is_own(self, source: str, name: str) -> bool:
+        """Returns whether a file is one of the tables."""
+        is_hidden = name[0] in "._" or "/" in name
+        return not is_hidden and arrow.format_of(os.path.join(source, name)) is not None
 
     def recognises(self, source: Source) -> bool:
         """Whether there is such a file."""

@@ -42,6 +42,11 @@ class TorchRL(Flat):
     name: ClassVar[str] = "torchrl"
     looks_for: ClassVar[str] = "a folder that ReplayBuffer.dumps of TorchRL has made"
 
+    own_files: ClassVar[str] = (
+        r"buffer_metadata\.json|writer/metadata\.json|storage/(.+/)?[^/]+\.(json|memmap|pt|h5)|"
+        r"sampler/[^/]+\.(json|memmap)|transforms?(\.t|\.pt|/.+\.(json|memmap))"
+    )
+
     keys: Keys = _KEYS
 
     def recognises(self, source: Source) -> bool:

@@ -13,10 +13,11 @@ whole, or not at all, whatever happens. What was named once never changes.
 
 import json
 import os
+import re
 import secrets
 import time
 
-from jrb._store import files
+from jrb._store import files, lock
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
@@ -56,6 +57,12 @@ def writers(path: str) -> list[str]:
     root = Folder(path)
     names = [name for name in root.names() if name.startswith(_WRITER)]
     return [name for name in names if os.path.isfile(root.path_of(f"{name}/{HEAD}"))]
+
+
+def is_own(name: str) -> bool:
+    """Returns whether a recorder writes files of this name, below the path of a recording."""
+    file = rf"({HEAD}|{chunks.PREFIX}\d+)({re.escape(framed.NEW)})?|{lock.NAME}"
+    return re.fullmatch(rf"{_WRITER}[^/]+/({file})", name) is not None
 
 
 def sealed(path: str) -> tuple[tuple[str, int], ...]:

@@ -45,6 +45,10 @@ class LeRobot(Flat):
 
     name: ClassVar[str] = "lerobot"
     looks_for: ClassVar[str] = "a folder with LeRobot's meta/info.json"
+    own_files: ClassVar[str] = (
+        r"meta/((info|stats)\.json|\w+\.(jsonl|parquet)|episodes/.+\.parquet)|"
+        r"(data|videos|images)/.+\.(parquet|mp4|png|jpe?g)"
+    )
 
     done: str = "terminated"
     videos: bool = True

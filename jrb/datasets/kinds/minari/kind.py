@@ -40,6 +40,10 @@ class Minari(Indexed):
         f"a folder, or one with a folder data, with {minari_about.FILE} "
         f"({', '.join(sorted(_COUNTS))}) and {minari_about.MAIN}, or Arrow or Parquet files"
     )
+    own_files: ClassVar[str] = (
+        r"(data/)?(metadata\.json|main_data\.hdf5|additional_data_\d+\.hdf5|"
+        r"\d+/(metadata\.json|[^/]+\.(arrow|parquet)))"
+    )
 
     def recognises(self, source: Source) -> bool:
         """Whether there are metadata of this kind, and data beside them."""

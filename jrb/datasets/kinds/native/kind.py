@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
+from jrb import _saved
 from jrb._base import checks
 from jrb._store import generation, opening
 from jrb._store.errors import StaleError
@@ -94,6 +95,10 @@ class Native(_Ours):
     def __post_init__(self) -> None:
         if self.generation is not None:
             checks.count("generation", self.generation)
+
+    def is_own(self, source: str, name: str) -> bool:
+        """Returns whether a file is the checkpoint's."""
+        return _saved.is_own(source, name)
 
     def recognises(self, source: Source) -> bool:
         """Whether there is a generation of a store."""

@@ -1,0 +1,155 @@
+"""Removes folders of which every file is known to belong to their format, or nothing of them."""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from jrb._store import files, generation, lock
+from jrb._store.errors import LockedError
+from jrb._store.files import Folder
+from jrb._store.lock import Lock
+
+IsOwn = Callable[[str, str], bool]
+"""Returns whether a file belongs to a format: the path of the folder, and the name below it."""
+
+_IN_STORE = re.compile(
+    r"lock|generation\.new|generation-\d{12}|rows(-\d+)?/(.+/)?([^/]+\.bin|\.numbers)"
+)
+_MOST = 5  # names in a message
+
+
+def is_of_store(path: str, name: str) -> bool:
+    """Returns whether a file in the folder of a store is one that the store has written."""
+    if not _IN_STORE.fullmatch(name):
+        return False
+    return "/" in name or generation.is_own(Folder(path), name)
+
+
+def remove(path: str, is_own: IsOwn) -> None:
+    """Removes a folder; see `locked`. What is put there meanwhile stays."""
+    with locked(path, is_own):
+        discard(path, is_own)
+
+
+@contextlib.contextmanager
+def locked(path: str, is_own: IsOwn) -> Iterator[None]:
+    """Holds the locks of all writers in a folder in which nothing is but files of its format.
+
+    Raises:
+        ValueError: there are other files, which the message names; or a link, or a file system.
+        LockedError: a store or a recording in it is being written to.
+    """
+    with contextlib.ExitStack() as stack:
+        for folder in _writers(_checked(path, is_own)):
+            stack.callback(Lock(Folder(os.path.join(path, folder))).release)
+        _checked(path, is_own)  # somebody may have written before the locks were taken
+        yield
+
+
+def discard(path: str, is_own: IsOwn) -> None:
+    """Removes the files in a folder that are its format's own, then the folders that are empty.
+
+    Locks go last: as long as one is there, nobody else begins to write, or to remove.
+    """
+    names, folders = _below(path)
+    for name in sorted((name for name in names if is_own(path, name)), key=_turn):
+        files.announce("unlink", os.path.join(path, name))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, name))
+    for name in [*sorted(folders, reverse=True), ""]:
+        with contextlib.suppress(OSError):  # something else is in it
+            os.rmdir(os.path.join(path, name))
+
+
+def discard_stale(folder: str, prefix: str) -> None:
+    """Removes the temporary stores of this user whose processes have died.
+
+    The system takes the lock of a process back when it ends, however it ends. So whoever gets the
+    lock of a temporary store knows that nobody uses it, and that nobody else is removing it.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError, ValueError, LockedError):
+                    _discard_unused(entry.path)
+
+
+def _discard_unused(path: str) -> None:
+    """Removes a store to which nothing was saved, if nobody has its lock.
+
+    Generation 0 is written under the lock. A store without it may be so young that its process has
+    yet to take the lock, or has lost all that is large.
+    """
+    if os.stat(path).st_uid == os.getuid() and generation.numbers(Folder(path)) == [0]:
+        lock = Lock(Folder(path))
+        try:
+            discard(path, is_of_store)
+        finally:
+            lock.release()
+
+
+def _turn(name: str) -> tuple[int, str]:
+    """Orders files: what a store is recognised by goes after its rows, and its lock last."""
+    last = os.path.basename(name)
+    return (last == lock.NAME) * 2 or int(last.startswith(generation.PREFIX)), name
+
+
+def _writers(names: Iterable[str]) -> list[str]:
+    """Returns the folders in which a writer takes a lock."""
+    signs = (lock.NAME, generation.PREFIX)
+    return sorted({os.path.dirname(n) for n in names if os.path.basename(n).startswith(signs)})
+
+
+def _checked(path: str, is_own: IsOwn) -> list[str]:
+    """Returns the files in a folder, all of which are its format's own."""
+    if _leads_away(path):
+        raise ValueError(f"{path}: expected a folder to remove, found a link or a file system.")
+    names, folders = _below(path)
+    own = [name for name in names if is_own(path, name)]
+    used = {above for name in own for above in _folders_above(name)}
+    # An empty folder is nobody's: who made it may need it.
+    others = {*names, *folders} - {*own, *used}
+    if others:
+        tops = sorted({_highest(name, used) for name in others})
+        more = f" and {len(tops) - _MOST} more" * (len(tops) > _MOST)
+        raise ValueError(
+            f"{path}: expected only files that belong to the format found there, found "
+            f"{', '.join(map(repr, tops[:_MOST]))}{more}. Nothing was removed. Move them away, or "
+            "remove the folder by other means."
+        )
+    return own
+
+
+def _highest(name: str, used: set[str]) -> str:
+    """Returns the highest folder above a name, or it, in which nothing is the format's own."""
+    return next(above for above in (*_folders_above(name), name) if above not in used)
+
+
+def _folders_above(name: str) -> list[str]:
+    """Returns the folders in which a file or a folder is, the outermost first."""
+    parts = name.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _below(path: str) -> tuple[list[str], list[str]]:
+    """Returns the names of all files, and of all folders, below a folder.
+
+    Links are not followed; they count as files, as do folders that are other file systems.
+    """
+    names, below = [], []
+    for at, folders, inside in os.walk(path, onerror=_raise):
+        start = "" if at == path else os.path.relpath(at, path) + "/"
+        away = [name for name in folders if _leads_away(os.path.join(at, name))]
+        folders[:] = [name for name in folders if name not in away]
+        names += [start + name for name in (*inside, *away)]
+        below += [start + name for name in folders]
+    return names, below
+
+
+def _leads_away(path: str) -> bool:
+    return os.path.islink(path) or os.path.ismount(path)
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,106 @@
+"""Temporary stores go with their process, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from jrb._store import opening, removal
+from jrb._store.table import Column
+
+MAKE = """
+import os, signal, sys, numpy as np
+from jrb._store import opening
+from jrb._store.table import Column
+store = opening.create(None, (Column.of("x", (), 1000),), 100, 120, reserve=True)
+if sys.argv[1] == "fork" and os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(store.path, flush=True)
+if sys.argv[1] == "end":
+    sys.exit()
+sys.stdin.read() if sys.argv[1] == "live" else os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The folder of temporary files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def started(how):
+    """A process with a temporary store, and the folder of that."""
+    command = [sys.executable, "-c", MAKE, how]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    path = process.stdout.readline().strip()
+    process.stdout.close()
+    return process, path
+
+
+def stored():
+    return opening.create(None, (Column.of("x", (), 10),), 10, 12, reserve=False)
+
+
+def test_the_store_of_a_process_that_ended_is_gone(folder):
+    process, _ = started("end")
+    process.communicate()
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("how", ["kill", "fork"])
+def test_the_store_of_a_killed_process_goes_when_the_next_one_is_made(how, folder):
+    process, path = started(how)
+    assert process.wait() == -signal.SIGKILL  # a child that lives on has no part in the lock
+    assert os.listdir(folder) == [os.path.basename(path)]
+    store = stored()
+    assert os.listdir(folder) == [os.path.basename(store.path)]
+    process.stdin.close()
+
+
+def test_what_is_in_use_or_belongs_to_others_stays(folder):
+    live, path = started("live")
+    store = stored()
+    store.put(0, np.arange(3), [np.ones((3, 10), np.uint8)])
+    (folder / "jrb-temporary-mine").mkdir()
+    (folder / "jrb-temporary-mine" / "rows").write_text("thesis")
+    (folder / "jrb-temporary-link").symlink_to(path)
+    promised = opening.create(
+        str(folder / "jrb-temporary-saved"), (Column.of("x", (), 10),), 10, 12, reserve=False
+    )
+    promised.commit(0, {}, {}, {})
+    promised.close()
+    before = sorted(os.listdir(folder))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: removal.discard_stale(str(folder), "jrb-temporary-"), range(8)))
+    assert sorted(os.listdir(folder)) == before
+    assert store.take(store.version, [np.arange(3)])[0].all()
+    live.communicate()
+
+
+def test_many_processes_may_clean_up_at_once(folder):
+    stale = [folder / f"jrb-temporary-{number}" for number in range(12)]
+    for path in stale:
+        opening.create(
+            str(path), (Column.of("x", (), 10),), 10, 12, reserve=False
+        ).close()  # as when its process was killed
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: removal.discard_stale(str(folder), "jrb-temporary-"), range(16)))
+    assert not [path for path in stale if path.exists()]
+
+
+def test_what_somebody_put_into_a_temporary_store_stays(folder):
+    store = stored()
+    notes = os.path.join(store.path, "notes.md")
+    with open(notes, "w") as file:
+        file.write("...")
+    path = store.path
+    del store
+    assert os.listdir(path) == ["notes.md"]
