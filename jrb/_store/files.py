@@ -65,6 +65,15 @@ class Folder:
             self.path,
         )
 
+    def check_free(self, size: int) -> None:
+        """Raises `OSError` unless the file system has room for so many bytes."""
+        found = os.fstatvfs(self._file)
+        if found.f_bavail * found.f_frsize < size:
+            free = found.f_bavail * found.f_frsize
+            raise OSError(
+                errno.ENOSPC, f"expected room for {size} bytes on the disk, found {free}", self.path
+            )
+
     def is_same(self, other: "Folder") -> bool:
         """Whether both are one folder."""
         return os.path.samestat(os.fstat(self._file), os.fstat(other._file))

@@ -6,9 +6,10 @@ has
 
 * `generation`, the number of the commit; `rows`, the number of the newest row;
 * `meta`, what the owner of the store writes there; None before the first commit;
-* `table`: `folder`, the generation that made it; `slots`, N; `room`, P; and `columns`, each with
-  the rows of a `block` and its `leaves`, of which each has a `name`, its `kind`, and its `width` in
-  bytes (in version 2 a column was its one leaf);
+* `table`: `folder`, the generation that made it; `slots`, N; `room`, for how many rows there is
+  room so far; `most`, P, up to which it grows (before version 4 that was `room`); and `columns`,
+  each with the rows of a `block` and its `leaves`, of which each has a `name`, its `kind`, and its
+  `width` in bytes (in version 2 a column was its one leaf);
 * `arrays`: `name`, `kind`, `size` in bytes, and `sum`, CRC-32, of each. Those whose names begin
   with a dot are the store's: where the rows lie, and the checksums of their blocks.
 
@@ -28,11 +29,11 @@ import numpy as np
 from jrb._store import files, lock, schema
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
-from jrb._store.places import check_runs, of_runs
+from jrb._store.places import check_runs
 from jrb._store.schema import NATURAL
 from jrb._store.table import Column, Leaf
 
-FORMAT, VERSION = "jrb", 3
+FORMAT, VERSION = "jrb", 4
 PREFIX, _NEW = "generation-", "generation.new"
 _HEAD = f'{{"format":"{FORMAT}",'.encode()  # how the file of each generation begins
 _LARGEST_HEAD = 200  # bytes of the first line
@@ -96,7 +97,7 @@ def check_own(folder: Folder) -> None:
 
 def blank(columns: tuple[Column, ...], slots: int, room: int) -> Body:
     """The body of a store to which nothing was saved."""
-    return body_of(0, 0, None, table_of(0, slots, room, columns), [])
+    return body_of(0, 0, None, table_of(0, slots, room, room, columns), [])
 
 
 def body_of(number: int, rows: int, meta: Any, table: Body, arrays: list[Body]) -> Body:
@@ -104,10 +105,10 @@ def body_of(number: int, rows: int, meta: Any, table: Body, arrays: list[Body]) 
     return {"generation": number, "rows": rows, "meta": meta, "table": table, "arrays": arrays}
 
 
-def table_of(folder: int, slots: int, room: int, columns: tuple[Column, ...]) -> Body:
+def table_of(folder: int, slots: int, room: int, most: int, columns: tuple[Column, ...]) -> Body:
     """What a body says of a table."""
     entries = [dataclasses.asdict(column) for column in columns]
-    return {"folder": folder, "slots": slots, "room": room, "columns": entries}
+    return {"folder": folder, "slots": slots, "room": room, "most": most, "columns": entries}
 
 
 def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
@@ -248,16 +249,8 @@ class Generation:
             raise DamagedError(f"{self.path}: leaf '{name}': expected whole numbers.")
         return np.frombuffer(target, dtype)
 
-    def places(self) -> np.ndarray:
-        """The place of every slot, int64 `[N]`.
-
-        Raises:
-            DamagedError: they do not fit into the table.
-        """
-        return of_runs(self.runs(), self.body["table"]["slots"])
-
     def runs(self) -> np.ndarray:
-        """The same as runs, int64 `[K, 3]`: a slot, its place, and how many follow both.
+        """The places of slots as runs, int64 `[K, 3]`: a slot, its place, and how many follow both.
 
         Raises:
             DamagedError: they do not fit into the table.
@@ -347,6 +340,7 @@ _BODY = {
         "folder": NATURAL,
         "slots": NATURAL,
         "room": NATURAL,
+        "most?": NATURAL,
         "columns": [{"block": range(1, 1 << 62), "leaves?": [_LEAF]}],
     },
     "arrays": [_ENTRY | {"size": NATURAL, "sum": NATURAL}],
@@ -359,7 +353,8 @@ def _check(body: Body) -> None:
     columns = body["table"]["columns"]
     leaves = [leaf for entry in columns for leaf in _leaves(entry)]
     schema.check(leaves, [_LEAF], "leaves")
-    if body["table"]["slots"] > body["table"]["room"]:
+    table = body["table"]
+    if table["slots"] > table.setdefault("most", table["room"]):
         raise ValueError("more slots than room")
     if not all(map(_leaves, columns)) or len({entry["block"] for entry in columns}) > 1:
         raise ValueError("columns without leaves, or with blocks of different size")

@@ -135,10 +135,11 @@ def _with_table(
     number: int,
     table_folder: int,
 ) -> Store:
-    table.make(folder, folder_of(table_folder), columns, room, reserve)
-    rows = Table(folder, folder_of(table_folder), columns, room, writable=True)
-    places = Places(np.zeros((0, 3), np.int64), slots, room)
-    store = Store(folder, rows, places, number, table_folder, reserve, lock)
+    first = table.first_room(columns, room)
+    places = Places(np.zeros((0, 3), np.int64), slots, first)
+    table.make(folder, folder_of(table_folder), columns, room if reserve else first, reserve)
+    rows = Table(folder, folder_of(table_folder), columns, first, writable=True)
+    store = Store(folder, rows, places, number, table_folder, reserve, lock, room)
     store.keep_all()
     return store
 
@@ -282,7 +283,7 @@ def store_of(opened: Generation) -> Store:
         )
     rows = Table(folder, folder_of(body["folder"]), opened.columns, body["room"], writable=False)
     places = Places(opened.runs(), body["slots"], body["room"], opened.body["rows"])
-    store = Store(folder, rows, places, opened.number, body["folder"])
+    store = Store(folder, rows, places, opened.number, body["folder"], most=body["most"])
     store.adopt(opened)
     return store
 

@@ -6,11 +6,16 @@ one that it takes the slot from: free places stand in a line, and are used in tu
 time is written round and round, and what a kept generation names stays where it is, until that
 generation goes, or the line is empty.
 
+N may be large and most slots empty: nothing here takes memory, or time, for slots beyond the
+highest that was ever written, nor for places beyond the room that the table has so far.
+
 An interrupt may come between any two statements. What belongs together changes in one, or is taken
 back by `settle`; what may be done twice, or left out until places line up anew, needs no more.
 """
 
 import numpy as np
+
+from jrb._store import extremes
 
 NEVER, LOST = -1, -2
 """What stands for the place of a slot that was never written, and of one whose row is gone."""
@@ -33,6 +38,7 @@ class Places:
         following: the number that the next row will have.
         numbered: of how many places at the head of the line the table knows those numbers.
         last: the place that was written last, -1 for none.
+        reach: one more than the highest slot that was ever written.
     """
 
     kept: np.ndarray
@@ -41,37 +47,63 @@ class Places:
     numbered: int
     last: int
     free: int
+    reach: int
 
     def __init__(self, runs: np.ndarray, slots: int, room: int, version: int = 0) -> None:
         self._runs, self._slots = runs, slots
         self._of: list[np.ndarray] = []  # where two threads make it, both take the first
         self.version, self.following, self.numbered = version, version + 1, 0
         self.kept = np.zeros(room, bool)
-        self._line = np.zeros(room, np.int64)
+        self._line = np.zeros(0, _dtype(room))  # a ring, of which `free` entries count
         self._head, self.last, self.free = 0, -1, 0
+        self.reach = int((runs[:, 0] + runs[:, 2]).max(initial=0))
+        self._may_lack = False
         self._left: list[np.ndarray] = []
         self._before: tuple | None = None
         self._under_way = False
 
     @property
-    def of(self) -> np.ndarray:
-        """The place of each slot, or `NEVER`, or `LOST`, int64 `[N]`.
+    def _inverted(self) -> np.ndarray:
+        """The places of slots, bitwise inverted, so that `NEVER` is 0; int32, or int64 for large P.
 
-        It is made when it is first asked for: to read all rows, their runs are enough.
+        There is an entry for each slot up to `reach`, perhaps some more, and one at the end that
+        stands for all others, and stays `NEVER`. It is made when it is first asked for: to read all
+        rows, their runs are enough.
         """
         if not self._of:
-            self._of.append(of_runs(self._runs, self._slots))
+            inverted = np.zeros(self.reach + 1, _dtype(self.room))
+            for slot, place, length in self._runs.tolist():
+                np.invert(np.arange(place, place + length), out=inverted[slot : slot + length])
+            self._of.append(inverted)
         return self._of[0]
+
+    def at(self, slots: np.ndarray) -> np.ndarray:
+        """Returns the places of slots, each a place, or `NEVER`, or `LOST`."""
+        return ~self._inverted.take(slots, mode="clip")
+
+    @property
+    def used(self) -> np.ndarray:
+        """The places of all slots up to the highest that was ever written."""
+        return ~self._inverted[: self.reach]
+
+    def mark(self, slots: np.ndarray, what: int) -> None:
+        """Says that slots have no place: `NEVER`, or `LOST`."""
+        self._inverted[slots] = ~what
+        self._may_lack = self._may_lack or what == LOST
+
+    def has_lost(self) -> bool:
+        """Returns whether the row of any slot is `LOST`."""
+        return self._may_lack and bool((self.used == LOST).any())
 
     @property
     def runs(self) -> np.ndarray:
         """The same as runs, as `runs_of` gives them."""
-        return runs_of(self._of[0]) if self._of else self._runs
+        return runs_of(self.used) if self._of else self._runs
 
     @property
     def slots(self) -> int:
         """N."""
-        return len(self._of[0]) if self._of else self._slots
+        return self._slots
 
     @property
     def room(self) -> int:
@@ -80,19 +112,18 @@ class Places:
 
     def named(self) -> np.ndarray:
         """The places that slots have, bool `[P]`."""
-        named, runs = np.zeros(self.room, bool), self.runs
+        runs = self.runs
         if len(runs) > _FEW:
-            named[self.of[self.of >= 0]] = True
+            named, used = np.zeros(self.room, bool), self.used
+            named[used[used >= 0]] = True
             return named
-        for _, place, length in runs.tolist():
-            named[place : place + length] = True
-        return named
+        return named_by(runs, self.room)
 
     def never(self) -> np.ndarray:
-        """The slots that have no place, int64, in order."""
-        if self.runs[:, 2].sum() == self.slots:
+        """The slots below `reach` that have no place, int64, in order."""
+        if self.runs[:, 2].sum() == self.reach:
             return np.zeros(0, np.int64)
-        return np.flatnonzero(self.of < 0)
+        return np.flatnonzero(self.used < 0)
 
     def line_up(self, kept: np.ndarray) -> None:
         """All places that nothing names stand in line, from the one written last on, around.
@@ -105,17 +136,17 @@ class Places:
         busy[first] = True
         free = np.flatnonzero(np.logical_not(busy, out=busy))
         turn = np.searchsorted(free, self.last, side="right")
-        line, count = np.zeros(len(kept), np.int64), len(first) + len(free)
-        np.concatenate([first, free[turn:], free[:turn]], out=line[:count])
+        line = np.concatenate([first, free[turn:], free[:turn]]).astype(_dtype(len(kept)))
         self._left, self._before = [], None
-        self.kept, self._line, self._head, self.free = kept, line, 0, count
+        self.kept, self._line, self._head, self.free = kept, line, 0, len(line)
 
     def next(self, count: int) -> np.ndarray:
         """The first places in the line, int64 `[count]`."""
-        stop = self._head + count
-        if stop <= self.room:
-            return self._line[self._head : stop].copy()
-        return np.concatenate([self._line[self._head :], self._line[: stop - self.room]])
+        stop, size = self._head + count, len(self._line)
+        if stop <= size:
+            return self._line[self._head : stop].astype(np.int64)
+        parts = [self._line[self._head :], self._line[: stop - size]]
+        return np.concatenate(parts, dtype=np.int64)
 
     def assign(self, slots: np.ndarray, expiring: bool) -> None:
         """Gives slots the first places in the line; it happens, or it does not.
@@ -125,11 +156,15 @@ class Places:
             expiring: whether their old rows may be given up where a generation still names them.
         """
         self.settle()
-        new, old, count = self.next(len(slots)), self.of[slots], len(slots)
+        new, old, count = self.next(len(slots)), self.at(slots), len(slots)
+        reach = max(self.reach, extremes.greatest(slots) + 1)
+        self._extend(reach)
+        self._widen(self.free + count)  # or the first places would be lost to `_revert`
         self._before = (slots, old, self._marks())
         self._under_way = True
-        self.of[slots] = new
-        self._head = (self._head + count) % self.room
+        self.reach = reach
+        self._inverted[slots] = ~new
+        self._head = (self._head + count) % len(self._line)
         self.free, self.numbered = self.free - count, self.numbered - count
         self.version, self.following = self.following + count - 1, self.following + count
         self.last = int(new[-1])
@@ -146,9 +181,25 @@ class Places:
         if expiring and waiting.any():
             self._left.append(old[waiting])
 
+    def _extend(self, reach: int) -> None:
+        """Makes entries for the slots below this one."""
+        size = len(self._inverted) - 1
+        if size < reach:
+            inverted = np.zeros(max(reach, min(2 * size, self._slots)) + 1, self._inverted.dtype)
+            inverted[: self.reach] = self._inverted[: self.reach]
+            self._of[:] = [inverted]
+
+    def _widen(self, count: int) -> None:
+        """Makes the line long enough for so many places."""
+        if len(self._line) < count:
+            line = np.zeros(max(count, len(self._line) * 5 // 4), self._line.dtype)
+            line[: self.free] = self.next(self.free)
+            self._line, self._head = line, 0
+
     def _append(self, places: np.ndarray) -> None:
-        start = (self._head + self.free) % max(self.room, 1)
-        first = min(len(places), self.room - start)
+        self._widen(self.free + len(places))
+        start = (self._head + self.free) % max(len(self._line), 1)
+        first = min(len(places), len(self._line) - start)
         self._line[start : start + first] = places[:first]
         self._line[: len(places) - first] = places[first:]
         self.free += len(places)
@@ -168,7 +219,7 @@ class Places:
     def _revert(self) -> None:
         if self._before is not None:
             slots, old, marks = self._before
-            self.of[slots] = old
+            self._inverted[slots] = ~old
             self._head, self.free, self.numbered, self.version = marks[:4]
             self.following, self.last, self._left = marks[4], marks[5], list(marks[6])
         self._under_way, self._before = False, None
@@ -187,32 +238,35 @@ class Places:
     def release(self, slots: np.ndarray, count: int) -> None:
         """Puts the places of some of these slots into the line; their rows are lost."""
         self._before = None
-        slots = slots[self.of[slots] >= 0][:count]
-        places = self.of[slots]
-        self.of[slots] = LOST
+        slots = slots[self.at(slots) >= 0][:count]
+        places = self.at(slots)
+        self.mark(slots, LOST)
         self._append(places)
 
     def resize(self, slots: int) -> None:
         """Makes N another number; slots from there on are no more."""
-        of = self.of[:slots]
-        self._before = None
-        self._of[:] = [np.concatenate([of, np.full(slots - len(of), NEVER, np.int64)])]
+        self._before, self._slots, self.reach = None, slots, min(self.reach, slots)
+        self._of[:] = [np.append(self._inverted[: self.reach], self._inverted[-1:])]
 
     def grow(self, room: int) -> None:
         """Makes room for so many rows."""
-        new = np.arange(self.room, room)
-        kept = np.concatenate([self.kept, np.zeros(len(new), bool)])
-        line = np.zeros(room, np.int64)
-        line[: self.free] = self.next(self.free)
+        self._of[:] = [self._inverted.astype(_dtype(room), copy=False)]
+        line = np.concatenate([self.next(self.free), np.arange(self.room, room)])
+        kept = np.concatenate([self.kept, np.zeros(room - self.room, bool)])
         self._before = None
-        self.kept, self._line, self._head = kept, line, 0
-        self._append(new)
+        line = line.astype(_dtype(room), copy=False)
+        self.kept, self._line, self._head, self.free = kept, line, 0, len(line)
+
+
+def _dtype(room: int) -> type:
+    """Returns the dtype of P places."""
+    return np.int32 if room < 1 << 31 else np.int64
 
 
 def runs_of(of: np.ndarray) -> np.ndarray:
     """The places of slots as runs, int64 `[K, 3]`: a slot, its place, and how many follow both."""
     found = [_runs_from(of[start : start + _PART], start) for start in range(0, len(of), _PART)]
-    runs = np.concatenate([np.zeros((0, 3), np.int64), *found])
+    runs = np.concatenate([np.zeros((0, 3), np.int64), *found], dtype=np.int64)
     if not len(runs):
         return runs
     slot, place, length = runs.T
@@ -239,6 +293,14 @@ def _runs_from(of: np.ndarray, start: int) -> np.ndarray:
     first = np.flatnonzero(there[1:] & breaks)
     stop = np.flatnonzero(there[:-1] & (breaks | ~there[1:]))
     return np.stack([first + start, of[first], stop - first], axis=1)
+
+
+def named_by(runs: np.ndarray, room: int) -> np.ndarray:
+    """The places that runs have, bool `[P]`."""
+    named = np.zeros(room, bool)
+    for _, place, length in runs.tolist():
+        named[place : place + length] = True
+    return named
 
 
 def by_place(runs: np.ndarray) -> np.ndarray:
@@ -273,13 +335,3 @@ def check_runs(runs: np.ndarray, slots: int, room: int) -> None:
         after = np.append(first[1:], most)
         if len(runs) and ((length < 1).any() or first[0] < 0 or (after - first < length).any()):
             raise ValueError("expected runs of places without a gap or an overlap")
-
-
-def of_runs(runs: np.ndarray, slots: int) -> np.ndarray:
-    """The places of N slots, int64 `[N]`; of those that are in no run, `NEVER`."""
-    if len(runs) == 1 and runs[0, 2] == slots:
-        return np.arange(runs[0, 1], runs[0, 1] + slots)
-    of = np.full(slots, NEVER, np.int64)
-    for slot, place, length in runs.tolist():
-        of[slot : slot + length] = np.arange(place, place + length)
-    return of

@@ -29,7 +29,7 @@ from jrb._store.files import Folder
 from jrb._store.gate import Gate
 from jrb._store.generation import Body, Generation
 from jrb._store.lock import Lock
-from jrb._store.places import LOST, NEVER, Places, by_place, within
+from jrb._store.places import LOST, NEVER, Places, by_place, named_by, within
 from jrb._store.sums import Sums, longer
 from jrb._store.table import NUMBERS, Stretch, Table
 from jrb._store.threads import share
@@ -53,6 +53,7 @@ class Store:
         table_folder: the generation that made the table.
         reserve: whether room is set aside on the disk when the table grows.
         lock: of one who writes already.
+        most: P, for how many rows the table is to have room before old ones go.
 
     Attributes:
         drawing: lets draws in, which writes of other threads wait for.
@@ -79,11 +80,12 @@ class Store:
         table_folder: int,
         reserve: bool = False,
         lock: Lock | None = None,
+        most: int = 0,
     ) -> None:
         self.folder, self.table, self.generation = folder, table, number
         self.drawing = Gate()
         self._places, self._table_folder = places, table_folder
-        self._reserve, self._lock, self._ousted = reserve, lock, False
+        self._reserve, self._lock, self._ousted, self._most = reserve, lock, False, most
         self.sums = Sums(table)
         self._kept: dict[int, np.ndarray] = {}  # places by generation
         self._folders: dict[int, int] = {}  # those of tables, by generation
@@ -104,10 +106,10 @@ class Store:
         gone = self.gone()
         if not len(gone):
             return False
-        of = self._places.of
+        of = self._places.used
         blocks = np.unique(of[gone] // self.sums.block)
         gone = np.flatnonzero((of >= 0) & np.isin(of // self.sums.block, blocks))
-        of[gone] = NEVER
+        self._places.mark(gone, NEVER)
         self.sums.forget(blocks)
         self.lost = np.concatenate([self.lost, gone])
         return True
@@ -155,7 +157,7 @@ class Store:
 
     def _there(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The places of slots; and at which of them none was written, bool `[B]`, None if all."""
-        places = self._places.of.take(slots)
+        places = self._places.at(slots)
         if not places.size or extremes.least(places) >= 0:
             return places, None
         if (places == LOST).any():
@@ -186,9 +188,11 @@ class Store:
     def _rows(
         self, number: int, places: np.ndarray, blank: np.ndarray | None, part: slice | None = None
     ) -> np.ndarray:
-        rows = self.table.take(number, places, part)
-        if blank is not None:
-            rows[blank] = 0
+        if blank is None:
+            return self.table.take(number, places, part)
+        written = self.table.take(number, places[~blank], part)  # reading a hole may take disk
+        rows = np.zeros((len(places), written.shape[1]), np.uint8)
+        rows[~blank] = written
         return rows
 
     def read_columns(self, targets: dict[int, np.ndarray]) -> None:
@@ -216,21 +220,22 @@ class Store:
         try:
             share(read, self.sums.runs(list(targets)))
         except DamagedError:
-            of = self._places.of
+            of = self._places.used
             self._check_there(self.version, of[of >= 0])
             raise
         never = self._places.never()
         for target in targets.values():
             target[never] = 0
+            target[self._places.reach :] = 0
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
         """The numbers of rows, those of slots that were never written 0."""
-        places = self._places.of[slots]
+        places = self._places.at(slots)
         return np.where(places >= 0, self.table.numbers_at(places), 0)
 
     def blocks_of(self, slots: np.ndarray) -> list[int]:
         """The blocks in which the rows of some slots are, each once."""
-        places = self._places.of[slots]
+        places = self._places.at(slots)
         return np.unique(places[places >= 0] // self.sums.block).tolist()
 
     def is_new_table(self) -> bool:
@@ -239,14 +244,14 @@ class Store:
 
     def is_blank(self, slots: np.ndarray) -> bool:
         """Whether none of some slots was ever written."""
-        return bool((self._places.of[slots] == NEVER).all())
+        return bool((self._places.at(slots) == NEVER).all())
 
     def gone(self) -> np.ndarray:
         """The slots whose rows this store has promised, but that are there no more."""
         later = self.table.places_after(self.version)
         if not len(later) or not self._places.named()[later].any():  # as mostly
             return np.zeros(0, np.int64)
-        of = self._places.of
+        of = self._places.used
         return np.flatnonzero((of >= 0) & self.table.newer(of, self.version))
 
     def check_newest(self, version: int) -> None:
@@ -326,6 +331,9 @@ class Store:
     def _make_room(self, slots: np.ndarray, expiring: bool) -> None:
         """Sees to it that there are free places, and that their numbers are known."""
         places, count = self._places, len(slots)
+        if places.free < count and places.room < self._most:
+            wanted = max(2 * places.room, places.room + count - places.free)
+            self._grow(min(wanted, self._most))
         chunk = max(count, places.room // 16)
         if places.free < count and expiring:
             places.give_up(chunk - places.free)
@@ -398,9 +406,10 @@ class Store:
         self.sums.table = self.table
         generations.check_own(self.folder)
         places, _ = self._places, self.sums.named  # as long as all that went is known
-        places.of[self.gone()] = LOST
+        places.mark(self.gone(), LOST)
         places.following = max(self.table.highest(), places.version) + 1
-        places.last = self.table.newest(places.of[places.of >= 0])
+        used = places.used
+        places.last = self.table.newest(used[used >= 0])
         self._lock = lock
         self._undo_later()
         self.keep_all()
@@ -429,9 +438,9 @@ class Store:
         """The places that a generation names and whose rows are still there, bool `[P]`."""
         if kept.number == self.generation:
             return self.sums.named.copy()
-        of, named = kept.places(), np.zeros(self.table.room, bool)
-        of = of[of >= 0]
-        named[of[~self.table.newer(of, kept.body["rows"])]] = True
+        named = named_by(kept.runs(), self.table.room)
+        places = np.flatnonzero(named)
+        named[places[self.table.newer(places, kept.body["rows"])]] = False
         return named
 
     def _free(self) -> None:
@@ -522,7 +531,7 @@ class Store:
             return number
 
     def _check_whole(self) -> None:
-        if (self._places.of == LOST).any():
+        if self._places.has_lost():
             raise StaleError(
                 f"{self.path}: expected whole rows, found some that were lost: a write failed, or "
                 "another process went on from what was loaded here. Make that write again, or load "
@@ -536,7 +545,10 @@ class Store:
         entries = [{"name": name, "kind": kind} for name, kind in kinds.items()]
         entries += [{"name": name, "kind": []} for name in inner]
         table = self.table
-        about = generations.table_of(self._table_folder, self.slots, table.room, table.columns)
+        most = max(self._most, table.room)
+        about = generations.table_of(
+            self._table_folder, self.slots, table.room, most, table.columns
+        )
         body = generations.body_of(number, self.version, meta, about, entries)
         return body, inner
 

@@ -113,7 +113,7 @@ class Sums:
             OSError: the disk is full or broken.
         """
         touched = self._touched | self._unsynced
-        changed = self._touched | (named != self.named)
+        changed = np.logical_or(named != self.named, self._touched)
         if self._unsynced.any():  # a sync failed: the system may believe that it is done with them
             self._write_again(self._unsynced & ~self._touched)
         syncs = [functools.partial(self.table.sync, n) for n in range(len(self.columns))]
@@ -121,10 +121,10 @@ class Sums:
             self._sum_up(named, changed, syncs if touched.any() else [])
         except BaseException:
             self._sum_up(named, changed, [])  # by which they will be told then
-            self._unsynced, self._touched[:] = touched, False
+            self._unsynced, self._touched = touched, np.zeros(len(touched), bool)
             raise
-        self._unsynced[:] = False
-        self._touched[:] = False
+        # New arrays: zeros of the system take no memory until rows are written.
+        self._unsynced, self._touched = np.zeros((2, len(touched)), bool)
 
     def _write_again(self, places: np.ndarray) -> None:
         """Writes rows that a sync has failed for, if they are still what they were."""
@@ -140,12 +140,12 @@ class Sums:
         """Computes the sums of the blocks of places that changed, and does other things beside."""
         count = -(-self.table.room // self.block)
         sums = [longer(column, count) for column in self.columns]
-        stays, changes = self.named & named, self.named & self._touched
 
         def compute(task: tuple[int, int]) -> None:
             number, block = task
             part = slice(block * self.block, (block + 1) * self.block)
-            if stays[part].any() and not changes[part].any():
+            before = self.named[part]
+            if (before & named[part]).any() and not (before & self._touched[part]).any():
                 self._check(number, block)  # or what was damaged would count as right
             sums[number][block] = self.table.sum_of(number, block, named)
 

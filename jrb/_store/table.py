@@ -9,7 +9,10 @@ whether that was still the one it wanted. The number is in the high 48 bits of a
 bits are a check of it.
 """
 
+import contextlib
+import ctypes
 import dataclasses
+import errno
 import functools
 import itertools
 import math
@@ -17,7 +20,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -39,6 +42,9 @@ _FEW = 4096  # bytes
 _LONGEST = 255  # bytes of a name
 _PIECE = 1 << 20  # bytes that are looked at at a time
 _NUMBERS_AT_ONCE = 1 << 16  # by one thread, in its cache
+_FIRST = 8 << 20  # bytes of a table that has no rows yet
+_MOST_OPEN = 32  # files of a table
+_FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +147,11 @@ _NUMBERS = Column.of(NUMBERS, (), 8)
 
 
 class Table:
-    """The open files of all columns.
+    """The files of all columns, open as long as they are few.
+
+    A process may open 256 or 1024 files, and items may have thousands of leaves. Of many columns
+    all but the first files are opened each time they are written to, or read by blocks; mappings
+    need no open file.
 
     Args:
         folder: the store's.
@@ -164,20 +174,51 @@ class Table:
         self, folder: Folder, name: str, columns: tuple[Column, ...], room: int, writable: bool
     ) -> None:
         self.columns, self.writable = columns, writable
-        names = [f"{name}/{file}" for file in (*files_of(columns), NUMBERS)]
-        self.paths = [folder.path_of(one) for one in names]
-        self._files: list[int] = []
-        weakref.finalize(self, _close, self._files)
-        how = os.O_RDWR if writable else os.O_RDONLY
-        for one, column in zip(names, (*columns, _NUMBERS), strict=True):
-            self._files.append(_open(folder, one, column, room, how))
+        self._folder, self.room = folder, room
+        self._names = [f"{name}/{file}" for file in (*files_of(columns), NUMBERS)]
+        self.paths = [folder.path_of(one) for one in self._names]
+        self._kept: dict[int, int] = {}  # open files by the numbers of their columns
+        self._known: dict[int, os.stat_result] = {}  # the others
+        weakref.finalize(self, _close, self._kept)
+        for number in range(-1, len(columns)):  # the numbers first, which are used most
+            file = self._open(number)
+            if len(self._kept) < _MOST_OPEN:
+                self._kept[number] = file
+            else:
+                self._known[number] = os.fstat(file)
+                os.close(file)
         self._map(room)
 
     def _map(self, room: int) -> None:
-        pairs = zip(self._files, (*self.columns, _NUMBERS), strict=True)
-        *rows, numbers = [_mapped(file, room, column.width) for file, column in pairs]
-        words = numbers.reshape(-1).view(np.uint64)
-        self.room, self.rows, self._words = room, rows, words
+        mapped = []
+        for number, column in enumerate(self.columns):
+            with self._opened(number) as file:
+                mapped.append(_mapped(file, room, column.width))
+        words = _mapped(self._kept[-1], room, _NUMBERS.width).reshape(-1).view(np.uint64)
+        self.room, self.rows, self._words = room, mapped, words
+
+    def _open(self, number: int) -> int:
+        column = self.columns[number] if number >= 0 else _NUMBERS
+        how = os.O_RDWR if self.writable else os.O_RDONLY
+        return _open(self._folder, self._names[number], column, self.room, how)
+
+    def _opened(self, number: int) -> contextlib.AbstractContextManager[int]:
+        """A time during which the file of a column is open; -1 for the numbers."""
+        kept = self._kept.get(number)
+        return self._opened_again(number) if kept is None else contextlib.nullcontext(kept)
+
+    @contextlib.contextmanager
+    def _opened_again(self, number: int) -> Iterator[int]:
+        file = self._open(number)
+        try:
+            if not os.path.samestat(os.fstat(file), self._known[number]):
+                path = self.paths[number]
+                raise OSError(
+                    errno.ESTALE, "expected the file that was opened, found another", path
+                )
+            yield file
+        finally:
+            os.close(file)
 
     def newer(self, places: np.ndarray, number: int) -> np.ndarray:
         """Whether the row at each place has a higher number than this one."""
@@ -246,9 +287,12 @@ class Table:
         where = [(start, stop, int(places[start])) for start, stop in runs(places)]
         for number, rows in enumerate(columns, first):
             width = rows.shape[1]
-            for start, stop, place in where if width else ():
-                data = rows[start:stop].reshape(-1).data
-                files.write_at(self._files[number], self.paths[number], place * width, data)
+            if not width:
+                continue
+            with self._opened(number) as file:
+                for start, stop, place in where:
+                    data = rows[start:stop].reshape(-1).data
+                    files.write_at(file, self.paths[number], place * width, data)
 
     def number(self, places: np.ndarray, numbers: np.ndarray, lasting: bool) -> None:
         """Says which rows will be written at places, int64 `[B]`; on the disk too if `lasting`."""
@@ -265,7 +309,8 @@ class Table:
 
     def sync(self, number: int) -> None:
         """What was written to a column is on the disk afterwards; -1 for the numbers."""
-        files.sync(self._files[number], self.paths[number])
+        with self._opened(number) as file:
+            files.sync(file, self.paths[number])
 
     def read_blocks(self, number: int, stretch: "Stretch", target: np.ndarray) -> list[int]:
         """Reads rows of a column to where they belong in a target, uint8 `[N, width]`.
@@ -288,7 +333,8 @@ class Table:
         if target.size:
             offset = place * target.shape[1]
             view = target.reshape(-1).data
-            files.read_at(self._files[number], self.paths[number], offset, view)
+            with self._opened(number) as file:
+                files.read_at(file, self.paths[number], offset, view)
 
     def numbers_at(self, places: np.ndarray) -> np.ndarray:
         """The numbers of the rows at places, uint64."""
@@ -300,9 +346,12 @@ class Table:
         Raises:
             OSError: there is none; then nothing has changed.
         """
-        for number, column in enumerate((*self.columns, _NUMBERS)):
-            files.resize(self._files[number], self.paths[number], room * column.width, reserve)
-            self.sync(number)
+        for number, column in [*enumerate(self.columns), (-1, _NUMBERS)]:
+            path, size = self.paths[number], room * column.width
+            with self._opened(number) as file:
+                if os.fstat(file).st_size < size:  # else all was set aside when it was made
+                    files.resize(file, path, size, reserve or column is _NUMBERS)
+                    files.sync(file, path)
         self._map(room)
 
     def sum_of(self, number: int, block: int, named: np.ndarray) -> int:
@@ -412,9 +461,19 @@ def _steps() -> tuple[np.ndarray, np.ndarray]:
     return steps << _BITS, steps * _ODD * (_ODD + np.uint64(1))
 
 
-def _close(numbers: list[int]) -> None:
-    for number in numbers:
-        os.close(number)
+def _close(kept: dict[int, int]) -> None:
+    for file in kept.values():
+        os.close(file)
+
+
+def first_room(columns: tuple[Column, ...], most: int) -> int:
+    """Returns for how many rows a table of at most P has room at first; it grows as it is filled.
+
+    All that has an entry for each place grows with it, so that a table takes memory and disk for
+    what is written, and not for what could be.
+    """
+    width = _NUMBERS.width + sum(column.width for column in columns)
+    return min(most, max(1, _FIRST // width))
 
 
 def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, reserve: bool) -> None:
@@ -423,12 +482,15 @@ def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, rese
     Raises:
         OSError: there is no room for them; then there are none.
     """
+    if reserve:
+        folder.check_free(room * (_NUMBERS.width + sum(column.width for column in columns)))
     try:
         folder.make(name)
-        files_in = (NUMBERS, *files_of(columns))  # by the first of which the folder can be told
-        for one, column in zip(files_in, (_NUMBERS, *columns), strict=True):
-            file = f"{name}/{one}"
-            folder.make(os.path.dirname(file))
+        paths = [f"{name}/{one}" for one in (NUMBERS, *files_of(columns))]
+        folders = dict.fromkeys(map(os.path.dirname, paths))
+        for inner in folders:
+            folder.make(inner)
+        for file, column in zip(paths, (_NUMBERS, *columns), strict=True):
             opened = folder.create(file)
             try:
                 size = column.width * room
@@ -436,7 +498,10 @@ def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, rese
                 files.sync(opened, folder.path_of(file))
             finally:
                 os.close(opened)
-            folder.sync(os.path.dirname(file))
+            if column is _NUMBERS:  # by which the folder can be told: before there is another file
+                folder.sync(name)
+        for inner in folders:
+            folder.sync(inner)
     except OSError:
         folder.clear(name, sign=NUMBERS)
         raise
@@ -459,8 +524,27 @@ def _mapped(file: int, room: int, width: int) -> np.ndarray:
     """The rows, uint8 `[P, width]`, as they are in the file at any time."""
     if not width * room:
         return np.zeros((room, width), np.uint8)
-    whole: Any = mmap.mmap(file, room * width, prot=mmap.PROT_READ)
-    return np.frombuffer(whole, np.uint8).reshape(room, width)
+    size = room * width
+    address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mapping {size} bytes: {os.strerror(code)}")
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(memory, _libc().munmap, address, size).atexit = False
+    return np.frombuffer(memoryview(memory).toreadonly(), np.uint8).reshape(room, width)
+
+
+@functools.cache
+def _libc() -> Any:
+    """The system's `mmap`: that of Python keeps a file of its own open for each mapping."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_int64,
+    ]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
 
 
 def runs(places: np.ndarray) -> list[tuple[int, int]]:

@@ -33,6 +33,7 @@ class MemmapStorage(StoreArrays):
             with the last state, or with the program. A state that went through `jit` is also held
             by JAX, until the program ends or calls `jax.clear_caches()`.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
+            Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
         slack: the room beside N for what is written between two commits, as a part of N. Writers
             that do not go round in time have as much beside as they need, at most N.
 
@@ -45,7 +46,7 @@ class MemmapStorage(StoreArrays):
     """
 
     path: str | os.PathLike[str] | None = None
-    prealloc: bool = True
+    prealloc: bool = False
     slack: float = 0.25
 
     def __post_init__(self) -> None:

@@ -169,12 +169,13 @@ class SpillStorage(StoreArrays):
         path: of a folder that is not there, or is empty; None for a temporary one.
         hot_capacity: H, how many items are on the device, a multiple of E; at most N are.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
+            Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
         slack: the room beside N for what is written between two commits, as a part of N.
     """
 
     path: str | os.PathLike[str] | None
     hot_capacity: int
-    prealloc: bool = True
+    prealloc: bool = False
     slack: float = 0.25
     state_type: ClassVar[type] = Spilled
 

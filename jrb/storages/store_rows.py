@@ -130,21 +130,23 @@ def columns(spec: Item) -> tuple[Column, ...]:
     Raises:
         ValueError: names of leaves that cannot be told apart as files, or are too long.
     """
-    found, files = [], []
+    found, files, folders = [], set[str](), set[str]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         raw = prng_keys.raw_spec(leaf)
         kind = (str(leaf.dtype), str(list(leaf.shape)))
         name = "/".join(map(_part, path)) if path else "."
         found.append(Column.of(name, kind, raw.size * raw.dtype.itemsize))
         file = found[-1].file
-        inside = lambda one, other: f"{one}/".startswith(f"{other}/")
-        taken = [other for other in files if inside(file, other) or inside(other, file)]
-        if taken or max(map(len, file.split("/"))) > 250:
+        parts = file.split("/")
+        above = {"/".join(parts[:end]) for end in range(1, len(parts))}
+        is_taken = file in files or file in folders or not above.isdisjoint(files)
+        if is_taken or max(map(len, parts)) > 250:
             raise ValueError(
                 f"init: leaf '{pytree.leaf_name(path)}': expected a name that no other leaf has, "
                 f"and that a file can have, got {file[:80]!r}. Rename it."
             )
-        files.append(file)
+        files.add(file)
+        folders |= above
     return tuple(found)
 
 
@@ -206,7 +208,7 @@ class StoreArrays(HostArrays):
         return make(self.path, self.prealloc, self.slack, ring, spec, in_time)
 
     def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
-        """The bytes of all files, of the numbers of the rows, and of the version."""
+        """The bytes of all files when they are full, of the numbers of rows, and of the version."""
         width = 8 + sum(column.width for column in columns(spec))
         rows = _room(self.path, self.slack, ring, spec, in_time)
         return width * rows + pytree.nbytes(VERSION)

@@ -24,7 +24,7 @@ def test_runs_say_where_all_slots_lie_and_are_as_few_as_can_be(where):
     of, room = where
     runs = places.runs_of(of)
     places.check_runs(runs, len(of), room)
-    np.testing.assert_array_equal(places.of_runs(runs, len(of)), of)
+    np.testing.assert_array_equal(places.Places(runs, len(of), room).at(np.arange(len(of))), of)
     follows = lambda s: s > 0 and of[s - 1] >= 0 and of[s] == of[s - 1] + 1
     assert len(runs) == sum(of[s] >= 0 and not follows(s) for s in range(len(of)))
 
@@ -65,7 +65,8 @@ def test_named_places_are_those_of_slots(where):
     for _ in range(2):  # from the runs, and once each is known
         found = known.named()
         assert np.flatnonzero(found).tolist() == sorted(place for place in of if place >= 0)
-        assert known.never().tolist() == np.flatnonzero(of < 0).tolist()
+        assert known.reach == max((s + 1 for s in range(len(of)) if of[s] >= 0), default=0)
+        assert known.never().tolist() == np.flatnonzero(of[: known.reach] < 0).tolist()
         assert known.slots == len(of) and known.room == room
         np.testing.assert_array_equal(known.runs, places.runs_of(of))
-        np.testing.assert_array_equal(known.of, of)
+        np.testing.assert_array_equal(known.used, of[: known.reach])
