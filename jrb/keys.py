@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from jrb._base import pytree
+from jrb._base import checks, pytree
 from jrb._base.pytree import PyTree
 
 Path = str | tuple[str, ...]
@@ -44,6 +44,11 @@ class Keys:
     truncated: Path = ("next", "truncated")
     next_observation: Path = ("next", "observation")
     episode: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, path in vars(self).items():
+            if name != "episode" or path is not None:
+                checks.path(name, path)
 
     def get(self, item: PyTree, name: str) -> Any:
         """The entry of `item` that plays the role `name` ("reward", "done", ...).

@@ -19,6 +19,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import weakref
 import zlib
 from typing import Any
@@ -300,7 +301,8 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
 
 
 _HEAD = {"format": str, "version": range(1, 1 << 31), "size": NATURAL, "sum": NATURAL}
-_ENTRY = {"name": str, "kind": [str]}
+_SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
+_ENTRY = {"name": str, "kind": lambda kind: [str, _SHAPE] if kind else []}
 _LEAF = _ENTRY | {"width": NATURAL}
 _BODY = {
     "generation": NATURAL,

@@ -54,6 +54,8 @@ def dataset(path: str) -> Any:
     Raises:
         NotOursError: no kind recognises it.
     """
+    if kind_of(path) == FOLDER:
+        _saved.meta_of(_saved.opened(path))  # raises of a damaged one, which no kind recognises
     datasets = importlib.import_module("jrb.datasets")
     kinds = datasets.kinds().values()
     settled = os.path.abspath(os.path.expanduser(path))
