@@ -118,6 +118,8 @@ _PARTS = {"parts": {...: lambda value: [NATURAL, str] if isinstance(value, list)
 ABOUT = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
 """The schema of what a file says of one buffer; see `jrb.checkpoint.matching.about`."""
 
+ABOUT_H5 = ABOUT | {"rows": _LENGTH, "trajectories": [[_LENGTH, range(1, 1 << 40)]]}
+
 _OF_KIND: dict[str, dict[str, Any]] = {
     "buffer": ABOUT,
     "store": ABOUT,

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jrb._base import pytree
+from jrb._base import checks, pytree
 from jrb._base.pytree import PyTree
 
 Path = str | tuple[str, ...]
@@ -55,6 +55,11 @@ class Keys:
     truncated: Path | None = ("next", "truncated")
     next_observation: Path | None = ("next", "observation")
     episode: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, path in vars(self).items():
+            if path is not None or name in ("observation", "action", "reward"):
+                checks.path(name, path)
 
     def get(self, item: PyTree, name: str) -> Any:
         """The entry of `item` that plays the role `name` ("reward", "done", ...).

@@ -138,6 +138,13 @@ def flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r}.")
 
 
+def path(name: str, value: object) -> None:
+    """Raises unless a value is a name or a tuple of names."""
+    parts = value if isinstance(value, tuple) and value else (value,)
+    if not all(isinstance(part, str) for part in parts):
+        raise TypeError(f"{name}: expected a name or a tuple of names, got {value!r}.")
+
+
 def fraction(name: str, value: object) -> None:
     """A Python number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import weakref
 import zlib
 from typing import Any
@@ -304,7 +305,7 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
     first, line, _ = start.partition(b"\n")
     try:
         head = json.loads(first)
-        schema.check(head, _HEAD, "first line")
+        schema.check(head, _FIRST_LINE, "first line")
         if head["format"] != FORMAT or not line or head["size"] > size:
             raise ValueError("its first line is another")
     except (ValueError, RecursionError) as error:
@@ -329,8 +330,9 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
     return body, len(first) + 1 + length, hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-_HEAD = {"format": str, "version": range(1, 1 << 31), "size": NATURAL, "sum": NATURAL}
-_ENTRY = {"name": str, "kind": [str]}
+_FIRST_LINE = {"format": str, "version": range(1, 1 << 31), "size": NATURAL, "sum": NATURAL}
+_SHAPE = re.compile(r"\[(\d+(, \d+)*)?\]")
+_ENTRY = {"name": str, "kind": lambda kind: [str, _SHAPE] if kind else []}
 _LEAF = _ENTRY | {"width": NATURAL}
 _BODY = {
     "generation": NATURAL,

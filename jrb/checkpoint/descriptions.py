@@ -5,8 +5,10 @@ of containers whose classes the program has already defined: a file cannot make 
 Functions are only named; whoever reads a description with one in it has to bring it.
 """
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -75,10 +77,25 @@ def decode(node: Json, where: str = "buffer") -> Any:
             f"{where}: {node['part']} has other fields than it had when it was saved, "
             f"{sorted(fields)}. Pass load(path, buffer=...)."
         )
+    return _made(cls, fields, where)
+
+
+def _made(cls: Any, fields: dict[str, Any], where: str) -> Any:
     try:
         return cls(**fields)
     except Exception as error:  # whatever the constructors of somebody's classes raise
         raise ValueError(f"{where}: {error}") from error
+
+
+@contextlib.contextmanager
+def read_from(path: str) -> Iterator[None]:
+    """A time in which what does not fit together is the fault of a file, which is named."""
+    try:
+        yield
+    except UnknownError as error:
+        raise UnknownError(f"{path}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise DamagedError(f"{path}: expected what fits together: {error}") from error
 
 
 def decoded(path: str, node: Json, kind: type) -> Any:
@@ -88,15 +105,11 @@ def decoded(path: str, node: Json, kind: type) -> Any:
         UnknownError: as `decode`.
         DamagedError: the parts do not fit together, or it is of another kind.
     """
-    try:
+    with read_from(path):
         found = decode(node)
         if isinstance(found, kind):
             return found
         raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(node)}")
-    except UnknownError as error:
-        raise UnknownError(f"{path}: {error}") from error
-    except ValueError as error:
-        raise DamagedError(f"{path}: {error}") from error
 
 
 def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:
@@ -217,7 +230,7 @@ def decode_structure(node: Json) -> Any:
             f"expected the class {node['class']} with the fields {list(fields)}, which the items "
             "were of. Import its module first, or pass one transition: load(path, example=...)."
         )
-    return cls(**fields)
+    return _made(cls, fields, "items")
 
 
 def _field_names(cls: Any) -> list[str]:

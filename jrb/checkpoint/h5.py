@@ -25,6 +25,7 @@ import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jrb import _saved
 from jrb._base import prng_keys, pytree
@@ -226,9 +227,8 @@ def _read(
     file: h5py.File, given: Description | None, example: Item, device: Device
 ) -> tuple[Any, Any]:
     about = _about(file)
-    saved = matching.matched(file.filename, about["buffer"], given, ReplayBuffer)
+    saved, spec = matching.fitting(file.filename, about, given, example)
     buffer = host_items.prepared(saved, given is not None)
-    spec = matching.stored_spec(about["items"], buffer, example)
     want = state_specs.blank(buffer, spec)
     state = _replayed(file, buffer, spec, about)
     rest = _parts(want)
@@ -243,20 +243,29 @@ def _read(
 
 
 def _about(file: h5py.File) -> dict[str, Any]:
-    kind, version = file.attrs.get("format"), cast(int, file.attrs.get("version", 0))
-    if kind != FORMAT:
-        raise ValueError(f"{file.filename}: expected a file of format '{FORMAT}', got {kind!r}.")
+    kind, version = file.attrs.get("format"), file.attrs.get("version")
+    if not isinstance(kind, str) or kind != FORMAT:
+        raise ValueError(f"{file.filename}: expected a checkpoint of jrb, found another HDF5 file.")
+    if not isinstance(version, np.integer) or version < 1:
+        raise DamagedError(f"{file.filename}: expected a version from 1, got {version!r}.")
     if version > VERSION:
         raise ValueError(
             f"{file.filename}: expected version {VERSION} or older, got version {version}. A newer "
             "jrb wrote this; install that one."
         )
-    return json.loads(_get(file, _ABOUT).tobytes())
+    about = json.loads(_get(file, _ABOUT).tobytes())
+    _saved.check(file.filename, about, _saved.ABOUT_H5)
+    return about
 
 
-def _get(group: h5py.Group, name: str) -> np.ndarray:
-    """A dataset as it was stored, checked."""
+def _get(group: h5py.Group, name: str, dtype: DTypeLike = np.uint8) -> np.ndarray:
+    """A dataset as it was stored, checked; `dtype` is that of what is stored in it."""
     dataset = _dataset(group, name)
+    told, wanted = str(dataset.attrs.get("dtype")), descriptions.dtype_name(dtype)
+    if told != wanted:
+        raise DamagedError(
+            f"{group.file.filename}: leaf '{name}': expected dtype {wanted}, got {told}."
+        )
     array = np.asarray(dataset[()])
     _check_sum(f"{group.name}/{name}", dataset, zlib.crc32(memory.view(array)))
     return array
@@ -276,11 +285,11 @@ def _dataset(group: h5py.Group, name: str) -> h5py.Dataset:
 
 
 def _check_sum(name: str, dataset: h5py.Dataset, found: int) -> None:
-    expected: Any = dataset.attrs["crc32"]
-    if found != expected:
+    expected = dataset.attrs.get("crc32")
+    if not isinstance(expected, np.integer) or found != expected:
         raise DamagedError(
-            f"{dataset.file.filename}: leaf '{name}': expected the checksum {expected:08x}, found "
-            f"{found:08x}: its bytes were damaged."
+            f"{dataset.file.filename}: leaf '{name}': expected the checksum {expected!r}, found "
+            f"{found}: its bytes were damaged."
         )
 
 
@@ -294,10 +303,10 @@ def _plain(group: h5py.Group, name: str) -> Any:
 
 
 def _restored(file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    array = _get(file, name)
+    array = _get(file, name, spec.dtype)
     inner = prng_keys.raw_spec(spec)
     if array.shape != inner.shape or array.dtype.itemsize != inner.dtype.itemsize:
-        raise ValueError(
+        raise DamagedError(
             f"{file.filename}: leaf '{name}': expected {inner.dtype}{list(inner.shape)}, got "
             f"{array.dtype}{list(array.shape)}."
         )
@@ -310,7 +319,8 @@ def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str
     state = dispatch.init(into, spec, None)
     if not about["rows"]:
         return state
-    first = int(_get(file, f"{_STATE}/writer/cursor")) if buffer.writer.in_time else 0
+    cursor = f"{_STATE}/writer/cursor"
+    first = int(_get(file, cursor, np.int32)) if buffer.writer.in_time else 0
     if buffer.writer.in_time:
         first = (first - about["rows"]) % buffer.ring.rows
         state = state.replace(writer=state.writer.replace(cursor=jnp.int32(first)))
@@ -331,21 +341,27 @@ def _leaves(
     file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]
 ) -> list[np.ndarray]:
     """The items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
-    environments, lengths = np.asarray(about["trajectories"], np.int64).T
-    if lengths.sum() > buffer.capacity or (lengths < 1).any() or (environments < 0).any():
+    environments, lengths = np.asarray(about["trajectories"], np.int64).reshape(-1, 2).T
+    envs = buffer.ring.envs if buffer.writer.in_time else 1
+    each = np.bincount(environments, lengths, envs)
+    if len(each) != envs or (each != about["rows"]).any() or each.sum() > buffer.capacity:
         raise DamagedError(
-            f"{file.filename}: expected trajectories of at most {buffer.capacity} rows."
+            f"{file.filename}: expected trajectories of {about['rows']} rows in each of {envs} "
+            f"environments, found {each.tolist()}."
         )
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
-    ends = ends.reshape(int(environments.max()) + 1, about["rows"])
+    ends = ends.reshape(envs, -1)
     names, raws = _names(spec), [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
-    parts: dict[str, list[np.ndarray]] = {}
-    for number in range(len(lengths)):
-        group = cast(h5py.Group, _plain(file, f"{_TRAJECTORIES}/{number:06d}"))
-        for name in [name for name in names if name in group]:
-            parts.setdefault(name, []).append(_get(group, name))
     kinds = dict(zip(names, raws, strict=True))
+    parts: dict[str, list[np.ndarray]] = {}
+    for number, length in enumerate(lengths):
+        group = cast(h5py.Group, _plain(file, f"{_TRAJECTORIES}/{number:06d}"))
+        for name in dict.fromkeys([*filter(group.__contains__, names), *_datasets(group)]):
+            rows = _get(group, name, kinds[name].dtype)  # KeyError: `load` says so
+            if not rows.ndim or len(rows) - length not in (0, 1):
+                raise DamagedError(f"{file.filename}: leaf '{name}': expected {length} rows.")
+            parts.setdefault(name, []).append(rows)
     flat = {name: np.concatenate(rows).view(kinds[name].dtype) for name, rows in parts.items()}
     found = from_flat(flat, ends, buffer.keys)
     for name, want in kinds.items():
@@ -374,11 +390,17 @@ def verify(path: str, progress: Progress = nobody) -> list[str]:
         return [f"{path}: expected a checkpoint in HDF5, got {error!r}."]
 
 
-def _damages(file: h5py.File, progress: Progress) -> Iterator[str]:
+def _datasets(group: h5py.Group) -> list[str]:
+    """The names of all datasets below a group, links to other places left out."""
     names: list[str] = []
-    file.visititems(
+    group.visititems(
         lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None
     )
+    return names
+
+
+def _damages(file: h5py.File, progress: Progress) -> Iterator[str]:
+    names = _datasets(file)
     for name, step in zip(names, opening.steps(progress, len(names)), strict=True):
         try:
             dataset = _dataset(file, name)

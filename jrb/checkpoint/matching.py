@@ -51,8 +51,7 @@ def described(
         raise ValueError(
             f"{path}: expected a checkpoint of a buffer, got one of kind {meta.get('kind')!r}."
         )
-    buffer = matched(path, meta["buffer"], given, ReplayBuffer)
-    return buffer, stored_spec(meta["items"], buffer, example)
+    return fitting(path, meta, given, example)
 
 
 def restored(
@@ -104,6 +103,7 @@ def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, L
     there = {name for name in (*in_rows, *arrays) if not name.startswith(".")}
     there = {name for name in there if not name.endswith(rows.BEYOND)}
     wanted, found = state_specs.by_name(packed), []
+    slots = opened.generation.body["table"]["slots"]
     odd = sorted(wanted.keys() ^ there)
     if odd:
         raise DamagedError(
@@ -114,14 +114,33 @@ def _places(opened: Opened, packed: PyTree, has_rows: bool) -> list[tuple[str, L
         kind = tuple(arrays[name]["kind"]) if location is None else location.leaf.kind
         inner = prng_keys.raw_spec(leaf)
         size = inner.size * inner.dtype.itemsize
-        wrong = location is None and arrays[name]["size"] != size
-        if kind != rows.kind_of(leaf) or wrong:
-            raise ValueError(
-                f"{path}: leaf '{name}': expected {rows.kind_of(leaf)} of {size} bytes, got "
-                f"{kind}. Another jrb, or another setting of jax_enable_x64, wrote it."
+        array = name if location is None else name + rows.BEYOND
+        saved = arrays[array]["size"] if array in arrays else 0
+        saved += 0 if location is None else location.leaf.width * slots
+        if kind != rows.kind_of(leaf) or saved != size:
+            raise DamagedError(
+                f"{path}: leaf '{name}': expected {rows.kind_of(leaf)} of {size} bytes, got {kind} "
+                f"of {saved} bytes."
             )
         found.append((name, location))
     return found
+
+
+def fitting(
+    path: str, meta: dict[str, Any], given: Description | None, example: Item
+) -> tuple[Any, Any]:
+    """The description and the specs of the items that a file has, or the given ones.
+
+    Raises:
+        DamagedError: those of the file do not go together.
+    """
+    buffer = matched(path, meta["buffer"], given, ReplayBuffer)
+    if given is not None or example is not None:
+        return buffer, stored_spec(meta["items"], buffer, example)
+    with descriptions.read_from(path):
+        spec = stored_spec(meta["items"], buffer, None)
+        state_specs.blank(buffer, spec)
+    return buffer, spec
 
 
 def matched(path: str, saved: descriptions.Json, given: Description | None, kind: type) -> Any:

@@ -90,6 +90,13 @@ def form_of(kind: type, names: list[str]) -> descriptions.Json:
     return {"class": descriptions.name_of(kind), "fields": list(fields)}
 
 
+def names_of(form: Any, most: int) -> set[str]:
+    """The names of the entries of a dict or tuple that `form_of` described, if they are so many."""
+    if "tuple" in form:
+        return set(map(str, range(min(form["tuple"], most + 1))))
+    return set(form["dict"] if "dict" in form else form["fields"])
+
+
 def formed(form: Any, parts: dict[str, Any], given: Any) -> Any:
     """The dict or tuple that it was, of these entries.
 

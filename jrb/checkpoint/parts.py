@@ -222,12 +222,12 @@ def _sharded(
 def _several(
     opened: Opened, given: Several, example: Item, device: Device, back: Inward
 ) -> tuple[Any, Any]:
-    numbers, forms = opened.parts, opened.meta.get("forms", {})
-    try:
-        like = members.formed(forms["buffer"], dict.fromkeys(numbers), given)
-        names = list(members.each(like))
-    except (KeyError, TypeError) as error:
-        raise DamagedError(f"{opened.path}: expected several buffers, got {error!r}.") from error
+    numbers, forms = opened.parts, opened.meta["forms"]
+    for form in forms.values():
+        if members.names_of(form, len(numbers)) != set(numbers):
+            raise DamagedError(f"{opened.path}: expected the parts {list(numbers)}, got {form}.")
+    like = members.formed(forms["buffer"], dict.fromkeys(numbers), given)
+    names = list(members.each(like))
     none = dict.fromkeys(names)
     buffers = none if given is None else members.of_each(like, given, "load: buffers")
     examples = none if example is None else members.of_each(like, example, "load: examples")

@@ -60,6 +60,8 @@ def dataset(path: str) -> Any:
     Raises:
         NotOursError: no kind recognises it.
     """
+    if kind_of(path) == FOLDER:
+        _saved.meta_of(_saved.opened(path))  # raises of a damaged one, which no kind recognises
     datasets = importlib.import_module("jrb.datasets")
     try:
         return datasets.open(path)

@@ -198,6 +198,7 @@ def _of_file(path: str) -> Report:
     try:
         with h5py.File(path, "r", locking=False) as file:
             about = json.loads(file["jrb"][()].tobytes())
+            _saved.check(path, about, _saved.ABOUT_H5)
             facts = about.get("facts") or {}
             capacity, rows = facts.get("capacity"), about["rows"]
             envs = facts.get("num_envs")
@@ -205,9 +206,9 @@ def _of_file(path: str) -> Report:
                 Leaf(name, str(leaf.attrs["dtype"]), list(leaf.shape), leaf.nbytes)
                 for name, leaf in sorted(_datasets(h5py, file["state"]))
             ]
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+            leaves = list(_leaves_of(about["items"], rows * (envs or 1)))
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
         raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
-    leaves = list(_leaves_of(about["items"], rows * (envs or 1)))
     return Report(
         path,
         "checkpoint in HDF5",

@@ -116,6 +116,8 @@ class Prioritized(Sampler):
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "eps"):
             _check_number(name, getattr(self, name))
+        if self.priority_key is not None:
+            checks.path("priority_key", self.priority_key)
         if 0 < self.eps < _SMALLEST:
             raise ValueError(f"eps: expected 0, or at least {_SMALLEST:.3g}, got {self.eps}.")
         if self.normalize not in ("batch", "buffer", None):

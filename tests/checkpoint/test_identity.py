@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that are of another save: a backup, a swapped, doubled or foreign folder."""
+"""Parts of a checkpoint that are of another save: backups, swapped, doubled, foreign folders."""
 
 import re
 import shutil
@@ -90,7 +90,7 @@ def test_a_part_of_another_save_is_named(kind, change, tmp_path):
 
 
 def test_older_generations_know_their_parts_too(tmp_path):
-    buffer, state, names = whole("dict", (1, 2, 3))
+    buffer, state, _ = whole("dict", (1, 2, 3))
     _, later, _ = whole("dict", (4, 5, 6))
     jrb.save(tmp_path / "set", buffer, state, keep=1)
     jrb.save(tmp_path / "set", buffer, later, keep=1)

@@ -20,7 +20,7 @@ from jrb._store.errors import DamagedError, StaleError
 from jrb._store.generation import Generation, Location
 from jrb._store.store import Store
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import commits, descriptions, host_items, native, state_specs
+from jrb.checkpoint import commits, host_items, matching, native, state_specs
 from jrb.datasets.reading import rings
 from jrb.datasets.reading.rings import Leaf, Rows
 from jrb.keys import Keys, path_name
@@ -51,15 +51,11 @@ def stored(path: str, number: int | None) -> "InRows | InMemory":
 
 def _described(path: str, meta: dict[str, Any]) -> tuple[ReplayBuffer, Any]:
     """The description, without transforms, which no stored item depends on; and the items' spec."""
-    try:
-        fields = {**meta["buffer"]["fields"], "transforms": {"tuple": []}}
-        buffer = descriptions.decode({**meta["buffer"], "fields": fields})
-        spec = descriptions.decode_structure(meta["items"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path}: expected a description, got one with {error!r}.") from error
-    if not isinstance(buffer, ReplayBuffer) or not isinstance(meta.get("dataset", {}), dict):
-        raise DamagedError(f"{path}: expected a buffer, got {type(buffer).__name__}.")
-    return buffer, spec
+    node = meta["buffer"]
+    if isinstance(node, dict) and "fields" in node:
+        node = {**node, "fields": {**node["fields"], "transforms": {"tuple": []}}}
+    with versions.enable_x64():
+        return matching.fitting(path, {**meta, "buffer": node}, None, None)
 
 
 def _check_names(path: str, spec: Any) -> None:

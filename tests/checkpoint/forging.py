@@ -1,0 +1,80 @@
+"""Metadata of checkpoints, changed by somebody who knows the format: checksums are right."""
+
+import json
+import zlib
+
+import h5py
+import numpy as np
+
+from jrb.checkpoint import seal
+
+VALUES = [
+    *(None, True, False, -1, 0, 1, -5, 2**31, 2**63, 10**30, 0.5, float("nan"), float("inf")),
+    *("", "3", "\0", "../x", "uint7", "float64", [], [[]], [1, 2, 3], ["x", "y"], {}, {"x": 1}),
+    *({"part": "os:path", "fields": {}}, {"tuple": 3}, {"named": []}, {"leaf": ["float32", [-1]]}),
+]
+"""What a value is changed to."""
+
+
+def places(node, where=()):
+    """The path of each value in a tree of JSON."""
+    keys = node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    for key, value in ((key, node[key]) for key in keys):
+        yield (*where, key)
+        yield from places(value, (*where, key))
+
+
+def mutants(tree, rng, count):
+    """Some changes of a tree: another value, none, or the value nested once more."""
+    every = list(places(tree))
+    for _ in range(count):
+        copy = json.loads(json.dumps(tree))
+        *above, last = where = rng.choice(every)
+        node = copy
+        for key in above:
+            node = node[key]
+        kind = rng.choice(["value", "value", "value", "missing", "nested", "far"])
+        if kind == "missing":
+            del node[last]
+        elif kind == "far":
+            node[last] = node[last] * 1000 if isinstance(node[last], int) else [node[last]] * 2
+        else:
+            node[last] = [node[last]] if kind == "nested" else rng.choice(VALUES)
+        if copy != tree:
+            yield f"{kind} {where}: {node[last] if kind != 'missing' else ''!r}", copy
+
+
+def parsed(data):
+    """The head, the body and the rest of the file of a generation."""
+    first, rest = data.split(b"\n", 1)
+    head = json.loads(first)
+    return head, json.loads(rest[: head["size"]]), rest[head["size"] :]
+
+
+def packed(head, body, rest):
+    """The file, its head with the length and the checksum of the body."""
+    text = json.dumps(body).encode() + b"\n"
+    whole = {"size": len(text), "sum": zlib.crc32(text)}
+    head = {**head, **whole} if isinstance(head, dict) else head
+    return json.dumps(head).encode() + b"\n" + text + rest
+
+
+def forge_h5(path, about=None, attributes=None):
+    """Changes the metadata of an HDF5 checkpoint: its JSON, or attributes by group and name."""
+    with h5py.File(path, "r+", locking=False) as file:
+        for (group, name), value in (attributes or {}).items():
+            del file[group].attrs[name]
+            if value is not None:
+                file[group].attrs[name] = value
+        if about is not None:
+            del file["jrb"]
+            text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+            file["jrb"] = text
+            file["jrb"].attrs["crc32"] = zlib.crc32(text)
+    with open(path, "r+b") as file:
+        seal.put(file.fileno(), str(path))
+
+
+def generation_at(path):
+    """The file of the newest generation of a folder."""
+    return path / max(p.name for p in path.glob("generation-*"))
