@@ -4,6 +4,7 @@ import fractions
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._base import checks, pytree
 
@@ -62,6 +63,8 @@ class SampleToInsert:
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}.")
         checks.count("min_size", self.min_size)
+        if self.min_size >= 2**31:
+            raise ValueError(f"min_size: expected less than 2^31, got {self.min_size}.")
         if not self._fraction:
             raise ValueError(f"ratio: expected at least 0.001, got {self.ratio}.")
         if self.tolerance < max(1, self.ratio):
@@ -103,11 +106,16 @@ class SampleToInsert:
         )
 
     def inserted(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
-        """After so many items were added, an integer of at most 10^5, which may be traced.
+        """After so many items were added, an integer `[]` of at least 0, which may be traced.
 
         Of what was not allowed, as much is remembered as the tolerance is.
+
+        Raises:
+            TypeError: the count is no integer.
+            ValueError: it is negative or beyond int32; of an array, which nobody waits for, a
+                negative one counts as 0, and one beyond int32 as 2^31 - 1.
         """
-        count = jnp.clip(jnp.asarray(count, jnp.int32), 0, _MANY)
+        count = _counted(count)
         missing = jnp.minimum(self.min_size - counters.inserted, count)
         room = 2 * self._most - counters.balance
         owed = jnp.minimum(count - missing, room // self._fraction.numerator + 1)
@@ -116,10 +124,18 @@ class SampleToInsert:
 
     def sampled(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
         """After so many samples were taken, as for `inserted`."""
-        count = jnp.clip(jnp.asarray(count, jnp.int32), 0, _MANY)
+        count = _counted(count)
         room = counters.balance + 2 * self._most
         taken = jnp.minimum(count, room // self._fraction.denominator + 1)
         return counters.replace(balance=counters.balance - taken * self._fraction.denominator)
 
 
-_MANY = 10**5
+def _counted(count: jax.Array | int) -> jax.Array:
+    """A number of items or samples, int32 `[]`."""
+    array = count if isinstance(count, jax.Array) else np.asarray(count)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape:
+        raise TypeError(f"count: expected a single integer, got {count!r}.")
+    if isinstance(array, np.ndarray) and not 0 <= int(array) < 2**31:
+        raise ValueError(f"count: expected an integer from 0 to {2**31 - 1}, got {count}.")
+    most = min(int(jnp.iinfo(array.dtype).max), 2**31 - 1)
+    return jnp.asarray(array.clip(0, most).astype(jnp.int32))

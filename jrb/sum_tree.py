@@ -73,12 +73,29 @@ def leaves(tree: Tree) -> jax.Array:
     return trees.leaves(tree)
 
 
-def bounded(tree: Tree, masses: jax.Array) -> jax.Array:
-    """Masses, none so large that the sum of N of them is beyond 2^125.
+def bounded(tree: Tree, masses: jax.Array, positive: jax.Array | None = None) -> jax.Array:
+    """Masses, none so large that the sum of N of them is beyond 2^125, nor too small to be drawn.
 
-    A larger sum would be finite still, but not its inverse, which a compiler may divide by.
+    A larger sum would be finite still, but not its inverse, which a compiler may divide by. What is
+    positive but below 2^-126 counts as 0 in arithmetic: it becomes 2^-126.
+
+    Args:
+        tree: N leaves.
+        masses: at least 0.
+        positive: which of them are not 0; None for those that have a bit set.
     """
+    positive = is_positive(masses) if positive is None else positive
+    masses = jnp.where(positive, jnp.maximum(masses, SMALLEST), masses)
     return jnp.minimum(masses, 2.0**125 / tree.capacity)
+
+
+def is_positive(numbers: jax.Array) -> jax.Array:
+    """Which float32 are above 0, also those below 2^-126, which comparisons may take for 0."""
+    return lax.bitcast_convert_type(numbers, jnp.int32) > 0
+
+
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""2^-126, the least number that arithmetic keeps."""
 
 
 def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
@@ -88,8 +105,8 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
         tree: N leaves. It may be donated.
         indices: integers `[B]`. Those outside [0, N) are left out.
         masses: real numbers `[B]`, used as float32. Those that are negative, NaN or infinite are
-            left out: the leaf stays as it was. Those whose sum could be infinite are lowered (see
-            `bounded`).
+            left out: the leaf stays as it was. Those whose sum could be infinite are lowered, and
+            positive ones that arithmetic would take for 0 are raised (see `bounded`).
 
     Returns:
         The new tree. The cost grows with B and log N.
@@ -193,6 +210,8 @@ def draw(
     first, again = random_bits.unit_interval(words)
     if stratified:
         first = (first + jnp.arange(first.size, dtype=jnp.float32)) / first.size
+        # XLA would divide the total by the size instead, which is 0 where the total is small.
+        first = jnp.minimum(first, 1.0)
     return words, *_descend(tree, first * mass, again), mass
 
 

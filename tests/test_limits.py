@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jrb
+
 from jrb.limits import SampleToInsert
 
 
@@ -73,4 +73,36 @@ def test_wrong_numbers_are_refused():
         ((0.999, 1, 1e8), "tolerance: expected less than"),
     ]:
         with pytest.raises(ValueError, match=message):
-            jrb.limits.SampleToInsert(*arguments)
+            SampleToInsert(*arguments)
+
+
+@pytest.mark.parametrize("count", [250_000, 2**31 - 1])
+def test_many_items_in_one_call_count_one_by_one(count):
+    limit = SampleToInsert(ratio=0.5, min_size=count - 2, tolerance=4)
+    counters = limit.inserted(limit.init(), count)
+    assert counters.inserted == count - 2 and limit.may_sample(counters, 5)
+    assert not limit.may_sample(counters, 6)
+    some = limit.inserted(limit.inserted(limit.init(), count - 5), 5)
+    assert jax.tree.leaves(some) == jax.tree.leaves(counters)
+    traced = jax.jit(limit.inserted)(limit.init(), jnp.uint32(count))
+    assert jax.tree.leaves(traced) == jax.tree.leaves(counters)
+
+
+@pytest.mark.parametrize("tolerance", [10**6])
+def test_many_samples_in_one_call_count_one_by_one(tolerance):
+    limit = SampleToInsert(ratio=1, min_size=1, tolerance=tolerance)
+    counters = limit.sampled(limit.inserted(limit.init(), 300_001), 150_000)
+    assert counters.balance == 150_000
+    assert limit.may_insert(counters, 850_000) and not limit.may_insert(counters, 850_001)
+
+
+@pytest.mark.parametrize(
+    ("count", "error"), [(-1, ValueError), (2**31, ValueError), (2.5, TypeError), (True, TypeError)]
+)
+def test_what_is_no_number_of_items_is_refused(count, error):
+    limit = SampleToInsert(ratio=2, min_size=3, tolerance=4)
+    for call in (limit.inserted, limit.sampled, limit.may_insert, limit.may_sample):
+        with pytest.raises(error, match="count: expected"):
+            call(limit.init(), count)
+    with pytest.raises(TypeError, match="count: expected a single integer"):
+        limit.inserted(limit.init(), jnp.ones(2, jnp.int32))

@@ -409,6 +409,26 @@ def test_no_point_however_large_finds_a_leaf_without_mass(shape, masses):
     assert (np.asarray(leaves(tree))[look_up(tree, points)] > 0).all()
 
 
+@pytest.mark.parametrize("mass", [np.float32(1e-45), np.float32(1e-39), np.float64(1e-300)])
+def test_a_mass_that_arithmetic_takes_for_none_is_drawn(mass):
+    for update in (sum_tree.update, jax.jit(sum_tree.update)):
+        masses = np.array([0, mass]) if mass.dtype == float else jnp.array([0, mass])
+        if update is not sum_tree.update and masses.dtype == float:
+            continue  # which jit would make a float32
+        tree = update(sum_tree.init(40), jnp.array([3, 7]), masses)
+        assert sum_tree.total(tree) > 0
+        assert set(sum_tree.sample(tree, jax.random.key(0), 16).tolist()) == {7}
+        assert sum_tree.find(tree, jnp.zeros(1)).tolist() == [7]
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.parametrize("mass", [2.0**-126, 2.0**-110])
+def test_leaves_of_least_mass_are_drawn_alike(mass, stratified):
+    tree = sum_tree.update(sum_tree.init(40), jnp.arange(4), jnp.full(4, mass))
+    found = sum_tree.sample(tree, jax.random.key(0), 4096, stratified)
+    assert np.bincount(found, minlength=4).min() > 900
+
+
 @pytest.mark.parametrize(("tiny", "large"), [(1e-3, 1e8), (1e-30, 1e30), (1.0, 3e7)])
 def test_leaves_too_small_to_count_beside_a_large_one_do_not_mislead(tiny, large):
     masses = np.where(np.arange(513) % 3 == 0, tiny, 0.0)

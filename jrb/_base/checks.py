@@ -13,6 +13,7 @@ from jrb._base import owned, pytree
 from jrb._base.pytree import Leaf, PyTree
 
 _INTEGERS = int | np.integer
+_SMALLEST = np.finfo(np.float32).tiny
 
 
 def count(name: str, value: object, most: int | None = None) -> None:
@@ -124,7 +125,11 @@ def real_numbers(name: str, value: object) -> jax.Array:
     if not is_real or array.dtype.kind == "m":  # NumPy's spans of time count as integers
         raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
-        return array.astype(jnp.float32)
+        narrow = array.astype(jnp.float32)
+    if array.dtype.itemsize <= 4:
+        return narrow
+    where = np.where if is_host else jnp.where
+    return where((array > 0) & (narrow == 0), _SMALLEST, narrow)  # it stays positive
 
 
 def given_numbers(name: str, value: Any) -> Any:

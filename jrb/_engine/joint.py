@@ -88,7 +88,7 @@ class Whole:
     @functools.cached_property
     def inverse(self) -> jax.Array:
         """One divided by the mass of all, float32 `[]`: a quotient may be rounded in two ways."""
-        return 1 / jnp.maximum(_sum(self._mass(self.every)), _LEAST)
+        return 1 / jnp.maximum(_sum(self._mass(self.every)), _TINY)
 
     @functools.cached_property
     def parts(self) -> jax.Array:

@@ -25,7 +25,6 @@ DROPPED = -2.0
 """What stands for the priority of an anchor that was dropped."""
 _CHUNK = 256  # slots that are cleared at once, where many leave
 _RUN = 4096  # slots whose masses are computed at once, where all are
-_SMALLEST = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
 
 
 class Priorities(DrawCounts):
@@ -118,8 +117,10 @@ class Prioritized(Sampler):
             _check_number(name, getattr(self, name))
         if self.priority_key is not None:
             checks.path("priority_key", self.priority_key)
-        if 0 < self.eps < _SMALLEST:
-            raise ValueError(f"eps: expected 0, or at least {_SMALLEST:.3g}, got {self.eps}.")
+        if 0 < self.eps < sum_tree.SMALLEST:
+            raise ValueError(
+                f"eps: expected 0, or at least {sum_tree.SMALLEST:.3g}, got {self.eps}."
+            )
         if self.normalize not in ("batch", "buffer", None):
             raise ValueError(
                 f"normalize: expected 'batch', 'buffer' or None, got {self.normalize!r}."
@@ -203,7 +204,8 @@ class Prioritized(Sampler):
             return state, jnp.broadcast_to(default, change.entered.shape)
         if default.ndim:  # of each row of time; as many anchors enter with each
             default = jnp.repeat(default, own.size // default.size)
-        return state, jnp.where(own < 0, default, own)
+        # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes what is below 2^-126.
+        return state, jnp.where(own == _NO_ANCHOR, default, own)
 
     def _without(self, state: Priorities, slots: jax.Array) -> Priorities:
         """No anchor at slots, int32 `[K]`; N where there is none to leave."""
@@ -250,7 +252,7 @@ class Prioritized(Sampler):
             )
             return lax.cummax(before)
         if state.largest is None:
-            return jnp.float32(self.new_priority)
+            return jnp.float32(self.new_priority and max(self.new_priority, sum_tree.SMALLEST))
         held = trees.root(state.largest)
         return jnp.where(held < 0, 1.0, held)
 
@@ -275,7 +277,8 @@ class Prioritized(Sampler):
         beta = self.exponent(beta)
         divisor = self._divisor(state, anchors, mass, total)
         ratio = jnp.log(jnp.where(some, mass, 1.0)) - jnp.log(divisor)
-        weights = jnp.maximum(jnp.exp(-beta * ratio), _SMALLEST)
+        # A weight of 0 is for what was not drawn.
+        weights = jnp.maximum(jnp.exp(-beta * ratio), sum_tree.SMALLEST)
         slots = jnp.where(some, slots, alike.slots)
         inverse = 1 / jnp.where(some, total, 1.0)  # a quotient may be rounded in two ways
         if self.normalize == "buffer":
@@ -373,7 +376,7 @@ class Prioritized(Sampler):
         none = jnp.full_like(state.raw, _NO_ANCHOR)
         fresh = jnp.broadcast_to(self._new_priority(state, None), none.shape)
         if state.waiting is not None:
-            fresh = jnp.where(state.waiting < 0, fresh, state.waiting)
+            fresh = jnp.where(state.waiting == _NO_ANCHOR, fresh, state.waiting)
         fresh = jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw)
         is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
         raw, waiting = jnp.where(is_anchor, fresh, none), state.waiting
@@ -410,7 +413,7 @@ class Prioritized(Sampler):
             priorities: real numbers `[K]`; a negative one leaves what is there.
             highest: the greatest priority seen there; None for the greatest of both.
         """
-        new = jnp.asarray(priorities).astype(jnp.float32)
+        new = jnp.asarray(checks.real_numbers("assign: priorities", priorities))
         here = (state.raw[slots] >= 0) & jnp.isfinite(new) & (new >= 0)
         raw = state.raw.at[jnp.where(here, slots, state.raw.size)].set(new, mode="drop")
         if highest is None:
@@ -479,13 +482,17 @@ class Prioritized(Sampler):
         self, state: Priorities, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
     ) -> Priorities:
         """What each tree keeps of the priorities `raw`, put into it."""
-        mass = sum_tree.bounded(state.masses, _power(raw, self.eps, state.alpha))
+        positive = sum_tree.is_positive(raw)
+        has_mass = raw >= 0 if self.eps else positive
+        mass = sum_tree.bounded(state.masses, _power(raw, self.eps, state.alpha), has_mass)
         mass = jnp.where(raw < 0, 0.0, mass)
         least = jnp.where(mass > 0, mass, jnp.inf)
+        # A maximum may take what is below 2^-126 for 0, and a new item would get no mass.
+        seen = jnp.where(positive, jnp.maximum(raw, sum_tree.SMALLEST), raw)
         return state.replace(
             masses=put(state.masses, mass),
             smallest=None if state.smallest is None else put(state.smallest, least),
-            largest=None if state.largest is None else put(state.largest, raw),
+            largest=None if state.largest is None else put(state.largest, seen),
         )
 
     def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:

@@ -467,3 +467,47 @@ def test_verbs_of_priorities_are_refused_where_there_are_none(sampler):
         buffer.update_priority(state, slots, jnp.ones(1))
     with pytest.raises(TypeError, match="add: priorities: expected a sampler that takes"):
         buffer.add(state, {"x": 1}, priorities=jnp.float32(1))
+
+
+@pytest.mark.parametrize("new_priority", [0.0, "max_in_buffer"])
+@pytest.mark.parametrize(
+    ("alpha", "eps", "priority"),
+    [
+        (1.0, 0.0, np.float32(1e-39)),
+        (1.0, 0.0, np.float32(1e-45)),  # the least float32
+        (0.5, 0.0, np.float32(3e-40)),
+        (3.0, 0.0, np.float32(1e-20)),  # whose power is none
+        (2.0, 1e-30, np.float32(0.0)),
+        (1.0, 0.0, np.float64(1e-60)),
+    ],
+)
+def test_a_positive_priority_is_drawn_however_small(alpha, eps, priority, new_priority):
+    sampler = jrb.Prioritized(alpha, eps=eps, new_priority=new_priority, normalize="buffer")
+    buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=sampler)
+    state = buffer.add(buffer.init(jnp.int32(0)), jnp.int32(0), priorities=np.float32(0))
+    if not eps:  # so that an item of priority 0 has no mass
+        state = buffer.update_priority(state, jnp.array([0]), jnp.zeros(1))
+    given = buffer.add(state, jnp.int32(1), priorities=np.asarray(priority))
+    both = buffer.extend(state, jnp.array([1, 1]))
+    new = buffer.update_priority(both, np.array([1]), np.asarray(priority)[None])
+    assigned = both.replace(
+        sampler=sampler.assign(both.sampler, jnp.array([1, 2]), np.asarray([priority] * 2))
+    )
+    drawable = {0, 1} if eps else {1}
+    for held in (given, new, assigned, buffer.set_alpha(given, alpha + 1)):
+        batch = buffer.sample(held, KEY, 64)
+        assert 1 in batch.data.tolist() and set(batch.data.tolist()) <= drawable
+        assert (batch.probabilities > 0).all() and jnp.isfinite(batch.weights).all()
+    if new_priority == "max_in_buffer":
+        assert (buffer.priorities(buffer.add(given, jnp.int32(2)))[2] > 0) == (priority > 0)
+
+
+def test_so_is_one_in_a_shard():
+    buffer = jrb.ReplayBuffer(
+        8, num_envs=2, batch_size=4, sampler=jrb.Prioritized(1.0, 1.0, 0.0, new_priority=0.0)
+    )
+    sharded = jrb.Sharded(buffer, 2)
+    state = sharded.add(sharded.init(jnp.int32(0)), jnp.arange(2), priorities=np.array([0, 1e-39]))
+    state, batch = sharded.draw(state, KEY)
+    assert batch.data[batch.mask].tolist() == [1, 1]
+    np.testing.assert_allclose(batch.probabilities[batch.mask], 1, rtol=1e-5)
