@@ -1,9 +1,10 @@
 """Removes folders of which every file is known to belong to their format, or nothing of them."""
 
 import contextlib
+import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from jrb._store import files, generation, lock
 from jrb._store.errors import LockedError
@@ -41,7 +42,9 @@ def locked(path: str, is_own: IsOwn) -> Iterator[None]:
         LockedError: a store or a recording in it is being written to.
     """
     with contextlib.ExitStack() as stack:
-        for folder in _writers(_checked(path, is_own)):
+        signs = (lock.NAME, generation.PREFIX)  # of folders in which a writer takes a lock
+        own = _checked(path, is_own)
+        for folder in sorted({os.path.dirname(n) for n in own if _last(n).startswith(signs)}):
             stack.callback(Lock(Folder(os.path.join(path, folder))).release)
         _checked(path, is_own)  # somebody may have written before the locks were taken
         yield
@@ -68,37 +71,19 @@ def discard_stale(folder: str, prefix: str) -> None:
     The system takes the lock of a process back when it ends, however it ends. So whoever gets the
     lock of a temporary store knows that nobody uses it, and that nobody else is removing it.
     """
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError, ValueError, LockedError):
-                    _discard_unused(entry.path)
-
-
-def _discard_unused(path: str) -> None:
-    """Removes a store to which nothing was saved, if nobody has its lock.
-
-    Generation 0 is written under the lock. A store without it may be so young that its process has
-    yet to take the lock, or has lost all that is large.
-    """
-    if os.stat(path).st_uid == os.getuid() and generation.numbers(Folder(path)) == [0]:
-        lock = Lock(Folder(path))
-        try:
-            discard(path, is_of_store)
-        finally:
-            lock.release()
+    for path in glob.glob(os.path.join(glob.escape(folder), f"{prefix}*")):
+        with contextlib.suppress(OSError, ValueError, LockedError), contextlib.ExitStack() as stack:
+            # Generation 0 is written under the lock. A store without it may be so young that its
+            # process has yet to take the lock, or all that is large is gone.
+            is_mine = os.lstat(path).st_uid == os.getuid() and not os.path.islink(path)
+            if is_mine and generation.numbers(Folder(path)) == [0]:
+                stack.callback(Lock(Folder(path)).release)
+                discard(path, is_of_store)
 
 
 def _turn(name: str) -> tuple[int, str]:
     """Orders files: what a store is recognised by goes after its rows, and its lock last."""
-    last = os.path.basename(name)
-    return (last == lock.NAME) * 2 or int(last.startswith(generation.PREFIX)), name
-
-
-def _writers(names: Iterable[str]) -> list[str]:
-    """Returns the folders in which a writer takes a lock."""
-    signs = (lock.NAME, generation.PREFIX)
-    return sorted({os.path.dirname(n) for n in names if os.path.basename(n).startswith(signs)})
+    return 2 if _last(name) == lock.NAME else int(_last(name).startswith(generation.PREFIX)), name
 
 
 def _checked(path: str, is_own: IsOwn) -> list[str]:
@@ -107,11 +92,14 @@ def _checked(path: str, is_own: IsOwn) -> list[str]:
         raise ValueError(f"{path}: expected a folder to remove, found a link or a file system.")
     names, folders = _below(path)
     own = [name for name in names if is_own(path, name)]
-    used = {above for name in own for above in _folders_above(name)}
+    used = {above for name in own for above in _above(name)}
     # An empty folder is nobody's: who made it may need it.
     others = {*names, *folders} - {*own, *used}
     if others:
-        tops = sorted({_highest(name, used) for name in others})
+        # Of a folder that is nobody's, only the outermost one is named.
+        tops = sorted(
+            {next(up for up in (*_above(name), name) if up not in used) for name in others}
+        )
         more = f" and {len(tops) - _MOST} more" * (len(tops) > _MOST)
         raise ValueError(
             f"{path}: expected only files that belong to the format found there, found "
@@ -121,15 +109,14 @@ def _checked(path: str, is_own: IsOwn) -> list[str]:
     return own
 
 
-def _highest(name: str, used: set[str]) -> str:
-    """Returns the highest folder above a name, or it, in which nothing is the format's own."""
-    return next(above for above in (*_folders_above(name), name) if above not in used)
-
-
-def _folders_above(name: str) -> list[str]:
+def _above(name: str) -> list[str]:
     """Returns the folders in which a file or a folder is, the outermost first."""
     parts = name.split("/")
     return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def _below(path: str) -> tuple[list[str], list[str]]:
@@ -137,8 +124,12 @@ def _below(path: str) -> tuple[list[str], list[str]]:
 
     Links are not followed; they count as files, as do folders that are other file systems.
     """
+
+    def stop(error: OSError) -> None:
+        raise error
+
     names, below = [], []
-    for at, folders, inside in os.walk(path, onerror=_raise):
+    for at, folders, inside in os.walk(path, onerror=stop):
         start = "" if at == path else os.path.relpath(at, path) + "/"
         away = [name for name in folders if _leads_away(os.path.join(at, name))]
         folders[:] = [name for name in folders if name not in away]
@@ -149,7 +140,3 @@ def _below(path: str) -> tuple[list[str], list[str]]:
 
 def _leads_away(path: str) -> bool:
     return os.path.islink(path) or os.path.ismount(path)
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -29,8 +29,9 @@ from jrb._store.errors import DamagedError, LockedError, StaleError
 from jrb._store.table import Column
 
 SLOTS, SLACK = 60, 15
-table._FIRST = 20 * 3012  # bytes of a third of the rows: the table grows on the way
-table._MOST_OPEN = 2  # one column is opened when it is used
+if __name__ == "__main__":
+    table._FIRST = 20 * 3012  # bytes of a third of the rows: the table grows on the way
+    table._MOST_OPEN = 2  # one column is opened when it is used
 COLUMNS = (Column.of("x", ("uint8", "[3000]"), 3000), Column.of("next/y", ("uint8", "[4]"), 4))
 
 

@@ -18,9 +18,13 @@ import os, signal, sys, numpy as np
 from jrb._store import opening
 from jrb._store.table import Column
 store = opening.create(None, (Column.of("x", (), 1000),), 100, 120, reserve=True)
-if sys.argv[1] == "fork" and os.fork() == 0:
-    sys.stdin.read()
-    os._exit(0)
+if sys.argv[1] == "fork":
+    ready, done = os.pipe()
+    if os.fork() == 0:
+        os.write(done, b".")
+        sys.stdin.read()
+        os._exit(0)
+    os.read(ready, 1)
 print(store.path, flush=True)
 if sys.argv[1] == "end":
     sys.exit()
@@ -51,38 +55,38 @@ def stored():
 
 def test_the_store_of_a_process_that_ended_is_gone(folder):
     process, _ = started("end")
-    process.communicate()
+    with process:
+        process.wait()
     assert os.listdir(folder) == []
 
 
 @pytest.mark.parametrize("how", ["kill", "fork"])
 def test_the_store_of_a_killed_process_goes_when_the_next_one_is_made(how, folder):
     process, path = started(how)
-    assert process.wait() == -signal.SIGKILL  # a child that lives on has no part in the lock
-    assert os.listdir(folder) == [os.path.basename(path)]
-    store = stored()
-    assert os.listdir(folder) == [os.path.basename(store.path)]
-    process.stdin.close()
+    with process:
+        assert process.wait() == -signal.SIGKILL  # a child that lives on has no part in the lock
+        assert os.listdir(folder) == [os.path.basename(path)]
+        store = stored()
+        assert os.listdir(folder) == [os.path.basename(store.path)]
 
 
 def test_what_is_in_use_or_belongs_to_others_stays(folder):
     live, path = started("live")
-    store = stored()
-    store.put(0, np.arange(3), [np.ones((3, 10), np.uint8)])
-    (folder / "jrb-temporary-mine").mkdir()
-    (folder / "jrb-temporary-mine" / "rows").write_text("thesis")
-    (folder / "jrb-temporary-link").symlink_to(path)
-    promised = opening.create(
-        str(folder / "jrb-temporary-saved"), (Column.of("x", (), 10),), 10, 12, reserve=False
-    )
-    promised.commit(0, {}, {}, {})
-    promised.close()
-    before = sorted(os.listdir(folder))
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda _: removal.discard_stale(str(folder), "jrb-temporary-"), range(8)))
-    assert sorted(os.listdir(folder)) == before
-    assert store.take(store.version, [np.arange(3)])[0].all()
-    live.communicate()
+    with live:
+        store = stored()
+        store.put(0, np.arange(3), [np.ones((3, 10), np.uint8)])
+        (folder / "jrb-temporary-mine").mkdir()
+        (folder / "jrb-temporary-mine" / "rows").write_text("thesis")
+        (folder / "jrb-temporary-link").symlink_to(path)
+        saved = str(folder / "jrb-temporary-saved")
+        promised = opening.create(saved, (Column.of("x", (), 10),), 10, 12, reserve=False)
+        promised.commit(0, {}, {}, {})
+        promised.close()
+        before = sorted(os.listdir(folder))
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda _: removal.discard_stale(str(folder), "jrb-temporary-"), range(8)))
+        assert sorted(os.listdir(folder)) == before
+        assert store.take(store.version, [np.arange(3)])[0].all()
 
 
 def test_many_processes_may_clean_up_at_once(folder):

@@ -81,7 +81,9 @@ class NewDataset:
         """The store, made when it is known what goes there."""
         if self._store is None:
             self.spec = spec_of(block)
-            files.make_folder(os.path.dirname(self.dest))
+            folder, name = os.path.split(self.dest)
+            files.make_folder(folder)
+            removal.discard_stale(folder, f".{name}.")  # of processes that were killed
             made = columns(self.spec)
             self._store = opening.create(self._beside, made, self._about, self._about, False)
         return self._store
