@@ -157,6 +157,7 @@ def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | 
     """Where is saved: what was given, or where the storage has its files."""
     given = None if path is None else paths.absolute(path)
     own = buffer.storage.path if isinstance(buffer.storage, StoreArrays) else None
+    own = None if own is None else os.fspath(own)
     if given is not None and own is not None and given != own:
         raise ValueError(
             f"path: expected that of the storage, {own}, where a save costs what changed, or none "

@@ -89,7 +89,8 @@ class Grouped(Indexed):
             lengths.append(int(table.ends[0]))
             cuts.append(not table.has_next and not table.terminated[0])
             left_out |= others
-        notes += (NO_REWARDS,) * ("reward" not in first["next"])
+        has_rewards = first is not None and "reward" in first["next"]
+        notes += () if has_rewards else (NO_REWARDS,)
         notes += left_out_note(left_out)
         return Description(
             first, np.array(lengths, np.int64), np.array(cuts), facts, metadata, notes
