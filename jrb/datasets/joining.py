@@ -31,6 +31,7 @@ class Joined(Indexed):
         counts = [len(part) for part in source]
         names = set.intersection(*(set(part.facts) for part in source))
         facts = {name: _joined([part.facts[name] for part in source]) for name in sorted(names)}
+        facts["complete"] = _joined([part.complete for part in source])
         cuts = [part.cut if part.final == "keep" else np.zeros(len(part), bool) for part in source]
         notes = itertools.chain.from_iterable(part.description.notes for part in source)
         return Description(

@@ -80,7 +80,8 @@ class Grouped(Indexed):
         if not places:
             raise ValueError(f"{source}: expected {self.looks_for}, got none.")
         facts, metadata, notes = self.told(source, places)
-        lengths, cuts, left_out, first = [], [], set[str](), None
+        first: Any = None
+        lengths, cuts, left_out = [], [], set[str]()
         limit = expansion.Limit(source, self.files(source), self.max_expansion)
         for group, place in _groups(places):
             table, others = self._table(group, place, limit)

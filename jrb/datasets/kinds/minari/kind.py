@@ -20,7 +20,6 @@ from jrb.datasets.kinds.minari import (
 from jrb.datasets.kinds.minari import (
     scan as minari_scan,
 )
-from jrb.datasets.reading import hdf5
 
 _COUNTS = {"total_episodes", "total_steps"}
 
@@ -55,7 +54,7 @@ class Minari(Indexed):
         except (ValueError, OSError):
             return False
         layout = about.get("data_format", "hdf5")
-        if layout == "hdf5" and not hdf5.is_hdf5(os.path.join(folder, minari_about.MAIN)):
+        if layout == "hdf5" and not os.path.isfile(os.path.join(folder, minari_about.MAIN)):
             return False
         return about.keys() >= _COUNTS and layout in ("hdf5", *minari_arrow.FORMATS)
 
