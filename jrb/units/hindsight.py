@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._base import checks, ordering, permutation, pytree, random_bits
 from jrb._engine import episodes, rows
@@ -121,6 +122,11 @@ class Hindsight(Unit):
     def needs_past(self) -> bool:
         """As the inner unit."""
         return self.unit.needs_past
+
+    @property
+    def row_steps(self) -> np.ndarray | None:
+        """Those of the inner unit."""
+        return self.unit.row_steps
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Rows in order of time, of one episode for each goal."""
