@@ -424,4 +424,6 @@ class Sequence(Unit):
         count = jnp.maximum(jnp.sum(real, axis=1), 1).astype(jnp.float32)
         mean = jnp.sum(jnp.where(real, priorities, 0.0), axis=1) / count
         most = jnp.max(jnp.where(real, priorities, 0.0), axis=1)
+        if self.eta in (0, 1):  # a share of 0 is not read: the other one may be infinite
+            return most if self.eta else mean
         return self.eta * most + (1 - self.eta) * mean
