@@ -452,12 +452,12 @@ class ReplayBuffer:
 
         Args:
             state: may be donated.
-            where: a `Sample`, whose anchors are meant, those overwritten since left alone; slots,
-                int32 `[B]`, of which the last one counts where one stands twice; or `...` for all
-                slots.
+            where: a `Sample`, whose anchors are meant, or the rows of its windows, what was masked
+                or overwritten since left alone, row by row; slots, int32 `[B]`; or `...` for all
+                slots. Where a slot stands twice, the last one counts, by batch and then by row.
             values: any of the leaves, as they are stored, `[B, ...]`, or `[N, ...]` for `...`: a
-                pytree in which they have the names that they have in the items. For objects a
-                sequence of B.
+                pytree in which they have the names that they have in the items. For the rows of
+                windows `[B, L, ...]`, or those without burn-in. For objects a sequence of B.
 
         Raises:
             ValueError: a leaf that the items do not have, another shape, or one that the writer
@@ -479,7 +479,13 @@ class ReplayBuffer:
         if self.storage.of_objects:
             self.writer.check_edit("set", frozenset())
             return dispatch.edit(self, state, which, checks.objects("set", values, count))
-        named = self._values("set", self.storage.spec(state.storage), values, count)
+        spec, lead = self.storage.spec(state.storage), (count,)
+        if isinstance(where, Sample):
+            lead = self._lead_of_values(where, spec, values)
+            which = where if len(lead) == 1 else self._rows_of(where, lead[1])
+        named = self._values("set", spec, values, lead)
+        if len(lead) == 2:
+            named = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in named.items()}
         return dispatch.edit(self, state, which, named) if named else state
 
     def map(
@@ -538,8 +544,36 @@ class ReplayBuffer:
             raise ValueError(f"{verb}: expected slots of shape (B,), got {slots.shape}.")
         return slots, slots.size
 
-    def _values(self, verb: str, spec: Item, values: Item, count: int) -> dict[str, Any]:
-        """Leaves by their names, all of which items have, `[count, ...]`; `spec` is of one."""
+    def _lead_of_values(self, sample: Sample, spec: Item, values: Item) -> tuple[int, ...]:
+        """The axes of `values` before those of an item: `(B,)`, or `(B, L)` for rows of windows."""
+        stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
+        named = zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True)
+        leads = [
+            jnp.shape(leaf)[:2]
+            for name, leaf in named
+            if name in stored and jnp.ndim(leaf) == stored[name].ndim + 2
+        ]
+        if self.unit.row_steps is None or not leads:
+            return (sample.indices.size,)
+        shapes = self.unit.priority_shapes(sample.mask.shape)
+        return leads[0] if leads[0] in shapes else sample.mask.shape
+
+    def _rows_of(self, sample: Sample, length: int) -> Sample:
+        """The last rows of each window as a sample of single items."""
+        if not self.writer.stamps_laps:
+            raise TypeError(
+                f"set: expected a writer whose stamps tell rows of windows apart, got "
+                f"{type(self.writer).__name__}. Set the anchors alone, or see jrb.types.Writer."
+            )
+        steps: Any = self.unit.row_steps
+        slots, laps = self.ring.rows_near(sample.indices, steps[-length:])
+        stamps = sample.stamp[:, None] + laps
+        mask = sample.mask[:, -length:]
+        flat = {"indices": slots, "stamp": stamps, "mask": mask}
+        return sample.replace(**{name: array.reshape(-1) for name, array in flat.items()})
+
+    def _values(self, verb: str, spec: Item, values: Item, lead: tuple[int, ...]) -> dict[str, Any]:
+        """Leaves by their names, all of which items have, `[*lead, ...]`; `spec` is of one."""
         values = casting.kept(values, verb) if self.cast else values
         named = dict(zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True))
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
@@ -549,7 +583,7 @@ class ReplayBuffer:
             )
         self.writer.check_edit(verb, frozenset(named))
         want = {
-            name: jax.ShapeDtypeStruct((count, *stored[name].shape), stored[name].dtype)
+            name: jax.ShapeDtypeStruct((*lead, *stored[name].shape), stored[name].dtype)
             for name in named
         }
         if self.cast:
@@ -724,7 +758,7 @@ class _Mapped:
         """Leaves `[B, ...]`, after all checks."""
         one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         count = jax.tree.leaves(items)[0].shape[0]
-        return self.buffer._values("map", jax.tree.map(one, items), self.function(items), count)
+        return self.buffer._values("map", jax.tree.map(one, items), self.function(items), (count,))
 
 
 _LAYOUT = {

@@ -86,14 +86,10 @@ class Keys:
         return {name: leaf for leaves in found for name, leaf in leaves.items()}
 
     def ends(self, item: PyTree, is_set: Callable[[Any], Any]) -> Any:
-        """Whether an episode ends, by all flags of `item`, of which there must be one.
+        """Combines the flags of `item`, at least one: does an episode end? `is_set` gives bools.
 
-        Any flag ends it; where agents have flags of their own, each of them needs one, unless an
+        Any flag ends it. Where agents have flags of their own, each of them needs one, unless an
         entry `__all__` stands beside them.
-
-        Args:
-            item: may have any axes.
-            is_set: from a flag to an array of bool, which are combined.
         """
         agents: dict[str, Any] = {}  # by their names below a flag; "" for the environment's own
         for path in (self.done, self.terminated, self.truncated):
@@ -107,13 +103,9 @@ class Keys:
         return functools.reduce(operator.or_, own + all_agents)
 
     def unnamed(self, item: PyTree) -> dict[str, str]:
-        """Entries that have the usual name of a role which nothing in the item plays.
+        """Entries with the usual name of a role that nothing in the item plays, by their roles.
 
-        Looked at are the names of what lies beside something that is named here, or in no
-        container. `next_done` is a usual name as `done` is.
-
-        Returns:
-            From roles to the names of the entries.
+        Looked at is what lies beside something that is named here, or in no container.
         """
         paths = [getattr(self, field.name) for field in dataclasses.fields(self)]
         containers = {"", *(path_name(path).rpartition("/")[0] for path in paths)}

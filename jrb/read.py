@@ -16,7 +16,7 @@ from jrb._engine import dispatch, editing
 from jrb._engine import episodes as ends_of
 from jrb._engine.steps import context_of
 from jrb.buffer import ReplayBuffer, check_single
-from jrb.keys import lookup, path_name
+from jrb.keys import leaves_at
 from jrb.state import BufferState
 from jrb.types.messages import PartState
 
@@ -112,7 +112,8 @@ class Episode:
     Attributes:
         slots: int32 `[L]`, its rows, oldest first.
         environment: whose it is, from 0.
-        return_: the sum of its rewards, float64, in the shape of one; None if items have none.
+        return_: the sum of its rewards, float64, in the shape of one, or a pytree of several.
+            None if items have none.
         ended: whether it has ended; otherwise it is running.
         cut: whether rows from its beginning may be lost.
     """
@@ -211,7 +212,8 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         last = np.flatnonzero(ends[:count, env])
         edges = np.unique(np.concatenate([[0], last + 1, [count]]))
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            total = None if rewards is None else rewards[start:stop, env].sum(0, np.float64)
+            run = (slice(start, stop), env)
+            total = jax.tree.map(lambda leaf, run=run: leaf[run].sum(0, np.float64), rewards)
             one = Episode(
                 slots=slots[start:stop, env],
                 environment=env,
@@ -243,18 +245,16 @@ def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
 
 
 @jax.jit
-def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array | None]:
+def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, Any]:
     """Ends, bool `[R, E]`, and rewards `[R, E, ...]`, None if there are none; oldest row first."""
     context = context_of(buffer, state.writer)
     spec = buffer.storage.spec(state.storage)
-    rewarded = pytree.is_array(lookup(spec, buffer.keys.reward))
-    number = [] if buffer.keys.episode is None else [buffer.keys.episode]
-    paths = [*number, *[buffer.keys.reward] * rewarded]
-    names = {*buffer.keys.flags(spec), *map(path_name, paths)}
+    rewards = leaves_at(spec, buffer.keys.reward)
+    names = {*buffer.keys.flags(spec), *leaves_at(spec, buffer.keys.episode), *rewards}
     found = editing.leaves_of(buffer, context, state, names)
     slots = context.held.from_oldest(context.ring)
     ends = editing.told(buffer, context, found) | buffer.unit.ends(context, state.unit, slots)
-    return ends, buffer.keys.get(found, "reward") if rewarded else None
+    return ends, buffer.keys.get(found, "reward") if rewards else None
 
 
 def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
@@ -267,9 +267,10 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     Returns:
         Plain numbers: `size` and `capacity`; where items have flags and lie in time, `episodes`,
         `complete` of them (see `jrb.read.Episode`), and of these `return` and `length` as `mean`,
-        `std`, `min`, `max`; where there are priorities, `priority` as the same; and where draws are
-        counted, `draws` of the anchors as the same, and `never`, the share of them that was never
-        drawn. Where anchors are episodes, those of all items.
+        `std`, `min`, `max`, the return for each leaf of the reward; where there are priorities,
+        `priority` as the same; and where draws are counted, `draws` of the anchors as the same, and
+        `never`, the share of them that was never drawn. Where anchors are episodes, those of all
+        items.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -286,8 +287,10 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
         over = [each for each in every if each.complete]
         found["episodes"], found["complete"] = len(every), len(over)
         found["length"] = _summary([each.length for each in over])
-        if over and np.ndim(over[0].return_) == 0 and over[0].return_ is not None:
-            found["return"] = _summary([each.return_ for each in over])
+        totals = jax.tree.leaves(over[0].return_) if over else []
+        if totals and not any(map(np.ndim, totals)):
+            each_return = [each.return_ for each in over]
+            found["return"] = jax.tree.map(lambda *values: _summary(values), *each_return)
     if buffer.sampler.prioritized:
         known = np.asarray(buffer.priorities(state))
         found["priority"] = _summary(known[known >= 0])

@@ -118,6 +118,22 @@ class Ring:
         """The slot (int32) that lies `steps` slots, 0 to N, back around the ring."""
         return self.slot_after(slot, self.capacity - steps)
 
+    def rows_near(self, slots: jax.Array, steps: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """The slots that lie some rows of time from others, and in which lap they are written.
+
+        Args:
+            slots: int32 `[B]`.
+            steps: int `[L]`, how many rows later, from 1 - R to R - 1.
+
+        Returns:
+            int32 `[B, L]`; and uint32 `[B, L]`, modulo 2^32, by how many laps later.
+        """
+        slots, steps = slots[:, None], steps[None]
+        later = steps >= 0
+        near = self.slot_after(slots, np.where(later, steps, steps + self.rows) * self.envs)
+        is_round = jnp.where(later, near < slots, near > slots)
+        return near, is_round.astype(jnp.uint32) * np.where(later, 1, 2**32 - 1).astype(np.uint32)
+
     def oldest_slot(self, clock: Clock) -> jax.Array:
         """The first slot (int32) of the oldest row held."""
         row = (clock.cursor - clock.count).astype(jnp.uint32)

@@ -30,7 +30,7 @@ def init(keys, example, unit, transforms=()):
     return jax.eval_shape(buffer.init, example)
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=repr)
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: repr(unit).split(" at ")[0])
 @pytest.mark.parametrize("other", ["terminated", "truncated", "next_terminated", "next_truncated"])
 def test_a_flag_that_is_not_named_is_an_error(unit, other):
     keys = jrb.Keys(done="done", **FLAT)

@@ -21,10 +21,7 @@ _STARTS = 1  # the number that `bits.fold` gets for starts within episodes
 def check(spec: Item, keys: Keys, is_needed: bool = True) -> None:
     """Raises unless the items say where episodes end: by flags, of one number each, or a number.
 
-    Args:
-        spec: of one item.
-        keys: how the items are keyed.
-        is_needed: whether items that say nothing of it are an error.
+    Items that say nothing of it are an error only where that `is_needed`.
     """
     for role, name in keys.unnamed(spec).items():
         path = tuple(name.split("/")) if lookup(spec, name) is None else name

@@ -17,7 +17,7 @@ from jrb._base.pytree import DType, PyTree
 from jrb._engine import dispatch, editing
 from jrb._engine.steps import context_of
 from jrb.buffer import ReplayBuffer, check_single
-from jrb.keys import lookup, path_name
+from jrb.keys import leaves_at, path_name
 from jrb.state import Buffer, BufferState
 
 
@@ -128,16 +128,18 @@ def _columns(buffer: Buffer, state: BufferState) -> tuple[jax.Array | None, jax.
     flags = {*keys.flags(spec)} if buffer.writer.in_time else set()
     if keys.episode is not None and buffer.writer.in_time:
         flags.add(path_name(keys.episode))
-    reward = lookup(spec, keys.reward)
-    rewarded = pytree.is_array(reward) and is_real(reward.dtype)
-    found = editing.leaves_of(
-        buffer, context, state, flags | ({path_name(keys.reward)} if rewarded else set())
-    )
+    rewards = leaves_at(spec, keys.reward)
+    rewards = {name for name, leaf in rewards.items() if is_real(leaf.dtype)}
+    found = editing.leaves_of(buffer, context, state, flags | rewards)
     ends = None
     if flags:
         slots = context.held.from_oldest(context.ring)
         ends = editing.told(buffer, context, found) | buffer.unit.ends(context, state.unit, slots)
-    return ends, keys.get(found, "reward") if rewarded else None
+    paid = [leaf for name, leaf in leaves_at(found, keys.reward).items() if name in rewards]
+    if len(paid) > 1:  # of several agents, side by side
+        flat = [leaf.astype(jnp.float32).reshape(*leaf.shape[:2], -1) for leaf in paid]
+        paid = [jnp.concatenate(flat, axis=2)]
+    return ends, paid[0] if paid else None
 
 
 def leaves(

@@ -144,11 +144,7 @@ class RunningRewardScale(StatefulTransform):
         _check_numbers("RunningRewardScale", self.clip, self.eps)
 
     def init(self, context: Context, spec: Item) -> Any:
-        """`Returns` of 0, in place of each leaf of the reward.
-
-        Raises:
-            ValueError, TypeError: there is no reward, or nothing that ends an episode.
-        """
+        """`Returns` of 0, for each leaf of the reward. Raises without one, or without flags."""
         episodes.check(spec, context.keys)
         prefix, envs = path_name(context.keys.reward), context.ring.envs
 

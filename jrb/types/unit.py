@@ -4,6 +4,7 @@ import abc
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from jrb._base import ordering
 from jrb.keys import Keys, Path
@@ -44,6 +45,14 @@ class Unit(abc.ABC):
     def reach(self) -> int:
         """How many rows before an anchor may be read for it."""
         return 0
+
+    @property
+    def row_steps(self) -> np.ndarray | None:
+        """How many rows after its anchor each row of a window lies, int `[L]`; None without rows.
+
+        The rows are those of `Sample.mask`, `[B, L]`; where one is not real it may lie elsewhere.
+        """
+        return None
 
     @property
     def goals(self) -> tuple[Path, ...]:

@@ -19,12 +19,15 @@ class Writer(abc.ABC):
         writes: whether there is anything that it writes.
         until_full: whether rows are left out for which nothing has to go; the buffer sees to it.
         in_lanes: whether each environment is written by itself, and masks may be `[T, E]`.
+        stamps_laps: whether stamps count laps: that of the next row is the same, or one more where
+            the ring begins anew. What is set in windows is told by them from what was overwritten.
     """
 
     in_time: ClassVar[bool] = True
     writes: ClassVar[bool] = True
     until_full: ClassVar[bool] = False
     in_lanes: ClassVar[bool] = False
+    stamps_laps: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, ring: Ring, spec: Item) -> Any:

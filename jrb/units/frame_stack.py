@@ -103,6 +103,11 @@ class FrameStack(Unit):
         """The frames before a row must be held."""
         return True
 
+    @property
+    def row_steps(self) -> np.ndarray | None:
+        """Those of the inner unit."""
+        return self.unit.row_steps
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring holds a stack, in order of time."""
         checks.window("FrameStack: k", self.k, ring.rows)

@@ -1,15 +1,17 @@
 """Goals chosen in hindsight."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._base import checks, ordering, permutation, pytree, random_bits
 from jrb._engine import episodes, rows
 from jrb._engine.episodes import Episodes
-from jrb.keys import Keys, Path, find, path_name, within
+from jrb.keys import Keys, Path, find, leaves_at, path_name, within
 from jrb.ring import Ring
 from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
 from jrb.types.parts import check_part
@@ -47,8 +49,8 @@ class Hindsight(Unit):
     stays as it is, also where the new goal is reached before its last row.
 
     Attributes:
-        reward: from what was achieved and the goal, leaves of one transition, to its reward; must
-            work under `vmap`.
+        reward: from what was achieved and the goal, leaves of one transition, to its reward, or
+            the pytree of rewards that items have; must work under `vmap`.
         strategy: which row g: "future", any of the episode from the transition on, or from the last
             row of the return or window; "final", its last that is held; "episode", any that is
             held; "random", any of the whole buffer.
@@ -122,6 +124,11 @@ class Hindsight(Unit):
         """As the inner unit."""
         return self.unit.needs_past
 
+    @property
+    def row_steps(self) -> np.ndarray | None:
+        """Those of the inner unit."""
+        return self.unit.row_steps
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Rows in order of time, of one episode for each goal."""
         checks.in_time("Hindsight", writer)
@@ -151,6 +158,7 @@ class Hindsight(Unit):
         ring, keys = context.ring, context.keys
         episodes.check(spec, keys)
         keys.get(spec, "reward")
+        self._check_flags(spec, keys)
         achieved = find(spec, self.achieved, "Hindsight: achieved")
         for path in self._wanted:
             goal = find(spec, path, "Hindsight: goal")
@@ -161,6 +169,17 @@ class Hindsight(Unit):
             which=jnp.zeros(ring.capacity, jnp.int32),
             unit=self.unit.init(context, spec),
         )
+
+    def _check_flags(self, spec: Item, keys: Keys) -> None:
+        """Raises where flags of several agents would have to be computed anew."""
+        for path in (keys.done, keys.terminated):
+            names = list(leaves_at(spec, path))
+            if self.terminated is not None and names not in ([], [path_name(path)]):
+                raise ValueError(
+                    "Hindsight: terminated: expected one flag for the environment at "
+                    f"'{path_name(path)}', got {names}. Name it with keys=, or leave terminated= "
+                    "out."
+                )
 
     def on_write(
         self, context: Context, state: Goals, write: Write, items: Item
@@ -208,7 +227,8 @@ class Hindsight(Unit):
         inner = self.unit.look(context, state.unit, slots, mask, key)
         words = lambda number: random_bits.words(random_bits.fold(key, number), slots.size)
         relabeled = self._which(key, slots.size, words(_WHICH)[0]) & mask
-        at = [inner.where(path_name(path)) for path in (self.achieved, keys.reward, keys.done)]
+        paths = (self.achieved, keys.reward, _flag(keys))
+        at = [inner.where(path_name(path)) for path in paths]
         chosen = self._rows(context, state, _wide(at[1])[:, -1], words(_WHERE))
         distinct = list({id(where): _wide(where) for where in at}.values())
         every = jnp.concatenate([*distinct, jnp.where(mask, chosen, slots)[:, None]], axis=1)
@@ -261,25 +281,30 @@ class Hindsight(Unit):
                 for leaf, then in zip(jax.tree.leaves(goal), old, strict=True)
             ]
         reward, axes = keys.get(raw, "reward"), lead(keys.reward)
-        new[path_name(keys.reward)] = [
-            _chosen(changed, self._anew(self.reward, "reward", paid, goal, reward, axes), reward)
-        ]
-        for name, flag in self._flags(
-            keys, keys.flags(raw), flagged, goal, lead(keys.done)
-        ).items():
+        rewards = self._anew(self.reward, "reward", paid, goal, reward, axes)
+        pairs = zip(jax.tree.leaves(rewards), jax.tree.leaves(reward), strict=True)
+        new[path_name(keys.reward)] = [_chosen(changed, *pair) for pair in pairs]
+        flags = self._flags(keys, keys.flags(raw), flagged, goal, lead(_flag(keys)))
+        for name, flag in flags.items():
             new[name] = [_chosen(changed, flag, keys.flags(raw)[name])]
         data, info = self.unit.reduce(_with_leaves(raw, new), inner, keys)
         return data, {**info, **look.info}
 
     def _anew(
-        self, function: Callable, what: str, reached: Any, goal: Any, old: jax.Array, lead: int
-    ) -> jax.Array:
+        self, function: Callable, what: str, reached: Any, goal: Any, old: Any, lead: int
+    ) -> Any:
         """What a function makes of what was reached, `[B, K, ...]`, and goals, `[B, 1, ...]`.
 
-        In the shape of `old`, which has `lead` axes before those of a transition.
+        In the shapes of `old`, whose leaves have `lead` axes before those of a transition.
         """
         one = lambda rows, goal: jax.vmap(function, (0, None))(rows, goal)
         new = jax.vmap(one)(reached, jax.tree.map(lambda leaf: leaf[:, 0], goal))
+        pytree.check_structure(old, new, f"Hindsight: {what}", "Give what the items have there.")
+        like = functools.partial(self._like, what, lead)
+        return jax.tree.map(like, new, old)
+
+    def _like(self, what: str, lead: int, new: jax.Array, old: jax.Array) -> jax.Array:
+        """A leaf of what was computed anew, in the shape of the stored one."""
         items = new.shape[2:], old.shape[lead:]
         if items[0] != items[1] and set(items) != {(), (1,)}:
             raise ValueError(
@@ -344,6 +369,11 @@ def _spans(at: list[jax.Array]) -> list[slice]:
 def _chosen(changed: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """The new ones where `changed`, bool `[B]`; else the old ones, `[B, ...]`."""
     return jnp.where(changed.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+
+
+def _flag(keys: Keys) -> Path | None:
+    """The path to a flag; all flags are read at the same rows."""
+    return keys.terminated if keys.done is None else keys.done
 
 
 def _is_set(flag: jax.Array) -> jax.Array:

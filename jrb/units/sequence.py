@@ -66,7 +66,8 @@ class Sequence(Unit):
     are real. A window never crosses the newest row, nor the end of an episode unless `across`.
     `Sample.info` has `is_first` and `is_last`, bool like the mask: which rows are the first and the
     last of their episodes, where `truncate` ended some too. They are exact: a row whose predecessor
-    is no longer held is not taken for a first one. With several environments on the device, windows
+    is no longer held is not taken for a first one. `ReplayBuffer.set` writes back into the rows of
+    windows, such as recurrent states. With several environments on the device, windows
     are drawn faster with `storage=jrb.DeviceStorage(layout="environments")`.
 
     Attributes:
@@ -91,6 +92,8 @@ class Sequence(Unit):
         across: whether windows run on from one episode into the next of the same environment; an
             anchor is every row from which L rows follow in time. Items need no done flag then, and
             without one `is_first` tells what `truncate` told.
+        slots: whether `Sample.info` has `slots` too, int32 like the mask: where each row lies; for
+            one that is masked, the row that it repeats.
 
     Reference: Kapturowski et al., 2019, "Recurrent experience replay in distributed reinforcement
     learning", section 2.3 (burn-in; stored states; eta = 0.9; windows that overlap by a half);
@@ -114,6 +117,7 @@ class Sequence(Unit):
     first: tuple[Path, ...] = ()
     period: int = 1
     across: bool = False
+    slots: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.first, tuple):
@@ -126,6 +130,7 @@ class Sequence(Unit):
         checks.fraction("eta", self.eta)
         checks.count("period", self.period, _UNKNOWN)
         checks.flag("across", self.across)
+        checks.flag("slots", self.slots)
         self._check_together()
 
     def _check_together(self) -> None:
@@ -182,6 +187,11 @@ class Sequence(Unit):
     def needs_past(self) -> bool:
         """Whole episodes do: a seam would make two of one."""
         return self.over == "whole"
+
+    @property
+    def row_steps(self) -> np.ndarray:
+        """Burn-in lies before the anchor."""
+        return np.arange(-self.burn_in, self.length, dtype=np.int32)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring holds a window, in order of time; episodes are drawn by a fitting sampler."""
@@ -376,10 +386,12 @@ class Sequence(Unit):
             where = Consecutive(where)
         first, last = (window, window) if self.across else (start, window[:, -1:])
         oldest, newest = (True, True) if self.across else (step == -before, step == after - 1)
-        info = {
+        info: dict[str, Any] = {
             "is_first": Lookup(state.before, first, lambda found: real & oldest & (found == 0)),
             "is_last": Lookup(state.ended, last, lambda found: real & newest & found),
         }
+        if self.slots:
+            info["slots"] = window
         return Look(where=where, mask=real, info=info)
 
     def _is_single(self, name: str) -> bool:
@@ -412,4 +424,6 @@ class Sequence(Unit):
         count = jnp.maximum(jnp.sum(real, axis=1), 1).astype(jnp.float32)
         mean = jnp.sum(jnp.where(real, priorities, 0.0), axis=1) / count
         most = jnp.max(jnp.where(real, priorities, 0.0), axis=1)
+        if self.eta in (0, 1):  # a share of 0 is not read: the other one may be infinite
+            return most if self.eta else mean
         return self.eta * most + (1 - self.eta) * mean

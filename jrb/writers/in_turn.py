@@ -1,6 +1,6 @@
 """Rows of time around a ring: what all writers do that keep them in their order."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -12,6 +12,8 @@ from jrb.types import Item, Write, Writer
 
 class InTurn(Writer):
     """Writes rows one after the other around the ring; a full ring loses its oldest row."""
+
+    stamps_laps: ClassVar[bool] = True
 
     def init(self, ring: Ring, spec: Item) -> Clock:
         """A clock at row 0."""

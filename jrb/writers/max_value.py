@@ -46,7 +46,7 @@ class MaxValue(OneByOne):
 
     Attributes:
         key: the path to the rank, real numbers of at most 32 bits that float32 holds exactly, such
-            as ("next", "reward"); those of one item are added up.
+            as ("next", "reward"); those of one item are added up, also of several leaves.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -71,25 +71,27 @@ class MaxValue(OneByOne):
         )
 
     def _check(self, spec: Item) -> None:
-        dtype = pytree.dtype_of(find(spec, self.key, "MaxValue: key"))
-        exact = dtype is not None and (
-            (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4)
-            or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 2)
-            or dtype == jnp.bool_
-        )
-        if not exact:
-            raise TypeError(
-                f"MaxValue: key {self.key!r}: expected a leaf of numbers that float32 holds "
-                f"exactly, got {dtype}. Store the rank as float32."
+        for leaf in jax.tree.leaves(find(spec, self.key, "MaxValue: key")):
+            dtype = pytree.dtype_of(leaf)
+            exact = dtype is not None and (
+                (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4)
+                or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 2)
+                or dtype == jnp.bool_
             )
+            if not exact:
+                raise TypeError(
+                    f"MaxValue: key {self.key!r}: expected leaves of numbers that float32 holds "
+                    f"exactly, got {dtype}. Store the rank as float32."
+                )
 
     def plan(
         self, ring: Ring, state: Ranks, items: Item, mask: jax.Array | None
     ) -> tuple[Ranks, Write]:
         """One item after the other; of those that want one slot in a call, the last has it."""
-        leaf = find(items, self.key, "MaxValue: key")
-        length = leaf.shape[0]
-        ranks = jnp.sum(leaf.astype(jnp.float32).reshape(length * ring.envs, -1), axis=1)
+        leaves = jax.tree.leaves(find(items, self.key, "MaxValue: key"))
+        length = leaves[0].shape[0]
+        flat = [leaf.astype(jnp.float32).reshape(length * ring.envs, -1) for leaf in leaves]
+        ranks = jnp.sum(flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1), axis=1)
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
         wanted = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
         place = lambda i, carry: _place(ring, ranks[i], wanted[i], i, carry)
