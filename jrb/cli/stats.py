@@ -24,10 +24,11 @@ def stats(
 ) -> None:
     """Say what returns, lengths and rewards are."""
     kind = found.kind_of(path)
-    dataset = found.dataset(path)
-    counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
-    counts |= {} if kind == found.OTHER else _ends(path)
-    told = {name: summary(values) for name, values in _numbers(dataset).items()}
+    with importlib.import_module("jrb._base.versions").enable_x64():  # for items of any dtype
+        dataset = found.dataset(path)
+        counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
+        counts |= {} if kind == found.OTHER else _ends(path)
+        told = {name: summary(values) for name, values in _numbers(dataset).items()}
     if json:
         empty = {"complete": None, "running": None, "returns": None, "rewards": None}
         console.write_json({"path": path, **empty, **counts, **told})
