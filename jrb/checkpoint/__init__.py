@@ -243,6 +243,7 @@ def load(
     generation: int | None = None,
     device: Device = None,
     verify: bool = True,
+    cast: bool = False,
 ) -> Any:
     """Loads what was saved: the next draws are, bit for bit, those of an uninterrupted run.
 
@@ -279,6 +280,9 @@ def load(
             then reads the shards that it has.
         verify: False opens the path of a storage on the host without a look at all of its rows, at
             once; a damaged row is then drawn as it is. Else nothing is read without a look.
+        cast: whether items of float64, int64 and other 64 bits become what JAX keeps without
+            `jax_enable_x64`, as with `jrb.ReplayBuffer(cast=True)`. Rows that hold no items come
+            back as zeros; items on the host are copied to a temporary store.
 
     Returns:
         The description and the state, of several buffers each as they were saved, dicts or tuples;
@@ -287,6 +291,7 @@ def load(
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
         DamagedError: a file is not what was written; the message names leaf, block and file.
+        TypeError: items of 64 bits, without `cast`.
         ValueError: another version, dtype, shape, structure or capacity, with the leaf's name; no
             `decode` or `items` where they are needed, or one where it is not.
     """
@@ -294,7 +299,8 @@ def load(
     if generation is not None:
         checks.count("generation", generation)
     checks.flag("verify", verify)
-    back = Inward(decode, items, verify)
+    checks.flag("cast", cast)
+    back = Inward(decode, items, verify, cast)
     read = functools.partial(folder.load, number=generation, extra=extra, back=back)
     if os.path.isfile(path):
         if any(given is not None for given in (generation, extra, decode, items)):
@@ -302,7 +308,7 @@ def load(
                 "generation, extra, decode, items: expected None for an HDF5 file, which holds but "
                 "one generation, and all of it as it is."
             )
-        read = _h5().load
+        read = functools.partial(_h5().load, cast=cast)
     try:
         found, state, *besides = read(path, buffer, example, device)
     except matching.OtherError as other:

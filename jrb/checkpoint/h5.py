@@ -42,6 +42,7 @@ from jrb.checkpoint import (
     descriptions,
     host_items,
     matching,
+    narrowing,
     native,
     seal,
     state_specs,
@@ -211,9 +212,16 @@ def _put(
     dataset.attrs["crc32"] = zlib.crc32(memory.view(stored))
 
 
-def load(path: str, buffer: Description | None, example: Item, device: Device) -> tuple[Any, Any]:
+def load(
+    path: str, buffer: Description | None, example: Item, device: Device, cast: bool = False
+) -> tuple[Any, Any]:
     """Loads; see `jrb.checkpoint.load`."""
     seal.check(path)
+    read = lambda device: _load(path, buffer, example, device)
+    return narrowing.narrowed(read, path, buffer is not None, device, cast)
+
+
+def _load(path: str, buffer: Description | None, example: Item, device: Device) -> tuple[Any, Any]:
     try:
         with h5py.File(path, "r", locking=False) as file:
             return _read(file, buffer, example, device)

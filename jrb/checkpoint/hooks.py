@@ -66,11 +66,13 @@ class Inward:
         decode: the inverse of what they were encoded by. Of several buffers also a dict.
         items: themselves, where they were not saved. Of several buffers a dict or a tuple.
         verify: whether rows that stay where they are, in files, are all looked at.
+        cast: whether leaves of 64 bits are converted to what JAX keeps.
     """
 
     decode: Any = None
     items: Item = None
     verify: bool = True
+    cast: bool = False
 
     def of_each(self, buffer: Several) -> dict[str, "Inward"]:
         """That of each of several buffers, by name."""
@@ -78,7 +80,9 @@ class Inward:
         items: dict[str, Any] = dict.fromkeys(decodes)
         if self.items is not None:
             items = members.of_each(buffer, self.items, "load: items")
-        return {name: Inward(decodes[name], items[name], self.verify) for name in decodes}
+        return {
+            name: Inward(decodes[name], items[name], self.verify, self.cast) for name in decodes
+        }
 
     def check(self, opened: Opened) -> None:
         """Raises unless that is what a checkpoint needs."""

@@ -1,5 +1,6 @@
 """What a checkpoint says of a buffer, and whether that is what is wanted."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,6 +30,10 @@ from jrb.types import Item, StatefulTransform, Storage
 
 class OtherError(ValueError):
     """Another description was given than was saved."""
+
+
+class WideError(TypeError):
+    """Items have leaves of 64 bits, and JAX keeps 32."""
 
 
 def about(kind: str, saved: Snapshot) -> dict[str, Any]:
@@ -135,12 +140,38 @@ def fitting(
         DamagedError: those of the file do not go together.
     """
     buffer = matched(path, meta["buffer"], given, ReplayBuffer)
+    _check_widths(path, meta["items"])
     if given is not None or example is not None:
         return buffer, stored_spec(meta["items"], buffer, example)
     with descriptions.read_from(path):
         spec = stored_spec(meta["items"], buffer, None)
         state_specs.blank(buffer, spec)
     return buffer, spec
+
+
+def _check_widths(path: str, node: descriptions.Json) -> None:
+    """Raises `WideError` where items have leaves of 64 bits, which JAX would change."""
+    with descriptions.read_from(path):
+        whole = "unknown" not in node
+        spec = descriptions.decode_structure(node) if whole else list(_leaves(node))
+    for name, leaf in zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True):
+        if leaf != narrow(leaf):
+            raise WideError(
+                f"{path}: leaf '{name}': expected a dtype that JAX keeps, got {leaf.dtype}. Pass "
+                "load(path, cast=True), which converts it, or set jax_enable_x64."
+            )
+
+
+def narrow(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The spec of a leaf in the dtype that JAX keeps."""
+    if prng_keys.is_keys(leaf.dtype):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _leaves(node: descriptions.Json) -> Iterator[Any]:
+    """The specs of items whose structure no file can hold."""
+    return map(descriptions.decode_structure, node["leaves"])
 
 
 def matched(path: str, saved: descriptions.Json, given: Description | None, kind: type) -> Any:
@@ -202,8 +233,7 @@ def stored_spec(node: descriptions.Json, buffer: Buffer, example: Item) -> Any:
         return pytree.spec_of(descriptions.decode_structure(node), "load")
     given = {} if buffer.storage.of_objects else _stored(buffer, example)
     if "unknown" in node:
-        saved = [descriptions.decode_structure(leaf) for leaf in node["leaves"]]
-        pytree.check_like(saved, jax.tree.leaves(given), "load: example", _MEND)
+        pytree.check_like(list(_leaves(node)), jax.tree.leaves(given), "load: example", _MEND)
     else:
         pytree.check_like(descriptions.decode_structure(node), given, "load: example", _MEND)
     return given

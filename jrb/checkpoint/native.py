@@ -17,6 +17,7 @@ from jrb.checkpoint import (
     hooks,
     host_items,
     matching,
+    narrowing,
     objects,
     one_by_one,
     rows,
@@ -150,6 +151,14 @@ def load(
     opened: Opened, given: Description | None, example: Item, device: Device, back: Inward
 ) -> tuple[Any, Any]:
     """The description and the state of a generation; see `jrb.checkpoint.load`."""
+    read = lambda device: _load(opened, given, example, device, back)
+    return narrowing.narrowed(read, opened.path, given is not None, device, back.cast)
+
+
+def _load(
+    opened: Opened, given: Description | None, example: Item, device: Device, back: Inward
+) -> tuple[Any, Any]:
+    """The same without a conversion."""
     store = opened.store
     back.check(opened)
     if opened.meta.get("kind") == commits.KIND:

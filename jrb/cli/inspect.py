@@ -6,7 +6,7 @@ import os
 from typing import Annotated, Any
 
 import jrb
-from jrb._base import extras
+from jrb._base import extras, versions
 from jrb._base.wording import bytes_text
 from jrb.cli import console, found, reports
 from jrb.cli.reports import Leaf, Report
@@ -37,13 +37,16 @@ def inspect(
 
 def _plot(path: str, file: str) -> None:
     drawing = importlib.import_module("jrb.plot")
-    if found.kind_of(path) == found.OTHER:
-        buffer, state = found.dataset(path).buffer()
-    else:
-        buffer, state = found.buffer(path)
-    if not isinstance(buffer, jrb.ReplayBuffer):
-        raise ValueError(f"{path}: expected a single buffer for --plot, got several. Name a part.")
-    drawing.state(buffer, state).savefig(os.path.expanduser(file), dpi=150)
+    with versions.enable_x64():  # so that items of any dtype are drawn as they are
+        if found.kind_of(path) == found.OTHER:
+            buffer, state = found.dataset(path).buffer()
+        else:
+            buffer, state = found.buffer(path)
+        if not isinstance(buffer, jrb.ReplayBuffer):
+            raise ValueError(
+                f"{path}: expected a single buffer for --plot, got several. Name a part."
+            )
+        drawing.state(buffer, state).savefig(os.path.expanduser(file), dpi=150)
 
 
 def blocks(told: Report) -> list[Any]:

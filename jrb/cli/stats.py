@@ -23,10 +23,11 @@ def stats(
 ) -> None:
     """Say what returns, lengths and rewards are."""
     found.kind_of(path)  # raises where nothing is
-    dataset = found.dataset(path)
-    counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
-    counts |= _ends(dataset)
-    told = {name: summary(values) for name, values in _numbers(dataset).items()}
+    with importlib.import_module("jrb._base.versions").enable_x64():  # for items of any dtype
+        dataset = found.dataset(path)
+        counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
+        counts |= _ends(dataset)
+        told = {name: summary(values) for name, values in _numbers(dataset).items()}
     if json:
         empty = {"returns": None, "rewards": None}
         console.write_json({"path": path, **empty, **counts, **told})

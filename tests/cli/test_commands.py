@@ -13,6 +13,7 @@ import pytest
 
 import jrb
 from jrb import cli
+from jrb._base import versions
 from jrb.cli import found, stats
 from tests.cli import paths
 from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
@@ -600,3 +601,29 @@ def test_leaves_without_numbers_are_not_written_to_parquet(tmp_path, capsys):
     assert os.listdir(tmp_path) == ["a"]
     assert call(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "arrow")[0] == 0
     assert call(capsys, "verify", tmp_path / "b")[0] == 0
+
+
+@pytest.mark.parametrize("layout", ["native", "h5", "store"])
+def test_items_of_64_bits_are_counted_and_drawn(layout, tmp_path, capsys):
+    path = tmp_path / "wide"
+    storage = jrb.MemmapStorage(path) if layout == "store" else jrb.DeviceStorage()
+    buffer = jrb.ReplayBuffer(8, storage=storage)
+    rows = {
+        "observation": np.arange(12.0).reshape(6, 2),
+        "action": np.arange(6) + 2**40,
+        "next": {
+            "observation": np.arange(12.0).reshape(6, 2),
+            "reward": np.arange(6.0),
+            "done": np.arange(6) % 3 == 2,
+        },
+    }
+    with versions.enable_x64():
+        state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0], rows)), rows)
+        jrb.save(path, buffer, state, layout="h5" if layout == "h5" else "native")
+    del state
+    status, text, _ = call(capsys, "stats", str(path), "--json")
+    told = json.loads(text)
+    assert (status, told["episodes"], told["complete"]) == (0, 2, 2)
+    assert told["returns"]["mean"] == 7.5
+    assert call(capsys, "inspect", str(path), "--plot", str(tmp_path / "x.png"))[0] == 0
+    assert (tmp_path / "x.png").stat().st_size > 1000
