@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import random_bits
+from jrb._base.arguments import entry
 from jrb._base.pytree import PyTree
 from jrb._engine import exchange, joint, state_check, steps
 from jrb._engine.over_mesh import Cut, Here
@@ -141,6 +142,7 @@ class Draw:
     exchanges: bool
     origin: str
 
+    @entry
     def __call__(
         self, here: Here, states: BufferState, key: jax.Array, beta: jax.Array | None
     ) -> Any:
