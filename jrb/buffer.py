@@ -256,6 +256,7 @@ class ReplayBuffer:
             self._require_given("extend")
         if self.storage.of_objects:
             return dispatch.write_objects(self, state, items, mask, "extend", priorities)
+        items = casting.arrays(items, "extend")
         if self.cast:
             items = casting.kept(items, "extend")
         length = checks.length(items)
@@ -574,6 +575,7 @@ class ReplayBuffer:
 
     def _values(self, verb: str, spec: Item, values: Item, lead: tuple[int, ...]) -> dict[str, Any]:
         """Leaves by their names, all of which items have, `[*lead, ...]`; `spec` is of one."""
+        values = casting.arrays(values, verb)
         values = casting.kept(values, verb) if self.cast else values
         named = dict(zip(pytree.leaf_names(values), jax.tree.leaves(values), strict=True))
         stored = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
@@ -588,7 +590,8 @@ class ReplayBuffer:
         }
         if self.cast:
             named = casting.to_spec(want, named, verb)
-        pytree.check_like(want, named, verb, "Give one value for each item, as it is stored.")
+        mend = "Give one value for each item, as it is stored."
+        pytree.check_like(want, named, verb, mend, casts=self.cast)
         return named
 
     @dispatch.explained
@@ -626,8 +629,8 @@ class ReplayBuffer:
         held, shape = self.writer.held(self.ring, state.writer), (n, *self._lead())
         back = jnp.arange(n - 1, -1, -1, dtype=jnp.int32)[:, None]
         if self.writer.in_time:
-            there = jnp.broadcast_to(back < held.rows(self.ring), (n, self.ring.envs))
-            slots = self.ring.slot_before(held.newest(self.ring), back * self.ring.envs)
+            there = jnp.broadcast_to(back < held.rows(self.ring)[None], (n, self.ring.envs))
+            slots = self.ring.slot_before(held.newest(self.ring)[None], back * self.ring.envs)
         else:
             there, place = back < held.size, held.size - 1 - back
             slots = self.writer.in_order(self.ring, state.writer)[0][jnp.maximum(place, 0)]
@@ -693,6 +696,7 @@ class ReplayBuffer:
         return () if self.num_envs is None else (self.num_envs,)
 
     def _stored_spec(self, example: Item) -> Item:
+        example = casting.arrays(example, "init")
         if self.cast:
             example = casting.kept(example, "init")
         spec = jax.eval_shape(
@@ -709,6 +713,7 @@ class ReplayBuffer:
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
         """Items as the storage takes them, leaves `[*lead, ...]`, or an error."""
+        items = casting.arrays(items, verb)
         if self.cast:
             items = casting.kept(items, verb)
         if transforming.inverses(self.transforms):
@@ -721,7 +726,7 @@ class ReplayBuffer:
         spec, mend = self.stored(state), f"Give {_LAYOUT[verb, self.num_envs is None]}."
         if self.cast:
             items = casting.to_spec(spec, items, verb)
-        pytree.check_like(spec, items, verb, mend, lead)
+        pytree.check_like(spec, items, verb, mend, lead, casts=self.cast)
         return items
 
     def _require_given(self, verb: str) -> None:

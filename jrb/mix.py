@@ -381,7 +381,7 @@ def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
     """So many of each part as `shares` (int32 `[K]`) says, chosen at random."""
     size = parts[0].indices.shape[0]
     place, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(shares, dtype=jnp.int32)
-    source = jnp.sum(place[:, None] >= ends, axis=1, dtype=jnp.int32)
+    source = jnp.sum(place[:, None] >= ends[None], axis=1, dtype=jnp.int32)
     source = jnp.minimum(source, len(parts) - 1)
     within = place - (ends - shares)[source]
     seeds = random_bits.bits(key, (len(parts), 2))

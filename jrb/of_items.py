@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import pytree
+from jrb._base import casting, pytree
 from jrb._engine.replaying import pieces, writable
 from jrb.buffer import ReplayBuffer
 from jrb.loops import Jitted
@@ -39,6 +39,7 @@ def from_items(
         (5, [0, 1, 2, 3, 4])
     """
     storage = parts.get("storage", DeviceStorage())
+    data = data if storage.of_objects else casting.arrays(data, "from_items")
     length = len(data) if storage.of_objects else _length(data)
     if not length:
         raise ValueError("from_items: expected at least one item, got none.")

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import arguments, checks, gathering, ordering, random_bits
+from jrb._base import checks, gathering, ordering, random_bits
 from jrb._base import tree as trees
+from jrb._base.arguments import entry
 from jrb._base.tree import Tree
 
 _REDRAW = 2048  # among so many nodes, a float32 is too coarse to go on with what is left of it
@@ -45,6 +46,7 @@ def init(capacity: int, branching: int | None = None) -> Tree:
 
 
 @jax.jit
+@entry
 def total(tree: Tree) -> jax.Array:
     """The sum of all masses, float32 `[]`."""
     return trees.root(tree)
@@ -63,11 +65,13 @@ def get(tree: Tree, indices: jax.Array) -> jax.Array:
 
 
 @jax.jit
+@entry
 def _get(tree: Tree, indices: jax.Array) -> jax.Array:
     return trees.get(tree, indices.reshape(-1)).reshape(indices.shape)
 
 
 @jax.jit
+@entry
 def leaves(tree: Tree) -> jax.Array:
     """All masses, float32 `[N]`."""
     return trees.leaves(tree)
@@ -126,8 +130,8 @@ def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
 
 
 @jax.jit
+@entry
 def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
-    tree, indices, masses = arguments.admitted((tree, indices, masses))
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
     node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
     node = jnp.where(good, node, np.uint32(tree.nodes.size))
@@ -155,6 +159,7 @@ def find(tree: Tree, mass: jax.Array) -> jax.Array:
 
 
 @jax.jit
+@entry
 def _find(tree: Tree, mass: jax.Array) -> jax.Array:
     found, _ = _descend(tree, jnp.where(mass > 0, mass, 0.0), None)
     return jnp.where(total(tree) > 0, found, 0)
@@ -185,6 +190,7 @@ def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True)
 
 
 @functools.partial(jax.jit, static_argnames=("batch_size", "stratified"))
+@entry
 def _sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool) -> jax.Array:
     words, indices, _, mass = draw(tree, key, batch_size, stratified)
     anywhere = random_bits.below(jnp.int32(tree.capacity), *words)

@@ -1,20 +1,35 @@
-"""What the arguments of a verb are made before anything is done with them, the same for all verbs.
+"""Entries of the engine: what holds for the arguments of every verb, in one place.
 
-A state is data. No derivative goes into it or comes out of it: the loops and conditionals that work
-on it have none that JAX could form, and what an optimizer would make of one means nothing.
+A state is data: no derivative goes into it or comes out. The loops and conditionals that work on it
+have none that JAX could form.
 
 Inside `jax.shard_map`, a state may vary over an axis of the mesh over which an index or a mask does
 not. Operations of JAX bring their operands to one type; branches and carries of loops do not.
 """
 
-from typing import TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 from jax import lax
 
 from jrb._base import versions
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+
+
+def entry(function: F) -> F:
+    """The same function, with admitted arguments; it may broadcast ranks whatever users forbid."""
+
+    @functools.wraps(function)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"):
+            args, kwargs = admitted((args, kwargs))
+            return function(*args, **kwargs)
+
+    return cast(F, entered)
 
 
 def admitted(arguments: T) -> T:
@@ -23,13 +38,14 @@ def admitted(arguments: T) -> T:
     Args:
         arguments: a pytree; what is no array of JAX stays as it is.
     """
-    leaves, structure = jax.tree.flatten(arguments)
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-    stop = lambda leaf, is_one: lax.stop_gradient(leaf) if is_one else leaf
-    leaves = list(map(stop, leaves, is_array))
+    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
+    axes = frozenset()
     if versions.in_shard_map():
-        arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
-        axes = frozenset().union(*(versions.varying_axes(jax.typeof(leaf)) for leaf in arrays))
-        vary = lambda leaf, is_one: versions.vary(leaf, axes) if is_one else leaf
-        leaves = list(map(vary, leaves, is_array))
-    return jax.tree.unflatten(structure, leaves)
+        axes = axes.union(*(versions.varying_axes(jax.typeof(array)) for array in arrays))
+
+    def admit(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return versions.vary(lax.stop_gradient(leaf), axes) if axes else lax.stop_gradient(leaf)
+
+    return jax.tree.map(admit, arguments)

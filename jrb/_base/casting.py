@@ -15,14 +15,53 @@ from jrb._base import owned, pytree
 from jrb._base.pytree import DType, Leaf, PyTree
 
 _NUMPY = (np.ndarray, np.generic)
+_NUMBER = bool | int | float | complex
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def arrays(items: PyTree, what: str) -> Any:
+    """Items whose leaves are arrays of JAX or NumPy, in the machine's byte order, or numbers.
+
+    Raises:
+        TypeError: a leaf that cannot be made an array, or a list of numbers, of which JAX would
+            make as many leaves.
+        ValueError: an array of which some entries are masked.
+    """
+    if all(map(_is_plain, jax.tree.leaves(items))):
+        return items
+    has_numbers = lambda it: isinstance(it, list) and any(isinstance(x, _NUMBER | list) for x in it)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _as_array(f"{what}: leaf '{pytree.leaf_name(path)}'", leaf),
+        items,
+        is_leaf=has_numbers,
+    )
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    """Whether a leaf may stay as it is; quick, as it is asked at every call."""
+    return isinstance(leaf, jax.Array) or (type(leaf) is np.ndarray and leaf.dtype.isnative)
+
+
+def _as_array(where: str, leaf: Leaf) -> Any:
+    if np.ma.is_masked(leaf):
+        raise ValueError(f"{where}: expected values everywhere, got a masked array. Fill it.")
+    if not _is_plain(leaf) and hasattr(leaf, "__array__"):
+        try:
+            leaf = np.asarray(leaf)
+        except Exception as error:  # whatever its class raises
+            kind = type(leaf).__name__
+            raise TypeError(f"{where}: expected an array, got {kind}: {error}") from error
+    if not (pytree.is_array(leaf) or isinstance(leaf, _NUMBER)):
+        raise pytree.no_array(where, leaf)
+    is_foreign = isinstance(leaf, np.ndarray) and not leaf.dtype.isnative
+    return leaf.astype(leaf.dtype.newbyteorder("=")) if is_foreign else leaf
 
 
 def kept(items: PyTree, what: str) -> Any:
     """Items whose NumPy leaves have dtypes that JAX keeps, the same values but for rounding.
 
     Raises:
-        ValueError: an integer that the smaller dtype cannot hold.
+        ValueError: a number that the smaller dtype cannot hold.
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _kept(path, leaf, what), items)
 
@@ -43,6 +82,7 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
     Raises:
         TypeError: there is one of these, and nobody asked to cast them.
     """
+    items = arrays(items, what)
     leaves, structure = jax.tree.flatten(items)
     if not all(map(is_kept, leaves)):
         if not cast:
@@ -56,15 +96,30 @@ def _kept(path: Any, leaf: Leaf, what: str) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     if is_kept(leaf):
         return leaf
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    if leaf.dtype.kind in "iu" and leaf.size:
+    return _cast(path, leaf, jax.dtypes.canonicalize_dtype(leaf.dtype), what)
+
+
+def _cast(path: Any, leaf: Leaf, dtype: DType, what: str) -> Any:
+    """An array of NumPy in another dtype, in which each finite number stays one.
+
+    Raises:
+        ValueError: there is one that the dtype cannot hold.
+    """
+    with np.errstate(over="ignore"):
+        found = leaf.astype(dtype)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if is_integer and leaf.size:
         bounds = np.iinfo(dtype)
-        if leaf.min() < bounds.min or leaf.max() > bounds.max:
-            raise ValueError(
-                f"{what}: leaf '{pytree.leaf_name(path)}': expected integers that {dtype} holds, "
-                f"got some from {leaf.min()} to {leaf.max()}. Set jax_enable_x64, or encode them."
-            )
-    return leaf.astype(dtype)
+        fits = (leaf >= bounds.min) & (leaf <= bounds.max)
+    else:
+        fits = np.isfinite(found) | ~np.isfinite(leaf)
+    if not np.all(fits):
+        kind, wrong = "integers" if is_integer else "numbers", np.asarray(leaf)[~fits]
+        raise ValueError(
+            f"{what}: leaf '{pytree.leaf_name(path)}': expected {kind} that {dtype} holds, got "
+            f"some from {wrong.min()} to {wrong.max()}. Set jax_enable_x64, or encode them."
+        )
+    return found
 
 
 def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
@@ -78,18 +133,19 @@ def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
         what: who asks, for an error's first words.
 
     Raises:
-        ValueError: another structure.
+        ValueError: another structure, or a number of NumPy that the dtype cannot hold.
     """
     pytree.check_structure(spec, items, what, "Only dtypes are converted.")
-    return jax.tree.map(_converted, spec, items)
+    change = lambda path, spec, leaf: _converted(path, spec, leaf, what)
+    return jax.tree_util.tree_map_with_path(change, spec, items)
 
 
-def _converted(spec: PyTree, leaf: Leaf) -> Any:
+def _converted(path: Any, spec: PyTree, leaf: Leaf, what: str) -> Any:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if dtype == spec.dtype or not _goes_into(dtype, spec.dtype):
         return leaf
     if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.astype(spec.dtype)  # on the host, so that this needs no device
+        return _cast(path, leaf, spec.dtype, what)  # on the host, so that this needs no device
     return jnp.asarray(leaf).astype(spec.dtype)
 
 

@@ -128,7 +128,7 @@ def real_numbers(name: str, value: object) -> jax.Array:
         narrow = array.astype(jnp.float32)
     if array.dtype.itemsize <= 4:
         return narrow
-    where = np.where if is_host else jnp.where
+    where: Any = np.where if is_host else jnp.where
     return where((array > 0) & (narrow == 0), _SMALLEST, narrow)  # it stays positive
 
 

@@ -278,10 +278,7 @@ def _leaf_spec(where: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
         return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(type(leaf)))
     if not is_array(leaf):
-        raise TypeError(
-            f"{where}: expected an array, got {type(leaf).__name__}. "
-            "Convert it with jnp.asarray, or leave it out of the item."
-        )
+        raise no_array(where, leaf)
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = np.dtype(dtype)
@@ -299,8 +296,21 @@ def _leaf_spec(where: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype)
 
 
+def no_array(where: str, leaf: Leaf) -> TypeError:
+    """An error for a leaf that is no array."""
+    return TypeError(
+        f"{where}: expected an array, got {type(leaf).__name__}. Convert it with jnp.asarray, or "
+        "leave it out of the item."
+    )
+
+
 def check_like(
-    expected: PyTree, got: PyTree, what: str, mend: str, lead: tuple[int, ...] = ()
+    expected: PyTree,
+    got: PyTree,
+    what: str,
+    mend: str,
+    lead: tuple[int, ...] = (),
+    casts: bool = False,
 ) -> None:
     """Raises unless `got` has the structure, shapes and dtypes of the specs `expected`.
 
@@ -310,6 +320,7 @@ def check_like(
         what: who asks, for the error's first words.
         mend: what to do, for the error's last words.
         lead: axes that every leaf of `got` has in front.
+        casts: whether dtypes were converted as far as a buffer with `cast=True` does.
 
     Raises:
         ValueError: another structure or shape.
@@ -325,10 +336,13 @@ def check_like(
         if leaf.shape != shape:
             raise ValueError(f"{where}: expected shape {shape}, got {leaf.shape}. {mend}")
         if leaf.dtype != want.dtype:
-            raise TypeError(
-                f"{where}: expected dtype {want.dtype}, got {leaf.dtype}. "
-                "Cast it yourself: the buffer never does, unless it is made with cast=True."
+            advice = (
+                f"cast=True converts only what fits whatever it is, so cast it with "
+                f".astype({want.dtype}) if you know that its values fit."
+                if casts
+                else "Cast it yourself: the buffer never does, unless it is made with cast=True."
             )
+            raise TypeError(f"{where}: expected dtype {want.dtype}, got {leaf.dtype}. {advice}")
 
 
 def _is_like(want: jax.ShapeDtypeStruct, leaf: Leaf, lead: tuple[int, ...]) -> bool:

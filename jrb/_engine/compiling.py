@@ -6,7 +6,8 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from jrb._base import arguments, gathering
+from jrb._base import gathering
+from jrb._base.arguments import entry
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,15 +28,10 @@ def per_description(
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[[Any], Any]:
-        @functools.wraps(function)
-        def entered(description: Any, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = arguments.admitted((args, kwargs))
-            return function(description, *args, **kwargs)
-
         @functools.lru_cache(maxsize=1024)
         def compiled(description: Any, few: gathering.Few) -> Any:
             return jax.jit(
-                functools.partial(gathering.traced_for(few, entered), description),
+                functools.partial(gathering.traced_for(few, entry(function)), description),
                 static_argnames=static,
                 donate_argnames=donated,
                 inline=True,

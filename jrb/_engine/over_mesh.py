@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._base import arguments as entering
 from jrb._base import gathering, versions
 from jrb._base.pytree import PyTree
 from jrb.types.messages import Share
@@ -181,4 +180,4 @@ class _Local:
         if self.devices is not None:
             axis = self.layout.axis
             numbers = numbers + lax.axis_index(axis) * some
-        return self.body(Here(numbers, axis), *entering.admitted(arguments))
+        return self.body(Here(numbers, axis), *arguments)

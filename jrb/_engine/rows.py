@@ -86,7 +86,7 @@ def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Ar
     """
 
     def scatter() -> jax.Array:
-        at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)
+        at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
         return array.at[at].set(blocks, mode="drop")
 
     one_by_one = lambda: _put_one_by_one(array, starts, blocks)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import random_bits
+from jrb._base.arguments import entry
 from jrb._base.pytree import PyTree
 from jrb._engine import joint, state_check, steps
 from jrb._engine.over_mesh import Cut, Here
@@ -123,6 +124,7 @@ class Draw:
     min_size: int | None
     origin: str
 
+    @entry
     def __call__(
         self, here: Here, states: BufferState, key: jax.Array, beta: jax.Array | None
     ) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._base import pytree
+from jrb._base.arguments import entry
 from jrb._base.pytree import Leaf, PyTree, SpecKey
 from jrb._engine import episodes, transforming
 from jrb.ring import Ring
@@ -24,6 +25,7 @@ _RESIZE = (
 )
 
 
+@entry
 def blank(buffer: Buffer, spec: Item) -> BufferState:
     """An empty state for items of this spec as they are stored, behind all inverses.
 

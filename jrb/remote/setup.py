@@ -125,6 +125,7 @@ def spec_of(buffer: ReplayBuffer, example: Item) -> Item:
     """The spec of one item as streams send it."""
     if not isinstance(buffer, ReplayBuffer):
         raise TypeError(f"serve: expected a ReplayBuffer, got {type(buffer).__name__}.")
+    example = casting.arrays(example, "serve")
     spec = pytree.spec_of(casting.kept(example, "serve") if buffer.cast else example, "serve")
     for name, leaf in zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True):
         if prng_keys.is_keys(leaf.dtype):
@@ -173,6 +174,7 @@ def arrays(setup: Setup, items: Item) -> list[np.ndarray]:
         ValueError: another structure or shape than the example's, or leaves of unequal T.
         TypeError: another dtype than the example's.
     """
+    items = casting.arrays(items, "extend")
     if setup.buffer.cast:
         items = casting.kept(items, "extend")
     lead = (checks.length(items), *setup.lead)
