@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._base import casting, checks, display, meshes, owned, pytree
+from jrb._base import casting, checks, display, hints, meshes, owned, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import dispatch, draws, over_mesh, shard_bodies, transforming
 from jrb._engine.host_shards import HostShards, States
@@ -214,6 +214,7 @@ class Sharded:
         arguments = (items, 1), (mask, each), (priorities, 1)
         return self._write(ReplayBuffer.extend, state, arguments)
 
+    @hints.takes_state
     def sample(
         self,
         state: States,
@@ -224,6 +225,7 @@ class Sharded:
         """Draws a batch and leaves the state as it is; see `draw`."""
         return self._drawn(state, key, batch_size, beta, shard_bodies.Sampled, 0)
 
+    @hints.takes_state
     def draw(
         self,
         state: States,

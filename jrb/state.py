@@ -1,11 +1,11 @@
 """What a buffer is to those who work on it: its description, its arrays, and those of a batch."""
 
-from typing import Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jrb._base import display, pytree
+from jrb._base import display, hints, pytree
 from jrb.keys import Keys
 from jrb.ring import Ring
 from jrb.types import Sampler, Unit, Writer
@@ -43,6 +43,11 @@ class BufferState(pytree.State):
             "len(state): expected buffer.size(state), which gives the transitions that it holds, "
             "and buffer.capacity, which gives those that it has room for."
         )
+
+    if not TYPE_CHECKING:  # or every misspelt name would have a type
+
+        def __getattr__(self, name: str) -> Any:
+            raise hints.no_attribute(self, name)
 
     def __repr__(self) -> str:
         return display.text(self, display.of_arrays(self), self._facts())
@@ -82,6 +87,14 @@ class Sample(pytree.State):
     mask: jax.Array
     info: dict[str, jax.Array]
     stamp: jax.Array
+
+    if not TYPE_CHECKING:  # or every misspelt name would have a type
+
+        def __getattr__(self, name: str) -> Any:
+            raise hints.no_attribute(self, name)
+
+        def __getitem__(self, name: object) -> Any:
+            raise TypeError(f"sample[...]: the items are in sample.data, such as data[{name!r}].")
 
     def __repr__(self) -> str:
         return display.text(self, type(self).__name__, self._facts())
