@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 import jax
 import jax.numpy as jnp
 
-from jrb._base import display, hints, pytree
+from jrb._base import display, hints, pytree, wording
 from jrb.keys import Keys
 from jrb.ring import Ring
-from jrb.types import Sampler, Unit, Writer
+from jrb.types import HostState, Sampler, Unit, Writer
 
 
 class BufferState(pytree.State):
@@ -50,10 +50,16 @@ class BufferState(pytree.State):
             raise hints.no_attribute(self, name)
 
     def __repr__(self) -> str:
-        return display.text(self, display.of_arrays(self), self._facts())
+        return display.text(self, self._title(), self._facts())
 
     def _repr_html_(self) -> str:
-        return display.html(self, display.of_arrays(self), self._facts())
+        return display.html(self, self._title(), self._facts())
+
+    def _title(self) -> str:
+        """Name and memory: of arrays, and of the rows of a storage on the host."""
+        title = display.of_arrays(self)
+        host_bytes = self.storage.host_bytes if isinstance(self.storage, HostState) else 0
+        return f"{title} and {wording.bytes_text(host_bytes)} on the host" if host_bytes else title
 
     def _facts(self) -> dict[str, str]:
         """What a person wants to know of it first."""

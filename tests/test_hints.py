@@ -114,7 +114,9 @@ def test_a_missing_leaf_is_named_first():
     item = {name: leaf for name, leaf in EXAMPLE.items() if name != "action"}
     with pytest.raises(ValueError, match=r"^add: leaf 'action': the item is missing \['action'\]:"):
         buffer.add(state, item)
-    with pytest.raises(ValueError, match=r"^add: leaf 'z': the item has leaves not expected \['z'\]:"):
+    with pytest.raises(
+        ValueError, match=r"^add: leaf 'z': the item has leaves not expected \['z'\]:"
+    ):
         buffer.add(state, {**EXAMPLE, "z": 1})
 
 

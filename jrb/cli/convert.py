@@ -29,15 +29,19 @@ _LOST = {
 
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
-    dest: Annotated[str, typer.Argument(help="Where the result goes.")],
-    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(FORMATS)}.")],
+    dest: Annotated[str, typer.Argument(help="The path of the result.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="|".join(FORMATS), help="The format of the result.")
+    ],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset that is there.")
+        bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset at DEST.")
     ] = False,
     fps: Annotated[int | None, typer.Option(help="With lerobot: frames a second.", min=1)] = None,
-    compression: Annotated[str | None, typer.Option(help="With h5: such as gzip.")] = None,
+    compression: Annotated[
+        str | None, typer.Option(help="With --to h5: a filter such as gzip.")
+    ] = None,
 ) -> None:
-    """Write what lies at one path to another, in another format."""
+    """Convert SOURCE to another format, at DEST."""
     _check(to, fps, compression)
     found.kind_of(source)
     _check_dest(source, dest, overwrite)

@@ -22,7 +22,7 @@ def stats(
     path: Annotated[str, typer.Argument(help="A checkpoint, a store, or a dataset of any kind.")],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what returns, lengths and rewards are."""
+    """Show returns, lengths and rewards of the episodes at PATH."""
     kind = found.kind_of(path)
     dataset = found.dataset(path)
     counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}

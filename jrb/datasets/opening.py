@@ -62,7 +62,7 @@ def _settled(source: Source) -> Source:
         return source
     path = os.path.abspath(os.path.expanduser(os.fspath(source)))
     if not os.fspath(source) or not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: there is nothing.")
+        raise FileNotFoundError(f"{path}: no such file or directory.")
     if not (os.path.isfile(path) or os.path.isdir(path)):
         raise ValueError(f"{path}: expected a file or a folder, got a pipe, a socket or a device.")
     return path
