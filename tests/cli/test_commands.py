@@ -349,7 +349,7 @@ def test_datasets_are_copied_listed_and_deleted(tmp_path, capsys):
     assert "copy" in call(capsys, "data", "list", "--root", tmp_path)[1]
     assert call(capsys, "data", "delete", "copy", "--root", tmp_path, "--yes")[0] == 0
     assert not dest.exists()
-    assert "none" in call(capsys, "data", "list", "--root", tmp_path)[1]
+    assert "No datasets" in call(capsys, "data", "list", "--root", tmp_path)[1]
     status, _, err = call(capsys, "data", "delete", "copy", "--root", tmp_path, "--yes")
     assert status == 2
     assert "no such file or directory" in err
