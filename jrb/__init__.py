@@ -43,6 +43,7 @@ __all__ = [
     "NStep",
     "Newest",
     "Prioritized",
+    "PriorityWarning",
     "Queue",
     "ReplayBuffer",
     "Reservoir",
@@ -107,11 +108,12 @@ if not TYPE_CHECKING:  # or every misspelt name would have a type
         if name in _ROOMS:
             return importlib.import_module(f"{__name__}.{name}")
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            hint = importlib.import_module(f"{__name__}._base.hints").hint(name, __all__)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
         public = importlib.import_module(f"{__name__}._public")
         globals().update({name: getattr(public, name) for name in __all__ if name not in _ROOMS})
         return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 
-from jrb._engine.dispatch import CopyWarning
+from jrb._engine.dispatch import CopyWarning, PriorityWarning
 from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save

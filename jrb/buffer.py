@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import casting, checks, display, owned, pytree
+from jrb._base import casting, checks, display, hints, owned, pytree
 from jrb._base.pytree import Leaf
 from jrb._engine import dispatch, draws, steps, transforming
 from jrb.keys import TED, Keys
@@ -79,6 +79,11 @@ class ReplayBuffer:
 
     _donates: ClassVar[bool] = False
     """Whether verbs outside `jit` donate what of a state is on the device (see `jrb.jitted`)."""
+
+    if not TYPE_CHECKING:  # or every misspelt name would have a type
+
+        def __getattr__(self, name: str) -> Any:
+            raise hints.no_attribute(self, name)
 
     def __repr__(self) -> str:
         return display.laid_out(self)
@@ -221,6 +226,7 @@ class ReplayBuffer:
             mask = checks.write_mask("add", mask, (), self._lead(), self.writer)[None]
         if priorities is not None:
             self._require_given("add")
+            self._warn_of_refused("add", priorities)
             priorities = checks.given_priorities("add", priorities, self._lead())[None]
         if self.storage.of_objects:
             return dispatch.write_objects(self, state, [item], mask, "add", priorities)
@@ -265,9 +271,11 @@ class ReplayBuffer:
             mask = checks.write_mask("extend", mask, (length,), self._lead(), self.writer)
         if priorities is not None:
             shape = (length, *self._lead())
+            self._warn_of_refused("extend", priorities)
             priorities = checks.given_priorities("extend", priorities, shape)
         return dispatch.write(self, state, rows, mask, None, priorities) if length else state
 
+    @hints.takes_state
     def sample(
         self,
         state: BufferState,
@@ -293,6 +301,7 @@ class ReplayBuffer:
         """
         return self._drawn(state, key, batch_size, beta, moves=False)[1]
 
+    @hints.takes_state
     def draw(
         self,
         state: BufferState,
@@ -374,6 +383,9 @@ class ReplayBuffer:
         else:
             sample_or_indices = checks.indices("update_priority", sample_or_indices)
             shapes.append(sample_or_indices.shape)
+        self._warn_of_refused(
+            "update_priority", priorities, getattr(sample_or_indices, "mask", True)
+        )
         priorities = checks.priorities(priorities, shapes)
         return dispatch.update(self, state, sample_or_indices, priorities)
 
@@ -724,6 +736,8 @@ class ReplayBuffer:
                 inverse = jax.vmap(inverse)
             items = inverse(items)
         spec, mend = self.stored(state), f"Give {_LAYOUT[verb, self.num_envs is None]}."
+        if self.num_envs is not None and _has_axis(spec, items, len(lead), self.num_envs):
+            mend = _NO_AXIS
         if self.cast:
             items = casting.to_spec(spec, items, verb)
         pytree.check_like(spec, items, verb, mend, lead, casts=self.cast)
@@ -737,12 +751,32 @@ class ReplayBuffer:
                 "sampler=jrb.Prioritized()."
             )
 
+    def _warn_of_refused(self, verb: str, priorities: Any, mask: Any = True) -> None:
+        """Warns outside `jit`; in a loop of `jrb.jitted` nothing is waited for."""
+        if not (self._donates and isinstance(priorities, jax.Array)):
+            dispatch.warn_of_refused(self, verb, priorities, mask)
+
     def _require_priorities(self, verb: str) -> None:
         if not self.sampler.prioritized:
             raise TypeError(
                 f"{verb}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
                 "Build the buffer with sampler=jrb.Prioritized()."
             )
+
+
+def _has_axis(spec: Item, items: Item, lead: int, envs: int) -> bool:
+    """Whether the example had the axis of environments, as the items have it."""
+    pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(items), strict=False)
+    return all(
+        want.shape[:1] == (envs,) and np.shape(leaf)[lead - 1 :] == want.shape
+        for want, leaf in pairs
+    )
+
+
+_NO_AXIS = (
+    "The example that init was given has the axis of num_envs already. Give init one transition: "
+    "jax.tree.map(lambda leaf: leaf[0], example)."
+)
 
 
 def _one_row(leaf: Leaf) -> Leaf:

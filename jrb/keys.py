@@ -72,9 +72,21 @@ class Keys:
         if found is None:
             raise ValueError(
                 f"{name}: expected a leaf at '{path_name(path)}', got an item with the leaves "
-                f"{pytree.leaf_names(item)}. Name the right one with keys=jrb.Keys({name}=...)."
+                f"{pytree.leaf_names(item)}. Name the right one with "
+                f"keys=jrb.Keys({self.guesses(item, name)})."
             )
         return found
+
+    def guesses(self, item: PyTree, asked: str) -> str:
+        """Arguments for all roles that have no leaf, as far as a leaf has a usual name."""
+        guesses = {asked: "..."}
+        for role, usual in _USUAL.items():
+            if lookup(item, getattr(self, role)) is None:
+                paths = [tuple(name.split("/")) for name in pytree.leaf_names(item)]
+                near = [path for path in paths if path[-1].lower() in usual.split()]
+                if near:
+                    guesses[role] = repr(near[0] if near[0][1:] else near[0][0])
+        return ", ".join(f"{role}={path}" for role, path in guesses.items())
 
     def flags(self, item: PyTree) -> dict[str, Any]:
         """What says that an episode ends: those of done, terminated and truncated that there are.
@@ -144,6 +156,17 @@ class Keys:
         if not within(name, after):
             return None
         return path_name(self.observation) + name[len(after) :]
+
+
+_USUAL = {  # names that leaves of other libraries have
+    "observation": "obs observations state states ob observation",
+    "action": "act actions a action",
+    "reward": "rew rewards r reward",
+    "done": "dones terminal terminals is_terminal is_last d done",
+    "terminated": "terminations terminated",
+    "truncated": "truncations timeout timeouts truncated",
+    "next_observation": "next_obs next_observations next_state next_states obs_next obs2",
+}
 
 
 def within(name: str, prefix: str) -> bool:

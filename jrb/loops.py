@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import jax
 import jax.core
@@ -21,6 +21,10 @@ from jrb.state import BufferState, Sample
 from jrb.types import Item
 
 
+@overload
+def jitted(buffer: Mix) -> "JittedMix": ...
+@overload
+def jitted(buffer: ReplayBuffer | Sharded) -> "Jitted": ...
 @functools.lru_cache(maxsize=64)
 def jitted(buffer: Description) -> "Jitted | JittedMix":
     """The same verbs, each compiled, in place: for loops in Python.
@@ -102,7 +106,7 @@ class Jitted:
         priorities: ArrayLike | None = None,
     ) -> BufferState:
         """As `ReplayBuffer.add`; the state is donated."""
-        item, priorities = self._accepted(item, "add"), _numbers("add", priorities)
+        item, priorities = self._accepted(item, "add"), _numbers(self.buffer, "add", priorities)
         return self._add(state, item, copy(mask), priorities)
 
     def extend(
@@ -113,7 +117,8 @@ class Jitted:
         priorities: ArrayLike | None = None,
     ) -> BufferState:
         """As `ReplayBuffer.extend`; the state is donated."""
-        items, priorities = self._accepted(items, "extend"), _numbers("extend", priorities)
+        items = self._accepted(items, "extend")
+        priorities = _numbers(self.buffer, "extend", priorities)
         return self._extend(state, items, copy(mask), priorities)
 
     def sample(
@@ -141,7 +146,7 @@ class Jitted:
     ) -> BufferState:
         """As `ReplayBuffer.update_priority`; the state is donated."""
         which = _light("update_priority", sample_or_indices)
-        return self._update(state, which, _numbers("update_priority", priorities))
+        return self._update(state, which, _numbers(self.buffer, "update_priority", priorities))
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """As `ReplayBuffer.set_alpha`; the state is donated."""
@@ -254,7 +259,7 @@ class JittedMix:
     ) -> Any:
         """As `Mix.update_priority`; the states are donated."""
         which = _light("update_priority", sample)
-        return self._update(states, which, _numbers("update_priority", priorities))
+        return self._update(states, which, _numbers(self.mix, "update_priority", priorities))
 
 
 def _compilers(on_host: bool) -> tuple[Any, ...]:
@@ -359,8 +364,10 @@ def _light(verb: str, where: Sample | jax.Array) -> Any:
     return copied(where) if isinstance(where.stamp, np.ndarray) else where
 
 
-def _numbers(verb: str, priorities: ArrayLike | None) -> Any:
+def _numbers(buffer: Any, verb: str, priorities: ArrayLike | None) -> Any:
     """Priorities as `jit` takes them, which makes other numbers of some that NumPy has."""
+    if priorities is not None and not isinstance(priorities, jax.Array):
+        dispatch.warn_of_refused(buffer, verb, priorities)
     return checks.given_numbers(f"{verb}: priorities", priorities)
 
 

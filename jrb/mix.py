@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, display, owned, permutation, pytree, random_bits
+from jrb._base import checks, display, hints, owned, permutation, pytree, random_bits
 from jrb._engine import counting, dispatch, draws
 from jrb.buffer import ReplayBuffer
 from jrb.sharded import Sharded
@@ -106,6 +106,7 @@ class Mix:
         ]
         return jnp.all(jnp.stack(ready))
 
+    @hints.takes_state
     def sample(
         self,
         states: States,
@@ -117,6 +118,7 @@ class Mix:
         """Draws a batch and leaves the states as they are; see `draw`."""
         return self._drawn(states, key, batch_size, beta, proportions)[1]
 
+    @hints.takes_state
     def draw(
         self,
         states: States,

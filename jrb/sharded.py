@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import casting, checks, display, meshes, owned, pytree
+from jrb._base import casting, checks, display, hints, meshes, owned, pytree
 from jrb._base.pytree import PyTree
 from jrb._engine import dispatch, draws, over_mesh, shard_bodies, transforming
 from jrb._engine.over_mesh import Cut, Cuts, Layout
@@ -181,6 +181,7 @@ class Sharded:
         arguments = (items, 1), (mask, each), (priorities, 1)
         return self._write(ReplayBuffer.extend, state, arguments)
 
+    @hints.takes_state
     def sample(
         self,
         state: BufferState,
@@ -191,6 +192,7 @@ class Sharded:
         """Draws a batch and leaves the state as it is; see `draw`."""
         return self._drawn(state, key, batch_size, beta, shard_bodies.Sampled, 0)
 
+    @hints.takes_state
     def draw(
         self,
         state: BufferState,

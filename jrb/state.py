@@ -1,15 +1,15 @@
 """What a buffer is to those who work on it: its description, its arrays, and those of a batch."""
 
-from typing import Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jrb._base import display, pytree
+from jrb._base import display, hints, pytree, wording
 from jrb._base.identity import identity
 from jrb.keys import Keys
 from jrb.ring import Ring
-from jrb.types import Sampler, Unit, Writer
+from jrb.types import HostState, Sampler, Unit, Writer
 
 
 class BufferState(pytree.State):
@@ -46,11 +46,22 @@ class BufferState(pytree.State):
             "and buffer.capacity, which gives those that it has room for."
         )
 
+    if not TYPE_CHECKING:  # or every misspelt name would have a type
+
+        def __getattr__(self, name: str) -> Any:
+            raise hints.no_attribute(self, name)
+
     def __repr__(self) -> str:
-        return display.text(self, display.of_arrays(self), self._facts())
+        return display.text(self, self._title(), self._facts())
 
     def _repr_html_(self) -> str:
-        return display.html(self, display.of_arrays(self), self._facts())
+        return display.html(self, self._title(), self._facts())
+
+    def _title(self) -> str:
+        """Name and memory: of arrays, and of the rows of a storage on the host."""
+        title = display.of_arrays(self)
+        host_bytes = self.storage.host_bytes if isinstance(self.storage, HostState) else 0
+        return f"{title} and {wording.bytes_text(host_bytes)} on the host" if host_bytes else title
 
     def _facts(self) -> dict[str, str]:
         """What a person wants to know of it first."""
@@ -91,6 +102,14 @@ class Sample(pytree.State):
     info: dict[str, jax.Array]
     stamp: jax.Array
     origin: str | None = pytree.static(default=None)
+
+    if not TYPE_CHECKING:  # or every misspelt name would have a type
+
+        def __getattr__(self, name: str) -> Any:
+            raise hints.no_attribute(self, name)
+
+        def __getitem__(self, name: object) -> Any:
+            raise TypeError(f"sample[...]: the items are in sample.data, such as data[{name!r}].")
 
     def __repr__(self) -> str:
         return display.text(self, type(self).__name__, self._facts())

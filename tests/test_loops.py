@@ -441,6 +441,7 @@ def test_a_size_that_was_read_outlives_the_state():
     assert (int(size), float(priorities[0])) == (1, 1.0)
 
 
+@pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
 @pytest.mark.parametrize("storage", STORAGES)
 def test_priorities_are_the_same_numbers_everywhere(storage):
     buffer = jrb.ReplayBuffer(8, sampler=jrb.Prioritized(), storage=storage())

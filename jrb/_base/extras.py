@@ -13,8 +13,9 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        package = (error.name or module).partition(".")[0]
         raise ModuleNotFoundError(
-            f"{module} is not installed. It comes with the extra '{extra}': "
+            f"{package} is not installed. It comes with the extra '{extra}': "
             f"pip install 'jrb[{extra}]'",
             name=error.name,
         ) from error

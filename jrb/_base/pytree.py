@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb._base import hints
 from jrb._store.printing import printable
 
 T = TypeVar("T")
@@ -45,8 +46,25 @@ def component(cls: type[T]) -> type[T]:
         cls.__repr__ = _call
     _COMPONENTS.add(cls)
     made = dataclasses.dataclass(frozen=True, repr=False)(cls)
+    made.__init__ = _explained(made.__init__)
     made.__hash__ = _hashed_once(made.__hash__)  # pyright: ignore[reportAttributeAccessIssue]: the same
     return jax.tree_util.register_static(made)
+
+
+def _explained(init: Callable[..., None]) -> Callable[..., None]:
+    """The `__init__` of a description, whose error for names that it does not have is of use."""
+
+    @functools.wraps(init)
+    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError as error:
+            other = hints.wrong_arguments(type(self), error, kwargs)
+            if other is error:
+                raise
+            raise other from None
+
+    return explained
 
 
 _HASHES: dict[int, tuple[weakref.ref, int]] = {}
@@ -340,7 +358,7 @@ def check_like(
                 f"cast=True converts only what fits whatever it is, so cast it with "
                 f".astype({want.dtype}) if you know that its values fit."
                 if casts
-                else "Cast it yourself: the buffer never does, unless it is made with cast=True."
+                else f"Cast it with .astype({want.dtype}), or make the buffer with cast=True."
             )
             raise TypeError(f"{where}: expected dtype {want.dtype}, got {leaf.dtype}. {advice}")
 
@@ -375,7 +393,9 @@ def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None
     missing = sorted(set(want) - set(have))
     surplus = sorted(set(have) - set(want))
     if missing or surplus:
-        text = f"expected the leaves {want}, got {have}: missing {missing}, not expected {surplus}"
+        lacks = [f"is missing {missing}"] * bool(missing)
+        odd = " and ".join(lacks + [f"has leaves not expected {surplus}"] * bool(surplus))
+        text = f"the item {odd}: expected the leaves {want}, got {have}"
     else:
         text = f"expected {jax.tree.structure(expected)}, got {jax.tree.structure(got)}"
     first = printable((missing or surplus or want or ["."])[0], "")

@@ -371,6 +371,43 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
 _MUCH = 1_000_000  # bytes
 
 
+class PriorityWarning(UserWarning):
+    """Priorities that are NaN, infinite or negative were given, and refused."""
+
+
+_WARNED_OF_REFUSED: set[Any] = set()
+
+
+def warn_of_refused(buffer: Hashable, verb: str, priorities: Any, mask: Any = True) -> None:
+    """Says once for each description that priorities are refused, where it is known here.
+
+    Nothing is copied from an accelerator for that, and nothing is done inside `jit`.
+    """
+    if buffer in _WARNED_OF_REFUSED or not _is_here(priorities) or not _is_here(mask):
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        values, mask = np.asarray(priorities).astype(np.float32), np.asarray(mask)
+    wrong = ~((values >= 0) & (values < np.inf)) & (mask if mask.shape == values.shape else True)
+    if wrong.any():
+        _WARNED_OF_REFUSED.add(buffer)
+        warnings.warn(
+            f"{verb}: {wrong.sum()} priorities are NaN, infinite or negative, such as "
+            f"{values[wrong][0]}: they are refused, and the state counts them. Give "
+            "jnp.abs(td_error), and look for what is not finite.",
+            PriorityWarning,
+            stacklevel=4,
+        )
+
+
+def _is_here(array: Any) -> bool:
+    """Whether numbers can be read without a copy between devices."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array).dtype.kind in "biuf"
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return False
+    return all(device.platform == "cpu" for device in array.devices())
+
+
 @explained
 def write_objects(
     buffer: Buffer,

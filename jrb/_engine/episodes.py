@@ -136,7 +136,7 @@ def _flags(item: Item, keys: Keys) -> dict[str, jax.Array]:
         raise ValueError(
             f"done: expected a leaf at '{path_name(keys.done)}', '{path_name(keys.terminated)}' or "
             f"'{path_name(keys.truncated)}', got an item with the leaves {pytree.leaf_names(item)}."
-            " Name the right ones with keys=jrb.Keys(done=..., terminated=..., truncated=...)."
+            f" Name the right ones with keys=jrb.Keys({keys.guesses(item, 'done')})."
         )
     return flags
 

@@ -5,6 +5,7 @@ the verb runs. N capacity, E environments.
 """
 
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jrb._engine import episodes, transforming
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
 from jrb.types import Context, Item
+from jrb.types.parts import BASES
 
 _MEND = "Pass the state that init of this very description made, or one that came from it."
 _RESIZE = (
@@ -187,8 +189,26 @@ def _other_part(buffer: Buffer, state: BufferState, spec: Item | None) -> TypeEr
                 f"expected a state of this buffer, whose {name} is {parts[name]!r}, got one that "
                 f"was made for another {kind}. {_MEND}"
             )
+        owners = _owners(name, found)
+        if owners and kind not in owners:
+            return TypeError(
+                f"expected a state of this buffer, whose {name} is {kind}, got one that was made "
+                f"by a buffer with {' or '.join(owners)}. {_MEND}"
+            )
         return _of_other(name, f"{kind}, {_shape(wanted)}", _shape(found))
     return TypeError(f"expected a state of this buffer, got another. {_MEND}")
+
+
+def _owners(name: str, state: PyTree) -> list[str]:
+    """The parts by which such a state is made: those of its module, or those without a state."""
+    near = sys.modules[type(state).__module__]
+    if name not in BASES or not isinstance(state, pytree.State):
+        return _WITHOUT.get(name, []) if not jax.tree.leaves(state) else []
+    parts = [it for it in vars(near).values() if isinstance(it, type) and pytree.is_component(it)]
+    return [it.__name__ for it in parts if it.__module__ == near.__name__]
+
+
+_WITHOUT = {"sampler": ["Uniform"], "unit": ["Transition"]}  # parts that keep nothing
 
 
 def _of_other(name: str, wanted: str, found: str) -> TypeError:

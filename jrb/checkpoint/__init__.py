@@ -319,6 +319,12 @@ def load(
     return found, state, *besides
 
 
+def __getattr__(name: str) -> Any:
+    if name != "orbax":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.orbax")  # which needs an extra
+
+
 def _resized(
     found: Any,
     state: AnyState,

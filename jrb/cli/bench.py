@@ -21,17 +21,19 @@ def bench(
     ] = None,
     quick: Annotated[bool, _option("--quick", help="small sizes, a minute or two")] = False,
     only: Annotated[str, _option(help="cases whose name contains this")] = "",
-    rounds: Annotated[int | None, _option(help="how often programs take turns", min=1)] = None,
+    rounds: Annotated[
+        int | None, _option(help="number of rounds in which all programs run", min=1)
+    ] = None,
     peers: Annotated[str | None, _option(help="such as flashbax,TorchRL; all if not given")] = None,
     json: Annotated[str | None, _option(help="one file for all results")] = None,
     plot: Annotated[bool, _option("--plot", help="draw pictures")] = False,
     out: Annotated[str, _option(help="the folder of results")] = "jrb-bench",
-    folder: Annotated[str | None, _option(help="on the disk to be measured")] = None,
+    folder: Annotated[str | None, _option(help="a folder on the disk to measure")] = None,
     show: Annotated[
         bool, _option("--list", help="list groups and peers, and measure none")
     ] = False,
 ) -> None:
-    """Measure jrb beside other libraries, in turn, and write tables and pictures."""
+    """Compare the speed of jrb and other libraries, and write tables and plots."""
     extras.require("gymnasium", "bench")
     if plot:
         extras.require("matplotlib", "bench")

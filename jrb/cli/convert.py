@@ -32,19 +32,23 @@ _LOST = {
 def convert(
     source: Annotated[str, found.SOURCE],
     dest: Annotated[
-        str, typer.Argument(help="Where the result goes.", callback=os.path.expanduser)
+        str, typer.Argument(help="The path of the result.", callback=os.path.expanduser)
     ],
-    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(FORMATS)}.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="|".join(FORMATS), help="The format of the result.")
+    ],
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset that is there.")
+        bool, typer.Option("--overwrite", help="Replace a checkpoint or dataset at DEST.")
     ] = False,
-    compression: Annotated[str | None, typer.Option(help="With h5: such as gzip.")] = None,
+    compression: Annotated[
+        str | None, typer.Option(help="With --to h5: a filter such as gzip.")
+    ] = None,
     x64: Annotated[
         bool,
-        typer.Option("--x64", help="With native, h5: keep 64 bits, for JAX with x64."),
+        typer.Option("--x64", help="With native and h5: keep 64 bits, for JAX with x64."),
     ] = False,
 ) -> None:
-    """Write what lies at one path to another, in another format."""
+    """Convert SOURCE to another format, at DEST."""
     _check(to, compression)
     casts = found.kind_of(source) == found.OTHER and to in _LOADED and not x64
     _check_dest(source, dest, overwrite)

@@ -16,16 +16,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Root = Annotated[
-    str | None, typer.Option(help="The folder; the one that cache=True uses if none is named.")
-]
+Root = Annotated[str | None, typer.Option(help="The folder. Default: the cache of the user.")]
 
 
 @app.command("list")
 def list_(
     root: Root = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
-    """Say which datasets there are."""
+    """List the datasets in a folder."""
     there = importlib.import_module("jrb.datasets").list(root)
     rows = [_told(name, dataset) for name, dataset in there.items()]
     if json:
@@ -34,7 +32,11 @@ def list_(
     head = ("name", "kind", "episodes", "transitions", "memory")
     cells = [[_text(key, row[key]) for key in (*head[:-1], "nbytes")] for row in rows]
     table = console.table(head, cells, numbers=3)
-    console.out().print(table if rows else console.plain("There are none."))
+    console.out().print(table if rows else console.plain(f"No datasets in {_folder(root)}."))
+
+
+def _folder(root: str | None) -> str:
+    return importlib.import_module("jrb.datasets.copying.cache").settled(root)
 
 
 def _told(name: str, dataset: Any) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def _text(key: str, value: Any) -> str:
 
 @app.command()
 def delete(
-    name: Annotated[str, typer.Argument(help="As `jrb data list` has it.")],
+    name: Annotated[str, typer.Argument(help="The name that `jrb data list` shows.")],
     root: Root = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
@@ -64,9 +66,9 @@ def delete(
 @app.command()
 def copy(
     source: Annotated[str, typer.Argument(help="A dataset of any kind.")],
-    dest: Annotated[str, typer.Argument(help="A new store, which jrb.load opens at once.")],
+    dest: Annotated[str, typer.Argument(help="The path of the new store; jrb.load reads it.")],
 ) -> None:
-    """Copy a dataset into a store of memory-mapped rows; called again, it goes on."""
+    """Copy a dataset into memory-mapped files. Run it again to go on after a stop."""
     storages = importlib.import_module("jrb.storages")
     versions = importlib.import_module("jrb._base.versions")
     with versions.enable_x64():

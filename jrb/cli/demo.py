@@ -10,14 +10,16 @@ _option = typer.Option
 
 
 def demo(
-    env: Annotated[str, _option(help="a gymnax environment with discrete actions")] = (
-        "Breakout-MinAtar"
-    ),
+    env: Annotated[
+        str, _option(help="a gymnax environment with discrete actions; a wrong name lists them")
+    ] = ("Breakout-MinAtar"),
     steps: Annotated[int, _option(help="environment steps of each training", min=1)] = 400_000,
-    seeds: Annotated[int, _option(help="trainings side by side, under vmap", min=1)] = 1,
+    seeds: Annotated[int, _option(help="number of trainings, run together under vmap", min=1)] = 1,
     seed: Annotated[int, _option(help="the first seed")] = 0,
-    devices: Annotated[int, _option(help="cut over so many, if need be of the CPU", min=1)] = 1,
-    out: Annotated[str, _option(help="where the picture goes")] = "jrb-demo.png",
+    devices: Annotated[
+        int, _option(help="number of devices; simulated on the CPU if there are fewer", min=1)
+    ] = 1,
+    out: Annotated[str, _option(help="path of the picture")] = "jrb-demo.png",
 ) -> None:
     """Train a double DQN, all of it inside one jit."""
     if devices > 1:

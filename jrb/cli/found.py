@@ -36,7 +36,7 @@ def kind_of(path: str) -> str:
         PermissionError: it cannot be read.
     """
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: there is nothing.")
+        raise FileNotFoundError(f"{path}: no such file or directory.")
     if os.path.isdir(path):
         return FOLDER if generation.numbers(Folder(path)) else OTHER
     return FILE if os.path.isfile(path) and _is_ours(path) else OTHER

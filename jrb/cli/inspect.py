@@ -1,7 +1,9 @@
 """`jrb inspect`: what lies at a path."""
 
+import contextlib
 import dataclasses
 import importlib
+import json as json_
 import os
 from typing import Annotated, Any
 
@@ -20,10 +22,10 @@ def inspect(
     path: Annotated[str, found.SOURCE],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw what the buffer holds, as PNG or SVG.")
+        str | None, typer.Option(metavar="FILE", help="Save a plot of the buffer as PNG or SVG.")
     ] = None,
 ) -> None:
-    """Say what lies at a path."""
+    """Show what is stored at PATH."""
     told = reports.report(path)
     if plot is not None:
         _plot(path, plot)
@@ -76,7 +78,7 @@ def _section(name: str, things: list[Any]) -> list[Any]:
 
 
 def _facts(told: Report) -> list[tuple[str, str]]:
-    said = [(name, str(text)[:_LONGEST]) for name, text in told.metadata.items() if text]
+    said = [(name, _shortened(fact)) for name, fact in told.metadata.items() if fact]
     return [
         ("items", _size(told)),
         ("environments", _count(told.num_envs)),
@@ -87,6 +89,49 @@ def _facts(told: Report) -> list[tuple[str, str]]:
         *[(name, text) for name, text in said if name != "versions"],
         ("versions", _versions(told.metadata.get("versions"))),
     ]
+
+
+def _shortened(fact: Any) -> str:
+    """What a file says of itself in a line: spaces as gymnasium writes them, numbers in short."""
+    text = str(fact)
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is no JSON, or no space
+        text = str(_space(json_.loads(fact) if isinstance(fact, str) else fact))
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
+
+
+def _space(fact: Any) -> Any:
+    """A space that Minari wrote, shortened; all else as it is."""
+    if isinstance(fact, list):
+        return list(map(_space, fact))
+    if not isinstance(fact, dict):
+        return fact
+    if fact.get("type") == "Box" and {"low", "high", "shape", "dtype"} <= fact.keys():
+        bounds = [_bound(fact[side]) for side in ("low", "high")]
+        return _Word(f"Box({', '.join(bounds)}, {tuple(fact['shape'])}, {fact['dtype']})")
+    if fact.get("type") == "Discrete" and "n" in fact:
+        return _Word(f"Discrete({fact['n']})")
+    if fact.get("type") == "Dict" and isinstance(fact.get("subspaces"), dict):
+        inner = {name: _space(space) for name, space in fact["subspaces"].items()}
+        return _Word(f"Dict({inner})")
+    if fact.get("type") == "Tuple" and "subspaces" in fact:
+        return _Word(f"Tuple{tuple(map(_space, fact['subspaces']))}")
+    return {name: _space(value) for name, value in fact.items()}
+
+
+class _Word(str):
+    """A text that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _bound(values: Any) -> str:
+    """The number that all are, or the smallest and the largest."""
+    numbers = [values]
+    while numbers and isinstance(numbers[0], list):
+        numbers = [each for inner in numbers for each in inner]
+    least, most = min(map(float, numbers)), max(map(float, numbers))
+    return f"{least:g}" if least == most else f"{least:g}..{most:g}"
 
 
 def _count(number: int | None) -> str:

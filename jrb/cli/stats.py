@@ -21,7 +21,7 @@ def stats(
     path: Annotated[str, found.SOURCE],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what returns, lengths and rewards are."""
+    """Show returns, lengths and rewards of the episodes at PATH."""
     found.kind_of(path)  # raises where nothing is
     with importlib.import_module("jrb._base.versions").enable_x64():  # for items of any dtype
         dataset = found.dataset(path)

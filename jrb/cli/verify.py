@@ -23,9 +23,9 @@ _ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 def verify(
     path: Annotated[str, found.SOURCE],
 ) -> None:
-    """Read everything, and say what is damaged.
+    """Read everything at PATH and report damage.
 
-    A line for each damage; then the exit status is 1.
+    Prints a line for each damage, and exits with status 1 if there is any.
     """
     kind = found.kind_of(path)
     with console.bar("verifying") as progress:

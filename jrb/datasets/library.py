@@ -45,7 +45,7 @@ def delete(name: str, root: cache.Path | None = None) -> None:
     if not inside or not path.startswith(folder + os.sep) or os.path.islink(path):
         raise ValueError(f"delete: expected the name of a dataset in {folder}, got {name!r}.")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: there is nothing.")
+        raise FileNotFoundError(f"{path}: no such file or directory.")
     with cache.locked(path, wait=False):  # what is being made may be no dataset yet
         opening.open(path)
         removing.remove(path)

@@ -71,7 +71,7 @@ def _settled(source: Source) -> Source:
         return source
     path = paths.absolute(source, "source")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: there is nothing.")
+        raise FileNotFoundError(f"{path}: no such file or directory.")
     if not (os.path.isfile(path) or os.path.isdir(path)):
         raise UnknownKindError(
             f"{path}: expected a file or a folder, got a pipe, a socket or a device."

@@ -83,6 +83,11 @@ class Config:
     chunks: int = 40
     devices: int = 1
 
+    def __post_init__(self) -> None:
+        known = gymnax.registered_envs
+        if self.env not in known:
+            raise ValueError(f"env: expected one of {', '.join(known)}, got {self.env!r}.")
+
     @property
     def iterations(self) -> int:
         """Iterations of one chunk, at least one."""

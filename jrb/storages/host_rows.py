@@ -278,6 +278,11 @@ class HostView(pytree.State, HostState):
         """N."""
         return self.rows.capacity
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that all rows take, on the disk or in memory of the host."""
+        return self.rows.capacity * pytree.nbytes(self.rows.spec)
+
     def after(self, version: Version) -> "HostView":
         """That of the state after a write."""
         return self.replace(version=_on_device(version))

@@ -49,6 +49,11 @@ class Spilled(pytree.State, HostState):
         """N."""
         return self.view.capacity
 
+    @property
+    def host_bytes(self) -> int:
+        """See `HostView`."""
+        return self.view.host_bytes
+
 
 @pytree.component
 class HotRing(DevicePart):

@@ -86,7 +86,9 @@ class FrameStack(Unit):
         checks.choice("pad", self.pad, ("first", "zeros"))
         check_part("unit", self.unit)
         if isinstance(self.paths, str):
-            raise TypeError(f"paths: expected a tuple of paths, got {self.paths!r}. Write it (f,).")
+            raise TypeError(
+                f"paths: expected a tuple of paths, got {self.paths!r}. Write {(self.paths,)}."
+            )
 
     @property
     def waits(self) -> bool:

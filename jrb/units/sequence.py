@@ -121,7 +121,8 @@ class Sequence(Unit):
 
     def __post_init__(self) -> None:
         if not isinstance(self.first, tuple):
-            raise TypeError(f"first: expected a tuple of paths, got {self.first!r}. Write it (f,).")
+            paths = tuple(self.first) if isinstance(self.first, list) else (self.first,)
+            raise TypeError(f"first: expected a tuple of paths, got {self.first!r}. Write {paths}.")
         checks.count("length", self.length)
         if self.burn_in != 0:
             checks.count("burn_in", self.burn_in)

@@ -14,7 +14,7 @@ import pytest
 import jrb
 from jrb import cli
 from jrb._base import versions
-from jrb.cli import found, stats
+from jrb.cli import found, inspect, stats
 from tests.cli import paths
 from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
 
@@ -365,10 +365,10 @@ def test_datasets_are_copied_listed_and_deleted(tmp_path, capsys):
     assert "copy" in call(capsys, "data", "list", "--root", tmp_path)[1]
     assert call(capsys, "data", "delete", "copy", "--root", tmp_path, "--yes")[0] == 0
     assert not dest.exists()
-    assert "none" in call(capsys, "data", "list", "--root", tmp_path)[1]
+    assert "No datasets" in call(capsys, "data", "list", "--root", tmp_path)[1]
     status, _, err = call(capsys, "data", "delete", "copy", "--root", tmp_path, "--yes")
     assert status == 2
-    assert "there is nothing" in err
+    assert "no such file or directory" in err
 
 
 def test_deleting_asks_first(tmp_path, capsys, monkeypatch):
@@ -627,3 +627,49 @@ def test_items_of_64_bits_are_counted_and_drawn(layout, tmp_path, capsys):
     assert told["returns"]["mean"] == 7.5
     assert call(capsys, "inspect", str(path), "--plot", str(tmp_path / "x.png"))[0] == 0
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def box(low, high, shape, dtype):
+    """A space as Minari writes it."""
+    full = lambda value: np.full(shape, value).tolist()
+    return {"type": "Box", "dtype": dtype, "shape": shape, "low": full(low), "high": full(high)}
+
+
+@pytest.mark.parametrize(
+    ("fact", "text"),
+    [
+        (box(0, 255, [84, 84, 3], "uint8"), "Box(0, 255, (84, 84, 3), uint8)"),
+        (json.dumps(box(-1.5, float("inf"), [2], "float32")), "Box(-1.5, inf, (2,), float32)"),
+        (box("-inf", "inf", [2], "float32"), "Box(-inf, inf, (2,), float32)"),
+        ({**box(0, 1, [2], "int8"), "low": [0, -3]}, "Box(-3..0, 1, (2,), int8)"),
+        (
+            {"type": "Dict", "subspaces": {"a": {"type": "Discrete", "n": 4}}},
+            "Dict({'a': Discrete(4)})",
+        ),
+        ({"spaces": [box(0, 1, [9, 9], "bool")]}, "{'spaces': [Box(0, 1, (9, 9), bool)]}"),
+        ({"type": "Box", "low": "x", "high": 0, "shape": [], "dtype": "f"}, None),
+        ("[" * 5000, "[" * 196 + " ..."),
+        ("x" * 200, "x" * 200),
+        ("7e5", "700000.0"),
+    ],
+)
+def test_spaces_are_told_in_short(fact, text):
+    shown = inspect._shortened(fact)
+    assert shown == (text or str(fact)) and len(shown) <= 200
+
+
+def test_calls_that_go_wrong_tell_what_there_is(tmp_path, capsys):
+    status, _, err = call(capsys, "inspect", tmp_path / "none")
+    assert status == 2 and err.endswith("none: no such file or directory.\n")
+    assert call(capsys, "data", "list", "--root", tmp_path)[1] == f"No datasets in {tmp_path}.\n"
+    assert "native|h5|torchrl" in call(capsys, "convert", "--help")[1]
+    pytest.importorskip("gymnax")
+    status, out, err = call(capsys, "demo", "--env", "Foo")
+    assert (status, out) == (1, "") and "CartPole-v1, " in err and "got 'Foo'" in err
+
+
+def test_a_state_on_the_host_tells_its_bytes():
+    buffer = jrb.ReplayBuffer(1000, storage=jrb.MemmapStorage())
+    state = buffer.init({"x": np.zeros(1000, np.uint8)})
+    assert repr(state).startswith("BufferState, 24 B and 1.0 MB on the host")
+    assert "1.0 MB on the host" in state._repr_html_()

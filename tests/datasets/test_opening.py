@@ -38,10 +38,10 @@ def test_what_is_not_recognised_lists_what_was_looked_for(tmp_path):
 
 
 def test_nothing_at_the_path(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is nothing"):
+    with pytest.raises(FileNotFoundError, match="no such file or directory"):
         jrb.datasets.open(tmp_path / "nowhere")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="there is nothing"):
+    with pytest.raises(FileNotFoundError, match="no such file or directory"):
         jrb.datasets.open(tmp_path / "link")
 
 
@@ -165,7 +165,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
 
 
 def test_an_empty_path_is_not_the_folder_one_is_in():
-    with pytest.raises(FileNotFoundError, match="there is nothing"):
+    with pytest.raises(FileNotFoundError, match="no such file or directory"):
         jrb.datasets.open("")
 
 

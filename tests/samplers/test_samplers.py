@@ -250,6 +250,7 @@ def test_max_in_buffer_forgets_what_was_overwritten():
     assert state.sampler.raw.tolist() == [1, -1, -1]
 
 
+@pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
 def test_bad_priorities_are_refused_and_counted():
     buffer, state = filled(jrb.Prioritized(), 4, 6)
     state = priorities(buffer, state, [2, 3, 4, 5])
@@ -269,6 +270,7 @@ def test_huge_priorities_leave_all_sums_finite():
     assert 3 not in counts(buffer, state, 100).nonzero()[0]
 
 
+@pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
 def test_the_last_of_equal_indices_wins():
     buffer, state = filled(jrb.Prioritized(), 4)
     state = buffer.update_priority(

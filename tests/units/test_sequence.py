@@ -124,6 +124,7 @@ def test_windows_over_episodes_draw_short_episodes_as_often_as_long_ones():
     assert abs(seen[:10].sum() / seen.sum() - 0.5) < 0.02
 
 
+@pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
 @pytest.mark.parametrize("eta", [1.0, 0.9])
 def test_priorities_of_rows_become_one(eta):
     unit = jrb.Sequence(3, burn_in=1, short="pad", eta=eta)

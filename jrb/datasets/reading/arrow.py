@@ -137,7 +137,7 @@ def opened(path: str) -> File:
     """
     form = format_of(path)
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: there is nothing.")
+        raise FileNotFoundError(f"{path}: no such file or directory.")
     if form is None:
         raise ValueError(f"{path}: expected a Parquet or Arrow file, got another.")
     with refused(path):
