@@ -1,5 +1,6 @@
 """`jrb stats`: returns, lengths and rewards of what lies at a path."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
