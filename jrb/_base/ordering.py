@@ -175,6 +175,29 @@ def overwrite(array: jax.Array, value: jax.Array | float, token: jax.Array) -> j
     )
 
 
+def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
+    """`state` with the values of `make()`, in its own memory if it is donated, after the token.
+
+    Args:
+        state: a pytree of arrays.
+        make: a function to one of as many arrays, of the same shapes and dtypes. It is called where
+            the values are written, or XLA would keep them as arrays of their own.
+        token: int32 zero.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    if not leaves:
+        return state
+
+    def fill(_: Any, leaves: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(jax.tree.leaves(make()), leaves, strict=True)
+        return [jnp.where(token == 0, new, old) for new, old in pairs]
+
+    filled = lax.platform_dependent(
+        cpu=lambda: loop(opaque(1), fill, leaves), default=lambda: fill(0, leaves)
+    )
+    return jax.tree.unflatten(structure, filled)
+
+
 def token(reads: Any) -> jax.Array:
     """int32 zero, `[]`, that is not known before every leaf of `reads` is.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jrb.types.sampler import Sampler
+from jrb.types.sampler import PrioritizedSampler, Sampler
 from jrb.types.storage import Storage
 from jrb.types.unit import Unit
 from jrb.types.writer import Writer
@@ -18,6 +18,8 @@ def check_part(name: str, value: object) -> None:
             "jrb.DeviceStorage()."
         )
     base: Any = BASES[name]
+    if isinstance(value, Sampler) and value.prioritized:
+        base = PrioritizedSampler  # has no defaults that would lose priorities
     if isinstance(value, base):
         return
     lacking = sorted(method for method in base.__abstractmethods__ if method not in dir(value))
