@@ -219,7 +219,8 @@ class Mix:
             if self._samplers[number].prioritized:
                 after.append(part.update_priority(state, own, priorities))
             else:
-                after.append(self._within(dispatch.wait, (state,), (own,)))
+                one = part.part if isinstance(part, Sharded) else part
+                after.append(self._within(dispatch.Wait(one), (state,), (own,)))
         return tuple(after)
 
     def _pairs(self, states: States) -> list[tuple[ReplayBuffer | Sharded, BufferState]]:

@@ -97,10 +97,9 @@ class _Old:
         return self.states[0]
 
     @property
-    def sampler(self) -> Any:
-        """What the samplers of all knew, of the slots of all."""
-        samplers = [state.sampler for state in self.states]
-        return self.buffer.sampler.merged(samplers) if len(samplers) > 1 else samplers[0]
+    def samplers(self) -> list[Any]:
+        """The states of the samplers."""
+        return [state.sampler for state in self.states]
 
     def take(self, slots: np.ndarray) -> Item:
         """The items at slots `[T, E]`, of which those of an environment are in one state."""
@@ -140,9 +139,8 @@ def _rebuilt(there: _Old, new: ReplayBuffer, kept: "_Kept") -> BufferState:
     if type(old.writer.writable()) is type(new.writer.writable()):
         made = made.replace(writer=new.writer.adopt(new.ring, made.writer, state.writer))
     here, places = jnp.asarray(kept.slots[kept.mask]), jnp.asarray(kept.places)
-    known = there.sampler
-    sampler = _sampler(old, known, new, made, here, places)
-    return made.replace(sampler=counting.adopted(sampler, known, here, places))
+    sampler = _sampler(old.sampler, there.samplers, new, made, here, places)
+    return made.replace(sampler=counting.adopted(sampler, there.samplers, here, places))
 
 
 def _resharded(
@@ -295,20 +293,21 @@ def _learned(old: ReplayBuffer, state: BufferState, new: ReplayBuffer, made: Buf
 
 
 def _sampler(
-    old: ReplayBuffer,
-    known: PartState,
+    old: Sampler,
+    states: list[PartState],
     new: ReplayBuffer,
     made: BufferState,
     here: jax.Array,
     places: jax.Array,
 ) -> Any:
-    """The new sampler's state, with what the old one knew of the items."""
-    alike = type(old.sampler) is type(new.sampler) and not new.sampler.prioritized
-    if alike or old.sampler == new.sampler:
+    """The new sampler's state, with what the old one knew of the items, in shards perhaps."""
+    alike = type(old) is type(new.sampler) and not new.sampler.prioritized
+    if alike or old == new.sampler:
+        known = states[0] if len(states) == 1 else old.merged(states)
         return _adopted(new.sampler, made.sampler, known, here, places)
-    if not (old.sampler.prioritized and new.sampler.prioritized):
+    if not (old.prioritized and new.sampler.prioritized):
         return made.sampler
-    raw = old.sampler.priorities(known)[here]
+    raw = jnp.concatenate([old.priorities(state) for state in states])[here]
     assigned = _assigned(new.sampler, made.sampler, places, raw)
     gone = places[np.asarray(raw == DROPPED)]
     ok = jnp.ones(gone.shape, jnp.bool_)

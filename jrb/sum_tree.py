@@ -212,22 +212,18 @@ def draw(
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
         total, float32 `[]`. If that is 0, the leaves and their masses mean nothing.
     """
-    words, mass = _words_and_total(tree, key, (2, batch_size))
+    words, mass = ordering.once(
+        lambda: (
+            random_bits.bits(key, (2, batch_size)),
+            lax.optimization_barrier(trees.reduce_top(tree)),
+        )
+    )
     first, again = random_bits.unit_interval(words)
     if stratified:
         first = (first + jnp.arange(first.size, dtype=jnp.float32)) / first.size
         # XLA would divide the total by the size instead, which is 0 where the total is small.
         first = jnp.minimum(first, 1.0)
     return words, *_descend(tree, first * mass, again), mass
-
-
-def _words_and_total(
-    tree: Tree, key: jax.Array, shape: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Random bits, uint32 of this shape, and the total."""
-    return ordering.once(
-        lambda: (random_bits.bits(key, shape), lax.optimization_barrier(trees.reduce_top(tree)))
-    )
 
 
 def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.Array, jax.Array]:

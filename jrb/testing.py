@@ -10,11 +10,13 @@ Example:
     >>> testing.conform(make, {"x": jnp.zeros(16)})
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
 import os
 import pickle
+import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +28,18 @@ import numpy as np
 from jrb import checkpoint
 from jrb._base import pytree
 from jrb._base.pytree import PyTree
+from jrb._engine import editing, transforming
+from jrb._engine.steps import context_of
 from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.mix import AnyState
+from jrb.rebuilding import rebuild
+from jrb.samplers import Prioritized
+from jrb.sharded import Sharded
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
-from jrb.types import HostStorage, Item
+from jrb.types import HostStorage, Item, MissingMethodError, Sampler
+from jrb.units import FrameStack
 
 Make = Callable[[int], ReplayBuffer]
 Step = Callable[[BufferState, jax.Array, jax.Array], tuple[BufferState, jax.Array]]
@@ -60,6 +68,12 @@ def conform(make: Make, example: Item) -> None:
     check_compiled(buffer, example)
     check_batched(buffer, example)
     check_empty(buffer, example)
+    check_refilled(buffer, example)
+    check_options(buffer, example)
+    check_edited(buffer, example)
+    check_rebuilt(make, example)
+    check_sharded(buffer, example)
+    check_stacked(buffer, example)
     check_in_place(make, example)
 
 
@@ -102,15 +116,19 @@ def consumed(tree: Item) -> jax.Array:
 
 def temporaries(step: Step, state: BufferState, total: jax.Array, key: jax.Array) -> int:
     """Bytes that a scan of `step` over a donated state allocates beside it."""
+    return _looped(step, state, total, key).memory_analysis().temp_size_in_bytes
+
+
+def _looped(step: Step, *arguments: Any) -> Any:
+    """A scan of `step` over a donated state, compiled."""
 
     def loop(state: BufferState, total: jax.Array, key: jax.Array) -> Any:
         body = lambda carry, _: (step(carry[0], carry[1], key), None)
         return jax.lax.scan(body, (state, total), None, length=3)[0]
 
-    lowered = jax.jit(loop, donate_argnums=0).lower(state, total, key)
+    lowered = jax.jit(loop, donate_argnums=0).lower(*arguments)
     options: Any = {"xla_backend_optimization_level": 0}  # faster, and the buffers are the same
-    compiled: Any = lowered.compile(options)
-    return compiled.memory_analysis().temp_size_in_bytes
+    return lowered.compile(options)
 
 
 def growth(make: Make, example: Item, step: Callable[..., Any], agents: int | None = None) -> float:
@@ -128,19 +146,31 @@ def growth(make: Make, example: Item, step: Callable[..., Any], agents: int | No
     """
     temps, sizes = [], []
     for capacity in (2**15, 2**13):
-        buffer = make(capacity)
-        run = lambda state, total, key, buffer=buffer: step(buffer, state, total, key)
-        arguments: Any = (buffer.init(example), jnp.float32(1), jax.random.key(0))
-        sizes.append(buffer.nbytes(example) * (agents or 1))
-        if agents:
-            arguments = jax.tree.map(
-                lambda leaf: jnp.broadcast_to(leaf, (agents, *leaf.shape)), arguments
-            )
-            run = jax.vmap(run)
-        temps.append(temporaries(run, *arguments))
+        sizes.append(make(capacity).nbytes(example) * (agents or 1))
+        temps.append(temporaries(*_arguments(make(capacity), example, step, agents)))
         if temps[0] < 0.01 * (sizes[0] * 3 / 4):
             return temps[0] / (sizes[0] * 3 / 4)
     return (temps[0] - temps[1]) / (sizes[0] - sizes[1])
+
+
+def _arguments(
+    buffer: ReplayBuffer, example: Item, step: Callable[..., Any], agents: int | None
+) -> Any:
+    """The step of one buffer, or of several under `vmap`, and its arguments."""
+    run = lambda state, total, key: step(buffer, state, total, key)
+    arguments: Any = (buffer.init(example), jnp.float32(1), jax.random.key(0))
+    if agents is None:
+        return run, *arguments
+    many = lambda leaf: jnp.broadcast_to(leaf, (agents, *leaf.shape))
+    return jax.vmap(run), *jax.tree.map(many, arguments)
+
+
+def _copies(make: Make, example: Item, step: Callable[..., Any], agents: int | None) -> list[str]:
+    """The shapes that XLA copies which have as many entries as the buffer has slots, or more."""
+    text = _looped(*_arguments(make(2**13), example, step, agents)).as_text()
+    shapes = re.findall(r"= (\w+\[[\d,]+\])\S* copy\(", text)
+    size = lambda shape: np.prod([int(axis) for axis in re.findall(r"\d+(?=[,\]])", shape)])
+    return sorted(shape for shape in shapes if size(shape) >= 2**13)
 
 
 def check_description(make: Make) -> None:
@@ -259,8 +289,198 @@ def check_empty(buffer: ReplayBuffer, example: Item) -> None:
         _expect(int(buffer.size(empty)) == 0, "size is 0 when empty")
 
 
+def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
+    """After `empty`, and after `truncate`, only what is held is drawn."""
+    step, keys = _stepper(buffer, example), jax.random.split(jax.random.key(6), 3)
+    state = buffer.init(example)
+    for number, key in enumerate(keys):
+        state = step(state, jnp.float32(number), key)[0]
+    few = rows(example, jnp.float32(3), 9, *_lead(buffer))
+    if buffer.writer.writes:
+        _expect_held(buffer, buffer.extend(buffer.empty(state), few), "after empty")
+    state = buffer.truncate(state)
+    newest = buffer.newest(state, 1)[0] if buffer.writer.in_time else jnp.zeros(0, jnp.int32)
+    if _reads_other_rows(buffer, state):
+        context = context_of(buffer, state.writer)
+        ends = buffer.unit.ends(context, state.unit, newest.reshape(-1))
+        _expect(ends.all(), "a unit of several rows knows the ends that truncate makes")
+    _expect_held(buffer, buffer.extend(state, few), "after truncate")
+
+
+def check_options(buffer: ReplayBuffer, example: Item) -> None:
+    """The options of `draw` do what they say, and what it says of probabilities is true."""
+    state, sampler, key = _filled(buffer, example), buffer.sampler, jax.random.key(7)
+    if sampler.takes_priorities and buffer.writer.in_time:
+        items, lead = rows(example, jnp.float32(1), 9, *_lead(buffer)), (9, *_lead(buffer))
+        given = 2 + jnp.arange(9 * buffer.ring.envs, dtype=jnp.float32).reshape(lead)
+        found = buffer.priorities(buffer.extend(buffer.init(example), items, priorities=given))
+        right = (found < 0).at[: given.size].max(found[: given.size] == given.reshape(-1))
+        _expect(right.all(), "priorities that come with rows are those of the anchors there")
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(buffer.sample(state, key, 5))}
+    _expect(sizes == {5}, "batch_size is that of every leaf of the sample", f"got {sizes}")
+    if sampler.consumes:
+        return
+    for beta in (0.0, 1.0):
+        batch = buffer.sample(state, key, 4096, beta)
+        _expect_weights(sampler, batch, beta, "weights")
+    _expect_scale(buffer, state, batch)
+    drawn = np.asarray(batch.mask).reshape(4096, -1).any(axis=1)
+    if not drawn.all():
+        return
+    slots, first, counts = np.unique(batch.indices, return_index=True, return_counts=True)
+    wanted = 4096 * np.asarray(batch.probabilities, np.float64)[first]
+    chi = float((np.square(counts - wanted) / wanted).sum())
+    most = slots.size + 6 * np.sqrt(2 * slots.size)
+    _expect(chi < most, "anchors are drawn as often as their probabilities say", f"chi {chi:.0f}")
+    total = batch.probabilities[first].sum()
+    _expect(0.9 < total < 1.001, "probabilities add up to 1", f"got {total:.3f}")
+
+
+def check_edited(buffer: ReplayBuffer, example: Item) -> None:
+    """Where `set` changes ends of episodes, anchors that stay keep their priorities."""
+    state = _filled(buffer, example)
+    names = editing.flags(buffer, state)
+    if not names:
+        return
+    slots = buffer.in_order(state)[0][: 2 * buffer.ring.envs]
+
+    def turned(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return jnp.zeros_like(leaf) if pytree.leaf_name(path) in names else leaf
+
+    items = jax.tree_util.tree_map_with_path(turned, buffer.take(state, slots))
+    with contextlib.suppress(MissingMethodError):
+        after = buffer.set(state, slots, items)
+        _expect_held(buffer, after, "after a set of done flags")
+        every = jnp.arange(buffer.capacity)
+        _expect_priorities(buffer, (state, every), (after, every), "set of done flags")
+
+
+def check_rebuilt(make: Make, example: Item) -> None:
+    """`jrb.rebuild` keeps the priorities of what stays, and what is drawn is held."""
+    buffer, other = make(64), make(64)
+    state = _filled(buffer, example)
+    with contextlib.suppress(MissingMethodError):
+        after = rebuild(buffer, state, other)
+        _expect_held(other, after, "after rebuild")
+        (old, count), (new, _) = buffer.in_order(state), other.in_order(after)
+        _expect_priorities(buffer, (state, old[:count]), (after, new[:count]), "rebuild")
+
+
+def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
+    """Two shards draw by probabilities and weights that belong together, as one buffer does."""
+    if transforming.learning(buffer.transforms) or not buffer.writer.writes:
+        return
+    envs = 2 * (buffer.num_envs or 1)
+    size = 2 * (buffer.batch_size or 1)
+    whole = dataclasses.replace(buffer, num_envs=envs, capacity=2 * buffer.capacity)
+    sharded = Sharded(dataclasses.replace(whole, batch_size=size), 2)
+    state = sharded.extend(sharded.init(example), rows(example, jnp.float32(4), 9, envs))
+    with contextlib.suppress(MissingMethodError):
+        state, batch = sharded.draw(state, jax.random.key(8), beta=1.0)
+        if buffer.sampler.prioritized:
+            state = sharded.update_priority(state, batch, 1 + jnp.arange(size, dtype=jnp.float32))
+            batch = sharded.draw(state, jax.random.key(9), beta=1.0)[1]
+        for shard in range(0 if buffer.sampler.consumes else 2):
+            part = jax.tree.map(lambda leaf, at=batch.info["shard"] == shard: leaf[at], batch)
+            _expect_weights(buffer.sampler, part, 1.0, "weights of shards")
+
+
+def check_stacked(buffer: ReplayBuffer, example: Item) -> None:
+    """Priorities go with the unit, and `jrb.FrameStack` around it; or they say why not."""
+    for unit in () if buffer.unit.one_row else (buffer.unit, FrameStack(2, unit=buffer.unit)):
+        try:
+            stacked = dataclasses.replace(buffer, unit=unit, sampler=Prioritized())
+            stacked.init(example)
+        except ValueError:  # such as anchors that are no rows, or items without observations
+            continue
+        check_refilled(stacked, example)
+
+
+def _filled(buffer: ReplayBuffer, example: Item) -> BufferState:
+    """A state with priorities that differ, of rows once around the ring and further."""
+    step, state = _stepper(buffer, example), buffer.init(example)
+    for number, key in enumerate(jax.random.split(jax.random.key(5), 4)):
+        state = step(state, jnp.float32(number), key)[0]
+    return state
+
+
+def _reads_other_rows(buffer: ReplayBuffer, state: BufferState) -> bool:
+    """Whether the unit reads other rows than those of the anchors."""
+    context = context_of(buffer, state.writer)
+    slots = buffer.sample(state, jax.random.key(10)).indices
+    mask = jnp.ones(slots.shape, jnp.bool_)
+    look = buffer.unit.look(context, state.unit, slots, mask, jax.random.key(11))
+    names = pytree.leaf_names(buffer.stored(state))
+    return any((slots != look.where(name).T).any() for name in names)
+
+
+def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
+    """What is drawn is held, and something is."""
+    slots, count = buffer.in_order(state)
+    held = set(slots[:count].tolist())
+    if buffer.sampler.prioritized:
+        known = set(np.flatnonzero(np.asarray(buffer.priorities(state)) >= 0).tolist())
+        anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+        place = jnp.arange(max(int(anchors.count), 1), dtype=jnp.int32)
+        there = set(anchors.nth(place, jax.random.key(0))[0][: int(anchors.count)].tolist())
+        text = f"got others at the slots {sorted(known ^ there)}"
+        _expect(known == there, f"{when}, all anchors have priorities, and nothing else", text)
+    for key in jax.random.split(jax.random.key(12), 4 if buffer.can_sample(state) else 0):
+        batch = buffer.sample(state, key)
+        drawn = np.asarray(batch.mask).reshape(len(batch.indices), -1).any(axis=1)
+        found = set(np.asarray(batch.indices)[drawn].tolist())
+        text = f"got the slots {sorted(found - held)}, which hold nothing"
+        _expect(found <= held, f"{when}, only items that are held are drawn", text)
+
+
+def _expect_weights(sampler: Sampler, batch: Sample, beta: float, what: str) -> None:
+    """Weights are in proportion to P^-beta, and to nothing else."""
+    try:
+        power = float(sampler.exponent(beta))
+    except MissingMethodError:  # a sampler that is refused in shards
+        return
+    drawn = np.asarray(batch.probabilities) > 0
+    chances = np.asarray(batch.probabilities, np.float64)[drawn]
+    constant = np.asarray(batch.weights, np.float64)[drawn] * chances**power
+    if constant.size:
+        even = np.allclose(constant, constant[0], rtol=1e-3)
+        text = f"weights times P^{power:g} lie between {constant.min()} and {constant.max()}"
+        _expect(even, f"{what} undo the bias of the draw, beta={beta}", text)
+
+
+def _expect_scale(buffer: ReplayBuffer, state: BufferState, batch: Sample) -> None:
+    """Importance weights, of beta 1, are divided by what `normalize` says."""
+    anchors = int(buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count)
+    most = {"batch": 1, None: 1 / (anchors * float(np.min(batch.probabilities)))}
+    kind = buffer.sampler.normalize
+    if buffer.sampler.prioritized and batch.mask.all() and kind in most:
+        even = np.isclose(np.max(batch.weights), most[kind], rtol=1e-3)
+        text = f"the greatest is {np.max(batch.weights)}"
+        _expect(even, f"weights are divided as `normalize` says, {kind}", text)
+
+
+def _expect_priorities(
+    buffer: ReplayBuffer, before: tuple[Any, Any], after: tuple[Any, Any], verb: str
+) -> None:
+    """Priorities of slots that were anchors, and are, stay; each of a state and its slots."""
+    if not buffer.sampler.prioritized:
+        return
+    old, new = (np.asarray(buffer.priorities(*pair)) for pair in (before, after))
+    both = (old >= 0) & (new >= 0)
+    _expect_equal(new[both], old[both], f"{verb} keeps the priorities of anchors that stay")
+
+
 def check_in_place(make: Make, example: Item) -> None:
-    """Nothing of the buffer's size is copied, alone and under vmap."""
+    """Nothing of the buffer's size is copied, alone and under vmap.
+
+    A part may compute arrays of its own, of less than 64 bytes a slot, as to sort all priorities.
+    """
+
+    def add(buffer: ReplayBuffer, state: AnyState, total: jax.Array, key: jax.Array) -> Any:
+        return buffer.add(state, rows(example, total, *_lead(buffer))), total
+
+    def sample(buffer: ReplayBuffer, state: AnyState, total: jax.Array, key: jax.Array) -> Any:
+        return state, total + consumed(buffer.sample(state, jax.random.fold_in(key, 1)))
 
     def add_sample(buffer: ReplayBuffer, state: AnyState, total: jax.Array, key: jax.Array) -> Any:
         state = buffer.add(state, rows(example, total, *_lead(buffer)))
@@ -273,9 +493,20 @@ def check_in_place(make: Make, example: Item) -> None:
 
     for step in (add_sample, draw_add):
         for agents in (None, 4):
-            copied = growth(make, example, step, agents)
-            what = f"{step.__name__}, {agents or 'no'} agents: {copied:.0%} of the state is copied"
-            _expect(copied < 0.01, what)
+            grown = growth(make, example, step, agents)
+            if grown < 0.01:
+                continue
+            # A verb alone has no reason to copy: what it needs by itself, a part computes.
+            copied, *own = (_copies(make, example, verbs, agents) for verbs in (step, add, sample))
+            what = f"{step.__name__}, {agents or 'no'} agents: "
+            is_copy = len(copied) > sum(map(len, own))
+            _expect(not is_copy, f"{what}{grown:.0%} of the state is copied", f"arrays {copied}")
+            per_slot = grown * make(2**13).nbytes(example) / 2**13
+            what += f"nothing is copied, but a part computes arrays of {per_slot:.0f} bytes a slot"
+            _expect(per_slot < _OWN, what, f"expected less than {_OWN}, as a sort of all slots has")
+
+
+_OWN = 64  # bytes a slot: a sort of all priorities has some 20
 
 
 def _lead(buffer: ReplayBuffer) -> tuple[int, ...]:

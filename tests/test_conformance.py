@@ -89,6 +89,24 @@ def test_other_parts_keep_the_contracts(parts):
     conform_but_for_copies(make, EPISODIC)
 
 
+def parts_after_changes():
+    """A few of all of the above, the rest among the long tests."""
+    yield {"unit": jrb.FrameStack(3), "sampler": jrb.Prioritized()}
+    yield {"unit": jrb.Sequence(3, over="episodes", short="pad")}
+    for parts in [*({"sampler": sampler} for sampler in SAMPLERS), *PARTS]:
+        yield pytest.param(parts, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("parts", parts_after_changes(), ids=repr)
+def test_parts_keep_the_contracts_through_changes(parts):
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=8, **parts)
+    for check in (testing.check_refilled, testing.check_options, testing.check_edited):
+        check(make(64), EPISODIC)
+    testing.check_rebuilt(make, EPISODIC)
+    testing.check_sharded(make(64), EPISODIC)
+    testing.check_stacked(make(64), EPISODIC)
+
+
 def test_a_sampler_of_ones_own_keeps_the_contracts():
     make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=4, sampler=Recent())
     testing.conform(make, EXAMPLE)

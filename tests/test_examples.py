@@ -1,5 +1,6 @@
 """Every program in examples/ runs, and does what it says."""
 
+import importlib
 import itertools
 
 import jax
@@ -109,6 +110,24 @@ def test_a_storage_of_zarr_keeps_the_contracts(tmp_path):
 
     example = {"x": jnp.zeros(16), "next": {"reward": jnp.float32(0), "done": jnp.bool_(False)}}
     testing.conform(make, example)
+
+
+PARTS = {
+    "rank_based": lambda module: {"sampler": module.RankBased()},
+    "previous_action": lambda module: {"unit": module.PreviousAction()},
+    "bit_storage": lambda module: {"storage": module.BitStorage()},
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_are_templates_keep_the_contracts(name):
+    parts = PARTS[name](importlib.import_module(f"examples.parts.{name}"))
+    make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=8, **parts)
+    frame = jnp.zeros(64)
+    after = {"observation": frame, "reward": jnp.float32(0), "done": jnp.bool_(False)}
+    flags = jnp.zeros((5, 3), bool)
+    testing.conform(make, {"observation": frame, "action": flags, "next": after})
 
 
 def test_the_quick_start_learns_to_catch_is_saved_and_plotted(tmp_path):

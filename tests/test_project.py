@@ -22,7 +22,7 @@ ROOMS = [
     {"state"},
     {"_engine"},
     {"writers", "storages", "samplers", "units", "transforms"},
-    {"buffer"},
+    {"authoring", "buffer"},
     {"sharded"},
     {"shards"},
     {"mix"},

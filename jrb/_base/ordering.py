@@ -168,11 +168,31 @@ def _alone_of_many(size: int, batched: list[bool], wanted: jax.Array) -> tuple[j
 
 def overwrite(array: jax.Array, value: jax.Array | float, token: jax.Array) -> jax.Array:
     """`array` filled with `value`, in its own memory if it is donated, after the token."""
-    filled = lambda _, array: jnp.where(token == 0, jnp.asarray(value, array.dtype), array)
+    return restored(array, lambda: jnp.asarray(value, array.dtype), token)
+
+
+def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
+    """`state` with the values of `make()`, in its own memory if it is donated, after the token.
+
+    Args:
+        state: a pytree of arrays.
+        make: a function to one of as many arrays, of these dtypes, and of these shapes or `[]`. It
+            is called where the values are written, or XLA would keep them as arrays of their own.
+        token: int32 zero.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    if not leaves:
+        return state
+
+    def fill(_: Any, leaves: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(jax.tree.leaves(make()), leaves, strict=True)
+        return [jnp.where(token == 0, new, old) for new, old in pairs]
+
     # On the CPU the loop, of one turn, keeps the fill apart from what is computed beside it.
-    return lax.platform_dependent(
-        cpu=lambda: loop(opaque(1), filled, array), default=lambda: filled(0, array)
+    filled = lax.platform_dependent(
+        cpu=lambda: loop(opaque(1), fill, leaves), default=lambda: fill(0, leaves)
     )
+    return jax.tree.unflatten(structure, filled)
 
 
 def token(reads: Any) -> jax.Array:

@@ -217,6 +217,12 @@ def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
     return changed(state)
 
 
+def unmarked_names(state: PyTree) -> list[str]:
+    """Returns the names of the arrays of a state that are neither `cursor()` nor `tally()`."""
+    nothing: Any = None
+    return leaf_names(mapped_marks(state, lambda mark, value: nothing))
+
+
 def _check_static(owner: str, name: str, value: object) -> None:
     if isinstance(value, jax.Array | np.ndarray):
         raise TypeError(
@@ -379,10 +385,13 @@ WIDE = frozenset("lLqQdDgG")
 
 def alike(one: PyTree, other: PyTree) -> bool:
     """Whether two trees have the same structure, shapes and dtypes."""
-    if jax.tree.structure(one) != jax.tree.structure(other):
-        return False
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+    return jax.tree.structure(one) == jax.tree.structure(other) and same_arrays(one, other)
+
+
+def same_arrays(one: PyTree, other: PyTree) -> bool:
+    """Returns whether the arrays of two trees have the same shapes and dtypes, one by one."""
+    kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    return kinds(one) == kinds(other)
 
 
 def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None:

@@ -61,10 +61,9 @@ def _counted(draws: jax.Array, slots: jax.Array, mask: jax.Array, before: jax.Ar
     return trees.put(draws, at, one, lax.scatter_add)
 
 
-def adopted(new: PartState, old: PartState, slots: jax.Array, places: jax.Array) -> Any:
-    """The new sampler's state, with what another one counted; from `slots` to `places`."""
-    if not all(isinstance(state, DrawCounts) for state in (new, old)):
+def adopted(new: PartState, old: list[PartState], slots: jax.Array, places: jax.Array) -> Any:
+    """The new sampler's state, with what others counted; from `slots`, of all, to `places`."""
+    if not all(isinstance(state, DrawCounts) and state.draws is not None for state in (new, *old)):
         return new
-    if new.draws is None or old.draws is None:
-        return new
-    return new.replace(draws=new.draws.at[places].set(old.draws[slots]))
+    draws = jnp.concatenate([jnp.asarray(state.draws) for state in old])
+    return new.replace(draws=new.draws.at[places].set(draws[slots]))

@@ -599,9 +599,20 @@ def rewrite(
     return state if before is None else _with_ends(buffer, state, before)
 
 
-def wait(state: BufferState, sample: Sample) -> BufferState:
-    """The same state, in which later writes wait for the sample's reads; outside `jit` all do."""
-    return steps.wait(state, sample) if is_traced(state, sample) else state
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """From a state and a sample to the state in which later writes wait for the sample's reads.
+
+    Outside `jit` all do.
+
+    Attributes:
+        buffer: the description of both.
+    """
+
+    buffer: Buffer
+
+    def __call__(self, state: BufferState, sample: Sample) -> BufferState:
+        return steps.wait(self.buffer, state, sample) if is_traced(state, sample) else state
 
 
 @explained

@@ -17,7 +17,7 @@ from jrb._base.pytree import Leaf, PyTree, SpecKey
 from jrb._engine import episodes, transforming
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, Item
+from jrb.types import Context, DrawCounts, Item
 from jrb.types.parts import BASES
 
 _MEND = "Pass the state that init of this very description made, or one that came from it."
@@ -38,10 +38,16 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     check_slots(ring.capacity)
     writer = buffer.writer.init(ring, spec)
     context = Context(ring, buffer.keys, buffer.writer.held(ring, writer))
+    sampler = buffer.sampler.joined(buffer.sampler.init(ring), buffer.unit.waits)
+    if buffer.sampler.counted and not isinstance(sampler, DrawCounts):
+        raise TypeError(
+            f"{type(buffer.sampler).__name__}: counted: expected a state below "
+            f"jrb.types.DrawCounts, got {type(sampler).__name__}. Nothing could be counted."
+        )
     return BufferState(
         storage=buffer.storage.init(context, spec),
         writer=writer,
-        sampler=buffer.sampler.joined(buffer.sampler.init(ring), buffer.unit.waits),
+        sampler=sampler,
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
         transforms=transforming.init(buffer.transforms, context, spec),

@@ -179,7 +179,7 @@ def draw(
     """Sampler, unit, storage, unit, transforms."""
     sampler, chosen = _choose(buffer, state, key, batch_size, beta)
     sample = _finish(buffer, state, chosen, key)
-    return wait(state.replace(sampler=sampler), sample), sample
+    return wait(buffer, state.replace(sampler=sampler), sample), sample
 
 
 def sample(
@@ -241,7 +241,7 @@ def finish_draw(
     """The rest of it: the state after the draw, and the sample."""
     sampler, draw = counting.drawn(sampler, draw)
     sample = _finish(buffer, state, draw, key)
-    return wait(state.replace(sampler=sampler), sample), sample
+    return wait(buffer, state.replace(sampler=sampler), sample), sample
 
 
 def if_enough(
@@ -372,9 +372,9 @@ def finish(
     return _read_at(buffer, state, context, look, key)
 
 
-def wait(state: BufferState, sample: Sample) -> BufferState:
+def wait(buffer: Buffer, state: BufferState, sample: Sample) -> BufferState:
     """The same state, in which later writes wait for what the sample was read from."""
-    return _after(state, ordering.token((_read(sample), sample.mask)))
+    return _after(state, ordering.token((_read(buffer, sample), sample.mask)))
 
 
 def _after(state: BufferState, token: jax.Array) -> BufferState:
@@ -408,7 +408,7 @@ def still_there(
     current = buffer.writer.stamp(buffer.ring, state.writer, sample.indices) == sample.stamp
     drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
     ok = current & drawn
-    token = ordering.token((_read(sample), ok))
+    token = ordering.token((_read(buffer, sample), ok))
     return _after(state, token), sample.indices + token, ok
 
 
@@ -423,14 +423,15 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
     return state.replace(sampler=sampler)
 
 
-def _read(sample: Sample) -> Any:
+def _read(buffer: Buffer, sample: Sample) -> Any:
     """What a later write must wait for, beside the mask.
 
     Left out is what nothing is to compute if nobody wants it: probabilities and weights, as the
-    indices wait for what a sampler reads; and what a unit says in `info`, as the data wait for what
-    it reads.
+    indices wait for what a sampler reads; and `info`, of units whose data wait for all it is read
+    from.
     """
-    return sample.data, sample.indices, sample.info.get("draws"), sample.stamp
+    info = sample.info.get("draws") if buffer.unit.info_follows_data else sample.info
+    return sample.data, sample.indices, info, sample.stamp
 
 
 @by_description()

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import sum_tree
 from jrb._engine.steps import context_of
 from jrb.buffer import ReplayBuffer
-from jrb.samplers import Prioritized
 from jrb.state import BufferState, Sample
+from jrb.types import Sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +39,11 @@ def facts(buffer: ReplayBuffer, state: BufferState) -> Facts:
 @jax.jit
 def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     context = context_of(buffer, state.writer)
-    anchors, least = buffer.unit.anchors(context, state.unit).count, jnp.float32(jnp.inf)
-    if not isinstance(buffer.sampler, Prioritized):
-        return anchors, least, anchors, context.held.size
-    if state.sampler.smallest is not None:
-        least = sum_tree.total(state.sampler.smallest)
-    return sum_tree.total(state.sampler.masses), least, anchors, context.held.size
+    anchors = buffer.unit.anchors(context, state.unit)
+    share = buffer.sampler.share(buffer.ring, state.sampler, anchors)
+    if share is None:
+        return anchors.count, jnp.float32(jnp.inf), anchors.count, context.held.size
+    return share.mass, share.smallest, share.count, context.held.size
 
 
 def masses(each: list[Facts]) -> np.ndarray:
@@ -100,13 +98,13 @@ def joined(
         if part is not None
     ]
     whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *there)
-    if not isinstance(buffer.sampler, Prioritized):
+    if buffer.sampler.consumes:  # each shard for itself
         return whole
-    beta = buffer.sampler.beta if beta is None else beta
-    return whole.replace(weights=_weights(buffer.sampler, whole, each, beta))
+    power = float(buffer.sampler.exponent(beta))
+    return whole.replace(weights=_weights(buffer.sampler, whole, each, power))
 
 
-def _weights(sampler: Prioritized, whole: Sample, each: list[Facts], beta: float) -> np.ndarray:
+def _weights(sampler: Sampler, whole: Sample, each: list[Facts], beta: float) -> np.ndarray:
     """(n P(i))^-beta over the n anchors of all shards, divided as the sampler says, `[B]`."""
     drawn = whole.mask.reshape(len(whole.mask), -1).any(axis=1)
     likely = np.where(drawn, whole.probabilities, 1).astype(np.float64)

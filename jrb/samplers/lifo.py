@@ -174,6 +174,10 @@ class Lifo(Sampler):
         numbers = state.numbers.at[to].set(state.following - age, mode="drop")
         return state.replace(numbers=numbers, bottom=jnp.zeros_like(state.bottom), count=count)
 
+    def merged(self, states: list[Pile]) -> Pile:
+        """Any of them: shards are put together when nothing is left to draw."""
+        return states[0]
+
 
 def _numbers(ring: Ring, state: Pile, at: jax.Array) -> jax.Array:
     """The numbers so far from the bottom, uint32 like `at` (int32 `[B]`, in [0, N))."""

@@ -88,9 +88,13 @@ class Newest(Sampler):
             )
         return dataclasses.replace(self, count=self.count // shards)
 
-    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share | None:
+    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share:
         """Of the newest anchors alone."""
-        return super().share(ring, state, self._last(anchors))
+        return Share.uniform(self._last(anchors))
+
+    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
+        """All weights are 1."""
+        return jnp.zeros((), jnp.float32)
 
     def _last(self, anchors: Anchors) -> Anchors:
         """The newest of the anchors, in their order."""

@@ -18,7 +18,7 @@ from jrb._engine.compiling import by_description
 from jrb.held import Held
 from jrb.keys import Path, find, path_name
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Draw, DrawCounts, Given, Item, Sampler, Share
+from jrb.types import Anchors, Change, Draw, DrawCounts, Given, Item, PrioritizedSampler, Share
 
 _NO_ANCHOR = -1.0
 DROPPED = -2.0
@@ -65,7 +65,7 @@ class Priorities(DrawCounts):
 
 
 @pytree.component
-class Prioritized(Sampler):
+class Prioritized(PrioritizedSampler):
     """Draws anchor i with probability P(i) = (p_i + eps)^alpha / sum_k (p_k + eps)^alpha.
 
     The importance weights (N P(i))^-beta, over N anchors, undo the bias of that in a loss; they are
@@ -109,7 +109,6 @@ class Prioritized(Sampler):
     branching: int | None = None
     priority_key: Path | None = None
     counted: bool = False
-    prioritized: ClassVar[bool] = True
     takes_priorities: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -446,9 +445,8 @@ class Prioritized(Sampler):
     def merged(self, states: list[Priorities]) -> Priorities:
         """The priorities of one shard after those of the other; the greatest, and all refusals."""
         joined = lambda leaves: jnp.concatenate(list(map(jnp.asarray, leaves)))
-        first = super().merged(states)
         waiting = [one.waiting for one in states if one.waiting is not None]
-        return first.replace(
+        return states[0].replace(
             raw=joined([one.raw for one in states]),
             waiting=joined(waiting) if waiting else None,
             highest=jnp.max(jnp.stack([jnp.asarray(one.highest) for one in states])),

@@ -103,3 +103,7 @@ class Queue(Sampler):
     def adopt(self, state: Unread, old: Unread, slots: jax.Array, places: jax.Array) -> Unread:
         """What was drawn from another buffer's queue is not drawn again."""
         return state.replace(count=jnp.minimum(state.count, old.count))
+
+    def merged(self, states: list[Unread]) -> Unread:
+        """Any of them: shards are put together when nothing is left to draw."""
+        return states[0]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jrb._base import checks, permutation, pytree, random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Draw, Sampler
+from jrb.types import Anchors, Draw, Sampler, Share
 
 
 @pytree.component
@@ -55,3 +55,11 @@ class Uniform(Sampler):
                 random_bits.seed(key), anchors.count, jnp.where(mask, place, 0)
             )
         return state, anchors.drawn(chosen, mask, key)
+
+    def share(self, ring: Ring, state: Any, anchors: Anchors) -> Share:
+        """All anchors are alike."""
+        return Share.uniform(anchors)
+
+    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
+        """All weights are 1."""
+        return jnp.zeros((), jnp.float32)

@@ -134,6 +134,14 @@ class WithoutReplacement(Sampler):
         """Whether there is an anchor; with `drop_last`, whether there is a whole batch."""
         return anchors.count >= (batch_size if self.drop_last and batch_size else 1)
 
+    def adopt(self, state: Epoch, old: Epoch, slots: jax.Array, places: jax.Array) -> Epoch:
+        """The next draw begins an epoch, as items are at other places."""
+        return state
+
+    def merged(self, states: list[Epoch]) -> Epoch:
+        """Any of them, as the next draw begins an epoch."""
+        return states[0]
+
 
 _TALLIES = ("length", "position", "passes", "left")
 

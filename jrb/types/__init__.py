@@ -22,11 +22,12 @@ from jrb.types.messages import (
     Item,
     Look,
     Lookup,
+    MissingMethodError,
     Share,
     Where,
     Write,
 )
-from jrb.types.sampler import Sampler
+from jrb.types.sampler import PrioritizedSampler, Sampler
 from jrb.types.storage import HostState, HostStorage, Storage
 from jrb.types.transform import StatefulTransform, Transform
 from jrb.types.unit import Unit
@@ -46,6 +47,8 @@ __all__ = [
     "Item",
     "Look",
     "Lookup",
+    "MissingMethodError",
+    "PrioritizedSampler",
     "Sampler",
     "Share",
     "State",

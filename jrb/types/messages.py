@@ -12,6 +12,11 @@ from jrb.held import Held
 from jrb.keys import Keys
 from jrb.ring import Ring
 
+
+class MissingMethodError(TypeError):
+    """A call needs a method of a part which only the part's author can write."""
+
+
 Item = Any
 """A pytree of arrays, as users have their transitions."""
 
@@ -192,6 +197,17 @@ class Change:
     moved: jax.Array
     given: Given | None = None
 
+    def departed(self, ring: Ring) -> jax.Array:
+        """Returns the slots that are no anchors any more, unless they entered again, int32 `[M]`.
+
+        N or more where there is none. M is N where more rows left than were written, else it does
+        not grow with N.
+        """
+        if self.expired is None:
+            return self.removed
+        most = ring.capacity if self.most is None else self.most
+        return jnp.concatenate([self.expired.run(ring, most), self.removed])
+
 
 class Draw(pytree.State):
     """What a sampler drew.
@@ -240,6 +256,17 @@ class Share(pytree.State):
     alike: jax.Array
     smallest: jax.Array
     highest: jax.Array
+
+    @classmethod
+    def uniform(cls, anchors: Anchors) -> "Share":
+        """Returns the share of a shard that draws all these anchors with the same probability."""
+        return cls(
+            count=anchors.count,
+            mass=anchors.count.astype(jnp.float32),
+            alike=anchors.count,
+            smallest=jnp.ones((), jnp.float32),
+            highest=jnp.zeros((), jnp.float32),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import difflib
 import inspect
 from typing import Any
 
-from jrb.types.sampler import Sampler
+from jrb.types.sampler import PrioritizedSampler, Sampler
 from jrb.types.storage import Storage
 from jrb.types.unit import Unit
 from jrb.types.writer import Writer
@@ -30,6 +30,8 @@ def check_part(name: str, value: object) -> None:
             found = [kind]
         mend = f"Did you mean {found[0]}(...)?" if found else f"Make a {base.__name__}."
         raise TypeError(f"{name}: expected a part, got {value!r}. {mend}")
+    if isinstance(value, Sampler) and value.prioritized:
+        base = PrioritizedSampler  # has no defaults that would lose priorities
     if isinstance(value, base):
         return
     lacking = sorted(method for method in base.__abstractmethods__ if method not in dir(value))

@@ -1,4 +1,7 @@
-"""The contract of samplers."""
+"""The contracts of samplers, with priorities and without.
+
+A default that cannot know what the arrays of a state mean raises, and names the method to write.
+"""
 
 import abc
 from typing import Any, ClassVar, Literal, NoReturn
@@ -6,18 +9,29 @@ from typing import Any, ClassVar, Literal, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jrb._base import ordering
+from jrb._base import ordering, pytree
 from jrb.ring import Ring
-from jrb.types.messages import Anchors, Change, Draw, DrawCounts, Item, PartState, Share
+from jrb.types.messages import (
+    Anchors,
+    Change,
+    Draw,
+    DrawCounts,
+    Item,
+    MissingMethodError,
+    PartState,
+    Share,
+)
 
 
 class Sampler(abc.ABC):
     """Which anchors next, and with what probability?
 
+    Samplers with priorities are below `PrioritizedSampler`.
+
     Attributes:
         in_order: whether the order of anchors matters to what it draws.
         consumes: whether `draw` uses anchors up.
-        prioritized: whether anchors have priorities: then it has `update`, `set_alpha`, `assign`.
+        prioritized: True below `PrioritizedSampler`, and nowhere else.
         takes_priorities: whether `on_write` looks at those in `Change.given`.
         counted: whether it is counted how often each item is drawn, int32 `[N]`: then its state is
             a `DrawCounts`. `Sample.info["draws"]`, int32 `[B]`, says how often each was drawn
@@ -81,8 +95,9 @@ class Sampler(abc.ABC):
     ) -> tuple[Any, Draw]:
         """Draws a batch. `beta` is for samplers with importance weights, None for their own.
 
-        Large arrays of the state are read by `jrb._base.ordering.read` or in a loop, and the slots
-        are not known before these reads: then a write that waits for the slots is done in place.
+        Large arrays of the state are read by `jrb.authoring.materialize` or in a loop, and the
+        slots are not known before these reads: then a write that waits for the slots is done in
+        place.
         """
 
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
@@ -94,27 +109,28 @@ class Sampler(abc.ABC):
         return self
 
     def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share | None:
-        """What other shards have to know, so that all together draw as one buffer would.
+        """Returns what the other shards have to know, so that all together draw as one buffer.
 
-        By default all anchors are alike. None if each shard goes its own way, and weights mean
-        nothing.
+        `Share.uniform(anchors)` from a sampler that draws these anchors with the same probability,
+        and no others. None from one that uses anchors up: then each shard draws for itself, and
+        weights mean nothing.
+
+        Raises:
+            MissingMethodError: by default, unless the sampler `consumes`.
         """
         if self.consumes:
             return None
-        return Share(
-            count=anchors.count,
-            mass=anchors.count.astype(jnp.float32),
-            alike=anchors.count,
-            smallest=jnp.ones((), jnp.float32),
-            highest=jnp.zeros((), jnp.float32),
-        )
+        self._lacks("share", "draw from shards")
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
-        """The power of the importance weights, float32 `[]`; `beta` is None for the sampler's own.
+        """Returns the power of the importance weights over all shards, float32 `[]`.
 
-        By default none: all weights are 1.
+        `beta` is None for the sampler's own. 0 from a sampler whose weights are all 1.
+
+        Raises:
+            MissingMethodError: by default.
         """
-        return jnp.zeros((), jnp.float32)
+        self._lacks("exponent", "draw from shards")
 
     def heed(self, state: PartState, shares: Share) -> Any:
         """The state that knows what all shards said, arrays `[S]`."""
@@ -129,6 +145,8 @@ class Sampler(abc.ABC):
 
     def has_unread(self, state: PartState) -> jax.Array:
         """Bool `[]`: whether there is something left of an order that may not be lost."""
+        if self.consumes and self.in_order:
+            self._lacks("has_unread", "rebuild")
         return jnp.bool_(False)
 
     def adopt(self, state: PartState, old: PartState, slots: jax.Array, places: jax.Array) -> Any:
@@ -139,18 +157,23 @@ class Sampler(abc.ABC):
             old: the other sampler's state.
             slots: int32 `[K]`, where the items were.
             places: int32 `[K]`, where they are.
+
+        Raises:
+            MissingMethodError: by default, where the state has arrays other than counts of draws.
         """
+        self._check_stateless(state, "adopt", "rebuild")
         return state
 
     def merged(self, states: list[PartState]) -> Any:
-        """What several shards' samplers knew of their anchors, for `adopt`: one after the other.
+        """Returns what several shards' samplers knew of their anchors, for `adopt`.
 
-        By default how often each was drawn, if that is counted.
+        Slot s of shard k becomes slot k N + s. The engine takes care of counts of draws.
+
+        Raises:
+            MissingMethodError: by default, where states have arrays other than counts of draws.
         """
-        first = states[0]
-        if not isinstance(first, DrawCounts) or first.draws is None:
-            return first
-        return first.replace(draws=jnp.concatenate([jnp.asarray(one.draws) for one in states]))
+        self._check_stateless(states[0], "merged", "rebuild")
+        return states[0]
 
     def update(
         self, ring: Ring, state: PartState, slots: jax.Array, priorities: jax.Array, ok: jax.Array
@@ -169,8 +192,20 @@ class Sampler(abc.ABC):
         priorities: jax.Array,
         highest: jax.Array | float | None = None,
     ) -> Any:
-        """Priorities that come from elsewhere, such as another buffer."""
+        """Priorities that come from elsewhere."""
         self._refuse("assign")
+
+    def _lacks(self, method: str, verb: str) -> NoReturn:
+        raise MissingMethodError(
+            f"{verb}: expected a sampler with a method {method}, got {type(self).__name__}, for "
+            f"which no default would be right. See jrb.types.Sampler.{method}."
+        )
+
+    def _check_stateless(self, state: PartState, method: str, verb: str) -> None:
+        """Raises where only a method of the sampler can know what arrays of the state become."""
+        counts = isinstance(state, DrawCounts)
+        if jax.tree.leaves(state.replace(draws=None) if counts else state):
+            self._lacks(method, verb)
 
     def _refuse(self, verb: str) -> NoReturn:
         raise TypeError(
@@ -200,23 +235,133 @@ class Sampler(abc.ABC):
             entered: int32 `[K]`, the slots of all anchors; N or more where there is none.
             old: the anchors before.
             new: the anchors now.
+
+        Raises:
+            MissingMethodError: by default, where the state has arrays other than counts of draws.
         """
-        change = Change(
-            entered=entered,
-            consecutive=False,
-            expired=None,
-            most=None,
-            removed=jnp.zeros(0, jnp.int32),
-            entered_count=new.count,
-            left_count=old.count,
-            left_from=lambda place: jnp.maximum(old.count - place, 0),
-            moved=jnp.bool_(True),
-        )
-        return self.on_write(ring, state, change, new)
+        self._check_stateless(state, "relearn", "set")
+        return state
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """The state when there are no anchors any more.
+        """Returns the state when there are no anchors any more.
 
-        Large arrays are overwritten after the token, an int32 zero (see `jrb._base.ordering`).
+        By default that of `init`, in the memory of `state`. Overwrite large arrays after the token,
+        an int32 zero, by `jrb.authoring.overwrite`.
+
+        Raises:
+            MissingMethodError: by default, where `joined` has added arrays to those of `init`.
         """
-        return ordering.emptied(state, token)
+        if not pytree.same_arrays(state, jax.eval_shape(lambda: self.init(ring))):
+            self._lacks("reset", "empty")
+        return ordering.restored(state, lambda: self.init(ring), token)
+
+
+class PrioritizedSampler(Sampler):
+    """A sampler whose anchors have priorities.
+
+    Abstract is what `Sampler` has no safe default for. The state keeps, for each slot, at least its
+    priority; the rest is the sampler's own. `drop`, `merged` (from shards to one buffer) and
+    `takes_priorities` (`add(..., priorities=)`) may be left out: then these calls raise.
+
+    A template is `examples/parts/rank_based.py`.
+
+    Attributes:
+        normalize: what `draw` divides importance weights by, as of every `Sampler`. Say None for
+            nothing: shards have to know it.
+    """
+
+    prioritized: ClassVar[bool] = True
+    normalize = property(abc.abstractmethod(lambda self: None))  # pyright: ignore
+
+    @abc.abstractmethod
+    def on_write(self, ring: Ring, state: PartState, change: Change, anchors: Anchors) -> Any:
+        """New anchors get the priority of new items; those that left lose theirs.
+
+        First `change.departed(ring)` leave, then `change.entered` come: a slot may be in both.
+        """
+
+    @abc.abstractmethod
+    def update(
+        self, ring: Ring, state: PartState, slots: jax.Array, priorities: jax.Array, ok: jax.Array
+    ) -> Any:
+        """Sets new priorities.
+
+        Args:
+            ring: the ring's shape.
+            state: the sampler's state.
+            slots: int32 `[B]`; those that are no anchors are left alone. Of a slot that stands
+                twice, the last priority counts.
+            priorities: float32 `[B]`; one that is NaN, infinite or negative is left out.
+            ok: bool `[B]`, False where nothing is to be done.
+        """
+
+    @abc.abstractmethod
+    def priorities(self, state: PartState) -> jax.Array:
+        """Returns the priority of each slot, float32 `[N]`.
+
+        -1 where there is no anchor, -2 where there is one that was dropped.
+        """
+
+    @abc.abstractmethod
+    def assign(
+        self,
+        state: PartState,
+        slots: jax.Array,
+        priorities: jax.Array,
+        highest: jax.Array | float | None = None,
+    ) -> Any:
+        """Sets priorities that come from elsewhere, such as another buffer.
+
+        Args:
+            state: the sampler's state.
+            slots: int32 `[K]`, distinct; those that are no anchors are left alone.
+            priorities: real numbers `[K]`; a negative one leaves what is there.
+            highest: the greatest priority seen there; None for the greatest of both.
+        """
+
+    @abc.abstractmethod
+    def set_alpha(self, state: PartState, alpha: jax.Array | float) -> Any:
+        """Sets the exponent of the priorities, a number that may be traced.
+
+        The state has to keep it: `empty`, `rebuild` and a checkpoint leave it as it is.
+        """
+
+    @abc.abstractmethod
+    def relearn(
+        self, ring: Ring, state: PartState, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> Any:
+        """Keeps the priorities of anchors that stay when ends of episodes were edited.
+
+        `entered`, int32 `[K]`, has the slots of all anchors (N or more where there is none). Others
+        are none any more; those that were none get the priority of new items.
+        """
+
+    @abc.abstractmethod
+    def adopt(self, state: PartState, old: PartState, slots: jax.Array, places: jax.Array) -> Any:
+        """Takes over priorities, alpha, and what else another state of this sampler knew.
+
+        See `Sampler.adopt`.
+        """
+
+    @abc.abstractmethod
+    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share:
+        """Returns what the other shards have to know.
+
+        `mass` says how much of the whole the anchors of this shard are, on a scale that is the same
+        in all shards: `draw` gives anchor i with probability m_i / mass.
+        """
+
+    @abc.abstractmethod
+    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
+        """Returns the power of the importance weights, float32 `[]`; None is the sampler's own."""
+
+    @abc.abstractmethod
+    def heed(self, state: PartState, shares: Share) -> Any:
+        """Returns the state that knows what all shards said, arrays `[S]`.
+
+        Such as the greatest priority seen, `jnp.max(shares.highest)`, which new items get.
+        """
+
+    @abc.abstractmethod
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
+        """Returns the state when there are no anchors any more: that of `init`, but for alpha."""

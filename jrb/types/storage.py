@@ -50,7 +50,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, context: Context, state: PartState, where: Where) -> Item:
-        """Few gathers; in `jrb._base.ordering.read`, so that later writes wait for it."""
+        """Few gathers; in `jrb.authoring.materialize`, so that later writes wait for it."""
 
     def read_with(
         self, context: Context, state: PartState, where: Where, lookups: list[Lookup]

@@ -1,21 +1,32 @@
 """The contract of units."""
 
 import abc
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import numpy as np
 
-from jrb._base import ordering
+from jrb._base import checks, ordering, pytree
 from jrb.keys import Keys, Path
 from jrb.ring import Ring
-from jrb.types.messages import Anchors, Change, Context, Item, Look, PartState, Write
+from jrb.types.messages import (
+    Anchors,
+    Change,
+    Context,
+    Item,
+    Look,
+    MissingMethodError,
+    PartState,
+    Write,
+)
 from jrb.types.sampler import Sampler
 from jrb.types.writer import Writer
 
 
 class Unit(abc.ABC):
     """What does one anchor stand for?
+
+    A template is `examples/parts/previous_action.py`.
 
     Attributes:
         one_row: whether what is drawn are items as they are stored, all leaves at the anchor.
@@ -24,17 +35,13 @@ class Unit(abc.ABC):
     one_row: ClassVar[bool] = False
 
     @property
+    @abc.abstractmethod
     def lag(self) -> int | None:
         """By how many rows an anchor may be older than one that entered before it.
 
-        0 if anchors enter in the order of their rows, None if anchors are no rows. Units that hold
-        another one ask it for this.
+        0 if anchors enter in the order of their rows, None if anchors are no rows. Samplers that
+        need an order, and units that hold another one, ask for this.
         """
-        raise TypeError(
-            f"unit: expected one that says by how many rows its anchors may lag, got "
-            f"{type(self).__name__} without it. Give it a `lag`, 0 if its anchors enter in the "
-            "order of their rows (see jrb.types.Unit)."
-        )
 
     @property
     def waits(self) -> bool:
@@ -42,9 +49,21 @@ class Unit(abc.ABC):
         return True
 
     @property
+    @abc.abstractmethod
     def reach(self) -> int:
-        """How many rows before an anchor may be read for it."""
-        return 0
+        """How many rows before an anchor may be read for it.
+
+        They are not overwritten while the anchor waits to be drawn (`jrb.UntilFull`).
+        """
+
+    @property
+    def info_follows_data(self) -> bool:
+        """Whether all that `info` is read from is known before the data are.
+
+        If not, what a draw returns waits for `info` too, so that a later write cannot overtake the
+        reads; then it is computed also where nobody uses it.
+        """
+        return False
 
     @property
     def row_steps(self) -> np.ndarray | None:
@@ -62,11 +81,15 @@ class Unit(abc.ABC):
     @property
     def needs_past(self) -> bool:
         """Whether streams may not be cut and laid end to end: other items would be drawn."""
-        return False
+        return self.reach > 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises if the unit does not fit the ring or another part."""
-        return
+        """Raises if the unit does not fit the ring or another part.
+
+        By default, rows have to lie in order of time, unless the unit is `one_row`.
+        """
+        if not self.one_row:
+            checks.in_time(type(self).__name__, writer)
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> Any:
@@ -90,9 +113,8 @@ class Unit(abc.ABC):
 
         Args:
             context: of the buffer.
-            state: the unit's state. Its arrays are read by `jrb._base.ordering.read` where that
-                decides which slots are read, or which entries are real; what the user is told
-                beside, by a `Lookup`. Later writes wait for nothing else.
+            state: the unit's state. Its arrays are read by `jrb.authoring.read_rows`, or by a
+                `Lookup` what the user is told beside: that is read only where it is used.
             slots: int32 `[B]`, the anchors.
             mask: bool `[B]`, False where nothing was drawn.
             key: the draw's key, for `random_bits.fold` with a number of one's own.
@@ -105,6 +127,7 @@ class Unit(abc.ABC):
         A `Lookup` in `look.info` is left there: what it tells comes into `Sample.info` afterwards.
         """
 
+    @abc.abstractmethod
     def truncate(
         self, context: Context, state: PartState, which: jax.Array
     ) -> tuple[Any, Change | None]:
@@ -113,20 +136,22 @@ class Unit(abc.ABC):
         Returns:
             The state, and what it did to the anchors; None where none come or go.
         """
-        raise TypeError(
-            f"truncate: expected a unit with a method truncate, got {type(self).__name__}. "
-            "See jrb.types.Unit."
-        )
 
+    @abc.abstractmethod
     def ends(self, context: Context, state: PartState, slots: jax.Array) -> jax.Array:
-        """After which rows time does not go on, as far as the unit knows: bool like `slots`."""
-        raise TypeError(
-            f"ends: expected a unit with a method ends, got {type(self).__name__}. "
-            "See jrb.types.Unit."
-        )
+        """After which rows time does not go on, as far as the unit knows: bool like `slots`.
+
+        A unit that looks at no other row than its anchor may know of none.
+        """
 
     def rows_before(self, state: PartState, slots: jax.Array) -> jax.Array | None:
-        """How many rows of its episode came before each slot, int32; None if it does not matter."""
+        """How many rows of its episode came before each slot, int32; None if it does not matter.
+
+        Raises:
+            MissingMethodError: by default, if the unit reads rows before an anchor.
+        """
+        if self.reach:
+            self._lacks("rows_before")
         return None
 
     def resume(self, state: PartState, before: jax.Array) -> Any:
@@ -135,7 +160,12 @@ class Unit(abc.ABC):
         Args:
             state: without rows.
             before: int32 `[E]`; those rows are not held.
+
+        Raises:
+            MissingMethodError: by default, if the unit reads rows before an anchor.
         """
+        if self.reach:
+            self._lacks("resume")
         return state
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -150,5 +180,21 @@ class Unit(abc.ABC):
         )
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """The state when nothing is held any more; arrays are written after the token."""
+        """The state when nothing is held any more; arrays are written after the token.
+
+        By default `cursor()` and `tally()` fields become 0 (`jrb.authoring.emptied`).
+
+        Raises:
+            MissingMethodError: by default, where the state has other arrays: what they say of items
+                that are gone, only the unit knows.
+        """
+        others = pytree.unmarked_names(state)
+        if others:
+            self._lacks("reset", f", as its state has the arrays {others}")
         return ordering.emptied(state, token)
+
+    def _lacks(self, method: str, why: str = "") -> NoReturn:
+        raise MissingMethodError(
+            f"expected a unit with a method {method}, got {type(self).__name__}{why}. "
+            f"See jrb.types.Unit.{method}."
+        )

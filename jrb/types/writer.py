@@ -7,7 +7,7 @@ import jax
 
 from jrb.held import Held
 from jrb.ring import Ring
-from jrb.types.messages import Item, PartState, Write
+from jrb.types.messages import Item, MissingMethodError, PartState, Write
 
 
 class Writer(abc.ABC):
@@ -81,9 +81,15 @@ class Writer(abc.ABC):
     def shrink(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
         """The same without so many of the oldest rows, int32 `[]`, in lanes `[E]`.
 
-        The default is for none.
+        Asked where a storage had no room for them.
+
+        Raises:
+            MissingMethodError: by default.
         """
-        return state
+        raise MissingMethodError(
+            f"expected a writer with a method shrink, as the storage may give up its oldest rows "
+            f"early, got {type(self).__name__}. See jrb.types.Writer."
+        )
 
     def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:
         """The slots of the `count` items to keep, or of all, int32 `[K]` in the order of slots.

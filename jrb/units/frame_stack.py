@@ -101,6 +101,11 @@ class FrameStack(Unit):
         return self.k - 1 + self.unit.reach
 
     @property
+    def info_follows_data(self) -> bool:
+        """As of the inner unit."""
+        return self.unit.info_follows_data
+
+    @property
     def needs_past(self) -> bool:
         """The frames before a row must be held."""
         return True

@@ -120,6 +120,11 @@ class Hindsight(Unit):
         return self.unit.reach
 
     @property
+    def info_follows_data(self) -> bool:
+        """As of the inner unit; the slots that are read depend on what is relabeled."""
+        return self.unit.info_follows_data
+
+    @property
     def needs_past(self) -> bool:
         """As the inner unit."""
         return self.unit.needs_past

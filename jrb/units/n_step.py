@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import checks, display, pytree
+from jrb._base import checks, display, ordering, pytree
 from jrb._engine import anchor_queue, episodes, rows
 from jrb._engine.anchor_queue import Queue
 from jrb.keys import Keys, Path, leaves_at, path_name, within
@@ -100,6 +100,16 @@ class NStep(Unit):
         """Rows wait for others, if strict."""
         return self.strict
 
+    @property
+    def reach(self) -> int:
+        """Rows from the anchor on."""
+        return 0
+
+    @property
+    def info_follows_data(self) -> bool:
+        """The slots that are read depend on the number of steps."""
+        return True
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring has n rows, in order of time."""
         checks.window("NStep: n", self.n, ring.rows)
@@ -180,6 +190,10 @@ class NStep(Unit):
         anchors, change = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
         length = jnp.where(which, 0, state.length)
         return state.replace(ended=ended, length=length, queue=anchors), change
+
+    def reset(self, ring: Ring, state: Steps, token: jax.Array) -> Steps:
+        """No rows; flags of slots that hold nothing are not looked at."""
+        return ordering.emptied(state, token)
 
     def ends(self, context: Context, state: Steps, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, display, pytree
+from jrb._base import checks, display, ordering, pytree
 from jrb._engine import anchor_queue, episodes, rows, whole_episodes
 from jrb._engine.anchor_queue import Queue
 from jrb._engine.episodes import Episodes
@@ -183,6 +183,11 @@ class Sequence(Unit):
     def reach(self) -> int:
         """Burn-in."""
         return self.burn_in
+
+    @property
+    def info_follows_data(self) -> bool:
+        """All of it is looked up together with the data."""
+        return True
 
     @property
     def needs_past(self) -> bool:
@@ -408,6 +413,10 @@ class Sequence(Unit):
             return leaf[:, 0] if self._is_single(pytree.leaf_name(path)) else leaf
 
         return jax.tree_util.tree_map_with_path(single, raw), look.info
+
+    def reset(self, ring: Ring, state: Windows, token: jax.Array) -> Windows:
+        """No rows; flags of slots that hold nothing are not looked at."""
+        return ordering.emptied(state, token)
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shapes that `reduce_priorities` takes, for a mask of this shape."""

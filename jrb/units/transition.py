@@ -29,6 +29,16 @@ class Transition(Unit):
         """No: they are anchors at once."""
         return False
 
+    @property
+    def reach(self) -> int:
+        """The anchor alone."""
+        return 0
+
+    @property
+    def info_follows_data(self) -> bool:
+        """There is no `info`."""
+        return True
+
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Fits everything but a queue of items without an order of time."""
         if sampler.in_order:
