@@ -3,6 +3,7 @@
 import atexit
 import collections
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -15,6 +16,7 @@ from jrb._base import checks
 from jrb._engine.dispatch import DonatedError, check_whole
 from jrb._engine.steps import context_of
 from jrb._store.errors import StaleError
+from jrb._store.threads import Worker, taken_lock
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
@@ -170,14 +172,12 @@ class Prefetch:
     """Batches that a thread draws ahead; made by `prefetch`.
 
     An iterator, and a context: leaving it, `close`, the end of a `for` and of the program all end
-    the thread.
+    the thread. An interrupt of `next` loses no batch: the next call returns it.
     """
 
     def __init__(self, draw: _Drawing, depth: int) -> None:
         self._line = _Line(depth)
-        self._thread = threading.Thread(
-            target=_work, args=(self._line, draw), name="jrb-prefetch", daemon=True
-        )
+        self._thread = Worker(functools.partial(_work, self._line, draw), "jrb-prefetch", True)
         _alive[self._line] = self._thread
         self._thread.start()
 
@@ -195,9 +195,8 @@ class Prefetch:
 
     def close(self) -> None:
         """Ends the thread; batches that were drawn ahead are lost."""
-        self._line.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._line.close()
+        self._thread.wait()
 
     def __enter__(self) -> "Prefetch":
         return self
@@ -206,91 +205,92 @@ class Prefetch:
         self.close()
 
     def __del__(self) -> None:
-        self._line.stop()
+        self._line.close()
 
 
 class _Line:
-    """What the thread and its caller share; it does not know the iterator, which may be dropped."""
+    """What the thread and its caller share; it does not know the iterator, which may be dropped.
+
+    Not a `queue.Queue`: an interrupt of its `get` can lose a batch, or leave its lock taken (see
+    `jrb._store.threads`). Each side looks at the deque and the numbers, then waits for a lock that
+    the other one releases after a change; so what an interrupt cuts short is found at the next look.
+    """
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._waiting: collections.deque[Any] = collections.deque()
-        self._error: BaseException | None = None
-        self._over = False
-        self._changed = threading.Condition()
+        self.drawn: collections.deque[tuple[int, Any]] = collections.deque()
+        self.error: BaseException | None = None
+        self.depth, self.wanted = depth, depth  # batches up to this number may be drawn
+        self.is_open, self.has_ended = True, False
+        self.changed, self.looked = taken_lock(), taken_lock()
 
-    def is_open(self) -> bool:
-        """Whether batches may still be wanted."""
-        return not self._over
-
-    def has_room(self) -> bool:
-        """Waits until a batch is wanted; False when none will be any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._over or len(self._waiting) < self._depth)
-            return not self._over
-
-    def put(self, batch: Any) -> None:
-        with self._changed:
-            if not self._over:
-                self._waiting.append(batch)
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """No more will be put; what waits is still taken."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._over = True
-            self._waiting.clear()
-            self._changed.notify_all()
+    def has_room(self, number: int) -> bool:
+        """Waits, in the thread, until a batch is wanted; False when none will be any more."""
+        while self.is_open and number >= self.wanted:
+            self.looked.acquire()
+        return self.is_open
 
     def take(self) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._error or self._over)
-            if self._waiting:
-                batch = self._waiting.popleft()
-                self._changed.notify_all()
+        while True:
+            while not self.drawn and self.is_open and not self.has_ended:
+                self.changed.acquire()
+            if not self.drawn:
+                break
+            first = number, batch = self.drawn[0]
+            self.wanted = number + 1 + self.depth
+            self.wake(self.looked)
+            if len(self.drawn) > 1:
+                self.wake(self.changed)  # another thread may wait for the next one
+            # No call from here on: no interrupt comes between the removal and the return.
+            if self.drawn and self.drawn[0] is first:
+                del self.drawn[0]
                 return batch
-            error, self._error, self._over = self._error, None, True
-        if error is None:
-            raise StopIteration
-        raise error
+        self.wake(self.changed)
+        error, self.error = self.error, None
+        raise StopIteration if error is None else error
+
+    def close(self) -> None:
+        self.is_open = False
+        self.drawn.clear()
+        self.wake(self.looked)
+        self.wake(self.changed)
+
+    @staticmethod
+    def wake(lock: threading.Lock) -> None:
+        """Lets whoever waits for a lock, or will wait, look once more."""
+        try:
+            lock.release()
+        except RuntimeError:  # it is free already
+            pass
 
 
 def _work(line: _Line, draw: _Drawing) -> None:
     number = 0
-    while line.has_room():
-        try:
-            batch = draw(number, line.is_open)
-        except StopIteration:
-            line.end()
-            break
-        except BaseException as error:
-            line.fail(error)
-            break
-        line.put(batch)
-        del batch
-        number += 1
+    try:
+        while line.has_room(number):
+            batch = number, draw(number, lambda: line.is_open)
+            if line.is_open:
+                line.drawn.append(batch)
+                line.wake(line.changed)
+            del batch
+            number += 1
+    except StopIteration:
+        pass
+    except BaseException as error:
+        line.error = error
+    line.has_ended = True
+    line.wake(line.changed)
     _alive.pop(line, None)
 
 
-_alive: dict[_Line, threading.Thread] = {}
+_alive: dict[_Line, Worker] = {}
 
 
 @atexit.register
 def _close_all() -> None:
     """A thread that is still inside XLA when the program is gone would bring it down."""
     for line, thread in list(_alive.items()):
-        line.stop()
-        thread.join()
+        line.close()
+        thread.wait()
 
 
 def _newest(
