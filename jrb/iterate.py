@@ -2,11 +2,13 @@
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
-import threading
+import queue
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -176,10 +178,11 @@ class Prefetch:
     """
 
     def __init__(self, draw: _Drawing, depth: int) -> None:
-        self._line = _Line(depth)
-        self._thread = Worker(functools.partial(_work, self._line, draw), "jrb-prefetch", True)
-        _alive[self._line] = self._thread
-        self._thread.start()
+        self._line = line = _Line(depth)
+        line.owner = weakref.ref(self, line.taken.put)  # of C: no interrupt comes between
+        work = functools.partial(_work, line, draw)
+        self._thread = line.worker = Worker(work, "jrb-prefetch", daemon=True)
+        line.worker.start()
 
     def __iter__(self) -> "Prefetch":
         return self
@@ -204,93 +207,104 @@ class Prefetch:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self._line.close()
-
 
 class _Line:
-    """What the thread and its caller share; it does not know the iterator, which may be dropped.
+    """What the thread and its caller share; it does not keep the iterator, which may be dropped.
 
     Not a `queue.Queue`: an interrupt of its `get` can lose a batch, or leave its lock taken (see
-    `jrb._store.threads`). Each side looks at the deque and the numbers, then waits for a lock that
-    the other one releases after a change; so what an interrupt cuts short is found at the next look.
+    `jrb._store.threads`). Here a batch stays in the deque until it is returned, and what an
+    interrupt has cut short is made good by the next call.
+
+    Attributes:
+        owner: of the iterator.
+        worker: the thread.
+        drawn: batches that were not taken, with their numbers.
+        wanted: the number of the first batch that may not be drawn yet.
+        taken: an entry for each batch that was taken, and others, at which the thread looks anew.
+        changed: a lock that the thread releases after each batch.
+        error: what was raised in the thread.
     """
+
+    owner: weakref.ref[Prefetch]
+    worker: Worker
 
     def __init__(self, depth: int) -> None:
         self.drawn: collections.deque[tuple[int, Any]] = collections.deque()
+        self.depth, self.wanted = depth, depth
+        self.taken, self.changed = queue.SimpleQueue[Any](), taken_lock()
+        self.is_closed, self.has_ended = False, False
         self.error: BaseException | None = None
-        self.depth, self.wanted = depth, depth  # batches up to this number may be drawn
-        self.is_open, self.has_ended = True, False
-        self.changed, self.looked = taken_lock(), taken_lock()
+
+    def is_open(self) -> bool:
+        """Whether batches may still be wanted."""
+        return not self.is_closed and self.owner() is not None
 
     def has_room(self, number: int) -> bool:
         """Waits, in the thread, until a batch is wanted; False when none will be any more."""
-        while self.is_open and number >= self.wanted:
-            self.looked.acquire()
-        return self.is_open
+        if number >= self.depth:
+            self.taken.get()
+        while number >= self.wanted and self.is_open():
+            self.taken.get()
+        return self.is_open()
 
     def take(self) -> Any:
-        while True:
-            while not self.drawn and self.is_open and not self.has_ended:
-                self.changed.acquire()
+        while not self.is_closed:
             if not self.drawn:
-                break
+                if self.has_ended:
+                    break
+                self.changed.acquire()
+                continue
             first = number, batch = self.drawn[0]
             self.wanted = number + 1 + self.depth
-            self.wake(self.looked)
+            self.taken.put(None)
             if len(self.drawn) > 1:
-                self.wake(self.changed)  # another thread may wait for the next one
+                self.wake()  # another thread may wait for the next one
             # No call from here on: no interrupt comes between the removal and the return.
             if self.drawn and self.drawn[0] is first:
                 del self.drawn[0]
                 return batch
-        self.wake(self.changed)
+        self.wake()
         error, self.error = self.error, None
         raise StopIteration if error is None else error
 
     def close(self) -> None:
-        self.is_open = False
+        self.is_closed = True
+        self.taken.put(None)
         self.drawn.clear()
-        self.wake(self.looked)
-        self.wake(self.changed)
+        self.wake()
 
-    @staticmethod
-    def wake(lock: threading.Lock) -> None:
-        """Lets whoever waits for a lock, or will wait, look once more."""
-        try:
-            lock.release()
-        except RuntimeError:  # it is free already
-            pass
+    def wake(self) -> None:
+        """Lets whoever waits for a batch look once more."""
+        with contextlib.suppress(RuntimeError):  # the lock is free already
+            self.changed.release()
 
 
 def _work(line: _Line, draw: _Drawing) -> None:
     number = 0
+    _alive.add(line)
     try:
         while line.has_room(number):
-            batch = number, draw(number, lambda: line.is_open)
-            if line.is_open:
-                line.drawn.append(batch)
-                line.wake(line.changed)
-            del batch
+            line.drawn.append((number, draw(number, line.is_open)))
+            line.wake()
             number += 1
     except StopIteration:
         pass
     except BaseException as error:
         line.error = error
     line.has_ended = True
-    line.wake(line.changed)
-    _alive.pop(line, None)
+    line.wake()
+    _alive.discard(line)
 
 
-_alive: dict[_Line, Worker] = {}
+_alive: set[_Line] = set()
 
 
 @atexit.register
 def _close_all() -> None:
     """A thread that is still inside XLA when the program is gone would bring it down."""
-    for line, thread in list(_alive.items()):
+    for line in list(_alive):
         line.close()
-        thread.wait()
+        line.worker.wait()
 
 
 def _newest(

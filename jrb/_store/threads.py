@@ -96,8 +96,9 @@ class Worker:
         """Returns when the function has returned; at once if it was not started, or calls this."""
         if not self.is_started or self._thread.ident == threading.get_ident():
             return
-        with self._running:
-            pass
+        if not self._is_over:
+            with self._running:
+                pass
         if self._thread.ident is not None:
             self._thread.join()  # it takes a moment: nothing is left to be lost by an interrupt
 
