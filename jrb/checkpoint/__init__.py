@@ -187,8 +187,9 @@ def save_async(
 
     What is to be written is copied to host memory before this returns: at first everything, later
     what changed. Then the state may be donated. If the save fails, the next call of `save`,
-    `save_async` or `load` with this path raises, and so does `wait`. A program that ends waits. A
-    commit of a storage on the host to its own path is over when this returns.
+    `save_async` or `load` with this path raises, and so does `wait`. A program that ends waits, and
+    has the status 120 if a save failed and nobody was told. An interrupt of `wait` ends the waiting
+    only. A commit of a storage on the host to its own path is over when this returns.
 
     Args:
         path: of a folder.
@@ -208,8 +209,9 @@ def save_async(
     path, out = _settled(path), _outward(encode, items)
     saved = snapshots.taken(buffer, state, "save_async")
     _check_native("native", None, False, keep)
-    pending = folder.pending(path, saved, keep, True, beside.of(extra, copy=True), out)
-    return background.start(path, None if isinstance(pending, int) else pending, keep)
+    besides = beside.of(extra, copy=True)
+    pending = functools.partial(folder.pending, path, saved, keep, True, besides, out)
+    return background.start(path, pending, keep)
 
 
 def _h5() -> ModuleType:
