@@ -1,5 +1,8 @@
 import importlib.metadata
+import itertools
 import os
+import shutil
+import tracemalloc
 
 import h5py
 import numpy as np
@@ -176,3 +179,56 @@ def test_a_kind_that_is_not_there_says_so(tmp_path, kind):
     for path in (tmp_path / "text", tmp_path / "folder"):
         with pytest.raises((ValueError, OSError), match=r"expected|Is a directory"):
             jrb.datasets.open(path, kind=kind)
+
+
+def robomimic(path):
+    with h5py.File(path, "w") as file:
+        group = file.create_group("data/demo_0")
+        for name, dtype in {
+            "actions": "f4",
+            "dones": "i1",
+            "obs/x": "f4",
+            "next_obs/x": "f4",
+        }.items():
+            group.create_dataset(name, (9_000_000,), dtype, chunks=(1 << 16,))
+    return path
+
+
+def roboset(path):
+    with h5py.File(path, "w") as file:
+        arrays = {"actions": "f4", "rewards": "f4", "done": "?", "observations/x": "f4"}
+        for trial, name in itertools.product(range(3), arrays):
+            shape = {"shape": (3_000_000,), "dtype": arrays[name], "chunks": (1 << 16,)}
+            file.create_dataset(f"Trial{trial}/{name}", **shape)
+    return path
+
+
+def ogbench(path):
+    steps = 4 << 20
+    ends = np.arange(steps) % 1000 == 999
+    arrays = {"observations": np.zeros((steps, 2)), "actions": np.zeros(steps, np.int8)}
+    np.savez_compressed(path.with_suffix(".npz"), **arrays, terminals=ends)
+    return path.with_suffix(".npz")
+
+
+def minari(path):
+    folder = shutil.copytree("tests/data/minari/cartpole-v0", path)
+    with h5py.File(next(folder.rglob("main_data.hdf5")), "r+") as file:
+        group = file["episode_3"]
+        for name in ("observations", "actions", "rewards", "terminations", "truncations"):
+            dtype, shape = group[name].dtype, group[name].shape[1:]
+            del group[name]
+            rows = 6_000_000 + (name == "observations")
+            group.create_dataset(name, (rows, *shape), dtype, chunks=(1 << 16, *shape))
+    return folder
+
+
+@pytest.mark.parametrize("make", [robomimic, roboset, ogbench, minari])
+def test_no_kind_takes_much_more_than_its_files_hold(tmp_path, make):
+    path = make(tmp_path / "a")
+    tracemalloc.start()
+    told = r"at most 100 times the \d+ bytes of the files, got \d+ declared bytes.*max_expansion=\d"
+    with pytest.raises(ValueError, match=told):
+        jrb.datasets.open(path)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
