@@ -1,5 +1,7 @@
 """Running means and variances, in the precision of the numbers that they are of."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -91,14 +93,15 @@ def _of_these(
     Sums of large numbers that lie close together, such as 3e7 +- 20, lose what tells them apart. So
     these are sums of distances: first from one of the numbers, then from the mean found so far.
     """
-    one = numbers[jnp.argmax(real)]
-    one, real = jnp.where(real.any(), one, 0), real.reshape(-1, *(1,) * (numbers.ndim - 1))
+    one = jnp.where(real.any(), numbers[jnp.argmax(real)], 0)[None]
+    real = real.reshape(-1, *(1,) * (numbers.ndim - 1))
     many = jnp.maximum(count, 1).astype(numbers.dtype)
-    mean = one + jnp.sum(jnp.where(real, numbers - one, 0), axis=0) / many
-    rest = jnp.sum(jnp.where(real, numbers - mean, 0), axis=0) / many
+    total = functools.partial(jnp.sum, axis=0, keepdims=True)
+    mean = one + total(jnp.where(real, numbers - one, 0)) / many
+    rest = total(jnp.where(real, numbers - mean, 0)) / many
     apart = jnp.where(real, (numbers - mean) - rest, 0)
     # Each square is divided before they are added up: their sum may be no number.
-    return mean, rest, jnp.sum(apart * (apart / many), axis=0)
+    return mean[0], rest[0], total(apart * (apart / many))[0]
 
 
 def _ratio(one: jax.Array, other: jax.Array, dtype: pytree.DType) -> jax.Array:
@@ -121,11 +124,13 @@ def scaled(
     moments.
     """
     wide = leaf.astype(moments.mean.dtype)
+    lift = lambda array: array.reshape((1,) * (leaf.ndim - array.ndim) + array.shape)
     some = moments.count > 0
     least = jnp.finfo(wide.dtype).tiny  # a smaller `eps` is 0 in this dtype
     spread = jnp.sqrt(jnp.maximum(jnp.maximum(moments.var, 0) + eps, least))
-    spread = jnp.where(some, spread, 1)
-    found = ((wide - moments.mean) - moments.mean_rest if center else wide) / spread
+    spread = lift(jnp.where(some, spread, 1))
+    found = wide - lift(moments.mean) - lift(moments.mean_rest) if center else wide
+    found = found / spread
     if clip is None:
         largest = jnp.finfo(wide.dtype).max
         return jnp.where(jnp.isfinite(wide), jnp.clip(found, -largest, largest), found)

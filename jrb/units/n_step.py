@@ -266,7 +266,7 @@ class NStep(Unit):
         """The discounted sum of the first rows, int32 `[B]`, of rewards `[B, n, ...]`."""
         wide = pytree.wide(leaf)
         lift = lambda array: array.reshape(*array.shape, *(1,) * (wide.ndim - 2))
-        rows = [wide, lift(jnp.arange(self.n, dtype=jnp.int32) < steps[:, None])]
+        rows = [wide, lift(jnp.arange(self.n, dtype=jnp.int32)[None] < steps[:, None])]
         if discounts is not None:
             rows.append(lift(discounts).astype(wide.dtype))
 
