@@ -2,10 +2,13 @@
 
 import atexit
 import collections
+import contextlib
 import dataclasses
+import functools
 import itertools
-import threading
+import queue
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ from jrb._base import checks
 from jrb._engine.dispatch import DonatedError, check_whole
 from jrb._engine.steps import context_of
 from jrb._store.errors import StaleError
+from jrb._store.threads import Worker, taken_lock
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
@@ -170,16 +174,15 @@ class Prefetch:
     """Batches that a thread draws ahead; made by `prefetch`.
 
     An iterator, and a context: leaving it, `close`, the end of a `for` and of the program all end
-    the thread.
+    the thread. An interrupt of `next` loses no batch: the next call returns it.
     """
 
     def __init__(self, draw: _Drawing, depth: int) -> None:
-        self._line = _Line(depth)
-        self._thread = threading.Thread(
-            target=_work, args=(self._line, draw), name="jrb-prefetch", daemon=True
-        )
-        _alive[self._line] = self._thread
-        self._thread.start()
+        self._line = line = _Line(depth)
+        line.owner = weakref.ref(self, line.taken.put)  # of C: no interrupt comes between
+        work = functools.partial(_work, line, draw)
+        self._thread = line.worker = Worker(work, "jrb-prefetch", daemon=True)
+        line.worker.start()
 
     def __iter__(self) -> "Prefetch":
         return self
@@ -195,9 +198,8 @@ class Prefetch:
 
     def close(self) -> None:
         """Ends the thread; batches that were drawn ahead are lost."""
-        self._line.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._line.close()
+        self._thread.wait()
 
     def __enter__(self) -> "Prefetch":
         return self
@@ -205,92 +207,104 @@ class Prefetch:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self._line.stop()
-
 
 class _Line:
-    """What the thread and its caller share; it does not know the iterator, which may be dropped."""
+    """What the thread and its caller share; it does not keep the iterator, which may be dropped.
+
+    Not a `queue.Queue`: an interrupt of its `get` can lose a batch, or leave its lock taken (see
+    `jrb._store.threads`). Here a batch stays in the deque until it is returned, and what an
+    interrupt has cut short is made good by the next call.
+
+    Attributes:
+        owner: of the iterator.
+        worker: the thread.
+        drawn: batches that were not taken, with their numbers.
+        wanted: the number of the first batch that may not be drawn yet.
+        taken: an entry for each batch that was taken, and others, at which the thread looks anew.
+        changed: a lock that the thread releases after each batch.
+        error: what was raised in the thread.
+    """
+
+    owner: weakref.ref[Prefetch]
+    worker: Worker
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._waiting: collections.deque[Any] = collections.deque()
-        self._error: BaseException | None = None
-        self._over = False
-        self._changed = threading.Condition()
+        self.drawn: collections.deque[tuple[int, Any]] = collections.deque()
+        self.depth, self.wanted = depth, depth
+        self.taken, self.changed = queue.SimpleQueue[Any](), taken_lock()
+        self.is_closed, self.has_ended = False, False
+        self.error: BaseException | None = None
 
     def is_open(self) -> bool:
         """Whether batches may still be wanted."""
-        return not self._over
+        return not self.is_closed and self.owner() is not None
 
-    def has_room(self) -> bool:
-        """Waits until a batch is wanted; False when none will be any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._over or len(self._waiting) < self._depth)
-            return not self._over
-
-    def put(self, batch: Any) -> None:
-        with self._changed:
-            if not self._over:
-                self._waiting.append(batch)
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """No more will be put; what waits is still taken."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._over = True
-            self._waiting.clear()
-            self._changed.notify_all()
+    def has_room(self, number: int) -> bool:
+        """Waits, in the thread, until a batch is wanted; False when none will be any more."""
+        if number >= self.depth:
+            self.taken.get()
+        while number >= self.wanted and self.is_open():
+            self.taken.get()
+        return self.is_open()
 
     def take(self) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._error or self._over)
-            if self._waiting:
-                batch = self._waiting.popleft()
-                self._changed.notify_all()
+        while not self.is_closed:
+            if not self.drawn:
+                if self.has_ended:
+                    break
+                self.changed.acquire()
+                continue
+            first = number, batch = self.drawn[0]
+            self.wanted = number + 1 + self.depth
+            self.taken.put(None)
+            if len(self.drawn) > 1:
+                self.wake()  # another thread may wait for the next one
+            # No call from here on: no interrupt comes between the removal and the return.
+            if self.drawn and self.drawn[0] is first:
+                del self.drawn[0]
                 return batch
-            error, self._error, self._over = self._error, None, True
-        if error is None:
-            raise StopIteration
-        raise error
+        self.wake()
+        error, self.error = self.error, None
+        raise StopIteration if error is None else error
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.taken.put(None)
+        self.drawn.clear()
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets whoever waits for a batch look once more."""
+        with contextlib.suppress(RuntimeError):  # the lock is free already
+            self.changed.release()
 
 
 def _work(line: _Line, draw: _Drawing) -> None:
     number = 0
-    while line.has_room():
-        try:
-            batch = draw(number, line.is_open)
-        except StopIteration:
-            line.end()
-            break
-        except BaseException as error:
-            line.fail(error)
-            break
-        line.put(batch)
-        del batch
-        number += 1
-    _alive.pop(line, None)
+    _alive.add(line)
+    try:
+        while line.has_room(number):
+            line.drawn.append((number, draw(number, line.is_open)))
+            line.wake()
+            number += 1
+    except StopIteration:
+        pass
+    except BaseException as error:
+        line.error = error
+    line.has_ended = True
+    line.wake()
+    _alive.discard(line)
 
 
-_alive: dict[_Line, threading.Thread] = {}
+_alive: set[_Line] = set()
 
 
 @atexit.register
 def _close_all() -> None:
     """A thread that is still inside XLA when the program is gone would bring it down."""
-    for line, thread in list(_alive.items()):
-        line.stop()
-        thread.join()
+    for line in list(_alive):
+        line.close()
+        line.worker.wait()
 
 
 def _newest(

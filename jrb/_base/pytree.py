@@ -60,7 +60,7 @@ def _hashed_once(compute: Callable[[Any], int]) -> Callable[[Any], int]:
 
     def remembered(self: Any) -> int:
         found = _HASHES.get(id(self))
-        if found is None:
+        if found is None or found[0]() is not self:  # an interrupt may have stopped `forget`
             forget = functools.partial(_HASHES.pop, id(self))
             found = weakref.ref(self, lambda _: forget()), compute(self)
             _HASHES[id(self)] = found

@@ -27,15 +27,15 @@ class Lock:
 
     def __init__(self, folder: Folder, name: str = NAME) -> None:
         self._folder, self._name, self._process = folder, name, os.getpid()
+        self._files: list[int] = []  # the file that is locked; none after the lock was released
         files.announce("lock", folder.path_of(name))
-        self._file = -1
+        weakref.finalize(self, _release, self._files, self._process)
         try:
             self._take()
-            self._end = weakref.finalize(self, _release, self._file, self._process)
+            _held.add(self)
         except BaseException:
-            self._drop()
+            self.release()
             raise
-        _held.add(self)
 
     def _take(self) -> None:
         try:
@@ -44,9 +44,9 @@ class Lock:
             path = self._folder.path
             raise OSError(errno.ENOSYS, "expected a system that has flock", path) from error
         while True:
-            self._file = self._folder.open(self._name, os.O_RDWR | os.O_CREAT)
+            self._files.append(self._folder.open(self._name, os.O_RDWR | os.O_CREAT))
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise LockedError(
                     f"{self._folder.path}: expected no other writer, but one holds the lock. Wait "
@@ -54,12 +54,7 @@ class Lock:
                 ) from error
             if self._is_there():
                 return
-            self._drop()  # it was renamed or removed meanwhile
-
-    def _drop(self) -> None:
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+            self.release()  # it was renamed or removed meanwhile
 
     def _is_there(self) -> bool:
         try:
@@ -67,7 +62,7 @@ class Lock:
         except OSError:
             return False
         try:
-            return os.path.samestat(os.fstat(now), os.fstat(self._file))
+            return os.path.samestat(os.fstat(now), os.fstat(self._files[0]))
         finally:
             os.close(now)
 
@@ -78,7 +73,7 @@ class Lock:
             LockedError: this is another process than the one that took it, or it was released.
             OSError: the folder, or the lock in it, was renamed, removed or replaced.
         """
-        if self._file < 0 or self._process != os.getpid():
+        if not self._files or self._process != os.getpid():
             raise LockedError(
                 f"{self._folder.path}: expected the process that opened the store, got one that "
                 "was forked off from it. Write in one process only."
@@ -89,25 +84,22 @@ class Lock:
             raise OSError(errno.ESTALE, "expected the lock that was taken, found it gone", path)
 
     def release(self) -> None:
-        """Gives it back, once."""
-        self._end()
-        self._file = -1
+        """Gives it back; after an interrupt it may be called again."""
+        _release(self._files, self._process)
 
     def forget(self) -> None:
         """In a process that was forked off: lets go of the file, the lock stays with the other."""
-        if self._file < 0:
-            return
-        self._end.detach()
-        os.close(self._file)
-        self._file = -1
+        while self._files:
+            os.close(self._files.pop())
 
 
-def _release(file: int, process: int) -> None:
-    if os.getpid() == process:
+def _release(locked: list[int], process: int) -> None:
+    """Unlocks and closes the files. An interrupt leaves all to be done again but the closing."""
+    while locked and os.getpid() == process:
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_UN)  # also where a fork has not let go of its copy yet
-        os.close(file)
+        fcntl.flock(locked[-1], fcntl.LOCK_UN)  # also where a fork has not let go of its copy yet
+        os.close(locked.pop())  # popped first: a number that is closed may soon be another file's
 
 
 _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()

@@ -81,12 +81,12 @@ def _made(path: str, columns: tuple[Column, ...], slots: int, room: int, reserve
     lock = Lock(folder)
     try:
         _check_free(path)  # another process may have made one meanwhile
-        store = _begun(folder, columns, slots, room, reserve, lock)
+        store = writing[path] = _begun(folder, columns, slots, room, reserve, lock)
+        return store
     except BaseException:
+        writing.pop(path, None)
         lock.release()
         raise
-    writing[path] = store
-    return store
 
 
 def _check_free(path: str) -> None:

@@ -460,10 +460,10 @@ class Store:
     def close(self) -> None:
         """Gives the lock back."""
         with self._turn:
-            lock, self._lock = self._lock, None
-            if lock is not None:
+            if self._lock is not None:
                 writing.pop(self.path, None)
-                lock.release()
+                self._lock.release()  # before it is forgotten: an interrupt leaves it to be done
+                self._lock = None
 
     # Committing.
 

@@ -212,8 +212,8 @@ def save_async(
     saved = snapshots.taken(buffer, state, "save_async")
     _check_native("native", None, False, keep)
     besides = beside.ranked(beside.of(extra, copy=True), score, best)
-    pending = folder.pending(path, saved, keep, True, besides, out)
-    return background.start(path, None if isinstance(pending, int) else pending, keep)
+    pending = functools.partial(folder.pending, path, saved, keep, True, besides, out)
+    return background.start(path, pending, keep)
 
 
 def _h5() -> ModuleType:

@@ -2,8 +2,11 @@
 
 import atexit
 import os
-import threading
+import sys
+from collections.abc import Callable
+from typing import Any
 
+from jrb._store.threads import Worker
 from jrb.checkpoint.parts import AnyPending
 
 _running: dict[str, "Save"] = {}  # without a lock, as an interrupt could leave that taken
@@ -12,64 +15,108 @@ _running: dict[str, "Save"] = {}  # without a lock, as an interrupt could leave 
 class Save:
     """A save under way, in a thread that a program waits for before it ends."""
 
-    def __init__(self, pending: AnyPending | None, keep: int) -> None:
-        self._pending, self._keep = pending, keep
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._pending: AnyPending | int = 0
+        self._worker = Worker(self._finish, "jrb-save")
+        self._is_told = False  # whether an error was raised by `wait`
 
-    def begin(self) -> None:
-        """Starts the thread."""
-        self._thread = threading.Thread(target=self._run, name="jrb-save")
-        self._thread.start()
-
-    def _run(self) -> None:
-        pending, self._pending = self._pending, None
+    def _begin(self, pending: Callable[[], AnyPending | int]) -> None:
+        """Finds out what will be written, and starts the thread if anything is left to be done."""
         try:
-            if pending is not None:
-                pending.finish(self._keep)
-        except BaseException as error:
-            self._error = error
+            self._pending = pending()
+            if not isinstance(self._pending, int):
+                self._worker.start()
+        except BaseException:
+            if not self._worker.is_started and not isinstance(self._pending, int):
+                self._pending.close()
+            raise
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, 0
+        if not isinstance(pending, int):
+            pending.finish(self._keep)
 
     def done(self) -> bool:
         """Whether it is over."""
-        return self._thread is None or not self._thread.is_alive()
+        return not self._worker.is_alive()
 
     def wait(self) -> None:
-        """Returns when it is over.
+        """Returns when it is over. An interrupt ends the waiting, and the save goes on.
 
         Raises:
             OSError: what went wrong.
         """
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join()
-        elif self._pending is not None:
-            self._pending.close()  # an interrupt came before it began
-        if self._error is not None:
-            raise self._error
+        self._worker.wait()
+        if self._worker.error is not None:
+            self._is_told = True
+            raise self._worker.error
 
 
-@atexit.register
-def _report() -> None:
-    """What went wrong and nobody asked for is at least shown when the program ends."""
-    errors = []
-    for save in list(_running.values()):
-        try:
-            save.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+def start(path: str, pending: Callable[[], AnyPending | int], keep: int) -> Save:
+    """Begins a save, in the background but for what `pending` does.
 
-
-def start(path: str, pending: AnyPending | None, keep: int) -> Save:
-    """Begins to write, if there is something left; nothing else may be under way there."""
-    save = _running[os.path.realpath(path)] = Save(pending, keep)
-    save.begin()
+    Args:
+        path: where nothing else is under way.
+        pending: opens the save; returns what is left to be done, or a number if it is over.
+        keep: how many older generations stay.
+    """
+    save = _running[os.path.realpath(path)] = Save(keep)
+    save._begin(pending)
     return save
 
 
 def settle(path: str) -> None:
     """Waits until nothing is under way for a path, and raises what went wrong there, once."""
-    save = _running.pop(os.path.realpath(path), None)
-    if save is not None:
-        save.wait()
+    path = os.path.realpath(path)
+    save = _running.get(path)
+    if save is None:
+        return
+    save._worker.wait()
+    error = save._worker.error
+    # Without a call in between, so without an interrupt: it is forgotten when it is raised.
+    if path in _running and _running[path] is save:
+        del _running[path]
+    if error is not None:
+        raise error
+
+
+class _FailingOutput:
+    """Takes the place of `sys.stdout` when the program ends: what was not saved is an error.
+
+    The status of a program whose main module has ended can be changed in one way only: Python makes
+    it 120 where the standard output cannot be flushed, and shows what was raised. An exception in a
+    function of `atexit` is shown, but leaves the status 0; `os._exit` would leave out all that
+    others do when the program ends.
+    """
+
+    def __init__(self, output: Any, error: BaseException) -> None:
+        self._output, self._error = output, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+    def __repr__(self) -> str:
+        return "a save in the background that failed"
+
+    def flush(self) -> None:
+        if self._output is not None:
+            self._output.flush()
+        if sys.is_finalizing():  # after all functions of `atexit`, which may flush it too
+            raise self._error
+
+
+@atexit.register
+def _report() -> None:
+    """Waits for all saves; a failure that nobody asked for makes the program end with an error."""
+    errors: list[BaseException] = []
+    for save in list(_running.values()):
+        try:
+            save._worker.wait()
+            if save._worker.error is not None and not save._is_told:
+                errors.append(save._worker.error)
+        except BaseException as error:  # an interrupt: the program ends before the save
+            errors.append(error)
+    if errors:
+        error = errors[0] if len(errors) == 1 else BaseExceptionGroup("saves failed", errors)
+        sys.stdout = _FailingOutput(sys.stdout, error)

@@ -47,10 +47,16 @@ def pending(
     is_commit = saved.lies_at(path)
     if is_commit:
         commits.check(keep, extra, out)
-    with snapshots.reading(saved):
-        begun = parts.pending(path, saved, extra, out)
-        begun.open(copy)
-        return begun.finish(keep) if is_commit else begun
+    begun: parts.AnyPending | None = None
+    try:
+        with snapshots.reading(saved):
+            begun = parts.pending(path, saved, extra, out)
+            begun.open(copy)
+            return begun.finish(keep) if is_commit else begun
+    except BaseException:  # an interrupt may come where the context ends
+        if begun is not None:
+            begun.close()
+        raise
 
 
 def check(saved: Source) -> None:

@@ -15,26 +15,26 @@ def patient(monkeypatch):
     monkeypatch.setattr(gate, "PATIENCE", 2 * AT_MOST)
 
 
-class Watched(threading.Condition):
-    """A condition that tells when somebody waits for it."""
+class Watched:
+    """A lock that tells when somebody waits for it."""
 
-    def __init__(self):
-        super().__init__()
-        self.is_waited_for = threading.Event()
+    def __init__(self, lock):
+        self.lock, self.is_waited_for = lock, threading.Event()
+        self.release = lock.release
 
-    def wait_for(self, predicate, timeout=None):
+    def acquire(self, **options):
         self.is_waited_for.set()
-        return super().wait_for(predicate, timeout)
+        return self.lock.acquire(**options)
 
 
 def waiting(one):
-    """A thread that waits at the gate."""
-    one.changed = Watched()
+    """A thread that waits at the gate until this one has left."""
+    (visit,) = one.inside.values()
+    visit.lock = Watched(visit.lock)
     thread = threading.Thread(target=one.wait, daemon=True)
     thread.start()
-    assert one.changed.is_waited_for.wait(AT_MOST)
-    with one.changed:  # which it gives free as soon as it does
-        return thread
+    assert visit.lock.is_waited_for.wait(AT_MOST)
+    return thread
 
 
 @pytest.mark.usefixtures("patient")
@@ -45,16 +45,17 @@ def test_a_write_waits_until_a_draw_of_another_thread_is_over():
         assert thread.is_alive()
     thread.join(AT_MOST)
     assert not thread.is_alive()
-    assert not one.waiting
+    assert not one.inside
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_draw_within_a_draw_holds_a_write_up_no_longer_than_the_outer_one():
+def test_a_draw_within_a_draw_holds_a_write_up_as_long_as_the_outer_one():
     one = Gate()
     with one.entered():
         thread = waiting(one)
         with one.entered():
             pass
+        assert thread.is_alive()
     thread.join(AT_MOST)
     assert not thread.is_alive()
 
@@ -70,7 +71,7 @@ def test_nobody_waits_for_oneself():
 def test_a_draw_that_never_ends_is_not_waited_for_twice(monkeypatch):
     one = Gate()
     monkeypatch.setattr(gate, "PATIENCE", 0.01)
-    one.inside[-1] = object()  # a thread that an interrupt has thrown out
+    one.inside[-1] = gate.Visit({})  # of a thread that an interrupt has thrown out
     one.wait()
     assert not one.inside
     monkeypatch.setattr(gate, "PATIENCE", AT_MOST)

@@ -7,6 +7,7 @@ description has a writer that writes; then one that is only read.
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jrb import checkpoint
 from jrb._engine.replaying import writable
 from jrb._engine.retelling import retold
+from jrb._store.store import writing
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import matching
 from jrb.datasets.copying.filling import Streams
@@ -46,6 +48,21 @@ def kept(
     Raises:
         ValueError: there is something else.
     """
+    folder = os.path.realpath(path)
+    before = writing.get(folder)
+    try:
+        return _kept(flow, buffer, path, told, show)
+    except BaseException:
+        # Else the frames of the exception, which a notebook keeps, would hold the lock.
+        store = writing.get(folder)
+        if store is not None and store is not before:
+            store.close()
+        raise
+
+
+def _kept(
+    flow: Streams, buffer: ReplayBuffer, path: str, told: bytes, show: bool | None
+) -> BufferState:
     whole = opened(buffer, path, told)
     if whole is not None:
         return whole

@@ -1,0 +1,305 @@
+"""Interrupts at random moments: what `Ctrl-C` does to what is saved, drawn ahead, recorded, copied.
+
+Run as a script with a folder, the number of interrupts, a seed, and names of scenarios; prints what
+it found as JSON. A timer of the system sends a signal whose handler is that of SIGINT, so that
+`KeyboardInterrupt` comes between any two instructions of Python, ours or others'. What is to be
+done after an interrupt is done where the exception is handled, as users do it: frames are still
+alive then, and what they hold.
+"""
+
+import faulthandler
+import functools
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jrb
+from jrb import checkpoint, datasets
+from jrb._store import files
+
+PATIENCE = 60  # seconds, where what is waited for never comes
+
+
+class Attack:
+    """Calls functions, each of which a signal interrupts once, at a random moment or not at all.
+
+    Attributes:
+        count: of the interrupts that came.
+        most: how many are wanted.
+        errors: what went wrong.
+    """
+
+    def __init__(self, seed, most):
+        self.rng, self.most, self.count, self.errors = random.Random(seed), most, 0, []
+        self._is_armed, self._longest = False, {}
+        signal.signal(signal.SIGALRM, self._strike)
+
+    def _strike(self, *_):
+        if self._is_armed:
+            self._is_armed = False
+            raise KeyboardInterrupt
+
+    @property
+    def is_on(self):
+        return self.count < self.most and not self.errors
+
+    def __call__(self, name, work, after=None):
+        """Calls `work`; and `after` if that was interrupted, and may have been done or not."""
+        begun, longest = time.perf_counter(), self._longest.get(name)
+        try:
+            if longest is not None:  # else it is measured
+                self._is_armed = True
+                signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(1e-6, longest))
+            work()
+            self._is_armed = False
+            taken = 1.2 * (time.perf_counter() - begun)
+            self._longest[name] = taken if longest is None else 0.8 * longest + 0.2 * taken
+        except BaseException:  # JAX and NumPy make other errors of some interrupts
+            if self._is_armed:
+                raise
+            self.count += 1
+            self._longest[name] = 1.02 * (longest or 0.0)  # or a slow machine finishes nothing
+            if after is not None:
+                after()
+
+    def check(self, condition, *about):
+        if not condition:
+            self.errors.append(list(map(str, about)))
+
+
+def buffer_of(**parts):
+    return jrb.ReplayBuffer(8, batch_size=2, **parts)
+
+
+def stored(path):
+    """The number of the newest generation, told by its file; no save is waited for."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return max((int(name[11:]) for name in names if name[11:].isdecimal()), default=0)
+
+
+def content(path):
+    """The number of the save, and what its ring holds."""
+    _, state, extra = jrb.load(path, extra={"k": 0})
+    return extra["k"], sorted(np.asarray(state.storage["x"]).tolist())
+
+
+class Saving:
+    """Saves of states that go on, one row each; after each interrupt the same is saved again."""
+
+    def __init__(self, attack, path):
+        self.attack, self.path, self.k = attack, path, 7
+        self.buffer = buffer_of(sampler=jrb.Prioritized())
+        rows = {"x": np.arange(8, dtype=np.float32)}
+        self.state = self.buffer.extend(self.buffer.init({"x": jnp.zeros(())}), rows)
+        self.save()
+
+    def save(self):
+        return jrb.save(self.path, self.buffer, self.state, extra={"k": self.k})
+
+    def save_async(self):
+        return checkpoint.save_async(self.path, self.buffer, self.state, extra={"k": self.k})
+
+    def advance(self):
+        self.k += 1
+        row = {"x": np.float32(self.k)}
+        self.state, self.generation = self.buffer.add(self.state, row), stored(self.path)
+
+    def check(self, *allowed):
+        k, rows = content(self.path)
+        whole = rows == list(range(k - 7, k + 1))
+        self.attack.check(k in allowed and whole, "found", k, rows, "expected", allowed)
+
+
+def slowly(*_):
+    """A disk on which everything takes its time, so that interrupts come while it is waited for."""
+    time.sleep(3e-4)
+
+
+def save(attack, path):
+    files.hook = slowly
+    run = Saving(attack, path)
+
+    def after():
+        run.check(run.k - 1, run.k)
+        run.save()
+
+    while attack.is_on:
+        run.advance()
+        attack("save", run.save, after)
+        run.check(run.k)
+    attack.check(checkpoint.verify(path) == [], "damaged")
+
+
+def save_async(attack, path):
+    files.hook = slowly
+    run, begun = Saving(attack, path), []
+
+    def work():
+        begun.append(run.save_async())
+        begun[0].wait()
+
+    def after():
+        if begun:
+            if begun[0].done():
+                attack.check(stored(path) > run.generation, "said to be done, and is not there")
+            begun[0].wait()
+            attack.check(stored(path) > run.generation, "waited for, and is not there")
+            run.check(run.k)
+        if attack.rng.random() < 0.5:
+            run.save_async().wait()
+        else:
+            run.save()
+
+    while attack.is_on:
+        begun.clear()
+        run.advance()
+        attack("save_async", work, after)
+        run.check(run.k)
+    attack.check(checkpoint.verify(path) == [], "damaged")
+
+
+def prefetch(attack, path):
+    """Numbers that an iterable gives: all come, in order, each once, whatever is interrupted."""
+    while attack.is_on:
+        depth, taken, found = attack.rng.randrange(1, 4), [], []
+        make = lambda: found.append(jrb.prefetch(itertools.count(), depth=depth))  # noqa: B023
+        attack("make", make)
+        if not found:
+            continue
+        (batches,) = found
+        for _ in range(20):
+            # calls of C: what `next` returns is in the list, or was not returned
+            take = functools.partial(taken.extend, map(next, itertools.repeat(batches, 5)))
+            attack("next", take)
+        taken.append(next(batches))
+        attack.check(taken == list(range(len(taken))), "batches", taken, depth)
+        if attack.rng.random() < 0.3:
+            del batches
+            found.clear()
+        else:
+            attack("close", batches.close, batches.close)
+            attack.check(list(batches) == [], "not closed")
+
+
+def prefetch_draws(attack, path):
+    """Batches of a buffer whose state goes on in place, in a loop that is left and entered anew."""
+    buffer = buffer_of(sampler=jrb.Prioritized())
+    verbs = jrb.jitted(buffer)
+    held = [verbs.extend(buffer.init({"x": 0}), {"x": jnp.arange(8)})]
+
+    def loop():
+        with jrb.prefetch(buffer, lambda: held[0], jax.random.key(0)) as batches:
+            for number, batch in zip(range(6), batches, strict=False):
+                attack.check(np.asarray(batch.mask).all(), "nothing drawn", number)
+
+    while attack.is_on:
+        attack("loop", loop)
+
+
+def item(number):
+    """A step of an episode of ten."""
+    after = {"reward": np.float32(number), "terminated": np.bool_(number % 10 == 9)}
+    return {"observation": np.float32(number), "next": after | {"truncated": np.bool_(False)}}
+
+
+def record(attack, path):
+    """Items of a recorder, some through `jit`: each that was taken is there once, in order."""
+    first = 0
+    while attack.is_on:
+        recorder = jrb.datasets.Recorder(path, item(0), chunk=5)
+        taken = lambda: recorder.held + recorder.sealed  # noqa: B023
+        jitted = jax.jit(recorder.record)
+        jitted(item(first))  # an interrupt of its tracing leaves a cache of JAX in pieces
+        works = {
+            "add": lambda: recorder.add(item(first + taken())),  # noqa: B023
+            "record": lambda: jax.block_until_ready(jitted(item(first + taken()))),  # noqa: B023
+            "flush": recorder.flush,
+            "truncate": lambda: recorder.truncate(False),  # noqa: B023
+        }
+        for _ in range(60):
+            name, before = attack.rng.choice([*works, "add"]), taken()
+            attack(name, works[name])
+            jax.effects_barrier()
+            attack.check(before <= taken() <= before + 1, name, before, taken())
+        attack("close", recorder.close, recorder.close)
+        closing = threading.Thread(target=recorder.close, daemon=True)
+        closing.start()  # in another thread, which a lock that stayed taken would hold up
+        closing.join(PATIENCE)
+        attack.check(not closing.is_alive(), "a lock stayed taken")
+        rewards = [float(r) for one in datasets.open(path) for r in one["next"]["reward"]]
+        wanted = list(range(first, first + taken()))
+        attack.check(rewards == wanted, "recorded", rewards, wanted, recorder, os.listdir(path))
+        first += taken() + -taken() % 10
+        shutil.rmtree(path)
+
+
+def copy(attack, path):
+    """A dataset into a store, and through a function: whole at its path, or to be gone on with."""
+    with datasets.Recorder(os.path.join(path, "source"), item(0), chunk=50) as recorder:
+        for number in range(200):
+            recorder.add(item(number))
+    source = datasets.open(os.path.join(path, "source"))
+    target = os.path.join(path, "target")
+
+    def into_store():
+        buffer, state = source.buffer(storage=jrb.MemmapStorage(target))
+        attack.check(int(buffer.size(state)) == 200, "rows")
+        rewards = np.asarray(jrb.items(buffer, state)["next"]["reward"])
+        attack.check(rewards.tolist() == list(range(200)), "items")
+
+    def mapped():
+        made = source.preprocess(doubled, target, by="episode")
+        attack.check(made.transitions == 200, "steps")
+
+    def mapped_again():
+        if not os.path.exists(target):
+            mapped()
+        attack.check(datasets.open(target).transitions == 200, "not whole")
+
+    while attack.is_on:
+        work, after = attack.rng.choice([(into_store, into_store), (mapped, mapped_again)])
+        attack(work.__name__, work, after)
+        attack.check(not os.path.exists(target) or datasets.open(target).transitions == 200, "?")
+        shutil.rmtree(target, ignore_errors=True)
+    attack.check(sorted(os.listdir(path)) == ["source"], "left over", os.listdir(path))
+
+
+def doubled(episode):
+    return {**episode, "observation": episode["observation"] * 2}
+
+
+def threads():
+    """The names of threads of Python that run beside this one, or their numbers."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    here = threading.get_ident()
+    return [names.get(number, number) for number in sys._current_frames() if number != here]
+
+
+def main():
+    """Runs some scenarios, one after the other."""
+    path, most, seed, *names = sys.argv[1:]
+    faulthandler.dump_traceback_later(PATIENCE + int(most), exit=True)  # where it hangs
+    found = {}
+    for name in names:
+        attack = Attack(int(seed), int(most))
+        globals()[name](attack, os.path.join(path, name))
+        files.hook = None
+        until = time.monotonic() + 10
+        while threads() and time.monotonic() < until:
+            time.sleep(0.01)
+        found[name] = {"count": attack.count, "errors": attack.errors, "threads": threads()}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

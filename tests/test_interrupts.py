@@ -1,0 +1,310 @@
+"""Interrupts of what waits for threads: at every instruction, and by signals at random moments."""
+
+import ctypes
+import itertools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import checkpoint, iterate
+from jrb._store import files, gate, threads
+from jrb.checkpoint import background
+from tests import interrupts
+
+SCRIPT = interrupts.__file__
+OURS = [module.__file__ for module in (background, gate, iterate, threads)]
+THEIRS = [threading.__file__, os.path.join(os.path.dirname(threading.__file__), "queue.py")]
+MEMORY = "/dev/shm"
+AT_MOST = 60  # seconds, where what is waited for never comes
+
+
+class AtInstruction:
+    """A trace function that lets an interrupt come at the k-th instruction in some files.
+
+    It is raised where Python looks for signals next: after a call, at a jump back, or where a
+    function begins. An exception of the trace function would come at others too, between a lock
+    that was taken and the block that releases it.
+    """
+
+    # What a property calls is called without a look for signals in this function.
+    _set = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyErr_SetInterrupt", ctypes.pythonapi))
+    strike = property(_set)
+
+    def __init__(self, number, paths=(*OURS, *THEIRS)):
+        self.number, self.paths, self.count = number, frozenset(paths), 0
+
+    def __call__(self, frame, event, _):
+        if frame.f_code.co_filename not in self.paths:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.count += 1
+            if self.count == self.number:
+                sys.settrace(None)
+                _ = self.strike
+        return self
+
+
+def at_each_instruction(work, step=1, paths=(*OURS, *THEIRS)):
+    """Calls some work again and again, interrupted at a later instruction each time.
+
+    Yields:
+        Whether it was interrupted.
+    """
+    before = sys.gettrace()
+    for number in itertools.count(1, step):
+        trace, is_interrupted = AtInstruction(number, paths), False
+        try:
+            try:
+                sys.settrace(trace)
+                work()
+            finally:
+                sys.settrace(before)  # a call, after which the last one comes
+        except KeyboardInterrupt:
+            is_interrupted = True
+        yield is_interrupted
+        if trace.count < number:
+            assert number > 10
+            return
+
+
+def within_time(work):
+    """Calls some work in another thread, which a lock that stayed taken would hold up."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(AT_MOST)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def shown(monkeypatch):
+    """Where an interrupt comes in a callback of `weakref`, Python shows it and goes on."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """In memory if there is a place: these tests do not ask what is on the disk."""
+    if not os.access(MEMORY, os.W_OK):
+        yield tmp_path / "saved"
+        return
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        yield pathlib.Path(folder) / "saved"
+
+
+@pytest.fixture
+def filled():
+    buffer = jrb.ReplayBuffer(4, batch_size=2)
+    rows = {"x": np.arange(3, dtype=np.float32)}
+    return buffer, buffer.extend(buffer.init({"x": jnp.zeros(())}), rows)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_of_next_loses_no_batch(depth):
+    taken, batches = [], None
+
+    def take():  # calls of C: what `next` returns is in the list, or was not returned
+        taken.extend(map(next, itertools.repeat(batches, 3)))
+
+    def check():
+        take()
+        batches.close()
+
+    run = at_each_instruction(take)
+    for _ in itertools.chain([None], run):
+        if batches is not None:
+            within_time(check)
+            assert taken == list(range(len(taken)))
+            assert not batches._thread.is_alive()
+            taken.clear()
+        batches = jrb.prefetch(itertools.count(), depth=depth)
+    batches.close()
+
+
+def test_an_interrupt_where_prefetch_begins_or_closes_leaves_no_thread():
+    def loop():
+        with jrb.prefetch(itertools.count(), depth=1) as batches:
+            next(batches)
+
+    for _ in at_each_instruction(loop):
+        within_time(ended)
+
+
+def ended():
+    """Returns when no thread draws ahead any more."""
+    while any(one.name == "jrb-prefetch" for one in threading.enumerate()):
+        time.sleep(0)
+
+
+def test_an_interrupt_of_shared_work_leaves_nothing_going_on():
+    done = []
+    work = lambda: threads.share(done.append, range(9), [lambda: done.append(9)])
+    for is_interrupted in at_each_instruction(work):
+        assert threading.active_count() == 1
+        assert is_interrupted or sorted(done) == list(range(10))
+        assert len(done) == len(set(done))
+        done.clear()
+
+
+def test_an_interrupt_of_a_write_that_waits_for_draws_holds_nobody_up():
+    one, inside, over = gate.Gate(), threading.Semaphore(0), threading.Event()
+
+    def draw():
+        while not over.is_set():
+            with one.entered():
+                inside.release()
+
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    for _ in at_each_instruction(one.wait):
+        within_time(one.wait)
+        for _ in range(3):
+            assert inside.acquire(timeout=AT_MOST)
+    over.set()
+    thread.join(AT_MOST)
+    assert not thread.is_alive()
+    assert not one.inside
+
+
+def test_an_interrupt_of_a_save_in_the_background_loses_nothing(filled, path):
+    buffer, state = filled
+    begun = []
+
+    def work():
+        begun.append(checkpoint.save_async(path, buffer, state))
+        begun[0].wait()
+
+    count = 0
+    for is_interrupted in at_each_instruction(work, 11):
+        if begun:
+            count += 1
+            begun[0].wait()
+            assert begun[0].done()
+            assert checkpoint.generations(path)[-1] >= count
+            assert is_interrupted or begun[0].done()
+        count = jrb.save(path, buffer, state)
+        begun.clear()
+    assert int(buffer.size(jrb.load(path)[1])) == 3
+
+
+def test_a_failure_in_the_background_is_raised_once_whatever_is_interrupted(
+    filled, path, monkeypatch
+):
+    buffer, state = filled
+    jrb.save(path, buffer, state)
+    raised = []
+
+    def fail():
+        monkeypatch.setattr(files, "hook", refused)
+        save = checkpoint.save_async(path, buffer, state)
+        while not save.done():
+            pass
+        monkeypatch.setattr(files, "hook", None)
+
+    def settle():
+        try:
+            background.settle(str(path))
+        except OSError as error:
+            raised.append(error)
+
+    fail()
+    for _ in at_each_instruction(settle, 1, [background.__file__]):
+        settle()
+        assert len(raised) == 1
+        raised.clear()
+        fail()
+    settle()
+
+
+def refused(operation, *_):
+    if operation == "replace" and threading.current_thread().name == "jrb-save":
+        raise OSError(28, "No space left on device")
+
+
+def test_a_save_goes_on_whose_wait_was_interrupted(filled, path, monkeypatch):
+    buffer, state = filled
+    go = threading.Event()
+
+    def hold(operation, *_):
+        if operation == "replace" and threading.current_thread().name == "jrb-save":
+            go.wait(AT_MOST)
+
+    monkeypatch.setattr(files, "hook", hold)
+    jrb.save(path, buffer, buffer.empty(state))
+    save = checkpoint.save_async(path, buffer, state)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for wait in (save.wait, lambda: jrb.load(path)):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            assert not save.done()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        go.set()
+    assert jrb.save(path, buffer, state) == 3  # which waits for the one before
+    assert save.done()
+
+
+PROGRAM = """
+import signal, sys, threading, time, jax.numpy as jnp, jrb
+from jrb._store import files
+
+def hook(operation, *rest):
+    if operation == "replace" and threading.current_thread().name == "jrb-save":
+        time.sleep(0.3)
+        if sys.argv[2] == "refused":
+            raise OSError(28, "No space left on device")
+
+files.hook = hook
+buffer = jrb.ReplayBuffer(4)
+save = jrb.checkpoint.save_async(sys.argv[1], buffer, buffer.init({"x": jnp.zeros(3)}))
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+try:
+    save.wait()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("outcome", "status"), [("saved", 0), ("refused", 120)])
+def test_a_program_that_ends_saves_or_says_that_it_has_not(outcome, status, tmp_path):
+    path = tmp_path / "saved"
+    command = [sys.executable, "-c", PROGRAM, path, outcome]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, "interrupted\n")
+    assert ("No space left" in done.stderr) == (outcome == "refused")
+    assert (outcome == "refused") == ("generation-000000000001" not in os.listdir(path))
+
+
+SCENARIOS = ["save", "save_async", "prefetch", "prefetch_draws", "record", "copy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [(10, SCENARIOS), *(pytest.param(400, [name], marks=pytest.mark.long) for name in SCENARIOS)],
+)
+def test_interrupts_at_random_moments_lose_nothing(count, names, tmp_path):
+    command = [sys.executable, SCRIPT, tmp_path, str(count), "0", *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert list(found) == names
+    for name, one in found.items():
+        assert one["errors"] == [], name
+        assert one["threads"] == [], name
+        assert one["count"] >= count
