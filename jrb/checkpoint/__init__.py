@@ -188,8 +188,9 @@ def save_async(
 
     What is to be written is copied to host memory before this returns: at first everything, later
     what changed. Then the state may be donated. If the save fails, the next call of `save`,
-    `save_async` or `load` with this path raises, and so does `wait`. A program that ends waits. A
-    commit of a storage on the host to its own path is over when this returns.
+    `save_async` or `load` with this path raises, and so does `wait`. A program that ends waits, and
+    has the status 120 if a save failed and nobody was told. An interrupt of `wait` ends the waiting
+    only. A commit of a storage on the host to its own path is over when this returns.
 
     Args:
         path: of a folder.

@@ -41,12 +41,17 @@ class Ahead:
         sample = None
         while sample is None:
             self._fill(patient=True)
-            first = self._line.popleft()
+            first = self._line[0]  # an interrupt of the wait leaves it there
             sample = self._taken(first) if isinstance(first, Draw) else first
+            self._line.popleft()
             if sample is None:
                 time.sleep(PAUSE)
-        self._fill(patient=False)
-        self._fetch()
+        try:
+            self._fill(patient=False)
+            self._fetch()
+        except BaseException:  # also an interrupt: the next call returns the batch
+            self._line.appendleft(sample)
+            raise
         return sample
 
     def _fill(self, patient: bool) -> None:

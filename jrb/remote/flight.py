@@ -23,9 +23,13 @@ class Flight:
     def make_room(self) -> None:
         """Waits until there is room for one more."""
         while len(self._calls) >= self._most:
-            ray().get(self._calls.popleft())
+            self._land()
 
     def wait(self) -> None:
         """Waits for all of them."""
         while self._calls:
-            ray().get(self._calls.popleft())
+            self._land()
+
+    def _land(self) -> None:
+        ray().wait([self._calls[0]])  # an interrupt leaves it in line, with what it may raise
+        ray().get(self._calls.popleft())

@@ -18,6 +18,7 @@ from jrb._base import checks
 from jrb.datasets.copying.mapped import Call, Failure, Function, Result, check_like
 from jrb.datasets.copying.new_dataset import NewDataset
 from jrb.datasets.kind import Episode
+from jrb.iterate import prefetch
 from jrb.layouts.names import Leaves
 
 _REWARD, _TERMINATED, _TRUNCATED = "next/reward", "next/terminated", "next/truncated"
@@ -91,17 +92,27 @@ def in_order(
         for task in tasks:
             yield task, _checked(call(plan.function, task), name)
         return
+    # The thread of `prefetch` waits for the processes, as no interrupt comes there.
+    with prefetch(_in_processes(call, plan, tasks), depth=1) as done:
+        for task, future in done:
+            yield task, _came_back(future, name)
+
+
+def _in_processes(
+    call: Call, plan: Plan, tasks: Iterable[Episode]
+) -> Iterator[tuple[Episode, "concurrent.futures.Future[Result]"]]:
+    """The tasks in their order, and calls that other processes have made."""
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(plan.workers, context)
-    waiting: collections.deque = collections.deque()
+    begun: collections.deque = collections.deque()
     try:
         for task in tasks:
-            waiting.append((task, _begun(pool, call, plan.function, task)))
-            if len(waiting) > 2 * plan.workers:
-                first, future = waiting.popleft()
-                yield first, _came_back(future, name)
-        for first, future in waiting:
-            yield first, _came_back(future, name)
+            begun.append((task, _begun(pool, call, plan.function, task)))
+            if len(begun) > 2 * plan.workers:
+                concurrent.futures.wait([begun[0][1]])
+                yield begun.popleft()
+        concurrent.futures.wait([future for _, future in begun])
+        yield from begun
     finally:
         pool.shutdown(cancel_futures=True)
 
