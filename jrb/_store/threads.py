@@ -44,7 +44,7 @@ class Worker:
 
     def __init__(self, work: Callable[[], None], name: str, daemon: bool = False) -> None:
         self.error = None
-        self._work: Callable[[], None] | None = work
+        self._work = [work]
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
         self._starters: list[int] = []
         self._starting, self._running, self._is_over = taken_lock(), taken_lock(), False
@@ -70,13 +70,11 @@ class Worker:
             self._starting.release()
 
     def _run(self) -> None:
-        work, self._work, error = self._work, None, None
+        error = None
         try:
-            if work is not None:
-                work()
+            self._work.pop()()  # what it holds is free before anybody hears that it is over
         except BaseException as raised:
             error = raised
-        del work  # what it holds is free before anybody hears that it is over
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -157,15 +155,13 @@ def _share(
     errors: list[BaseException],
 ) -> None:
     """Does all tasks, in this thread and in some more; not for the main thread."""
-    task_lock, other_lock, left = threading.Lock(), threading.Lock(), iter(others)
-    do_tasks = functools.partial(_drain, work, tasks, task_lock, errors)
-    do_others = functools.partial(_drain, _call, left, other_lock, errors)
-    threads: list[threading.Thread] = []
+    do_tasks = functools.partial(_drain, work, tasks, threading.Lock(), errors)
+    do_others = functools.partial(_drain, _call, iter(others), threading.Lock(), errors)
+    works = [do_tasks] * (most * WORKERS - 1) + [do_others] * bool(others)
+    threads = [threading.Thread(target=one) for one in works]
     if WORKERS == 1:
+        threads.clear()
         do_others()
-    else:
-        threads += [threading.Thread(target=do_tasks) for _ in range(most * WORKERS - 1)]
-        threads += [threading.Thread(target=do_others)] if others else []
     with contextlib.suppress(RuntimeError):  # no more threads: this one does what is left
         for thread in threads:
             thread.start()
