@@ -63,6 +63,8 @@ def start(path: str, pending: Callable[[], AnyPending | int], keep: int) -> Save
     """
     save = _running[os.path.realpath(path)] = Save(keep)
     save._begin(pending)
+    atexit.unregister(_report)
+    atexit.register(_report)  # called before the finalizers that close the files of the save
     return save
 
 
