@@ -97,7 +97,7 @@ class Sharded:
                 "transforms: expected none with a state, as each shard would learn another, got "
                 f"{transforming.learning(self.buffer.transforms)[0]!r}. Let the learner do it."
             )
-        if dispatch.on_host(self.buffer):
+        if dispatch.on_host(self.part):  # the part says what cannot be cut
             raise ValueError(
                 f"storage: expected jrb.DeviceStorage(), got {self.buffer.storage!r}. Items on the "
                 "host are for jrb.remote(buffer, shards=k), or for one buffer per process."

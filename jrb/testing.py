@@ -28,7 +28,7 @@ import numpy as np
 from jrb import checkpoint
 from jrb._base import pytree
 from jrb._base.pytree import PyTree
-from jrb._engine import editing, transforming
+from jrb._engine import editing
 from jrb._engine.steps import context_of
 from jrb._store.errors import StaleError
 from jrb.buffer import ReplayBuffer
@@ -367,13 +367,13 @@ def check_rebuilt(make: Make, example: Item) -> None:
 
 
 def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
-    """Two shards draw by probabilities and weights that belong together, as one buffer does."""
-    if transforming.learning(buffer.transforms) or not buffer.writer.writes:
+    """Two shards draw by probabilities and weights that belong together, or say why they do not."""
+    envs, size = 2 * (buffer.num_envs or 1), 2 * (buffer.batch_size or 1)
+    sizes = {"num_envs": envs, "batch_size": size, "capacity": 2 * buffer.capacity}
+    try:
+        sharded = Sharded(dataclasses.replace(buffer, **sizes), 2)
+    except ValueError:  # such as transforms with a state, or a number that two does not divide
         return
-    envs = 2 * (buffer.num_envs or 1)
-    size = 2 * (buffer.batch_size or 1)
-    whole = dataclasses.replace(buffer, num_envs=envs, capacity=2 * buffer.capacity)
-    sharded = Sharded(dataclasses.replace(whole, batch_size=size), 2)
     state = sharded.extend(sharded.init(example), rows(example, jnp.float32(4), 9, envs))
     with contextlib.suppress(MissingMethodError):
         state, batch = sharded.draw(state, jax.random.key(8), beta=1.0)
