@@ -43,7 +43,6 @@ PARTS = {  # each sampler, unit, writer and storage at least once
         "storage": jrb.MemmapStorage(),
     },
 }
-INFINITE = {"ranked"}  # infinities stand for the ranks of empty slots
 SWITCHES = {
     "rank promotion": {"jax_numpy_rank_promotion": "raise"},
     "nans": {"jax_debug_nans": True},
@@ -131,9 +130,10 @@ def run(buffer, its):
 
 def cases():
     for switch in SWITCHES:
-        for parts in PARTS if switch in ALL else SOME:
-            slow = switch not in ALL and (switch in ("no jit", "leaks") or parts != "n-step")
-            marks = [pytest.mark.slow, pytest.mark.whole] if slow else []
+        some = SOME if switch != "no jit" else ["windows"]  # where each operation is a call
+        for parts in PARTS if switch in ALL else some:
+            is_slow = switch in ("no jit", "leaks") or (switch not in ALL and parts != "n-step")
+            marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(switch, parts, marks=marks, id=f"{switch}, {parts}")
 
 
