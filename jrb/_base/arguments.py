@@ -17,7 +17,6 @@ from jax import lax
 from jrb._base import versions
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 
 def entry(function: F) -> F:
@@ -32,7 +31,7 @@ def entry(function: F) -> F:
     return cast(F, entered)
 
 
-def admitted(arguments: T) -> T:
+def admitted(arguments: Any) -> Any:
     """The same arguments, constant under differentiation, and varying over the same mesh axes.
 
     Args:

@@ -53,9 +53,9 @@ def _as_array(where: str, leaf: Leaf) -> Any:
             raise TypeError(f"{where}: expected an array, got {kind}: {error}") from error
     if not (pytree.is_array(leaf) or isinstance(leaf, _NUMBER)):
         raise pytree.no_array(where, leaf)
-    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
-        return leaf.astype(leaf.dtype.newbyteorder("="))
-    return leaf
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.isnative:
+        return leaf
+    return leaf.astype(leaf.dtype.newbyteorder("="))
 
 
 def kept(items: PyTree, what: str) -> Any:

@@ -25,7 +25,7 @@ def identity(description: Any, *left_out: str) -> str:
         for field in dataclasses.fields(description)
         if field.name not in left_out
     }
-    digest = hashlib.blake2b(_text(fields).encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(_text(tuple(fields.values())).encode(), digest_size=6).hexdigest()
     sizes = ", ".join(f"{name}={value}" for name, value in fields.items() if type(value) is int)
     return f"{_class_name(description)}({sizes}) {digest}"
 
@@ -38,23 +38,15 @@ def _text(value: Any) -> str:
         return repr(int(value) if value == value // 1 else value)
     if isinstance(value, np.dtype):
         return repr(value.name)
-    if value is None or isinstance(value, str | bytes | complex):
+    if value is None or isinstance(value, str | bytes | os.PathLike):
         return repr(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_text(entry)}" for name, entry in value.items()) + "}"
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple):
         return "(" + ",".join(map(_text, value)) + ")"
-    if isinstance(value, set | frozenset):
-        return "{" + ",".join(sorted(map(_text, value))) + "}"
-    if isinstance(value, os.PathLike):
-        return repr(os.fspath(value))
-    if isinstance(value, functools.partial):
-        return _text((value.func, value.args, value.keywords))
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return _class_name(value) + _text(fields)
+        entries = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return _class_name(value) + _text(tuple(entries))
     return _class_name(value)  # of no known fields; its repr may say where it lies in memory
 
 

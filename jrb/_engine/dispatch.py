@@ -474,7 +474,7 @@ def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
         return
     room = np.zeros(1 << (slots.size - 1).bit_length(), np.int32)  # of few lengths: it is compiled
     room[: slots.size] = slots.reshape(-1)
-    holds = steps.holds(buffer.writer, buffer.ring, state.writer, room)
+    holds = steps.holds(buffer.writer, buffer.ring, state.writer, jax.device_put(room))
     empty = ~np.asarray(holds)[: slots.size].reshape(slots.shape)
     if empty.any():
         raise ValueError(

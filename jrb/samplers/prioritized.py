@@ -394,8 +394,7 @@ class Prioritized(PrioritizedSampler):
             raise ValueError(f"alpha: expected a single number, got shape {alpha.shape}.")
         if not isinstance(alpha, jax.core.Tracer):
             _check_number("alpha", float(alpha))
-        good = jnp.isfinite(alpha) & (alpha >= 0)
-        return _with_alpha(self, state, jnp.where(good, alpha, state.alpha))
+        return _with_alpha(self, state, alpha)
 
     def assign(
         self,
@@ -525,6 +524,7 @@ def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
 
 @by_description()
 def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
+    alpha = jnp.where(jnp.isfinite(alpha) & (alpha >= 0), alpha, state.alpha)
     changed = (alpha != state.alpha).astype(jnp.int32)
     largest, state = state.largest, state.replace(alpha=alpha, largest=None)  # of no masses
     laid = lax.platform_dependent(

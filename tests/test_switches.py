@@ -1,0 +1,177 @@
+"""Every kind of part under the switches by which JAX finds mistakes, or computes otherwise."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import sum_tree
+
+E, B = 2, 4
+NEXT = {"observation": jnp.zeros(3), "reward": jnp.float32(0), "done": jnp.bool_(False)}
+ITEM = {"observation": jnp.zeros(3), "action": jnp.zeros(2), "next": NEXT}
+HINDSIGHT = jrb.Hindsight(
+    lambda achieved, goal: -jnp.abs(achieved[0] - goal[0]),
+    achieved=("next", "observation"),
+    goal="observation",
+    next_goal=None,
+)
+RUNNING = (jrb.transforms.RunningNormalize(), jrb.transforms.RunningRewardScale())
+PARTS = {  # each sampler, unit, writer and storage at least once
+    "uniform": {"sampler": jrb.Uniform(replacement=False)},
+    "n-step": {"sampler": jrb.Prioritized(), "unit": jrb.NStep(2, 0.9)},
+    "counted": {"sampler": jrb.Prioritized(stratified=False, counted=True), "writer": jrb.Lanes()},
+    "windows": {
+        "sampler": jrb.WithoutReplacement(),
+        "unit": jrb.Sequence(2),
+        "transforms": RUNNING,
+    },
+    "episodes": {"unit": jrb.Sequence(2, over="episodes"), "sampler": jrb.Newest(0.9)},
+    "stacks": {"sampler": jrb.Queue(), "unit": jrb.FrameStack(2)},
+    "goals": {"sampler": jrb.Prioritized(), "unit": HINDSIGHT},
+    "once": {"sampler": jrb.Lifo(), "storage": jrb.DeviceStorage(once=True)},
+    "reservoir": {"sampler": jrb.Prioritized(), "writer": jrb.Reservoir()},
+    "ranked": {"writer": jrb.MaxValue(("next", "reward"))},
+    "full": {"sampler": jrb.Queue(), "writer": jrb.UntilFull()},
+    "files": {
+        "sampler": jrb.Prioritized(),
+        "unit": jrb.NStep(2, 0.9),
+        "storage": jrb.MemmapStorage(),
+    },
+}
+SWITCHES = {
+    "rank promotion": {"jax_numpy_rank_promotion": "raise"},
+    "nans": {"jax_debug_nans": True},
+    "infinities": {"jax_debug_infs": True},
+    "leaks": {"jax_check_tracer_leaks": True},
+    "no jit": {"jax_disable_jit": True},
+    "x64": {"jax_enable_x64": True},
+    "random bits": {"jax_threefry_partitionable": False},
+    "rbg": {"jax_default_prng_impl": "rbg"},
+    "custom keys": {"jax_enable_custom_prng": True},
+    "no transfers": {},
+}
+ALL = ["rank promotion"]  # every composition; of the others, some
+SOME = ["n-step", "windows", "counted"]
+
+
+@contextlib.contextmanager
+def switched(switch):
+    before = {name: getattr(jax.config, name) for name in SWITCHES[switch]}
+    try:
+        for name, value in SWITCHES[switch].items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def rows(length, *lead):
+    """Made by NumPy, so that making them is no part of what is tested."""
+
+    def leaf(like):
+        number = np.arange(length) % 6 == 5 if like.dtype == bool else np.arange(length) % 7 + 1
+        shape = (length, *lead, *like.shape)
+        return np.broadcast_to(number.reshape(-1, *(1,) * (len(shape) - 1)), shape).astype(
+            like.dtype
+        )
+
+    return jax.tree.map(leaf, ITEM)
+
+
+@functools.cache
+def given(key_style):
+    """What verbs are given, on the device."""
+    arrays = {
+        "many": rows(7, E),
+        "one": jax.tree.map(lambda leaf: leaf[0], rows(1, E)),
+        "priorities": np.ones(E, np.float32),
+        "errors": np.full(B, 0.5, np.float32),
+        "mask": np.bool_(True),
+        "which": np.array([True, False]),
+        "slots": np.array([1, 2], np.int32),
+        "actions": np.ones((B, 2), np.float32),
+        "ends": np.array([True, False]),
+        "beta": np.float32(0.5),
+    }
+    return {**jax.device_put(arrays), "key": key_style(0)}
+
+
+def run(buffer, its):
+    """Most verbs, compiled."""
+    verbs = jrb.jitted(buffer)
+    state = verbs.extend(verbs.init(ITEM), its["many"])
+    if buffer.writer.until_full:
+        state, _ = verbs.draw(state, its["key"])
+    state = verbs.add(state, its["one"], its["mask"])
+    if buffer.sampler.takes_priorities:
+        state = verbs.add(state, its["one"], None, its["priorities"])
+    state, batch = verbs.draw(state, its["key"])
+    verbs.sample(state, its["key"])
+    if buffer.sampler.prioritized:
+        state = verbs.update_priority(state, batch, its["errors"])
+        state = verbs.set_alpha(state, its["beta"])
+        verbs.sample(state, its["key"], None, its["beta"])
+    state = verbs.truncate(state, its["which"])
+    state = verbs.set(state, batch, {"action": its["actions"]})
+    if not buffer.unit.one_row:
+        state = verbs.set(state, its["slots"], {"next": {"done": its["ends"]}})
+    state = verbs.map(state, lambda items: {"action": items["action"] * 2.0})
+    if buffer.writer.in_time:
+        verbs.newest(state, 2)
+    facts = verbs.size(state), verbs.can_sample(state), verbs.in_order(state)
+    return verbs.empty(state), batch, facts
+
+
+def cases():
+    for switch in SWITCHES:
+        some = SOME if switch != "no jit" else ["windows"]  # where each operation is a call
+        for parts in PARTS if switch in ALL else some:
+            is_slow = switch in ("no jit", "leaks") or (switch not in ALL and parts != "n-step")
+            marks = [pytest.mark.slow] if is_slow else []
+            yield pytest.param(switch, parts, marks=marks, id=f"{switch}, {parts}")
+
+
+@pytest.mark.parametrize(("switch", "parts"), cases())
+def test_compositions_work_under_every_switch(switch, parts):
+    buffer = jrb.ReplayBuffer(10, num_envs=E, batch_size=B, **PARTS[parts])
+    key_style = jax.random.PRNGKey if switch == "random bits" else jax.random.key
+    with switched(switch):
+        given.cache_clear()
+        its = given(key_style)
+        guard = (
+            jax.transfer_guard("disallow") if switch == "no transfers" else contextlib.nullcontext()
+        )
+        with guard:
+            state, batch, _ = run(buffer, its)
+        assert batch.mask.any()
+        assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(batch.data))
+        del state
+
+
+@pytest.mark.parametrize("switch", ["rank promotion", "nans", "x64"])
+def test_so_do_mixes_shards_trees_and_limits(switch):
+    with switched(switch):
+        its = given.__wrapped__(jax.random.key)
+        buffer = jrb.ReplayBuffer(10, num_envs=E, batch_size=B, sampler=jrb.Prioritized())
+        state = buffer.extend(buffer.init(ITEM), its["many"])
+        mix = jrb.Mix((buffer, buffer), (0.5, 0.5), batch_size=B)
+        states, batch = mix.draw(
+            (state, state), its["key"], proportions=jnp.array([0.3, 0.7], jnp.float32)
+        )
+        mix.update_priority(states, batch, its["errors"])
+        for exchange in (False, True):
+            sharded = jrb.Sharded(buffer, 2, exchange=exchange)
+            held = sharded.extend(sharded.init(ITEM), its["many"])
+            held, batch = sharded.draw(held, its["key"])
+            sharded.update_priority(held, batch, its["errors"])
+        tree = sum_tree.update(sum_tree.init(5000), jnp.arange(B), its["errors"])
+        assert sum_tree.find(tree, its["errors"]).shape == (B,)
+        assert sum_tree.sample(tree, its["key"], 3).shape == (3,)
+        limit = jrb.limits.SampleToInsert(2, 3, 4)
+        assert limit.may_sample(limit.inserted(limit.init(), 3), 4)
