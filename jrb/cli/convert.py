@@ -11,7 +11,7 @@ from jrb._base import extras
 from jrb._base.wording import bytes_text
 from jrb.cli import console, found, reports
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 
 _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
 _EPISODES = ("minari", "lerobot", "d4rl")
