@@ -9,10 +9,10 @@ from typing import Any, ClassVar, overload
 import jax
 import jax.core
 import numpy as np
-from jax.typing import ArrayLike
 
 from jrb._base import casting, checks, gathering, pytree
 from jrb._base.owned import copied, copy
+from jrb._base.pytree import ArrayLike
 from jrb._engine import dispatch
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix

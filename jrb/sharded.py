@@ -379,7 +379,11 @@ class Sharded:
         return self._drawn(state, key, count, beta, shard_bodies.Draw, (0, 0), quiet)
 
     def in_each(
-        self, function: Callable[..., Any], states: tuple, batches: tuple, merges: bool = False
+        self,
+        function: Callable[..., Any],
+        states: tuple[Any, ...],
+        batches: tuple[Any, ...],
+        merges: bool = False,
     ) -> Any:
         """Calls a function for each shard.
 

@@ -21,6 +21,9 @@ PyTree = Any
 Leaf = Any
 """An array of JAX or NumPy, or a spec of one."""
 
+ArrayLike = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+"""Values that JAX takes for arrays; the alias of JAX has no type for checkers outside JAX."""
+
 DType = Any
 """A dtype of NumPy, or one of JAX that extends these."""
 
@@ -180,7 +183,8 @@ class SpecKey:
 
     def __init__(self, spec: PyTree) -> None:
         leaves, structure = jax.tree.flatten(spec)
-        self.spec, self._key = spec, (structure, tuple(leaves))
+        self.spec: PyTree = spec
+        self._key: tuple[Any, ...] = (structure, tuple(leaves))
         self._hash = hash(self._key)
 
     def __hash__(self) -> int:

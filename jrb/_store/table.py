@@ -59,7 +59,7 @@ class Leaf:
     """
 
     name: str
-    kind: tuple
+    kind: tuple[Any, ...]
     width: int
 
 
@@ -412,8 +412,10 @@ class Stretch:
     def __init__(self, blocks: range, size: int, runs: np.ndarray) -> None:
         first, place, length = np.concatenate([[[0, 0, 0]], runs]).T  # before the first one
         ends = np.cumsum(length)
-        self.count, starts = int(ends[-1]), ends - length
-        self.spans = list(zip(starts.tolist(), ends.tolist(), place.tolist(), strict=True))[1:]
+        starts = ends - length
+        self.count: int = int(ends[-1])
+        spans = zip(starts.tolist(), ends.tolist(), place.tolist(), strict=True)
+        self.spans: list[tuple[int, int, int]] = list(spans)[1:]
         if len(runs) == 1:
             self.rows = slice(int(first[1]), int(first[1]) + self.count)
         else:

@@ -7,7 +7,7 @@ from jrb._base import extras
 from jrb._store.printing import printable
 from jrb.cli import bench, convert, data, demo, found, inspect, stats, verify
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 
 _TRACEBACK = "--traceback"
 _INTERRUPTED = 130

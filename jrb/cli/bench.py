@@ -5,11 +5,11 @@ import importlib.util
 import pathlib
 import sys
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 from jrb._base import extras
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 _option = typer.Option
 
 _NAME = "jrb._benchmarks"

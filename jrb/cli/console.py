@@ -11,11 +11,11 @@ from jrb._base import extras
 from jrb._store.opening import Progress, nobody
 from jrb._store.printing import printable
 
-rich_box = extras.require("rich.box", "cli")
-rich_console = extras.require("rich.console", "cli")
-rich_padding = extras.require("rich.padding", "cli")
-rich_table = extras.require("rich.table", "cli")
-rich_text = extras.require("rich.text", "cli")
+rich_box: Any = extras.require("rich.box", "cli")
+rich_console: Any = extras.require("rich.console", "cli")
+rich_padding: Any = extras.require("rich.padding", "cli")
+rich_table: Any = extras.require("rich.table", "cli")
+rich_text: Any = extras.require("rich.text", "cli")
 
 _ENDLESS = 4096  # columns, where nobody looks: lines are not broken in a pipe
 

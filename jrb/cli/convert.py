@@ -12,7 +12,7 @@ from jrb._base import extras
 from jrb._base.wording import bytes_text
 from jrb.cli import console, found, reports
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 
 _LOADED = ("native", "h5")  # by `jrb.load`, into arrays of JAX
 _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")

@@ -8,7 +8,7 @@ from jrb._base.wording import bytes_text
 from jrb._store.printing import printable
 from jrb.cli import console, found
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 
 app = typer.Typer(
     help="List, copy and delete datasets.",

@@ -1,11 +1,11 @@
 """`jrb demo`: a training to look at."""
 
 import importlib
-from typing import Annotated
+from typing import Annotated, Any
 
 from jrb._base import extras
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 _option = typer.Option
 
 

@@ -13,7 +13,7 @@ from jrb._base.wording import bytes_text
 from jrb.cli import console, found, reports
 from jrb.cli.reports import Leaf, Report
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 
 _LONGEST = 200  # characters of what a file says of itself
 

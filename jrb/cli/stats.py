@@ -9,7 +9,7 @@ import numpy as np
 from jrb._base import extras
 from jrb.cli import console, found
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BINS = 16

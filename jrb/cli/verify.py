@@ -13,7 +13,7 @@ from jrb._store.opening import Progress
 from jrb._store.printing import printable
 from jrb.cli import console, found
 
-typer = extras.require("typer", "cli")
+typer: Any = extras.require("typer", "cli")
 
 _PIECE = 4 << 20  # bytes that are read at a time
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError)

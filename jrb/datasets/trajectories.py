@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from jrb._base import pytree
-from jrb._base.pytree import PyTree
+from jrb._base.pytree import ArrayLike, PyTree
 from jrb.keys import TED, Keys
 
 

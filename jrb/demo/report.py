@@ -9,9 +9,9 @@ from jrb._base import extras
 from jrb.demo import training
 from jrb.plot import canvas, priority_panels
 
-rich_console = extras.require("rich.console", "demo")
-rich_progress = extras.require("rich.progress", "demo")
-rich_table = extras.require("rich.table", "demo")
+rich_console: Any = extras.require("rich.console", "demo")
+rich_progress: Any = extras.require("rich.progress", "demo")
+rich_table: Any = extras.require("rich.table", "demo")
 
 _PARTS = 8
 

@@ -32,8 +32,8 @@ from jrb.samplers import Prioritized
 from jrb.sharded import Sharded
 from jrb.state import BufferState, Sample
 
-gymnax = extras.require("gymnax", "demo")
-optax = extras.require("optax", "demo")
+gymnax: Any = extras.require("gymnax", "demo")
+optax: Any = extras.require("optax", "demo")
 
 Network = list[tuple[jax.Array, jax.Array]]
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from jrb.remote import permits, shards
+from jrb.remote import shards
 from jrb.remote.library import ray
+from jrb.remote.permits import Permits, granted
 from jrb.remote.setup import Setup
 from jrb.state import Device, Sample
 
@@ -39,8 +40,9 @@ class Drawing:
     Each computes by itself from that how much of the batch is its part: nobody waits here.
     """
 
-    def __init__(self, setup: Setup, servers: list[Any], permits: permits.Permits | None) -> None:
-        self._setup, self._servers, self.permits = setup, servers, permits
+    def __init__(self, setup: Setup, servers: list[Any], permits: Permits | None) -> None:
+        self._setup, self._servers = setup, servers
+        self.permits: Permits | None = permits
         self._number = 0
 
     def ask(
@@ -86,7 +88,7 @@ class Drawing:
     ) -> Sample | None:
         """A batch, on a device; where it is `patient`, it asks until there is something to draw."""
         while True:
-            with permits.granted(self.permits, "sample", batch_size) as ticket:
+            with granted(self.permits, "sample", batch_size) as ticket:
                 draw = self.ask(batch_size, [beta], ticket)[0]
             sample = self.take(draw, device)
             if sample is not None or not patient:

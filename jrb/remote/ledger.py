@@ -47,10 +47,10 @@ class Ledger:
     _COUNTS = ("received", "lost", "drawn", "held")
 
     def __init__(self, lanes: int) -> None:
-        self.senders = np.zeros((lanes, _SENDERS), np.uint64)
-        self.following = np.zeros((lanes, _SENDERS), np.int64)
-        self.gaps = np.zeros((lanes, _SENDERS, _GAPS, 2), np.int64)
-        self.ends = np.zeros(lanes, np.int64)
+        self.senders: np.ndarray = np.zeros((lanes, _SENDERS), np.uint64)
+        self.following: np.ndarray = np.zeros((lanes, _SENDERS), np.int64)
+        self.gaps: np.ndarray = np.zeros((lanes, _SENDERS, _GAPS, 2), np.int64)
+        self.ends: np.ndarray = np.zeros(lanes, np.int64)
         self.received = self.lost = self.drawn = self.held = 0
 
     def note(self, lane: int, sender: int, first: int, count: int) -> Arrival:

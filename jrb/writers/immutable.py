@@ -3,9 +3,9 @@
 from typing import Any, ClassVar, NoReturn
 
 import jax
-from jax.typing import ArrayLike
 
 from jrb._base import pytree
+from jrb._base.pytree import ArrayLike
 from jrb.held import Held
 from jrb.ring import Ring
 from jrb.types import Item, Write, Writer

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from jrb._base import host_calls, prng_keys
-from jrb._base.pytree import PyTree
+from jrb._base.pytree import ArrayLike, PyTree
 from jrb._store import paths
 from jrb.checkpoint import facts
 from jrb.datasets.recording.checking import (

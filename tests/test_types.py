@@ -1,0 +1,39 @@
+"""What a type checker of users sees."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROGRAM = """
+import jax, jax.numpy as jnp, jrb
+buffer = jrb.ReplayBuffer(100, batch_size=4, sampler=jrb.Prioritized())
+verbs = jrb.jitted(buffer)
+state = verbs.init({"x": jnp.zeros(3)})
+state = verbs.add(state, {"x": jnp.ones(3)})
+batch = verbs.sample(state, jax.random.key(0))
+state = verbs.update_priority(state, batch, batch.weights)
+mixed = jrb.jitted(jrb.Mix((buffer, buffer), (0.5, 0.5)))
+states, batch = mixed.draw((state, state), jax.random.key(0))
+batch.experience  # error: Sample has none
+jrb.NStep(gamma=0.9)  # error: nor has NStep
+"""
+
+
+@pytest.mark.slow
+def test_the_documented_loop_has_types_and_wrong_names_are_found(tmp_path):
+    pyright = shutil.which("pyright", path=os.path.dirname(sys.executable))
+    if pyright is None:
+        pytest.skip("pyright is not installed")
+    (tmp_path / "loop.py").write_text(PROGRAM)
+    call = [pyright, "--pythonpath", sys.executable, "loop.py"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(call, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    errors = [line for line in ran.stdout.splitlines() if " - error: " in line]
+    assert len(errors) == 3, ran.stdout
+    assert '"experience" for class "Sample"' in errors[0]
+    assert {line.split(":")[1] for line in errors} == {"11", "12"}
