@@ -181,20 +181,24 @@ def changed(store: Store, rows: Rows, last: Generation | None, saved: Snapshot) 
     where they were newest at the last save. If something differs, it is all rows. Where items were
     edited since, all rows are compared; and so they are where they are no slots.
     """
-    every = np.arange(rows.count)
-    state = saved.state
+    every, state = np.arange(rows.count), saved.state
     if not rows.in_slots:
         return every if last is None else every[_differ(store, rows, every)]
+    if saved.views:  # slots that were never written, on the host or in the store, hold zeros
+        every = every[: max(store.reach, *(view.rows.reach for view in saved.views))]
     then = None if last is None else _as_saved(last, {"writer": state.writer, "edits": state.edits})
     if then is None:
         return every
-    stamps = lambda writer: np.asarray(_stamps(saved.plain, len(saved.batch), writer)).reshape(-1)
-    new = stamps(then["writer"]) != stamps(state.writer)
+    count, axes = saved.plain.capacity, len(saved.batch)
+    if saved.views:  # a power of two, so that little is compiled while it grows
+        count = min(count, 1 << len(every).bit_length())
+    stamps = lambda writer: np.asarray(_stamps(saved.plain, axes, count, writer)).reshape(-1)
+    new = (stamps(then["writer"]) != stamps(state.writer))[: len(every)]
     if (then["edits"] != np.asarray(state.edits)).any():
         kept = np.flatnonzero(~new)
-        return np.union1d(every[new], kept[_differ(store, rows, kept)])
+        return np.union1d(np.flatnonzero(new), kept[_differ(store, rows, kept)])
     witnesses = _witnesses(store, rows, np.flatnonzero(~new))
-    return every if _differ(store, rows, witnesses).any() else every[new]
+    return every if _differ(store, rows, witnesses).any() else np.flatnonzero(new)
 
 
 def _differ(store: Store, rows: Rows, which: np.ndarray) -> np.ndarray:
@@ -222,10 +226,10 @@ def _as_saved(last: Generation, parts: dict[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(parts), found)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _stamps(buffer: Buffer, axes: int, writer: PartState) -> jax.Array:
-    """The stamps of all slots, uint32 `[V, N]`."""
-    slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _stamps(buffer: Buffer, axes: int, count: int, writer: PartState) -> jax.Array:
+    """The stamps of the first slots, uint32 `[V, count]`."""
+    slots = jnp.arange(count, dtype=jnp.int32)
     stamp = lambda writer: buffer.writer.stamp(buffer.ring, writer, slots)
     for _ in range(axes):
         stamp = jax.vmap(stamp)
@@ -252,8 +256,8 @@ def pieces(
 
 
 def ranges(store: Store) -> Iterator[np.ndarray]:
-    """All slots of a store, a few megabytes at a time."""
-    return in_parts(np.arange(store.slots), sum(column.width for column in store.table.columns))
+    """All slots of a store up to the last one written, a few megabytes at a time."""
+    return in_parts(np.arange(store.reach), sum(column.width for column in store.table.columns))
 
 
 def reader(
