@@ -5,6 +5,7 @@ K episodes, N capacity, E environments.
 
 import collections
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def filled(
     flow = streams(dataset, num_envs)
     buffer = _described(flow, storage, parts)
     if isinstance(storage, MemmapStorage) and storage.path is not None:
-        path, told = storage.path, fingerprint.by_looks(dataset, num_envs)
+        path, told = os.fspath(storage.path), fingerprint.by_looks(dataset, num_envs)
         return buffer, copies.kept(flow, buffer, path, told, show)
     into = writable(buffer)
     found = copies.written(flow, into, into.init(dataset.spec), 0, show)
