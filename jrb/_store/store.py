@@ -125,6 +125,11 @@ class Store:
         return self._places.slots
 
     @property
+    def reach(self) -> int:
+        """One more than the highest slot that was ever written."""
+        return self._places.reach
+
+    @property
     def version(self) -> int:
         """Of the newest state."""
         return self._places.version

@@ -77,7 +77,7 @@ class Pending:
         try:
             if last is not None and (store.is_new_table() or store.generation != last.number):
                 last = None
-            sums = rows.digest(held, store.sums.block)
+            sums = rows.digest(held, store.sums.block, rows.reach(store, held, self._saved))
             pieces = rows.pieces(store, held, rows.changed(store, held, last, self._saved, sums))
             if copy:
                 pieces = [(slots, list(map(np.array, found))) for slots, found in pieces]

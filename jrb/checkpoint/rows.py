@@ -195,8 +195,15 @@ def kind_of(leaf: Leaf) -> tuple[str, ...]:
     return (descriptions.dtype_name(leaf.dtype), str(list(leaf.shape)))
 
 
-def digest(rows: Rows, block: int) -> np.ndarray:
-    """The checksums of blocks of rows as they are in memory, uint32.
+def reach(store: Store, rows: Rows, saved: Snapshot) -> int:
+    """Returns the number of rows behind which none was ever written, in memory or in the store."""
+    if not rows.in_slots or not saved.views:
+        return rows.count
+    return min(rows.count, max(store.reach, *(view.rows.reach for view in saved.views)))
+
+
+def digest(rows: Rows, block: int, count: int) -> np.ndarray:
+    """The checksums of blocks of the first `count` rows as they are in memory, uint32; 0 behind.
 
     They are made anew for each save: hand edits leave no other trace. Device arrays are hashed
     where they are, since to bring 10 GB to the host takes seconds.
@@ -204,11 +211,11 @@ def digest(rows: Rows, block: int) -> np.ndarray:
     sums = np.zeros(-(-rows.count // block), np.uint32)
 
     def add(number: int) -> None:
-        which = np.arange(number * block, min((number + 1) * block, rows.count))
+        which = np.arange(number * block, min((number + 1) * block, count))
         for found in rows.fingerprints(which):
             sums[number] = zlib.crc32(memory.view(found), int(sums[number]))
 
-    share(add, range(len(sums)))
+    share(add, range(-(-count // block)))
     return sums
 
 
@@ -221,15 +228,17 @@ def changed(
     others are compared with the store where the `digest` of their block is another, and
     everywhere if items were edited by a verb, or are not in slots.
     """
-    every = np.arange(rows.count)
-    state = saved.state
+    every, state = np.arange(reach(store, rows, saved)), saved.state
     if not rows.in_slots:
         return every if last is None else every[_differ(store, rows, every)]
     then = None if last is None else _as_saved(last, {"writer": state.writer, "edits": state.edits})
     if last is None or then is None:
         return every
-    stamps = lambda writer: np.asarray(_stamps(saved.plain, len(saved.batch), writer)).reshape(-1)
-    new = stamps(then["writer"]) != stamps(state.writer)
+    count, axes = saved.plain.capacity, len(saved.batch)
+    if saved.views:  # a power of two, so that little is compiled while it grows
+        count = min(count, 1 << len(every).bit_length())
+    stamps = lambda writer: np.asarray(_stamps(saved.plain, axes, count, writer)).reshape(-1)
+    new = (stamps(then["writer"]) != stamps(state.writer))[: len(every)]
     suspects = ~new
     if (then["edits"] == np.asarray(state.edits)).all():
         suspects &= (_digest_of(last, sums) != sums)[every // store.sums.block]
@@ -273,10 +282,10 @@ def _as_saved(last: Generation, parts: dict[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(parts), found)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _stamps(buffer: Buffer, axes: int, writer: PartState) -> jax.Array:
-    """The stamps of all slots, uint32 `[V, N]`."""
-    slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _stamps(buffer: Buffer, axes: int, count: int, writer: PartState) -> jax.Array:
+    """The stamps of the first slots, uint32 `[V, count]`."""
+    slots = jnp.arange(count, dtype=jnp.int32)
     stamp = lambda writer: buffer.writer.stamp(buffer.ring, writer, slots)
     for _ in range(axes):
         stamp = jax.vmap(stamp)
@@ -294,8 +303,8 @@ def pieces(
 
 
 def ranges(store: Store) -> Iterator[np.ndarray]:
-    """All slots of a store, a few megabytes at a time."""
-    return in_parts(np.arange(store.slots), sum(column.width for column in store.table.columns))
+    """All slots of a store up to the last one written, a few megabytes at a time."""
+    return in_parts(np.arange(store.reach), sum(column.width for column in store.table.columns))
 
 
 def reader(

@@ -69,7 +69,7 @@ def _others() -> tuple[Kind, ...]:
 def _settled(source: Source) -> Source:
     if not isinstance(source, str | os.PathLike):
         return source
-    path = paths.absolute(source, "source")
+    path = os.fspath(source) and paths.absolute(source, "source")
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
     if not (os.path.isfile(path) or os.path.isdir(path)):

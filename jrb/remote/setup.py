@@ -164,7 +164,7 @@ def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | 
             f"path: expected that of the storage, {own}, where a save costs what changed, or none "
             f"there, got {given}."
         )
-    return given if own is None else own
+    return given if own is None else os.fspath(own)
 
 
 def arrays(setup: Setup, items: Item) -> list[np.ndarray]:

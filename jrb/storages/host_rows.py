@@ -126,6 +126,11 @@ class HostRows(abc.ABC):
     def check_newest(self, version: Version) -> None:
         """Raises `StaleError` unless it is the newest version."""
 
+    @property
+    def reach(self) -> int:
+        """Slots from this one on were never written, and hold zeros."""
+        return self.capacity
+
     def number(self, version: Version) -> int:
         """The number of a write, from its words; draws ask for that of one version many times."""
         last, found = self._asked

@@ -39,6 +39,11 @@ class StoreRows(HostRows):
         self.store, self.expiring = store, expiring
         self.path = store.path
 
+    @property
+    def reach(self) -> int:
+        """See `HostRows.reach`."""
+        return self.store.reach
+
     def put(
         self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
     ) -> np.ndarray:

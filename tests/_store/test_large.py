@@ -171,3 +171,17 @@ def test_a_file_that_was_put_in_the_place_of_another_is_not_written_to(path, mon
         one.put(0, np.arange(4), numbered(np.arange(4)))
     with open(name, "rb") as file:
         assert file.read() == b"mine" * 1000
+
+
+def test_a_copy_of_a_buffer_of_many_slots(tmp_path):
+    """What is saved elsewhere, and loaded from there, is what was written; older rows there go."""
+    buffer = jrb.ReplayBuffer(10**8, batch_size=4, storage=jrb.MemmapStorage())
+    for count in (100, 30):
+        state = buffer.extend(buffer.init({"x": np.uint8(0)}), {"x": np.full(count, 7, np.uint8)})
+        jrb.save(tmp_path / "copy", buffer, state)
+        loaded, again = jrb.load(tmp_path / "copy")
+        assert int(loaded.size(again)) == count
+        slots = np.arange(200)
+        found = again.storage.rows.read_leaf(again.storage.version, 0, slots)
+        assert (found[:, 0] == np.where(slots < count, 7, 0)).all()
+    assert disk(tmp_path / "copy") < 32 << 20
