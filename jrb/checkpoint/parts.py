@@ -214,6 +214,8 @@ def _sharded(
             name = known[number]
             part = given.part_at(number) if given is not None else None
             found, states[number] = load(opened.part(name), part, example, place, inward[name])
+            if not on_host and found.storage != sharded.buffer.storage:
+                raise DamagedError(f"{opened.path}: part '{name}': expected the whole's storage.")
             sharded = shards.beside(sharded, number, found)
     return sharded, shards.joined(sharded, states)
 
