@@ -23,7 +23,7 @@ import numpy as np
 
 from jrb._base import extras
 from jrb._base.expansion import Limit
-from jrb.datasets.kind import Description, Episode, Indexed, Source, shifted
+from jrb.datasets.kind import Description, Episode, Indexed, Source, shifted, spec_of
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names
 from jrb.datasets.reading.remembered import Remembered, stamps
@@ -130,25 +130,21 @@ class _Stored(NamedTuple):
     column: Callable[[str], np.ndarray]
     validate: Callable[[], object]
 
-    def rows(self, *roles: str) -> dict[str, tuple[Any, ...]]:
-        """Returns shape and dtype of a row of the arrays of these roles."""
-        return {name: form[:2] for name, form in self.forms.items() if _role(name) in roles}
+    def infos(self) -> dict[str, Form]:
+        """Returns the forms of infos, which may differ between episodes."""
+        return {name: form for name, form in self.forms.items() if _role(name) == "infos"}
 
-    def is_cut(self) -> bool:
-        """Returns whether the observation after the last step is wanted and missing."""
-        seen = {form.beyond for name, form in self.forms.items() if _role(name) == "observations"}
-        return seen == {0} and not self.column("terminations")[-1]
+    def rows(self) -> dict[str, tuple[Any, ...]]:
+        """Returns shape and dtype of a row of each other array."""
+        return {name: form[:2] for name, form in self.forms.items() if _role(name) != "infos"}
 
 
 class _Scan(NamedTuple):
-    """A dataset whose files were looked at.
-
-    `numbers` are those of the episodes in the files, `forms` those of the arrays that are read.
-    """
+    """A dataset whose files were looked at: numbers of episodes there, infos that all have."""
 
     storage: Any
     numbers: Sequence[int]
-    forms: Mapping[str, Form]
+    infos: Mapping[str, Form]
     description: Description
 
     def stored(self, numbers: Sequence[int]) -> Iterator[_Stored]:
@@ -164,18 +160,14 @@ class _Scan(NamedTuple):
 
     def episode(self, stored: _Stored) -> Episode:
         """Reads an episode."""
-        arrays, steps, leaves = _read(self.storage, stored), stored.steps, dict[str, np.ndarray]()
-        for name, form in self.forms.items():
-            found, is_seen = _form(arrays.get(name), steps), _role(name) == "observations"
-            if found[:2] != form[:2] or found.beyond not in ((0, 1) if is_seen else (form.beyond,)):
-                raise ValueError(
-                    f"{stored.where}: '{name}': expected {form} for {steps} steps as in the first "
-                    f"episode, got {found}."
-                )
-            leaves[_ted_name(name)] = arrays[name][:steps]
-            if is_seen or form.beyond:
-                leaves["next/" + _ted_name(name)] = shifted(arrays[name], steps)
-        return nest(leaves)
+        episode, *_ = _read(self.storage, stored, self.infos)
+        rows = {len(leaf) for leaf in jax.tree.leaves(episode)}
+        if (spec := spec_of(episode)) != self.description.spec or rows != {stored.steps}:
+            raise ValueError(
+                f"{stored.where}: expected {stored.steps} steps of {self.description.spec}, as in "
+                f"the first episode, got {rows} steps of {spec}."
+            )
+        return episode
 
 
 _scans: Remembered[_Scan] = Remembered()
@@ -188,50 +180,34 @@ def _scan(folder: str, max_expansion: float) -> _Scan:
     files = [os.path.join(inner, name) for inner, _, names in os.walk(folder) for name in names]
     limit = Limit(folder, files, max_expansion)
     (first,) = _stored(storage, numbers[:1])
-    lengths, cuts, names = list[int](), list[bool](), set[str]()
-    in_all = set(first.forms.items())
+    lengths, cuts = list[int](), list[bool]()
+    names, in_all = set[str](), set(first.infos().items())
     for stored in _stored(storage, numbers):
         for shape, dtype, beyond in stored.forms.values():
             limit.add((stored.steps + (beyond or 0)) * math.prod(shape) * dtype.itemsize)
-        _check_alike(stored, first)
-        names |= stored.forms.keys()
-        in_all &= stored.forms.items()
+        if stored.rows() != first.rows():
+            raise ValueError(
+                f"{stored.where}: expected rows of {first.rows()}, as in {first.where}, got "
+                f"{stored.rows()}."
+            )
+        names |= stored.infos().keys()
+        in_all &= stored.infos().items()
         lengths.append(stored.steps)
+        seen = {form.beyond for name, form in stored.forms.items() if _role(name) == "observations"}
         with _refused(stored.where):
-            cuts.append(stored.is_cut())
-    leaves = _read(storage, first)
-    infos = {name for name, form in in_all if _role(name) == "infos" and form.beyond in (0, 1)}
-    forms, specs = dict[str, Form](), dict[str, jax.ShapeDtypeStruct]()
-    for name, leaf in leaves.items():
-        form = _form(leaf, first.steps)
-        if form.beyond is not None and (_role(name) != "infos" or name in infos):
-            forms[name] = form
-            specs[_ted_name(name)] = jax.ShapeDtypeStruct(form.shape, form.dtype)
-            if _role(name) == "observations" or form.beyond:
-                specs["next/" + _ted_name(name)] = specs[_ted_name(name)]
-    names = {name for name in names if _role(name) == "infos"} | leaves.keys()
-    about["jpeg"] = [_ted_name(name) for name in _images(storage) if name in forms]
+            cuts.append(seen == {0} and not stored.column("terminations")[-1])
+    infos = {name: form for name, form in in_all if form.beyond in (0, 1)}
+    episode, kept, others = _read(storage, first, infos)
+    about["jpeg"] = [_ted_name(name) for name in _images(storage) if name in kept]
     description = Description(
-        nest(specs),
+        spec_of(episode),
         np.array(lengths, np.int64),
         np.array(cuts) if any(cuts) else None,
         _facts(folder, storage, numbers),
         about,
-        tuple(_notes(about, numbers, sorted(names - forms.keys()))),
+        tuple(_notes(about, numbers, sorted((names | others) - kept))),
     )
-    return _Scan(storage, numbers, forms, description)
-
-
-def _check_alike(stored: _Stored, first: _Stored) -> None:
-    """Refuses an episode that has other arrays than the first one, but for infos."""
-    roles = _TED.keys() - {"infos"}
-    rows, expected = stored.rows(*roles), first.rows(*roles)
-    for name in sorted(rows.keys() | expected.keys()):
-        if rows.get(name) != expected.get(name):
-            raise ValueError(
-                f"{stored.where}: '{name}': expected rows of {expected.get(name)} as in "
-                f"{first.where}, got {rows.get(name)}."
-            )
+    return _Scan(storage, numbers, infos, description)
 
 
 def _folder_of(source: Source) -> str | None:
@@ -404,14 +380,25 @@ def _arrow_shapes(name: str, kind: Any, shape: tuple[int, ...]) -> Iterator[tupl
         yield name, (shape, np.dtype(kind.to_pandas_dtype()))
 
 
-def _read(storage: Any, stored: _Stored) -> dict[str, Any]:
-    """Reads an episode with the package: its leaves by name, which may be lists of texts."""
+def _read(
+    storage: Any, stored: _Stored, infos: Mapping[str, Form]
+) -> tuple[Episode, set[str], set[str]]:
+    """Reads an episode with the package, and the names of what is kept and what is left out."""
     with _refused(stored.where):
         stored.validate()
-        (episode,) = storage.get_episodes([stored.number])
-        leaves = [each for role in _TED for each in _leaves(role, episode[role])]
+        (found,) = storage.get_episodes([stored.number])
+        leaves = [leaf for role in _TED for leaf in _leaves(role, found[role])]
         check_names(stored.where, [name for name, _ in leaves])
-        return dict(leaves)
+    arrays, kept, steps = dict[str, np.ndarray](), set[str](), stored.steps
+    for name, leaf in leaves:
+        is_array = isinstance(leaf, np.ndarray) and leaf.ndim and leaf.dtype.kind in "biufc"
+        if not is_array or (_role(name) == "infos" and name not in infos):
+            continue
+        kept.add(name)
+        arrays[_ted_name(name)] = leaf[:steps]
+        if _role(name) == "observations" or (name in infos and infos[name].beyond):
+            arrays["next/" + _ted_name(name)] = shifted(leaf, steps)
+    return nest(arrays), kept, {name for name, _ in leaves} - kept
 
 
 def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
@@ -424,12 +411,6 @@ def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
         yield name, np.require(tree, requirements="W")  # Arrow's own memory is read-only
     elif tree is not None:
         yield name, tree
-
-
-def _form(leaf: Any, steps: int) -> Form:
-    if isinstance(leaf, np.ndarray) and leaf.ndim and leaf.dtype.kind in "biufc":
-        return Form(leaf.shape[1:], leaf.dtype, len(leaf) - steps)
-    return Form((), np.dtype(object), None)
 
 
 def _role(name: str) -> str:

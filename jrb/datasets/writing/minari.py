@@ -4,7 +4,6 @@ T steps of an episode.
 """
 
 import collections
-import dataclasses
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import jax
 import numpy as np
 
 from jrb._base import extras, pytree
-from jrb._base.pytree import PyTree
 from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
@@ -25,13 +23,20 @@ from jrb.datasets.reading.names import check_names
 from jrb.datasets.writing.beside import free, new_folder
 from jrb.datasets.writing.pieces import VALID
 from jrb.datasets.writing.source import Held, Source
-from jrb.keys import Keys, path_name, within
+from jrb.keys import within
 from jrb.layouts import chain
 from jrb.layouts.names import Leaves, nest
 from jrb.state import BufferState
 
 _ID = re.compile(r"([-\w][-\w/]*[-\w]/)?[-\w]+-v\d+")
 _ROLES = ("observation", "action", "next_observation", "reward", "terminated", "truncated")
+_NAMES = {
+    "observation": "observations",
+    "action": "actions",
+    "next/reward": "rewards",
+    "next/terminated": "terminations",
+    "next/truncated": "truncations",
+}
 _RUNNING = "{} of {} episodes had not ended when they were written: their last steps are truncated."
 _CUT = "The beginning of {} of {} episodes may have been overwritten before they were written."
 _LEFT_OUT = "{} steps whose next observation is not known were left out."
@@ -103,16 +108,16 @@ def write_minari(
         "env_spec": _env_spec(env_spec),
         "minari_version": extras.require("minari", "minari").__version__,
     }
-    given = {"observation": observation_space, "action": action_space}
-    spaces = {name: _space(f"{name}_space", each) for name, each in given.items()}
-    episodes = _Episodes(Source("write_minari", buffer, state, roles=_ROLES), spaces)
+    given = {"observations": observation_space, "actions": action_space}
+    spaces = {role: _space(f"{role[:-1]}_space", each) for role, each in given.items()}
+    episodes = _Episodes(Source("write_minari", buffer, state, roles=_ROLES))
     with new_folder(target) as folder:
         data = os.path.join(folder, "data")
         # The spaces are known after the last episode; without JPEG the package does not use them.
         any_space = extras.require("gymnasium.spaces", "minari").Discrete(1)
         storage = minari_storage.MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
         storage.update_episodes(episodes)
-        about |= episodes.metadata()
+        about |= episodes.metadata(spaces)
         storage.update_episode_metadata(episodes.facts)
         about = {**storage.read_raw_metadata(data), **about}
         about = {name: value for name, value in about.items() if value is not None}
@@ -165,192 +170,160 @@ def _space(name: str, given: Any) -> Any:
     return space
 
 
-@dataclasses.dataclass
 class _Episodes:
-    """The episodes of a source as the package's buffers, and what is said of those given out.
+    """The episodes of a source as the package's buffers, and what is known of those given out.
 
     Attributes:
-        source: where they are read.
-        spaces: Gymnasium's, by "observation" and "action"; None where they are to be derived.
-        shapes: of a row of each array of the first episode, and dtypes, by name.
+        forms: shape and dtype of a row of each array, by name.
         bounds: the least and the greatest of single integers, by name.
         facts: of each episode.
         notes: how often something was cut or left out, by the sentence that tells it.
     """
 
-    source: Source
-    spaces: dict[str, Any]
-    shapes: dict[str, tuple[tuple[int, ...], np.dtype]] = dataclasses.field(default_factory=dict)
-    bounds: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    facts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.forms: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+        self.bounds: dict[str, tuple[int, int]] = {}
+        self.facts: list[dict[str, Any]] = []
+        self.notes: collections.Counter[str] = collections.Counter()
 
     def __iter__(self) -> Iterator[Any]:
         buffer = extras.require("minari.data_collector", "minari").EpisodeBuffer
-        for held in self.source:
+        names = _names(self._source)
+        for held in self._source:
             where = f"write_minari: episode {len(self.facts)}"
-            valid = _valid(where, held)
-            self.notes[_LEFT_OUT] += int(np.sum(~valid))
-            if not valid.any():
+            leaves = dict(zip(names, jax.tree.leaves(held.items), strict=True))
+            leaves.pop("next/done", None)
+            leaves, num_invalid = _valid(where, leaves)
+            self.notes[_LEFT_OUT] += num_invalid
+            if not len(leaves["next/reward"]):
                 continue
-            arrays, infos = _arrays(where, held, self.source.keys, int(np.sum(valid)))
-            self._check_spaces(arrays)
-            self._widen(arrays)
-            rewards = arrays["rewards"]
-            self.facts.append(_facts(len(self.facts), held, rewards.astype(np.float64)))
+            arrays = _arrays(where, leaves)
+            for name, array in arrays.items():
+                self.forms[name] = array.shape[1:], array.dtype
+                if array.ndim == 1 and array.dtype.kind in "biu":
+                    ends = [int(array.min()), int(array.max()), *self.bounds.get(name, ())]
+                    self.bounds[name] = (min(ends), max(ends))
+            self.facts.append(_facts(len(self.facts), held, arrays["rewards"].astype(np.float64)))
             self.notes[_RUNNING] += held.is_running
             self.notes[_CUT] += held.is_cut
-            tree = nest(arrays)
-            yield buffer(
-                observations=tree["observation"],
-                actions=tree["action"],
-                rewards=rewards,
-                terminations=arrays["terminations"],
-                truncations=arrays["truncations"],
-                infos=nest(infos),
-            )
+            yield buffer(**{"infos": {}, **nest(arrays)})
 
-    def _check_spaces(self, arrays: Leaves) -> None:
-        """Refuses spaces that were given and are not those of the first episode's arrays."""
-        if self.shapes:
-            return
-        self.shapes = {name: (each.shape[1:], each.dtype) for name, each in arrays.items()}
-        for role, space in self.spaces.items():
-            if space is None:
-                continue
-            found = {name: each.shape for name, each in leaf_spaces(role, space)}
-            expected = {name: form[0] for name, form in self.shapes.items() if within(name, role)}
-            if found != expected:
-                raise ValueError(
-                    f"{role}_space: expected a space of arrays of the shapes {expected}, got one "
-                    f"of {found}."
-                )
-
-    def _widen(self, arrays: Leaves) -> None:
-        for name, array in arrays.items():
-            if array.ndim == 1 and array.dtype.kind in "biu":
-                ends = [int(array.min()), int(array.max()), *self.bounds.get(name, ())]
-                self.bounds[name] = (min(ends), max(ends))
-
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self, spaces: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the spaces as Minari's JSON, and what a reader has to know.
 
+        Args:
+            spaces: those of Gymnasium that were given, or None, by "observations" and "actions".
+
         Raises:
-            ValueError: there is no episode.
+            ValueError: there is no episode, or a space is not that of the arrays.
         """
         if not self.facts:
             raise ValueError("write_minari: expected at least one episode, got none.")
         as_json = extras.require("minari.serialization", "minari").serialize_space
-        tree, count = nest(self.shapes), len(self.facts)
-        spaces = {
-            f"{role}_space": as_json(given or _derived(role, tree[role], self.bounds))
-            for role, given in self.spaces.items()
-        }
-        notes = [text.format(each, count) for text, each in self.notes.items() if each]
-        return {**spaces, "notes": notes}
+        about: dict[str, Any] = {}
+        for role, given in spaces.items():
+            form = nest(self.forms)[role]
+            space = _derived(role, form, self.bounds) if given is None else given
+            found = {name: each.shape for name, each in leaf_spaces(role, space)}
+            expected = {name: form[0] for name, form in self.forms.items() if within(name, role)}
+            if found != expected:
+                raise ValueError(
+                    f"{role[:-1]}_space: expected a space of arrays of the shapes {expected}, got "
+                    f"one of {found}."
+                )
+            about[f"{role[:-1]}_space"] = as_json(space)
+        notes = [text.format(each, len(self.facts)) for text, each in self.notes.items() if each]
+        return {**about, "notes": notes}
 
 
-def _valid(where: str, held: Held) -> np.ndarray:
-    """Returns which steps have next observations, bool `[T]`: all, or all but the last."""
-    steps = len(next(iter(held.leaves.values())))
-    valid = np.broadcast_to(np.asarray(held.leaves.get(VALID, True), bool), steps)
+def _names(source: Source) -> list[str]:
+    """Returns the leaves' names in TED, in which entries of a tuple are `_index_0` and so on."""
+    names: list[str] = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(source.spec):
+        parts = source.names[pytree.leaf_name(path)].split("/")
+        for place in range(1, min(len(parts), len(path)) + 1):
+            if parts[-place] == str(getattr(path[-place], "idx", None)):
+                parts[-place] = f"_index_{parts[-place]}"
+        names.append("/".join(parts))
+    check_names("write_minari", names)
+    return names
+
+
+def _valid(where: str, leaves: Leaves) -> tuple[Leaves, int]:
+    """Returns the steps that have next observations, all or all but the last; how many have not."""
+    steps = len(leaves["next/reward"])
+    valid = np.asarray(leaves.pop(VALID, np.ones(steps)), bool).reshape(steps)
     if not valid[:-1].all():
         raise ValueError(
             f"{where}: leaf '{VALID}': expected False in the last step of an episode only, got it "
             f"in steps {np.flatnonzero(~valid)[:5].tolist()} of {steps}."
         )
-    return valid
+    left_out = int(np.sum(~valid))
+    return {name: leaf[: steps - left_out] for name, leaf in leaves.items()}, left_out
 
 
-def _arrays(where: str, held: Held, keys: Keys, steps: int) -> tuple[Leaves, Leaves]:
-    """Returns the arrays of an episode's first steps, by Minari's names, and those of its infos."""
-    items = jax.tree.map(lambda leaf: leaf[:steps], held.items)
-    found = {role: keys.get(items, role) for role in _ROLES}
-    for role, kinds in {"reward": "biuf", "terminated": "b", "truncated": "b"}.items():
-        shape, dtype = np.shape(found[role])[1:], getattr(found[role], "dtype", None)
-        if shape or dtype is None or dtype.kind not in kinds:
-            raise ValueError(
-                f"{where}: leaf '{path_name(getattr(keys, role))}': expected one "
-                f"{'bool' if kinds == 'b' else 'number'} for each step, got {dtype} of shape "
-                f"{shape}."
-            )
-    seen = dict(_flat("observation", found["observation"]))
-    after = dict(_flat("observation", found["next_observation"]))
-    truncated = found["truncated"].copy()
-    truncated[-1] |= ~found["terminated"][-1]
-    arrays = {
-        **_joined(where, seen, after),
-        **dict(_flat("action", found["action"])),
-        "rewards": found["reward"],
-        "terminations": found["terminated"],
-        "truncations": truncated,
-    }
-    infos = _infos(where, items, keys)
-    for name, array in (*arrays.items(), *infos.items()):
-        if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == 2:
-            raise ValueError(
-                f"{where}: leaf '{name}': expected a dtype that HDF5 has, got {array.dtype}. Store "
-                "it as another."
-            )
-    return arrays, infos
-
-
-def _flat(name: str, tree: PyTree) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields arrays in dicts and tuples by name; entries of a tuple are `_index_0` and so on."""
-    if hasattr(tree, "dtype"):
-        yield name, tree
-        return
-    if isinstance(tree, tuple | list):
-        tree = {f"_index_{number}": entry for number, entry in enumerate(tree)}
-    if not isinstance(tree, Mapping):
-        raise TypeError(f"'{name}': expected dicts and tuples, got {type(tree).__name__}.")
-    if not tree or any("/" in str(part) or str(part) in ("", ".") for part in tree):
-        raise ValueError(f"'{name}': expected names without a slash, got {list(tree)}.")
-    for part, entry in tree.items():
-        yield from _flat(f"{name}/{part}", entry)
-
-
-def _joined(where: str, before: Leaves, after: Leaves) -> Leaves:
-    """Returns arrays `[T + 1, ...]` from those before and after each step, which have one name.
+def _arrays(where: str, leaves: Leaves) -> Leaves:
+    """Returns the arrays of an episode by Minari's names, from leaves `[T, ...]` by those in TED.
 
     Raises:
-        ValueError: they are not alike, or one is not the next one of the step before.
+        ValueError: flags are no bools, there are dtypes that HDF5 lacks, or a next observation is
+            not what stands before the action of the next step.
     """
-    forms = [
-        {name: (leaf.dtype, *leaf.shape[1:]) for name, leaf in each.items()}
-        for each in (before, after)
-    ]
-    if forms[0] != forms[1]:
-        raise ValueError(
-            f"{where}: expected next observations (or infos) like those before the action, "
-            f"{forms[0]}, got {forms[1]}."
-        )
-    for name, leaf in before.items():
-        breaks = np.flatnonzero(chain.differ(leaf[None], after[name][None])[0])
-        if len(breaks):
+    for name, leaf in leaves.items():
+        kinds = {"next/reward": "biuf", "next/terminated": "b", "next/truncated": "b"}.get(name)
+        if kinds and (leaf.ndim != 1 or leaf.dtype.kind not in kinds):
             raise ValueError(
-                f"{where}: leaf 'next/{name}': expected what stands before the action of the next "
-                f"step, got another after step {breaks[0]}. Minari's sets hold every observation "
-                "once: end the episode there, or write transitions of one step."
+                f"{where}: leaf '{name}': expected one {'bool' if kinds == 'b' else 'number'} for "
+                f"each step, got {leaf.dtype} of shape {leaf.shape[1:]}."
             )
-    return {name: np.concatenate([leaf, after[name][-1:]]) for name, leaf in before.items()}
+        if leaf.dtype.kind not in "biufc" or leaf.dtype.isbuiltin == 2:
+            raise ValueError(
+                f"{where}: leaf '{name}': expected a dtype that HDF5 has, got {leaf.dtype}. Store "
+                "it as another."
+            )
+    seen, after = (
+        {name.removeprefix("next/") for name in leaves if within(name, role)}
+        for role in ("observation", "next/observation")
+    )
+    if seen != after:
+        raise ValueError(
+            f"{where}: expected next observations like those before the action, {sorted(seen)}, "
+            f"got {sorted(after)}."
+        )
+    truncated = leaves["next/truncated"].copy()
+    truncated[-1] |= ~leaves["next/terminated"][-1]
+    rest = {**leaves, "next/truncated": truncated}
+    for name in [name for name in leaves if name.split("/")[0] in ("observation", "info")]:
+        if f"next/{name}" in rest:
+            rest[name] = _joined(where, name, rest[name], rest.pop(f"next/{name}"))
+    names = [_minari_name(name) for name in rest]
+    check_names(where, names)
+    return dict(zip(names, rest.values(), strict=True))
 
 
-def _infos(where: str, items: PyTree, keys: Keys) -> Leaves:
-    """Returns the other leaves by name; `info` and `next/info` become one array `[T + 1, ...]`."""
-    known = [VALID, *(path_name(getattr(keys, role)) for role in (*_ROLES, "done"))]
-    leaves = {
-        pytree.leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(items)
-    }
-    rest = {
-        name: leaf for name, leaf in leaves.items() if not any(within(name, each) for each in known)
-    }
-    twins = {name for name in rest if within(name, "info") and f"next/{name}" in rest}
-    after = {name: rest.pop(f"next/{name}") for name in twins}
-    rest |= _joined(where, {name: rest[name] for name in twins}, after)
-    names = {name: name.removeprefix("info/") for name in rest}
-    check_names(f"{where}: infos", names.values())
-    return {names[name]: leaf for name, leaf in rest.items()}
+def _minari_name(name: str) -> str:
+    for role, minari in _NAMES.items():
+        if within(name, role):
+            return minari + name.removeprefix(role)
+    return "infos/" + name.removeprefix("info/")
+
+
+def _joined(where: str, name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Returns an array `[T + 1, ...]` from those before and after each step."""
+    if (before.dtype, before.shape) != (after.dtype, after.shape):
+        raise ValueError(
+            f"{where}: leaf 'next/{name}': expected rows like those before the action, "
+            f"{before.dtype} of shape {before.shape[1:]}, got {after.dtype} of {after.shape[1:]}."
+        )
+    breaks = np.flatnonzero(chain.differ(before[None], after[None])[0])
+    if len(breaks):
+        raise ValueError(
+            f"{where}: leaf 'next/{name}': expected what stands before the action of the next "
+            f"step, got another after step {breaks[0]}. Minari's sets hold every observation once: "
+            "end the episode there, or write transitions of one step."
+        )
+    return np.concatenate([before, after[-1:]])
 
 
 def _facts(number: int, held: Held, rewards: np.ndarray) -> dict[str, Any]:
