@@ -133,9 +133,7 @@ def test_flags_of_all_rows_are_computed_anew_and_stacks_go_around(inner):
         },
     }
     hit = lambda achieved, goal: achieved == goal
-    unit = jrb.Hindsight(
-        negative_distance, "final", ratio=0.5, terminated=hit, unit=inner, **GOALS
-    )
+    unit = jrb.Hindsight(negative_distance, "final", ratio=0.5, terminated=hit, unit=inner, **GOALS)
     paths = (("observation", "frame"), ("next", "observation", "frame"))
     found = []
     for each in (unit, jrb.FrameStack(2, paths, unit=unit)):
