@@ -1,4 +1,4 @@
-"""Checkpoints and stores of jrb as datasets: `jrb.load` loads them, `jrb.episodes` finds episodes.
+"""Checkpoints and stores of jrb as datasets, loaded by `jrb.load`.
 
 K episodes, T steps.
 """
@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 
 import h5py
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jrb import _saved, checkpoint, read
 from jrb._base import checks, prng_keys, pytree, versions
-from jrb._engine import dispatch
+from jrb._engine import episodes
+from jrb._engine.steps import context_of
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.generation import Generation
@@ -26,8 +28,7 @@ from jrb.datasets.kind import Description, Source
 from jrb.datasets.reading import hdf5, rings
 from jrb.datasets.reading.flat import Flat, Table
 from jrb.datasets.reading.rings import Leaf, Rows
-from jrb.keys import Keys
-from jrb.rebuilding import rebuild
+from jrb.keys import Keys, path_name
 from jrb.state import BufferState
 from jrb.storages.host_rows import HostView
 from jrb.storages.on_host import HostArrays
@@ -162,17 +163,15 @@ def _opened(path: str, kind: Native) -> _Opened:
     """Loads a checkpoint."""
     found = None if os.path.isfile(path) else _saved.opened(path, kind.generation)
     given = None if found is None else _without_functions(path, found)
-    number = None if found is None else found.number
+    number = kind.generation if found is None else found.number
     with versions.enable_x64():  # so that every leaf has the dtype of the files
         buffer, state = checkpoint.load(path, given, generation=number, verify=kind.verify)
-        if kind.keys is not None:
-            buffer, state = _with_keys(buffer, state, kind.keys)
+        leaves, keys = _leaves(path, buffer, state), kind.keys or buffer.keys
         written = None if found is None or ENDS not in found.arrays else found
-        rows = _rows(buffer, state) if written is None else _written_rows(written)
-        leaves, rows = _leaves(path, buffer, state, rows)
+        rows = _rows(buffer, state, keys, leaves) if written is None else _written_rows(written)
     mark = leaves.pop(VALID, None)
     valid = None if mark is None else rings.is_set(mark.take(rows.order))
-    table = rings.table(path, leaves, buffer.keys, rows)
+    table = rings.table(path, leaves, keys, rows)
     table = table if written is None else _with_facts(table, written)
     about = os.stat(path if found is None else os.path.join(path, generation.name_of(found.number)))
     stamp = about.st_ino, about.st_mtime_ns, about.st_size, len(rows.order)
@@ -201,22 +200,28 @@ def _without_functions(path: str, found: Generation) -> ReplayBuffer:
     return host_items.prepared(descriptions.decoded(path, node, ReplayBuffer), given=False)
 
 
-def _with_keys(buffer: ReplayBuffer, state: BufferState, keys: Keys) -> tuple[Any, BufferState]:
-    """Returns a buffer with other keys; on the device these choose how leaves are packed."""
-    other = dataclasses.replace(buffer, keys=keys)
-    return other, state if dispatch.on_host(buffer) else rebuild(buffer, state, other)
+def _rows(buffer: ReplayBuffer, state: BufferState, keys: Keys, leaves: dict[str, Leaf]) -> Rows:
+    """Returns the rows of the episodes that a buffer holds, by the flags that `keys` name.
 
-
-def _rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
-    """Returns the rows of the episodes that a buffer holds."""
-    episodes = read.episodes(buffer, state)
-    return Rows(
-        np.concatenate([np.zeros(0, np.int64), *(each.slots for each in episodes)]),
-        np.cumsum([len(each) for each in episodes], dtype=np.int64),
-        np.array([each.environment for each in episodes], np.int64),
-        np.array([not each.ended for each in episodes], bool),
-        np.array([each.cut for each in episodes], bool),
-    )
+    Not `jrb.episodes`: that compiles a function for the state, which JAX keeps, and a temporary
+    store with it; and other keys belong to another state.
+    """
+    checks.in_time("jrb.datasets", buffer.writer)
+    spec, ring = buffer.storage.spec(state.storage), buffer.ring
+    episodes.check(spec, keys)
+    context = context_of(dataclasses.replace(buffer, keys=keys), state.writer)
+    slots = np.asarray(context.held.from_oldest(ring))
+    counts = np.broadcast_to(np.asarray(context.held.rows(ring)), ring.envs)
+    here = np.arange(ring.rows)[:, None] < counts
+    over = np.array(buffer.unit.ends(context, state.unit, jnp.asarray(slots)))
+    for name in keys.flags(spec):
+        over[here] |= rings.is_set(leaves[name].take(slots[here]))
+    if keys.episode is not None:
+        number = np.zeros(slots.shape, leaves[path_name(keys.episode)].spec.dtype)
+        number[here] = leaves[path_name(keys.episode)].take(slots[here]).reshape(-1)
+        over[:-1] |= here[1:] & (number[1:] != number[:-1])
+    lost = read.has_lost_beginning(buffer, state.writer, state.unit)
+    return rings.in_episodes(slots, over, here, lost)
 
 
 def _written_rows(found: Generation) -> Rows:
@@ -244,10 +249,8 @@ def _with_facts(table: Table, found: Generation) -> Table:
     )
 
 
-def _leaves(
-    path: str, buffer: ReplayBuffer, state: BufferState, rows: Rows
-) -> tuple[dict[str, Leaf], Rows]:
-    """Returns the leaves by name, and the rows of the episodes in them."""
+def _leaves(path: str, buffer: ReplayBuffer, state: BufferState) -> dict[str, Leaf]:
+    """Returns the leaves by name, which are read by slots."""
     spec = buffer.storage.spec(state.storage)
     names, specs = pytree.leaf_names(spec), list(map(prng_keys.raw_spec, jax.tree.leaves(spec)))
     twice = [name for name in names if names.count(name) > 1]
@@ -260,10 +263,11 @@ def _leaves(
         view = buffer.storage.view(state.storage)
         takes = [functools.partial(_taken, view, number) for number in range(len(names))]
     else:
-        items = read.taken(buffer, state, rows.order)
-        takes = [leaf.__getitem__ for leaf in jax.tree.leaves(items)]
-        rows = dataclasses.replace(rows, order=np.arange(len(rows.order)))
-    return dict(zip(names, map(Leaf, specs, takes), strict=True)), rows
+        held, place = read.held_slots(buffer, state, "jrb.datasets"), np.zeros(buffer.capacity, int)
+        place[held] = np.arange(len(held))
+        items = jax.tree.leaves(read.taken(buffer, state, held))
+        takes = [lambda slots, leaf=leaf: leaf[place[slots]] for leaf in items]
+    return dict(zip(names, map(Leaf, specs, takes), strict=True))
 
 
 def _taken(view: HostView, number: int, slots: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ import pytest
 import jrb
 from jrb._base import versions
 from jrb._store.errors import DamagedError, LostWarning, StaleError
+from jrb.storages.store_rows import StoreRows
 from tests.datasets.access import assert_same
 
 pytestmark = pytest.mark.slow
@@ -407,3 +408,27 @@ def test_paths_of_any_form(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert jrb.datasets.open("a").transitions == 40
     assert jrb.datasets.open(pathlib.Path("a"), kind="jrb").transitions == 40
+
+
+def test_steps_of_a_store_are_read_from_its_files_leaf_by_leaf(tmp_path, monkeypatch):
+    saved(tmp_path / "a", storage=jrb.MemmapStorage(tmp_path / "a"))
+    found, reads = jrb.datasets.open(tmp_path / "a"), []
+    read_leaf = StoreRows.read_leaf
+
+    def recorded(rows, version, leaf, slots):
+        reads.append((rows.names[leaf], len(slots)))
+        return read_leaf(rows, version, leaf, slots)
+
+    monkeypatch.setattr(StoreRows, "read_leaf", recorded)
+    found.returns()
+    assert {name for name, _ in reads} == {"next/reward"}
+    reads.clear()
+    next(found.steps(rows=5))
+    assert {name for name, _ in reads} >= {"action", "observation/camera"}
+
+
+def test_a_file_has_no_generations(tmp_path):
+    path = tmp_path / "a.h5"
+    jrb.save(path, *jrb.from_items(steps(np.random.default_rng(1), 9)), layout="h5")
+    with pytest.raises(ValueError, match="expected None for an HDF5 file"):
+        jrb.datasets.open(path, generation=1)
