@@ -181,7 +181,6 @@ def test_an_array_in_a_description_is_refused(value):
         ({"normalize": "max"}, ValueError),
         ({"new_priority": -1.0}, ValueError),
         ({"new_priority": "mean"}, TypeError),
-        ({"branching": 3}, ValueError),
     ],
 )
 def test_bad_samplers(options, kind):

@@ -46,7 +46,6 @@ UNITS = {
         achieved=("next", "observation"),
         goal=("observation",),
         next_goal=None,
-        exact=True,
     ),
 }
 WRITERS = {"lanes": jrb.Lanes(), "best": jrb.MaxValue(("next", "reward"))}

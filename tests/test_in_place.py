@@ -163,7 +163,6 @@ OTHERS = {
             goal="observation",
             next_goal=None,
             unit=jrb.NStep(3, 0.9, strict=True),
-            exact=True,
         )
     },
     "once": {"storage": jrb.DeviceStorage(once=True)},

@@ -328,7 +328,7 @@ def test_trees_whose_nodes_int32_cannot_number_are_refused(branching, most):
     assert most < limit < 2**31
     shape = tree.Tree(jnp.zeros(0), limit, branching, "sum")
     assert shape.leaf + limit < 2**31
-    buffer = jrb.ReplayBuffer(2**31 - 64, sampler=jrb.Prioritized(branching=branching))
+    buffer = jrb.ReplayBuffer(2**31 - 64, sampler=jrb.Prioritized())
     with pytest.raises(ValueError, match="capacity: expected at most"):
         buffer.nbytes({"x": jnp.int8(0)})
 

@@ -104,15 +104,6 @@ class Tree:
         return dataclasses.replace(self, nodes=nodes)
 
 
-def check_branching(branching: int) -> None:
-    """Raises `ValueError` unless nodes can have so many children."""
-    if branching not in (2, 4, 8, 16, 32, 64, 128):
-        raise ValueError(
-            f"branching: expected a power of two from 2 to 128, got {branching}. "
-            "Leave it out for the default of this backend."
-        )
-
-
 @functools.cache
 def _most_leaves(branching: int) -> int:
     """The most leaves of a tree whose nodes, a little over b / (b - 1) a leaf, int32 can number."""
@@ -130,13 +121,16 @@ def init(capacity: int, branching: int | None, reduction: str) -> Tree:
         branching = BRANCHING.get(jax.default_backend(), OTHER_BRANCHING)
     if capacity < 1:
         raise ValueError(f"capacity: expected at least 1, got {capacity}.")
-    check_branching(branching)
+    if branching not in (2, 4, 8, 16, 32, 64, 128):
+        raise ValueError(
+            f"branching: expected a power of two from 2 to 128, got {branching}. "
+            "Leave it out for the default of this backend."
+        )
     most = _most_leaves(branching)
     if capacity > most:
         raise ValueError(
             f"capacity: expected at most {most}, as a tree of branching {branching} has no more "
-            f"nodes than int32 can number, got {capacity}. Use several buffers, or a larger "
-            "branching."
+            f"nodes than int32 can number, got {capacity}. Use several buffers."
         )
     shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
     padded = -(-capacity // branching) * branching if shape.depth else capacity

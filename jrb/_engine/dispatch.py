@@ -101,15 +101,6 @@ def on_host(buffer: Buffer) -> bool:
     return isinstance(buffer.storage, HostStorage)
 
 
-def refuse_on_host(who: str, buffer: Buffer) -> None:
-    """Raises if the storage keeps items on the host."""
-    if on_host(buffer):
-        raise ValueError(
-            f"{who}: expected a storage on the device, got {type(buffer.storage).__name__}. Use "
-            "jrb.DeviceStorage()."
-        )
-
-
 @functools.lru_cache(maxsize=64)
 def for_device(buffer: Buffer) -> Any:
     """The same buffer as its jitted parts know it, without items that lie on the host."""

@@ -200,37 +200,6 @@ def _check_names(folder: Folder, parts: Iterable[str]) -> None:
         )
 
 
-def reopen(path: str, number: int | None = None, check: bool = True) -> Store:
-    """A store as a generation describes it, to be read; its first write takes the lock.
-
-    Rows that were promised, but overwritten since without a commit, count as never written: a
-    warning says how many.
-
-    Args:
-        path: of the folder.
-        number: of the generation; None for the newest.
-        check: whether all rows are looked at.
-
-    Raises:
-        FileNotFoundError: there is none.
-        DamagedError: a file is not what was written; the message names leaf, block and file.
-    """
-    while True:
-        folder = folder_at(path)
-        opened = generation.newest(folder) if number is None else at(folder, number)
-        try:
-            return _checked(store_of(opened), check)
-        except (DamagedError, FileNotFoundError):
-            if number is not None or generation.numbers(folder)[-1:] == [opened.number]:
-                raise  # else the next generation has come meanwhile
-
-
-def _checked(store: Store, whole: bool) -> Store:
-    if whole:
-        check(store, rows=True)
-    return store
-
-
 def check(store: Store, rows: bool) -> None:
     """Raises `DamagedError` unless the numbers of the rows, and the rows, are what was written."""
     store.table.check_numbers()

@@ -238,11 +238,6 @@ class Store:
         places = self._places.at(slots)
         return np.where(places >= 0, self.table.numbers_at(places), 0)
 
-    def blocks_of(self, slots: np.ndarray) -> list[int]:
-        """The blocks in which the rows of some slots are, each once."""
-        places = self._places.at(slots)
-        return np.unique(places[places >= 0] // self.sums.block).tolist()
-
     def is_new_table(self) -> bool:
         """Whether no generation has this table yet."""
         return self._folders.get(self.generation) != self._table_folder

@@ -136,14 +136,19 @@ def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:
     return [f"{where}: expected {_short(saved)} as it was saved, got {_short(given)}"]
 
 
-_REMOVED: dict[str, dict[str, Json]] = {"jrb.sharded:Sharded": {"exchange": False}}
-"""Options that parts no longer have, with the value at which they changed nothing."""
+_REMOVED: dict[str, dict[str, Json]] = {
+    "jrb.samplers.prioritized:Prioritized": {"branching": ...},
+    "jrb.sharded:Sharded": {"exchange": False},
+    "jrb.units.hindsight:Hindsight": {"exact": ...},
+}
+"""Removed options, with the value that did not change the state; `...` for any value."""
 
 
 def _fields(node: Json) -> dict[str, Json]:
     """Returns the encoded fields of a part, without options that it no longer has."""
-    removed = _REMOVED.get(node["part"], {}).items()
-    return {key: value for key, value in node["fields"].items() if (key, value) not in removed}
+    removed = _REMOVED.get(node["part"], {})
+    is_removed = lambda key, value: key in removed and removed[key] in (value, ...)
+    return {key: value for key, value in node["fields"].items() if not is_removed(key, value)}
 
 
 def _short(node: Json) -> str:

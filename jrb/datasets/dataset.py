@@ -317,7 +317,7 @@ class Dataset(Sequence[Episode]):
         plan = preprocessing.Plan(function, workers, num_frames, by, jit, cast, progress)
         preprocessing.preprocess(self, dest, plan)
         path = paths.absolute(dest, "dest")
-        kind = Native().pinned(path)
+        kind = Native(verify=False).pinned(path)
         description = kind.describe(path)
         return Dataset(path, kind, description, np.arange(len(description.lengths)))
 

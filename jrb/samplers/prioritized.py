@@ -81,7 +81,6 @@ class Prioritized(PrioritizedSampler):
         new_priority: the priority p of new items: "max", the largest seen so far (1 at first);
             "max_in_buffer", the largest held when they are written (1 if nothing is held); or a
             number.
-        branching: of the sum-tree; None for the fastest on this backend.
         priority_key: the path to a leaf of the items, a real number each, that is the priority of
             what is written; None for that of new items. `add(..., priorities=)` does without a
             leaf.
@@ -106,7 +105,6 @@ class Prioritized(PrioritizedSampler):
     stratified: bool = True
     normalize: Literal["batch", "buffer"] | None = "batch"
     new_priority: Literal["max", "max_in_buffer"] | float = "max"
-    branching: int | None = None
     priority_key: Path | None = None
     counted: bool = False
     takes_priorities: ClassVar[bool] = True
@@ -127,12 +125,10 @@ class Prioritized(PrioritizedSampler):
         if self.new_priority not in ("max", "max_in_buffer"):
             _check_number("new_priority", self.new_priority, "'max', 'max_in_buffer' or ")
         checks.flag("counted", self.counted)
-        if self.branching is not None:
-            trees.check_branching(self.branching)
 
     def init(self, ring: Ring) -> Priorities:
         """No anchors."""
-        tree = functools.partial(trees.init, ring.capacity, self.branching)
+        tree = functools.partial(trees.init, ring.capacity, None)
         return Priorities(
             raw=jnp.full(ring.capacity, _NO_ANCHOR, jnp.float32),
             masses=tree("sum"),

@@ -54,7 +54,8 @@ class Hindsight(Unit):
         strategy: which row g: "future", any of the episode from the transition on, or from the last
             row of the return or window; "final", its last that is held; "episode", any that is
             held; "random", any of the whole buffer.
-        ratio: from 0 to 1.
+        ratio: from 0 to 1; `round(ratio * B)` items of each batch, at random places, are relabeled,
+            of those that are masked none.
         achieved: the path to what was achieved.
         goal: the path to the goal.
         next_goal: the path to the goal in the next observation, None if there is none.
@@ -62,8 +63,6 @@ class Hindsight(Unit):
             bool; must work under `vmap`. What is relabeled has that in its leaf `terminated`, and
             in its leaf `done` that or its own `truncated`. None leaves both as they are.
         unit: whose goals are changed, such as `NStep(3, 0.99)` or `Sequence(80)`.
-        exact: whether `round(ratio * B)` of each batch, at random places, are relabeled, instead of
-            each with probability `ratio`; of those that are masked none is.
 
     Reference: Andrychowicz et al., 2017, "Hindsight experience replay", sections 3.3 and 4.5;
     Yang et al., 2020, "Bias-reduced multi-step hindsight experience replay", section 3.2 (returns
@@ -92,11 +91,9 @@ class Hindsight(Unit):
     next_goal: Path | None = ("next", "observation", "desired_goal")
     terminated: Callable[[Any, Any], jax.Array] | None = None
     unit: Unit = Transition()
-    exact: bool = False
 
     def __post_init__(self) -> None:
         check_part("unit", self.unit)
-        checks.flag("exact", self.exact)
         checks.choice("strategy", self.strategy, ("future", "final", "episode", "random"))
         checks.fraction("ratio", self.ratio)
         if not callable(self.reward):
@@ -230,21 +227,19 @@ class Hindsight(Unit):
         """All that the inner unit reads; what was achieved at rewards, flags and the goal too."""
         keys, achieved = context.keys, path_name(self.achieved)
         inner = self.unit.look(context, state.unit, slots, mask, key)
-        words = lambda number: random_bits.words(random_bits.fold(key, number), slots.size)
-        relabeled = self._which(key, slots.size, words(_WHICH)[0]) & mask
+        words = random_bits.words(random_bits.fold(key, _WHERE), slots.size)
+        relabeled = self._which(key, slots.size) & mask
         paths = (self.achieved, keys.reward, _flag(keys))
         at = [inner.where(path_name(path)) for path in paths]
-        chosen = self._rows(context, state, _wide(at[1])[:, -1], words(_WHERE))
+        chosen = self._rows(context, state, _wide(at[1])[:, -1], words)
         distinct = list({id(where): _wide(where) for where in at}.values())
         every = jnp.concatenate([*distinct, jnp.where(mask, chosen, slots)[:, None]], axis=1)
         where = lambda name: every if within(name, achieved) else inner.where(name)
         info = {**inner.info, "relabeled": relabeled}
         return Look(where=where, mask=inner.mask, info=info, rest=(inner, _spans(at)))
 
-    def _which(self, key: jax.Array, size: int, words: jax.Array) -> jax.Array:
+    def _which(self, key: jax.Array, size: int) -> jax.Array:
         """Which of a batch are relabeled, bool `[B]`."""
-        if not self.exact:
-            return random_bits.unit_interval(words) < self.ratio
         seed = random_bits.seed(random_bits.fold(key, _WHICH))
         place = jnp.arange(size, dtype=jnp.int32)
         return permutation.permute(seed, jnp.int32(size), place) < round(self.ratio * size)

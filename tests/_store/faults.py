@@ -76,10 +76,24 @@ class Ring:
         return self.store.commit(self.version, meta, {name: [] for name in arrays}, arrays, keep)
 
 
+def reopen(path, number=None):
+    """The store as a generation describes it, checked."""
+    while True:
+        folder = opening.folder_at(path)
+        one = generation.newest(folder) if number is None else opening.at(folder, number)
+        try:
+            there = opening.store_of(one)
+            opening.check(there, rows=True)
+            return there
+        except (DamagedError, FileNotFoundError):
+            if number is not None or generation.numbers(folder)[-1:] == [one.number]:
+                raise  # else the next generation has come meanwhile
+
+
 def opened(path, number=None):
     """The ring as it was committed last, checked."""
     while True:
-        there = opening.reopen(path, number)
+        there = reopen(path, number)
         if not there.generation:
             raise FileNotFoundError(path)
         try:
@@ -451,7 +465,7 @@ class Save:
 def saved_at(path, number=None):
     """The stamps of a checkpoint, checked; None if there is none, -1 if it is a mixture."""
     try:
-        there = opening.reopen(path, number)
+        there = reopen(path, number)
     except FileNotFoundError:
         return None
     entry = generation.Generation(there.folder, there.generation)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb import _saved
 from jrb._engine import memory
 from jrb._store import generation, opening
 from jrb._store.files import Folder
@@ -57,7 +58,7 @@ def test_a_load_needs_no_more_than_the_arrays(layout, lead):
 
 def apart(path, other):
     """A checkpoint like one at a path, but that every leaf has a file of its own."""
-    store = opening.reopen(path)
+    store = opening.store_of(_saved.opened(path))
     opened = generation.newest(store.folder)
     slots, leaves = np.arange(store.slots), opened.leaves.values()
     columns = [Column((location.leaf,)) for location in leaves]

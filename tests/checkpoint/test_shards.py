@@ -401,3 +401,18 @@ def test_an_option_that_is_gone_and_changed_nothing_is_left_out():
     node["fields"]["exchange"] = True
     with pytest.raises(descriptions.UnknownError, match="has other fields"):
         descriptions.decode(node)
+
+
+@pytest.mark.parametrize(
+    ("part", "option"),
+    [
+        (jrb.Prioritized(), {"branching": 32}),
+        (jrb.Prioritized(), {"branching": None}),
+        (jrb.Hindsight(jnp.equal, ratio=0.5), {"exact": False}),
+    ],
+)
+def test_removed_options_on_which_no_state_depends_are_left_out(part, option):
+    node = descriptions.encode(part)
+    old = {**node, "fields": {**node["fields"], **option}}
+    assert descriptions.differences(old, node) == []
+    assert descriptions.differences(node, old) == []

@@ -133,9 +133,7 @@ def test_flags_of_all_rows_are_computed_anew_and_stacks_go_around(inner):
         },
     }
     hit = lambda achieved, goal: achieved == goal
-    unit = jrb.Hindsight(
-        negative_distance, "final", ratio=0.5, terminated=hit, unit=inner, exact=True, **GOALS
-    )
+    unit = jrb.Hindsight(negative_distance, "final", ratio=0.5, terminated=hit, unit=inner, **GOALS)
     paths = (("observation", "frame"), ("next", "observation", "frame"))
     found = []
     for each in (unit, jrb.FrameStack(2, paths, unit=unit)):
@@ -157,7 +155,7 @@ def test_flags_of_all_rows_are_computed_anew_and_stacks_go_around(inner):
 
 @pytest.mark.parametrize(("ratio", "size"), [(0.8, 32), (0.5, 5), (0.0, 4), (1.0, 7), (0.3, 1)])
 def test_an_exact_share_is_relabeled_at_random_places(ratio, size):
-    unit = jrb.Hindsight(negative_distance, ratio=ratio, exact=True, **GOALS)
+    unit = jrb.Hindsight(negative_distance, ratio=ratio, **GOALS)
     buffer = jrb.ReplayBuffer(100, num_envs=1, batch_size=size, unit=unit)
     state = buffer.extend(buffer.init(EXAMPLE), ten_and_ninety())
     keys = jax.random.split(jax.random.key(2), 500)
@@ -178,8 +176,6 @@ def test_units_that_cannot_have_one_goal_are_refused():
         make(jrb.FrameStack(2))
     with pytest.raises(TypeError, match="unit"):
         jrb.Hindsight(negative_distance, unit=3)
-    with pytest.raises(TypeError, match="exact: expected True or False"):
-        jrb.Hindsight(negative_distance, exact=1)
 
 
 @pytest.mark.parametrize("strategy", ["future", "episode"])

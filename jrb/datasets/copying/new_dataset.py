@@ -22,7 +22,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.datasets.kind import Episode, spec_of
-from jrb.datasets.kinds.native.saved import ENDS, FACTS
+from jrb.datasets.kinds.native import ENDS, FACTS
 from jrb.datasets.writing.beside import free
 from jrb.ring import Clock
 from jrb.storages import MemmapStorage
