@@ -17,7 +17,7 @@ from jrb._base import extras, pytree
 from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.kinds.minari import METADATA, leaf_spaces
+from jrb.datasets.kinds.minari import METADATA, leaf_spaces, package
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names
 from jrb.datasets.writing.beside import free, new_folder
@@ -95,8 +95,6 @@ def write_minari(
             not what stands before the action of the next step, which a set cannot hold.
         TypeError: neither a buffer with its state nor a dataset.
     """
-    minari_storage = extras.require("minari.dataset.minari_storage", "minari")
-    extras.require("PIL.Image", "minari")  # which the package imports only now
     target = free(path)
     about: dict[str, Any] = {
         "dataset_id": _id(target, dataset_id),
@@ -115,7 +113,7 @@ def write_minari(
         data = os.path.join(folder, "data")
         # The spaces are known after the last episode; without JPEG the package does not use them.
         any_space = extras.require("gymnasium.spaces", "minari").Discrete(1)
-        storage = minari_storage.MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
+        storage = package().MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
         storage.update_episodes(episodes)
         about |= episodes.metadata(spaces)
         storage.update_episode_metadata(episodes.facts)
@@ -359,8 +357,6 @@ def _derived(name: str, form: Any, bounds: Mapping[str, tuple[int, int]]) -> Any
         start = min(least, 0)
         if greatest - start < np.iinfo(np.int64).max:
             return spaces.Discrete(greatest - start + 1, start=start)
-    if dtype.kind == "f":
-        low, high = -np.inf, np.inf
-    else:
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    limits = None if dtype.kind in "fc" else np.iinfo(dtype)
+    low, high = (limits.min, limits.max) if limits else (-np.inf, np.inf)
     return spaces.Box(np.full(shape, low, dtype), np.full(shape, high, dtype), dtype=dtype)
