@@ -40,7 +40,6 @@ _NAMES = {
 _RUNNING = "{} of {} episodes had not ended when they were written: their last steps are truncated."
 _CUT = "The beginning of {} of {} episodes may have been overwritten before they were written."
 _LEFT_OUT = "{} steps whose next observation is not known were left out."
-_ARRAYS = ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
 
 
 @escaped_errors()
@@ -59,7 +58,7 @@ def write_minari(
     code_permalink: str | None = None,
     description: str | None = None,
 ) -> None:
-    """Writes all episodes that a buffer holds as a set of Minari.
+    """Writes all episodes that a buffer holds as a dataset of Minari; needs the extra `minari`.
 
     `minari.load_dataset(dataset_id)` finds it at `<MINARI_DATASETS_PATH>/<dataset_id>`, and
     `minari.MinariDataset(path + "/data")` anywhere. Arrays are written as they are stored, images
@@ -96,8 +95,14 @@ def write_minari(
         TypeError: neither a buffer with its state nor a dataset.
     """
     target = free(path)
+    name = os.path.basename(target) if dataset_id is None else dataset_id
+    if not isinstance(name, str) or not _ID.fullmatch(name):
+        raise ValueError(
+            f"dataset_id: expected <namespace>/<name>-v<number> (the namespace may lack), got "
+            f"{name!r}."
+        )
     about: dict[str, Any] = {
-        "dataset_id": _id(target, dataset_id),
+        "dataset_id": name,
         "author": [author] if isinstance(author, str) else list(author),
         "author_email": [author_email] if isinstance(author_email, str) else list(author_email),
         "algorithm_name": algorithm_name,
@@ -123,16 +128,6 @@ def write_minari(
             json.dump(about, file)
 
 
-def _id(target: str, given: str | None) -> str:
-    name = os.path.basename(target) if given is None else given
-    if not isinstance(name, str) or not _ID.fullmatch(name):
-        raise ValueError(
-            f"dataset_id: expected <namespace>/<name>-v<number> (the namespace may lack), got "
-            f"{name!r}."
-        )
-    return name
-
-
 def _env_spec(given: Any) -> str | None:
     """Returns a spec as JSON."""
     if given is None:
@@ -153,19 +148,12 @@ def _env_spec(given: Any) -> str | None:
 
 def _space(name: str, given: Any) -> Any:
     """Returns Gymnasium's space that somebody gave as such, or as Minari's JSON; None for none."""
-    space = given
-    if isinstance(given, str) or (isinstance(given, dict) and "type" in given):
-        try:
-            space = extras.require("minari.serialization", "minari").deserialize_space(given)
-        except Exception as error:  # whatever the package raises over JSON that is no space
-            raise ValueError(f"{name}: expected JSON of a space, got {given!r}.") from error
-    for _, leaf in () if space is None else leaf_spaces(name, space):
-        if type(leaf).__name__ not in _ARRAYS:
-            raise TypeError(
-                f"{name}: expected a space of arrays ({', '.join(_ARRAYS)}, Dict, Tuple), got "
-                f"{type(leaf).__name__}."
-            )
-    return space
+    if not isinstance(given, str) and not (isinstance(given, dict) and "type" in given):
+        return given
+    try:
+        return extras.require("minari.serialization", "minari").deserialize_space(given)
+    except Exception as error:  # whatever the package raises over JSON that is no space
+        raise ValueError(f"{name}: expected JSON of a space, got {given!r}.") from error
 
 
 class _Episodes:
@@ -223,7 +211,7 @@ class _Episodes:
         for role, given in spaces.items():
             form = nest(self.forms)[role]
             space = _derived(role, form, self.bounds) if given is None else given
-            found = {name: each.shape for name, each in leaf_spaces(role, space)}
+            found = {name: getattr(each, "shape", None) for name, each in leaf_spaces(role, space)}
             expected = {name: form[0] for name, form in self.forms.items() if within(name, role)}
             if found != expected:
                 raise ValueError(
