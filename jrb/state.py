@@ -90,8 +90,9 @@ class Sample(pytree.State):
             sample of another description. None, for a sample that was put together by hand, or
             after `sample.replace(origin=None)`, leaves it to the caller.
 
-    Buffers whose descriptions are equal, but for `batch_size` and `transforms`, have equal origins:
-    of two such buffers, such as agents under `vmap`, nothing tells whose sample it is.
+    Buffers with equal parts, capacity and keys have equal origins, whatever their storage, batch
+    size and transforms: of two such buffers, such as agents under `vmap`, nothing tells whose
+    sample it is.
     """
 
     data: Any
@@ -130,7 +131,11 @@ class Sample(pytree.State):
 
 def origin_of(buffer: "Buffer") -> str:
     """What samples have for `origin` that a buffer drew."""
-    return identity(buffer, "batch_size", "transforms")
+    return identity(buffer, *_NOT_OF_SLOTS)
+
+
+_NOT_OF_SLOTS = ("batch_size", "transforms", "storage", "min_size", "cast")
+"""Fields of a description that say nothing of what a slot is, or of which are drawn."""
 
 
 def check_origin(verb: str, sample: Sample, origin: str) -> None:

@@ -49,7 +49,7 @@ def test_goals_give_each_agent_its_reward():
 def test_goals_ask_for_rewards_as_items_have_them_and_one_flag():
     items = rows()
     buffer, state = jrb.from_items(items, unit=jrb.Hindsight(one_reward), batch_size=4)
-    with pytest.raises(ValueError, match="Hindsight: reward: leaf 'a': expected the leaves"):
+    with pytest.raises(ValueError, match=r"Hindsight: reward: leaf 'a': .*expected the leaves"):
         buffer.sample(state, KEY)
     items["next"]["done"] = {"a": items["next"]["done"], "b": items["next"]["done"]}
     ends = lambda reached, goal: reached == goal

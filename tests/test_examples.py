@@ -89,7 +89,7 @@ def test_vector_environments_are_learned_from_without_a_step_that_is_none():
     stored, episodes = jax.device_get(state.storage), jrb.episodes(example.buffer, state)
     for env in range(example.ENVS):
         lane = [each for each in episodes if each.environment == env]
-        assert all(each.complete for each in lane[:-1])
+        assert all(each.ended for each in lane[:-1])
         for each in lane:
             seen, after = (part["observation"][each.slots] for part in (stored, stored["next"]))
             np.testing.assert_array_equal(seen[1:], after[:-1])

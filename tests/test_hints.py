@@ -155,7 +155,8 @@ def test_refused_priorities_are_told_once():
     with pytest.warns(jrb.PriorityWarning, match="update_priority: 2 priorities are NaN"):
         buffer.update_priority(state, sample, bad)
     buffer.update_priority(state, sample, bad)  # warnings are errors here
-    jitted = jrb.jitted(filled(sampler=jrb.Prioritized(alpha=0.32))[0])
+    other, state = filled(sampler=jrb.Prioritized(alpha=0.32))
+    sample, jitted = other.sample(state, jax.random.key(0)), jrb.jitted(other)
     with pytest.warns(jrb.PriorityWarning, match=r"update_priority: 1 .* such as inf"):
         state = jitted.update_priority(state, sample, np.array([1e39, 1.0]))
     other, state = filled(sampler=jrb.Prioritized(alpha=0.33))

@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Callable
 from types import EllipsisType, ModuleType
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
@@ -32,10 +32,10 @@ from jrb.checkpoint.members import Several
 from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
-from jrb.mix import AnyState
+from jrb.mix import AnyState, Mix
 from jrb.rebuilding import rebuild
 from jrb.sharded import Sharded
-from jrb.state import Device
+from jrb.state import BufferState, Device
 from jrb.types import Item
 
 __all__ = [
@@ -231,6 +231,47 @@ def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) ->
         raise ValueError(f"keep: expected a number of at least 0, got {keep!r}.")
 
 
+class _Options(TypedDict, total=False):
+    """What else `load` takes."""
+
+    example: Item
+    decode: Hooks
+    items: Item
+    capacity: int | None
+    num_envs: int | EllipsisType | None
+    generation: int | None
+    device: Device
+    verify: bool
+    cast: bool
+
+
+D = TypeVar("D", bound=Mix | Sharded | dict[str, Any] | tuple[Any, ...])
+
+
+@overload
+def load(
+    path: Path, buffer: ReplayBuffer, *, extra: None = None, **options: Unpack[_Options]
+) -> tuple[ReplayBuffer, BufferState]: ...
+@overload
+def load(
+    path: Path, buffer: ReplayBuffer, *, extra: Item, **options: Unpack[_Options]
+) -> tuple[ReplayBuffer, BufferState, Any]: ...
+@overload
+def load(
+    path: Path, buffer: D, *, extra: None = None, **options: Unpack[_Options]
+) -> tuple[D, Any]: ...
+@overload
+def load(
+    path: Path, buffer: D, *, extra: Item, **options: Unpack[_Options]
+) -> tuple[D, Any, Any]: ...
+@overload
+def load(
+    path: Path, buffer: None = None, *, extra: None = None, **options: Unpack[_Options]
+) -> tuple[Any, Any]: ...
+@overload
+def load(
+    path: Path, buffer: None = None, *, extra: Item, **options: Unpack[_Options]
+) -> tuple[Any, Any, Any]: ...
 @escaped_errors()
 def load(
     path: Path,

@@ -61,6 +61,7 @@ FORMAT, VERSION = _saved.H5, 1
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are looked at a time
 _SMALLEST = 2000  # times smaller than the data is no compressed data
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
 
 
@@ -223,6 +224,7 @@ def load(
 
 def _load(path: str, buffer: Description | None, example: Item, device: Device) -> tuple[Any, Any]:
     try:
+        _check_signature(path)
         with h5py.File(path, "r", locking=False) as file:
             return _read(file, buffer, example, device)
     except (OSError, KeyError, RuntimeError, IndexError) as error:
@@ -250,10 +252,25 @@ def _read(
     return buffer, state if device is None else jax.device_put(state, device)
 
 
-def _about(file: h5py.File) -> dict[str, Any]:
+def _check_signature(path: str) -> None:
+    """Raises unless a file is one of HDF5, perhaps cut short; the seal was looked at before."""
+    with open(path, "rb") as file:
+        if not _SIGNATURE.startswith(file.read(len(_SIGNATURE))):
+            raise _not_ours(path)
+
+
+def _not_ours(path: str) -> ValueError:
+    return ValueError(
+        f"{path}: not a jrb checkpoint: expected a folder or an HDF5 file that jrb.save has made. "
+        "jrb.datasets.open reads files of other programs."
+    )
+
+
+def _check_format(file: h5py.File) -> None:
+    """Raises unless a file is a checkpoint of a version that this program reads."""
     kind, version = file.attrs.get("format"), file.attrs.get("version")
     if not isinstance(kind, str) or kind != FORMAT:
-        raise ValueError(f"{file.filename}: expected a checkpoint of jrb, found another HDF5 file.")
+        raise _not_ours(file.filename)
     if not isinstance(version, np.integer) or version < 1:
         raise DamagedError(f"{file.filename}: expected a version from 1, got {version!r}.")
     if version > VERSION:
@@ -261,6 +278,10 @@ def _about(file: h5py.File) -> dict[str, Any]:
             f"{file.filename}: expected version {VERSION} or older, got version {version}. A newer "
             "jrb wrote this; install that one."
         )
+
+
+def _about(file: h5py.File) -> dict[str, Any]:
+    _check_format(file)
     about = json.loads(_get(file, _ABOUT).tobytes())
     _saved.check(file.filename, about, _saved.ABOUT_H5)
     return about
@@ -388,14 +409,17 @@ def verify(path: str, progress: Progress = nobody) -> list[str]:
     """All that is wrong with a file, a line each; see `jrb.checkpoint.verify`."""
     try:
         seal.check(path)
+        _check_signature(path)
         with h5py.File(path, "r", locking=False) as file:
+            _check_format(file)
             return list(_damages(file, progress))
     except DamagedError as error:
         return [str(error)]
     except (OSError, RuntimeError, KeyError, ValueError) as error:
         if isinstance(error, PermissionError | FileNotFoundError):
             raise
-        return [f"{path}: expected a checkpoint in HDF5, got {error!r}."]
+        known = isinstance(error, ValueError) and path in str(error)
+        return [str(error) if known else f"{path}: expected a checkpoint in HDF5, got {error!r}."]
 
 
 def _datasets(group: h5py.Group) -> list[str]:

@@ -215,7 +215,9 @@ def _sharded(
     for place, group in sharded.layout.groups().items():
         for number in group:
             name = known[number]
-            states[number] = load(opened.part(name), part, example, place, inward[name])[1]
+            found, states[number] = load(opened.part(name), part, example, place, inward[name])
+            if found.storage != sharded.buffer.storage:
+                raise DamagedError(f"{opened.path}: part '{name}': expected the whole's storage.")
     return sharded, shards.joined(sharded, states)
 
 

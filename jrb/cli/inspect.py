@@ -8,7 +8,7 @@ import os
 from typing import Annotated, Any
 
 import jrb
-from jrb._base import extras, versions
+from jrb._base import extras
 from jrb._base.wording import bytes_text
 from jrb.cli import console, found, reports
 from jrb.cli.reports import Leaf, Report
@@ -39,7 +39,9 @@ def inspect(
 
 def _plot(path: str, file: str) -> None:
     drawing = importlib.import_module("jrb.plot")
-    with versions.enable_x64():  # so that items of any dtype are drawn as they are
+    with importlib.import_module(
+        "jrb._base.versions"
+    ).enable_x64():  # so that items of any dtype are drawn as they are
         if found.kind_of(path) == found.OTHER:
             buffer, state = found.dataset(path).buffer()
         else:

@@ -139,7 +139,10 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused(stored, given, fits):
 
 
 def test_the_advice_looks_at_the_description():
-    for cast, message in [(False, "made with cast=True"), (True, r"with \.astype\(int32\)")]:
+    for cast, message in [
+        (False, "make the buffer with cast=True"),
+        (True, r"with \.astype\(int32\)"),
+    ]:
         buffer = jrb.ReplayBuffer(4, cast=cast)
         with pytest.raises(TypeError, match=f"expected dtype int32, got uint32.*{message}"):
             buffer.add(buffer.init({"x": jnp.int32(0)}), {"x": np.uint32(1)})

@@ -664,7 +664,7 @@ def test_damage_to_an_h5_file_is_noticed(tmp_path):
         assert checkpoint.verify(path)
     with h5py.File(path, "w") as file:
         file["x"] = 1
-    with pytest.raises(ValueError, match="format"):
+    with pytest.raises(ValueError, match="not a jrb checkpoint"):
         jrb.load(path)
 
 

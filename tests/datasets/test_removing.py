@@ -17,7 +17,7 @@ from jrb.datasets import removing
 from tests.cli import paths
 from tests.cli.paths import call
 
-FOLDERS = ["native", "store", "several", "torchrl", "minari", "lerobot", "recorded", "parquet"]
+FOLDERS = ["native", "store", "several", "torchrl", "minari", "recorded", "parquet"]
 
 
 def made(kind, folder):
@@ -26,8 +26,6 @@ def made(kind, folder):
     path = folder / kind
     if kind == "minari":
         datasets.write_minari(path, *paths.filled(), dataset_id="set-v0")
-    elif kind == "lerobot":
-        datasets.write_lerobot(path, *paths.filled(), fps=10)
     elif kind in ("parquet", "arrow"):
         source = paths.make("h5", folder)
         path.mkdir()

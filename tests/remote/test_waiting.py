@@ -43,12 +43,9 @@ class Drawing:
     """Draws that are numbered, and that an interrupt strikes while they are waited for."""
 
     def __init__(self):
-        self.numbers, self.moments = itertools.count(), itertools.count()
+        self.numbers, self.moments, self.permits = itertools.count(), itertools.count(), None
 
-    def permit(self, *_):
-        return None
-
-    def ask(self, batch_size, betas):
+    def ask(self, batch_size, betas, ticket):
         return [ahead.Draw([next(self.numbers)], [], batch_size, beta) for beta in betas]
 
     def there(self, draws):

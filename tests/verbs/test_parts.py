@@ -15,7 +15,7 @@ from tests.verbs.model import Model
 from tests.verbs.programs import EXAMPLE, MANY, STEPS, T
 from tests.verbs.units import RULES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")]
 
 E, ROWS, PROGRAMS = 2, 3, 60
 MEMMAP, SPILL = jrb.MemmapStorage(None), jrb.SpillStorage(None, 2 * E)

@@ -15,6 +15,7 @@ pytest.importorskip("minari")
 import gymnasium
 import minari
 from gymnasium import spaces
+from minari.serialization import serialize_space
 
 
 class World(gymnasium.Env):
@@ -116,6 +117,13 @@ def in_ted(episode, with_infos=True):
     return found
 
 
+FORM = {
+    "data_format": "hdf5",
+    "observation_space": serialize_space(spaces.Box(-np.inf, np.inf, (3,), np.float64)),
+    "action_space": serialize_space(spaces.Discrete(5)),
+}
+
+
 def made(folder, episodes, **about):
     """A set by hand, from flat arrays by name; the metadata may be changed."""
     os.makedirs(folder, exist_ok=True)
@@ -123,7 +131,7 @@ def made(folder, episodes, **about):
         for number, episode in enumerate(episodes):
             put(file, f"episode_{number}", episode)
     steps = sum(len(episode.get("rewards", ())) for episode in episodes)
-    about = {"total_episodes": len(episodes), "total_steps": steps, **about}
+    about = {"total_episodes": len(episodes), "total_steps": steps, **FORM, **about}
     with open(os.path.join(folder, "metadata.json"), "w") as file:
         json.dump(about, file)
     return str(folder)

@@ -80,18 +80,23 @@ def test_what_minari_says_of_a_set(recorded):
     assert left_out.endswith("not alike in all episodes: observations/text.")
 
 
-@pytest.mark.parametrize("layout", FORMATS)
-def test_infos_in_dicts(place, layout):
-    """Minari itself reads those of Arrow as objects."""
-    if layout != "hdf5":
-        pytest.importorskip("pyarrow")
-    options = {"episodes": 1, "data_format": layout}
-    path, _ = sets.recorded(place, sets.World(nested=True), f"name/nested-{layout}-v0", **options)
+def test_infos_in_dicts(place):
+    path, _ = sets.recorded(place, sets.World(nested=True), "name/nested-v0", episodes=1)
     found = jrb.datasets.open(path)[0]
     for infos in (found["info"], found["next"]["info"]):
         assert infos["more"]["grid"].dtype == np.float32
         assert infos["more"]["grid"].tolist() == infos["grid"].tolist()
     assert found["next"]["info"]["grid"][:, 1, 0].tolist() == [1, 2, 3]
+
+
+def test_infos_in_dicts_of_arrow_are_left_out(place):
+    """Minari itself reads them as objects."""
+    pytest.importorskip("pyarrow")
+    options = {"episodes": 1, "data_format": "arrow"}
+    path, _ = sets.recorded(place, sets.World(nested=True), "name/nested-arrow-v0", **options)
+    dataset = jrb.datasets.open(path)
+    assert dataset[0]["info"].keys() == {"grid", "steps"}
+    assert dataset.notes[-1].endswith("infos/more, infos/more/grid, observations/text.")
 
 
 def test_images_that_are_no_jpeg_are_exact(place):
@@ -103,13 +108,20 @@ def test_images_that_are_no_jpeg_are_exact(place):
     assert len(dataset.notes) == 1
 
 
-def test_images_are_found_without_spaces(place, tmp_path):
-    path, episodes = sets.recorded(place, sets.World(), "name/told-v0", episodes=2)
+def test_a_set_without_spaces_is_refused(place, tmp_path):
+    """Minari would make the environment, and so run code that a file names."""
+    path, _ = sets.recorded(place, sets.World(), "name/told-v0", episodes=1)
     shutil.copytree(path, tmp_path / "set")
     change(tmp_path / "set" / "data", lambda about: about.pop("observation_space"))
-    dataset = jrb.datasets.open(tmp_path / "set")
-    sets.assert_same(dataset[0], sets.in_ted(episodes[0]))
-    sets.assert_same(dataset[1], sets.in_ted(episodes[1]))
+    with pytest.raises(ValueError, match=r"metadata.json: 'observation_space': expected a space"):
+        jrb.datasets.open(tmp_path / "set")
+
+
+def test_what_minari_does_not_read_is_refused_with_its_words(tmp_path):
+    path = sets.made(tmp_path, [sets.episode(2)])
+    change(tmp_path, lambda about: about.pop("data_format"))
+    with pytest.raises(ValueError, match=r"metadata.json: expected what minari .*'data_format'"):
+        jrb.datasets.open(path)
 
 
 def test_a_set_recorded_once():
@@ -181,23 +193,6 @@ def test_nan_rewards_are_kept(tmp_path):
     assert np.isnan(jrb.datasets.open(path)[0]["next"]["reward"]).tolist() == [True, False]
 
 
-def test_a_set_of_the_oldest_kind(tmp_path):
-    """Metadata in the file, and episodes of later days in files beside it."""
-    first, second = sets.episode(2, 1), sets.episode(3, 2)
-    with h5py.File(tmp_path / "main_data.hdf5", "w") as file:
-        file.attrs.update(total_episodes=3, total_steps=7, env_spec='{"id": "Old-v0"}')
-        sets.put(file, "episode_0", first)
-        file["episode_1"] = h5py.ExternalLink("additional_data_0.hdf5", "/episode_0")
-        file["episode_2"] = h5py.ExternalLink("/where/it/was/additional_data_1.hdf5", "episode_7")
-    for number, name in enumerate(("episode_0", "episode_7")):
-        with h5py.File(tmp_path / f"additional_data_{number}.hdf5", "w") as file:
-            sets.put(file, name, (second, first)[number])
-    dataset = jrb.datasets.open(tmp_path)
-    assert dataset.metadata["environment"] == "Old-v0"
-    for number, want in enumerate((first, second, first)):
-        assert dataset[number]["action"].tolist() == want["actions"].tolist()
-
-
 def test_what_is_added_is_seen(tmp_path):
     path = sets.made(tmp_path, [sets.episode(2)])
     assert len(jrb.datasets.open(path)) == 1
@@ -230,7 +225,7 @@ def test_arrays_of_several_lengths_are_refused(tmp_path, name):
 
 @pytest.mark.parametrize("name", list(sets.episode(1)))
 def test_a_missing_array_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"main_data.hdf5: 'episode_1': expected .* in {name},"):
+    with pytest.raises(ValueError, match=r"main_data.hdf5: 'episode_1': expected T > 0"):
         jrb.datasets.open(sets.made(tmp_path, [sets.episode(3), without(name)]))
 
 
@@ -239,13 +234,25 @@ def test_a_missing_array_is_refused(tmp_path, name):
     [
         (sets.episode(3, rows=6), "T > 0"),
         (sets.episode(0), "T > 0"),
-        (sets.episode(3, observations=np.zeros((4, 2))), "'observations': expected float64 of"),
-        (sets.episode(3, actions=np.zeros(3)), "'actions': expected int64 of shape"),
-        (sets.episode(3, terminations=np.zeros(3)), "'terminations': expected bool"),
-        (sets.episode(3, truncations=np.zeros((3, 1), bool)), "'truncations': expected bool"),
-        (sets.episode(3, observations=np.array([b"text"] * 4)), "'observations'.*are none"),
-        ({**without("rewards"), "rewards/a": np.zeros(4)}, "'rewards': expected an array"),
-        ({**without("actions"), "actions/a": np.zeros(4, int)}, "expected int64.*got nothing"),
+        (
+            sets.episode(3, observations=np.zeros((4, 2))),
+            r"expected rows of .*'observations': \(\(3,\), .* got .*'observations': \(\(2,\)",
+        ),
+        (
+            sets.episode(3, actions=np.zeros(3)),
+            "expected rows of .*'actions'.*int64.* got .*'actions'.*f8",
+        ),
+        (sets.episode(3, terminations=np.zeros(3)), "bools of terminations"),
+        (sets.episode(3, truncations=np.zeros((3, 1), bool)), "bools of terminations"),
+        (
+            sets.episode(3, observations=np.array([b"text"] * 4)),
+            "expected rows of .* got .*S4",
+        ),
+        ({**without("rewards"), "rewards/a": np.zeros(4)}, "T > 0 rewards"),
+        (
+            {**without("actions"), "actions/a": np.zeros(4, int)},
+            "expected rows of .*got .*'actions/a'",
+        ),
     ],
 )
 def test_episodes_that_do_not_fit_are_refused(tmp_path, wrong, match):
@@ -259,19 +266,31 @@ def test_episodes_that_do_not_fit_are_refused(tmp_path, wrong, match):
 @pytest.mark.parametrize(
     ("how", "match"),
     [
-        (lambda about: about.update(total_episodes=3), r"episodes 0 to 2.*lack \[2\]"),
-        (lambda about: about.update(total_episodes=1), r"not expected are \[1\]"),
-        (lambda about: about.update(total_episodes=10**15), r"lack \[2, 3, 4, 5, 6\]"),
+        (
+            lambda about: about.update(total_episodes=3),
+            "expected 3 episodes .* got 2; .* missing is 2",
+        ),
+        (lambda about: about.update(total_episodes=1), "expected 1 episodes .* got 2"),
+        (
+            lambda about: about.update(total_episodes=10**15),
+            "expected 1000000000000000 episodes .* got 2",
+        ),
         (lambda about: about.update(observation_space=3), "'observation_space': expected a space"),
-        (lambda about: about.update(action_space='{"type": "Box"}'), "'action_space': expected a"),
+        (lambda about: about.update(action_space='{"type": "Box"}'), "metadata.json: .*'shape'"),
         (
             lambda about: about.update(action_space='{"type": "Tuple", "subspaces": [3]}'),
-            "'action_space': expected a space",
+            "metadata.json: expected what minari",
         ),
-        (lambda about: about.update(observation_space="{"), "'observation_space': expected JSON"),
-        (lambda about: about.update(env_spec="[1]"), "'env_spec': expected an object"),
-        (lambda about: about.update(data_format="zarr"), "'data_format': expected one of"),
-        (lambda about: about.update(data_format="arrow"), "expected the episodes 0 to 1"),
+        (
+            lambda about: about.update(observation_space="{"),
+            "metadata.json: expected metadata of Minari in JSON",
+        ),
+        (
+            lambda about: about.update(env_spec="["),
+            "metadata.json: expected metadata of Minari in JSON",
+        ),
+        (lambda about: about.update(data_format="zarr"), "metadata.json: .*zarr"),
+        (lambda about: about.update(data_format="arrow"), "expected 2 episodes .* got 0"),
     ],
 )
 def test_metadata_that_do_not_fit_are_refused(tmp_path, how, match):
@@ -285,7 +304,7 @@ def test_a_gap_is_refused(tmp_path):
     path = sets.made(tmp_path, [sets.episode(2)] * 3)
     with h5py.File(path + "/main_data.hdf5", "a") as file:
         del file["episode_1"]
-    with pytest.raises(ValueError, match=r"got 2; of these lack \[1\]"):
+    with pytest.raises(ValueError, match=r"got 2; .* missing is 1"):
         jrb.datasets.open(path)
 
 
@@ -297,7 +316,8 @@ def test_a_gap_is_refused(tmp_path):
         lambda other: h5py.ExternalLink("../other/secret.hdf5", "/episode_0"),
         lambda other: h5py.ExternalLink("main_data.hdf5", "/episode_0/rewards"),
         lambda other: h5py.ExternalLink("main_data.hdf5", "/episode_1"),
-        lambda other: h5py.SoftLink("/episode_0"),
+        lambda other: h5py.SoftLink("/elsewhere"),
+        lambda other: h5py.SoftLink("/episode_1"),
     ],
 )
 def test_links_that_lead_elsewhere_are_refused(tmp_path, link):
@@ -307,7 +327,9 @@ def test_links_that_lead_elsewhere_are_refused(tmp_path, link):
     with h5py.File(path + "/main_data.hdf5", "a") as file:
         del file["episode_1"]
         file["episode_1"] = link(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"'episode_[01](/rewards)?': expected"):
+    with pytest.raises(
+        ValueError, match=r"main_data.hdf5: 'episode_1': expected data in the file itself"
+    ):
         jrb.datasets.open(path)
 
 
@@ -372,18 +394,16 @@ def test_damaged_files_are_refused(tmp_path):
 
 
 def test_damaged_images_are_refused(place, tmp_path):
-    path, _ = sets.recorded(place, sets.World(), "name/images-v0", episodes=2)
+    path, _ = sets.recorded(place, sets.World(), "name/images-v0", episodes=3)
     shutil.copytree(path, tmp_path / "set")
     with h5py.File(tmp_path / "set" / "data" / "main_data.hdf5", "a") as file:
-        images = file["episode_0/observations/grey"]
-        images[1] = images[1][:50]
         images = file["episode_1/observations/grey"]
-        images[1] = file["episode_1/observations/colour"][1]
+        images[1] = images[1][:50]
+        file["episode_2/observations/grey"][1] = file["episode_2/observations/colour"][1]
     dataset = jrb.datasets.open(tmp_path / "set")
-    with pytest.raises(ValueError, match=r"'observations/grey': expected JPEG images"):
-        dataset[0]
-    with pytest.raises(ValueError, match=r"'observations/grey': expected images of shape \(33, 32"):
-        dataset[1]
+    for number in (1, 2):
+        with pytest.raises(ValueError, match=rf"'episode_{number}': expected what minari"):
+            dataset[number]
 
 
 def test_damaged_files_of_arrow_are_refused(place, tmp_path):
@@ -394,13 +414,13 @@ def test_damaged_files_of_arrow_are_refused(place, tmp_path):
         part = pathlib.Path(path) / "data" / "1" / f"part-0.{layout}"
         whole = part.read_bytes()
         part.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(ValueError, match=r"/data/1: expected whole files of"):
+        with pytest.raises(ValueError, match=r"/data/1: expected what minari .* reads"):
             jrb.datasets.open(path)
         part.unlink()
-        with pytest.raises(ValueError, match="/data/1: expected files of"):
+        with pytest.raises(ValueError, match="/data/1: expected T > 0"):
             jrb.datasets.open(path)
         shutil.rmtree(part.parent)
-        with pytest.raises(ValueError, match=r"of these lack \[1\]"):
+        with pytest.raises(ValueError, match="missing is 1"):
             jrb.datasets.open(path)
 
 
@@ -441,7 +461,9 @@ def test_files_that_change_under_a_dataset_are_refused(place, tmp_path):
     data = pathlib.Path(path) / "data"
     shutil.copy(data / "0" / "part-0.arrow", data / "1" / "part-0.arrow")
     assert dataset.lengths.tolist() == [3, 4]
-    with pytest.raises(ValueError, match=r"/data/1: '.*with T = 4 as when the set was opened"):
+    with pytest.raises(
+        ValueError, match="/data/1: expected 4 steps as when the dataset was opened"
+    ):
         dataset[1]
-    with pytest.raises(ValueError, match=r"'rewards': expected float64 .*Open it again"):
+    with pytest.raises(ValueError, match="Open it again"):
         dataset.returns()

@@ -1,0 +1,182 @@
+"""Metadata with other values, with right checksums: refused by name, or what was saved."""
+
+import contextlib
+import io
+import json
+import random
+
+import h5py
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jrb
+from jrb import checkpoint, testing
+from jrb._base import prng_keys
+from jrb.checkpoint.descriptions import UnknownError
+from jrb.cli import inspect, stats
+from tests.checkpoint import forging
+
+EXAMPLE = {
+    "observation": jnp.zeros(3),
+    "action": jnp.int32(0),
+    "next": {"observation": jnp.zeros(3), "reward": jnp.float32(0), "done": jnp.bool_(False)},
+}
+BUFFER = jrb.ReplayBuffer(8, 2, batch_size=2, sampler=jrb.Prioritized(), unit=jrb.NStep(2, 0.9))
+ROWS = testing.rows(EXAMPLE, jnp.float32(1), 6, 2)
+STATE = BUFFER.extend(BUFFER.init(EXAMPLE), ROWS)
+EXTRA = {"a": jnp.ones(3), "n": 4}
+
+
+def save(kind, path):
+    """Saves something of a kind; its description and state."""
+    buffer, state, options = BUFFER, STATE, {}
+    if kind == "native":
+        options = {"extra": EXTRA}
+    elif kind == "store":
+        buffer = jrb.ReplayBuffer(8, 2, batch_size=2, storage=jrb.MemmapStorage(path))
+        state = buffer.extend(buffer.init(EXAMPLE), ROWS)
+    elif kind == "several":
+        buffer, state = {"a": BUFFER, "b": BUFFER}, {"a": STATE, "b": STATE}
+    elif kind == "mix":
+        buffer, state = jrb.Mix((BUFFER, BUFFER), (0.5, 0.5), 4), (STATE, STATE)
+    elif kind == "shards":
+        buffer = jrb.Sharded(BUFFER, 2)
+        state = buffer.extend(buffer.init(EXAMPLE), ROWS)
+    elif kind == "encoded":
+        options = {"encode": lambda items: {"all": items}}
+    elif kind == "apart":
+        options = {"items": False}
+    elif kind == "list":
+        buffer = jrb.ReplayBuffer(6, batch_size=2, storage=jrb.ListStorage())
+        state = buffer.extend(buffer.init(None), ["a", {"b": 1}, 3])
+    elif kind == "h5":
+        options = {"layout": "h5"}
+    jrb.save(path, buffer, state, **options)
+    return buffer, state
+
+
+OPTIONS = {
+    "native": {"extra": EXTRA},
+    "encoded": {"decode": lambda saved: saved["all"]},
+    "apart": {"items": jrb.items(BUFFER, STATE)},
+}
+
+
+def content(buffer, state):
+    """What is held, to be compared."""
+    if isinstance(buffer, jrb.ReplayBuffer):
+        held = jrb.items(buffer, state)
+        return str(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), held))
+    return [np.asarray(prng_keys.raw(leaf)).tolist() for leaf in jax.tree.leaves(state)]
+
+
+def calls(kind, path, held):
+    """What a user does with a path, by name."""
+
+    def load():
+        buffer, state, *_ = checkpoint.load(path, **OPTIONS.get(kind, {}))
+        assert content(buffer, state) == held
+
+    def told(command):
+        with contextlib.redirect_stdout(io.StringIO()):
+            command(str(path), json=True)
+
+    yield load
+    yield lambda: checkpoint.verify(path)
+    yield lambda: told(inspect.inspect)
+    if kind != "h5":
+        yield lambda: checkpoint.metadata(path)
+    if kind in ("native", "store", "h5"):
+        yield lambda: told(stats.stats)
+
+
+def check(kind, path, held, what):
+    """Raises unless all calls give what was saved, or say of which file what is wrong."""
+    for call in calls(kind, path, held):
+        try:
+            call()
+        except (checkpoint.DamagedError, UnknownError, FileNotFoundError, ValueError) as error:
+            known = (str(path), "decode: leaf", "Name the right one")  # by hook, and by keys
+            if not any(words in str(error) for words in known):
+                raise AssertionError(what) from error
+        except AssertionError as error:
+            raise AssertionError(what) from error
+
+
+KINDS = ["native", "store", "several", "mix", "shards", "encoded", "apart", "list"]
+
+
+@pytest.mark.filterwarnings("ignore::jrb.LostWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generation_with_other_values(kind, tmp_path):
+    path = tmp_path / "x"
+    buffer, state = save(kind, path)
+    held = content(buffer, state)
+    del state
+    file = forging.generation_at(path)
+    head, body, rest = forging.parsed(file.read_bytes())
+    whole = {"head": head, "body": body}
+    for what, tree in forging.mutants(whole, random.Random(kind), 30):
+        file.write_bytes(forging.packed(tree.get("head"), tree.get("body"), rest))
+        check(kind, path, held, what)
+
+
+def test_an_h5_file_with_other_values(tmp_path):
+    path = tmp_path / "x"
+    buffer, state = save("h5", path)
+    held, whole, rng = content(buffer, state), path.read_bytes(), random.Random(1)
+    names = []
+    with h5py.File(path, "r") as file:
+        about = json.loads(file["jrb"][()].tobytes())
+        note = lambda where, thing: names.extend((where, name) for name in thing.attrs)
+        note("/", file)
+        file.visititems(note)
+    for what, tree in forging.mutants(about, rng, 30):
+        path.write_bytes(whole)
+        forging.forge_h5(path, tree)
+        check("h5", path, held, what)
+    for _ in range(15):
+        name = rng.choice(names)
+        value = rng.choice([None, -1, 0, True, "3", 2**31, 0.5, np.array([1, 2]), ""])
+        path.write_bytes(whole)
+        forging.forge_h5(path, attributes={name: value})
+        check("h5", path, held, f"{name}: {value!r}")
+
+
+@pytest.mark.parametrize("version", [0, -1, "3", True, None, 2.0, [3]])
+def test_versions_that_never_were_are_refused(version, tmp_path):
+    for kind in ("native", "h5"):
+        save(kind, tmp_path / kind)
+    file = forging.generation_at(tmp_path / "native")
+    head, body, rest = forging.parsed(file.read_bytes())
+    file.write_bytes(forging.packed({**head, "version": version}, body, rest))
+    forging.forge_h5(tmp_path / "h5", attributes={("/", "version"): version})
+    for kind in ("native", "h5"):
+        with pytest.raises(checkpoint.DamagedError, match="version"):
+            jrb.load(tmp_path / kind)
+        assert any("version" in line for line in checkpoint.verify(tmp_path / kind))
+
+
+@pytest.mark.parametrize("rows", [-5, 0, 3, 7, 10**12, "6", True])
+def test_other_rows_of_an_h5_file_are_refused(rows, tmp_path):
+    save("h5", tmp_path / "x")
+    with h5py.File(tmp_path / "x", "r") as file:
+        about = json.loads(file["jrb"][()].tobytes())
+    assert about["rows"] == 4
+    forging.forge_h5(tmp_path / "x", {**about, "rows": rows})
+    with pytest.raises(checkpoint.DamagedError, match="rows"):
+        jrb.load(tmp_path / "x")
+
+
+def test_what_is_no_checkpoint_of_ours_is_not_called_damaged(tmp_path):
+    (tmp_path / "text").write_text("hello")
+    np.savez(tmp_path / "arrays.npz", a=1)
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = 3
+    for name in ("text", "arrays.npz", "other.h5"):
+        with pytest.raises(ValueError, match=f"{name}: not a jrb checkpoint") as caught:
+            jrb.load(tmp_path / name)
+        assert not isinstance(caught.value, checkpoint.DamagedError)
+        assert "not a jrb checkpoint" in checkpoint.verify(tmp_path / name)[0]
