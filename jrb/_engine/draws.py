@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jrb._base import gathering, waiting
+from jrb._base import gathering
 from jrb._base.pytree import SpecKey
 from jrb._engine import dispatch, state_check, steps, transforming
 from jrb._engine.compiling import per_description
@@ -152,9 +152,14 @@ def _up_to(buffer: Buffer, count: int) -> Any:
     return dataclasses.replace(buffer, transforms=buffer.transforms[:count])
 
 
-def _check_some(buffer: Buffer, state: BufferState, mask: jax.Array) -> None:
+def _check_some(buffer: Buffer, state: BufferState, mask: Any) -> None:
     """Raises unless a draw found something; this waits for it."""
-    found = waiting.soon(mask)
+    # A thread that sleeps and is woken costs 25 us and more, longer than the computation between
+    # two parts in Python: poll for some 200 us first.
+    for _ in range(1000):
+        if mask.is_ready():
+            break
+    found = np.asarray(mask)
     if found.item(0) or found.any():
         return
     least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
