@@ -228,11 +228,16 @@ def _names(source: Source) -> list[str]:
     names: list[str] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(source.spec):
         parts = source.names[pytree.leaf_name(path)].split("/")
+        if any("/" in pytree.part_name(part) for part in path):
+            raise ValueError(f"write_minari: expected names without a slash, got {parts}.")
         for place in range(1, min(len(parts), len(path)) + 1):
             if parts[-place] == str(getattr(path[-place], "idx", None)):
                 parts[-place] = f"_index_{parts[-place]}"
         names.append("/".join(parts))
     check_names("write_minari", names)
+    for name in ("next/reward", "next/terminated", "next/truncated"):
+        if name not in names:
+            raise ValueError(f"write_minari: leaf '{name}': expected an array, got {names}.")
     return names
 
 

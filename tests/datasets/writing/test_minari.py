@@ -252,6 +252,8 @@ def written(path, items, **options):
             {"next__observation": {"a": np.zeros(4, np.float32)}},
             "expected (next observations|rows) like",
         ),
+        ({"next__reward": {"a": np.zeros(4, np.float32)}}, "'next/reward': expected an array"),
+        ({"action": {"a/b": np.zeros(4, np.float32)}}, "expected names without a slash"),
         ({"action": jnp.zeros(4, jnp.bfloat16)}, "'action': expected a dtype that HDF5 has"),
         (
             {"info": {"x": np.zeros(4, np.int32)}, "x": np.zeros(4, np.int32)},
@@ -310,6 +312,12 @@ def test_infos_go_there_and_back(tmp_path):
     assert episode.infos["b"].tolist() == [0, 1, 2, 3]
     found = jrb.datasets.open(tmp_path / "name-v0")[0]
     assert found["next"]["info"]["a"].tolist() == [1, 2, 3, 4]
+
+
+def test_arrays_without_an_entry_go_there_and_back(tmp_path):
+    written(tmp_path / "name-v0", plain(info={"none": np.zeros((4, 0), np.float32)}))
+    dataset = jrb.datasets.open(tmp_path / "name-v0")
+    assert dataset[0]["info"]["none"].shape == (4, 0)
 
 
 def test_steps_without_a_next_observation_are_left_out(tmp_path):
