@@ -17,7 +17,7 @@ from jrb.datasets import removing
 from tests.cli import paths
 from tests.cli.paths import call
 
-FOLDERS = ["native", "store", "several", "torchrl", "minari", "recorded", "parquet"]
+FOLDERS = ["native", "store", "several", "torchrl", "minari", "recorded", "parquet", "npz"]
 
 
 def made(kind, folder):
@@ -26,6 +26,11 @@ def made(kind, folder):
     path = folder / kind
     if kind == "minari":
         datasets.write_minari(path, *paths.filled(), dataset_id="set-v0")
+    elif kind == "npz":
+        path.mkdir()
+        rows = {"observation": np.zeros((4, 2)), "action": np.zeros(3), "reward": np.zeros(3)}
+        for number in range(2):
+            np.savez(path / f"episode-{number}.npz", **rows)
     elif kind in ("parquet", "arrow"):
         source = paths.make("h5", folder)
         path.mkdir()

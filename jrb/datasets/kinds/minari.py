@@ -315,17 +315,15 @@ def _stored(storage: Any, numbers: Sequence[int]) -> Iterator[_Stored]:
     in_files = _in_hdf5 if storage.FORMAT == "hdf5" else _in_arrow
     images = {name.replace("/_index_", "/"): space for name, space in _images(storage).items()}
     for number, (where, shapes, *calls) in zip(numbers, in_files(storage, numbers), strict=True):
-        steps, forms = next(iter(shapes.get("rewards", ((), None))[0]), 0), dict[str, Form]()
+        steps = next(iter(shapes.get("rewards", ((), None))[0]), 0)
+        forms, beyond = dict[str, Form](), {role: set[int | None]() for role in _TED}
         for name, (shape, dtype) in shapes.items():
             if image := images.get(name.replace("/_index_", "/")):  # JPEG in whatever form
                 shape, dtype = (*shape[:1], *image.shape), image.dtype
-            forms[name] = Form(shape[1:], dtype, shape[0] - steps if shape else None)
-        beyond = {role: set[Any]() for role in _TED}
-        for name, form in forms.items():
-            is_single = not form.shape and form.dtype.kind in _PER_STEP.get(name, "")
-            beyond[_role(name)].add(
-                form.beyond if is_single or _role(name) not in _PER_STEP else None
-            )
+            is_single = len(shape) == 1 and dtype.kind in _PER_STEP.get(name, "")
+            has_rows = is_single if _role(name) in _PER_STEP else bool(shape)
+            forms[name] = Form(shape[1:], dtype, shape[0] - steps if has_rows else None)
+            beyond[_role(name)].add(forms[name].beyond)
         exact = all(beyond[role] == {0} for role in ("actions", *_PER_STEP))
         if steps < 1 or not exact or beyond["observations"] not in ({0}, {1}):
             raise ValueError(

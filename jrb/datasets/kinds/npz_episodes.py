@@ -47,6 +47,7 @@ class NpzEpisodes(Indexed):
 
     name: ClassVar[str] = "npz-episodes"
     looks_for: ClassVar[str] = "a folder of .npz files, one for each episode"
+    own_files: ClassVar[str] = r"[^/]+\.npz"
 
     mapping: Mapping[str, Any] | Keys | None = None
     arrives: bool | None = None

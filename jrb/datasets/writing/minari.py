@@ -17,7 +17,7 @@ from jrb._base import extras, pytree
 from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.kinds.minari import METADATA, leaf_spaces
+from jrb.datasets.kinds.minari import METADATA, leaf_spaces, package
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names
 from jrb.datasets.writing.beside import free, new_folder
@@ -40,7 +40,6 @@ _NAMES = {
 _RUNNING = "{} of {} episodes had not ended when they were written: their last steps are truncated."
 _CUT = "The beginning of {} of {} episodes may have been overwritten before they were written."
 _LEFT_OUT = "{} steps whose next observation is not known were left out."
-_ARRAYS = ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
 
 
 @escaped_errors()
@@ -59,7 +58,7 @@ def write_minari(
     code_permalink: str | None = None,
     description: str | None = None,
 ) -> None:
-    """Writes all episodes that a buffer holds as a set of Minari.
+    """Writes all episodes that a buffer holds as a dataset of Minari; needs the extra `minari`.
 
     `minari.load_dataset(dataset_id)` finds it at `<MINARI_DATASETS_PATH>/<dataset_id>`, and
     `minari.MinariDataset(path + "/data")` anywhere. Arrays are written as they are stored, images
@@ -95,11 +94,15 @@ def write_minari(
             not what stands before the action of the next step, which a set cannot hold.
         TypeError: neither a buffer with its state nor a dataset.
     """
-    minari_storage = extras.require("minari.dataset.minari_storage", "minari")
-    extras.require("PIL.Image", "minari")  # which the package imports only now
     target = free(path)
+    name = os.path.basename(target) if dataset_id is None else dataset_id
+    if not isinstance(name, str) or not _ID.fullmatch(name):
+        raise ValueError(
+            f"dataset_id: expected <namespace>/<name>-v<number> (the namespace may lack), got "
+            f"{name!r}."
+        )
     about: dict[str, Any] = {
-        "dataset_id": _id(target, dataset_id),
+        "dataset_id": name,
         "author": [author] if isinstance(author, str) else list(author),
         "author_email": [author_email] if isinstance(author_email, str) else list(author_email),
         "algorithm_name": algorithm_name,
@@ -115,7 +118,7 @@ def write_minari(
         data = os.path.join(folder, "data")
         # The spaces are known after the last episode; without JPEG the package does not use them.
         any_space = extras.require("gymnasium.spaces", "minari").Discrete(1)
-        storage = minari_storage.MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
+        storage = package().MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
         storage.update_episodes(episodes)
         about |= episodes.metadata(spaces)
         storage.update_episode_metadata(episodes.facts)
@@ -123,16 +126,6 @@ def write_minari(
         about = {name: value for name, value in about.items() if value is not None}
         with open(os.path.join(data, METADATA), "w", encoding="utf-8") as file:
             json.dump(about, file)
-
-
-def _id(target: str, given: str | None) -> str:
-    name = os.path.basename(target) if given is None else given
-    if not isinstance(name, str) or not _ID.fullmatch(name):
-        raise ValueError(
-            f"dataset_id: expected <namespace>/<name>-v<number> (the namespace may lack), got "
-            f"{name!r}."
-        )
-    return name
 
 
 def _env_spec(given: Any) -> str | None:
@@ -155,19 +148,12 @@ def _env_spec(given: Any) -> str | None:
 
 def _space(name: str, given: Any) -> Any:
     """Returns Gymnasium's space that somebody gave as such, or as Minari's JSON; None for none."""
-    space = given
-    if isinstance(given, str) or (isinstance(given, dict) and "type" in given):
-        try:
-            space = extras.require("minari.serialization", "minari").deserialize_space(given)
-        except Exception as error:  # whatever the package raises over JSON that is no space
-            raise ValueError(f"{name}: expected JSON of a space, got {given!r}.") from error
-    for _, leaf in () if space is None else leaf_spaces(name, space):
-        if type(leaf).__name__ not in _ARRAYS:
-            raise TypeError(
-                f"{name}: expected a space of arrays ({', '.join(_ARRAYS)}, Dict, Tuple), got "
-                f"{type(leaf).__name__}."
-            )
-    return space
+    if not isinstance(given, str) and not (isinstance(given, dict) and "type" in given):
+        return given
+    try:
+        return extras.require("minari.serialization", "minari").deserialize_space(given)
+    except Exception as error:  # whatever the package raises over JSON that is no space
+        raise ValueError(f"{name}: expected JSON of a space, got {given!r}.") from error
 
 
 class _Episodes:
@@ -225,7 +211,7 @@ class _Episodes:
         for role, given in spaces.items():
             form = nest(self.forms)[role]
             space = _derived(role, form, self.bounds) if given is None else given
-            found = {name: each.shape for name, each in leaf_spaces(role, space)}
+            found = {name: getattr(each, "shape", None) for name, each in leaf_spaces(role, space)}
             expected = {name: form[0] for name, form in self.forms.items() if within(name, role)}
             if found != expected:
                 raise ValueError(
@@ -359,8 +345,6 @@ def _derived(name: str, form: Any, bounds: Mapping[str, tuple[int, int]]) -> Any
         start = min(least, 0)
         if greatest - start < np.iinfo(np.int64).max:
             return spaces.Discrete(greatest - start + 1, start=start)
-    if dtype.kind == "f":
-        low, high = -np.inf, np.inf
-    else:
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    limits = None if dtype.kind in "fc" else np.iinfo(dtype)
+    low, high = (limits.min, limits.max) if limits else (-np.inf, np.inf)
     return spaces.Box(np.full(shape, low, dtype), np.full(shape, high, dtype), dtype=dtype)

@@ -15,6 +15,8 @@ pytest.importorskip("minari")
 pytest.importorskip("PIL")
 
 import gymnasium
+from gymnasium import spaces
+from minari.serialization import serialize_space
 
 import jrb.datasets
 from jrb.datasets.kinds.minari import Minari
@@ -364,6 +366,21 @@ def test_numbers_with_gaps_are_taken_in_their_order(tmp_path):
     dataset = jrb.datasets.open(path)
     assert dataset.lengths.tolist() == [len(each["action"]) for each in dataset] == [2, 3, 4]
     assert "8 numbers are missing between the episodes 0 and 10." in dataset.notes
+
+
+def test_more_than_the_files_could_hold_is_refused_before_it_is_read(tmp_path):
+    path = sets.made(tmp_path, [sets.episode(1)])
+    name = "episode_0/observations"
+    with h5py.File(path + "/main_data.hdf5", "w") as file:
+        sets.put(file, "episode_0", {**sets.episode(200), "observations": np.zeros(0)})
+        del file[name]
+        shape = (201, 1 << 15)
+        file.create_dataset(name, data=np.zeros(shape), chunks=shape, compression="gzip")
+    with pytest.raises(ValueError, match=r"bytes of the files, got 5\d+ declared.*max_expansion="):
+        jrb.datasets.open(path)
+    space = serialize_space(spaces.Box(-1, 1, shape[1:], np.float64))
+    change(tmp_path, lambda about: about.update(observation_space=space))
+    assert jrb.datasets.open(path, max_expansion=10_000).transitions == 200
 
 
 def test_a_group_that_holds_itself_is_refused(tmp_path):

@@ -186,6 +186,7 @@ def test_spaces_that_are_given(tmp_path):
         ),
         ({"dataset_id": "a name"}, "dataset_id: expected <namespace>/<name>-v<number>"),
         ({"dataset_id": "../name-v0"}, "dataset_id: expected"),
+        ({"dataset_id": "name"}, "dataset_id: expected"),
         ({"env_spec": "CartPole-v1"}, "env_spec: expected Gymnasium's spec"),
         ({"env_spec": 7}, "env_spec: expected Gymnasium's spec"),
     ],
@@ -199,11 +200,9 @@ def test_what_does_not_fit_is_refused(tmp_path, given, match):
 
 
 def test_spaces_of_texts_are_refused(tmp_path):
-    buffer = jrb.ReplayBuffer(40)
-    with pytest.raises(TypeError, match="action_space: expected a space of arrays"):
-        jrb.datasets.write_minari(
-            tmp_path / "a-v0", buffer, buffer.init({"x": 0}), action_space=spaces.Text(3)
-        )
+    with pytest.raises(ValueError, match="action_space: expected a space of arrays"):
+        written(tmp_path / "a-v0", plain(), action_space=spaces.Text(3))
+    assert os.listdir(tmp_path) == []
 
 
 def plain(**changes):
