@@ -160,8 +160,19 @@ class _Opened:
 
 
 def _opened(path: str, kind: Native) -> _Opened:
-    """Loads a checkpoint."""
-    found = None if os.path.isfile(path) else _saved.opened(path, kind.generation)
+    """Loads a checkpoint, which another process may be saving to."""
+    while True:
+        found = None if os.path.isfile(path) else _saved.opened(path, kind.generation)
+        try:
+            return _loaded(path, kind, found)
+        except (DamagedError, FileNotFoundError, StaleError):
+            is_newest = found is None or _saved.opened(path).number == found.number
+            if is_newest or kind.generation is not None:
+                raise  # else the next generation has replaced this one
+
+
+def _loaded(path: str, kind: Native, found: Generation | None) -> _Opened:
+    """Loads one generation, or a file."""
     given = None if found is None else _without_functions(path, found)
     number = kind.generation if found is None else found.number
     with versions.enable_x64():  # so that every leaf has the dtype of the files

@@ -432,3 +432,16 @@ def test_a_file_has_no_generations(tmp_path):
     jrb.save(path, *jrb.from_items(steps(np.random.default_rng(1), 9)), layout="h5")
     with pytest.raises(ValueError, match="expected None for an HDF5 file"):
         jrb.datasets.open(path, generation=1)
+
+
+def test_a_save_while_a_checkpoint_is_opened(tmp_path, monkeypatch):
+    saved(tmp_path / "a", rows=20)
+    load, saves = jrb.checkpoint.load, [lambda: saved(tmp_path / "a", rows=30)]
+
+    def slow(*args, **options):
+        if saves:
+            saves.pop()()
+        return load(*args, **options)
+
+    monkeypatch.setattr(jrb.checkpoint, "load", slow)
+    assert jrb.datasets.open(tmp_path / "a").transitions == 30
