@@ -40,7 +40,7 @@ class Goals(pytree.State):
 class Hindsight(Unit):
     """Transitions, some of them as if their goal had been one that was reached.
 
-    With probability `ratio` the goal becomes what was achieved after a row g, in the observation
+    In a share `ratio` of each batch the goal becomes what was achieved after a row g, in the observation
     and in the next one, and the reward is computed anew; done flags too, where `terminated` is
     given, else they stay. `Sample.info` has `relabeled`, bool `[B]`.
 
@@ -55,7 +55,8 @@ class Hindsight(Unit):
             row of the return or window; "final", its last that is held; "episode", any that is
             held; "random", any of the whole buffer.
         ratio: from 0 to 1; `round(ratio * B)` items of each batch, at random places, are relabeled,
-            of those that are masked none.
+            of those that are masked none. Of several shards, B is the part that each draws; an item
+            that is drawn alone is always relabeled, or never.
         achieved: the path to what was achieved.
         goal: the path to the goal.
         next_goal: the path to the goal in the next observation, None if there is none.
