@@ -37,7 +37,6 @@ OTHERS = {
     "unit": {"unit": jrb.NStep(2, 0.9)},
     "length": {"unit": jrb.Sequence(2)},
     "writer": {"writer": jrb.Reservoir()},
-    "least": {"min_size": 3},
 }
 
 
@@ -62,7 +61,7 @@ def test_a_sample_of_another_description_is_refused(name):
 def test_what_a_draw_may_ask_for_makes_no_other_description():
     buffer = buffer_of(transforms=(lambda data: data,))
     state, origin = filled(buffer), buffer.sample(filled(buffer), KEY).origin
-    for changes in ({"batch_size": 8}, {"transforms": ()}):
+    for changes in ({"batch_size": 8}, {"transforms": ()}, {"min_size": 3}, {"cast": True}):
         other = dataclasses.replace(buffer, **changes)
         sample = other.sample(state, KEY)
         assert sample.origin == origin
