@@ -40,9 +40,9 @@ class Goals(pytree.State):
 class Hindsight(Unit):
     """Transitions, some of them as if their goal had been one that was reached.
 
-    In a share `ratio` of each batch the goal becomes what was achieved after a row g, in the observation
-    and in the next one, and the reward is computed anew; done flags too, where `terminated` is
-    given, else they stay. `Sample.info` has `relabeled`, bool `[B]`.
+    In a share `ratio` of each batch the goal becomes what was achieved after a row g, in the
+    observation and in the next one, and the reward is computed anew; done flags too, where
+    `terminated` is given, else they stay. `Sample.info` has `relabeled`, bool `[B]`.
 
     Over another unit, a return or a window has one goal for all its rows: all their rewards are
     computed anew, of a return before they are summed, and so are done flags. Which rows it has
