@@ -148,7 +148,7 @@ def check_origin(verb: str, sample: Sample, origin: str) -> None:
         )
 
 
-Device = jax.Device | jax.sharding.Sharding | BufferState | None
+Device = jax.sharding.Sharding | BufferState | Any | None  # type checkers know no jax.Device
 """Where arrays are put: a device, a sharding, a state of shardings, or the default device."""
 
 

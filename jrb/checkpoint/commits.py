@@ -11,6 +11,7 @@ import numpy as np
 from jrb._engine import dispatch, replaying
 from jrb._store import opening
 from jrb._store.errors import DamagedError, LostWarning
+from jrb._store.store import Store
 from jrb.checkpoint import host_items, matching, rows, state_specs
 from jrb.checkpoint.beside import Beside
 from jrb.checkpoint.hooks import Outward
@@ -45,7 +46,7 @@ class Pending:
     def __init__(self, saved: Snapshot, extra: Beside) -> None:
         (view,) = saved.views
         self._saved, self._extra, self._version = saved, extra, host_rows.number(view.version)
-        self.store = cast(StoreRows, view.rows).store  # no other rows are at a path
+        self.store: Store = cast(StoreRows, view.rows).store  # no other rows are at a path
 
     def open(self, copy: bool) -> None:
         """Takes the lock, if the state was only loaded until now."""

@@ -47,6 +47,12 @@ class Pending:
         out: what becomes of its items.
     """
 
+    path: str
+    extra: Beside
+    meta: dict[str, Any]
+    kinds: dict[str, Any]
+    arrays: dict[str, Any]
+
     def __init__(self, path: str, saved: Snapshot, extra: Beside, out: Outward) -> None:
         form, self._table = _form(saved, out)
         self._saved = saved if form is None else _without_items(saved)

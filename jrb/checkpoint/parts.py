@@ -55,6 +55,11 @@ def pending(path: str, saved: Source, extra: Beside, out: Outward) -> "AnyPendin
 class Pending:
     """As `native.Pending`, for several buffers, or the shards of one."""
 
+    parts: "dict[str, AnyPending]"
+    path: str
+    extra: Beside
+    meta: dict[str, Any]
+
     def __init__(self, path: str, saved: Together, extra: Beside, out: Outward) -> None:
         outward = out.of_each(saved.buffer)
         self.parts = {
@@ -63,8 +68,8 @@ class Pending:
         }
         self.path, self.extra = path, extra
         self.meta = _about(saved) | {"facts": facts.of_several(saved.buffer)} | extra.meta
-        self.crew = crew.of_program() if isinstance(saved.buffer, Sharded) else crew.Alone()
         whole = isinstance(saved.buffer, Sharded)  # also the shards of other processes
+        self.crew: crew.Crew = crew.of_program() if whole else crew.Alone()
         self._folders = [
             _saved.folder_name(name)
             for name in (shards.names(saved.buffer) if whole else self.parts)

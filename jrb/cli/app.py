@@ -16,7 +16,7 @@ _UsageError: Any = next(  # typer does not name what it raises for a wrong call
     base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError"
 )
 
-app = typer.Typer(
+app: Any = typer.Typer(
     add_completion=False,
     help="The replay buffer for JAX: look at what it saved, check it, convert it.",
     pretty_exceptions_enable=False,

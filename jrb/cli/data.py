@@ -10,7 +10,7 @@ from jrb.cli import console, found
 
 typer: Any = extras.require("typer", "cli")
 
-app = typer.Typer(
+app: Any = typer.Typer(
     help="List, copy and delete datasets.",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -149,6 +149,12 @@ class Result:
 class Environment:
     """E copies of a gymnax environment, with the last observation and the truncation kept apart."""
 
+    env: Any
+    params: Any
+    actions: int
+    dtype: Any
+    width: int
+
     def __init__(self, name: str, num_envs: int) -> None:
         self.env, self.params = gymnax.make(name)
         self.num_envs = num_envs
@@ -218,6 +224,11 @@ def loss(
 
 class Agent:
     """The parts of one training, and its two functions `init` and `chunk`."""
+
+    env: Environment
+    mesh: jax.sharding.Mesh | None
+    buffer: ReplayBuffer | Sharded
+    optimizer: Any
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -16,7 +16,7 @@ from jrb._base import extras
 _axes = extras.require("matplotlib.axes", "plot")
 _cm = extras.require("matplotlib.cm", "plot")
 _colors = extras.require("matplotlib.colors", "plot")
-_figure = extras.require("matplotlib.figure", "plot")
+_figure: Any = extras.require("matplotlib.figure", "plot")
 _ticker = extras.require("matplotlib.ticker", "plot")
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"

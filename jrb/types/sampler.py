@@ -271,7 +271,9 @@ class PrioritizedSampler(Sampler):
     """
 
     prioritized: ClassVar[bool] = True
-    normalize = property(abc.abstractmethod(lambda self: None))  # pyright: ignore
+    normalize: Literal["batch", "buffer"] | None = property(  # pyright: ignore
+        abc.abstractmethod(lambda self: None)
+    )
 
     @abc.abstractmethod
     def on_write(self, ring: Ring, state: PartState, change: Change, anchors: Anchors) -> Any:

@@ -62,6 +62,8 @@ class Plan:
 class StepName:
     """Names steps that fail, and knows what others were like."""
 
+    target: NewDataset
+
     def __init__(self, bounds: np.ndarray, target: NewDataset) -> None:
         self._bounds, self.target = bounds, target
 
@@ -75,6 +77,9 @@ class StepName:
 
 class EpisodeName:
     """The same of episodes."""
+
+    target: NewDataset
+    done: int
 
     def __init__(self, which: list[int], target: NewDataset) -> None:
         self._which, self.target, self.done = which, target, 0

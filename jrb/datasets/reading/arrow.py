@@ -164,6 +164,8 @@ class Files:
         starts: int64, the rows before each file, and all.
     """
 
+    starts: np.ndarray
+
     def __init__(self, paths: Sequence[str], counts: Sequence[int] | None = None) -> None:
         self._paths, self._last = list(paths), (-1, None)
         self._is_known = counts is not None

@@ -4,13 +4,17 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import h5py
 import numpy as np
 from h5py import h5d, h5g, h5l, h5o  # pyright: ignore[reportAttributeAccessIssue]: in C
 
 from jrb.datasets.reading.names import check_names
+
+# These of `h5py.h5d` and `h5py.h5g` are in C, and have no types.
+DatasetID: TypeAlias = Any
+GroupID: TypeAlias = Any
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _LARGE = 1 << 28  # bytes, from which on an array is looked at before it is read
@@ -75,7 +79,12 @@ class Array:
         ValueError: see `check_stored`.
     """
 
-    def __init__(self, where: str, found: h5d.DatasetID) -> None:
+    shape: Any
+    dtype: np.dtype
+    is_numeric: bool
+    is_text: bool
+
+    def __init__(self, where: str, found: DatasetID) -> None:
         self._found = found
         self.shape, self.dtype = found.shape, found.dtype
         check_stored(where, found)
@@ -94,7 +103,7 @@ class Array:
         return dataset.asstr(errors="surrogateescape")[part] if self.is_text else dataset[part]
 
 
-def check_stored(where: str, found: h5d.DatasetID) -> None:
+def check_stored(where: str, found: DatasetID) -> None:
     """Refuses a dataset whose data are not, or cannot be, in the dataset itself.
 
     Raises:
@@ -130,7 +139,7 @@ def below(group: h5py.Group) -> dict[str, Array]:
     return found
 
 
-def walk(where: str, group: h5g.GroupID, prefix: str = "") -> Iterator[tuple[str, h5d.DatasetID]]:
+def walk(where: str, group: GroupID, prefix: str = "") -> Iterator[tuple[str, DatasetID]]:
     """The same as objects of HDF5 itself."""
     if prefix.count("/") > _DEPTH:
         raise ValueError(
@@ -147,7 +156,7 @@ def walk(where: str, group: h5g.GroupID, prefix: str = "") -> Iterator[tuple[str
             yield path, entry
 
 
-def follow(where: str, group: h5g.GroupID, path: bytes, depth: int = _DEPTH) -> Any:
+def follow(where: str, group: GroupID, path: bytes, depth: int = _DEPTH) -> Any:
     """Opens what a path leads to, part by part, so that no other file is ever opened.
 
     Raises:

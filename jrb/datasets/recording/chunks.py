@@ -117,6 +117,7 @@ class Chunk:
     """
 
     index: Index
+    path: str
 
     def __init__(self, folder: Folder, number: int, head: Head, head_sum: int) -> None:
         self.path, self._leaves = folder.path_of(name_of(number)), head.leaves

@@ -47,7 +47,7 @@ class Written:
         self.begins = first + np.cumsum(self.totals) - self.totals
         self._steps = self.begins + np.cumsum(self._counts, 0) - self._counts  # before each part
         self._places = np.cumsum(self._counts, 1) - self._counts  # of each part in its chunk
-        self.chunk = functools.lru_cache(maxsize=_OPEN)(self._open)
+        self.chunk: Callable[[int], Chunk] = functools.lru_cache(maxsize=_OPEN)(self._open)
 
     def _open(self, number: int) -> Chunk:
         return Chunk(self._folder, number, self.head, self._sum)

@@ -80,6 +80,7 @@ class Source:
     keys: Keys
     spec: PyTree
     names: dict[str, str]
+    facts: list[dict[str, Any]]
     lengths: np.ndarray
 
     def __init__(
