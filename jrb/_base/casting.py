@@ -83,8 +83,10 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
     Raises:
         TypeError: there is one of these, and nobody asked to cast them.
     """
-    items = arrays(items, what)
     leaves, structure = jax.tree.flatten(items)
+    if not all(map(_is_plain, leaves)):
+        items = arrays(items, what)
+        leaves, structure = jax.tree.flatten(items)
     if not all(map(is_kept, leaves)):
         if not cast:
             pytree.spec_of(items, what)  # raises
