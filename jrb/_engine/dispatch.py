@@ -367,7 +367,7 @@ class PriorityWarning(UserWarning):
 
 
 _WARNED_OF_REFUSED: set[Any] = set()
-_LARGEST = float(np.finfo(np.float32).max)
+_BITS_OF_INFINITY = 0x7F800000  # of NaN more, and of negative numbers, which have the sign bit
 
 
 def warn_of_refused(buffer: Hashable, verb: str, priorities: Any, mask: Any = True) -> None:
@@ -375,16 +375,19 @@ def warn_of_refused(buffer: Hashable, verb: str, priorities: Any, mask: Any = Tr
 
     Nothing is copied from an accelerator for that, and nothing is done inside `jit`.
     """
-    if not _is_here(priorities) or not _is_here(mask):
+    if not _is_here(priorities):
         return
     values = np.asarray(priorities)
-    # The smallest and the largest tell in 6 us; to hash the description takes 10 us more.
-    if not values.size or (values.min() >= 0 and values.max() <= _LARGEST):
+    if values.dtype != np.float32:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values.astype(np.float32)
+    # Taken for integers, all that is refused is larger than what is not: one reduction tells. Two
+    # of them, or the hash of a description, are a pause after which XLA has to wake its thread.
+    if not values.size or values.view(np.uint32).max() < _BITS_OF_INFINITY:
         return
-    if buffer in _WARNED_OF_REFUSED:
+    if buffer in _WARNED_OF_REFUSED or not _is_here(mask):
         return
-    with np.errstate(over="ignore", invalid="ignore"):
-        values, mask = values.astype(np.float32), np.asarray(mask)
+    mask = np.asarray(mask)
     wrong = ~((values >= 0) & (values < np.inf)) & (mask if mask.shape == values.shape else True)
     if wrong.any():
         _WARNED_OF_REFUSED.add(buffer)
