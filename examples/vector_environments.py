@@ -4,8 +4,8 @@
 
 By default such environments begin a new episode in the step after the one that ended the last: its
 action is ignored, and what it returns is where the next episode begins. That step is no transition.
-With `writer=jrb.Lanes()` a mask leaves it out for the environments that began anew, as if they had
-not stepped; all others are stored.
+With `writer=jrb.PerEnvironment()` a mask leaves it out for the environments that began
+anew, as if they had not stepped; all others are stored.
 
 Reference: Mnih et al., 2015, "Human-level control through deep reinforcement learning"; van Hasselt
 et al., 2016, "Deep reinforcement learning with double Q-learning".
@@ -32,7 +32,7 @@ buffer = jrb.ReplayBuffer(
     batch_size=BATCH,
     min_size=ENOUGH,
     unit=jrb.NStep(3, DISCOUNT),
-    writer=jrb.Lanes(),
+    writer=jrb.PerEnvironment(),
     cast=True,
 )
 optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(RATE))

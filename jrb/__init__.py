@@ -26,14 +26,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TED",
+    "BlockWhenFull",
     "BufferState",
     "CopyWarning",
     "DeviceStorage",
     "FrameStack",
     "Hindsight",
-    "Immutable",
     "Keys",
-    "Lanes",
     "Lifo",
     "ListStorage",
     "LostWarning",
@@ -42,9 +41,11 @@ __all__ = [
     "Mix",
     "NStep",
     "Newest",
+    "PerEnvironment",
     "Prioritized",
     "PriorityWarning",
     "Queue",
+    "ReadOnly",
     "ReplayBuffer",
     "Reservoir",
     "RoundRobin",
@@ -55,7 +56,6 @@ __all__ = [
     "StaleError",
     "Transition",
     "Uniform",
-    "UntilFull",
     "WithoutReplacement",
     "checkpoint",
     "datasets",
@@ -108,7 +108,7 @@ if not TYPE_CHECKING:  # or every misspelt name would have a type
         if name in _ROOMS:
             return importlib.import_module(f"{__name__}.{name}")
         if name not in __all__:
-            hint = importlib.import_module(f"{__name__}._base.hints").hint(name, __all__)
+            hint = importlib.import_module(f"{__name__}._util.hints").hint(name, __all__)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
         public = importlib.import_module(f"{__name__}._public")
         globals().update({name: getattr(public, name) for name in __all__ if name not in _ROOMS})

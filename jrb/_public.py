@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 
-from jrb._engine.dispatch import CopyWarning, PriorityWarning
+from jrb._core.eager import CopyWarning, PriorityWarning
 from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save
@@ -19,4 +19,11 @@ from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
 from jrb.tables import to_arrow, to_pandas
 from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
-from jrb.writers import Immutable, Lanes, MaxValue, Reservoir, RoundRobin, UntilFull
+from jrb.writers import (
+    BlockWhenFull,
+    MaxValue,
+    PerEnvironment,
+    ReadOnly,
+    Reservoir,
+    RoundRobin,
+)

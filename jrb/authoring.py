@@ -3,14 +3,14 @@
 N capacity, E environments, T time, B batch.
 """
 
-from jrb._base.ordering import emptied, overwrite
-from jrb._base.ordering import read as materialize
-from jrb._base.pytree import leaf_name, leaf_names
-from jrb._engine.episodes import ending as episode_ends
-from jrb._engine.episodes import lengths as episode_lengths
-from jrb._engine.rows import last_of_equals
-from jrb._engine.rows import put as put_rows
-from jrb._engine.rows import read as read_rows
+from jrb._core.episodes import ending as episode_ends
+from jrb._core.episodes import lengths as episode_lengths
+from jrb._core.rows import last_of_equals
+from jrb._core.rows import put as put_rows
+from jrb._core.rows import read as read_rows
+from jrb._util.pytree import leaf_name, leaf_names
+from jrb._xla.dependencies import emptied, overwrite
+from jrb._xla.dependencies import read as materialize
 from jrb.units.transition import all_held, every_slot
 
 __all__ = [

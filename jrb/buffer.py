@@ -10,9 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import casting, checks, display, hints, owned, pytree
-from jrb._base.pytree import Leaf
-from jrb._engine import dispatch, draws, steps, transforming
+from jrb._core import draws, eager, steps, transforming
+from jrb._util import (
+    casting,
+    checks,
+    display,
+    hints,
+    owned,
+    pytree,
+)
+from jrb._util.pytree import Leaf
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
 from jrb.samplers import Uniform
@@ -187,15 +194,15 @@ class ReplayBuffer:
                 slots.
             OSError: there is no room on its disk.
         """
-        dispatch.check_init(self, example)
+        eager.check_init(self, example)
         spec = None if self.storage.of_objects else self._stored_spec(example)
-        return dispatch.init(self, spec, device)
+        return eager.init(self, spec, device)
 
     def nbytes(self, example: Item) -> int:
         """The bytes in arrays and files that `init(example)` allocates, told without it."""
         if self.storage.of_objects:
-            raise dispatch.refusal()
-        return dispatch.nbytes(self, self._stored_spec(example))
+            raise eager.refusal()
+        return eager.nbytes(self, self._stored_spec(example))
 
     def add(
         self,
@@ -211,7 +218,7 @@ class ReplayBuffer:
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
             mask: bool `[]`; nothing is written if it is False, under `vmap` for each buffer by
                 itself, where a `lax.cond` around the call would copy the ring. None writes. With
-                `writer=jrb.Lanes()` also `[E]`, for each environment.
+                `writer=jrb.PerEnvironment()` also `[E]`, for each environment.
             priorities: real `[E]`, or `[]` without `num_envs`: of the anchors that these
                 transitions are, or will be once their unit is whole; used as float32. None for
                 those of new items. One that is NaN, infinite or negative is refused: the anchor
@@ -229,9 +236,9 @@ class ReplayBuffer:
             self._warn_of_refused("add", priorities)
             priorities = checks.given_priorities("add", priorities, self._lead())[None]
         if self.storage.of_objects:
-            return dispatch.write_objects(self, state, [item], mask, "add", priorities)
+            return eager.write_objects(self, state, [item], mask, "add", priorities)
         stored = self._to_stored(state, item, self._lead(), "add")
-        return dispatch.write(self, state, jax.tree.map(_one_row, stored), mask, None, priorities)
+        return eager.write(self, state, jax.tree.map(_one_row, stored), mask, None, priorities)
 
     def extend(
         self,
@@ -247,7 +254,7 @@ class ReplayBuffer:
             items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
             mask: bool `[T]`; rows where it is False are not written, as if they were not there. For
                 each buffer by itself under `vmap`, where a `lax.cond` around the call would copy
-                the ring. With `writer=jrb.Lanes()` also `[T, E]`, for each environment.
+                the ring. With `writer=jrb.PerEnvironment()` also `[T, E]`, for each environment.
             priorities: real `[T, E]`, or `[T]` without `num_envs`, as for `add`.
 
         Returns:
@@ -261,7 +268,7 @@ class ReplayBuffer:
         if priorities is not None:
             self._require_given("extend")
         if self.storage.of_objects:
-            return dispatch.write_objects(self, state, items, mask, "extend", priorities)
+            return eager.write_objects(self, state, items, mask, "extend", priorities)
         items = casting.arrays(items, "extend")
         if self.cast:
             items = casting.kept(items, "extend")
@@ -273,7 +280,7 @@ class ReplayBuffer:
             shape = (length, *self._lead())
             self._warn_of_refused("extend", priorities)
             priorities = checks.given_priorities("extend", priorities, shape)
-        return dispatch.write(self, state, rows, mask, None, priorities) if length else state
+        return eager.write(self, state, rows, mask, None, priorities) if length else state
 
     @hints.takes_state
     def sample(
@@ -337,7 +344,7 @@ class ReplayBuffer:
         beta: jax.Array | float | None,
         moves: bool = True,
     ) -> Any:
-        """What a draw leaves behind (see `jrb._engine.draws.draw`), and a sample."""
+        """What a draw leaves behind (see `jrb._core.draws.draw`), and a sample."""
         if batch_size is not None:
             checks.count("batch_size", batch_size)
             count = int(batch_size)
@@ -387,7 +394,7 @@ class ReplayBuffer:
             "update_priority", priorities, getattr(sample_or_indices, "mask", True)
         )
         priorities = checks.priorities(priorities, shapes)
-        return dispatch.update(self, state, sample_or_indices, priorities)
+        return eager.update(self, state, sample_or_indices, priorities)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """Another exponent for a prioritized sampler.
@@ -399,7 +406,7 @@ class ReplayBuffer:
             ValueError: alpha is a negative number.
         """
         self._require_priorities("set_alpha")
-        dispatch.check_state(self, state)
+        eager.check_state(self, state)
         sampler = self.sampler.set_alpha(state.sampler, owned.copy(alpha))
         return state.replace(sampler=sampler)
 
@@ -435,7 +442,7 @@ class ReplayBuffer:
             mask = jnp.broadcast_to(checks.mask("truncate", mask, (), _BEGIN), (envs,))
         else:
             mask = checks.mask("truncate", mask, (envs,), _BEGIN)
-        return dispatch.truncate(self, state, mask)
+        return eager.truncate(self, state, mask)
 
     def take(self, state: BufferState, indices: jax.Array) -> Item:
         """The items at these slots, as they are stored: without unit and transforms.
@@ -452,7 +459,7 @@ class ReplayBuffer:
         """
         indices = checks.indices("take", indices)
         checks.in_range("take", indices, self.capacity)
-        return dispatch.take(self, state, indices)
+        return eager.take(self, state, indices)
 
     def set(
         self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
@@ -487,11 +494,11 @@ class ReplayBuffer:
             >>> buffer.take(state, jnp.arange(4))["reward"].tolist()
             [0.0, 5.0, 6.0, 0.0]
         """
-        dispatch.check_state(self, state)
+        eager.check_state(self, state)
         which, count = self._where("set", where)
         if self.storage.of_objects:
             self.writer.check_edit("set", frozenset())
-            return dispatch.edit(self, state, which, checks.objects("set", values, count))
+            return eager.edit(self, state, which, checks.objects("set", values, count))
         spec, lead = self.storage.spec(state.storage), (count,)
         if isinstance(where, Sample):
             lead = self._lead_of_values(where, spec, values)
@@ -499,7 +506,7 @@ class ReplayBuffer:
         named = self._values("set", spec, values, lead)
         if len(lead) == 2:
             named = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in named.items()}
-        return dispatch.edit(self, state, which, named) if named else state
+        return eager.edit(self, state, which, named) if named else state
 
     def map(
         self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
@@ -518,13 +525,13 @@ class ReplayBuffer:
         Raises:
             ValueError, TypeError: as `set`.
         """
-        dispatch.check_state(self, state)
+        eager.check_state(self, state)
         if self.storage.of_objects:
-            raise dispatch.refusal()
+            raise eager.refusal()
         checks.count("batch_size", batch_size)
 
         size = min(int(batch_size), self.capacity)
-        return dispatch.rewrite(self, state, _Mapped(self, function), size)
+        return eager.rewrite(self, state, _Mapped(self, function), size)
 
     def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
         """These anchors are drawn no more, until something else is written there.
@@ -542,7 +549,7 @@ class ReplayBuffer:
         else:
             where = checks.indices("drop", where)
             checks.in_range("drop", where, self.capacity)
-        return dispatch.drop(self, state, where)
+        return eager.drop(self, state, where)
 
     def _where(self, verb: str, where: Sample | jax.Array | EllipsisType) -> tuple[Any, int]:
         """Slots or a sample, None for all; and how many."""
@@ -606,17 +613,17 @@ class ReplayBuffer:
         pytree.check_like(want, named, verb, mend, casts=self.cast)
         return named
 
-    @dispatch.explained
+    @eager.explained
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
         """All slots in the order in which they were written, and how many hold something.
 
         Returns:
             int32 `[N]`, oldest first, those that hold nothing at the end; and int32 `[]`.
         """
-        dispatch.check_state(self, state)
+        eager.check_state(self, state)
         return steps.in_order(self.writer, self.ring, state.writer)
 
-    @dispatch.explained
+    @eager.explained
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
         """The slots of the newest rows.
 
@@ -631,7 +638,7 @@ class ReplayBuffer:
         Raises:
             TypeError: several environments, and a writer that keeps no rows.
         """
-        dispatch.check_state(self, state)
+        eager.check_state(self, state)
         checks.count("n", n, self.ring.rows)
         if not self.writer.in_time and self.num_envs is not None:
             raise TypeError(
@@ -648,7 +655,7 @@ class ReplayBuffer:
             slots = self.writer.in_order(self.ring, state.writer)[0][jnp.maximum(place, 0)]
         return slots.reshape(shape), there.reshape(shape)
 
-    @dispatch.explained
+    @eager.explained
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
         """The priorities as they were given, without alpha and eps.
 
@@ -663,21 +670,21 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities.
         """
         self._require_priorities("priorities")
-        dispatch.check_state(self, state)
+        eager.check_state(self, state)
         found = self.sampler.priorities(state.sampler)
         if slots is None:
-            return dispatch.apart(found, state.sampler)
+            return eager.apart(found, state.sampler)
         slots = checks.indices("priorities", slots)
         checks.in_range("priorities", slots, self.capacity)
         return found[slots]
 
-    @dispatch.explained
+    @eager.explained
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
-        dispatch.check_state(self, state)
-        return dispatch.apart(self.writer.held(self.ring, state.writer).size, state.writer)
+        eager.check_state(self, state)
+        return eager.apart(self.writer.held(self.ring, state.writer).size, state.writer)
 
-    @dispatch.explained
+    @eager.explained
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises.
 
@@ -688,16 +695,16 @@ class ReplayBuffer:
             state: is only read.
             batch_size: B of the draw; None for the buffer's.
         """
-        dispatch.check_state(self, state)
-        return dispatch.ready(self, state, self.batch_size if batch_size is None else batch_size)
+        eager.check_state(self, state)
+        return eager.ready(self, state, self.batch_size if batch_size is None else batch_size)
 
     def can_add(self, state: BufferState) -> jax.Array:
-        """Whether `add` would write, bool `[]`: not where `UntilFull` is full, or `Immutable`."""
-        return dispatch.can_add(self, state)
+        """Whether `add` would write, bool `[]`: not where `BlockWhenFull` is full or `ReadOnly`."""
+        return eager.can_add(self, state)
 
     def empty(self, state: BufferState) -> BufferState:
         """The state without its items. Samples drawn before stay harmless."""
-        return dispatch.empty(self, state)
+        return eager.empty(self, state)
 
     @property
     def _origin(self) -> str:
@@ -720,7 +727,7 @@ class ReplayBuffer:
 
     def stored(self, state: BufferState) -> Item:
         """The spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
-        dispatch.check_state(self, state)
+        eager.check_state(self, state)
         return self.storage.spec(state.storage)
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
@@ -754,7 +761,7 @@ class ReplayBuffer:
     def _warn_of_refused(self, verb: str, priorities: Any, mask: Any = True) -> None:
         """Warns outside `jit`; in a loop of `jrb.jitted` nothing is waited for."""
         if not (self._donates and isinstance(priorities, jax.Array)):
-            dispatch.warn_of_refused(self, verb, priorities, mask)
+            eager.warn_of_refused(self, verb, priorities, mask)
 
     def _require_priorities(self, verb: str) -> None:
         if not self.sampler.prioritized:

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from jrb._base import checks
-from jrb._engine.dispatch import DonatedError, check_whole
-from jrb._engine.steps import context_of
+from jrb._core.eager import DonatedError, check_whole
+from jrb._core.steps import context_of
 from jrb._store.errors import StaleError
 from jrb._store.threads import Worker, taken_lock
+from jrb._util import checks
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement

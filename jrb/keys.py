@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jrb._base import checks, pytree
-from jrb._base.pytree import PyTree
+from jrb._util import checks, pytree
+from jrb._util.pytree import PyTree
 
 Path = str | tuple[str, ...]
 """A name, or a tuple of names from the outside in; names reach into dicts and attributes alike."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, pytree
+from jrb._util import checks, pytree
 
 
 class Counters(pytree.State):

@@ -10,10 +10,11 @@ import jax
 import jax.core
 import numpy as np
 
-from jrb._base import casting, checks, gathering, pytree
-from jrb._base.owned import copied, copy
-from jrb._base.pytree import ArrayLike
-from jrb._engine import dispatch
+from jrb._core import eager
+from jrb._util import casting, checks, pytree
+from jrb._util.owned import copied, copy
+from jrb._util.pytree import ArrayLike
+from jrb._xla import gather
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix
 from jrb.sharded import Sharded
@@ -78,7 +79,7 @@ class Jitted:
         self.buffer = buffer
         one = buffer.buffer if isinstance(buffer, Sharded) else buffer
         self._cast, self._of_objects = one.cast, one.storage.of_objects
-        on_host = dispatch.on_host(one)
+        on_host = eager.on_host(one)
         if on_host and isinstance(buffer, ReplayBuffer):
             buffer = _in_place(buffer)
         writes, reads, moves, draws = _compilers(on_host)
@@ -223,7 +224,7 @@ class JittedMix:
     def __init__(self, mix: Mix) -> None:
         self.mix = mix
         parts = [part.buffer if isinstance(part, Sharded) else part for part in mix.buffers]
-        writes, reads, _, draws = _compilers(any(map(dispatch.on_host, parts)))
+        writes, reads, _, draws = _compilers(any(map(eager.on_host, parts)))
         self._draw = writes(mix.draw, static_argnums=2)
         self._sample = draws(mix.sample, static_argnums=2)
         self._update = writes(mix.update_priority)
@@ -272,9 +273,9 @@ def _compilers(on_host: bool) -> tuple[Any, ...]:
 def _writing(verb: Callable[..., Any], **options: Any) -> Any:
     """A verb that writes items; inside another compiled function it may be part of a loop."""
     within = jax.jit(verb, donate_argnums=0, **options)
-    alone = jax.jit(gathering.by_itself(verb), donate_argnums=0, **options)
+    alone = jax.jit(gather.by_itself(verb), donate_argnums=0, **options)
 
-    @dispatch.explained
+    @eager.explained
     def called(state: Any, *args: Any, **kwargs: Any) -> Any:
         return (within if _is_traced(state) else alone)(state, *args, **kwargs)
 
@@ -282,14 +283,14 @@ def _writing(verb: Callable[..., Any], **options: Any) -> Any:
 
 
 def _reading(verb: Callable[..., Any], **options: Any) -> Any:
-    return dispatch.explained(jax.jit(verb, **options))
+    return eager.explained(jax.jit(verb, **options))
 
 
 def _drawing(verb: Callable[..., Any], **options: Any) -> Any:
     """A verb that reads items; inside another compiled function it may be part of a loop."""
-    within, alone = jax.jit(verb, **options), jax.jit(gathering.by_itself(verb), **options)
+    within, alone = jax.jit(verb, **options), jax.jit(gather.by_itself(verb), **options)
 
-    @dispatch.explained
+    @eager.explained
     def called(states: Any, key: jax.Array, *args: Any) -> Any:
         first = states[0] if isinstance(states, (tuple, list)) and states else states
         inside = _is_traced(first) or isinstance(key, jax.core.Tracer)
@@ -317,10 +318,10 @@ def _moving(verb: Callable[..., Any], reads_items: bool = False, **options: Any)
         return state.sampler, *sample
 
     if reads_items:
-        moved = gathering.by_itself(moved)
+        moved = gather.by_itself(moved)
     compiled = jax.jit(moved, donate_argnums=0, **options)
 
-    @dispatch.explained
+    @eager.explained
     def called(state: BufferState, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, BufferState) or _is_traced(state):
             return verb(state, *args, **kwargs)
@@ -346,7 +347,7 @@ def _in_place(buffer: ReplayBuffer) -> _InPlace:
 
 def _as_it_is(verb: Callable[..., Any], **options: Any) -> Any:
     del options
-    return dispatch.explained(verb)
+    return eager.explained(verb)
 
 
 def _light(verb: str, where: Sample | jax.Array) -> Any:
@@ -367,7 +368,7 @@ def _light(verb: str, where: Sample | jax.Array) -> Any:
 def _numbers(buffer: Any, verb: str, priorities: ArrayLike | None) -> Any:
     """Priorities as `jit` takes them, which makes other numbers of some that NumPy has."""
     if priorities is not None and not isinstance(priorities, jax.Array):
-        dispatch.warn_of_refused(buffer, verb, priorities)
+        eager.warn_of_refused(buffer, verb, priorities)
     return checks.given_numbers(f"{verb}: priorities", priorities)
 
 

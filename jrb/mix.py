@@ -9,8 +9,16 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, display, hints, owned, permutation, pytree, random_bits
-from jrb._engine import counting, dispatch, draws
+from jrb._core import counting, draws, eager
+from jrb._util import (
+    checks,
+    display,
+    hints,
+    owned,
+    permutation,
+    pytree,
+)
+from jrb._xla import random_bits
 from jrb.buffer import ReplayBuffer
 from jrb.sharded import Sharded
 from jrb.state import Buffer, BufferState, Device, Sample, check_origin
@@ -220,7 +228,7 @@ class Mix:
                 after.append(part.update_priority(state, own, priorities))
             else:
                 one = part.part if isinstance(part, Sharded) else part
-                after.append(self._within(dispatch.Wait(one), (state,), (own,)))
+                after.append(self._within(eager.Wait(one), (state,), (own,)))
         return tuple(after)
 
     def _pairs(self, states: States) -> list[tuple[ReplayBuffer | Sharded, BufferState]]:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import casting, pytree
-from jrb._engine.replaying import pieces, writable
+from jrb._core.replaying import pieces, writable
+from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.loops import Jitted
 from jrb.state import BufferState
@@ -27,7 +27,7 @@ def from_items(
         capacity: N; None for what the items take. Of more, the last ones stay.
         num_envs: E, or None for one stream.
         parts: what else `jrb.ReplayBuffer` takes; with `cast=True` NumPy's float64 will do, and
-            with `writer=jrb.Immutable()` nothing is written later.
+            with `writer=jrb.ReadOnly()` nothing is written later.
 
     Raises:
         ValueError, TypeError: as `ReplayBuffer`, `init` and `extend`.

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, prng_keys, pytree
-from jrb._engine import dispatch, editing
-from jrb._engine import episodes as ends_of
-from jrb._engine.steps import context_of
+from jrb._core import eager, editing
+from jrb._core import episodes as ends_of
+from jrb._core.steps import context_of
+from jrb._util import checks, prng_keys, pytree
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import leaves_at
 from jrb.state import BufferState
@@ -65,7 +65,7 @@ def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray
 
 def _check_single(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
     check_single(buffer, who)
-    dispatch.check_state(buffer, state)
+    eager.check_state(buffer, state)
 
 
 def _in_chunks(
@@ -232,7 +232,7 @@ def has_lost_beginning(buffer: ReplayBuffer, writer: PartState, unit: PartState)
     ring = buffer.ring
     lost = np.broadcast_to(np.asarray(buffer.writer.has_lost(ring, writer)), ring.envs)
     oldest = buffer.writer.held(ring, writer).from_oldest(ring)[0]
-    before = buffer.unit.rows_before(unit, oldest)
+    before = buffer.unit.episode_step(unit, oldest)
     return lost if before is None else lost & (np.asarray(before) > 0)
 
 

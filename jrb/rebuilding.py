@@ -13,11 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import shards
-from jrb._base import checks, pytree
-from jrb._engine import counting, dispatch, state_check, steps, transforming
-from jrb._engine.replaying import pieces, replaying
+from jrb._core import (
+    counting,
+    eager,
+    steps,
+    transforming,
+    validate,
+)
+from jrb._core.replaying import pieces, replaying
+from jrb._util import checks, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.held import Held
+from jrb.occupancy import Occupancy
 from jrb.ring import Ring
 from jrb.samplers.prioritized import DROPPED
 from jrb.sharded import Sharded
@@ -116,13 +122,13 @@ class _Old:
         order = np.argsort(np.argsort(of_state, kind="stable"))
         return jax.tree.map(lambda *some: jnp.concatenate(some, axis=1)[:, order], *found)
 
-    def rows_before(self, slots: np.ndarray) -> np.ndarray | None:
-        """`Unit.rows_before` of the rows at slots `[E]`."""
+    def episode_step(self, slots: np.ndarray) -> np.ndarray | None:
+        """`Unit.episode_step` of the rows at slots `[E]`."""
         of_state, found = slots // self.buffer.capacity, np.zeros(slots.shape, np.int32)
         for number in np.unique(of_state):
             here = of_state == number
             own = jnp.asarray(slots[here] - number * self.buffer.capacity)
-            known = self.buffer.unit.rows_before(self.states[number].unit, own)
+            known = self.buffer.unit.episode_step(self.states[number].unit, own)
             if known is None:
                 return None
             found[here] = known
@@ -181,7 +187,7 @@ def regrouped(
     part, target = part_of(old), part_of(new)
     _check_regrouping(old, part, states, new)
     needed = needed_shards(old, new, number)
-    state_check.check_slots(len(needed) * part.capacity)
+    validate.check_slots(len(needed) * part.capacity)
     first = number * target.ring.envs - needed[0] * part.ring.envs
     columns = slice(first, first + target.ring.envs)
     kept = [_in_time(part, target, states[one], place) for place, one in enumerate(needed)]
@@ -192,7 +198,8 @@ def regrouped(
     )
     if not (mask.all() or target.writer.in_lanes):
         raise ValueError(
-            "rebuild: expected shards that hold equally many rows, or writer=jrb.Lanes(), got "
+            "rebuild: expected shards that hold equally many rows, or "
+            "writer=jrb.PerEnvironment(), got "
             f"{sorted(set(mask.sum(axis=0).tolist()))} rows of their environments."
         )
     slots = np.where(mask, slots, np.max(np.where(mask, slots, 0), axis=0))  # anywhere it holds
@@ -286,7 +293,7 @@ def _learned(old: ReplayBuffer, state: BufferState, new: ReplayBuffer, made: Buf
     if not transforming.learning(new.transforms):
         return ()
     none = jnp.int32(0)
-    context = Context(new.ring, new.keys, Held(none, none))
+    context = Context(new.ring, new.keys, Occupancy(none, none))
     blank = transforming.init(new.transforms, context, old.stored(state))
     told = transforming.adopted((new.transforms, made.transforms), (new.transforms, blank))
     return transforming.adopted((old.transforms, state.transforms), (new.transforms, told))
@@ -348,7 +355,7 @@ def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> N
 
 def _check_parts(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:
     """Raises where a part could not tell what lies before a seam, or in which order to go on."""
-    if new.unit.needs_past:
+    if new.unit.requires_contiguous_history:
         raise ValueError(
             f"num_envs: expected that of the old buffer with {type(new.unit).__name__}, which "
             "would need rows from behind the seams. Keep it, or use another unit."
@@ -375,7 +382,7 @@ def _chosen(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _
     return _Kept(slots[-new.rows :], mask[-new.rows :], ends[-new.rows :], False)
 
 
-def _rows_of(ring: Ring, held: Held, most: int) -> tuple[np.ndarray, np.ndarray]:
+def _rows_of(ring: Ring, held: Occupancy, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The newest rows that hold at most so many items, and which of them there are, `[T, E]`.
 
     In place of others stand slots that hold something.
@@ -440,9 +447,9 @@ def _filled(there: _Old, target: ReplayBuffer, kept: _Kept) -> BufferState:
     if target.storage.of_objects:
         return _with_objects(buffer, into, state, slots, mask).replace(ring=target.ring)
     spec = buffer.stored(state)
-    new = dispatch.init(into, spec, None)
+    new = eager.init(into, spec, None)
     if len(slots) and kept.cuts is not None and buffer.writer.in_time:
-        before = _rows_before(there, target, kept)
+        before = _episode_step(there, target, kept)
         new = new.replace(unit=into.unit.resume(new.unit, before))
     row_bytes = pytree.nbytes(spec) * slots.shape[1]
     for piece in pieces(np.arange(len(slots)), row_bytes):
@@ -450,7 +457,7 @@ def _filled(there: _Old, target: ReplayBuffer, kept: _Kept) -> BufferState:
         seams = None if kept.cuts is None else jnp.asarray(kept.cuts[piece])
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        new = dispatch.fill(into, new, items, seams, None if mask is None else mask[piece])
+        new = eager.fill(into, new, items, seams, None if mask is None else mask[piece])
     if not into.writer.in_time and int(into.size(new)) < slots.size:
         raise ValueError(
             f"rebuild: expected items that {type(target.writer).__name__} takes, got "
@@ -476,13 +483,13 @@ def _with_objects(
 _MANY = 2**30  # rows, as none may be missed that are not known
 
 
-def _rows_before(there: _Old, target: ReplayBuffer, kept: _Kept) -> jax.Array:
+def _episode_step(there: _Old, target: ReplayBuffer, kept: _Kept) -> jax.Array:
     """How many rows of its episode came before the first of each environment, int32 `[E]`.
 
     Many if nobody knows; none where there is no row.
     """
     slots = np.take_along_axis(kept.slots, kept.mask.argmax(axis=0)[None], axis=0)[0]
-    known = there.rows_before(slots)
+    known = there.episode_step(slots)
     if known is None:
         known = np.full(slots.shape, _MANY, np.int32)
     elif there.buffer.unit != target.unit:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import display, ordering, pytree
+from jrb._util import display, pytree
+from jrb._xla import dependencies
 
 
 class Clock(pytree.State):
@@ -70,10 +71,10 @@ class Ring:
     def emptied(self, clock: Clock) -> Clock:
         """The clock of the emptied ring; no older generation is ever current again.
 
-        What the cursor waited for, it waits for still (see `jrb._base.ordering`).
+        What the cursor waited for, it waits for still (see `jrb._xla.dependencies`).
         """
         return Clock(
-            cursor=jnp.zeros_like(clock.cursor) + ordering.token(clock.cursor),
+            cursor=jnp.zeros_like(clock.cursor) + dependencies.token(clock.cursor),
             count=jnp.zeros_like(clock.count),
             lap=clock.lap + np.uint32(2),
         )

@@ -9,11 +9,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import casting, checks, display, hints, meshes, owned, pytree
-from jrb._base.pytree import PyTree
-from jrb._engine import dispatch, draws, over_mesh, shard_bodies, transforming
-from jrb._engine.over_mesh import Cut, Cuts, Layout
-from jrb._engine.shard_bodies import Bound
+from jrb._core import (
+    draws,
+    eager,
+    over_mesh,
+    shard_bodies,
+    transforming,
+)
+from jrb._core.over_mesh import Cut, Cuts, Layout
+from jrb._core.shard_bodies import Bound
+from jrb._util import (
+    casting,
+    checks,
+    display,
+    hints,
+    meshes,
+    owned,
+    pytree,
+)
+from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample, check_origin, origin_of
 from jrb.types import Item
@@ -97,7 +111,7 @@ class Sharded:
                 "transforms: expected none with a state, as each shard would learn another, got "
                 f"{transforming.learning(self.buffer.transforms)[0]!r}. Let the learner do it."
             )
-        if dispatch.on_host(self.part):  # the part says what cannot be cut
+        if eager.on_host(self.part):  # the part says what cannot be cut
             raise ValueError(
                 f"storage: expected jrb.DeviceStorage(), got {self.buffer.storage!r}. Items on the "
                 "host are for jrb.remote(buffer, shards=k), or for one buffer per process."
@@ -262,7 +276,7 @@ class Sharded:
 
     def _is_in_program(self, *arguments: PyTree) -> bool:
         """Whether this is inside `jit` or `jax.shard_map`, where what is returned is not copied."""
-        return dispatch.is_traced(arguments) or self.layout.is_inside()
+        return eager.is_traced(arguments) or self.layout.is_inside()
 
     def _nothing(self, state: BufferState) -> ValueError:
         return ValueError(
@@ -272,7 +286,7 @@ class Sharded:
 
     def _check_something(self, state: BufferState) -> None:
         found = self.can_sample(state)
-        if not dispatch.is_traced(found) and not found:
+        if not eager.is_traced(found) and not found:
             raise self._nothing(state)
 
     def update_priority(
@@ -417,7 +431,7 @@ class Sharded:
         return (self.layout.devices() or 1) if self.layout.is_inside() else 1
 
     def _check_state(self, state: BufferState) -> None:
-        dispatch.check_there(state)
+        eager.check_there(state)
         want = self.shards // self._devices_around()
         lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
         if lead != (want,):
@@ -436,7 +450,7 @@ class Sharded:
         if verb in _OF_PRIORITIES:
             after = self._each(verb, state, pairs, 0, splits, shard_bodies.WithoutItems)
             return after.replace(storage=state.storage)
-        dispatch.warn_of_copies(self, state, 4)
+        eager.warn_of_copies(self, state, 4)
         return self._each(verb, state, pairs, 0, splits)
 
     def _read(
@@ -486,7 +500,7 @@ def _unpickled(buffer: ReplayBuffer, shards: int, mesh: meshes.Named | None, axi
     return Sharded(buffer, shards, meshes.found(mesh), axis)
 
 
-_run = dispatch.explained(over_mesh.run)
+_run = eager.explained(over_mesh.run)
 
 _OF_ENVIRONMENTS = (ReplayBuffer.add, ReplayBuffer.extend, ReplayBuffer.truncate)
 _OF_PRIORITIES = (

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jrb._base import prng_keys
-from jrb._base.pytree import Leaf
-from jrb._engine import memory
+from jrb._core import memory
+from jrb._util import prng_keys
+from jrb._util.pytree import Leaf
 from jrb.sharded import Sharded
 from jrb.state import BufferState
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 import jax
 import jax.numpy as jnp
 
-from jrb._base import display, hints, pytree, wording
-from jrb._base.identity import identity
+from jrb._util import display, hints, pytree, wording
+from jrb._util.identity import identity
 from jrb.keys import Keys
 from jrb.ring import Ring
 from jrb.types import HostState, Sampler, Unit, Writer

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import checks, gathering, ordering, random_bits
-from jrb._base import tree as trees
-from jrb._base.arguments import entry
-from jrb._base.tree import Tree
+from jrb._util import checks
+from jrb._util import tree as trees
+from jrb._util.arguments import entry
+from jrb._util.tree import Tree
+from jrb._xla import dependencies, gather, random_bits
 
 _REDRAW = 2048  # among so many nodes, a float32 is too coarse to go on with what is left of it
 
@@ -212,7 +213,7 @@ def draw(
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
         total, float32 `[]`. If that is 0, the leaves and their masses mean nothing.
     """
-    words, mass = ordering.once(
+    words, mass = dependencies.once(
         lambda: (
             random_bits.bits(key, (2, batch_size)),
             lax.optimization_barrier(trees.reduce_top(tree)),
@@ -253,7 +254,7 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
         return _joined(mass, first + child)
 
     root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
-    found, rows = gathering.loop(
+    found, rows = gather.loop(
         tree.depth + 1, step, _joined(mass, root), tree.nodes, mass.size, tree.branching
     )
     _, node = _parted(found)

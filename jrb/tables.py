@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from jrb import read
-from jrb._base import checks, extras, prng_keys, pytree
-from jrb._base.pytree import DType
+from jrb._util import checks, extras, prng_keys, pytree
+from jrb._util.pytree import DType
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState
 from jrb.types import Item

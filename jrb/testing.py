@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import checkpoint
-from jrb._base import pytree
-from jrb._base.pytree import PyTree
-from jrb._engine import editing
-from jrb._engine.steps import context_of
+from jrb._core import editing
+from jrb._core.steps import context_of
 from jrb._store.errors import StaleError
+from jrb._util import pytree
+from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.mix import AnyState
 from jrb.rebuilding import rebuild
@@ -409,9 +409,9 @@ def _reads_other_rows(buffer: ReplayBuffer, state: BufferState) -> bool:
     context = context_of(buffer, state.writer)
     slots = buffer.sample(state, jax.random.key(10)).indices
     mask = jnp.ones(slots.shape, jnp.bool_)
-    look = buffer.unit.look(context, state.unit, slots, mask, jax.random.key(11))
+    plan_read = buffer.unit.plan_read(context, state.unit, slots, mask, jax.random.key(11))
     names = pytree.leaf_names(buffer.stored(state))
-    return any((slots != look.where(name).T).any() for name in names)
+    return any((slots != plan_read.where(name).T).any() for name in names)
 
 
 def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 import jrb
 from jrb import testing
-from jrb._base import pytree, random_bits
+from jrb._util import pytree
+from jrb._xla import random_bits
 from jrb.types import Sampler
 
 pytestmark = pytest.mark.slow
@@ -81,7 +82,11 @@ PARTS = [
     {"storage": jrb.DeviceStorage(layout="environments"), "unit": jrb.Sequence(3, short="pad")},
     {"writer": jrb.MaxValue(("next", "reward"))},
     {"writer": jrb.Reservoir(0)},
-    {"writer": jrb.Lanes(), "unit": jrb.NStep(2, 0.9, strict=True), "sampler": jrb.Prioritized()},
+    {
+        "writer": jrb.PerEnvironment(),
+        "unit": jrb.NStep(2, 0.9, strict=True),
+        "sampler": jrb.Prioritized(),
+    },
 ]
 
 

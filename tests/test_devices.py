@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jrb
 from jrb import sum_tree, testing
-from jrb._base import pytree, versions
+from jrb._util import pytree
+from jrb._xla import compat
 
 D, E, B = jax.device_count(), 2, 8
 pytestmark = [
@@ -284,7 +285,7 @@ def varied(tree, axis, wanted):
     ("unit", "sampler", "parts"),
     [
         ("n-step", "prioritized", {}),
-        ("transition", "buffer", {"writer": jrb.Lanes()}),
+        ("transition", "buffer", {"writer": jrb.PerEnvironment()}),
         ("windows", "epochs", {"transforms": (jrb.transforms.RunningNormalize(),)}),
         ("stacks", "queue", ONCE),
         ("hindsight", "uniform", {}),
@@ -302,9 +303,7 @@ def test_verbs_take_any_mixture_of_arguments_that_vary_and_that_do_not(unit, sam
 
             def body(*its, call=call, which=which):
                 out = call(*(varied(it, "data", some) for it, some in zip(its, which, strict=True)))
-                return jax.tree.map(
-                    lambda leaf: versions.vary(leaf, frozenset({"data"}))[None], out
-                )
+                return jax.tree.map(lambda leaf: compat.vary(leaf, frozenset({"data"}))[None], out)
 
             over = jax.shard_map(
                 body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("data")

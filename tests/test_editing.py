@@ -174,7 +174,7 @@ def test_what_cannot_be_edited_is_refused():
     for where, values, kind, message in refused:
         with pytest.raises(kind, match=message):
             buffer.set(state, where, values)
-    fixed = dataclasses.replace(buffer, writer=jrb.Immutable())
+    fixed = dataclasses.replace(buffer, writer=jrb.ReadOnly())
     with pytest.raises(TypeError, match="set: expected a buffer that can be written"):
         fixed.set(state, slots, {"observation": slots})
     ranks, its = jrb.from_items(
@@ -253,7 +253,7 @@ def test_ends_that_a_function_edits_batch_by_batch_are_seen(storage):
 
 
 @pytest.mark.parametrize(
-    "storage", [jrb.MemmapStorage(), jrb.SpillStorage(None, hot_capacity=4)], ids=repr
+    "storage", [jrb.MemmapStorage(), jrb.SpillStorage(None, device_capacity=4)], ids=repr
 )
 def test_flags_of_items_on_the_host_are_edited_by_what_is_compiled(storage, compilations):
     unit = jrb.Sequence(2)

@@ -48,7 +48,7 @@ UNITS = {
         next_goal=None,
     ),
 }
-WRITERS = {"lanes": jrb.Lanes(), "best": jrb.MaxValue(("next", "reward"))}
+WRITERS = {"lanes": jrb.PerEnvironment(), "best": jrb.MaxValue(("next", "reward"))}
 STORAGES = {
     "shared": jrb.DeviceStorage(once=True, room=12),
     "on disk": jrb.MemmapStorage(),

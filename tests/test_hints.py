@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._base import extras, hints
+from jrb._util import extras, hints
 
 EXAMPLE = {
     "observation": jnp.zeros(4),
@@ -73,7 +73,7 @@ def wrong(name):
         ("class", TypeError, r"Did you mean jrb\.Prioritized\(\.\.\.\)\?"),
         ("string", TypeError, r"Did you mean jrb\.NStep\(\.\.\.\)\?"),
         ("storage", TypeError, r"Did you mean jrb\.MemmapStorage\(\.\.\.\)\?"),
-        ("writer", TypeError, r"Did you mean jrb\.Lanes\(\.\.\.\)\?"),
+        ("writer", TypeError, r"Did you mean jrb\.PerEnvironment\(\.\.\.\)\?"),
         ("inner", TypeError, r"Did you mean jrb\.NStep\(\.\.\.\)\?"),
         ("first", TypeError, r"Write \('hidden',\)\."),
         ("paths", TypeError, r"Write \('observation',\)\."),

@@ -7,7 +7,8 @@ import pytest
 
 import jrb
 from jrb import testing
-from jrb._base import ordering, pytree
+from jrb._util import pytree
+from jrb._xla import dependencies
 
 pytestmark = pytest.mark.slow
 
@@ -256,7 +257,7 @@ def test_edits_copy_nothing(parts, agents):
 
 
 @pytest.mark.parametrize(
-    ("name", "writer"), [("uniform", jrb.Reservoir(0)), ("queue", jrb.UntilFull())]
+    ("name", "writer"), [("uniform", jrb.Reservoir(0)), ("queue", jrb.BlockWhenFull())]
 )
 def test_no_writer_copies(name, writer):
     assert growth(name, extend_draw_extend, writer=writer) < 0.01
@@ -280,7 +281,7 @@ LANES = [("n-step", None), ("strict n-step", 8), ("stacked n-step", None), ("epi
 @pytest.mark.parametrize(("parts", "agents"), LANES)
 def test_lanes_copy_nothing(parts, agents):
     name = "uniform" if parts == "episodes" else "prioritized"
-    assert growth(name, lanes, agents, writer=jrb.Lanes(), **OTHERS[parts]) < 0.01
+    assert growth(name, lanes, agents, writer=jrb.PerEnvironment(), **OTHERS[parts]) < 0.01
 
 
 BY_ENVIRONMENT = {
@@ -302,7 +303,7 @@ def test_a_bare_sample_before_a_write_is_what_copies(name):
 
 
 def test_the_tie_of_draw_is_what_keeps_draw_then_add_in_place(monkeypatch):
-    monkeypatch.setattr(ordering, "token", lambda reads: jnp.int32(0))
+    monkeypatch.setattr(dependencies, "token", lambda reads: jnp.int32(0))
     jax.clear_caches()
     some = ("uniform", "epochs", "queue", "prioritized")
     grown = {name: growth(name, draw_add) for name in some}
@@ -329,8 +330,8 @@ def test_no_dtype_is_widened_and_copied(dtype, agents):
 
 def test_a_read_is_not_repeated_after_a_write():
     def step(array, i):
-        value = ordering.read(lambda: array[i])
-        array = array.at[i + ordering.token(value)].set(value + 1)
+        value = dependencies.read(lambda: array[i])
+        array = array.at[i + dependencies.token(value)].set(value + 1)
         return array, jnp.sin(value) + jnp.cos(value)
 
     def temporaries(size):
@@ -346,5 +347,5 @@ def test_a_read_is_not_repeated_after_a_write():
 def test_a_token_is_zero_whatever_was_read(dtype):
     for value in (0, 1, -1, 3):
         leaf = jnp.full((2, 3), value).astype(dtype)
-        assert int(jax.jit(ordering.token)((leaf, jnp.zeros((0, 2))))) == 0
-    assert int(ordering.token(jax.random.split(jax.random.key(1), 3))) == 0
+        assert int(jax.jit(dependencies.token)((leaf, jnp.zeros((0, 2))))) == 0
+    assert int(dependencies.token(jax.random.split(jax.random.key(1), 3))) == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._engine import dispatch
+from jrb._core import eager
 
 KEY = jax.random.key(0)
 EXAMPLE = {
@@ -380,15 +380,15 @@ def test_a_program_may_have_no_devices_on_the_host(monkeypatch):
             raise RuntimeError("Unknown backend cpu.")
         return 1
 
-    dispatch._is_alone.cache_clear()
+    eager._is_alone.cache_clear()
     monkeypatch.setattr(jax, "device_count", count)
     try:
-        assert dispatch._is_alone()
+        assert eager._is_alone()
         monkeypatch.setattr(jax, "device_count", lambda backend=None: 8 if backend else 1)
-        dispatch._is_alone.cache_clear()
-        assert not dispatch._is_alone()
+        eager._is_alone.cache_clear()
+        assert not eager._is_alone()
     finally:
-        dispatch._is_alone.cache_clear()
+        eager._is_alone.cache_clear()
 
 
 # Slots as tools pass them.

@@ -9,18 +9,18 @@ import sys
 import pytest
 
 import jrb
-from jrb._base import extras
+from jrb._util import extras
 
 ROOT = pathlib.Path(jrb.__file__).parent
 
 ROOMS = [
     {"_store"},
-    {"_base", "_saved"},
+    {"_util", "_xla", "_saved"},
     {"keys", "ring", "sum_tree"},
-    {"held"},
+    {"occupancy"},
     {"types", "layouts"},
     {"state"},
-    {"_engine"},
+    {"_core"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"authoring", "buffer"},
     {"sharded"},
@@ -67,7 +67,7 @@ def test_rooms_import_what_is_below_them(path):
     if mine == "jrb":
         return
     for other in imported(path):
-        same = other.split(".")[1] == mine.split(".")[1]
+        same = other.split(".")[1] == mine.split(".")[1] or height_of(other) == height_of(mine) == 1
         assert same or height_of(other) < height_of(mine), f"{mine} imports {other}"
 
 

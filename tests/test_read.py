@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._engine.steps import context_of
+from jrb._core.steps import context_of
 from tests import reference
 
 EXAMPLE = {
@@ -103,7 +103,9 @@ def ends(rng, rows, envs):
     return {"observation": zero, "next": {"observation": zero, "reward": zero + 1, "done": done}}
 
 
-@pytest.mark.parametrize("writer", [jrb.RoundRobin(), jrb.Lanes()], ids=["together", "lanes"])
+@pytest.mark.parametrize(
+    "writer", [jrb.RoundRobin(), jrb.PerEnvironment()], ids=["together", "lanes"]
+)
 def test_complete_means_the_same_everywhere(writer, tmp_path):
     rng, envs = np.random.default_rng(0), 2
     buffer = jrb.ReplayBuffer(16, envs, batch_size=1, writer=writer, unit=WHOLE)
@@ -129,7 +131,9 @@ def test_what_was_never_overwritten_is_complete(num_envs):
     assert told["return"]["mean"] == pytest.approx(dataset.returns().mean())
 
 
-@pytest.mark.parametrize("writer", [jrb.RoundRobin(), jrb.Lanes()], ids=["together", "lanes"])
+@pytest.mark.parametrize(
+    "writer", [jrb.RoundRobin(), jrb.PerEnvironment()], ids=["together", "lanes"]
+)
 def test_an_episode_is_cut_where_its_first_row_was_overwritten(writer):
     buffer = jrb.ReplayBuffer(4, 1, writer=writer)
     reward = np.ones((1, 1), np.float32)

@@ -29,13 +29,13 @@ def filled(length=9, envs=2, **parts):
 PARTS = [
     {"sampler": jrb.Uniform()},
     {"sampler": jrb.Prioritized(alpha=0.3)},
-    {"sampler": jrb.Queue(), "writer": jrb.UntilFull()},
+    {"sampler": jrb.Queue(), "writer": jrb.BlockWhenFull()},
     {"unit": jrb.NStep(3, 0.9, strict=True)},
     {"unit": jrb.Sequence(2)},
     {"unit": jrb.FrameStack(2)},
     {"storage": jrb.DeviceStorage(once=True)},
     {"storage": jrb.DeviceStorage(layout="environments")},
-    {"writer": jrb.Immutable()},
+    {"writer": jrb.ReadOnly()},
     {"writer": jrb.Reservoir(3), "unit": jrb.Transition()},
     {"writer": jrb.MaxValue(("next", "reward")), "unit": jrb.Transition()},
 ]

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jrb
 from jrb import shards
-from jrb._base import pytree
+from jrb._util import pytree
 
 DEVICES = jax.device_count()
 pytestmark = [
@@ -411,7 +411,7 @@ def _doubled(items):
 
 
 def test_masks_reach_their_environments():
-    buffer = whole("n-step", "prioritized", writer=jrb.Lanes())
+    buffer = whole("n-step", "prioritized", writer=jrb.PerEnvironment())
     told = []
     for mesh in (None, mesh_of(8)):
         sharded, rng = jrb.Sharded(buffer, S, mesh), np.random.default_rng(0)
@@ -640,7 +640,7 @@ def held(buffer, state):
 
 @pytest.mark.parametrize(
     ("unit", "writer"),
-    [("strict n-step", jrb.Lanes()), ("stacks", jrb.RoundRobin())],
+    [("strict n-step", jrb.PerEnvironment()), ("stacks", jrb.RoundRobin())],
     ids=str,
 )
 def test_other_shards_have_the_same_environments_with_their_priorities(unit, writer):

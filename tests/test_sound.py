@@ -10,8 +10,8 @@ import pytest
 
 import jrb
 from jrb import sum_tree, testing, types
-from jrb._base import pytree, tree
-from jrb._engine import columns
+from jrb._core import columns
+from jrb._util import pytree, tree
 from jrb.checkpoint import state_specs
 
 pytestmark = pytest.mark.slow
@@ -34,8 +34,8 @@ class Wrapped(types.Unit):
     """A unit that passes everything on to another."""
 
     inner: jrb.NStep = jrb.NStep(10, 1.0, strict=True)
-    lag = property(lambda self: self.inner.lag)
-    reach = property(lambda self: self.inner.reach)
+    max_entry_delay = property(lambda self: self.inner.max_entry_delay)
+    lookback = property(lambda self: self.inner.lookback)
 
     def check(self, *args):
         return self.inner.check(*args)
@@ -55,8 +55,8 @@ class Wrapped(types.Unit):
     def anchors(self, *args):
         return self.inner.anchors(*args)
 
-    def look(self, *args):
-        return self.inner.look(*args)
+    def plan_read(self, *args):
+        return self.inner.plan_read(*args)
 
     def reduce(self, *args):
         return self.inner.reduce(*args)

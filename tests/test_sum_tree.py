@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jrb import sum_tree
-from jrb._base import random_bits
-from jrb._base import tree as trees
+from jrb._util import tree as trees
+from jrb._xla import random_bits
 
 CAPACITIES = (1, 2, 7, 8, 9, 63, 65, 513, 1000, 4099)
 BRANCHINGS = (2, 8, 32)

@@ -24,7 +24,10 @@ RUNNING = (jrb.transforms.RunningNormalize(), jrb.transforms.RunningRewardScale(
 PARTS = {  # each sampler, unit, writer and storage at least once
     "uniform": {"sampler": jrb.Uniform(replacement=False)},
     "n-step": {"sampler": jrb.Prioritized(), "unit": jrb.NStep(2, 0.9)},
-    "counted": {"sampler": jrb.Prioritized(stratified=False, counted=True), "writer": jrb.Lanes()},
+    "counted": {
+        "sampler": jrb.Prioritized(stratified=False, counted=True),
+        "writer": jrb.PerEnvironment(),
+    },
     "windows": {
         "sampler": jrb.WithoutReplacement(),
         "unit": jrb.Sequence(2),
@@ -37,7 +40,7 @@ PARTS = {  # each sampler, unit, writer and storage at least once
     "once": {"sampler": jrb.Lifo(), "storage": jrb.DeviceStorage(once=True)},
     "reservoir": {"sampler": jrb.Prioritized(), "writer": jrb.Reservoir()},
     "ranked": {"writer": jrb.MaxValue(("next", "reward"))},
-    "full": {"sampler": jrb.Queue(), "writer": jrb.UntilFull()},
+    "full": {"sampler": jrb.Queue(), "writer": jrb.BlockWhenFull()},
     "files": {
         "sampler": jrb.Prioritized(),
         "unit": jrb.NStep(2, 0.9),
@@ -107,7 +110,7 @@ def run(buffer, its):
     """Most verbs, compiled."""
     verbs = jrb.jitted(buffer)
     state = verbs.extend(verbs.init(ITEM), its["many"])
-    if buffer.writer.until_full:
+    if buffer.writer.blocks_when_full:
         state, _ = verbs.draw(state, its["key"])
     state = verbs.add(state, its["one"], its["mask"])
     if buffer.sampler.takes_priorities:

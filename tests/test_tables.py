@@ -126,7 +126,7 @@ def test_writers_without_time_have_neither_environments_nor_episodes():
 
 
 def test_lanes_and_truncated_episodes_are_told_apart():
-    buffer = jrb.ReplayBuffer(8, 2, writer=jrb.Lanes())
+    buffer = jrb.ReplayBuffer(8, 2, writer=jrb.PerEnvironment())
     state = buffer.init({"id": 0, "next": {"reward": 0.0, "done": False}})
     mask = np.array([[1, 1], [1, 0], [0, 1], [1, 0]], bool)
     ids = np.arange(8, dtype=np.int32).reshape(4, 2)

@@ -85,7 +85,7 @@ def test_real_rows_that_are_still_there_are_written(unit, later):
     [
         {"storage": jrb.DeviceStorage(layout="environments")},
         {"storage": "memmap"},
-        {"writer": jrb.Lanes()},
+        {"writer": jrb.PerEnvironment()},
         {"sampler": jrb.Prioritized()},
     ],
     ids=["runs", "files", "lanes", "priorities"],

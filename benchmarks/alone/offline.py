@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import jrb
-from jrb._base import extras
+from jrb._util import extras
 
 from ..workloads.case import Wanted
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jrb
 from jrb.authoring import leaf_names
 from jrb.ring import Ring
-from jrb.types import Context, Item, State, Storage, Where, Write, component, static
+from jrb.types import Context, Item, SlotsForLeaf, State, Storage, WritePlan, component, static
 
 
 class BitState(State):
@@ -40,14 +40,14 @@ class BitStorage(Storage):
         return jax.tree.unflatten(*state.structure)
 
     def write(
-        self, context: Context, state: BitState, write: Write, items: Item
-    ) -> tuple[BitState, Write]:
+        self, context: Context, state: BitState, write: WritePlan, items: Item
+    ) -> tuple[BitState, WritePlan]:
         """Packs the items, and has them written."""
         packed = jax.tree.map(_packed, items, self.spec(state))
         rows, write = self.rows.write(context, state.rows, write, packed)
         return state.replace(rows=rows), write
 
-    def read(self, context: Context, state: BitState, where: Where) -> Item:
+    def read(self, context: Context, state: BitState, where: SlotsForLeaf) -> Item:
         """Reads packed rows, in one gather, and unpacks them."""
         return jax.tree.map(_unpacked, self.rows.read(context, state.rows, where), self.spec(state))
 

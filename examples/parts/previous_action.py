@@ -1,7 +1,7 @@
 """A unit of one's own: a transition, and the action that was taken one row before it.
 
-`jrb.types.Unit` says which methods a unit has. This one reads a row before the anchor (`reach`), so
-it must know where episodes begin, and which rows are not held any more.
+`jrb.types.Unit` says which methods a unit has. This one reads a row before the anchor (`lookback`),
+so it must know where episodes begin, and which rows are not held any more.
 """
 
 import jax
@@ -19,7 +19,18 @@ from jrb.authoring import (
 )
 from jrb.keys import Keys, path_name, within
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Context, Item, Look, State, Unit, Write, component, tally
+from jrb.types import (
+    Anchors,
+    AnchorUpdate,
+    Context,
+    Item,
+    ReadPlan,
+    State,
+    Unit,
+    WritePlan,
+    component,
+    tally,
+)
 
 
 class PreviousActionState(State):
@@ -41,17 +52,17 @@ class PreviousAction(Unit):
     """
 
     @property
-    def lag(self) -> int:
+    def max_entry_delay(self) -> int:
         """Every row is an anchor as soon as it is written."""
         return 0
 
     @property
-    def waits(self) -> bool:
+    def has_delayed_anchors(self) -> bool:
         """No row becomes an anchor later than it is written."""
         return False
 
     @property
-    def reach(self) -> int:
+    def lookback(self) -> int:
         """The previous row is read."""
         return 1
 
@@ -64,8 +75,8 @@ class PreviousAction(Unit):
         )
 
     def on_write(
-        self, context: Context, state: PreviousActionState, write: Write, items: Item
-    ) -> tuple[PreviousActionState, Change]:
+        self, context: Context, state: PreviousActionState, write: WritePlan, items: Item
+    ) -> tuple[PreviousActionState, AnchorUpdate]:
         """What is written enters, what it overwrites leaves."""
         ends = episode_ends(context, write, items)
         length, running = episode_lengths(state.running, ends, write, most=2)
@@ -85,7 +96,7 @@ class PreviousAction(Unit):
         open_end = state.running[ring.env_of(slots)] > 0
         return ~jnp.where(is_newest, open_end, state.follows[ring.slot_after(slots, ring.envs)])
 
-    def rows_before(self, state: PreviousActionState, slots: jax.Array) -> jax.Array:
+    def episode_step(self, state: PreviousActionState, slots: jax.Array) -> jax.Array:
         """Counts the rows of the episode before each slot, up to 1: more does not matter."""
         return state.follows[slots].astype(jnp.int32)
 
@@ -97,38 +108,40 @@ class PreviousAction(Unit):
         """Every slot that holds an item is an anchor."""
         return all_held(context)
 
-    def look(
+    def plan_read(
         self,
         context: Context,
         state: PreviousActionState,
         slots: jax.Array,
         mask: jax.Array,
         key: jax.Array,
-    ) -> Look:
+    ) -> ReadPlan:
         """Actions are read at the row before the anchor and at the anchor, all else there."""
         ring, action = context.ring, path_name(context.keys.action)
         follows = read_rows(state.follows, slots)
         is_held = context.held.before(ring, slots) > 0
         both = jnp.stack([ring.slot_before(slots, ring.envs), slots], axis=1)
-        return Look(
+        return ReadPlan(
             where=lambda name: both if within(name, action) else slots,
             mask=mask & (is_held | ~follows),
             info={"is_first": mask & ~follows},
             rest=follows & is_held,
         )
 
-    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(
+        self, raw: Item, plan_read: ReadPlan, keys: Keys
+    ) -> tuple[Item, dict[str, jax.Array]]:
         """Actions are `[B, 2, ...]` here: the previous ones go to `info`."""
 
         def previous(leaf: jax.Array) -> jax.Array:
-            known = look.rest.reshape(-1, *(1,) * (leaf.ndim - 2))
+            known = plan_read.rest.reshape(-1, *(1,) * (leaf.ndim - 2))
             return jnp.where(known, leaf[:, 0], jnp.zeros((), leaf.dtype))
 
         action = path_name(keys.action)
         own = lambda path, leaf: leaf[:, 1] if within(leaf_name(path), action) else leaf
         data = jax.tree_util.tree_map_with_path(own, raw)
         info = {"previous_action": jax.tree.map(previous, keys.get(raw, "action"))}
-        return data, {**look.info, **info}
+        return data, {**plan_read.info, **info}
 
     def reset(
         self, ring: Ring, state: PreviousActionState, token: jax.Array

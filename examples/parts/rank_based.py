@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jrb.authoring import last_of_equals, materialize, overwrite
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Draw, PrioritizedSampler, Share, State, component
+from jrb.types import Anchors, AnchorUpdate, Draw, PrioritizedSampler, ShardStats, State, component
 
 
 class RankBasedState(State):
@@ -48,7 +48,7 @@ class RankBased(PrioritizedSampler):
         )
 
     def on_write(
-        self, ring: Ring, state: RankBasedState, change: Change, anchors: Anchors
+        self, ring: Ring, state: RankBasedState, change: AnchorUpdate, anchors: Anchors
     ) -> RankBasedState:
         """Anchors that left lose their priority first: a slot may leave and enter at once."""
         raw = state.raw.at[change.departed(ring)].set(-1, mode="drop")
@@ -112,7 +112,7 @@ class RankBased(PrioritizedSampler):
         """Sets the exponent."""
         return state.replace(alpha=jnp.asarray(alpha, jnp.float32))
 
-    def relearn(
+    def rebuild_index(
         self, ring: Ring, state: RankBasedState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> RankBasedState:
         """Keeps the priorities of anchors that stay, gives `highest` to those that are new."""
@@ -126,10 +126,10 @@ class RankBased(PrioritizedSampler):
         """Takes over the other state's priorities, and its alpha."""
         return self.assign(state.replace(alpha=old.alpha), places, old.raw[slots], old.highest)
 
-    def share(self, ring: Ring, state: RankBasedState, anchors: Anchors) -> Share:
+    def share(self, ring: Ring, state: RankBasedState, anchors: Anchors) -> ShardStats:
         """Tells the mass of all ranks; the last of them has the least."""
         mass = _masses(ring, state, anchors)
-        return Share(
+        return ShardStats(
             count=anchors.count,
             mass=jnp.sum(mass),
             alike=anchors.count,
@@ -141,7 +141,7 @@ class RankBased(PrioritizedSampler):
         """Returns beta, the power of the importance weights."""
         return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
 
-    def heed(self, state: RankBasedState, shares: Share) -> RankBasedState:
+    def sync_shards(self, state: RankBasedState, shares: ShardStats) -> RankBasedState:
         """New items get the greatest priority of all shards."""
         return state.replace(highest=jnp.max(shares.highest))
 

@@ -11,11 +11,11 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 import jax
 
 from jrb import _saved
-from jrb._base import checks
 from jrb._store import paths
 from jrb._store.errors import DamagedError, LockedError
 from jrb._store.opening import Progress, nobody
 from jrb._store.printing import escaped_errors, printable
+from jrb._util import checks
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     background,

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import prng_keys, pytree
-from jrb._base.pytree import Leaf, PyTree
-from jrb._engine import columns, memory, steps
-from jrb._engine.steps import context_of
+from jrb._core import columns, memory, steps
+from jrb._core.steps import context_of
+from jrb._util import prng_keys, pytree
+from jrb._util.pytree import Leaf, PyTree
 from jrb.checkpoint import host_items, one_by_one, rows
 from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot
@@ -221,7 +221,7 @@ def _put(
 
 
 def _reader(array: np.ndarray) -> Any:
-    """Hands over the bytes of an array (see `jrb._engine.memory.restored`)."""
+    """Hands over the bytes of an array (see `jrb._core.memory.restored`)."""
     whole = memory.view(array)
 
     def read(target: memoryview | None) -> Any:

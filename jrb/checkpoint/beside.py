@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jrb._base import prng_keys, pytree, versions
-from jrb._base.pytree import Leaf
 from jrb._saved import EXTRA
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
+from jrb._util import prng_keys, pytree
+from jrb._util.pytree import Leaf
+from jrb._xla import compat
 from jrb.checkpoint import descriptions, rows, state_specs
 from jrb.checkpoint.opened import Opened
 from jrb.types import Item
@@ -123,7 +124,7 @@ def _restored(opened: Generation, name: str, example: Leaf) -> Any:
         return type(example)(array.item())
     if isinstance(example, np.ndarray | np.generic):
         return array if isinstance(example, np.ndarray) else array[()]
-    device = example.sharding if versions.is_committed(example) else None
+    device = example.sharding if compat.is_committed(example) else None
     return jax.device_put(prng_keys.wrapped(jax.numpy.asarray(array), wanted.dtype), device)
 
 

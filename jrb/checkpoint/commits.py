@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._engine import dispatch, replaying
+from jrb._core import eager, replaying
 from jrb._store import opening
 from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.store import Store
@@ -109,7 +109,7 @@ def _without(opened: Opened, buffer: Buffer, spec: Item, state: BufferState) -> 
         stacklevel=2,
     )
     rows_gone = gone if buffer.writer.in_lanes else gone[0]
-    return dispatch.expire(replaying.writable(buffer), state, spec, rows_gone)
+    return eager.expire(replaying.writable(buffer), state, spec, rows_gone)
 
 
 def _at(buffer: Buffer, path: str) -> Any:

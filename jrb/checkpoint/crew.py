@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jrb._base import versions
+from jrb._xla import compat
 
 
-class Crew(Protocol):
+class ProcessGroup(Protocol):
     """Some processes, which all do the same in the same order."""
 
     @property
@@ -30,18 +30,18 @@ class Crew(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """A single process."""
 
     leads = True
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
-        """See `Crew.together`."""
+        """See `ProcessGroup.together`."""
         return [work()]
 
 
 @dataclasses.dataclass
-class Messages:
+class DistributedProcesses:
     """Processes that leave messages for each other.
 
     Attributes:
@@ -65,7 +65,7 @@ class Messages:
         return self.number == 0
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
-        """See `Crew.together`."""
+        """See `ProcessGroup.together`."""
         self._step += 1
         place = f"{self.name}/{self._step}"
         try:
@@ -87,10 +87,10 @@ class Messages:
 _saves = itertools.count()
 
 
-def of_program() -> Crew:
+def of_program() -> ProcessGroup:
     """All processes of this program, for one save."""
-    found = versions.coordination()
+    found = compat.coordination()
     if found is None:
-        return Alone()
+        return SingleProcess()
     number, count, leave, fetch = found
-    return Messages(number, count, leave, fetch, f"jrb/save/{next(_saves)}")
+    return DistributedProcesses(number, count, leave, fetch, f"jrb/save/{next(_saves)}")

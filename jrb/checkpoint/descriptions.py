@@ -15,10 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import samplers, storages, transforms, units, writers
-from jrb._base import prng_keys, pytree
-from jrb._base.pytree import DType, PyTree
+from jrb import (
+    samplers,
+    storages,
+    transforms,
+    units,
+    writers,
+)
 from jrb._store.errors import DamagedError
+from jrb._util import prng_keys, pytree
+from jrb._util.pytree import DType, PyTree
 from jrb.types import Item
 
 OWN = samplers, storages, transforms, units, writers

@@ -10,7 +10,7 @@ import jax
 import jaxlib.version
 import numpy as np
 
-from jrb._base import display
+from jrb._util import display
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.mix import Mix
 from jrb.sharded import Sharded

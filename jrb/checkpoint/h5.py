@@ -28,15 +28,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jrb import _saved
-from jrb._base import prng_keys, pytree
-from jrb._base.pytree import Leaf
-from jrb._engine import dispatch, memory
-from jrb._engine.replaying import pieces, replaying
+from jrb._core import eager, memory
+from jrb._core.replaying import pieces, replaying
 from jrb._store import files, opening
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb._store.opening import Progress, nobody
+from jrb._util import prng_keys, pytree
+from jrb._util.pytree import Leaf
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     descriptions,
@@ -182,7 +182,7 @@ def _items(saved: Snapshot, slots: np.ndarray) -> Leaves:
     specs = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     found = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in specs]
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
-        items = dispatch.take(saved.buffer, state, jnp.asarray(slots[piece], jnp.int32))
+        items = eager.take(saved.buffer, state, jnp.asarray(slots[piece], jnp.int32))
         for array, leaf in zip(found, jax.tree.leaves(items), strict=True):
             array[piece] = np.asarray(prng_keys.raw(leaf))
     return dict(zip(_names(spec), found, strict=True))
@@ -345,7 +345,7 @@ def _restored(file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Arr
 def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]) -> Any:
     """A state into whose storage all items were written, at their slots."""
     into = replaying(buffer)
-    state = dispatch.init(into, spec, None)
+    state = eager.init(into, spec, None)
     if not about["rows"]:
         return state
     cursor = f"{_STATE}/writer/cursor"
@@ -362,7 +362,7 @@ def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str
         items = jax.tree.unflatten(jax.tree.structure(spec), rows)
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        state = dispatch.fill(into, state, items)
+        state = eager.fill(into, state, items)
     return state
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import pytree
 from jrb._store import table
 from jrb._store.errors import DamagedError
 from jrb._store.store import Store
 from jrb._store.table import Column
+from jrb._util import pytree
 from jrb.checkpoint import apart, descriptions, members, rows, state_specs
 from jrb.checkpoint.members import Several
 from jrb.checkpoint.opened import Opened

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jrb._base import pytree
-from jrb._engine import dispatch, memory
-from jrb._engine.deferred import DeferredStorage
+from jrb._core import eager, memory
+from jrb._core.deferred import HostStorageProxy
 from jrb._store import table
+from jrb._util import pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import one_by_one
 from jrb.mix import Description
@@ -61,7 +61,7 @@ def on_device(buffer: Buffer) -> Any:
 
     Of objects, the same without them.
     """
-    if not dispatch.on_host(buffer):
+    if not eager.on_host(buffer):
         return one_by_one.apart(buffer) if one_by_one.is_packing(buffer) else buffer
     if buffer.storage.of_objects:
         return dataclasses.replace(buffer, storage=ObjectsApart(), transforms=())
@@ -69,7 +69,7 @@ def on_device(buffer: Buffer) -> Any:
 
 
 @pytree.component
-class ObjectsApart(DeferredStorage):
+class ObjectsApart(HostStorageProxy):
     """Stands for a storage of objects, which are looked after elsewhere."""
 
     of_objects: ClassVar[bool] = True
@@ -113,7 +113,7 @@ def filled(
     buffer: Buffer, spec: Item, pieces: Iterable[tuple[np.ndarray, list[np.ndarray]]]
 ) -> HostView:
     """New rows of a buffer, of items that come piece by piece: slots and leaves, or their bytes."""
-    view = buffer.storage.view(dispatch.init(buffer, spec, None).storage)
+    view = buffer.storage.view(eager.init(buffer, spec, None).storage)
     rows, version = view.rows, view.version
     for slots, found in pieces:
         if not all(table.is_zero(np.frombuffer(memory.view(leaf), np.uint8)) for leaf in found):

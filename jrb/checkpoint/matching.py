@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import prng_keys, pytree
-from jrb._base.pytree import PyTree
-from jrb._engine import memory
+from jrb._core import memory
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Location
+from jrb._util import prng_keys, pytree
+from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import (
     descriptions,

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from jrb import read
-from jrb._base import casting, pytree, versions
+from jrb._util import casting, pytree
+from jrb._xla import compat
 from jrb.checkpoint import apart, host_items, matching, rows, snapshots, state_specs
 from jrb.state import Device
 
@@ -30,7 +31,7 @@ def narrowed(load: Load, path: str, given: bool, device: Device, cast: bool) -> 
         if not cast:
             raise
     # No other part of a state depends on the dtypes of items.
-    with versions.enable_x64():
+    with compat.enable_x64():
         buffer, wide = load(None)
         saved = snapshots.taken(buffer, wide, "load")
         if not isinstance(saved, snapshots.Snapshot) or saved.batch:

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jrb._base import prng_keys
-from jrb._base.pytree import PyTree
-from jrb._engine import memory
+from jrb._core import memory
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._store.table import Column
+from jrb._util import prng_keys
+from jrb._util.pytree import PyTree
 from jrb.checkpoint import apart, descriptions, rows
 from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot

@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from jrb._base import pytree, versions
-from jrb._engine import columns, memory, state_check
-from jrb._engine.orders import Order
-from jrb._engine.side_by_side import Place, SideBySide
+from jrb._core import columns, memory, validate
+from jrb._core.orders import Order
+from jrb._core.packed import PackedLeaves, Place
 from jrb._store import table
+from jrb._util import pytree
+from jrb._xla import compat
 from jrb.state import Buffer, Device
 from jrb.storages import DeviceStorage
 from jrb.types import Context, Item
@@ -137,7 +138,7 @@ def leaves_of(storage: Any) -> Any:
     Raises:
         ValueError: it does not lie there.
     """
-    if not isinstance(storage, SideBySide):
+    if not isinstance(storage, PackedLeaves):
         return storage
     _check(storage)
     words = {name: Words(array, storage.order) for name, array in storage.arrays.items()}
@@ -152,7 +153,7 @@ def leaves_of(storage: Any) -> Any:
     return jax.tree.map(leaf, storage.places, is_leaf=columns.is_column)
 
 
-def _check(storage: SideBySide) -> None:
+def _check(storage: PackedLeaves) -> None:
     widths, arrays = storage.widths, storage.arrays
     kinds = {name: (array.dtype.name, array.shape[1:][-1:]) for name, array in arrays.items()}
     if kinds == {name: (name, (width,)) for name, width in widths.items()}:
@@ -234,7 +235,7 @@ class Room:
         batch: the axes before all arrays.
     """
 
-    def __init__(self, want: SideBySide, batch: tuple[int, ...]) -> None:
+    def __init__(self, want: PackedLeaves, batch: tuple[int, ...]) -> None:
         self._want, self._batch = want, batch
         self._arrays: dict[str, np.ndarray] = {}
         self._bytes: dict[str, np.ndarray] = {}
@@ -271,7 +272,7 @@ class Room:
         part = slice(it.start * size, it.stop * size)
         return Target(self._bytes[it.words], part, spec, self._want.order, self._want.shape(it)[0])
 
-    def filled(self, storage: Any, device: Device) -> SideBySide:
+    def filled(self, storage: Any, device: Device) -> PackedLeaves:
         """The storage's state, once the leaves are there.
 
         Args:
@@ -292,12 +293,12 @@ def room_for(buffer: Buffer, spec: Item, batch: tuple[int, ...]) -> Room | None:
     if not is_packing(buffer):
         return None
     leaves, structure = jax.tree.flatten(spec)
-    want = _wanted(buffer, structure, tuple(leaves), versions.is_x64())
-    return Room(want, batch) if isinstance(want, SideBySide) else None
+    want = _wanted(buffer, structure, tuple(leaves), compat.is_x64())
+    return Room(want, batch) if isinstance(want, PackedLeaves) else None
 
 
 @functools.lru_cache(maxsize=16)
 def _wanted(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
     """The specs of a storage's state, remembered: a program loads the same one again and again."""
     spec = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(lambda: state_check.blank(buffer, spec).storage)
+    return jax.eval_shape(lambda: validate.blank(buffer, spec).storage)

@@ -35,9 +35,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import extras
-from jrb._base.pytree import Leaf
-from jrb._engine import memory
+from jrb._core import memory
+from jrb._util import extras
+from jrb._util.pytree import Leaf
 from jrb.checkpoint import folder, snapshots
 from jrb.checkpoint.snapshots import Source
 

@@ -69,7 +69,7 @@ class Pending:
         self.path, self.extra = path, extra
         self.meta = _about(saved) | {"facts": facts.of_several(saved.buffer)} | extra.meta
         whole = isinstance(saved.buffer, Sharded)  # also the shards of other processes
-        self.crew: crew.Crew = crew.of_program() if whole else crew.Alone()
+        self.crew: crew.ProcessGroup = crew.of_program() if whole else crew.SingleProcess()
         self._folders = [
             _saved.folder_name(name)
             for name in (shards.names(saved.buffer) if whole else self.parts)

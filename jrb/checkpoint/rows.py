@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import prng_keys
-from jrb._base.pytree import Leaf
-from jrb._engine import memory
+from jrb._core import memory
 from jrb._store import table
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation, Location
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb._store.threads import share
+from jrb._util import prng_keys
+from jrb._util.pytree import Leaf
 from jrb.checkpoint import descriptions, host_items, state_specs
 from jrb.checkpoint.one_by_one import SideLeaf, Target
 from jrb.checkpoint.opened import Opened

@@ -11,8 +11,8 @@ import jax
 import jax.core
 
 from jrb import _saved
-from jrb._base import pytree
-from jrb._engine import dispatch
+from jrb._core import eager
+from jrb._util import pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import host_items, members, one_by_one, state_specs
 from jrb.checkpoint.members import Several
@@ -115,7 +115,7 @@ def reading(saved: Source) -> Iterator[None]:
 
 
 def _of_one(buffer: Buffer, state: BufferState) -> Snapshot:
-    keeps = buffer.storage.state_type if dispatch.on_host(buffer) else object
+    keeps = buffer.storage.state_type if eager.on_host(buffer) else object
     if not isinstance(state, BufferState) or not isinstance(state.storage, keeps):
         raise ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import pytree, versions
-from jrb._base import tree as trees
-from jrb._base.pytree import Leaf, PyTree
-from jrb._engine import memory, state_check
+from jrb._core import memory, validate
+from jrb._util import pytree
+from jrb._util import tree as trees
+from jrb._util.pytree import Leaf, PyTree
+from jrb._xla import compat
 from jrb.checkpoint import host_items
 from jrb.state import Buffer, BufferState
 from jrb.types import Item
@@ -18,14 +19,14 @@ from jrb.types import Item
 def blank(buffer: Buffer, spec: Item) -> Any:
     """The specs of the state whose items have this spec."""
     leaves, structure = jax.tree.flatten(spec)
-    return _blank(buffer, structure, tuple(leaves), versions.is_x64())
+    return _blank(buffer, structure, tuple(leaves), compat.is_x64())
 
 
 @functools.lru_cache(maxsize=16)
 def _blank(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
     """The same, remembered: a program saves the same state again and again."""
     spec = jax.tree.unflatten(structure, leaves)
-    return jax.eval_shape(lambda: state_check.blank(host_items.on_device(buffer), spec))
+    return jax.eval_shape(lambda: validate.blank(host_items.on_device(buffer), spec))
 
 
 def packed(state: PyTree) -> Any:
@@ -74,7 +75,7 @@ def fitted(buffer: Buffer, state: BufferState) -> tuple[Item, tuple[int, ...]]:
         ValueError, TypeError: it is not; the message names a leaf.
     """
     leaves, structure = jax.tree.flatten(pytree.spec_of(state, "save"))
-    return _fitted(buffer, structure, tuple(leaves), versions.is_x64())
+    return _fitted(buffer, structure, tuple(leaves), compat.is_x64())
 
 
 @functools.lru_cache(maxsize=16)
@@ -108,7 +109,7 @@ def _misfit(buffer: Buffer, specs: BufferState) -> Exception:
         want = blank(buffer, spec)
         mend = "Save the state that this very buffer made."
         pytree.check_like(by_name(want), by_name(specs), "save", mend)
-        state_check.check(buffer, specs)
+        validate.check(buffer, specs)
     except (ValueError, TypeError) as error:
         return error
     except (AttributeError, IndexError):

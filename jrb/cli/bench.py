@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Annotated, Any
 
-from jrb._base import extras
+from jrb._util import extras
 
 typer: Any = extras.require("typer", "cli")
 _option = typer.Option

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from jrb._base import extras
-from jrb._base.wording import bytes_text
+from jrb._util import extras
+from jrb._util.wording import bytes_text
 from jrb.cli import console, found, reports
 
 typer: Any = extras.require("typer", "cli")
@@ -54,7 +54,7 @@ def convert(
     _check_dest(source, dest, overwrite)
     options: dict[str, Any] = {"compression": compression} if to == "h5" else {}
     options |= {"dataset_id": _minari_id(dest)} if to == "minari" else {}
-    enable_x64 = importlib.import_module("jrb._base.versions").enable_x64
+    enable_x64 = importlib.import_module("jrb._xla.compat").enable_x64
     with contextlib.nullcontext() if casts else enable_x64():
         *what, cast = _opened(source, to, casts)
         with console.working(f"writing {dest}"):
@@ -109,7 +109,7 @@ def _opened(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
         return dataset, None, []
     memmap = importlib.import_module("jrb.storages").MemmapStorage(None)
     buffer, state = dataset.buffer(storage=memmap, cast=casts)
-    names = importlib.import_module("jrb._base.pytree").leaf_names(dataset.spec)
+    names = importlib.import_module("jrb._util.pytree").leaf_names(dataset.spec)
     leaves = importlib.import_module("jax").tree.leaves
     pairs = zip(names, leaves(dataset.spec), leaves(buffer.stored(state)), strict=True)
     cast = [f"{n} {a.dtype} as {b.dtype}" for n, a, b in pairs if a.dtype != b.dtype]

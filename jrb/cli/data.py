@@ -3,9 +3,9 @@
 import importlib
 from typing import Annotated, Any
 
-from jrb._base import extras
-from jrb._base.wording import bytes_text
 from jrb._store.printing import printable
+from jrb._util import extras
+from jrb._util.wording import bytes_text
 from jrb.cli import console, found
 
 typer: Any = extras.require("typer", "cli")
@@ -70,7 +70,7 @@ def copy(
 ) -> None:
     """Copy a dataset into memory-mapped files. Run it again to go on after a stop."""
     storages = importlib.import_module("jrb.storages")
-    versions = importlib.import_module("jrb._base.versions")
+    versions = importlib.import_module("jrb._xla.compat")
     with versions.enable_x64():
         dataset = found.dataset(source)
         dataset.buffer(storage=storages.MemmapStorage(dest), cast=False)

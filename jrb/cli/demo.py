@@ -3,7 +3,7 @@
 import importlib
 from typing import Annotated, Any
 
-from jrb._base import extras
+from jrb._util import extras
 
 typer: Any = extras.require("typer", "cli")
 _option = typer.Option

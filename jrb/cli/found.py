@@ -5,9 +5,9 @@ import os
 from typing import Any
 
 from jrb import _saved
-from jrb._base import extras
 from jrb._store import generation
 from jrb._store.files import Folder
+from jrb._util import extras
 
 FOLDER, FILE, OTHER = "folder", "file", "other"
 """A checkpoint or a store in a folder; one in HDF5; what somebody else made, perhaps."""

@@ -8,8 +8,8 @@ import os
 from typing import Annotated, Any
 
 import jrb
-from jrb._base import extras
-from jrb._base.wording import bytes_text
+from jrb._util import extras
+from jrb._util.wording import bytes_text
 from jrb.cli import console, found, reports
 from jrb.cli.reports import Leaf, Report
 
@@ -40,7 +40,7 @@ def inspect(
 def _plot(path: str, file: str) -> None:
     drawing = importlib.import_module("jrb.plot")
     with importlib.import_module(
-        "jrb._base.versions"
+        "jrb._xla.compat"
     ).enable_x64():  # so that items of any dtype are drawn as they are
         if found.kind_of(path) == found.OTHER:
             buffer, state = found.dataset(path).buffer()

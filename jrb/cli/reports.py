@@ -269,7 +269,7 @@ def _width(dtype: str) -> int:
 
 def _of_dataset(path: str) -> Report:
     dataset = found.dataset(path)
-    pytree = importlib.import_module("jrb._base.pytree")
+    pytree = importlib.import_module("jrb._util.pytree")
     steps = dataset.transitions
     specs = pytree.jax.tree.leaves(dataset.spec)
     leaves = [

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from jrb._base import extras
+from jrb._util import extras
 from jrb.cli import console, found
 
 typer: Any = extras.require("typer", "cli")
@@ -24,7 +24,7 @@ def stats(
 ) -> None:
     """Show returns, lengths and rewards of the episodes at PATH."""
     found.kind_of(path)  # raises where nothing is
-    with importlib.import_module("jrb._base.versions").enable_x64():  # for items of any dtype
+    with importlib.import_module("jrb._xla.compat").enable_x64():  # for items of any dtype
         dataset = found.dataset(path)
         counts = {"episodes": dataset.episodes, "transitions": dataset.transitions}
         counts |= _ends(dataset)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from jrb import _saved
-from jrb._base import extras
 from jrb._store.opening import Progress
 from jrb._store.printing import printable
+from jrb._util import extras
 from jrb.cli import console, found
 
 typer: Any = extras.require("typer", "cli")

@@ -13,9 +13,9 @@ from typing import Any, Self, overload
 import jax
 import numpy as np
 
-from jrb._base import checks, display, pytree, wording
 from jrb._store import paths
 from jrb._store.printing import escaped_errors, printable
+from jrb._util import checks, display, pytree, wording
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
@@ -245,7 +245,7 @@ class Dataset(Sequence[Episode]):
                 int64 to int32 if all numbers fit.
 
         Returns:
-            The description, with N as many slots as are needed and `writer=jrb.Immutable(...)`, and
+            The description, with N as many slots as are needed and `writer=jrb.ReadOnly(...)`, and
             the state.
 
         Raises:

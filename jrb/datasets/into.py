@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import checks
-from jrb._engine import transforming
-from jrb._engine.replaying import writable
-from jrb._engine.retelling import moved
+from jrb._core import transforming
+from jrb._core.replaying import writable
+from jrb._core.retelling import moved
+from jrb._util import checks
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.copying import cache, copies, fingerprint
 from jrb.datasets.copying.blocks import Episodes
@@ -21,7 +21,7 @@ from jrb.datasets.copying.filling import Streams, streams
 from jrb.state import BufferState
 from jrb.storages import MemmapStorage
 from jrb.types import Storage
-from jrb.writers import Immutable, Lanes, RoundRobin
+from jrb.writers import PerEnvironment, ReadOnly, RoundRobin
 
 
 def filled(
@@ -92,7 +92,7 @@ def _described(flow: Streams, storage: Storage, parts: dict[str, Any]) -> Replay
     if not flow.rows:
         raise ValueError(f"buffer: expected at least one step, got none in {flow.datasets[0]!r}")
     envs = flow.num_envs or 1
-    writer = Immutable(RoundRobin() if flow.is_even else Lanes())
+    writer = ReadOnly(RoundRobin() if flow.is_even else PerEnvironment())
     given = {"cast": True, **parts, "writer": writer, "storage": storage}
     return ReplayBuffer(flow.rows * envs, flow.num_envs, **given)
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jrb._base import pytree
-from jrb._base.pytree import PyTree
+from jrb._util import pytree
+from jrb._util.pytree import PyTree
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Description, Episode, Indexed, Source
 from jrb.mix import Mix, States

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jrb._base.expansion import MAX_EXPANSION
-from jrb._base.pytree import PyTree
+from jrb._util.expansion import MAX_EXPANSION
+from jrb._util.pytree import PyTree
 
 Episode = dict[str, Any]
 """An episode in TED: a nested dict of NumPy arrays `[T, ...]`.

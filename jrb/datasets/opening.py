@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from jrb._base import checks
 from jrb._store import paths
 from jrb._store.printing import escaped_errors
+from jrb._util import checks
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.kind import Kind, Source
 from jrb.datasets.kinds import OURS

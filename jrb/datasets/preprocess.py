@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.datasets.copying import progress
 from jrb.datasets.copying.blocks import Episodes
 from jrb.datasets.copying.calls import EpisodeName, Plan, StepName, in_order

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import pytree
-from jrb._base.pytree import ArrayLike, PyTree
+from jrb._util import pytree
+from jrb._util.pytree import ArrayLike, PyTree
 from jrb.keys import TED, Keys
 
 

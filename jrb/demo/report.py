@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import extras
+from jrb._util import extras
 from jrb.demo import training
 from jrb.plot import canvas, priority_panels
 

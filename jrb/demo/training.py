@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._base import extras
+from jrb._util import extras
 from jrb.buffer import ReplayBuffer
 from jrb.demo import devices
 from jrb.samplers import Prioritized

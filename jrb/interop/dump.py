@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import pytree
-from jrb._base.pytree import PyTree
-from jrb._engine.replaying import pieces, writable
+from jrb._core.replaying import pieces, writable
+from jrb._util import pytree
+from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.loops import Jitted
 from jrb.state import BufferState

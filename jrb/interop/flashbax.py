@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import extras
-from jrb._base.pytree import Leaf
 from jrb._store import paths
 from jrb._store.printing import escaped_errors
+from jrb._util import extras
+from jrb._util.pytree import Leaf
 from jrb.interop.dump import Dump
 from jrb.mix import AnyState
 from jrb.types import Item

@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from jrb._base.expansion import Limit
+from jrb._util.expansion import Limit
 from jrb.interop import torchrl_files as dump
 from jrb.interop.torchrl_files import Key, Leaves
 

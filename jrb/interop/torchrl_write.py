@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, pytree
-from jrb._base.pytree import Leaf
-from jrb._engine import memory
-from jrb._engine.replaying import pieces
+from jrb._core import memory
+from jrb._core.replaying import pieces
 from jrb._store import files, paths
 from jrb._store.printing import escaped_errors
+from jrb._util import checks, pytree
+from jrb._util.pytree import Leaf
 from jrb.buffer import ReplayBuffer
 from jrb.interop import torchrl_files as dump
 from jrb.layouts import chain, flat, names

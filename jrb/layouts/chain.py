@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base.pytree import Leaf
+from jrb._util.pytree import Leaf
 from jrb.keys import Keys, path_name
 from jrb.layouts.names import Leaves
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base.pytree import Leaf, PyTree
+from jrb._util.pytree import Leaf, PyTree
 from jrb.keys import TED, Keys, path_name
 from jrb.layouts.chain import Chain, chain
 from jrb.layouts.names import Leaves, flatten, nest

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jrb._base.pytree import PyTree
+from jrb._util.pytree import PyTree
 
 Leaves = dict[str, Any]
 """Arrays by name: `{"observation": ..., "next/reward": ...}`."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base.pytree import PyTree
+from jrb._util.pytree import PyTree
 from jrb.keys import TED, Keys
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves, flatten, nest

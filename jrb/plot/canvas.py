@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import extras
+from jrb._util import extras
 
 _axes = extras.require("matplotlib.axes", "plot")
 _cm = extras.require("matplotlib.cm", "plot")

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import extras
+from jrb._util import extras
 from jrb.plot import canvas, facts, words
 from jrb.plot.canvas import Axes, Tone
 from jrb.plot.facts import Rows, Spans

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import read
-from jrb._base import pytree
-from jrb._base.pytree import DType, PyTree
-from jrb._engine import dispatch, editing
-from jrb._engine.steps import context_of
+from jrb._core import eager, editing
+from jrb._core.steps import context_of
+from jrb._util import pytree
+from jrb._util.pytree import DType, PyTree
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import leaves_at, path_name
 from jrb.state import Buffer, BufferState
@@ -38,7 +38,7 @@ def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
                 "under vmap. Pick one with jax.tree.map(lambda x: x[0], state)."
             )
     try:
-        dispatch.check_state(buffer, state)
+        eager.check_state(buffer, state)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{who}: state: {error}") from None
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.plot import canvas
 from jrb.plot.canvas import Axes, Row, Tone
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import checks
-from jrb._base import tree as trees
-from jrb._engine import steps
-from jrb._engine.steps import context_of
+from jrb._core import steps
+from jrb._core.steps import context_of
+from jrb._util import checks
+from jrb._util import tree as trees
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts, words
 from jrb.plot.canvas import Axes, Row, Tone

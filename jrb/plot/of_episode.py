@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, pytree
-from jrb._engine import episodes as ends_of
+from jrb._core import episodes as ends_of
+from jrb._util import checks, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.keys import path_name, within
 from jrb.plot import canvas, facts, images, words

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.plot import binned, canvas, facts, images, words
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.state import Sample

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jrb._base import tree as trees
+from jrb._util import tree as trees
 from jrb.buffer import ReplayBuffer
 from jrb.plot import binned, canvas, facts, words
 from jrb.plot.canvas import Axes, Tone

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._engine.steps import context_of
+from jrb._core.steps import context_of
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts, words
 from jrb.plot.canvas import Axes, Tone

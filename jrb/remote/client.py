@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import checks
+from jrb._util import checks
 from jrb.buffer import ReplayBuffer
 from jrb.remote import permits, shards
 from jrb.remote import setup as setups

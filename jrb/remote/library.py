@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jrb._base import extras
+from jrb._util import extras
 
 
 def ray() -> Any:

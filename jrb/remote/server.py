@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jrb import checkpoint
-from jrb._engine import dispatch
+from jrb._core import eager
 from jrb._store.errors import LostWarning
 from jrb.loops import jitted
 from jrb.remote import shards, streams
@@ -242,7 +242,7 @@ class Server:
 
     def _asked(self, count: int, beta: float | None) -> Sample | None:
         """A draw that is computed; None where there is nothing."""
-        if not count or (dispatch.on_host(self._buffer) and not self.can_sample(count)):
+        if not count or (eager.on_host(self._buffer) and not self.can_sample(count)):
             return None
         key = _fold_in(self._root, np.uint32(self._ledger.drawn))
         self._ledger.drawn += 1

@@ -43,7 +43,7 @@ def serve(
         buffer: as one stream sees it: `num_envs=None` for streams of single timesteps, E for
             streams of vectors of E environments. The capacity is that of all streams together, a
             multiple of streams * E. Any sampler, unit and transforms that go with
-            `writer=jrb.Lanes()`; with as many shards as streams, any at all.
+            `writer=jrb.PerEnvironment()`; with as many shards as streams, any at all.
         example: one transition, as for `ReplayBuffer.init`.
         streams: how many there are, one for each actor.
         path: of a folder where servers save. What is there already is gone on from. A storage in

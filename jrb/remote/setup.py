@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import casting, checks, prng_keys, pytree
 from jrb._store import paths
+from jrb._util import casting, checks, prng_keys, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.samplers import Prioritized, Uniform
 from jrb.state import origin_of
 from jrb.storages import MemmapStorage, SpillStorage
 from jrb.storages.store_rows import StoreArrays
 from jrb.types import Item
-from jrb.writers import Lanes, RoundRobin
+from jrb.writers import PerEnvironment, RoundRobin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Setup:
         if self.path is not None and isinstance(buffer.storage, MemmapStorage | SpillStorage):
             parts["storage"] = dataclasses.replace(buffer.storage, path=self.path_of(shard))
         if lanes > 1:
-            parts |= {"num_envs": lanes * width, "writer": Lanes()}
+            parts |= {"num_envs": lanes * width, "writer": PerEnvironment()}
         try:
             return dataclasses.replace(buffer, **parts)
         except ValueError as error:
@@ -142,10 +142,10 @@ def _check_parts(buffer: ReplayBuffer, shards: int) -> None:
             f"serve: expected items of arrays, got {type(buffer.storage).__name__}. Use "
             "jrb.DeviceStorage() or jrb.MemmapStorage()."
         )
-    if not isinstance(buffer.writer, RoundRobin | Lanes):
+    if not isinstance(buffer.writer, RoundRobin | PerEnvironment):
         raise TypeError(
             f"serve: expected a writer that gives each stream a ring, jrb.RoundRobin() or "
-            f"jrb.Lanes(), got {type(buffer.writer).__name__}."
+            f"jrb.PerEnvironment(), got {type(buffer.writer).__name__}."
         )
     if shards != 1 and not isinstance(buffer.sampler, Uniform | Prioritized):
         raise TypeError(

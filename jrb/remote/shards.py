@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._engine.steps import context_of
+from jrb._core.steps import context_of
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
 from jrb.types import Sampler

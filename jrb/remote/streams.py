@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import pytree
-from jrb._engine import dispatch, steps, transforming
+from jrb._core import eager, steps, transforming
+from jrb._util import pytree
 from jrb.buffer import ReplayBuffer
 from jrb.loops import jitted
 from jrb.state import BufferState
-from jrb.types import Context, Item, Storage, Where, Write
+from jrb.types import Context, Item, SlotsForLeaf, Storage, WritePlan
 from jrb.types.messages import PartState
 
 Put = Callable[..., BufferState]
@@ -44,8 +44,8 @@ class OneStream(Storage):
         return self.inner.spec(state)
 
     def write(
-        self, context: Context, state: PartState, write: Write, items: Item
-    ) -> tuple[Any, Write]:
+        self, context: Context, state: PartState, write: WritePlan, items: Item
+    ) -> tuple[Any, WritePlan]:
         """Puts the items, the same for all streams, of the one that has slots."""
         used = jnp.any(write.slots < context.ring.capacity, axis=0)
         first = jnp.argmax(used).astype(jnp.int32) // self.width * self.width
@@ -55,7 +55,7 @@ class OneStream(Storage):
         state, _ = self.inner.write(context, state, own, items)
         return state, write
 
-    def read(self, context: Context, state: PartState, where: Where) -> Item:
+    def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
         """As the one behind it."""
         return self.inner.read(context, state, where)
 
@@ -65,7 +65,7 @@ def writer(buffer: ReplayBuffer, lanes: int) -> Put:
     if lanes == 1:
         verbs: Any = jitted(buffer)
         return lambda state, lane, *sent: verbs.extend(state, *sent)
-    width, on_host = buffer.ring.envs // lanes, dispatch.on_host(buffer)
+    width, on_host = buffer.ring.envs // lanes, eager.on_host(buffer)
     storage: Any = buffer.storage
     narrow = dataclasses.replace(
         buffer, storage=OneStream(storage.device_part if on_host else storage, width)

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import checks, ordering, pytree
-from jrb._base import tree as trees
+from jrb._util import checks, pytree
+from jrb._util import tree as trees
+from jrb._xla import dependencies
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Draw, DrawCounts, Sampler
+from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, Sampler
 
 
-class Pile(DrawCounts):
+class LifoState(DrawCounts):
     """What a stack still has to give.
 
     Anchors are numbered as they enter, modulo 2^32. They leave in that order, so that those there
@@ -66,16 +67,16 @@ class Lifo(Sampler):
 
     def check(self, ring: Ring, unit: Any) -> None:
         """Raises where anchors may leave before others that came before them."""
-        if ring.envs > 1 and unit.lag != 0:
+        if ring.envs > 1 and unit.max_entry_delay != 0:
             raise ValueError(
                 f"Lifo: expected anchors that leave in the order in which they came, got "
                 f"{type(unit).__name__} over {ring.envs} environments, of which some leave early. "
                 "Use jrb.Queue(), a single environment, or another unit."
             )
 
-    def init(self, ring: Ring) -> Pile:
+    def init(self, ring: Ring) -> LifoState:
         """Nothing to give."""
-        return Pile(
+        return LifoState(
             numbers=jnp.zeros(ring.capacity, jnp.uint32),
             bottom=jnp.zeros((), jnp.int32),
             count=jnp.zeros((), jnp.int32),
@@ -83,11 +84,13 @@ class Lifo(Sampler):
             draws=self.no_draws(ring),
         )
 
-    def joined(self, state: Pile, waits: bool) -> Pile:
+    def joined(self, state: LifoState, has_delayed_anchors: bool) -> LifoState:
         """Told of every anchor from here on."""
         return state.replace(told=True)
 
-    def on_write(self, ring: Ring, state: Pile, change: Change, anchors: Anchors) -> Pile:
+    def on_write(
+        self, ring: Ring, state: LifoState, change: AnchorUpdate, anchors: Anchors
+    ) -> LifoState:
         """What left is lost from the bottom, what entered and stays is laid on top.
 
         If anchors left otherwise than in their order, nobody knows which: then all are lost.
@@ -104,37 +107,37 @@ class Lifo(Sampler):
     def draw(
         self,
         ring: Ring,
-        state: Pile,
+        state: LifoState,
         anchors: Anchors,
         key: jax.Array,
         batch_size: int,
         beta: jax.Array | float | None = None,
-    ) -> tuple[Pile, Draw]:
+    ) -> tuple[LifoState, Draw]:
         """The B on top."""
         place = jnp.arange(batch_size, dtype=jnp.int32)
         mask = place < state.count
         numbers = _numbers(ring, state, jnp.where(mask, state.count - 1 - place, 0))
         chosen = _place(state, anchors.count, numbers)
-        taken = jnp.minimum(state.count, batch_size) + ordering.token(numbers)
+        taken = jnp.minimum(state.count, batch_size) + dependencies.token(numbers)
         after = state.replace(count=state.count - taken)
         return after, anchors.drawn(jnp.where(mask, chosen, 0), mask, key)
 
-    def ready(self, state: Pile, anchors: Anchors, batch_size: int | None) -> jax.Array:
+    def ready(self, state: LifoState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether something is there."""
         return state.count > 0
 
-    def unread(self, state: Pile, anchors: Anchors) -> jax.Array:
+    def unread(self, state: LifoState, anchors: Anchors) -> jax.Array:
         """All from the oldest that was not drawn."""
-        oldest = ordering.read(lambda: state.numbers[state.bottom])
+        oldest = dependencies.read(lambda: state.numbers[state.bottom])
         return jnp.where(state.count > 0, (state.following - oldest).astype(jnp.int32), 0)
 
-    def has_unread(self, state: Pile) -> jax.Array:
+    def has_unread(self, state: LifoState) -> jax.Array:
         """Whether something is there."""
         return state.count > 0
 
-    def relearn(
-        self, ring: Ring, state: Pile, entered: jax.Array, old: Anchors, new: Anchors
-    ) -> Pile:
+    def rebuild_index(
+        self, ring: Ring, state: LifoState, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> LifoState:
         """Anchors that were drawn are not drawn again; those that appear are. Costs O(N).
 
         Where anchors are episodes, the same number of steps from the newest is the same one.
@@ -162,7 +165,9 @@ class Lifo(Sampler):
             count=jnp.sum(gives, dtype=jnp.int32),
         )
 
-    def adopt(self, state: Pile, old: Pile, slots: jax.Array, places: jax.Array) -> Pile:
+    def adopt(
+        self, state: LifoState, old: LifoState, slots: jax.Array, places: jax.Array
+    ) -> LifoState:
         """What was drawn from another buffer's stack is not drawn again."""
         size, old_size = state.numbers.size, old.numbers.size
         down = jnp.arange(min(size, old_size), dtype=jnp.int32)  # from the top
@@ -174,25 +179,25 @@ class Lifo(Sampler):
         numbers = state.numbers.at[to].set(state.following - age, mode="drop")
         return state.replace(numbers=numbers, bottom=jnp.zeros_like(state.bottom), count=count)
 
-    def merged(self, states: list[Pile]) -> Pile:
+    def merged(self, states: list[LifoState]) -> LifoState:
         """Any of them: shards are put together when nothing is left to draw."""
         return states[0]
 
 
-def _numbers(ring: Ring, state: Pile, at: jax.Array) -> jax.Array:
+def _numbers(ring: Ring, state: LifoState, at: jax.Array) -> jax.Array:
     """The numbers so far from the bottom, uint32 like `at` (int32 `[B]`, in [0, N))."""
     index = ring.slot_after(state.bottom, at)
     dims = lax.GatherDimensionNumbers((), (0,), (0,))
     read = lambda: lax.gather(state.numbers, index[:, None], dims, (1,), mode="clip")
-    return ordering.read(read)
+    return dependencies.read(read)
 
 
-def _place(state: Pile, anchors: jax.Array, numbers: jax.Array) -> jax.Array:
+def _place(state: LifoState, anchors: jax.Array, numbers: jax.Array) -> jax.Array:
     """The places among so many anchors, int32 `[]`, of those with these numbers, int32 `[B]`."""
     return anchors - (state.following - numbers).astype(jnp.int32)
 
 
-def _older(ring: Ring, state: Pile, anchors: jax.Array) -> jax.Array:
+def _older(ring: Ring, state: LifoState, anchors: jax.Array) -> jax.Array:
     """How many from the bottom are none of the last so many anchors any more, int32 `[]`."""
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -205,10 +210,10 @@ def _older(ring: Ring, state: Pile, anchors: jax.Array) -> jax.Array:
         return low, jnp.where(searching & ~gone, middle, high)
 
     start = (jnp.zeros_like(state.count), state.count)
-    return ordering.loop(ring.capacity.bit_length(), halve, start)[0]
+    return dependencies.loop(ring.capacity.bit_length(), halve, start)[0]
 
 
-def _laid(ring: Ring, state: Pile, new: jax.Array, most: int) -> Pile:
+def _laid(ring: Ring, state: LifoState, new: jax.Array, most: int) -> LifoState:
     """The last `new` anchors, int32 `[]`, of at most so many, are laid on top."""
     place = jnp.arange(most, dtype=jnp.int32)
     at = ring.slot_after(state.bottom, jnp.minimum(state.count + place, ring.capacity))

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, pytree, random_bits
+from jrb._util import checks, pytree
+from jrb._xla import random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Draw, Sampler, Share
+from jrb.types import Anchors, Draw, Sampler, ShardStats
 from jrb.types.messages import PartState
 
 _PARTS = 2**16 - 1  # a whole of so many parts can be multiplied in 32 bits
@@ -88,9 +89,9 @@ class Newest(Sampler):
             )
         return dataclasses.replace(self, count=self.count // shards)
 
-    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share:
+    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
         """Of the newest anchors alone."""
-        return Share.uniform(self._last(anchors))
+        return ShardStats.uniform(self._last(anchors))
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
         """All weights are 1."""

@@ -11,14 +11,24 @@ import numpy as np
 from jax import lax
 
 from jrb import sum_tree
-from jrb._base import checks, display, ordering, pytree, random_bits
-from jrb._base import tree as trees
-from jrb._base.tree import Tree
-from jrb._engine.compiling import by_description
-from jrb.held import Held
+from jrb._core.compiling import by_description
+from jrb._util import checks, display, pytree
+from jrb._util import tree as trees
+from jrb._util.tree import Tree
+from jrb._xla import dependencies, random_bits
 from jrb.keys import Path, find, path_name
+from jrb.occupancy import Occupancy
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Draw, DrawCounts, Given, Item, PrioritizedSampler, Share
+from jrb.types import (
+    Anchors,
+    AnchorUpdate,
+    Draw,
+    DrawCounts,
+    IncomingPriorities,
+    Item,
+    PrioritizedSampler,
+    ShardStats,
+)
 
 _NO_ANCHOR = -1.0
 DROPPED = -2.0
@@ -141,9 +151,9 @@ class Prioritized(PrioritizedSampler):
             draws=self.no_draws(ring),
         )
 
-    def joined(self, state: Priorities, waits: bool) -> Priorities:
+    def joined(self, state: Priorities, has_delayed_anchors: bool) -> Priorities:
         """Told of every anchor from here on."""
-        waiting = jnp.full_like(state.raw, _NO_ANCHOR) if waits else None
+        waiting = jnp.full_like(state.raw, _NO_ANCHOR) if has_delayed_anchors else None
         return state.replace(told=True, waiting=waiting)
 
     def given(self, items: Item) -> jax.Array | None:
@@ -160,7 +170,7 @@ class Prioritized(PrioritizedSampler):
         return checks.real_numbers(where, leaf).reshape(leaf.shape[:2])
 
     def on_write(
-        self, ring: Ring, state: Priorities, change: Change, anchors: Anchors
+        self, ring: Ring, state: Priorities, change: AnchorUpdate, anchors: Anchors
     ) -> Priorities:
         """New anchors enter with the priority of new items, those that left lose theirs."""
         default, left = self._new_priority(state, change.given), change.removed
@@ -174,7 +184,7 @@ class Prioritized(PrioritizedSampler):
         return self._set(state, (left, _none_at(left)), (change.entered, new))
 
     def _entering(
-        self, ring: Ring, state: Priorities, change: Change, default: jax.Array
+        self, ring: Ring, state: Priorities, change: AnchorUpdate, default: jax.Array
     ) -> tuple[Priorities, jax.Array]:
         """The state, and the priority of each anchor that enters: one that was given, or not."""
         given, waiting, own = change.given, state.waiting, None
@@ -217,13 +227,13 @@ class Prioritized(PrioritizedSampler):
             largest=put(state.largest, none),
         )
 
-    def _without_run(self, ring: Ring, state: Priorities, expired: Held) -> Priorities:
+    def _without_run(self, ring: Ring, state: Priorities, expired: Occupancy) -> Priorities:
         """No mass in a run of any length."""
         chunk = min(ring.capacity, _CHUNK)
 
         def clear(trip: jax.Array, state: Priorities) -> Priorities:
             done = jnp.minimum(trip * chunk, expired.count)
-            rest = Held(first=ring.slot_after(expired.first, done), count=expired.count - done)
+            rest = Occupancy(first=ring.slot_after(expired.first, done), count=expired.count - done)
             return self._without(state, rest.run(ring, chunk))
 
         def clear_at_once() -> Priorities:
@@ -231,13 +241,13 @@ class Prioritized(PrioritizedSampler):
             raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
             return self._put(state.replace(raw=raw), raw, trees.set_all)
 
-        trips = (ordering.at_least(expired.count) + chunk - 1) // chunk
+        trips = (dependencies.at_least(expired.count) + chunk - 1) // chunk
         return lax.platform_dependent(
-            cpu=lambda: ordering.loop(trips, clear, state),
+            cpu=lambda: dependencies.loop(trips, clear, state),
             default=clear_at_once,  # the trips would be unknown
         )
 
-    def _new_priority(self, state: Priorities, given: Given | None) -> jax.Array:
+    def _new_priority(self, state: Priorities, given: IncomingPriorities | None) -> jax.Array:
         """The priority of new items, float32 `[]`; or `[T]`, of those that come with each row."""
         if self.new_priority == "max":
             if given is None or given.priorities is None or len(given.written) == 1:
@@ -277,7 +287,7 @@ class Prioritized(PrioritizedSampler):
         slots = jnp.where(some, slots, alike.slots)
         inverse = 1 / jnp.where(some, total, 1.0)  # a quotient may be rounded in two ways
         if self.normalize == "buffer":
-            slots = slots + ordering.token(divisor)
+            slots = slots + dependencies.token(divisor)
         return state, Draw(
             slots=slots,
             probabilities=jnp.where(some, mass * inverse, alike.probabilities),
@@ -293,10 +303,10 @@ class Prioritized(PrioritizedSampler):
         """Whether there is an anchor that was not dropped."""
         return (anchors.count > 0) & (~state.dropped | (trees.root(state.masses) > 0))
 
-    def share(self, ring: Ring, state: Priorities, anchors: Anchors) -> Share:
+    def share(self, ring: Ring, state: Priorities, anchors: Anchors) -> ShardStats:
         """The roots of the trees, and the greatest priority so far."""
         smallest = state.smallest
-        return Share(
+        return ShardStats(
             count=anchors.count,
             mass=trees.root(state.masses),
             alike=jnp.where(state.dropped, 0, anchors.count),
@@ -304,7 +314,7 @@ class Prioritized(PrioritizedSampler):
             highest=state.highest,
         )
 
-    def heed(self, state: Priorities, shares: Share) -> Priorities:
+    def sync_shards(self, state: Priorities, shares: ShardStats) -> Priorities:
         """New items get the greatest priority that any shard has seen."""
         return state.replace(highest=jnp.max(shares.highest))
 
@@ -364,7 +374,7 @@ class Prioritized(PrioritizedSampler):
         """The priorities p."""
         return state.raw
 
-    def relearn(
+    def rebuild_index(
         self, ring: Ring, state: Priorities, entered: jax.Array, old: Anchors, new: Anchors
     ) -> Priorities:
         """Anchors that stay keep their priority; others get that of new items. Costs O(N)."""
@@ -492,9 +502,9 @@ class Prioritized(PrioritizedSampler):
         """As at the start; only alpha stays."""
         waiting = state.waiting
         if waiting is not None:
-            waiting = ordering.overwrite(waiting, _NO_ANCHOR, token)
+            waiting = dependencies.overwrite(waiting, _NO_ANCHOR, token)
         return state.replace(
-            raw=ordering.overwrite(state.raw, _NO_ANCHOR, token),
+            raw=dependencies.overwrite(state.raw, _NO_ANCHOR, token),
             waiting=waiting,
             masses=trees.cleared(state.masses, token),
             smallest=None if state.smallest is None else trees.cleared(state.smallest, token),
@@ -538,18 +548,20 @@ def _laid_in_runs(sampler: Prioritized, state: Priorities, changed: jax.Array) -
     def lay(trip: jax.Array, carry: tuple[Priorities, jax.Array]) -> tuple[Priorities, jax.Array]:
         state, read = carry
         first = jnp.minimum(trip * size, capacity - size)
-        raw = ordering.read(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
+        raw = dependencies.read(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
         laid = sampler._put(state, raw, lambda tree, leaf: trees.set_run(tree, first, leaf))
-        return laid, read + ordering.token(raw)
+        return laid, read + dependencies.token(raw)
 
-    trips = -(-capacity // size) * ordering.alone(changed)
-    laid, read = ordering.loop(trips, lay, (state, jnp.zeros_like(changed)))
+    trips = -(-capacity // size) * dependencies.alone(changed)
+    laid, read = dependencies.loop(trips, lay, (state, jnp.zeros_like(changed)))
     # Nothing is put there: it is for later writes, which have to wait for what was read.
     nowhere = (capacity + read)[None]
     return laid.replace(raw=trees.put(laid.raw, nowhere, jnp.zeros(1, jnp.float32)))
 
 
-def _noted(waiting: jax.Array, given: Given | None, priorities: jax.Array | None) -> jax.Array:
+def _noted(
+    waiting: jax.Array, given: IncomingPriorities | None, priorities: jax.Array | None
+) -> jax.Array:
     """What waits for items to become anchors, float32 `[N]`, with priorities of those written."""
     if given is None:
         return waiting

@@ -5,12 +5,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, pytree
+from jrb._util import checks, pytree
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Draw, DrawCounts, Sampler
+from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, Sampler
 
 
-class Unread(DrawCounts):
+class QueueState(DrawCounts):
     """What a queue still has to give.
 
     Attributes:
@@ -49,15 +49,17 @@ class Queue(Sampler):
     def __post_init__(self) -> None:
         checks.flag("counted", self.counted)
 
-    def init(self, ring: Ring) -> Unread:
+    def init(self, ring: Ring) -> QueueState:
         """An empty queue."""
-        return Unread(count=jnp.zeros((), jnp.int32), draws=self.no_draws(ring))
+        return QueueState(count=jnp.zeros((), jnp.int32), draws=self.no_draws(ring))
 
-    def joined(self, state: Unread, waits: bool) -> Unread:
+    def joined(self, state: QueueState, has_delayed_anchors: bool) -> QueueState:
         """Told of every anchor from here on."""
         return state.replace(told=True)
 
-    def on_write(self, ring: Ring, state: Unread, change: Change, anchors: Anchors) -> Unread:
+    def on_write(
+        self, ring: Ring, state: QueueState, change: AnchorUpdate, anchors: Anchors
+    ) -> QueueState:
         """What entered joins the end of the queue, what left is lost."""
         before = anchors.count + change.left_count - change.entered_count
         unread = state.count + change.entered_count
@@ -68,12 +70,12 @@ class Queue(Sampler):
     def draw(
         self,
         ring: Ring,
-        state: Unread,
+        state: QueueState,
         anchors: Anchors,
         key: jax.Array,
         batch_size: int,
         beta: jax.Array | float | None = None,
-    ) -> tuple[Unread, Draw]:
+    ) -> tuple[QueueState, Draw]:
         """The B at the head of the queue."""
         place = jnp.arange(batch_size, dtype=jnp.int32)
         mask = place < state.count
@@ -82,28 +84,30 @@ class Queue(Sampler):
         after = state.replace(count=state.count - taken)
         return after, anchors.drawn(chosen, mask, key)
 
-    def ready(self, state: Unread, anchors: Anchors, batch_size: int | None) -> jax.Array:
+    def ready(self, state: QueueState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Whether something is in the queue."""
         return state.count > 0
 
-    def unread(self, state: Unread, anchors: Anchors) -> jax.Array:
+    def unread(self, state: QueueState, anchors: Anchors) -> jax.Array:
         """All that was not drawn."""
         return state.count
 
-    def has_unread(self, state: Unread) -> jax.Array:
+    def has_unread(self, state: QueueState) -> jax.Array:
         """Whether something is in the queue."""
         return state.count > 0
 
-    def relearn(
-        self, ring: Ring, state: Unread, entered: jax.Array, old: Anchors, new: Anchors
-    ) -> Unread:
+    def rebuild_index(
+        self, ring: Ring, state: QueueState, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> QueueState:
         """As many as before, if there are, are still to be drawn: the newest ones."""
         return state.replace(count=jnp.minimum(state.count, new.count))
 
-    def adopt(self, state: Unread, old: Unread, slots: jax.Array, places: jax.Array) -> Unread:
+    def adopt(
+        self, state: QueueState, old: QueueState, slots: jax.Array, places: jax.Array
+    ) -> QueueState:
         """What was drawn from another buffer's queue is not drawn again."""
         return state.replace(count=jnp.minimum(state.count, old.count))
 
-    def merged(self, states: list[Unread]) -> Unread:
+    def merged(self, states: list[QueueState]) -> QueueState:
         """Any of them: shards are put together when nothing is left to draw."""
         return states[0]

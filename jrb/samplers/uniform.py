@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, permutation, pytree, random_bits
+from jrb._util import checks, permutation, pytree
+from jrb._xla import random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Draw, Sampler, Share
+from jrb.types import Anchors, Draw, Sampler, ShardStats
 
 
 @pytree.component
@@ -56,9 +57,9 @@ class Uniform(Sampler):
             )
         return state, anchors.drawn(chosen, mask, key)
 
-    def share(self, ring: Ring, state: Any, anchors: Anchors) -> Share:
+    def share(self, ring: Ring, state: Any, anchors: Anchors) -> ShardStats:
         """All anchors are alike."""
-        return Share.uniform(anchors)
+        return ShardStats.uniform(anchors)
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
         """All weights are 1."""

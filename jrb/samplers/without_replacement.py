@@ -5,9 +5,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, permutation, pytree, random_bits
+from jrb._util import checks, permutation, pytree
+from jrb._xla import random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Draw, DrawCounts, Sampler
+from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, Sampler
 
 
 class Epoch(DrawCounts):
@@ -78,14 +79,14 @@ class WithoutReplacement(Sampler):
         zeros = {name: jnp.zeros((), jnp.int32) for name in _TALLIES}
         return Epoch(seed=jnp.zeros(2, jnp.uint32), draws=self.no_draws(ring), **zeros)
 
-    def on_write(self, ring: Ring, state: Epoch, change: Change, anchors: Anchors) -> Epoch:
+    def on_write(self, ring: Ring, state: Epoch, change: AnchorUpdate, anchors: Anchors) -> Epoch:
         """Anchors leave from the front: places move. Where others move too, the epoch ends."""
         turn = _turn(ring, state, anchors)
         left = (state.left.astype(jnp.uint32) + change.left_count.astype(jnp.uint32)) % turn
         length = jnp.where(change.moved, 0, state.length)
         return state.replace(left=left.astype(jnp.int32), length=length)
 
-    def relearn(
+    def rebuild_index(
         self, ring: Ring, state: Epoch, entered: jax.Array, old: Anchors, new: Anchors
     ) -> Epoch:
         """An epoch goes on where all rows that are held are anchors still; else it ends."""

@@ -4,12 +4,12 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jrb._base import checks, pytree
-from jrb._engine import side_by_side
-from jrb._engine.orders import Order
+from jrb._core import packed
+from jrb._core.orders import Order
+from jrb._util import checks, pytree
 from jrb.ring import Ring
 from jrb.storages import shared_next
-from jrb.types import Context, Item, Lookup, Storage, Where, Write
+from jrb.types import AuxRead, Context, Item, SlotsForLeaf, Storage, WritePlan
 from jrb.types.messages import PartState
 
 
@@ -79,7 +79,7 @@ class DeviceStorage(Storage):
         if self.once:
             return shared_next.init(context, spec, self._room(context.ring))
         order = Order() if self.layout == "time" else Order(context.ring.envs)
-        return side_by_side.room(context.ring.capacity, spec, context.keys, order)
+        return packed.room(context.ring.capacity, spec, context.keys, order)
 
     def _room(self, ring: Ring) -> int:
         room = max(ring.capacity // 32, ring.envs) if self.room is None else self.room
@@ -96,27 +96,27 @@ class DeviceStorage(Storage):
 
     def spec(self, state: PartState) -> Item:
         """What one slot holds."""
-        return side_by_side.spec(self.slotted(state))
+        return packed.spec(self.slotted(state))
 
     def write(
-        self, context: Context, state: PartState, write: Write, items: Item
-    ) -> tuple[Any, Write]:
+        self, context: Context, state: PartState, write: WritePlan, items: Item
+    ) -> tuple[Any, WritePlan]:
         """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
         if self.once:
             return shared_next.write(context, state, write, items)
-        return side_by_side.put(state, write, items)
+        return packed.put(state, write, items)
 
-    def read(self, context: Context, state: PartState, where: Where) -> Item:
+    def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
         """One gather for each large leaf, and one for all small ones of one size of elements."""
         return self.read_with(context, state, where, [])[0]
 
     def read_with(
-        self, context: Context, state: PartState, where: Where, lookups: list[Lookup]
+        self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]]:
         """The same, and a gather for each lookup."""
         if self.once:
             return shared_next.read(context, state, where, lookups)
-        return side_by_side.get(state, where, lookups)
+        return packed.get(state, where, lookups)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
         """Whether there are observations among them that are stored once."""
@@ -130,7 +130,7 @@ class DeviceStorage(Storage):
         values: dict[str, jax.Array],
     ) -> Any:
         """A scatter of items for each of the leaves, or another array for all."""
-        new = side_by_side.edit(self.slotted(state), slots, values)
+        new = packed.edit(self.slotted(state), slots, values)
         return state.replace(items=new) if self.once else new
 
     def slotted(self, state: PartState) -> Item:

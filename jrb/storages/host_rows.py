@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import host_calls, prng_keys, pytree, versions
-from jrb._base.pytree import SpecKey
 from jrb._store import extremes, table
 from jrb._store.errors import StaleError
+from jrb._util import host_calls, prng_keys, pytree
+from jrb._util.pytree import SpecKey
+from jrb._xla import compat
 from jrb.state import Device
 from jrb.types import HostState, Item
 
@@ -306,7 +307,7 @@ def view(rows: HostRows, version: int = 0) -> HostView:
 
 def device_of(array: jax.Array) -> Any:
     """Where an array has to stay; None if nowhere in particular."""
-    return array.sharding if versions.is_committed(array) else None
+    return array.sharding if compat.is_committed(array) else None
 
 
 def number(version: Version) -> int:

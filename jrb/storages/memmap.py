@@ -2,7 +2,7 @@
 
 import os
 
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.storages.store_rows import StoreArrays
 
 

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jrb._base import pytree
-from jrb._engine.deferred import DeferredStorage
-from jrb._engine.dispatch import refusal
+from jrb._core.deferred import HostStorageProxy
+from jrb._core.eager import refusal
 from jrb._store.errors import StaleError
+from jrb._util import pytree
 from jrb.ring import Ring
-from jrb.types import Context, HostState, HostStorage, Item, Where, Write
+from jrb.types import Context, HostState, HostStorage, Item, SlotsForLeaf, WritePlan
 
 
 class Shelf:
@@ -83,9 +83,9 @@ class ListStorage(HostStorage):
     state_type: ClassVar[type] = Objects
 
     @property
-    def device_part(self) -> DeferredStorage:
+    def device_part(self) -> HostStorageProxy:
         """What stands for this storage in jitted parts."""
-        return DeferredStorage()
+        return HostStorageProxy()
 
     def device_state(self, state: Objects) -> None:
         """The state of `device_part`: nothing."""
@@ -151,12 +151,12 @@ class ListStorage(HostStorage):
         raise refusal()
 
     def write(
-        self, context: Context, state: Objects, write: Write, items: Item
-    ) -> tuple[Objects, Write]:
+        self, context: Context, state: Objects, write: WritePlan, items: Item
+    ) -> tuple[Objects, WritePlan]:
         """Raises: this is for inside `jit`."""
         raise refusal()
 
-    def read(self, context: Context, state: Objects, where: Where) -> Item:
+    def read(self, context: Context, state: Objects, where: SlotsForLeaf) -> Item:
         """Raises: this is for inside `jit`."""
         raise refusal()
 

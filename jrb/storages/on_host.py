@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import ordering, prng_keys, pytree
-from jrb._base.pytree import SpecKey
-from jrb._engine.deferred import DeferredStorage
-from jrb.held import Held
+from jrb._core.deferred import HostStorageProxy
+from jrb._util import prng_keys, pytree
+from jrb._util.pytree import SpecKey
+from jrb._xla import dependencies
+from jrb.occupancy import Occupancy
 from jrb.ring import Ring
 from jrb.storages import host_rows
 from jrb.storages.host_rows import HostRows, HostView
-from jrb.types import Context, HostStorage, Item, Where, Write
+from jrb.types import Context, HostStorage, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import PartState
 
 
@@ -39,7 +40,7 @@ class HostArrays(HostStorage):
     @property
     def device_part(self) -> Any:
         """What stands for this storage in jitted parts."""
-        return DeferredStorage()
+        return HostStorageProxy()
 
     def device_state(self, state: PartState) -> Any:
         """The state of `device_part`: nothing."""
@@ -66,7 +67,7 @@ class HostArrays(HostStorage):
         """The same storage for rows of its own, where it would else be at the path of others."""
         return self
 
-    def attach(self, ring: Ring, view: HostView, held: Callable[[], Held]) -> Any:
+    def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> Any:
         """The state for rows that were there before; a function says which of them are held."""
         return view
 
@@ -130,8 +131,8 @@ class HostArrays(HostStorage):
     # Inside jit.
 
     def write(
-        self, context: Context, state: PartState, write: Write, items: Item
-    ) -> tuple[Any, Write]:
+        self, context: Context, state: PartState, write: WritePlan, items: Item
+    ) -> tuple[Any, WritePlan]:
         """To the device, and by a call to the host."""
         view, kept = self.view(state), self.device_state(state)
         planned, write = self.device_part.write(context, kept, write, items)
@@ -161,11 +162,11 @@ class HostArrays(HostStorage):
         """The bytes of the rows, and of the version."""
         return ring.capacity * pytree.nbytes(spec) + pytree.nbytes(host_rows.VERSION)
 
-    def read(self, context: Context, state: PartState, where: Where) -> Item:
+    def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
         """A call to the host."""
         view = self.view(state)
         return view.rows.items(view.rows.call(view.version, list(map(where, view.rows.names))))
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The same rows: what they hold is not looked at again."""
-        return ordering.after(state, token)
+        return dependencies.after(state, token)

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import ordering, pytree
-from jrb._base.pytree import Leaf
-from jrb._engine import columns, rows
+from jrb._core import columns, rows
+from jrb._util import pytree
+from jrb._util.pytree import Leaf
+from jrb._xla import dependencies
 from jrb.keys import Keys, path_name
 from jrb.ring import Ring
-from jrb.types import Context, Item, Lookup, Where, Write
+from jrb.types import AuxRead, Context, Item, SlotsForLeaf, WritePlan
 
 
 class Shared(pytree.State):
@@ -87,7 +88,7 @@ def init(context: Context, spec: Item, room: int) -> Shared:
 
 
 def read(
-    context: Context, state: Shared, where: Where, lookups: Sequence[Lookup]
+    context: Context, state: Shared, where: SlotsForLeaf, lookups: Sequence[AuxRead]
 ) -> tuple[Item, list[jax.Array]]:
     """One gather per leaf: next observations from the array of the observations.
 
@@ -112,7 +113,7 @@ def read(
 
     every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
     beside = lambda: [rows.get(it.array, it.slots) for it in lookups]
-    return ordering.read(lambda: (every(get, state.items), beside()))
+    return dependencies.read(lambda: (every(get, state.items), beside()))
 
 
 def source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
@@ -125,7 +126,9 @@ def source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
     return jnp.where(newest, tail, later)
 
 
-def write(context: Context, state: Shared, write: Write, items: Item) -> tuple[Shared, Write]:
+def write(
+    context: Context, state: Shared, write: WritePlan, items: Item
+) -> tuple[Shared, WritePlan]:
     """One row after the other; all else at once."""
     shared = pairs(columns.spec(state.items), context.keys)
     new = {name: columns.packed(leaf) for name, leaf in columns.named(items).items()}
@@ -137,7 +140,7 @@ def write(context: Context, state: Shared, write: Write, items: Item) -> tuple[S
     if write.written.size == 1:
         kept, state, rows_held = step(0, carry)
     else:
-        kept, state, rows_held = ordering.loop(write.written.size, step, carry)
+        kept, state, rows_held = dependencies.loop(write.written.size, step, carry)
 
     def put(path: tuple, column: columns.Column) -> columns.Column:
         name = pytree.leaf_name(path)
@@ -149,12 +152,12 @@ def write(context: Context, state: Shared, write: Write, items: Item) -> tuple[S
     return state.replace(items=items), _shortened(context, write, before + write.rows - rows_held)
 
 
-def _shortened(context: Context, write: Write, expired: jax.Array) -> Write:
+def _shortened(context: Context, write: WritePlan, expired: jax.Array) -> WritePlan:
     """The write after which so many of the oldest rows are not held."""
     ring = context.ring
     stays = ring.row_of(context.held.count) + write.passed > expired
     drop = lambda slots, stays: jnp.where(stays, slots, ring.capacity)
-    return Write(
+    return WritePlan(
         starts=drop(write.starts, stays),
         slots=drop(write.slots, stays[:, None]),
         written=write.written,
@@ -165,7 +168,7 @@ def _shortened(context: Context, write: Write, expired: jax.Array) -> Write:
     )
 
 
-def _write_row(context: Context, write: Write, both: Any, t: Any, carry: Any) -> Any:
+def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any) -> Any:
     """Row t: settles the row before it, makes room in the pool, and is written.
 
     What was kept as the next observation of the row before is compared with the observation that
@@ -204,7 +207,7 @@ def _write_row(context: Context, write: Write, both: Any, t: Any, carry: Any) ->
     return kept, state, rows_held + written.astype(jnp.int32)
 
 
-def _slots(context: Context, write: Write, t: Any) -> tuple[jax.Array, jax.Array]:
+def _slots(context: Context, write: WritePlan, t: Any) -> tuple[jax.Array, jax.Array]:
     """The slot at which row t begins, int32 `[]`, and those of the row before it, int32 `[E]`."""
     ring, held = context.ring, context.held
     cursor = ring.row_of(ring.slot_after(held.first, held.count))  # of the first row of the call
@@ -215,7 +218,7 @@ def _slots(context: Context, write: Write, t: Any) -> tuple[jax.Array, jax.Array
 def _any_differs(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     """For which environments any of these pairs of rows `[E, ...]` differs, bool `[E]`."""
     differ = lambda: jnp.any(jnp.stack([_differ(*pair) for pair in pairs]), axis=0)
-    return ordering.read(differ)
+    return dependencies.read(differ)
 
 
 def _settled(

@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, ordering, pytree
-from jrb._engine import columns, rows
-from jrb._engine.deferred import DevicePart, Places, places
-from jrb.held import Held
+from jrb._core import columns, rows
+from jrb._core.deferred import DeviceProxy, Places, places
+from jrb._util import checks, pytree
+from jrb._xla import dependencies
 from jrb.keys import TED
+from jrb.occupancy import Occupancy
 from jrb.ring import Clock, Ring
 from jrb.storages.host_rows import HostView
 from jrb.storages.store_rows import StoreArrays, StoreRows
-from jrb.types import Context, HostState, Item, Where, Write
+from jrb.types import Context, HostState, Item, SlotsForLeaf, WritePlan
 
 
-class Hot(pytree.State):
+class DeviceCacheState(pytree.State):
     """The newest rows, on the device.
 
     Attributes:
@@ -33,7 +34,7 @@ class Hot(pytree.State):
     clock: Clock
 
 
-class Spilled(pytree.State, HostState):
+class TieredState(pytree.State, HostState):
     """The state of a storage that spills.
 
     Attributes:
@@ -41,7 +42,7 @@ class Spilled(pytree.State, HostState):
         view: all rows.
     """
 
-    hot: Hot
+    hot: DeviceCacheState
     view: HostView
 
     @property
@@ -56,7 +57,7 @@ class Spilled(pytree.State, HostState):
 
 
 @pytree.component
-class HotRing(DevicePart):
+class DeviceCache(DeviceProxy):
     """The newest rows of a ring, and what stands for the rest of it in jitted parts."""
 
     capacity: int
@@ -65,30 +66,34 @@ class HotRing(DevicePart):
         """The shape of the hot ring."""
         return Ring(rows=min(self.capacity // ring.envs, ring.rows), envs=ring.envs)
 
-    def init(self, context: Context, spec: Item) -> Hot:
+    def init(self, context: Context, spec: Item) -> DeviceCacheState:
         """No rows."""
         hot = self.ring(context.ring)
         items = jax.tree.map(lambda leaf: columns.room(hot.capacity, leaf), spec)
-        return Hot(items=items, clock=hot.start())
+        return DeviceCacheState(items=items, clock=hot.start())
 
-    def spec(self, state: Hot) -> Item:
+    def spec(self, state: DeviceCacheState) -> Item:
         """What one slot holds."""
         return columns.spec(state.items)
 
     def write(
-        self, context: Context, state: Hot, write: Write, items: Item
-    ) -> tuple[tuple[jax.Array, Hot], Write]:
+        self, context: Context, state: DeviceCacheState, write: WritePlan, items: Item
+    ) -> tuple[tuple[jax.Array, DeviceCacheState], WritePlan]:
         """The slots, int32 `[T, E]`, and the last of the rows put where they belong."""
         mask = None if write.consecutive else write.written
         ring = self.ring(context.ring)
         clock, put = rows.in_turn(ring, state.clock, write.passed.size, mask)
         write_to = lambda column, new: columns.put(column, put, columns.packed(new))
         new = jax.tree.map(write_to, state.items, items, is_leaf=columns.is_column)
-        return (write.slots, Hot(items=new, clock=clock)), write
+        return (write.slots, DeviceCacheState(items=new, clock=clock)), write
 
     def edit(
-        self, context: Context, state: Hot, slots: jax.Array | None, values: dict[str, jax.Array]
-    ) -> Hot:
+        self,
+        context: Context,
+        state: DeviceCacheState,
+        slots: jax.Array | None,
+        values: dict[str, jax.Array],
+    ) -> DeviceCacheState:
         """The same for those that are hot."""
         capacity, size = context.ring.capacity, self.ring(context.ring).capacity
         slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
@@ -102,15 +107,17 @@ class HotRing(DevicePart):
         every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
         return state.replace(items=every(put, state.items))
 
-    def planned(self, plan: tuple[jax.Array, Hot]) -> tuple[jax.Array, Hot]:
+    def planned(
+        self, plan: tuple[jax.Array, DeviceCacheState]
+    ) -> tuple[jax.Array, DeviceCacheState]:
         """The slots, and the hot rows."""
         return plan
 
-    def slots_of(self, plan: tuple[jax.Array, Hot]) -> tuple[jax.Array, None]:
+    def slots_of(self, plan: tuple[jax.Array, DeviceCacheState]) -> tuple[jax.Array, None]:
         """The slots, without the hot rows."""
         return plan[0], None
 
-    def where(self, context: Context, state: Hot, slots: jax.Array) -> Any:
+    def where(self, context: Context, state: DeviceCacheState, slots: jax.Array) -> Any:
         """For slots, int32 `[...]`: their places among the hot rows, and whether they are there."""
         ring, held, hot = context.ring, context.held, self.ring(context.ring)
         back = held.after(ring, slots)
@@ -118,11 +125,11 @@ class HotRing(DevicePart):
         row = hot.row_after(state.clock.cursor, jnp.where(here, hot.rows - 1 - back, 0))
         return row * ring.envs + slots % ring.envs, here
 
-    def locate(self, context: Context, state: Hot, where: list[jax.Array]) -> Places:
+    def locate(self, context: Context, state: DeviceCacheState, where: list[jax.Array]) -> Places:
         """The slots at which leaves are read, their places among the hot rows, and which are."""
         return places(where, lambda slots: (slots, *self.where(context, state, slots)))
 
-    def reset(self, ring: Ring, state: Hot, token: jax.Array) -> Hot:
+    def reset(self, ring: Ring, state: DeviceCacheState, token: jax.Array) -> DeviceCacheState:
         """No rows."""
         return state.replace(clock=self.ring(ring).emptied(state.clock))
 
@@ -172,22 +179,22 @@ class SpillStorage(StoreArrays):
 
     Attributes:
         path: of a folder that is not there, or is empty; None for a temporary one.
-        hot_capacity: H, how many items are on the device, a multiple of E; at most N are.
+        device_capacity: H, how many items are on the device, a multiple of E; at most N are.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
             Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
         slack: the room beside N for what is written between two commits, as a part of N.
     """
 
     path: str | os.PathLike[str] | None
-    hot_capacity: int
+    device_capacity: int
     prealloc: bool = False
     slack: float = 0.25
-    state_type: ClassVar[type] = Spilled
+    state_type: ClassVar[type] = TieredState
 
     def __post_init__(self) -> None:
         self.check()
-        checks.count("hot_capacity", self.hot_capacity, 2**31 - 1)
-        object.__setattr__(self, "hot_capacity", int(self.hot_capacity))
+        checks.count("device_capacity", self.device_capacity, 2**31 - 1)
+        object.__setattr__(self, "device_capacity", int(self.device_capacity))
 
     @property
     def in_time(self) -> bool:
@@ -196,27 +203,27 @@ class SpillStorage(StoreArrays):
 
     def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> StoreRows:
         """Files full of zeros. Raises if there is no room for them."""
-        checks.divides("hot_capacity", self.hot_capacity, ring.envs)
+        checks.divides("device_capacity", self.device_capacity, ring.envs)
         return super().make_rows(ring, spec, in_time)
 
     @property
-    def device_part(self) -> HotRing:
+    def device_part(self) -> DeviceCache:
         """What stands for this storage in jitted parts."""
-        return HotRing(self.hot_capacity)
+        return DeviceCache(self.device_capacity)
 
-    def device_state(self, state: Spilled) -> Hot:
+    def device_state(self, state: TieredState) -> DeviceCacheState:
         """The hot rows."""
         return state.hot
 
-    def view(self, state: Spilled) -> HostView:
+    def view(self, state: TieredState) -> HostView:
         """What a state knows of its rows."""
         return state.view
 
-    def joined(self, view: HostView, device_state: Hot) -> Spilled:
+    def joined(self, view: HostView, device_state: DeviceCacheState) -> TieredState:
         """The state of all rows and of the hot ones."""
-        return Spilled(hot=device_state, view=view)
+        return TieredState(hot=device_state, view=view)
 
-    def attach(self, ring: Ring, view: HostView, held: Callable[[], Held]) -> Spilled:
+    def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> TieredState:
         """The state for rows that were there before: the newest ones are made hot again."""
         part, hot, known = self.device_part, self.device_part.ring(ring), held()
         count = min(int(known.count) // ring.envs, hot.rows)
@@ -229,9 +236,9 @@ class SpillStorage(StoreArrays):
             column, columns.array(column).at[: len(slots)].set(columns.packed(new))
         )
         items = jax.tree.map(put, state.items, newest, is_leaf=columns.is_column)
-        return Spilled(hot=Hot(items=items, clock=clock), view=view)
+        return TieredState(hot=DeviceCacheState(items=items, clock=clock), view=view)
 
-    def fetch(self, state: Spilled, slots: jax.Array, places: Any) -> Item:
+    def fetch(self, state: TieredState, slots: jax.Array, places: Any) -> Item:
         """The items there: hot ones on the device, which the host does not wait for."""
         view, each = state.view, places.each(lambda one: one)
         hot = _gathered(jax.tree.leaves(state.hot.items), [row for _, row, _ in each])
@@ -243,7 +250,7 @@ class SpillStorage(StoreArrays):
         found = map(columns.unpacked, merged, [leaf.dtype for leaf in leaves])
         return jax.tree.unflatten(structure, found)
 
-    def read(self, context: Context, state: Spilled, where: Where) -> Item:
+    def read(self, context: Context, state: TieredState, where: SlotsForLeaf) -> Item:
         """From the device, and what is not there by a call to the host."""
         view = state.view
         found = self.device_part.locate(context, state.hot, list(map(where, view.rows.names)))
@@ -259,10 +266,10 @@ class SpillStorage(StoreArrays):
         unpacked = map(columns.unpacked, merged, [leaf.dtype for leaf in leaves])
         return jax.tree.unflatten(structure, unpacked)
 
-    def reset(self, ring: Ring, state: Spilled, token: jax.Array) -> Spilled:
+    def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:
         """No hot rows."""
         hot = self.device_part.reset(ring, state.hot, token)
-        return ordering.after(state.replace(hot=hot), token)
+        return dependencies.after(state.replace(hot=hot), token)
 
 
 def _over(here: jax.Array, rows: jax.Array) -> jax.Array:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self
 import jax
 import numpy as np
 
-from jrb._base import checks, prng_keys, pytree
 from jrb._store import paths
 from jrb._store.errors import StaleError
 from jrb._store.opening import create
 from jrb._store.store import Store
 from jrb._store.table import Column
+from jrb._util import checks, prng_keys, pytree
 from jrb.ring import Ring
 from jrb.storages.host_rows import VERSION, HostRows, Version, bytes_of, number, words
 from jrb.storages.on_host import HostArrays
@@ -191,7 +191,7 @@ class StoreArrays(HostArrays):
     path: str | os.PathLike[str] | None
     prealloc: bool
     slack: float
-    unbound: ClassVar[tuple[str, ...]] = ("path", "hot_capacity", "prealloc", "slack")
+    unbound: ClassVar[tuple[str, ...]] = ("path", "device_capacity", "prealloc", "slack")
     takes_back: ClassVar[bool] = True
 
     def check(self) -> None:

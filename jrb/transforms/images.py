@@ -5,9 +5,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, pytree, random_bits
+from jrb._util import checks, pytree
+from jrb._xla import random_bits
 from jrb.transforms.leaves import Paths, check_paths, dtype_name, observations, rewritten
-from jrb.types import Batch, Item, Transform
+from jrb.types import Item, Transform, TransformContext
 
 Layout = Literal["HWC", "CHW", "HW"]
 _LAYOUTS = ("HWC", "CHW", "HW")
@@ -39,7 +40,7 @@ class ToFloat(Transform):
         check_paths("ToFloat", self.paths)
         object.__setattr__(self, "dtype", dtype_name("ToFloat", self.dtype))
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with images as floats."""
         paths = observations(data, batch.keys) if self.paths is None else self.paths
         found = []
@@ -84,7 +85,7 @@ class Resize(Transform):
         checks.count("width", self.width)
         _check_images("Resize", self.paths, self.layout)
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with images of that size."""
 
         def resize(name: str, leaf: jax.Array) -> jax.Array:
@@ -117,7 +118,7 @@ class Grayscale(Transform):
         check_paths("Grayscale", self.paths)
         checks.choice("layout", self.layout, ("HWC", "CHW"))
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with images of one channel."""
 
         def gray(name: str, leaf: jax.Array) -> jax.Array:
@@ -158,7 +159,7 @@ class RandomShift(Transform):
         checks.count("most", self.most)
         _check_images("RandomShift", self.paths, self.layout)
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with images moved."""
         names = pytree.leaf_names(data)
 
@@ -194,7 +195,7 @@ class RandomCrop(Transform):
         checks.count("width", self.width)
         _check_images("RandomCrop", self.paths, self.layout)
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with smaller images."""
         names = pytree.leaf_names(data)
 
@@ -228,7 +229,7 @@ class CenterCrop(Transform):
         checks.count("width", self.width)
         _check_images("CenterCrop", self.paths, self.layout)
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with smaller images."""
 
         def crop(name: str, leaf: jax.Array) -> jax.Array:
@@ -248,11 +249,13 @@ def _check_images(name: str, paths: Paths | None, layout: str) -> None:
     checks.choice("layout", layout, _LAYOUTS)
 
 
-def _paths(paths: Paths | None, data: Item, batch: Batch) -> Paths:
+def _paths(paths: Paths | None, data: Item, batch: TransformContext) -> Paths:
     return observations(data, batch.keys) if paths is None else paths
 
 
-def _axes(name: str, leaf: jax.Array, batch: Batch, layout: str, what: str) -> tuple[int, int]:
+def _axes(
+    name: str, leaf: jax.Array, batch: TransformContext, layout: str, what: str
+) -> tuple[int, int]:
     """The axes of height and width, which come after those of the batch and the window."""
     if leaf.ndim < batch.mask.ndim + len(layout):
         lead = "[B, ..., " if batch.mask.ndim == 1 else "[B, L, ..., "

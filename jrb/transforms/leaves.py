@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import pytree
-from jrb._base.pytree import DType
+from jrb._util import pytree
+from jrb._util.pytree import DType
 from jrb.keys import Keys, Path, find, lookup, path_name, within
 from jrb.types import Item
 

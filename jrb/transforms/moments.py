@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jrb._base import pytree
+from jrb._util import pytree
 
 _MOST = 2**31  # numbers; from there on the oldest weigh less and less
 

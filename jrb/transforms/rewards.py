@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import checks, pytree
-from jrb._engine import episodes
+from jrb._core import episodes
+from jrb._util import checks, pytree
 from jrb.keys import Path, path_name
 from jrb.transforms.structure import with_leaf
-from jrb.types import Batch, Item, Transform
+from jrb.types import Item, Transform, TransformContext
 
 
 @pytree.component
@@ -34,7 +34,7 @@ class RewardToGo(Transform):
     def __post_init__(self) -> None:
         checks.fraction("discount", self.discount)
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with one leaf `[B, L, ...]` more for each leaf of the reward."""
         reward = batch.keys.get(data, "reward")
         for leaf in jax.tree.leaves(reward):
@@ -45,7 +45,7 @@ class RewardToGo(Transform):
         sums = jax.tree.map(lambda leaf: self._sums(leaf, batch.mask, goes_on), reward)
         return with_leaf(data, self.to, sums, "RewardToGo")
 
-    def _check(self, reward: jax.Array, batch: Batch) -> None:
+    def _check(self, reward: jax.Array, batch: TransformContext) -> None:
         name = path_name(batch.keys.reward)
         if batch.mask.ndim != 2:
             raise ValueError(

@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, pytree
-from jrb._engine import dispatch, episodes, transforming
+from jrb._core import eager, episodes, transforming
+from jrb._util import checks, pytree
 from jrb.keys import Keys, find, path_name, within
 from jrb.state import Buffer, BufferState
 from jrb.transforms import moments
 from jrb.transforms.leaves import Paths, check_paths, rewritten
 from jrb.transforms.moments import Moments
-from jrb.types import Batch, Context, Item, StatefulTransform
+from jrb.types import Context, Item, StatefulTransform, TransformContext
 
 
 @pytree.component
@@ -85,7 +85,7 @@ class RunningNormalize(StatefulTransform):
         is_meant = lambda name: any(within(name, path_name(path)) for path in paths)
         return {name: leaf for name, leaf in named if is_meant(name)}
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, normalized."""
 
         def change(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -208,7 +208,7 @@ class RunningRewardScale(StatefulTransform):
 
         return jax.tree.unflatten(own[1], list(map(one, own[0], others[0])))
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with rewards scaled."""
         known = iter(jax.tree.leaves(batch.state, is_leaf=_is_returns))  # in the order of leaves
 
@@ -242,7 +242,7 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
         >>> transforms.normalized(buffer, state, jnp.array([4.0, 4.0])).tolist()
         [0.0, 0.0]
     """
-    dispatch.check_state(buffer, state)
+    eager.check_state(buffer, state)
     pairs = zip(transforming.learning(buffer.transforms), state.transforms, strict=True)
     found = [(each, its) for each, its in pairs if isinstance(each, RunningNormalize)]
     if not found:

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.keys import Path, find, lookup, path_name
 from jrb.transforms.leaves import Paths, check_paths
-from jrb.types import Batch, Item, Transform
+from jrb.types import Item, Transform, TransformContext
 
 
 @pytree.component
@@ -23,7 +23,7 @@ class Select(Transform):
     def __post_init__(self) -> None:
         check_paths("Select", self.paths)
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with fewer entries."""
         out: Any = {}
         for path in self.paths:
@@ -40,7 +40,7 @@ class Exclude(Transform):
     def __post_init__(self) -> None:
         check_paths("Exclude", self.paths)
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with fewer entries."""
         for path in self.paths:
             find(data, path, "Exclude")
@@ -65,7 +65,7 @@ class Rename(Transform):
                 "Write ((path, path),)."
             )
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with the entries elsewhere."""
         moved = [(to, find(data, path, "Rename")) for path, to in self.pairs]
         for path, _ in self.pairs:
@@ -96,7 +96,7 @@ class Concatenate(Transform):
         if self.axis >= 0:
             raise ValueError(f"Concatenate: axis: expected a negative number, got {self.axis}.")
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, with one leaf for several."""
         leaves = [find(data, path, "Concatenate") for path in self.paths]
         for path, leaf in zip(self.paths, leaves, strict=True):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.transforms.leaves import Paths, check_paths, dtype_name, observations, rewritten
-from jrb.types import Batch, Item, Transform
+from jrb.types import Item, Transform, TransformContext
 
 
 @pytree.component
@@ -27,7 +27,7 @@ class Cast(Transform):
         check_paths("Cast", self.paths)
         object.__setattr__(self, "dtype", dtype_name("Cast", self.dtype))
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, cast."""
         dtype = jnp.dtype(self.dtype)
         if self.paths is not None:
@@ -61,7 +61,7 @@ class Normalize(Transform):
         if (np.asarray(self.std) == 0).any():
             raise ValueError(f"Normalize: std: expected numbers other than 0, got {self.std}.")
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, normalized."""
         paths = observations(data, batch.keys) if self.paths is None else self.paths
 
@@ -101,7 +101,7 @@ class Clip(Transform):
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"Clip: expected low <= high, got {self.low} and {self.high}.")
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, clipped."""
         paths = (batch.keys.reward,) if self.paths is None else self.paths
 
@@ -137,7 +137,7 @@ class Scale(Transform):
     def __post_init__(self) -> None:
         check_paths("Scale", self.paths)
 
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """The data, scaled."""
         paths = (batch.keys.reward,) if self.paths is None else self.paths
         change = lambda name, leaf: pytree.wide(leaf) * self.factor + self.offset

@@ -9,23 +9,23 @@ What it must remember is a state that the buffer hands to it and takes back: arr
 of `State`. An abstract method is what every part of the kind has, all others have defaults.
 """
 
-from jrb._base.pytree import State, component, cursor, static, tally
+from jrb._util.pytree import State, component, cursor, static, tally
 from jrb.types.messages import (
     Anchors,
-    Batch,
-    Change,
-    Consecutive,
+    AnchorUpdate,
+    AuxRead,
     Context,
+    ContiguousSlots,
     Draw,
     DrawCounts,
-    Given,
+    IncomingPriorities,
     Item,
-    Look,
-    Lookup,
     MissingMethodError,
-    Share,
-    Where,
-    Write,
+    ReadPlan,
+    ShardStats,
+    SlotsForLeaf,
+    TransformContext,
+    WritePlan,
 )
 from jrb.types.sampler import PrioritizedSampler, Sampler
 from jrb.types.storage import HostState, HostStorage, Storage
@@ -34,30 +34,30 @@ from jrb.types.unit import Unit
 from jrb.types.writer import Writer
 
 __all__ = [
+    "AnchorUpdate",
     "Anchors",
-    "Batch",
-    "Change",
-    "Consecutive",
+    "AuxRead",
     "Context",
+    "ContiguousSlots",
     "Draw",
     "DrawCounts",
-    "Given",
     "HostState",
     "HostStorage",
+    "IncomingPriorities",
     "Item",
-    "Look",
-    "Lookup",
     "MissingMethodError",
     "PrioritizedSampler",
+    "ReadPlan",
     "Sampler",
-    "Share",
+    "ShardStats",
+    "SlotsForLeaf",
     "State",
     "StatefulTransform",
     "Storage",
     "Transform",
+    "TransformContext",
     "Unit",
-    "Where",
-    "Write",
+    "WritePlan",
     "Writer",
     "component",
     "cursor",

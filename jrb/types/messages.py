@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._base import pytree
-from jrb.held import Held
+from jrb._util import pytree
 from jrb.keys import Keys
+from jrb.occupancy import Occupancy
 from jrb.ring import Ring
 
 
@@ -23,13 +23,13 @@ Item = Any
 PartState = Any
 """What a part's own `init` made, and its methods returned since: a pytree of arrays."""
 
-Where = Callable[[str], jax.Array]
+SlotsForLeaf = Callable[[str], jax.Array]
 """From the name of a leaf ("next/reward") to the slots it is read at, int32 `[B, ...]`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Consecutive:
-    """A `Where` of slots `[B, L]` that follow one another, slot 0 after the last: runs of the ring.
+class ContiguousSlots:
+    """Slots `[B, L]` of one leaf that follow one another, slot 0 after the last: runs of the ring.
 
     Storages need not know; one that does can read runs where it would read slots.
 
@@ -37,7 +37,7 @@ class Consecutive:
         where: the slots.
     """
 
-    where: Where
+    where: SlotsForLeaf
 
     def __call__(self, name: str) -> jax.Array:
         """The slots that a leaf is read at."""
@@ -56,11 +56,11 @@ class Context:
 
     ring: Ring
     keys: Keys
-    held: Held
+    held: Occupancy
 
 
 @dataclasses.dataclass(frozen=True)
-class Write:
+class WritePlan:
     """Where the rows of one call go.
 
     Attributes:
@@ -147,12 +147,13 @@ class Anchors:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class IncomingPriorities:
     """What is written, and the priorities that came with it.
 
     Attributes:
         slots: int32 `[K]`, all that is written; N where it is dropped. Where no row waits to become
-            an anchor (`Unit.waits`), an anchor that enters stands at the same place in `entered`.
+            an anchor (`Unit.has_delayed_anchors`), an anchor that enters stands at the same place
+            in `entered`.
         written: bool `[T, 1]` or `[T, E]`, the rows of time that passed, of K / T items each.
         priorities: float32 `[K]`; None where none came.
         first: int32 `[]`, the first of the slots if they all follow one another; else None.
@@ -165,7 +166,7 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class AnchorUpdate:
     """What a write did to the anchors: some left, then some entered.
 
     Attributes:
@@ -188,14 +189,14 @@ class Change:
 
     entered: jax.Array
     consecutive: bool
-    expired: Held | None
+    expired: Occupancy | None
     most: int | None
     removed: jax.Array
     entered_count: jax.Array
     left_count: jax.Array
     left_from: Callable[[jax.Array], jax.Array]
     moved: jax.Array
-    given: Given | None = None
+    given: IncomingPriorities | None = None
 
     def departed(self, ring: Ring) -> jax.Array:
         """Returns the slots that are no anchors any more, unless they entered again, int32 `[M]`.
@@ -240,7 +241,7 @@ class DrawCounts(pytree.State):
     draws: jax.Array | None = None
 
 
-class Share(pytree.State):
+class ShardStats(pytree.State):
     """What the sampler of one of several shards says of itself to the others.
 
     Attributes:
@@ -258,7 +259,7 @@ class Share(pytree.State):
     highest: jax.Array
 
     @classmethod
-    def uniform(cls, anchors: Anchors) -> "Share":
+    def uniform(cls, anchors: Anchors) -> "ShardStats":
         """Returns the share of a shard that draws all these anchors with the same probability."""
         return cls(
             count=anchors.count,
@@ -270,7 +271,7 @@ class Share(pytree.State):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
+class AuxRead:
     """What the user is told that stands in an array of the unit: read together with the items.
 
     Who waits for the items then waits for this too, and where nobody uses it, nothing is read.
@@ -285,13 +286,13 @@ class Lookup:
     slots: jax.Array
     told: Callable[[jax.Array], jax.Array]
 
-    def then(self, change: Callable[[jax.Array], jax.Array]) -> "Lookup":
+    def then(self, change: Callable[[jax.Array], jax.Array]) -> "AuxRead":
         """The same, of which the user gets what `change` makes of it."""
         return dataclasses.replace(self, told=lambda found: change(self.told(found)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class ReadPlan:
     """What a unit wants to read for a batch of anchors.
 
     Attributes:
@@ -302,19 +303,19 @@ class Look:
         rest: what `reduce` needs to know, arrays or not.
     """
 
-    where: Where
+    where: SlotsForLeaf
     mask: jax.Array
     info: dict[str, Any]
     rest: Any = None
 
     @property
-    def lookups(self) -> dict[str, Lookup]:
+    def lookups(self) -> dict[str, AuxRead]:
         """What is looked up for `info`, by its names there."""
-        return {name: it for name, it in self.info.items() if isinstance(it, Lookup)}
+        return {name: it for name, it in self.info.items() if isinstance(it, AuxRead)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class TransformContext:
     """What a transform may know of the batch.
 
     Attributes:

@@ -9,17 +9,18 @@ from typing import Any, ClassVar, Literal, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jrb._base import ordering, pytree
+from jrb._util import pytree
+from jrb._xla import dependencies
 from jrb.ring import Ring
 from jrb.types.messages import (
     Anchors,
-    Change,
+    AnchorUpdate,
     Draw,
     DrawCounts,
     Item,
     MissingMethodError,
     PartState,
-    Share,
+    ShardStats,
 )
 
 
@@ -32,7 +33,7 @@ class Sampler(abc.ABC):
         in_order: whether the order of anchors matters to what it draws.
         consumes: whether `draw` uses anchors up.
         prioritized: True below `PrioritizedSampler`, and nowhere else.
-        takes_priorities: whether `on_write` looks at those in `Change.given`.
+        takes_priorities: whether `on_write` looks at those in `AnchorUpdate.given`.
         counted: whether it is counted how often each item is drawn, int32 `[N]`: then its state is
             a `DrawCounts`. `Sample.info["draws"]`, int32 `[B]`, says how often each was drawn
             before, and `jrb.stats` how often all were. `draw` counts, `sample` does not; an item
@@ -62,12 +63,12 @@ class Sampler(abc.ABC):
         """Raises if the sampler does not fit the ring, or the unit whose anchors it draws."""
         return
 
-    def joined(self, state: PartState, waits: bool) -> Any:
+    def joined(self, state: PartState, has_delayed_anchors: bool) -> Any:
         """The state, empty, when a buffer begins to tell it of every anchor.
 
         Args:
             state: what `init` made.
-            waits: whether rows may become anchors later than they are written.
+            has_delayed_anchors: whether rows may become anchors later than they are written.
         """
         return state
 
@@ -79,7 +80,7 @@ class Sampler(abc.ABC):
         """
         return None
 
-    def on_write(self, ring: Ring, state: PartState, change: Change, anchors: Anchors) -> Any:
+    def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
         """Learns which anchors came and went; `anchors` is from after the write."""
         return state
 
@@ -108,12 +109,12 @@ class Sampler(abc.ABC):
         """The sampler of one of so many shards, which together do what this one would."""
         return self
 
-    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share | None:
+    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats | None:
         """Returns what the other shards have to know, so that all together draw as one buffer.
 
-        `Share.uniform(anchors)` from a sampler that draws these anchors with the same probability,
-        and no others. None from one that uses anchors up: then each shard draws for itself, and
-        weights mean nothing.
+        `ShardStats.uniform(anchors)` from a sampler that draws these anchors with the same
+        probability, and no others. None from one that uses anchors up: then each
+        shard draws for itself, and weights mean nothing.
 
         Raises:
             MissingMethodError: by default, unless the sampler `consumes`.
@@ -132,7 +133,7 @@ class Sampler(abc.ABC):
         """
         self._lacks("exponent", "draw from shards")
 
-    def heed(self, state: PartState, shares: Share) -> Any:
+    def sync_shards(self, state: PartState, shares: ShardStats) -> Any:
         """The state that knows what all shards said, arrays `[S]`."""
         return state
 
@@ -224,7 +225,7 @@ class Sampler(abc.ABC):
         """The priority of each slot, float32 `[N]`; negative where there is no anchor."""
         self._refuse("priorities")
 
-    def relearn(
+    def rebuild_index(
         self, ring: Ring, state: PartState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> Any:
         """Learns that all anchors were counted anew, as some ends of episodes were edited.
@@ -253,7 +254,7 @@ class Sampler(abc.ABC):
         """
         if not pytree.same_arrays(state, jax.eval_shape(lambda: self.init(ring))):
             self._lacks("reset", "empty")
-        return ordering.restored(state, lambda: self.init(ring), token)
+        return dependencies.restored(state, lambda: self.init(ring), token)
 
 
 class PrioritizedSampler(Sampler):
@@ -276,7 +277,7 @@ class PrioritizedSampler(Sampler):
     )
 
     @abc.abstractmethod
-    def on_write(self, ring: Ring, state: PartState, change: Change, anchors: Anchors) -> Any:
+    def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
         """New anchors get the priority of new items; those that left lose theirs.
 
         First `change.departed(ring)` leave, then `change.entered` come: a slot may be in both.
@@ -329,7 +330,7 @@ class PrioritizedSampler(Sampler):
         """
 
     @abc.abstractmethod
-    def relearn(
+    def rebuild_index(
         self, ring: Ring, state: PartState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> Any:
         """Keeps the priorities of anchors that stay when ends of episodes were edited.
@@ -346,7 +347,7 @@ class PrioritizedSampler(Sampler):
         """
 
     @abc.abstractmethod
-    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> Share:
+    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
         """Returns what the other shards have to know.
 
         `mass` says how much of the whole the anchors of this shard are, on a scale that is the same
@@ -358,7 +359,7 @@ class PrioritizedSampler(Sampler):
         """Returns the power of the importance weights, float32 `[]`; None is the sampler's own."""
 
     @abc.abstractmethod
-    def heed(self, state: PartState, shares: Share) -> Any:
+    def sync_shards(self, state: PartState, shares: ShardStats) -> Any:
         """Returns the state that knows what all shards said, arrays `[S]`.
 
         Such as the greatest priority seen, `jnp.max(shares.highest)`, which new items get.

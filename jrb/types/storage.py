@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jrb._base import ordering
-from jrb._base.pytree import SpecKey
+from jrb._util.pytree import SpecKey
+from jrb._xla import dependencies
 from jrb.ring import Ring
-from jrb.types.messages import Context, Item, Lookup, PartState, Where, Write
+from jrb.types.messages import AuxRead, Context, Item, PartState, SlotsForLeaf, WritePlan
 
 
 class Storage(abc.ABC):
@@ -40,8 +40,8 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def write(
-        self, context: Context, state: PartState, write: Write, items: Item
-    ) -> tuple[Any, Write]:
+        self, context: Context, state: PartState, write: WritePlan, items: Item
+    ) -> tuple[Any, WritePlan]:
         """Puts items, leaves `[T, E, ...]`, at the slots of `write`.
 
         Returns:
@@ -49,11 +49,11 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, context: Context, state: PartState, where: Where) -> Item:
+    def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
         """Few gathers; in `jrb.authoring.materialize`, so that later writes wait for it."""
 
     def read_with(
-        self, context: Context, state: PartState, where: Where, lookups: list[Lookup]
+        self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]] | None:
         """The same together with what is looked up beside it, in one `ordering.read`.
 
@@ -65,7 +65,7 @@ class Storage(abc.ABC):
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The state when nothing is held any more; the items may stay where they are."""
-        return ordering.emptied(state, token)
+        return dependencies.emptied(state, token)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
         """Whether some leaves hold what other rows hold too: then `edit` is not asked for them."""
@@ -129,7 +129,7 @@ class HostStorage(Storage):
     @property
     @abc.abstractmethod
     def device_part(self) -> Any:
-        """What stands for this storage in jitted parts, such as `DeferredStorage()`."""
+        """What stands for this storage in jitted parts, such as `HostStorageProxy()`."""
 
     @abc.abstractmethod
     def device_state(self, state: PartState) -> Any:

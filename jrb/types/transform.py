@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import jax
 
-from jrb._base import pytree
-from jrb.types.messages import Batch, Context, Item, PartState
+from jrb._util import pytree
+from jrb.types.messages import Context, Item, PartState, TransformContext
 
 
 class Transform(abc.ABC):
@@ -17,7 +17,7 @@ class Transform(abc.ABC):
     """
 
     @abc.abstractmethod
-    def apply(self, data: Item, batch: Batch) -> Item:
+    def apply(self, data: Item, batch: TransformContext) -> Item:
         """From data, leaves `[B, ...]` or `[B, L, ...]`, to data."""
 
 

@@ -6,18 +6,19 @@ from typing import Any, ClassVar, NoReturn
 import jax
 import numpy as np
 
-from jrb._base import checks, ordering, pytree
+from jrb._util import checks, pytree
+from jrb._xla import dependencies
 from jrb.keys import Keys, Path
 from jrb.ring import Ring
 from jrb.types.messages import (
     Anchors,
-    Change,
+    AnchorUpdate,
     Context,
     Item,
-    Look,
     MissingMethodError,
     PartState,
-    Write,
+    ReadPlan,
+    WritePlan,
 )
 from jrb.types.sampler import Sampler
 from jrb.types.writer import Writer
@@ -36,7 +37,7 @@ class Unit(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def lag(self) -> int | None:
+    def max_entry_delay(self) -> int | None:
         """By how many rows an anchor may be older than one that entered before it.
 
         0 if anchors enter in the order of their rows, None if anchors are no rows. Samplers that
@@ -44,16 +45,16 @@ class Unit(abc.ABC):
         """
 
     @property
-    def waits(self) -> bool:
+    def has_delayed_anchors(self) -> bool:
         """Whether rows may become anchors later than they are written."""
         return True
 
     @property
     @abc.abstractmethod
-    def reach(self) -> int:
+    def lookback(self) -> int:
         """How many rows before an anchor may be read for it.
 
-        They are not overwritten while the anchor waits to be drawn (`jrb.UntilFull`).
+        They are not overwritten while the anchor waits to be drawn (`jrb.BlockWhenFull`).
         """
 
     @property
@@ -79,9 +80,9 @@ class Unit(abc.ABC):
         return ()
 
     @property
-    def needs_past(self) -> bool:
+    def requires_contiguous_history(self) -> bool:
         """Whether streams may not be cut and laid end to end: other items would be drawn."""
-        return self.reach > 0
+        return self.lookback > 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Raises if the unit does not fit the ring or another part.
@@ -97,8 +98,8 @@ class Unit(abc.ABC):
 
     @abc.abstractmethod
     def on_write(
-        self, context: Context, state: PartState, write: Write, items: Item
-    ) -> tuple[Any, Change]:
+        self, context: Context, state: PartState, write: WritePlan, items: Item
+    ) -> tuple[Any, AnchorUpdate]:
         """What a write does to the anchors."""
 
     @abc.abstractmethod
@@ -106,31 +107,34 @@ class Unit(abc.ABC):
         """The anchors there are."""
 
     @abc.abstractmethod
-    def look(
+    def plan_read(
         self, context: Context, state: PartState, slots: jax.Array, mask: jax.Array, key: jax.Array
-    ) -> Look:
+    ) -> ReadPlan:
         """What to read for these anchors, `[B]`.
 
         Args:
             context: of the buffer.
             state: the unit's state. Its arrays are read by `jrb.authoring.read_rows`, or by a
-                `Lookup` what the user is told beside: that is read only where it is used.
+                `AuxRead` what the user is told beside: that is read only where it is used.
             slots: int32 `[B]`, the anchors.
             mask: bool `[B]`, False where nothing was drawn.
             key: the draw's key, for `random_bits.fold` with a number of one's own.
         """
 
     @abc.abstractmethod
-    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(
+        self, raw: Item, plan_read: ReadPlan, keys: Keys
+    ) -> tuple[Item, dict[str, jax.Array]]:
         """From what was read to `Sample.data` and `Sample.info`.
 
-        A `Lookup` in `look.info` is left there: what it tells comes into `Sample.info` afterwards.
+        An `AuxRead` in `plan_read.info` is left there: its value comes into
+        `Sample.info` afterwards.
         """
 
     @abc.abstractmethod
     def truncate(
         self, context: Context, state: PartState, which: jax.Array
-    ) -> tuple[Any, Change | None]:
+    ) -> tuple[Any, AnchorUpdate | None]:
         """Ends the episodes of some environments, bool `[E]`, at the newest row.
 
         Returns:
@@ -144,14 +148,14 @@ class Unit(abc.ABC):
         A unit that looks at no other row than its anchor may know of none.
         """
 
-    def rows_before(self, state: PartState, slots: jax.Array) -> jax.Array | None:
+    def episode_step(self, state: PartState, slots: jax.Array) -> jax.Array | None:
         """How many rows of its episode came before each slot, int32; None if it does not matter.
 
         Raises:
             MissingMethodError: by default, if the unit reads rows before an anchor.
         """
-        if self.reach:
-            self._lacks("rows_before")
+        if self.lookback:
+            self._lacks("episode_step")
         return None
 
     def resume(self, state: PartState, before: jax.Array) -> Any:
@@ -164,7 +168,7 @@ class Unit(abc.ABC):
         Raises:
             MissingMethodError: by default, if the unit reads rows before an anchor.
         """
-        if self.reach:
+        if self.lookback:
             self._lacks("resume")
         return state
 
@@ -191,7 +195,7 @@ class Unit(abc.ABC):
         others = pytree.unmarked_names(state)
         if others:
             self._lacks("reset", f", as its state has the arrays {others}")
-        return ordering.emptied(state, token)
+        return dependencies.emptied(state, token)
 
     def _lacks(self, method: str, why: str = "") -> NoReturn:
         raise MissingMethodError(

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import jax
 
-from jrb.held import Held
+from jrb.occupancy import Occupancy
 from jrb.ring import Ring
-from jrb.types.messages import Item, MissingMethodError, PartState, Write
+from jrb.types.messages import Item, MissingMethodError, PartState, WritePlan
 
 
 class Writer(abc.ABC):
@@ -25,7 +25,7 @@ class Writer(abc.ABC):
 
     in_time: ClassVar[bool] = True
     writes: ClassVar[bool] = True
-    until_full: ClassVar[bool] = False
+    blocks_when_full: ClassVar[bool] = False
     in_lanes: ClassVar[bool] = False
     stamps_laps: ClassVar[bool] = False
 
@@ -36,7 +36,7 @@ class Writer(abc.ABC):
     @abc.abstractmethod
     def plan(
         self, ring: Ring, state: PartState, items: Item, mask: jax.Array | None
-    ) -> tuple[Any, Write]:
+    ) -> tuple[Any, WritePlan]:
         """Slots for rows of time.
 
         Args:
@@ -47,7 +47,7 @@ class Writer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def held(self, ring: Ring, state: PartState) -> Held:
+    def held(self, ring: Ring, state: PartState) -> Occupancy:
         """The slots that hold items."""
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class Writer(abc.ABC):
         Args:
             ring: the ring's shape.
             state: the writer's state.
-            token: an int32 zero, after which arrays are overwritten (see `jrb._base.ordering`).
+            token: an int32 zero, after which arrays are overwritten (see `jrb._xla.dependencies`).
         """
 
     def has_lost(self, ring: Ring, state: PartState) -> jax.Array:

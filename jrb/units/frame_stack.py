@@ -9,29 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import checks, ordering, prng_keys, pytree
-from jrb._engine import anchor_queue, episodes, rows
-from jrb._engine.anchor_queue import Queue
+from jrb._core import anchor_queue, episodes, rows
+from jrb._core.anchor_queue import Queue
+from jrb._util import checks, prng_keys, pytree
+from jrb._xla import dependencies
 from jrb.keys import Keys, Path, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
     Anchors,
-    Change,
+    AnchorUpdate,
+    AuxRead,
     Context,
     Item,
-    Look,
-    Lookup,
+    ReadPlan,
     Sampler,
+    SlotsForLeaf,
     Unit,
-    Where,
-    Write,
+    WritePlan,
     Writer,
 )
 from jrb.types.parts import check_part
 from jrb.units.transition import Transition
 
 
-class Stacks(pytree.State):
+class FrameStackState(pytree.State):
     """What frame stacks must know before they read.
 
     Attributes:
@@ -91,14 +92,14 @@ class FrameStack(Unit):
             )
 
     @property
-    def waits(self) -> bool:
+    def has_delayed_anchors(self) -> bool:
         """As those of the inner unit."""
-        return self.unit.waits
+        return self.unit.has_delayed_anchors
 
     @property
-    def reach(self) -> int:
+    def lookback(self) -> int:
         """The frames before, and what the inner unit reads."""
-        return self.k - 1 + self.unit.reach
+        return self.k - 1 + self.unit.lookback
 
     @property
     def info_follows_data(self) -> bool:
@@ -106,7 +107,7 @@ class FrameStack(Unit):
         return self.unit.info_follows_data
 
     @property
-    def needs_past(self) -> bool:
+    def requires_contiguous_history(self) -> bool:
         """The frames before a row must be held."""
         return True
 
@@ -124,18 +125,18 @@ class FrameStack(Unit):
             raise ValueError(
                 "FrameStack: unit: expected a unit of single frames, got a FrameStack."
             )
-        if self.unit.lag is None:
+        if self.unit.max_entry_delay is None:
             raise ValueError(
                 "FrameStack: expected a unit whose anchors are rows, got over='episodes'. "
                 "Use over='steps'."
             )
 
     @property
-    def lag(self) -> int:
+    def max_entry_delay(self) -> int:
         """That of the inner unit; and stacks leave early."""
-        return self.k - 1 + (self.unit.lag or 0)
+        return self.k - 1 + (self.unit.max_entry_delay or 0)
 
-    def init(self, context: Context, spec: Item) -> Stacks:
+    def init(self, context: Context, spec: Item) -> FrameStackState:
         """No rows. Raises if the items have no done flag, or nothing at one of the paths."""
         ring, keys = context.ring, context.keys
         episodes.check(spec, keys)
@@ -156,7 +157,7 @@ class FrameStack(Unit):
                     f"FrameStack: '{path_name(path)}': expected a goal that is not stacked. "
                     "Name the frames alone with paths=."
                 )
-        return Stacks(
+        return FrameStackState(
             back=jnp.zeros(ring.capacity, jnp.uint8 if self.k <= 256 else jnp.int32),
             length=jnp.zeros(ring.envs, jnp.int32),
             queue=anchor_queue.init(context),
@@ -184,22 +185,22 @@ class FrameStack(Unit):
             )
 
     def on_write(
-        self, context: Context, state: Stacks, write: Write, items: Item
-    ) -> tuple[Stacks, Change]:
+        self, context: Context, state: FrameStackState, write: WritePlan, items: Item
+    ) -> tuple[FrameStackState, AnchorUpdate]:
         """Anchors of the inner unit enter; they leave when the ring's tail cuts their stack."""
         inner, change = self.unit.on_write(context, state.unit, write, items)
         done = episodes.ending(context, write, items)
         length, running = episodes.lengths(state.length, done, write, self.k)
         later = rows.after(write, anchor_queue.waited(state.queue))  # `back` was read for it
         back = rows.put(state.back, later, (length - 1).astype(state.back.dtype))
-        reach = lambda slots: rows.get(back, slots).astype(jnp.int32)
-        entered = _still_whole(context, write, change.entered, reach)
+        lookback = lambda slots: rows.get(back, slots).astype(jnp.int32)
+        entered = _still_whole(context, write, change.entered, lookback)
         anchors, own = anchor_queue.after_write(
-            context, state.queue, write, entered, self.lag, reach
+            context, state.queue, write, entered, self.max_entry_delay, lookback
         )
-        cut = self._cut(context, write, reach)
-        anchors = ordering.after(anchors, jnp.minimum(jnp.min(cut, initial=0), 0))
-        own = Change(
+        cut = self._cut(context, write, lookback)
+        anchors = dependencies.after(anchors, jnp.minimum(jnp.min(cut, initial=0), 0))
+        own = AnchorUpdate(
             entered=entered,
             consecutive=change.consecutive and write.bounded,
             expired=change.expired,
@@ -214,22 +215,22 @@ class FrameStack(Unit):
         return state, own
 
     def truncate(
-        self, context: Context, state: Stacks, which: jax.Array
-    ) -> tuple[Stacks, Change | None]:
+        self, context: Context, state: FrameStackState, which: jax.Array
+    ) -> tuple[FrameStackState, AnchorUpdate | None]:
         """As the inner unit does; the next rows begin stacks anew."""
         inner, change = self.unit.truncate(context, state.unit, which)
         state = state.replace(unit=inner, length=jnp.where(which, 0, state.length))
         if change is None:
             return state, None
-        now, reach = (
+        now, lookback = (
             anchor_queue.look_back(context.ring),
             functools.partial(_back, state),
         )
-        entered = _still_whole(context, now, change.entered, reach)
+        entered = _still_whole(context, now, change.entered, lookback)
         anchors, own = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
         return state.replace(queue=anchors), own
 
-    def ends(self, context: Context, state: Stacks, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: FrameStackState, slots: jax.Array) -> jax.Array:
         """Those after which a stack begins anew, and those that the inner unit knows."""
         ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
@@ -238,14 +239,14 @@ class FrameStack(Unit):
         begins = jnp.where(last, ~running, state.back[after] == 0) & (self.k > 1)
         return begins | self.unit.ends(context, state.unit, slots)
 
-    def rows_before(self, state: Stacks, slots: jax.Array) -> jax.Array | None:
+    def episode_step(self, state: FrameStackState, slots: jax.Array) -> jax.Array | None:
         """How many rows of its episode came before each slot, int32, as far as somebody counts."""
-        own, inner = _back(state, slots), self.unit.rows_before(state.unit, slots)
+        own, inner = _back(state, slots), self.unit.episode_step(state.unit, slots)
         if self.k == 1:
             return inner
         return own if inner is None else jnp.maximum(own, inner)
 
-    def resume(self, state: Stacks, before: jax.Array) -> Stacks:
+    def resume(self, state: FrameStackState, before: jax.Array) -> FrameStackState:
         """An empty state whose next rows have so many rows of their episodes behind them.
 
         Args:
@@ -255,28 +256,33 @@ class FrameStack(Unit):
         inner = self.unit.resume(state.unit, before)
         return state.replace(length=jnp.minimum(before, self.k), unit=inner)
 
-    def _cut(self, context: Context, write: Write, reach: Any) -> jax.Array:
+    def _cut(self, context: Context, write: WritePlan, lookback: Any) -> jax.Array:
         """The slots at the ring's tail whose stacks reach beyond it, int32 `[(k - 1) E]`."""
         ring, held = context.ring, context.held
         slots = held.moved(ring, *write.lengths).oldest(ring, self.k - 1)
         row = jnp.arange(self.k - 1, dtype=jnp.int32)[:, None]
         safe = jnp.minimum(slots, ring.capacity - 1)
-        cut = ordering.read(lambda: reach(safe)) > row
+        cut = dependencies.read(lambda: lookback(safe)) > row
         return jnp.where(cut, slots, ring.capacity).reshape(-1)
 
-    def anchors(self, context: Context, state: Stacks) -> Anchors:
+    def anchors(self, context: Context, state: FrameStackState) -> Anchors:
         """Anchors of the inner unit whose stack is held."""
         return anchor_queue.anchors(context.ring, state.queue)
 
-    def look(
-        self, context: Context, state: Stacks, slots: jax.Array, mask: jax.Array, key: jax.Array
-    ) -> Look:
+    def plan_read(
+        self,
+        context: Context,
+        state: FrameStackState,
+        slots: jax.Array,
+        mask: jax.Array,
+        key: jax.Array,
+    ) -> ReadPlan:
         """Frames at the k last rows before each row at which the inner unit reads observations.
 
         Next observations are read once, and the frames before them from the observations.
         """
         keys = context.keys
-        inner = self.unit.look(context, state.unit, slots, mask, key)
+        inner = self.unit.plan_read(context, state.unit, slots, mask, key)
         here = inner.where(path_name(keys.observation))
         there = inner.where(path_name(keys.next_observation))
         frames, whole, real = self._stack(context, state, here)
@@ -288,17 +294,17 @@ class FrameStack(Unit):
         is_mark = lambda leaf: (leaf.shape, leaf.dtype) == (mask.shape, mask.dtype)
         masked = lambda leaf: leaf & mask if is_mark(leaf) else leaf
         info = {
-            name: it.then(masked) if isinstance(it, Lookup) else masked(it)
+            name: it.then(masked) if isinstance(it, AuxRead) else masked(it)
             for name, it in inner.info.items()
         }
-        return Look(
+        return ReadPlan(
             where=self._where(inner.where, frames, keys),
             mask=mask,
             info=info,
             rest=(dataclasses.replace(inner, info=info), real),
         )
 
-    def _where(self, inner: Where, frames: jax.Array, keys: Keys) -> Where:
+    def _where(self, inner: SlotsForLeaf, frames: jax.Array, keys: Keys) -> SlotsForLeaf:
         def where(name: str) -> jax.Array:
             return frames if self._many(name, keys) else inner(name)
 
@@ -318,7 +324,7 @@ class FrameStack(Unit):
         return self._stacked(path_name(keys.next_observation) + name[len(before) :], keys)
 
     def _stack(
-        self, context: Context, state: Stacks, slots: jax.Array
+        self, context: Context, state: FrameStackState, slots: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The slots of the stacks that end at slots `[...]`.
 
@@ -337,10 +343,12 @@ class FrameStack(Unit):
             step <= back[..., None],
         )
 
-    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(
+        self, raw: Item, plan_read: ReadPlan, keys: Keys
+    ) -> tuple[Item, dict[str, jax.Array]]:
         """Frames that were read once are put together; the rest is the inner unit's."""
-        inner, real = look.rest
-        axis, last = look.mask.ndim, self.k - 1
+        inner, real = plan_read.rest
+        axis, last = plan_read.mask.ndim, self.k - 1
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
         cut = lambda leaf, start, stop: lax.slice_in_dim(leaf, start, stop, axis=axis)
         frames = lambda name: self._filled(named[name], real)
@@ -372,9 +380,9 @@ class FrameStack(Unit):
         """As the inner unit does."""
         return self.unit.reduce_priorities(priorities, mask)
 
-    def reset(self, ring: Ring, state: Stacks, token: jax.Array) -> Stacks:
+    def reset(self, ring: Ring, state: FrameStackState, token: jax.Array) -> FrameStackState:
         """No rows."""
-        emptied = ordering.emptied(state, token)
+        emptied = dependencies.emptied(state, token)
         return emptied.replace(unit=self.unit.reset(ring, state.unit, token))
 
 
@@ -392,16 +400,16 @@ def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array
     return lax.select(is_new, last, before)
 
 
-def _back(state: Stacks, slots: jax.Array) -> jax.Array:
+def _back(state: FrameStackState, slots: jax.Array) -> jax.Array:
     """How many rows of its episode came before each slot, int32, up to k - 1."""
     return state.back[slots].astype(jnp.int32)
 
 
-def _still_whole(context: Context, write: Write, slots: jax.Array, reach: Any) -> jax.Array:
+def _still_whole(context: Context, write: WritePlan, slots: jax.Array, lookback: Any) -> jax.Array:
     """The slots, N where the stack is no longer held once the write is done."""
     ring, held = context.ring, context.held
     safe = jnp.minimum(slots, ring.capacity - 1)
     after = held.moved(ring, *write.lengths)
-    fits = ordering.read(lambda: reach(safe)) <= after.before(ring, safe)
+    fits = dependencies.read(lambda: lookback(safe)) <= after.before(ring, safe)
     whole = fits & after.holds(ring, safe)
     return jnp.where(whole, slots, ring.capacity)

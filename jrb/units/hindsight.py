@@ -8,12 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, ordering, permutation, pytree, random_bits
-from jrb._engine import episodes, rows
-from jrb._engine.episodes import Episodes
+from jrb._core import episodes, rows
+from jrb._core.episodes import Episodes
+from jrb._util import checks, permutation, pytree
+from jrb._xla import dependencies, random_bits
 from jrb.keys import Keys, Path, find, leaves_at, path_name, within
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
+from jrb.types import (
+    Anchors,
+    AnchorUpdate,
+    Context,
+    Item,
+    ReadPlan,
+    Sampler,
+    Unit,
+    WritePlan,
+    Writer,
+)
 from jrb.types.parts import check_part
 from jrb.units.frame_stack import FrameStack
 from jrb.units.sequence import Sequence
@@ -22,7 +33,7 @@ from jrb.units.transition import Transition
 _WHICH, _WHERE = 2, 3  # the numbers that `bits.fold` gets
 
 
-class Goals(pytree.State):
+class HindsightState(pytree.State):
     """What must be known before a goal is read.
 
     Attributes:
@@ -103,19 +114,19 @@ class Hindsight(Unit):
             raise TypeError(f"Hindsight: terminated: expected a function, got {self.terminated!r}.")
 
     @property
-    def lag(self) -> int | None:
+    def max_entry_delay(self) -> int | None:
         """That of the inner unit."""
-        return self.unit.lag
+        return self.unit.max_entry_delay
 
     @property
-    def waits(self) -> bool:
+    def has_delayed_anchors(self) -> bool:
         """As those of the inner unit."""
-        return self.unit.waits
+        return self.unit.has_delayed_anchors
 
     @property
-    def reach(self) -> int:
+    def lookback(self) -> int:
         """What the inner unit reads."""
-        return self.unit.reach
+        return self.unit.lookback
 
     @property
     def info_follows_data(self) -> bool:
@@ -123,9 +134,9 @@ class Hindsight(Unit):
         return self.unit.info_follows_data
 
     @property
-    def needs_past(self) -> bool:
+    def requires_contiguous_history(self) -> bool:
         """As the inner unit."""
-        return self.unit.needs_past
+        return self.unit.requires_contiguous_history
 
     @property
     def row_steps(self) -> np.ndarray | None:
@@ -156,7 +167,7 @@ class Hindsight(Unit):
     def _wanted(self) -> tuple[Path, ...]:
         return (self.goal,) if self.next_goal is None else (self.goal, self.next_goal)
 
-    def init(self, context: Context, spec: Item) -> Goals:
+    def init(self, context: Context, spec: Item) -> HindsightState:
         """No rows. Raises if goals are missing, or not like what is achieved."""
         ring, keys = context.ring, context.keys
         episodes.check(spec, keys)
@@ -167,7 +178,7 @@ class Hindsight(Unit):
             goal = find(spec, path, "Hindsight: goal")
             mend = f"A goal must be what can be achieved at '{path_name(self.achieved)}'."
             pytree.check_like(achieved, goal, f"Hindsight: '{path_name(path)}'", mend)
-        return Goals(
+        return HindsightState(
             episodes=episodes.init(ring, 1),
             which=jnp.zeros(ring.capacity, jnp.int32),
             unit=self.unit.init(context, spec),
@@ -185,24 +196,24 @@ class Hindsight(Unit):
                 )
 
     def on_write(
-        self, context: Context, state: Goals, write: Write, items: Item
-    ) -> tuple[Goals, Change]:
+        self, context: Context, state: HindsightState, write: WritePlan, items: Item
+    ) -> tuple[HindsightState, AnchorUpdate]:
         """Anchors are those of the inner unit."""
         done = episodes.ending(context, write, items)
         after, _, which = episodes.after_write(context, state.episodes, write, done, 1)
         inner, change = self.unit.on_write(context, state.unit, write, items)
         which = rows.put(state.which, write, which)
-        return Goals(episodes=after, which=which, unit=inner), change
+        return HindsightState(episodes=after, which=which, unit=inner), change
 
     def truncate(
-        self, context: Context, state: Goals, which: jax.Array
-    ) -> tuple[Goals, Change | None]:
+        self, context: Context, state: HindsightState, which: jax.Array
+    ) -> tuple[HindsightState, AnchorUpdate | None]:
         """The running episodes end."""
         after = episodes.truncated(state.episodes, which, 1)
         inner, change = self.unit.truncate(context, state.unit, which)
         return state.replace(episodes=after, unit=inner), change
 
-    def ends(self, context: Context, state: Goals, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: HindsightState, slots: jax.Array) -> jax.Array:
         """Those whose successor is of another episode."""
         ring, held = context.ring, context.held
         last = held.after(ring, slots) <= 0
@@ -210,24 +221,29 @@ class Hindsight(Unit):
         other = state.which[slots] != state.which[ring.slot_after(slots, ring.envs)]
         return jnp.where(last, over, other)
 
-    def rows_before(self, state: Goals, slots: jax.Array) -> jax.Array | None:
+    def episode_step(self, state: HindsightState, slots: jax.Array) -> jax.Array | None:
         """As far as the inner unit counts."""
-        return self.unit.rows_before(state.unit, slots)
+        return self.unit.episode_step(state.unit, slots)
 
-    def resume(self, state: Goals, before: jax.Array) -> Goals:
+    def resume(self, state: HindsightState, before: jax.Array) -> HindsightState:
         """An empty state whose next rows have so many rows of their episodes behind them."""
         return state.replace(unit=self.unit.resume(state.unit, before))
 
-    def anchors(self, context: Context, state: Goals) -> Anchors:
+    def anchors(self, context: Context, state: HindsightState) -> Anchors:
         """Those of the inner unit."""
         return self.unit.anchors(context, state.unit)
 
-    def look(
-        self, context: Context, state: Goals, slots: jax.Array, mask: jax.Array, key: jax.Array
-    ) -> Look:
+    def plan_read(
+        self,
+        context: Context,
+        state: HindsightState,
+        slots: jax.Array,
+        mask: jax.Array,
+        key: jax.Array,
+    ) -> ReadPlan:
         """All that the inner unit reads; what was achieved at rewards, flags and the goal too."""
         keys, achieved = context.keys, path_name(self.achieved)
-        inner = self.unit.look(context, state.unit, slots, mask, key)
+        inner = self.unit.plan_read(context, state.unit, slots, mask, key)
         words = random_bits.words(random_bits.fold(key, _WHERE), slots.size)
         relabeled = self._which(key, slots.size) & mask
         paths = (self.achieved, keys.reward, _flag(keys))
@@ -237,7 +253,7 @@ class Hindsight(Unit):
         every = jnp.concatenate([*distinct, jnp.where(mask, chosen, slots)[:, None]], axis=1)
         where = lambda name: every if within(name, achieved) else inner.where(name)
         info = {**inner.info, "relabeled": relabeled}
-        return Look(where=where, mask=inner.mask, info=info, rest=(inner, _spans(at)))
+        return ReadPlan(where=where, mask=inner.mask, info=info, rest=(inner, _spans(at)))
 
     def _which(self, key: jax.Array, size: int) -> jax.Array:
         """Which of a batch are relabeled, bool `[B]`."""
@@ -246,7 +262,7 @@ class Hindsight(Unit):
         return permutation.permute(seed, jnp.int32(size), place) < round(self.ratio * size)
 
     def _rows(
-        self, context: Context, state: Goals, slots: jax.Array, words: jax.Array
+        self, context: Context, state: HindsightState, slots: jax.Array, words: jax.Array
     ) -> jax.Array:
         """The slots of the rows whose achievement may become the goal, int32 `[B]`.
 
@@ -263,9 +279,11 @@ class Hindsight(Unit):
         back = age + random_bits.below(jnp.maximum(choices[self.strategy], 1), *words)
         return ring.slot_before(held.newest(ring)[env], back * ring.envs)
 
-    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(
+        self, raw: Item, plan_read: ReadPlan, keys: Keys
+    ) -> tuple[Item, dict[str, jax.Array]]:
         """Other goals where it was so decided, and the rewards that they give."""
-        (inner, spans), changed = look.rest, look.info["relabeled"]
+        (inner, spans), changed = plan_read.rest, plan_read.info["relabeled"]
         reached = find(raw, self.achieved, "Hindsight: achieved")
         own, paid, flagged, goal = (
             jax.tree.map(lambda leaf, span=span: leaf[:, span], reached)
@@ -289,7 +307,7 @@ class Hindsight(Unit):
         for name, flag in flags.items():
             new[name] = [_chosen(changed, flag, keys.flags(raw)[name])]
         data, info = self.unit.reduce(_with_leaves(raw, new), inner, keys)
-        return data, {**info, **look.info}
+        return data, {**info, **plan_read.info}
 
     def _anew(
         self, function: Callable, what: str, reached: Any, goal: Any, old: Any, lead: int
@@ -345,9 +363,9 @@ class Hindsight(Unit):
         """As the inner unit does."""
         return self.unit.reduce_priorities(priorities, mask)
 
-    def reset(self, ring: Ring, state: Goals, token: jax.Array) -> Goals:
+    def reset(self, ring: Ring, state: HindsightState, token: jax.Array) -> HindsightState:
         """No rows."""
-        emptied = ordering.emptied(state, token)
+        emptied = dependencies.emptied(state, token)
         return emptied.replace(unit=self.unit.reset(ring, state.unit, token))
 
 

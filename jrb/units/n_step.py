@@ -7,12 +7,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._base import checks, display, ordering, pytree
-from jrb._engine import anchor_queue, episodes, rows
-from jrb._engine.anchor_queue import Queue
+from jrb._core import anchor_queue, episodes, rows
+from jrb._core.anchor_queue import Queue
+from jrb._util import checks, display, pytree
+from jrb._xla import dependencies
 from jrb.keys import Keys, Path, leaves_at, path_name, within
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
+from jrb.types import (
+    Anchors,
+    AnchorUpdate,
+    Context,
+    Item,
+    ReadPlan,
+    Sampler,
+    Unit,
+    WritePlan,
+    Writer,
+)
 from jrb.units.transition import all_held, every_slot
 
 _UNROLLED = (
@@ -20,7 +31,7 @@ _UNROLLED = (
 )
 
 
-class Steps(pytree.State):
+class NStepState(pytree.State):
     """What n-step returns must know before they read.
 
     Attributes:
@@ -91,17 +102,17 @@ class NStep(Unit):
         return not isinstance(self.discount, int | float) and name == path_name(self.discount)
 
     @property
-    def lag(self) -> int:
+    def max_entry_delay(self) -> int:
         """Rows wait for others, if strict; at the end of an episode they do not."""
         return self.n - 1 if self.strict else 0
 
     @property
-    def waits(self) -> bool:
+    def has_delayed_anchors(self) -> bool:
         """Rows wait for others, if strict."""
         return self.strict
 
     @property
-    def reach(self) -> int:
+    def lookback(self) -> int:
         """Rows from the anchor on."""
         return 0
 
@@ -115,7 +126,7 @@ class NStep(Unit):
         checks.window("NStep: n", self.n, ring.rows)
         checks.in_time("NStep", writer)
 
-    def init(self, context: Context, spec: Item) -> Steps:
+    def init(self, context: Context, spec: Item) -> NStepState:
         """No rows. Raises if the items have no done flag, or no real reward."""
         ring, keys = context.ring, context.keys
         episodes.check(spec, keys)
@@ -127,7 +138,7 @@ class NStep(Unit):
                     f"{leaf.dtype}. Discounted sums are fractions: store it as float32."
                 )
         self._check_discount(spec)
-        return Steps(
+        return NStepState(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if self.strict else None,
             queue=anchor_queue.init(context) if self.strict else None,
@@ -149,8 +160,8 @@ class NStep(Unit):
             )
 
     def on_write(
-        self, context: Context, state: Steps, write: Write, items: Item
-    ) -> tuple[Steps, Change]:
+        self, context: Context, state: NStepState, write: WritePlan, items: Item
+    ) -> tuple[NStepState, AnchorUpdate]:
         """Rows enter when written; if strict, when their return is complete."""
         done = episodes.ending(context, write, items)
         ended = rows.put(state.ended, write, done)
@@ -159,13 +170,17 @@ class NStep(Unit):
         length, running = episodes.lengths(state.length, done, write, self.n)
         complete = self._complete(context, write, done, length)
         anchors, change = anchor_queue.after_write(
-            context, state.queue, write, complete, self.lag if context.ring.envs > 1 else 0
+            context,
+            state.queue,
+            write,
+            complete,
+            self.max_entry_delay if context.ring.envs > 1 else 0,
         )
         state = state.replace(ended=ended, length=running, queue=anchors)
         return state, change
 
     def _complete(
-        self, context: Context, write: Write, done: jax.Array, length: jax.Array
+        self, context: Context, write: WritePlan, done: jax.Array, length: jax.Array
     ) -> jax.Array:
         """The slots whose return each row completes, int32 `[T * E * n]`, by time.
 
@@ -176,8 +191,8 @@ class NStep(Unit):
         return anchor_queue.rows_back(context, write, back, here)
 
     def truncate(
-        self, context: Context, state: Steps, which: jax.Array
-    ) -> tuple[Steps, Change | None]:
+        self, context: Context, state: NStepState, which: jax.Array
+    ) -> tuple[NStepState, AnchorUpdate | None]:
         """The newest rows end their episodes; if strict, returns that waited are complete."""
         ended = episodes.mark_newest(context, state.ended, which)
         if state.queue is None or state.length is None:
@@ -191,23 +206,23 @@ class NStep(Unit):
         length = jnp.where(which, 0, state.length)
         return state.replace(ended=ended, length=length, queue=anchors), change
 
-    def reset(self, ring: Ring, state: Steps, token: jax.Array) -> Steps:
+    def reset(self, ring: Ring, state: NStepState, token: jax.Array) -> NStepState:
         """No rows; flags of slots that hold nothing are not looked at."""
-        return ordering.emptied(state, token)
+        return dependencies.emptied(state, token)
 
-    def ends(self, context: Context, state: Steps, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: NStepState, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""
         return rows.get(state.ended, slots)
 
-    def anchors(self, context: Context, state: Steps) -> Anchors:
+    def anchors(self, context: Context, state: NStepState) -> Anchors:
         """All that is held; if strict, the rows with a complete return."""
         if state.queue is None:
             return all_held(context)
         return anchor_queue.anchors(context.ring, state.queue)
 
-    def look(
-        self, context: Context, state: Steps, slots: jax.Array, mask: jax.Array, key: jax.Array
-    ) -> Look:
+    def plan_read(
+        self, context: Context, state: NStepState, slots: jax.Array, mask: jax.Array, key: jax.Array
+    ) -> ReadPlan:
         """Rewards at all rows of the return, `next` at its last, the rest at its first."""
         ring, keys = context.ring, context.keys
         steps = episodes.steps_ahead(context, state.ended, slots, self.n)
@@ -225,19 +240,23 @@ class NStep(Unit):
             powers = [self.discount**m for m in range(self.n + 1)]
             powers = jnp.asarray(powers, jnp.float32)[steps]
             info["discount"] = jnp.where(mask, powers, 0.0)
-        return Look(where=where, mask=mask, info=info)
+        return ReadPlan(where=where, mask=mask, info=info)
 
     def _is_summed(self, name: str, keys: Keys) -> bool:
         """Whether a leaf is read at all rows of the return."""
         return within(name, path_name(keys.reward)) or self._is_discount(name)
 
-    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(
+        self, raw: Item, plan_read: ReadPlan, keys: Keys
+    ) -> tuple[Item, dict[str, jax.Array]]:
         """The rewards become their discounted sum."""
-        steps, reward = look.info["steps"], path_name(keys.reward)
+        steps, reward = plan_read.info["steps"], path_name(keys.reward)
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
-        discounts, info = self._discounts(named, look.mask, steps), dict(look.info)
+        discounts, info = self._discounts(named, plan_read.mask, steps), dict(plan_read.info)
         if discounts is not None:
-            info["discount"] = jnp.where(look.mask, _product(discounts), 0.0).astype(jnp.float32)
+            info["discount"] = jnp.where(plan_read.mask, _product(discounts), 0.0).astype(
+                jnp.float32
+            )
 
         def reduced(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)

@@ -6,24 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, display, ordering, pytree
-from jrb._engine import anchor_queue, episodes, rows, whole_episodes
-from jrb._engine.anchor_queue import Queue
-from jrb._engine.episodes import Episodes
+from jrb._core import anchor_queue, episodes, rows, whole_episodes
+from jrb._core.anchor_queue import Queue
+from jrb._core.episodes import Episodes
+from jrb._util import checks, display, pytree
+from jrb._xla import dependencies
 from jrb.keys import Keys, Path, find, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
     Anchors,
-    Change,
-    Consecutive,
+    AnchorUpdate,
+    AuxRead,
     Context,
+    ContiguousSlots,
     Item,
-    Look,
-    Lookup,
+    ReadPlan,
     Sampler,
+    SlotsForLeaf,
     Unit,
-    Where,
-    Write,
+    WritePlan,
     Writer,
 )
 from jrb.units.transition import all_held, every_slot
@@ -33,7 +34,7 @@ _UNKNOWN = _MANY // 2
 _LONG = 1024
 
 
-class Windows(pytree.State):
+class SequenceState(pytree.State):
     """What windows must know before they read; what a description does not need is None.
 
     Attributes:
@@ -170,17 +171,17 @@ class Sequence(Unit):
         return self.over, self._enough, self.period, self.across
 
     @property
-    def lag(self) -> int | None:
+    def max_entry_delay(self) -> int | None:
         """All whole windows wait for as many rows; episodes are no rows."""
         return 0 if self.over == "steps" else None
 
     @property
-    def waits(self) -> bool:
+    def has_delayed_anchors(self) -> bool:
         """First rows of whole windows wait for the last ones."""
         return self.short == "drop" or self.over != "steps"
 
     @property
-    def reach(self) -> int:
+    def lookback(self) -> int:
         """Burn-in."""
         return self.burn_in
 
@@ -190,7 +191,7 @@ class Sequence(Unit):
         return True
 
     @property
-    def needs_past(self) -> bool:
+    def requires_contiguous_history(self) -> bool:
         """Whole episodes do: a seam would make two of one."""
         return self.over == "whole"
 
@@ -215,17 +216,17 @@ class Sequence(Unit):
                 f"{type(sampler).__name__}. Episodes of several environments have no order of "
                 "their own. Use over='steps'."
             )
-        if self.period > 1 and writer.until_full:
+        if self.period > 1 and writer.blocks_when_full:
             rows = self.burn_in + self._enough + self.period - 1
             checks.window("Sequence: burn_in + length + period - 1", rows, ring.rows)
 
-    def init(self, context: Context, spec: Item) -> Windows:
+    def init(self, context: Context, spec: Item) -> SequenceState:
         """No rows. Raises if the items have no done flag, unless windows run across ends."""
         ring = context.ring
         episodes.check(spec, context.keys, is_needed=not self.across)
         for path in self.first:
             find(spec, path, "Sequence: first")
-        return Windows(
+        return SequenceState(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             before=jnp.zeros(ring.capacity, jnp.uint8 if self.period == 1 else jnp.int32),
             length=jnp.zeros(ring.envs, jnp.int32),
@@ -235,8 +236,8 @@ class Sequence(Unit):
         )
 
     def on_write(
-        self, context: Context, state: Windows, write: Write, items: Item
-    ) -> tuple[Windows, Change]:
+        self, context: Context, state: SequenceState, write: WritePlan, items: Item
+    ) -> tuple[SequenceState, AnchorUpdate]:
         """A row enters when written; whole windows and episodes do with their last row."""
         done = episodes.ending(context, write, items)
         most = self._most(context.ring)
@@ -264,12 +265,12 @@ class Sequence(Unit):
 
     def _marked(
         self,
-        state: Windows,
-        write: Write,
+        state: SequenceState,
+        write: WritePlan,
         done: jax.Array,
         before: jax.Array,
         running: jax.Array,
-    ) -> Windows:
+    ) -> SequenceState:
         """The state, but for its queue, that knows of these rows.
 
         Args:
@@ -300,7 +301,7 @@ class Sequence(Unit):
         return self.across and self.period > 1 and self.short == "drop"
 
     def _starts(
-        self, context: Context, state: Windows, write: Write, length: jax.Array
+        self, context: Context, state: SequenceState, write: WritePlan, length: jax.Array
     ) -> jax.Array:
         """The anchors that each row completes, int32 `[T * E]`; N where it does not.
 
@@ -322,8 +323,8 @@ class Sequence(Unit):
         return jnp.where(before % self.period == 0, slots, capacity)
 
     def truncate(
-        self, context: Context, state: Windows, which: jax.Array
-    ) -> tuple[Windows, Change | None]:
+        self, context: Context, state: SequenceState, which: jax.Array
+    ) -> tuple[SequenceState, AnchorUpdate | None]:
         """The newest rows end their episodes."""
         table, change = state.episodes, None
         if table is not None and self.over == "whole":
@@ -337,15 +338,15 @@ class Sequence(Unit):
         )
         return truncated, change
 
-    def ends(self, context: Context, state: Windows, slots: jax.Array) -> jax.Array:
+    def ends(self, context: Context, state: SequenceState, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""
         return rows.get(state.ended, slots)
 
-    def rows_before(self, state: Windows, slots: jax.Array) -> jax.Array:
+    def episode_step(self, state: SequenceState, slots: jax.Array) -> jax.Array:
         """How many rows of its episode came before each slot, int32; up to 1 without a period."""
         return state.before[slots].astype(jnp.int32)
 
-    def resume(self, state: Windows, before: jax.Array) -> Windows:
+    def resume(self, state: SequenceState, before: jax.Array) -> SequenceState:
         """An empty state whose next rows have so many rows of their episodes behind them.
 
         Args:
@@ -360,7 +361,7 @@ class Sequence(Unit):
             table = table.replace(length=jnp.minimum(before, 2))  # it runs, but is not in the table
         return state.replace(length=jnp.where(fits, before, unknown), episodes=table)
 
-    def anchors(self, context: Context, state: Windows) -> Anchors:
+    def anchors(self, context: Context, state: SequenceState) -> Anchors:
         """The first rows of windows."""
         if state.queue is not None:
             return anchor_queue.anchors(context.ring, state.queue)
@@ -368,9 +369,14 @@ class Sequence(Unit):
             return all_held(context)
         return episodes.anchors(context, state.episodes, self._enough, self.over == "whole")
 
-    def look(
-        self, context: Context, state: Windows, slots: jax.Array, mask: jax.Array, key: jax.Array
-    ) -> Look:
+    def plan_read(
+        self,
+        context: Context,
+        state: SequenceState,
+        slots: jax.Array,
+        mask: jax.Array,
+        key: jax.Array,
+    ) -> ReadPlan:
         """Every leaf at every row of the window."""
         ring, ended = context.ring, None if self.across else state.ended
         cut = self._pads or self.burn_in > 0
@@ -387,36 +393,38 @@ class Sequence(Unit):
         ahead = of.where(near < 0, near + ring.rows, near) * ring.envs
         window = ring.slot_after(slots[:, None], ahead)
         start = window[:, :1] if cut else slots[:, None]
-        where: Where = lambda name: start if self._is_single(name) else window
+        where: SlotsForLeaf = lambda name: start if self._is_single(name) else window
         if ring.envs == 1 and not cut:
-            where = Consecutive(where)
+            where = ContiguousSlots(where)
         first, last = (window, window) if self.across else (start, window[:, -1:])
         oldest, newest = (True, True) if self.across else (step == -before, step == after - 1)
         info: dict[str, Any] = {
-            "is_first": Lookup(state.before, first, lambda found: real & oldest & (found == 0)),
-            "is_last": Lookup(state.ended, last, lambda found: real & newest & found),
+            "is_first": AuxRead(state.before, first, lambda found: real & oldest & (found == 0)),
+            "is_last": AuxRead(state.ended, last, lambda found: real & newest & found),
         }
         if self.slots:
             info["slots"] = window
-        return Look(where=where, mask=real, info=info)
+        return ReadPlan(where=where, mask=real, info=info)
 
     def _is_single(self, name: str) -> bool:
         """Whether a leaf is read for the first row only."""
         return any(within(name, path_name(path)) for path in self.first)
 
-    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(
+        self, raw: Item, plan_read: ReadPlan, keys: Keys
+    ) -> tuple[Item, dict[str, jax.Array]]:
         """The windows as they are; of leaves that are read once, that one."""
         if not self.first:
-            return raw, look.info
+            return raw, plan_read.info
 
         def single(path: tuple, leaf: jax.Array) -> jax.Array:
             return leaf[:, 0] if self._is_single(pytree.leaf_name(path)) else leaf
 
-        return jax.tree_util.tree_map_with_path(single, raw), look.info
+        return jax.tree_util.tree_map_with_path(single, raw), plan_read.info
 
-    def reset(self, ring: Ring, state: Windows, token: jax.Array) -> Windows:
+    def reset(self, ring: Ring, state: SequenceState, token: jax.Array) -> SequenceState:
         """No rows; flags of slots that hold nothing are not looked at."""
-        return ordering.emptied(state, token)
+        return dependencies.emptied(state, token)
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shapes that `reduce_priorities` takes, for a mask of this shape."""

@@ -5,12 +5,22 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._base import checks, pytree
-from jrb._engine import lanes
-from jrb.held import Held
+from jrb._core import lanes
+from jrb._util import checks, pytree
 from jrb.keys import Keys
+from jrb.occupancy import Occupancy
 from jrb.ring import Ring
-from jrb.types import Anchors, Change, Context, Item, Look, Sampler, Unit, Write, Writer
+from jrb.types import (
+    Anchors,
+    AnchorUpdate,
+    Context,
+    Item,
+    ReadPlan,
+    Sampler,
+    Unit,
+    WritePlan,
+    Writer,
+)
 
 
 @pytree.component
@@ -20,17 +30,17 @@ class Transition(Unit):
     one_row: ClassVar[bool] = True
 
     @property
-    def lag(self) -> int:
+    def max_entry_delay(self) -> int:
         """Anchors enter in the order of their rows."""
         return 0
 
     @property
-    def waits(self) -> bool:
+    def has_delayed_anchors(self) -> bool:
         """No: they are anchors at once."""
         return False
 
     @property
-    def reach(self) -> int:
+    def lookback(self) -> int:
         """The anchor alone."""
         return 0
 
@@ -49,8 +59,8 @@ class Transition(Unit):
         return {}
 
     def on_write(
-        self, context: Context, state: dict[str, Any], write: Write, items: Item
-    ) -> tuple[dict[str, Any], Change]:
+        self, context: Context, state: dict[str, Any], write: WritePlan, items: Item
+    ) -> tuple[dict[str, Any], AnchorUpdate]:
         """What is written enters; what it overwrites left."""
         return state, every_slot(context, write)
 
@@ -58,20 +68,22 @@ class Transition(Unit):
         """All that is held."""
         return all_held(context)
 
-    def look(
+    def plan_read(
         self,
         context: Context,
         state: dict[str, Any],
         slots: jax.Array,
         mask: jax.Array,
         key: jax.Array,
-    ) -> Look:
+    ) -> ReadPlan:
         """Every leaf at the anchor."""
-        return Look(where=lambda name: slots, mask=mask, info={})
+        return ReadPlan(where=lambda name: slots, mask=mask, info={})
 
-    def reduce(self, raw: Item, look: Look, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(
+        self, raw: Item, plan_read: ReadPlan, keys: Keys
+    ) -> tuple[Item, dict[str, jax.Array]]:
         """The items as they are."""
-        return raw, look.info
+        return raw, plan_read.info
 
     def truncate(
         self, context: Context, state: dict[str, Any], which: jax.Array
@@ -94,7 +106,7 @@ def all_held(context: Context) -> Anchors:
     return Anchors(count=held.size, nth=nth, all_held=True)
 
 
-def every_slot(context: Context, write: Write) -> Change:
+def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
     """The change where every slot that holds an item is an anchor."""
     if lanes.are_in(context):
         return lanes.every_slot(context, write)
@@ -102,8 +114,8 @@ def every_slot(context: Context, write: Write) -> Change:
     left = write.expired * ring.envs
     overwritten = jnp.maximum(ring.row_of(held.count) + write.rows - ring.rows, 0)
     early = write.expired - overwritten  # then places and slots do not go round together
-    expired = Held(first=held.first, count=jnp.minimum(write.expired, ring.rows) * ring.envs)
-    return Change(
+    expired = Occupancy(first=held.first, count=jnp.minimum(write.expired, ring.rows) * ring.envs)
+    return AnchorUpdate(
         entered=write.slots.reshape(-1),
         consecutive=write.consecutive,
         expired=None if write.bounded else expired,

@@ -4,10 +4,10 @@ from typing import Any, ClassVar
 
 import jax
 
-from jrb._engine import rows
-from jrb.held import Held
+from jrb._core import rows
+from jrb.occupancy import Occupancy
 from jrb.ring import Clock, Ring
-from jrb.types import Item, Write, Writer
+from jrb.types import Item, WritePlan, Writer
 
 
 class InTurn(Writer):
@@ -21,13 +21,13 @@ class InTurn(Writer):
 
     def plan(
         self, ring: Ring, state: Clock, items: Item, mask: jax.Array | None
-    ) -> tuple[Clock, Write]:
+    ) -> tuple[Clock, WritePlan]:
         """The rows after the cursor. Of more than R rows, the last R are written."""
         return rows.in_turn(ring, state, jax.tree.leaves(items)[0].shape[0], mask)
 
-    def held(self, ring: Ring, state: Clock) -> Held:
+    def held(self, ring: Ring, state: Clock) -> Occupancy:
         """The last rows, oldest first."""
-        return Held.by(ring, state)
+        return Occupancy.by(ring, state)
 
     def has_lost(self, ring: Ring, state: Clock) -> jax.Array:
         """Whether the clock passed more rows than are held."""

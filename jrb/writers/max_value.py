@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import display, ordering, pytree
-from jrb._base import tree as trees
-from jrb._base.tree import Tree
+from jrb._util import display, pytree
+from jrb._util import tree as trees
+from jrb._util.tree import Tree
+from jrb._xla import dependencies
 from jrb.keys import Path, find, path_name, within
 from jrb.ring import Ring
-from jrb.types import Item, Write
+from jrb.types import Item, WritePlan
 from jrb.writers.one_by_one import OneByOne, write_of
 
 
-class Ranks(pytree.State):
+class MaxValueState(pytree.State):
     """What is held, and how good it is.
 
     Attributes:
@@ -59,10 +60,10 @@ class MaxValue(OneByOne):
 
     key: Path
 
-    def init(self, ring: Ring, spec: Item) -> Ranks:
+    def init(self, ring: Ring, spec: Item) -> MaxValueState:
         """Nothing is held. Raises if the items have no such rank."""
         self._check(spec)
-        return Ranks(
+        return MaxValueState(
             ranks=trees.init(ring.capacity, None, "min"),
             stamps=jnp.zeros(ring.capacity, jnp.uint32),
             count=jnp.zeros((), jnp.int32),
@@ -85,8 +86,8 @@ class MaxValue(OneByOne):
                 )
 
     def plan(
-        self, ring: Ring, state: Ranks, items: Item, mask: jax.Array | None
-    ) -> tuple[Ranks, Write]:
+        self, ring: Ring, state: MaxValueState, items: Item, mask: jax.Array | None
+    ) -> tuple[MaxValueState, WritePlan]:
         """One item after the other; of those that want one slot in a call, the last has it."""
         leaves = jax.tree.leaves(find(items, self.key, "MaxValue: key"))
         length = leaves[0].shape[0]
@@ -96,20 +97,20 @@ class MaxValue(OneByOne):
         wanted = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
         place = lambda i, carry: _place(ring, ranks[i], wanted[i], i, carry)
         slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
-        state, slots = ordering.loop(ranks.size, place, (state, slots))
+        state, slots = dependencies.loop(ranks.size, place, (state, slots))
         number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
-        here = ordering.read(lambda: state.stamps.at[slots].get(mode="fill", fill_value=0))
+        here = dependencies.read(lambda: state.stamps.at[slots].get(mode="fill", fill_value=0))
         slots = jnp.where(here == number, slots, ring.capacity)
         waited = jnp.minimum(jnp.min(slots), 0)
-        state = ordering.after(state, waited)  # later writes wait for `here`
+        state = dependencies.after(state, waited)  # later writes wait for `here`
         state = state.replace(number=state.number + np.uint32(ranks.size))
         return state, write_of(ring, slots, written)
 
-    def reset(self, ring: Ring, state: Ranks, token: jax.Array) -> Ranks:
+    def reset(self, ring: Ring, state: MaxValueState, token: jax.Array) -> MaxValueState:
         """Nothing is held; items are counted on, and no slot has the number of an item."""
         return state.replace(
             ranks=trees.cleared(state.ranks, token),
-            stamps=ordering.overwrite(state.stamps, state.number, token),
+            stamps=dependencies.overwrite(state.stamps, state.number, token),
             count=jnp.minimum(state.count, 0) + token,
             number=state.number + np.uint32(1),
         )
@@ -124,7 +125,7 @@ class MaxValue(OneByOne):
                     "got one that it does. Rank by a leaf of its own."
                 )
 
-    def best(self, ring: Ring, state: Ranks, count: int) -> jax.Array:
+    def best(self, ring: Ring, state: MaxValueState, count: int) -> jax.Array:
         """The slots of the `count` best items, or of all, in the order of slots."""
         held = int(state.count)
         ranks = trees.leaves(state.ranks)[:held]

@@ -5,11 +5,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._base import ordering
-from jrb._engine import rows
-from jrb.held import Held
+from jrb._core import rows
+from jrb._xla import dependencies
+from jrb.occupancy import Occupancy
 from jrb.ring import Ring
-from jrb.types import Write, Writer
+from jrb.types import WritePlan, Writer
 from jrb.types.messages import PartState
 
 
@@ -22,22 +22,22 @@ class OneByOne(Writer):
 
     in_time: ClassVar[bool] = False
 
-    def held(self, ring: Ring, state: PartState) -> Held:
+    def held(self, ring: Ring, state: PartState) -> Occupancy:
         """The first slots."""
-        return Held(first=jnp.zeros((), jnp.int32), count=state.count)
+        return Occupancy(first=jnp.zeros((), jnp.int32), count=state.count)
 
     def stamp(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """The number of the item."""
-        return ordering.read(lambda: state.stamps.at[slots].get(mode="clip"))
+        return dependencies.read(lambda: state.stamps.at[slots].get(mode="clip"))
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
         """By the numbers of the items."""
         return rows.by_number(state.stamps, state.number, state.count), state.count
 
 
-def write_of(ring: Ring, slots: jax.Array, written: jax.Array) -> Write:
+def write_of(ring: Ring, slots: jax.Array, written: jax.Array) -> WritePlan:
     """The write of items at slots, int32 `[T * E]`, distinct but for N; rows bool `[T]` pass."""
-    return Write(
+    return WritePlan(
         starts=slots,
         slots=slots.reshape(written.size, ring.envs),
         written=written,

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import checks, display, ordering, pytree, random_bits
-from jrb._engine import rows
+from jrb._core import rows
+from jrb._util import checks, display, pytree
+from jrb._xla import dependencies, random_bits
 from jrb.ring import Ring
-from jrb.types import Item, Write
+from jrb.types import Item, WritePlan
 from jrb.writers.one_by_one import OneByOne, write_of
 
 _MOST = np.uint32(2**32 - 2)
 
 
-class Sampled(pytree.State):
+class ReservoirState(pytree.State):
     """What is held of all that came.
 
     Attributes:
@@ -75,13 +76,13 @@ class Reservoir(OneByOne):
         if not (isinstance(self.key, tuple) and all(type(word) is int for word in self.key)):
             raise TypeError(f"Reservoir: key: expected a PRNG key or an integer, got {self.key!r}.")
 
-    def init(self, ring: Ring, spec: Item) -> Sampled:
+    def init(self, ring: Ring, spec: Item) -> ReservoirState:
         """Nothing is held."""
         if isinstance(self.key, int):
             seed = random_bits.seed(jax.random.key(self.key))
         else:
             seed = jnp.asarray(self.key, jnp.uint32)
-        return Sampled(
+        return ReservoirState(
             seed=seed,
             stamps=jnp.zeros(ring.capacity, jnp.uint32),
             count=jnp.zeros((), jnp.int32),
@@ -89,13 +90,13 @@ class Reservoir(OneByOne):
             came=jnp.zeros((), jnp.uint32),
         )
 
-    def in_shard(self, state: Sampled, number: jax.Array) -> Sampled:
+    def in_shard(self, state: ReservoirState, number: jax.Array) -> ReservoirState:
         """Choices of its own."""
         return state.replace(seed=random_bits.fold_in(state.seed, number))
 
     def plan(
-        self, ring: Ring, state: Sampled, items: Item, mask: jax.Array | None
-    ) -> tuple[Sampled, Write]:
+        self, ring: Ring, state: ReservoirState, items: Item, mask: jax.Array | None
+    ) -> tuple[ReservoirState, WritePlan]:
         """A slot for each item, or none; of those that want one slot in a call, the last has it."""
         length, capacity = jax.tree.leaves(items)[0].shape[0], ring.capacity
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
@@ -117,20 +118,20 @@ class Reservoir(OneByOne):
         )
         return after, write_of(ring, slots, written)
 
-    def reset(self, ring: Ring, state: Sampled, token: jax.Array) -> Sampled:
+    def reset(self, ring: Ring, state: ReservoirState, token: jax.Array) -> ReservoirState:
         """Nothing is held, and nothing came; no slot has the number of an item."""
         return state.replace(
-            stamps=ordering.overwrite(state.stamps, state.number, token),
+            stamps=dependencies.overwrite(state.stamps, state.number, token),
             count=jnp.minimum(state.count, 0) + token,
             number=state.number + np.uint32(1),
             came=jnp.zeros_like(state.came),
         )
 
-    def adopt(self, ring: Ring, state: Sampled, old: Sampled) -> Sampled:
+    def adopt(self, ring: Ring, state: ReservoirState, old: ReservoirState) -> ReservoirState:
         """Items are counted on; but a larger one that is not full counts what it holds only."""
         full = state.count >= ring.capacity
         return state.replace(came=jnp.where(full, jnp.maximum(state.came, old.came), state.came))
 
-    def best(self, ring: Ring, state: Sampled, count: int) -> jax.Array:
+    def best(self, ring: Ring, state: ReservoirState, count: int) -> jax.Array:
         """Any `count` of them are as good: the first."""
         return jnp.arange(min(count, int(state.count)), dtype=jnp.int32)

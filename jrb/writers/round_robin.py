@@ -1,6 +1,6 @@
 """The ring: each row takes the place of the oldest one."""
 
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.writers.in_turn import InTurn
 
 

@@ -19,11 +19,12 @@ import pytest
 
 import jrb
 from jrb import checkpoint, testing
-from jrb._base import prng_keys, pytree, tree, versions
-from jrb._engine import memory
+from jrb._core import memory
 from jrb._store import files, generation
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
+from jrb._util import prng_keys, pytree, tree
+from jrb._xla import compat
 from jrb.checkpoint import snapshots
 
 TED = {
@@ -185,7 +186,7 @@ def _saved(tmp_path, buffer, state, layout):
 
 
 def test_64_bits(tmp_path):
-    with versions.enable_x64():
+    with compat.enable_x64():
         buffer, state = filled(example={"x": jnp.float64(0), "n": jnp.int64(0)}, envs=None)
         there_and_back(tmp_path, buffer, state)
     with pytest.raises(TypeError, match=r"leaf 'n'.*int64.*jax_enable_x64"):

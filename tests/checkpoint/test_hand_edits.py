@@ -9,8 +9,8 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb._base import prng_keys
-from jrb._engine import memory
+from jrb._core import memory
+from jrb._util import prng_keys
 from tests.checkpoint.test_checkpoint import assert_same, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::jrb.CopyWarning")

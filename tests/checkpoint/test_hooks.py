@@ -11,7 +11,8 @@ import pytest
 
 import jrb
 from jrb import checkpoint, testing
-from jrb._base import pytree, versions
+from jrb._util import pytree
+from jrb._xla import compat
 from tests.checkpoint.test_checkpoint import BUFFERS, TED, assert_same, filled, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
@@ -127,7 +128,7 @@ def test_states_side_by_side_are_encoded(layout, tmp_path):
 
 
 def test_64_bits(tmp_path):
-    with versions.enable_x64():
+    with compat.enable_x64():
         buffer, state = filled(example={"x": jnp.float64(0), "n": jnp.int64(0)}, envs=None)
         jrb.save(tmp_path, buffer, state, encode=lambda items: items)
         assert_same(jrb.load(tmp_path, decode=lambda saved: saved)[1], state)
@@ -365,7 +366,7 @@ def test_the_same_items_make_the_same_state(name, tmp_path):
 WRITERS = {
     "dataset": lambda: jrb.from_items(jax.tree.map(jnp.asarray, ITEMS), batch_size=2),
     "reservoir": lambda: written_to(jrb.Reservoir(), 9),
-    "until full": lambda: written_to(jrb.UntilFull(), 4, sampler=jrb.Queue()),
+    "until full": lambda: written_to(jrb.BlockWhenFull(), 4, sampler=jrb.Queue()),
 }
 ITEMS = {"observation": np.arange(18, dtype=np.float32).reshape(9, 2)}
 

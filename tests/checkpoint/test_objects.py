@@ -17,7 +17,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb._base import versions
+from jrb._xla import compat
 from jrb.checkpoint import objects
 from tests.checkpoint.test_checkpoint import written
 
@@ -122,7 +122,7 @@ def test_objects_of_every_kind(tmp_path):
     there_and_back(tmp_path, buffer, state)
     small, state = made(THINGS, capacity=7, sampler=jrb.Prioritized())
     there_and_back(tmp_path, small, state)
-    with versions.enable_x64():
+    with compat.enable_x64():
         wide, its = made([jnp.float64(0.1)])
         there_and_back(tmp_path, wide, its)
     with pytest.raises(TypeError, match="jax_enable_x64"):

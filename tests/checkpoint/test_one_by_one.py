@@ -10,7 +10,7 @@ import pytest
 
 import jrb
 from jrb import _saved
-from jrb._engine import memory
+from jrb._core import memory
 from jrb._store import generation, opening
 from jrb._store.files import Folder
 from jrb._store.table import Column

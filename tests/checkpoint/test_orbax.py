@@ -12,7 +12,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb._base import prng_keys
+from jrb._util import prng_keys
 from jrb.checkpoint import folder
 
 pytestmark = pytest.mark.slow

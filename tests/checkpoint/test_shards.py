@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jrb
 from jrb import checkpoint, shards
-from jrb._engine import memory
+from jrb._core import memory
 from jrb._store import files, threads
 from jrb.checkpoint import crew, descriptions, parts, snapshots
 
@@ -207,7 +207,7 @@ class Board:
             return self.told[name]
 
 
-class Process(crew.Messages):
+class Process(crew.DistributedProcesses):
     """One that works when no other does."""
 
     board: Board
@@ -342,7 +342,7 @@ def test_one_that_fails_before_it_writes_says_so_to_the_others():
     told = []
 
     def run(number, work):
-        one = crew.Messages(number, 2, board.leave, board.fetch, "save")
+        one = crew.DistributedProcesses(number, 2, board.leave, board.fetch, "save")
         try:
             told.append(one.together(work))
         except Exception as error:

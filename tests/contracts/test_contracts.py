@@ -99,7 +99,7 @@ def test_empty_overwrites_a_samplers_arrays_in_place():
 def test_a_sampler_whose_arrays_were_added_later_names_reset():
     @component
     class Joins(Draws):
-        def joined(self, state, waits):
+        def joined(self, state, has_delayed_anchors):
             return {"more": jnp.zeros(3)}
 
     buffer, state = filled(sampler=Joins())
@@ -112,7 +112,7 @@ def test_shards_need_what_a_sampler_says_of_its_weights(method):
     @component
     class Half(Draws):
         def share(self, ring, state, anchors):
-            shared = jrb.types.Share.uniform(anchors)
+            shared = jrb.types.ShardStats.uniform(anchors)
             return shared if method == "exponent" else super().share(ring, state, anchors)
 
     sharded = jrb.Sharded(jrb.ReplayBuffer(8, 2, batch_size=4, sampler=Half()), 2)
@@ -217,7 +217,7 @@ def test_a_unit_has_every_method_that_has_no_safe_default(method):
         component(type("Lacking", (Unit,), {"__module__": __name__, **without}))()
 
 
-@pytest.mark.parametrize("method", ["reset", "resume", "rows_before"])
+@pytest.mark.parametrize("method", ["reset", "resume", "episode_step"])
 def test_a_unit_that_reads_rows_before_names_what_it_lacks(method):
     lacking: Any = component(type("Lacking", (PreviousAction,), {method: getattr(Unit, method)}))
     buffer, state = filled(unit=lacking())
@@ -296,7 +296,10 @@ WRONG = {
     ],
     "edited": [
         (
-            {"unit": jrb.NStep(2, 0.9, strict=True), "sampler": broken(relearn=_reset_priorities)},
+            {
+                "unit": jrb.NStep(2, 0.9, strict=True),
+                "sampler": broken(rebuild_index=_reset_priorities),
+            },
             "set of done flags keeps the priorities",
         )
     ],

@@ -18,9 +18,9 @@ import pytest
 
 import jrb
 from jrb import datasets
-from jrb._base import versions
-from jrb._engine import retelling
+from jrb._core import retelling
 from jrb._store import files
+from jrb._xla import compat
 from jrb.datasets.copying import cache, copies, filling
 
 pytestmark = pytest.mark.slow
@@ -72,12 +72,12 @@ def test_a_buffer_holds_all_steps_in_their_order(dataset, tmp_path, number, piec
     storage = storages(tmp_path)[number]
     buffer, state = dataset.buffer(storage=storage, batch_size=4)
     assert buffer.capacity == int(buffer.size(state)) == sum(LENGTHS)
-    assert buffer.writer == jrb.Immutable()
+    assert buffer.writer == jrb.ReadOnly()
     same(jrb.items(buffer, state), whole(dataset))
     found = jrb.episodes(buffer, state)
     assert [episode.length for episode in found] == LENGTHS
     assert all(episode.complete for episode in found)
-    with pytest.raises(TypeError, match="Immutable"):
+    with pytest.raises(TypeError, match="ReadOnly"):
         buffer.extend(state, whole(dataset))
 
 
@@ -286,10 +286,10 @@ def test_a_copy_has_the_dtypes_that_jax_has_then(dataset, tmp_path):
     rewards = lambda: jrb.items(*dataset.buffer(cache=True, root=tmp_path / "root"))["next"][
         "reward"
     ]
-    with versions.enable_x64():
+    with compat.enable_x64():
         assert rewards().dtype == np.float64
     assert rewards().dtype == np.float32
-    with versions.enable_x64():
+    with compat.enable_x64():
         assert rewards().dtype == np.float64
 
 

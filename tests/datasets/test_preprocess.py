@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._base import versions
+from jrb._xla import compat
 from jrb.datasets import preprocess as preprocessing
 from tests.datasets.access import assert_same
 
@@ -193,7 +193,7 @@ def test_numbers_of_64_bits(tmp_path):
         source.preprocess(same, tmp_path / "b", jit=True)
     found = source.preprocess(same, tmp_path / "b", jit=True, cast=True)
     assert found.spec["next"]["reward"].dtype == np.float32
-    with versions.enable_x64():
+    with compat.enable_x64():
         wide = source.preprocess(same, tmp_path / "c", jit=True)
     assert_same_set(wide, source)
 
@@ -203,7 +203,7 @@ def test_the_new_set_is_a_buffer_too(tmp_path):
     source.preprocess(same, tmp_path / "b")
     buffer, state = jrb.load(tmp_path / "b")
     assert jrb.checkpoint.verify(tmp_path / "b") == []
-    assert buffer.capacity == 21 and isinstance(buffer.writer, jrb.Immutable)
+    assert buffer.capacity == 21 and isinstance(buffer.writer, jrb.ReadOnly)
     assert_same(jrb.items(buffer, state), next(source.steps(rows=21)))
     sample = buffer.sample(state, jax.random.key(0), 8)
     seen = next(source.steps(rows=21))["observation"][np.asarray(sample.indices)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.plot import binned, facts
 from jrb.storages import store_rows
 from tests.plot import buffers, pictures
@@ -29,7 +29,7 @@ KINDS = {
     "windows": {"num_envs": 2, "unit": jrb.Sequence(4, burn_in=2, short="pad")},
     "whole": {"num_envs": 2, "unit": jrb.Sequence(4, over="whole")},
     "stacks": {"num_envs": 2, "unit": jrb.FrameStack(3)},
-    "lanes": {"num_envs": 4, "writer": jrb.Lanes()},
+    "lanes": {"num_envs": 4, "writer": jrb.PerEnvironment()},
     "reservoir": {"writer": jrb.Reservoir()},
     "best": {"writer": jrb.MaxValue(("next", "reward")), "sampler": jrb.Prioritized()},
     "immutable": {"num_envs": 2, "writer": jrb.RoundRobin()},
@@ -55,7 +55,7 @@ def test_every_kind_of_buffer_has_a_picture_that_can_be_read(kind, length):
     buffer = jrb.ReplayBuffer(40, batch_size=4, **KINDS[kind])
     state = buffers.filled(buffer, length, observation=SMALL)
     if kind == "immutable":
-        buffer = dataclasses.replace(buffer, writer=jrb.Immutable())
+        buffer = dataclasses.replace(buffer, writer=jrb.ReadOnly())
     before = jax.tree.map(np.asarray, state.sampler)
     figure = jrb.plot.state(buffer, state)
     pictures.check(figure)
@@ -90,7 +90,9 @@ def _check_episodes(buffer, state, figure, said):
     assert sum(wide) == pytest.approx(int(buffer.size(state)), abs=0.21 * len(found))
 
 
-@pytest.mark.parametrize("writer", [jrb.RoundRobin(), jrb.Lanes()], ids=["together", "lanes"])
+@pytest.mark.parametrize(
+    "writer", [jrb.RoundRobin(), jrb.PerEnvironment()], ids=["together", "lanes"]
+)
 @pytest.mark.parametrize("length", [1, 7, 33])
 @pytest.mark.parametrize("envs", [1, 3])
 def test_spans_are_the_episodes_that_jrb_reads(writer, length, envs):

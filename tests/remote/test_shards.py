@@ -65,7 +65,7 @@ def test_weights_are_those_of_one_buffer(normalize):
     assert whole.weights[2] == 0 and whole.data["x"].tolist() == [0, 2, 1, 7]
 
 
-class Alone:
+class SingleProcess:
     """What Ray does, in this process: calls are done at once, and references what they give."""
 
     get = staticmethod(lambda found: found)
@@ -80,14 +80,14 @@ class Alone:
 
 
 def test_a_batch_is_whole_where_a_shard_was_begun_anew_after_it_said_what_it_holds(monkeypatch):
-    monkeypatch.setattr(drawing, "ray", lambda: Alone)
+    monkeypatch.setattr(drawing, "ray", lambda: SingleProcess)
     made = buffer(96, unit=jrb.Transition())
     options = {"path": None, "seed": 0, "save_every": None, "in_flight": 4}
     own = Setup(made, setups.spec_of(made, EXAMPLE), 2, 2, **options, on_cpu=False, wide=False)
     servers = [Server(own, shard) for shard in range(2)]
     for shard, one in enumerate(servers):
         one.extend(0, 7, 0, jax.tree.leaves(rows(shard, 0, 9)), None, None)
-    actors = [Alone.actor(lambda shard=shard: servers[shard]) for shard in range(2)]
+    actors = [SingleProcess.actor(lambda shard=shard: servers[shard]) for shard in range(2)]
     draws = drawing.Drawing(own, actors, None)
     (draw,) = draws.ask(16, [None])
     assert draws.take(draw, None).info["shard"].tolist().count(1) == 8
@@ -101,14 +101,14 @@ def test_a_batch_is_whole_where_a_shard_was_begun_anew_after_it_said_what_it_hol
 
 
 def test_a_patient_draw_waits_for_what_was_counted_but_is_not_written_yet(monkeypatch):
-    monkeypatch.setattr(drawing, "ray", lambda: Alone)
+    monkeypatch.setattr(drawing, "ray", lambda: SingleProcess)
     made = buffer(96, unit=jrb.Transition())
     options = {"path": None, "seed": 0, "save_every": None, "in_flight": 4}
     own = Setup(made, setups.spec_of(made, EXAMPLE), 1, 1, **options, on_cpu=False, wide=False)
     server = Server(own, 0)
     arrives = lambda _: server.extend(0, 7, 0, jax.tree.leaves(rows(0, 0, 9)), None, None)
     monkeypatch.setattr(drawing.time, "sleep", arrives)
-    draws = drawing.Drawing(own, [Alone.actor(lambda: server)], None)
+    draws = drawing.Drawing(own, [SingleProcess.actor(lambda: server)], None)
     assert draws.draw(16, None, None, patient=False) is None
     assert draws.draw(16, None, None, patient=True).data["id"].shape == (16, 2)
 

@@ -59,7 +59,7 @@ def test_streams_come_out_as_they_were_sent(cluster, workers, storage, envs):
 
 
 def test_draws_are_those_of_a_buffer_in_this_process(cluster):
-    local = buffer(96, num_envs=4, writer=jrb.Lanes())
+    local = buffer(96, num_envs=4, writer=jrb.PerEnvironment())
     state, root = local.init(EXAMPLE), jax.random.fold_in(jax.random.key(5), 0)
     with serve(buffer(96), EXAMPLE, streams=4, seed=5, num_cpus=0) as remote:
         for stream, first, count in [(0, 0, 9), (2, 0, 5), (0, 9, 30), (1, 0, 1), (3, 0, 11)]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._engine.steps import context_of
+from jrb._core.steps import context_of
 
 KEY = jax.random.key(0)
 EXAMPLE = {"x": jnp.int32(0), "next": {"reward": jnp.float32(0), "done": False}}
@@ -160,7 +160,7 @@ def test_a_stack_goes_on_after_a_save_and_in_another_size(tmp_path):
 
 
 def test_a_full_buffer_gives_room_once_its_oldest_were_drawn():
-    buffer = jrb.ReplayBuffer(3, batch_size=1, sampler=jrb.Lifo(), writer=jrb.UntilFull())
+    buffer = jrb.ReplayBuffer(3, batch_size=1, sampler=jrb.Lifo(), writer=jrb.BlockWhenFull())
     state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)})
     for number in (2, 1):
         state, sample = buffer.draw(state, KEY)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._base import tree as trees
+from jrb._util import tree as trees
 
 KEY = jax.random.key(0)
 

@@ -55,7 +55,7 @@ PARTS = [
     {"num_envs": None, "unit": jrb.Sequence(3)},
     {"num_envs": 3, "unit": jrb.Sequence(3, across=True), "sampler": jrb.Prioritized()},
     {"num_envs": 12, "writer": jrb.Reservoir(0)},
-    {"num_envs": 4, "unit": jrb.Sequence(2, over="episodes"), "writer": jrb.Lanes()},
+    {"num_envs": 4, "unit": jrb.Sequence(2, over="episodes"), "writer": jrb.PerEnvironment()},
 ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._engine import dispatch
+from jrb._core import eager
 from jrb._store import files
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ CASES = [
 @pytest.fixture
 def in_place(monkeypatch):
     """Compiled verbs write small states in place too, which are copied else."""
-    monkeypatch.setattr(dispatch, "_MANY", 0)
+    monkeypatch.setattr(eager, "_MANY", 0)
 
 
 @pytest.mark.parametrize("verbs", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
@@ -114,8 +114,8 @@ def test_draws_are_those_of_the_device(storage, unit, envs, verbs, in_place):
 
 WRITERS = {
     "round robin": jrb.RoundRobin(),
-    "until full": jrb.UntilFull(),
-    "lanes": jrb.Lanes(),
+    "until full": jrb.BlockWhenFull(),
+    "lanes": jrb.PerEnvironment(),
     "reservoir": jrb.Reservoir(0),
     "best": jrb.MaxValue("x"),
 }
@@ -336,7 +336,7 @@ def test_what_spills_must_come_in_the_order_of_time():
     with pytest.raises(ValueError, match="order of time"):
         jrb.ReplayBuffer(8, writer=jrb.MaxValue("x"), storage=jrb.SpillStorage(None, 2))
     buffer = jrb.ReplayBuffer(8, num_envs=4, storage=jrb.SpillStorage(None, 6))
-    with pytest.raises(ValueError, match=r"hot_capacity: expected a multiple of num_envs = 4"):
+    with pytest.raises(ValueError, match=r"device_capacity: expected a multiple of num_envs = 4"):
         buffer.init({"x": 0.0})
 
 

@@ -220,7 +220,7 @@ def test_several_seeds_under_vmap_are_several_buffers():
 
 
 def test_each_environment_counts_for_itself_where_the_mask_says_so():
-    buffer = jrb.ReplayBuffer(8, num_envs=2, writer=jrb.Lanes(), transforms=BOTH)
+    buffer = jrb.ReplayBuffer(8, num_envs=2, writer=jrb.PerEnvironment(), transforms=BOTH)
     items = rows(np.random.default_rng(5), 3, 2)
     mask = np.array([[True, False], [True, True], [False, True]])
     seen, scale = buffer.extend(buffer.init(example()), items, jnp.asarray(mask)).transforms

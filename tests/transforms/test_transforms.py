@@ -10,8 +10,8 @@ import pytest
 
 import jrb
 from jrb import transforms as tr
-from jrb._base import pytree as pytree_
-from jrb.types import Batch
+from jrb._util import pytree as pytree_
+from jrb.types import TransformContext
 
 B = 6
 RNG = np.random.default_rng(0)
@@ -23,7 +23,7 @@ def image(*shape, dtype=np.uint8):
 
 def batch(mask=None, seed=0):
     mask = jnp.ones(B, jnp.bool_) if mask is None else mask
-    return Batch(key=jax.random.key(seed), mask=mask, keys=jrb.TED)
+    return TransformContext(key=jax.random.key(seed), mask=mask, keys=jrb.TED)
 
 
 def data(**more):

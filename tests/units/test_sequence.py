@@ -172,7 +172,7 @@ def test_episodes_and_priorities_are_refused_together():
         (lambda: jrb.Sequence(2, period=0), "period: expected from 1"),
         (
             lambda: jrb.ReplayBuffer(
-                9, unit=jrb.Sequence(8, period=4), sampler=jrb.Queue(), writer=jrb.UntilFull()
+                9, unit=jrb.Sequence(8, period=4), sampler=jrb.Queue(), writer=jrb.BlockWhenFull()
             ),
             "length . period - 1: expected at most the 9 rows of the ring .* got 11",
         ),

@@ -66,11 +66,11 @@ class Model:
                 self.learn()
                 own = list(self.writer.held().values()) if self.writer.in_time else rows
                 anchors = self.anchors if self.writer.in_time else rows
-                self.sampler.wrote(rows, own, anchors, self.unit.waits)
+                self.sampler.wrote(rows, own, anchors, self.unit.has_delayed_anchors)
         self.writer.told(given.get("told"))
         self.learn()
         self.changed(before)
-        assert not (self.buffer.writer.until_full and getattr(self.sampler, "lost", 0))
+        assert not (self.buffer.writer.blocks_when_full and getattr(self.sampler, "lost", 0))
 
     def rows(self, given, t):
         """The items that come at time t."""
@@ -84,7 +84,7 @@ class Model:
 
     def room(self):
         """For how many rows there is room."""
-        if not self.buffer.writer.until_full:
+        if not self.buffer.writer.blocks_when_full:
             return 10**9
         held = len(self.writer.lanes[0])
         free, unread = self.writer.size - held, self.sampler.unread(self.anchors)
@@ -92,7 +92,7 @@ class Model:
             return free
         age = {row: number for lane in self.writer.lanes for number, row in enumerate(lane)}
         read = age[unread[0]] if unread else age[self.anchors[-1]] + 1
-        return free + max(0, read - self.unit.reach - (self.unit.lag or 0))
+        return free + max(0, read - self.unit.lookback - (self.unit.max_entry_delay or 0))
 
     def set(self, slots, values, flags):
         """Other values; where flags are among them, ends of episodes are learned anew."""
@@ -146,7 +146,7 @@ class Model:
         lanes = getattr(self.writer, "lanes", [])
         if buffer.writer.in_lanes or not buffer.writer.in_time:
             return False
-        return len(set(map(len, lanes))) > 1 and buffer.unit.needs_past
+        return len(set(map(len, lanes))) > 1 and buffer.unit.requires_contiguous_history
 
     def rebuild(self, buffer, rule):
         """All moves to a buffer of other parts, which knows what this one did."""

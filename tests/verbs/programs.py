@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jrb
-from jrb._engine.steps import context_of
+from jrb._core.steps import context_of
 
 T, STEPS, MANY = 2, 14, 256
 AFTER = {"observation": jnp.int32(0), "reward": jnp.float32(0), "done": False}
@@ -153,7 +153,7 @@ def seen(buffer, state, items, many=MANY):
         "items": items,
         "order": order,
         "count": count,
-        "before": buffer.unit.rows_before(state.unit, slots),
+        "before": buffer.unit.episode_step(state.unit, slots),
         "drawn": drawn((None, sample))[1] if many else None,
     }
     if buffer.sampler.counted:

@@ -169,7 +169,7 @@ class Queue(Alike):
     at_end = draw
 
 
-class Pile(Alike):
+class LifoState(Alike):
     """Each once, the newest first."""
 
     lost = 0
@@ -271,7 +271,7 @@ def is_priority(number):
     return number is not None and np.isfinite(number) and number >= 0
 
 
-_KINDS = {"Prioritized": Priorities, "Queue": Queue, "Lifo": Pile, "Newest": Newest}
+_KINDS = {"Prioritized": Priorities, "Queue": Queue, "Lifo": LifoState, "Newest": Newest}
 _KINDS["WithoutReplacement"] = Epochs
 
 

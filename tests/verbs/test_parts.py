@@ -23,15 +23,15 @@ COUNTED = jrb.Prioritized(counted=True)
 IN_ORDER = jrb.WithoutReplacement(shuffle=False, counted=True)
 ARRAYS = [
     ("strict n-step", jrb.Prioritized(), jrb.RoundRobin(), MEMMAP),
-    ("transition", jrb.Queue(), jrb.UntilFull(), SPILL),
-    ("windows of a period", COUNTED, jrb.Lanes(), MEMMAP),
-    ("stacks", jrb.Newest(count=2), jrb.Immutable(), SPILL),
+    ("transition", jrb.Queue(), jrb.BlockWhenFull(), SPILL),
+    ("windows of a period", COUNTED, jrb.PerEnvironment(), MEMMAP),
+    ("stacks", jrb.Newest(count=2), jrb.ReadOnly(), SPILL),
     ("transition", jrb.Uniform(False), jrb.MaxValue(("next", "reward")), MEMMAP),
 ]
 OBJECTS = [
     ("transition", jrb.Prioritized(), jrb.RoundRobin(), jrb.ListStorage()),
-    ("transition", jrb.Queue(counted=True), jrb.UntilFull(), jrb.ListStorage()),
-    ("transition", IN_ORDER, jrb.Lanes(), jrb.ListStorage()),
+    ("transition", jrb.Queue(counted=True), jrb.BlockWhenFull(), jrb.ListStorage()),
+    ("transition", IN_ORDER, jrb.PerEnvironment(), jrb.ListStorage()),
     ("transition", jrb.Uniform(), jrb.Reservoir(0), jrb.ListStorage()),
 ]
 

@@ -25,7 +25,7 @@ PROGRAMS, PAUSE, REBUILT, ROWS = 600, 2, 24, 4
 IN_TURN, DEVICE = jrb.RoundRobin(), jrb.DeviceStorage()
 ONCE = jrb.DeviceStorage(once=True, room=8)
 BY_ENVIRONMENT = jrb.DeviceStorage(layout="environments")
-LANES, FULL = jrb.Lanes(), jrb.UntilFull()
+LANES, FULL = jrb.PerEnvironment(), jrb.BlockWhenFull()
 BEST = jrb.MaxValue(("next", "reward"))
 COUNTED = jrb.Prioritized(counted=True)
 UNSHUFFLED = jrb.WithoutReplacement(shuffle=False, uses=2)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._engine import steps
-from jrb._engine.steps import context_of
+from jrb._core import steps
+from jrb._core.steps import context_of
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def seen(buffer, state):
 def test_lanes_are_a_buffer_for_each_environment(name):
     sampler = jrb.Uniform() if name == "hindsight" else jrb.Prioritized(new_priority=0.5)
     parts = {"unit": UNITS[name], "sampler": sampler}
-    lanes = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes(), **parts)
+    lanes = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), **parts)
     alone, left_out = jrb.ReplayBuffer(R, **parts), 3 if name in WITHOUT_SET else 1
 
     def together(state, given):
@@ -164,7 +164,9 @@ def filled(buffer, lengths, rewards=None, envs=E):
 
 def test_episodes_of_lanes_are_those_of_a_buffer_for_each_environment():
     unit = jrb.Sequence(2, over="episodes")
-    buffer = jrb.ReplayBuffer(N, num_envs=E, unit=unit, writer=jrb.Lanes(), batch_size=2000)
+    buffer = jrb.ReplayBuffer(
+        N, num_envs=E, unit=unit, writer=jrb.PerEnvironment(), batch_size=2000
+    )
     alone = jrb.ReplayBuffer(R, unit=jrb.Sequence(2))
     state, lengths = filled(buffer, [7, 3, 1]), [7, 3, 1]
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
@@ -178,7 +180,7 @@ def test_episodes_of_lanes_are_those_of_a_buffer_for_each_environment():
 
 
 def test_draws_are_uniform_over_all_that_is_held():
-    buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes(), batch_size=20_000)
+    buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), batch_size=20_000)
     state = filled(buffer, [1, 8, 3])
     drawn = np.asarray(buffer.sample(state, jax.random.key(0)).data["observation"])
     found, counts = np.unique(drawn, return_counts=True)
@@ -190,7 +192,11 @@ def test_draws_are_uniform_over_all_that_is_held():
 @pytest.mark.parametrize("cut", [1, 2, 5, 14])
 def test_lanes_do_not_depend_on_how_rows_are_cut_into_calls(cut):
     buffer = jrb.ReplayBuffer(
-        N, num_envs=E, writer=jrb.Lanes(), sampler=jrb.Prioritized(), unit=jrb.NStep(2, 0.9)
+        N,
+        num_envs=E,
+        writer=jrb.PerEnvironment(),
+        sampler=jrb.Prioritized(),
+        unit=jrb.NStep(2, 0.9),
     )
     given = program(jax.random.key(5))
     flat = lambda leaf: leaf.reshape(-1, E)[:28]
@@ -207,7 +213,7 @@ def test_lanes_do_not_depend_on_how_rows_are_cut_into_calls(cut):
 
 def test_an_epoch_goes_on_while_full_lanes_are_written():
     buffer = jrb.ReplayBuffer(
-        N, num_envs=E, writer=jrb.Lanes(), sampler=jrb.WithoutReplacement(), batch_size=4
+        N, num_envs=E, writer=jrb.PerEnvironment(), sampler=jrb.WithoutReplacement(), batch_size=4
     )
     state, draw, slots = filled(buffer, [9, 6, 7]), jax.jit(buffer.draw), []
     for step in range(4):
@@ -219,7 +225,7 @@ def test_an_epoch_goes_on_while_full_lanes_are_written():
 
 
 def test_what_is_held_is_read_out_lane_by_lane():
-    buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes())
+    buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment())
     state = filled(buffer, [7, 2, 0])
     assert int(buffer.size(state)) == 7
     assert jrb.items(buffer, state)["observation"].tolist() == [2, 3, 4, 5, 100, 6, 101]
@@ -239,7 +245,7 @@ def test_masks_and_parts_that_do_not_fit_are_refused():
     together = jrb.ReplayBuffer(N, num_envs=E)
     with pytest.raises(ValueError, match=r"add: mask: expected shape \(\), as RoundRobin writes"):
         together.add(together.init(EXAMPLE), items, jnp.ones(E, bool))
-    lanes = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes())
+    lanes = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment())
     state = lanes.init(EXAMPLE)
     with pytest.raises(ValueError, match=r"add: mask: expected shape \(\), got \(2,\)"):
         lanes.add(state, items, jnp.ones(2, bool))
@@ -251,14 +257,14 @@ def test_masks_and_parts_that_do_not_fit_are_refused():
         {"sampler": jrb.Lifo()},
         {"sampler": jrb.Newest(0.5)},
         {"storage": jrb.DeviceStorage(once=True)},
-        {"storage": jrb.SpillStorage(None, hot_capacity=E)},
+        {"storage": jrb.SpillStorage(None, device_capacity=E)},
     ):
         with pytest.raises(ValueError, match="expected a writer of all environments together"):
-            jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes(), **parts)
+            jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), **parts)
 
 
 def test_a_single_environment_may_have_a_lane():
-    buffer = jrb.ReplayBuffer(4, writer=jrb.Lanes(), batch_size=2)
+    buffer = jrb.ReplayBuffer(4, writer=jrb.PerEnvironment(), batch_size=2)
     state = buffer.init(EXAMPLE)
     for step in range(6):
         state = buffer.add(
@@ -268,7 +274,7 @@ def test_a_single_environment_may_have_a_lane():
 
 
 def test_objects_lie_in_lanes_too():
-    buffer = jrb.ReplayBuffer(4, num_envs=2, writer=jrb.Lanes(), storage=jrb.ListStorage())
+    buffer = jrb.ReplayBuffer(4, num_envs=2, writer=jrb.PerEnvironment(), storage=jrb.ListStorage())
     state = buffer.add(buffer.init(None), ["a", "b"])
     state = buffer.extend(
         state, [["c", "d"], ["e", "f"]], jnp.array([[True, False], [True, False]])
@@ -286,7 +292,7 @@ STORAGES = {
 def test_lanes_are_saved_and_loaded(storage, tmp_path):
     parts = {"sampler": jrb.Prioritized(), "unit": jrb.Sequence(2), "batch_size": 8}
     storage = STORAGES[storage](tmp_path / "store")
-    buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes(), storage=storage, **parts)
+    buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), storage=storage, **parts)
     state, path = filled(buffer, [4, 2, 0]), tmp_path / "saved"
     items = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (E,)), EXAMPLE)
     for step in range(8):
@@ -305,7 +311,7 @@ def test_lanes_are_saved_and_loaded(storage, tmp_path):
 def test_a_store_that_was_written_on_loses_the_oldest_of_each_lane(tmp_path):
     example = {"number": jnp.int32(0), "frame": jnp.zeros(2**19)}  # little room beside the ring
     storage = jrb.MemmapStorage(tmp_path / "store", slack=0.2)
-    buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes(), storage=storage)
+    buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), storage=storage)
     env, state = jnp.arange(E, dtype=jnp.int32), buffer.init(example)
 
     def row(step):
@@ -336,12 +342,12 @@ def test_a_store_that_was_written_on_loses_the_oldest_of_each_lane(tmp_path):
 )
 def test_lanes_are_rebuilt_larger_and_smaller(lengths, rows):
     parts = {"sampler": jrb.Prioritized(), "unit": jrb.NStep(2, 0.9)}
-    old = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes(), **parts)
+    old = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), **parts)
     state = filled(old, lengths)
     slots, count = old.in_order(state)
     slots = slots[: int(count)]
     state = old.update_priority(state, slots, jnp.arange(1.0, int(count) + 1))
-    new = jrb.ReplayBuffer(rows * E, num_envs=E, writer=jrb.Lanes(), **parts)
+    new = jrb.ReplayBuffer(rows * E, num_envs=E, writer=jrb.PerEnvironment(), **parts)
     made = jrb.rebuild(old, state, new)
     for env, length in enumerate(lengths):
         kept = list(range(100 * env + max(0, length - min(rows, R)), 100 * env + length))
@@ -354,7 +360,7 @@ def test_lanes_are_rebuilt_larger_and_smaller(lengths, rows):
 
 
 def test_lanes_become_rows_of_all_environments_and_come_from_them():
-    lanes = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.Lanes(), unit=jrb.NStep(2, 0.9))
+    lanes = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), unit=jrb.NStep(2, 0.9))
     state = filled(lanes, [7, 3, 1])  # 5, 3 and 1 of them are held
     together = jrb.ReplayBuffer(N, num_envs=E, unit=jrb.NStep(2, 0.9))
     made = jrb.rebuild(lanes, state, together)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._engine.steps import context_of
+from jrb._core.steps import context_of
 
 KEY = jax.random.key(0)
 EXAMPLE = {"id": jnp.int32(0), "rank": jnp.float32(0)}
@@ -102,7 +102,7 @@ def test_a_queue_of_the_best_makes_no_sense():
 def test_an_immutable_buffer_is_drawn_from_and_not_written():
     buffer = jrb.ReplayBuffer(4, batch_size=2, sampler=jrb.Prioritized())
     state = buffer.add(buffer.init(EXAMPLE), EXAMPLE)
-    fixed = dataclasses.replace(buffer, writer=jrb.Immutable())
+    fixed = dataclasses.replace(buffer, writer=jrb.ReadOnly())
     sample = fixed.sample(state, KEY)
     assert sample.mask.all()
     fixed.update_priority(state, sample, jnp.ones(2))
@@ -190,7 +190,7 @@ def test_a_queue_that_refuses_loses_nothing(unit, envs):
     """What was added comes out, once and in order, however full the queue was meanwhile."""
     buffers = [
         jrb.ReplayBuffer(rows * envs, envs, 3, jrb.Queue(), unit, writer)
-        for rows, writer in ((6, jrb.UntilFull()), (200, jrb.RoundRobin()))
+        for rows, writer in ((6, jrb.BlockWhenFull()), (200, jrb.RoundRobin()))
     ]
     example = {"id": jnp.int32(0), "next": {"reward": jnp.float32(0), "done": False}}
     small, large = (buffer.init(example) for buffer in buffers)
@@ -231,7 +231,7 @@ def test_a_queue_that_refuses_loses_nothing(unit, envs):
 
 def test_rows_that_nobody_can_draw_are_not_overwritten_either():
     unit = jrb.Sequence(3)
-    buffer = jrb.ReplayBuffer(6, batch_size=2, unit=unit, writer=jrb.UntilFull())
+    buffer = jrb.ReplayBuffer(6, batch_size=2, unit=unit, writer=jrb.BlockWhenFull())
     done = jnp.array([True, True, True, False, False, False])
     items = {"id": jnp.arange(6), "next": {"done": done}}
     state = buffer.extend(buffer.init({"id": 0, "next": {"done": False}}), items)
@@ -240,7 +240,7 @@ def test_rows_that_nobody_can_draw_are_not_overwritten_either():
 
 
 def test_a_full_buffer_refuses_until_it_is_emptied():
-    buffer = jrb.ReplayBuffer(3, batch_size=1, writer=jrb.UntilFull())
+    buffer = jrb.ReplayBuffer(3, batch_size=1, writer=jrb.BlockWhenFull())
     state = buffer.extend(buffer.init({"id": 0}), {"id": jnp.arange(2)})
     assert buffer.can_add(state)
     with pytest.raises(ValueError, match=r"at most 1 rows.*got 2"):
@@ -251,6 +251,6 @@ def test_a_full_buffer_refuses_until_it_is_emptied():
     assert jrb.items(buffer, masked)["id"].tolist() == [0, 1, 6]
     assert not buffer.can_add(masked)
     assert buffer.can_add(buffer.empty(masked))
-    fixed = dataclasses.replace(buffer, writer=jrb.Immutable())
+    fixed = dataclasses.replace(buffer, writer=jrb.ReadOnly())
     assert not fixed.can_add(state)
     assert dataclasses.replace(buffer, writer=jrb.RoundRobin()).can_add(masked)

@@ -13,11 +13,11 @@ import os
 import time
 from collections.abc import Iterator
 
-from jrb._base import extras
 from jrb._store import paths
 from jrb._store.errors import LockedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
+from jrb._util import extras
 from jrb.datasets.copying import fingerprint
 from jrb.datasets.copying.blocks import Episodes
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import checks
+from jrb._util import checks
 from jrb.datasets.copying.mapped import Call, Failure, Function, Result, check_like
 from jrb.datasets.copying.new_dataset import NewDataset
 from jrb.datasets.kind import Episode

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jrb import checkpoint
-from jrb._engine.replaying import writable
-from jrb._engine.retelling import retold
+from jrb._core.replaying import writable
+from jrb._core.retelling import retold
 from jrb._store.store import writing
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import matching

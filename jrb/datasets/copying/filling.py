@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import pytree
+from jrb._util import pytree
 from jrb.datasets.copying.blocks import Episodes, regrouped
 from jrb.datasets.kind import Episode, rows_of
 

@@ -7,7 +7,7 @@ import logging
 
 import numpy as np
 
-from jrb._base.pytree import PyTree
+from jrb._util.pytree import PyTree
 from jrb.datasets.copying.filling import Streams
 
 _log = logging.getLogger("jrb.datasets")

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import casting, pytree
-from jrb._base.pytree import PyTree
+from jrb._util import casting, pytree
+from jrb._util.pytree import PyTree
 from jrb.datasets.kind import Episode
 from jrb.layouts.names import Leaves, flatten
 

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._base import versions
-from jrb._base.pytree import PyTree
 from jrb._store import files, opening, removal
 from jrb._store.store import Store
+from jrb._util.pytree import PyTree
+from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
 from jrb.checkpoint.snapshots import Snapshot
@@ -28,7 +28,7 @@ from jrb.ring import Clock
 from jrb.storages import MemmapStorage
 from jrb.storages.host_rows import bytes_of
 from jrb.storages.store_rows import columns
-from jrb.writers import Immutable
+from jrb.writers import ReadOnly
 
 
 class NewDataset:
@@ -120,7 +120,7 @@ class NewDataset:
     ) -> None:
         """Makes it what a buffer would have saved that holds these steps."""
         storage = MemmapStorage(self.dest)
-        buffer = ReplayBuffer(self.steps, writer=Immutable(), storage=storage)
+        buffer = ReplayBuffer(self.steps, writer=ReadOnly(), storage=storage)
         saved = Snapshot(buffer, _state(buffer, self.spec), self.spec, ())
         meta, (_, arrays, kinds) = matching.about(commits.KIND, saved), rows.split(saved)
         named = {ENDS: ends, **{FACTS + name: fact for name, fact in facts.items()}}
@@ -142,7 +142,7 @@ class NewDataset:
 
 def _state(buffer: ReplayBuffer, spec: PyTree) -> Any:
     """The state of a full buffer, without its items."""
-    with versions.enable_x64():
+    with compat.enable_x64():
         want = state_specs.blank(host_items.on_device(buffer), spec).replace(storage=None)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), want)
     clock = Clock(cursor=jnp.int32(0), count=jnp.int32(buffer.capacity), lap=jnp.uint32(1))

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-from jrb._base import checks, extras
+from jrb._util import checks, extras
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from jrb._base import expansion
+from jrb._util import expansion
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import hdf5, npz
 from jrb.datasets.reading.flags import read_flags, remembered_flags

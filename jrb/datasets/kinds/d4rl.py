@@ -13,7 +13,7 @@ from typing import ClassVar
 import h5py
 import numpy as np
 
-from jrb._base import checks, expansion
+from jrb._util import checks, expansion
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.derived import Flag

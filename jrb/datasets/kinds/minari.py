@@ -21,8 +21,8 @@ import h5py
 import jax
 import numpy as np
 
-from jrb._base import extras
-from jrb._base.expansion import Limit
+from jrb._util import extras
+from jrb._util.expansion import Limit
 from jrb.datasets.kind import Description, Episode, Indexed, Source, shifted, spec_of
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import _saved, checkpoint, read
-from jrb._base import checks, prng_keys, pytree, versions
-from jrb._engine import episodes
-from jrb._engine.steps import context_of
+from jrb._core import episodes
+from jrb._core.steps import context_of
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.generation import Generation
+from jrb._util import checks, prng_keys, pytree
+from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions, host_items
 from jrb.datasets.kind import Description, Source
@@ -175,7 +176,7 @@ def _loaded(path: str, kind: Native, found: Generation | None) -> _Opened:
     """Loads one generation, or a file."""
     given = None if found is None else _without_functions(path, found)
     number = kind.generation if found is None else found.number
-    with versions.enable_x64():  # so that every leaf has the dtype of the files
+    with compat.enable_x64():  # so that every leaf has the dtype of the files
         buffer, state = checkpoint.load(path, given, generation=number, verify=kind.verify)
         leaves, keys = _leaves(path, buffer, state), kind.keys or buffer.keys
         written = None if found is None or ENDS not in found.arrays else found

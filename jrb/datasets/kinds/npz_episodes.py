@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jrb._base import checks
+from jrb._util import checks
 from jrb.datasets.kind import Description, Episode, Indexed, Source
 from jrb.datasets.reading import npz
 from jrb.datasets.reading.derived import Part

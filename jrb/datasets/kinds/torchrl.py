@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jrb._base import pytree
-from jrb._base.pytree import PyTree
+from jrb._util import pytree
+from jrb._util.pytree import PyTree
 from jrb.datasets.kind import Source
 from jrb.datasets.reading import rings
 from jrb.datasets.reading.flat import Flat, Table

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import extras
+from jrb._util import extras
 from jrb.datasets.reading.arrow import Files, refused, starts_of
 
 _PIECE = 4 << 20  # bytes of a column that are decoded at a time

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
-from jrb._base import expansion
-from jrb._base.pytree import PyTree
+from jrb._util import expansion
+from jrb._util.pytree import PyTree
 from jrb.datasets.kind import Description, Episode, Indexed, Source
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.derived import Flag

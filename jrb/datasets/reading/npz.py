@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jrb._base import expansion
+from jrb._util import expansion
 from jrb.datasets.reading.flat import Column
 from jrb.datasets.reading.names import check_names
 from jrb.datasets.reading.remembered import Remembered, stamps

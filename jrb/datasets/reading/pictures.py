@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import extras
+from jrb._util import extras
 from jrb.datasets.reading import arrow, arrow_columns
 from jrb.datasets.reading.flat import Column
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base.pytree import PyTree
+from jrb._util.pytree import PyTree
 from jrb.datasets.kind import Source
 from jrb.datasets.reading.flags import both
 from jrb.datasets.reading.flat import Table

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._base import checks
-from jrb._base.pytree import PyTree
 from jrb._store.files import Folder
+from jrb._util import checks
+from jrb._util.pytree import PyTree
 from jrb.datasets.recording import folders, heads
 from jrb.datasets.recording.heads import Head
 from jrb.keys import Keys

@@ -10,8 +10,8 @@ import jax
 import jax.core
 import numpy as np
 
-from jrb._base import casting, prng_keys, pytree
-from jrb._base.pytree import PyTree
+from jrb._util import casting, prng_keys, pytree
+from jrb._util.pytree import PyTree
 from jrb.checkpoint import descriptions
 from jrb.datasets.recording import roles
 from jrb.datasets.recording.heads import Leaf

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._base import host_calls, prng_keys
-from jrb._base.pytree import ArrayLike, PyTree
 from jrb._store import paths
+from jrb._util import host_calls, prng_keys
+from jrb._util.pytree import ArrayLike, PyTree
 from jrb.checkpoint import facts
 from jrb.datasets.recording.checking import (
     check_alike,

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from jrb import read
-from jrb._base import prng_keys, pytree
-from jrb._base.pytree import PyTree
+from jrb._util import prng_keys, pytree
+from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.reading.mapping import ted_names

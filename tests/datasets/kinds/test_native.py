@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._base import versions
 from jrb._store.errors import DamagedError, LostWarning, StaleError
+from jrb._xla import compat
 from jrb.storages.store_rows import StoreRows
 from tests.datasets.access import assert_same
 
@@ -71,7 +71,7 @@ def storages(name, path):
     """A storage by name, and where a checkpoint of it goes."""
     made = {"device": jrb.DeviceStorage(), "once": jrb.DeviceStorage(once=True, room=24)}
     made |= {"memmap": jrb.MemmapStorage(), "own": jrb.MemmapStorage(path)}
-    made |= {"spill": jrb.SpillStorage(path, hot_capacity=6)}
+    made |= {"spill": jrb.SpillStorage(path, device_capacity=6)}
     return made[name.removeprefix("h5-")], path + ".h5" * name.startswith("h5")
 
 
@@ -161,7 +161,7 @@ def test_numbers_of_episodes_tell_their_ends(tmp_path):
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
-    with versions.enable_x64():
+    with compat.enable_x64():
         data = {
             "next": {"reward": np.array([1.0, np.nan, 1e300]), "done": np.array([0, 1, 1]) > 0},
             "wide": np.array([2**40, -1, 3]),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jrb._base import checks, expansion
+from jrb._util import checks, expansion
 from jrb.datasets.kind import Source
 from jrb.datasets.kinds.lerobot import meta as lerobot_meta
 from jrb.datasets.kinds.lerobot.meta import Meta

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._base import extras
+from jrb._util import extras
 from jrb.datasets.reading import arrow
 from jrb.datasets.reading.names import natural_order
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jrb._base import checks
+from jrb._util import checks
 from jrb.datasets.kind import Description, Episode, Kind, Source, spec_of
 from jrb.datasets.kinds.rlds.steps import Read, held, is_episode, read
 from jrb.datasets.reading.flat import left_out_note

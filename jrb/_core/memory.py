@@ -1,0 +1,224 @@
+"""Arrays of the device as bytes, and back."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jrb._store.table import aligned
+from jrb._util import prng_keys
+from jrb._util.pytree import Leaf
+from jrb._xla import compat
+
+Place = jax.Device | jax.sharding.Sharding | None
+
+_SMALL = 4096  # bytes
+
+PIECE = 8 << 20
+"""Bytes that are on their way at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """`array[place]` of an array on a device, not taken out yet: it may be large."""
+
+    array: jax.Array
+    place: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return self.array.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        """As an array has it."""
+        return self.array.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.array[self.place][index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.array[self.place], dtype)
+
+
+def on_host(leaf: Leaf) -> bool:
+    """Whether the host can read an array where it lies."""
+    if isinstance(leaf, np.ndarray):
+        return True
+    if isinstance(leaf, Part):
+        return False
+    return len(leaf.devices()) == 1 and all(d.platform == "cpu" for d in leaf.devices())
+
+
+def reader(leaf: Leaf) -> Callable[[int, int], Any]:
+    """From a start and a stop to those bytes of an array, without a copy if it is on the host."""
+    if isinstance(leaf, Part):
+        whole, first = reader(leaf.array), leaf.place * leaf.size * leaf.dtype.itemsize
+        return lambda start, stop: whole(first + start, first + stop)
+    if on_host(leaf):
+        held = view(np.asarray(leaf))
+        return lambda start, stop: held[start:stop]
+    if len(leaf.devices()) > 1:
+        return _over_devices(leaf)
+    width = leaf.dtype.itemsize
+
+    def read(start: int, stop: int) -> memoryview:
+        with compat.enable_x64():  # for places beyond 2^31
+            return view(np.asarray(_cut(leaf, np.int64(start // width), (stop - start) // width)))
+
+    return read
+
+
+def _over_devices(leaf: jax.Array) -> Callable[[int, int], Any]:
+    """The same of an array that is cut over devices: each byte is asked of one that has it."""
+    pieces = {_first(piece.index): piece.data for piece in leaf.addressable_shards}
+    whole = any(piece.shape[1:] != leaf.shape[1:] for piece in pieces.values())
+    if whole or sum(piece.shape[0] for piece in pieces.values()) != leaf.shape[0]:
+        everything = view(np.asarray(leaf))
+        return lambda start, stop: everything[start:stop]
+    row = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+    found = [(first * row, pieces[first], reader(pieces[first])) for first in sorted(pieces)]
+
+    def read(start: int, stop: int) -> Any:
+        some = [
+            read_one(max(start - first, 0), min(stop - first, piece.size * leaf.dtype.itemsize))
+            for first, piece, read_one in found
+            if first < stop and start < first + piece.size * leaf.dtype.itemsize
+        ]
+        return some[0] if len(some) == 1 else memoryview(b"".join(some))
+
+    return read
+
+
+def _first(index: tuple[slice, ...]) -> int:
+    return (index[0].start or 0) if index else 0
+
+
+def view(array: np.ndarray) -> memoryview:
+    """The bytes of an array."""
+    flat: Any = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(leaf: jax.Array, start: Any, length: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(leaf.reshape(-1), start, length)
+
+
+def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
+    """Hashes of the rows of an array, computed on its device, uint8 `[rows, 4]`.
+
+    Args:
+        leaf: an array of JAX, keys as their words, or a `Part` of one.
+        width: bytes of a row, at least 1.
+    """
+    count = leaf.size * leaf.dtype.itemsize // width
+    if isinstance(leaf, Part):
+        whole = row_hashes(leaf.array, width)
+        return whole[leaf.place * count :][:count]
+    return np.asarray(_row_hashes(leaf, count)).view(np.uint8).reshape(count, 4)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
+    """Hashes `[count]`, uint32.
+
+    Each word goes through bijections that depend on its position: another value of one word always
+    changes the sum, and so do two words that change places, but for one case in 2^32.
+    """
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+    words = lax.bitcast_convert_type(leaf, unsigned).reshape(count, -1).astype(jnp.uint32)
+    position = jnp.arange(words.shape[1], dtype=jnp.uint32)[None]
+    mixed = (words + position * _ODD[0]) * _ODD[1]
+    return jnp.sum((mixed ^ (mixed >> 15)) * _ODD[2], axis=1, dtype=jnp.uint32)
+
+
+_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)  # primes of xxHash
+
+
+def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Place = None) -> jax.Array:
+    """An array of the device from its bytes.
+
+    Large ones on a CPU stay in the memory that they were read into; JAX copies them when they are
+    first donated.
+
+    Args:
+        spec: shape and dtype.
+        read: fills a memoryview with the bytes; from None, gives an iterator over offsets and
+            bytes, in order, without gaps.
+        device: a device or a sharding; None for the default one.
+    """
+    inner = prng_keys.raw_spec(spec)
+    size = inner.size * inner.dtype.itemsize
+    if size > PIECE and not _goes_to_cpu(device):
+        array = _filled(inner, read(None))
+    else:
+        host: Any = aligned((size,))
+        read(memoryview(host))
+        array = _taken_over(host.view(inner.dtype).reshape(inner.shape))
+    array = prng_keys.wrapped(array, spec.dtype)
+    return array if device is None else jax.device_put(array, device)
+
+
+def placed(array: np.ndarray, device: Place = None) -> jax.Array:
+    """An array of the device from one of the host, aligned, that nobody else uses any more."""
+    if array.nbytes <= PIECE or _goes_to_cpu(device):
+        found = _taken_over(array)
+    else:
+        whole = view(array)
+        starts = range(0, len(whole), PIECE)
+        found = _filled(array, ((start, whole[start : start + PIECE]) for start in starts))
+    return found if device is None else jax.device_put(found, device)
+
+
+def _taken_over(array: np.ndarray) -> jax.Array:
+    copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
+    return jnp.array(array, copy=True) if copied else jax.device_put(array)
+
+
+def _goes_to_cpu(device: Place) -> bool:
+    if device is None:
+        return jax.default_backend() == "cpu"
+    devices = device.device_set if isinstance(device, jax.sharding.Sharding) else {device}
+    return all(one.platform == "cpu" for one in devices)
+
+
+def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
+    """An array that never lies on the host as a whole."""
+    array = jnp.zeros(spec.size, spec.dtype)
+    with compat.enable_x64():  # for places beyond 2^31
+        for start, piece in pieces:
+            block = np.frombuffer(piece, spec.dtype)
+            array = _fill(array, block, np.int64(start // spec.dtype.itemsize))
+        return _shaped(array, spec.shape)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, block, start, axis=0)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _shaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return array.reshape(shape)

@@ -1,0 +1,177 @@
+"""Transforms one after the other: functions, which may have methods (see `jrb.types.Transform`)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrb._core import episodes
+from jrb._util import pytree
+from jrb._xla import random_bits
+from jrb.types import Context, Item, StatefulTransform, Storage, TransformContext, WritePlan
+from jrb.types.messages import PartState
+
+_FIRST = 16  # the number that `fold` gets for the first transform; smaller ones are the units'
+
+
+def outward(
+    transforms: tuple, data: Item, batch: TransformContext, first: int = 0, states: tuple = ()
+) -> Any:
+    """The data on its way out, through all transforms.
+
+    Args:
+        transforms: from first to last.
+        data: leaves `[B, ...]` or `[B, L, ...]`.
+        batch: with the key of the draw, from which each transform gets one of its own.
+        first: the number of the first one.
+        states: of those that have one.
+    """
+    left = iter(states)
+    for number, transform in enumerate(transforms, first):
+        state = next(left) if isinstance(transform, StatefulTransform) else None
+        data = _applied(transform, number, data, batch, state)
+    return data
+
+
+def _applied(
+    transform: Any, number: int, data: Item, batch: TransformContext, state: PartState
+) -> Any:
+    """The data after one transform, which is the `number`-th."""
+    apply = method(transform, "apply")
+    if apply is None:
+        return transform(data)
+    key = random_bits.fold(batch.key, _FIRST + number)
+    return apply(data, dataclasses.replace(batch, key=key, state=state))
+
+
+def method(transform: Any, name: str) -> Callable[..., Any] | None:
+    """A method of a transform; None for functions, and where it has none."""
+    return getattr(transform, name, None)
+
+
+def fixed(transforms: tuple) -> int:
+    """How many transforms, from the first on, are descriptions, which never change.
+
+    A function may close over a value that does. Outside `jit` it is therefore called each time, and
+    not compiled with a draw.
+    """
+    kinds = [pytree.is_component(type(transform)) for transform in transforms]
+    return kinds.index(False) if False in kinds else len(kinds)
+
+
+def inverses(transforms: tuple) -> list[Callable[[Any], Any]]:
+    """What undoes transforms on the way in, from last to first, where something does."""
+    found = [method(transform, "inverse") for transform in reversed(transforms)]
+    return [inverse for inverse in found if inverse is not None]
+
+
+def inward(transforms: tuple, item: Item) -> Any:
+    """An item on its way in, through the inverses."""
+    for inverse in inverses(transforms):
+        item = inverse(item)
+    return item
+
+
+def learning(transforms: tuple) -> list[StatefulTransform]:
+    """Those that have a state."""
+    return [each for each in transforms if isinstance(each, StatefulTransform)]
+
+
+def _until_last(transforms: tuple) -> tuple:
+    """The transforms up to the last one that has a state."""
+    count = len(transforms)
+    while count and not isinstance(transforms[count - 1], StatefulTransform):
+        count -= 1
+    return transforms[:count]
+
+
+def check(transforms: tuple, storage: Storage) -> None:
+    """Raises where a transform with a state could not learn from what is written."""
+    first = _until_last(transforms)
+    if first and storage.of_objects:
+        raise ValueError(
+            f"transforms: expected none with a state with {type(storage).__name__}, which cannot "
+            f"look into its objects, got {type(first[-1]).__name__}."
+        )
+    if fixed(first) < len(first):
+        raise ValueError(
+            f"transforms: expected descriptions before {type(first[-1]).__name__}, which learns "
+            f"from what they make of items, got {first[fixed(first)]!r}. Put the function behind "
+            "it, or make it a class below jrb.types.Transform with jrb.types.component."
+        )
+
+
+def init(transforms: tuple, context: Context, spec: Item) -> tuple:
+    """The states before anything came; `spec` is of an item as it is stored."""
+    seen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), spec)
+    one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    states = []
+    for number, transform in enumerate(_until_last(transforms)):
+        state = None
+        if isinstance(transform, StatefulTransform):
+            state = transform.init(context, jax.tree.map(one, seen))
+            states.append(state)
+        apply = functools.partial(_applied, transform, number, state=state)
+        seen = jax.eval_shape(lambda data, apply=apply: apply(data, _of_rows(context, 1)), seen)
+    return tuple(states)
+
+
+def learned(
+    transforms: tuple, states: tuple, context: Context, items: Item, write: WritePlan
+) -> tuple:
+    """The states after a write of items, leaves `[T, E, ...]`.
+
+    Args:
+        transforms: of the buffer.
+        states: of those that have one.
+        context: of the buffer before the write.
+        items: as they are stored.
+        write: of these rows.
+    """
+    first = _until_last(transforms)
+    if not first:
+        return states
+    lead = jax.tree.leaves(items)[0].shape[:2]
+    mask = jnp.broadcast_to(write.times[0], lead)
+    ended = mask & episodes.ending(context, write, items)
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
+    left, after = iter(states), []
+    for number, transform in enumerate(first):
+        state = None
+        if isinstance(transform, StatefulTransform):
+            seen = jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), rows)
+            state = transform.on_write(context, next(left), seen, mask, ended)
+            after.append(state)
+        if len(after) < len(states):
+            rows = _applied(transform, number, rows, _of_rows(context, mask.size), state)
+    return tuple(after)
+
+
+def _of_rows(context: Context, count: int) -> TransformContext:
+    """What transforms may know of rows that are written: what is random is so in one way."""
+    return TransformContext(jax.random.key(0), jnp.ones(count, jnp.bool_), context.keys)
+
+
+def truncated(transforms: tuple, states: tuple, which: jax.Array) -> tuple:
+    """The states when some environments, bool `[E]`, begin anew."""
+    pairs = zip(learning(transforms), states, strict=True)
+    return tuple(transform.truncate(state, which) for transform, state in pairs)
+
+
+def adopted(old: tuple[tuple, tuple], new: tuple[tuple, tuple]) -> tuple:
+    """The new states, with what the old ones had learned; both transforms and their states.
+
+    The n-th transform of a class takes over what the n-th one of that class had.
+    """
+    known: dict[type, list[Any]] = {}
+    for transform, state in zip(learning(old[0]), old[1], strict=True):
+        known.setdefault(type(transform), []).append(state)
+
+    def adopted_by(transform: StatefulTransform, state: PartState) -> Any:
+        left = known.get(type(transform))
+        return transform.adopt(state, left.pop(0)) if left else state
+
+    return tuple(map(adopted_by, learning(new[0]), new[1]))

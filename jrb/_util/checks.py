@@ -1,0 +1,279 @@
+"""Checks of what users pass to the verbs, made before anything is written."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._util import owned, pytree
+from jrb._util.pytree import Leaf, PyTree
+
+_INTEGERS = int | np.integer
+_SMALLEST = np.finfo(np.float32).tiny
+
+
+def count(name: str, value: object, most: int | None = None) -> None:
+    """A positive Python integer."""
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
+        raise TypeError(f"{name}: expected an integer, got {value!r}.")
+    if value < 1 or (most is not None and value > most):
+        bound = "at least 1" if most is None else f"from 1 to {most}"
+        raise ValueError(f"{name}: expected {bound}, got {value}.")
+
+
+def multiple(capacity: int, envs: int) -> None:
+    """A capacity that is a whole number of rows."""
+    if capacity % envs:
+        fewer, more = capacity // envs * envs, -(-capacity // envs) * envs
+        legal = f"{fewer} or {more}" if fewer else str(more)
+        raise ValueError(
+            f"capacity: expected a multiple of num_envs = {envs}, got {capacity}. "
+            f"The nearest are {legal}."
+        )
+
+
+def divides(name: str, value: int, envs: int) -> None:
+    """A number of items that is a whole number of rows."""
+    if value % envs:
+        raise ValueError(f"{name}: expected a multiple of num_envs = {envs}, got {value}.")
+
+
+def key(value: Leaf) -> None:
+    """One PRNG key, typed or old-style."""
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "type", None) is jax.dtypes.prng_key:  # as `jnp.issubdtype`, which is slow
+        wanted = ()
+    elif dtype == jnp.uint32:
+        # JAX adds its options to this class as it is imported.
+        default = jax.config.jax_default_prng_impl  # pyright: ignore[reportAttributeAccessIssue]
+        wanted = _old_style_shape(default)
+    else:
+        raise TypeError(
+            f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
+        )
+    if value.shape != wanted:
+        raise ValueError(
+            f"key: expected a single key, of shape {wanted}, got shape {value.shape}. "
+            "Take one of them, or vmap over them."
+        )
+
+
+@functools.lru_cache
+def _old_style_shape(implementation: str) -> tuple[int, ...]:
+    """Of a key that is an array of uint32."""
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0, impl=implementation)).shape
+
+
+def mask(verb: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
+    """A bool array of this shape."""
+    array = jnp.asarray(owned.copy(value))
+    if array.dtype != jnp.bool_:
+        raise TypeError(
+            f"{verb}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast."
+        )
+    if array.shape != shape:
+        raise ValueError(
+            f"{verb}: mask: expected shape {shape}, got {array.shape}. It says {meaning}."
+        )
+    return array
+
+
+def number(name: str, value: Leaf) -> jax.Array:
+    """A single real number, traced or not, as float32 `[]`."""
+    if isinstance(value, str) or jnp.shape(value):
+        raise TypeError(f"{name}: expected a single number, got {value!r}.")
+    return jnp.asarray(owned.copy(value)).astype(jnp.float32)
+
+
+def indices(verb: str, value: object) -> jax.Array:
+    """An integer array, as int32; what int32 cannot hold becomes -1, which is no slot."""
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"{verb}: indices: expected integers or a Sample, got dtype {array.dtype}. "
+            "Pass the sample, or its indices."
+        )
+    if array.dtype.itemsize >= 4 and array.dtype != jnp.int32:
+        where = jnp.where if isinstance(array, jax.Array) else np.where
+        fits = (array >= 0) & (array <= array.dtype.type(2**31 - 1))
+        kept = where(fits, array, array.dtype.type(0)).astype(jnp.int32)
+        array = kept - (~fits).astype(jnp.int32)
+    return jnp.asarray(array.astype(jnp.int32))
+
+
+def in_range(verb: str, indices: jax.Array, size: int) -> None:
+    """Indices in [0, size), as far as they are known."""
+    if isinstance(indices, jax.core.Tracer):
+        return
+    known = np.asarray(indices)
+    wrong = (known < 0) | (known >= size)
+    if wrong.any():
+        raise ValueError(f"{verb}: expected indices in [0, {size}), got {known[wrong][0]}.")
+
+
+def real_numbers(name: str, value: object) -> jax.Array:
+    """An array of real numbers, as float32; of NumPy where it was, and a copy then."""
+    if isinstance(value, jax.Array) and value.dtype == jnp.float32 and not value.weak_type:
+        return value  # what follows takes 40 us
+    is_host = type(value) is np.ndarray or isinstance(value, np.generic)
+    array: Any = np.array(value) if is_host else jnp.asarray(value)
+    is_real = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if not is_real or array.dtype.kind == "m":  # NumPy's spans of time count as integers
+        raise TypeError(f"{name}: expected real numbers, got dtype {array.dtype}.")
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused later
+        narrow = array.astype(jnp.float32)
+    if array.dtype.itemsize <= 4:
+        return narrow
+    where: Any = np.where if is_host else jnp.where
+    return where((array > 0) & (narrow == 0), _SMALLEST, narrow)  # it stays positive
+
+
+def given_numbers(name: str, value: Any) -> Any:
+    """The same, from outside `jit`; what JAX has already is left as it is, and so is None."""
+    return value if value is None or isinstance(value, jax.Array) else real_numbers(name, value)
+
+
+def flag(name: str, value: object) -> None:
+    """A Python bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}.")
+
+
+def path(name: str, value: object) -> None:
+    """Raises unless a value is a name or a tuple of names."""
+    parts = value if isinstance(value, tuple) and value else (value,)
+    if not all(isinstance(part, str) for part in parts):
+        raise TypeError(f"{name}: expected a name or a tuple of names, got {value!r}.")
+
+
+def fraction(name: str, value: object) -> None:
+    """A Python number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {value!r}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: expected a number from 0 to 1, got {value}.")
+
+
+def choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
+    """One of a few."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def window(name: str, rows: int, held: int) -> None:
+    """A window that the ring can hold."""
+    if rows > held:
+        raise ValueError(
+            f"{name}: expected at most the {held} rows of the ring (capacity / num_envs), got "
+            f"{rows}. Make the capacity larger, or the window shorter."
+        )
+
+
+def write_mask(
+    verb: str, value: Any, time: tuple[int, ...], lead: tuple[int, ...], writer: Any
+) -> jax.Array:
+    """A mask of rows of time, or of single items where the writer can leave some of a row out."""
+    each = (*time, *lead)
+    if not lead or jnp.shape(value) != each:
+        return mask(verb, value, time, "which rows of time are written, for all environments alike")
+    if not writer.in_lanes:
+        raise ValueError(
+            f"{verb}: mask: expected shape {time}, as {type(writer).__name__} writes all "
+            f"environments together, got {each}. Use writer=jrb.PerEnvironment()."
+        )
+    return mask(verb, value, each, "which items are written")
+
+
+def together(name: str, writer: Any) -> None:
+    """Raises if environments are written one without the other."""
+    if writer.in_lanes:
+        raise ValueError(
+            f"{name}: expected a writer of all environments together, got "
+            f"{type(writer).__name__}, between whose environments there is no order of time. Use "
+            "jrb.RoundRobin(), or a buffer for each environment under jax.vmap."
+        )
+
+
+def in_time(name: str, writer: Any) -> None:
+    """A writer that keeps the order of time."""
+    if not writer.in_time:
+        raise ValueError(
+            f"{name}: expected a writer that keeps rows in the order of time, got "
+            f"{type(writer).__name__}. Use jrb.RoundRobin(), or unit=jrb.Transition()."
+        )
+
+
+def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
+    """Real numbers of one of these shapes, as float32; the first is that of the indices."""
+    array = real_numbers("update_priority: priorities", value)
+    if len(shapes[0]) != 1:
+        raise ValueError(
+            f"update_priority: indices: expected shape (B,), got {shapes[0]}. Flatten them, or "
+            "vmap over the states too."
+        )
+    if array.shape not in shapes:
+        raise ValueError(
+            f"update_priority: priorities: expected shape {' or '.join(map(str, shapes))}, one for "
+            f"each that was drawn, got {array.shape}. {_mend_priorities(array.shape, shapes)}"
+        )
+    return array
+
+
+def _mend_priorities(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> str:
+    """What to do about priorities of a wrong shape."""
+    fewer = [(*want[:-1], want[-1] - 1) for want in shapes[1:]]
+    if shape not in fewer:
+        return "Reduce the errors to that, such as jnp.abs(td_error)."
+    return (
+        "TD errors within a window are one row fewer than its rows, as the last one has no next "
+        "row there. Append a column: of zeros, jnp.pad(errors, ((0, 0), (0, 1))), where eta is 1, "
+        f"as they leave the maximum; else of the errors' mean. Or reduce them to {shapes[0]}."
+    )
+
+
+def given_priorities(verb: str, value: object, shape: tuple[int, ...]) -> jax.Array:
+    """Real numbers of this shape, as float32."""
+    array = real_numbers(f"{verb}: priorities", value)
+    if array.shape != shape:
+        raise ValueError(
+            f"{verb}: priorities: expected shape {shape}, one for each transition, got "
+            f"{array.shape}. Time comes first, then the environments."
+        )
+    return array
+
+
+def objects(verb: str, value: object, count: int) -> list[Any]:
+    """A sequence of so many objects, as a list."""
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Sequence):
+        raise TypeError(f"{verb}: expected a sequence of objects, got {type(value).__name__}.")
+    if len(value) != count:
+        raise ValueError(f"{verb}: expected {count} objects, one for each slot, got {len(value)}.")
+    return list(value)
+
+
+def length(items: PyTree) -> int:
+    """T, the first axis of the first leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, "extend"))
+    if not leaves:
+        raise ValueError("extend: expected at least one leaf, got an empty pytree.")
+    path, leaf = leaves[0]
+    if not leaf.shape:
+        raise ValueError(
+            f"extend: leaf '{pytree.leaf_name(path)}': expected an axis of time, got shape (). "
+            "For a single timestep there is add."
+        )
+    return leaf.shape[0]
+
+
+def lead(items: PyTree, axes: tuple[int, ...], verb: str) -> None:
+    """Leaves that all begin with these axes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pytree.spec_of(items, verb)):
+        if leaf.shape[: len(axes)] != axes:
+            raise ValueError(
+                f"{verb}: leaf '{pytree.leaf_name(path)}': expected a shape from {axes} on, "
+                f"got {leaf.shape}. Time comes first, then the environments."
+            )

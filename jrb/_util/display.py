@@ -1,0 +1,138 @@
+"""How a state looks in a terminal and in a notebook."""
+
+import html as html_
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jrb._store.printing import printable
+from jrb._util import pytree, wording
+from jrb._util.pytree import Leaf, PyTree
+
+Row = tuple[str, ...]
+"""Cells of a table."""
+
+
+def known(leaf: Leaf) -> np.ndarray | None:
+    """An array that can be looked at; None inside `jit`, after a donation, and for what is none."""
+    if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, jax.core.Tracer):
+        return None
+    if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
+        return None
+    return None if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else np.asarray(leaf)
+
+
+def share(leaf: Leaf, whole: int) -> str:
+    """`30 of 40 (75 %)` for counts that add up to 30; nothing if they are not known."""
+    counts = known(leaf)
+    if counts is None:
+        return ""
+    count = int(counts.sum(dtype=np.int64))
+    return f"{count:,} of {whole:,} ({100 * count / max(whole, 1):.0f} %)"
+
+
+def count(leaf: Leaf) -> str:
+    """`3` for flags of which three are set; nothing if they are not known."""
+    flags = known(leaf)
+    return "" if flags is None else f"{int(flags.sum(dtype=np.int64)):,}"
+
+
+def spread(leaf: Leaf) -> str:
+    """`mean 0.5, from 0.1 to 2` for numbers; nothing if there are none, or they are not known."""
+    found = known(leaf)
+    if found is None or not found.size:
+        return ""
+    mean, least, most = found.mean(dtype=np.float64), found.min(), found.max()
+    return f"mean {mean:.3g}, from {least:.3g} to {most:.3g}"
+
+
+def laid_out(description: Any, width: int = 88) -> str:
+    """A description as it is written, on one line, or each field on a line of its own."""
+    whole = f"{type(description).__name__}("
+    fields = [f"{name}={value!r}" for name, value in pytree.changed(description)]
+    if len(whole) + len(", ".join(fields)) < width:
+        return whole + ", ".join(fields) + ")"
+    lines = [field.replace("\n", "\n    ") for field in fields]
+    return "\n    ".join([whole, *(line + "," for line in lines)]) + "\n)"
+
+
+def tree_html(description: Any) -> str:
+    """The same as a list, the parts' own fields below them."""
+    return f"<ul style='list-style: none'><li>{_node(description)}</li></ul>"
+
+
+def _node(value: Any) -> str:
+    if not pytree.is_component(type(value)):
+        return _escaped(repr(value))
+    name = f"<b>{html_.escape(type(value).__name__)}</b>"
+    fields = [f"<li>{field}: {_node(entry)}</li>" for field, entry in pytree.changed(value)]
+    return f"{name}<ul>{''.join(fields)}</ul>" if fields else name
+
+
+def _escaped(text: str) -> str:
+    return html_.escape(printable(text))
+
+
+def text(state: PyTree, title: str, facts: dict[str, str]) -> str:
+    """A title, facts, and a line for every leaf: name, dtype and shape, bytes, a number's value."""
+    told = [f"{name}: {fact}" for name, fact in facts.items() if fact]
+    return table_text("\n  ".join([title, *told]), (), _rows(state))
+
+
+def html(state: PyTree, title: str, facts: dict[str, str]) -> str:
+    """The same as a table, the leaves folded away."""
+    told = [(name, fact) for name, fact in facts.items() if fact]
+    leaves = table_html("", ("leaf", "type", "memory", "value"), _rows(state))
+    return f"{table_html(title, (), told)}<details><summary>leaves</summary>{leaves}</details>"
+
+
+def of_arrays(state: PyTree) -> str:
+    """Name of the class, and memory: `BufferState, 1.5 MB`."""
+    arrays = [leaf for leaf in jax.tree.leaves(state) if pytree.is_array(leaf)]
+    return f"{type(state).__name__}, {wording.bytes_text(pytree.nbytes(arrays))}"
+
+
+def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
+    """A title, lines in columns below a head if there is one, and notes."""
+    shown = [*([head] if head else []), *rows]
+    lines = [tuple(printable(cell, "") for cell in row) for row in shown]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in lines
+    ]
+    return "\n  ".join([printable(title), *cells, *map(printable, notes)])
+
+
+def table_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
+    """The same as a table of HTML."""
+    top = "".join(f"<th>{_escaped(cell)}</th>" for cell in head)
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{_escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    below = "".join(f"<p>{_escaped(note)}</p>" for note in notes)
+    caption = f"<caption>{_escaped(title)}</caption>" if title else ""
+    head_row = f"<tr>{top}</tr>" if head else ""
+    return f"<table>{caption}{head_row}{cells}</table>{below}"
+
+
+def _rows(state: PyTree) -> list[tuple[str, str, str, str]]:
+    return [(name, *_cells(leaf)) for name, leaf in pytree.shown_leaves(state)]
+
+
+def _cells(leaf: Leaf) -> tuple[str, str, str]:
+    if not pytree.is_array(leaf):
+        return type(leaf).__name__, "", repr(leaf)
+    kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    return kind, wording.bytes_text(leaf.size * leaf.dtype.itemsize), _value(leaf)
+
+
+def _value(leaf: Leaf) -> str:
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        return "donated"
+    found = None if leaf.shape else known(leaf)
+    return "" if found is None else str(found)

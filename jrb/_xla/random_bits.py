@@ -1,0 +1,155 @@
+"""Random bits, and their maps to a range that no float32 could resolve."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jrb._xla import dependencies
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Uniform uint32 of this shape: `jax.random.bits(key, shape)`, as JAX has it by default.
+
+    JAX lowers its default generator to a loop on the CPU, which costs more than a whole draw from a
+    buffer; here the same twenty rounds are written out. Keys of other generators go to JAX.
+
+    Args:
+        key: a typed key, or the uint32 `[2]` of an old-style one. It is consumed.
+        shape: the shape of the result.
+
+    Reference: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3" (Threefry-2x32).
+    """
+    words = jax.random.key_data(key)
+    if words.shape[-1:] != (2,):
+        return jax.random.bits(key, shape)
+    counter = jnp.arange(math.prod(shape), dtype=jnp.uint32)
+    first, second = _threefry(words[0], words[1], jnp.zeros_like(counter), counter)
+    return (first ^ second).reshape(shape)
+
+
+@jax.jit  # traced and lowered once for all calls of a shape
+def _threefry(
+    k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # By `lax`, as a hundred operators would take twice as long to trace.
+    keys = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for group in range(5):
+        for turn in _ROTATIONS[group % 2]:
+            x0 = lax.add(x0, x1)
+            x1 = lax.bitwise_xor(x0, _rotated(x1, turn))
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + (keys[(group + 2) % 3] + np.uint32(group + 1))
+    return x0, x1
+
+
+def _rotated(word: jax.Array, turn: int) -> jax.Array:
+    """The bits of a uint32, turned to the left."""
+    upper = lax.shift_left(word, np.uint32(turn))
+    return lax.bitwise_or(upper, lax.shift_right_logical(word, np.uint32(32 - turn)))
+
+
+def unit_interval(words: jax.Array) -> jax.Array:
+    """Float32 in [0, 1), multiples of 2^-24, from uint32."""
+    return (words >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
+
+
+def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
+    """int32 in [0, n), of equal probability to within n / 2^64; 0 where n is 0.
+
+    Args:
+        n: int32, at least 0, broadcast against the words.
+        high: uint32 `[B]`, uniform.
+        low: uint32 `[B]`, uniform and independent of `high`.
+
+    Reference: Lemire, 2019, "Fast random integer generation in an interval" (the multiplication).
+    """
+    bound = jnp.broadcast_to(n.astype(jnp.uint32), high.shape)
+    fraction = high * bound
+    halves = _halves(bound)
+    carry = (fraction + _mulhi(_halves(low), halves)) < fraction
+    return (_mulhi(_halves(high), halves) + carry.astype(jnp.uint32)).astype(jnp.int32)
+
+
+def mulhi(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The upper 32 bits of the product of two uint32 of one shape.
+
+    From four products of halves: `lax.mulhi` does not compile in a program of several devices.
+    """
+    return _mulhi(_halves(x), _halves(y))
+
+
+_HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The upper and the lower 16 bits."""
+    return x >> _HALF, x & _LOW
+
+
+def _mulhi(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]) -> jax.Array:
+    (x1, x0), (y1, y0) = x, y
+    middle = x1 * y0 + ((x0 * y0) >> _HALF)
+    other = x0 * y1 + (middle & _LOW)
+    return x1 * y1 + (middle >> _HALF) + (other >> _HALF)
+
+
+def mix(words: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which every input bit reaches every output bit.
+
+    Reference: Wellons, 2018, "Prospecting for hash functions" (lowbias32).
+    """
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    words = (words ^ (words >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return words ^ (words >> np.uint32(16))
+
+
+def words(key: jax.Array, batch_size: int) -> jax.Array:
+    """uint32 `[2, B]`, uniform, computed once."""
+    return dependencies.once(lambda: bits(key, (2, batch_size)))
+
+
+def seed(key: jax.Array) -> jax.Array:
+    """uint32 `[2]`, uniform."""
+    return bits(key, (2,))
+
+
+def counted(seed: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two uniform words for each number, uint32 `[B]`, from a seed, uint32 `[2]`."""
+    return _threefry(seed[0], seed[1], jnp.zeros_like(numbers), numbers)
+
+
+def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
+    """`jax.random.fold_in(key, number)`, without a loop on the CPU; a number may be traced."""
+    words = jax.random.key_data(key)
+    if words.shape[-1:] != (2,):
+        return jax.random.fold_in(key, number)
+    number = jnp.asarray(number).astype(jnp.uint32)
+    return _like(key, jnp.stack(_threefry(words[0], words[1], jnp.zeros_like(number), number)))
+
+
+def fold(key: jax.Array, number: int) -> jax.Array:
+    """Another key, whose bits are independent of those of `key` and of other numbers.
+
+    Args:
+        key: a typed key, or the uint32 `[2]` of an old-style one.
+        number: at least 0.
+    """
+    words = jax.random.key_data(key)
+    if words.shape[-1:] != (2,):
+        return jax.random.fold_in(key, 2**32 - 1 - number)
+    # `bits` counts with a high word of zero, so no draw has seen this block.
+    block = _threefry(words[0], words[1], jnp.uint32(2**32 - 1), jnp.uint32(number))
+    return _like(key, jnp.stack(block))
+
+
+def _like(key: jax.Array, words: jax.Array) -> jax.Array:
+    """A key of these words, typed or not as the other one."""
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return words
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))

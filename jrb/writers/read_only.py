@@ -1,0 +1,93 @@
+"""A buffer that is only read."""
+
+from typing import Any, ClassVar, NoReturn
+
+import jax
+
+from jrb._util import pytree
+from jrb._util.pytree import ArrayLike
+from jrb.occupancy import Occupancy
+from jrb.ring import Ring
+from jrb.types import Item, WritePlan, Writer
+from jrb.types.messages import PartState
+from jrb.types.parts import check_part
+from jrb.writers.round_robin import RoundRobin
+
+
+@pytree.component
+class ReadOnly(Writer):
+    """Refuses writes: for a dataset that was loaded.
+
+    Fill a buffer, then draw from its state with a description that has this writer:
+
+        buffer = dataclasses.replace(buffer, writer=jrb.ReadOnly())
+
+    Attributes:
+        of: the writer that filled it.
+    """
+
+    writes: ClassVar[bool] = False
+
+    of: Writer = RoundRobin()
+
+    def __post_init__(self) -> None:
+        check_part("writer", self.of)
+        for name in ("in_time", "in_lanes"):
+            object.__setattr__(self, name, getattr(self.of, name))
+
+    def init(self, ring: Ring, spec: Item) -> Any:
+        """That of the writer it was filled by."""
+        return self.of.init(ring, spec)
+
+    def held(self, ring: Ring, state: PartState) -> Occupancy:
+        """What was written."""
+        return self.of.held(ring, state)
+
+    def has_lost(self, ring: Ring, state: PartState) -> jax.Array:
+        """As the writer it was filled by."""
+        return self.of.has_lost(ring, state)
+
+    def stamp(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
+        """Those of the writer it was filled by."""
+        return self.of.stamp(ring, state, slots)
+
+    def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
+        """All slots, in the order in which they were written."""
+        return self.of.in_order(ring, state)
+
+    def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:
+        """As the writer it was filled by."""
+        return self.of.best(ring, state, count)
+
+    def adopt(self, ring: Ring, state: PartState, old: PartState) -> Any:
+        """As the writer it was filled by."""
+        return self.of.adopt(ring, state, old)
+
+    def plan(
+        self, ring: Ring, state: PartState, items: Item, mask: ArrayLike | None
+    ) -> tuple[Any, WritePlan]:
+        """Raises."""
+        raise _refusal("add")
+
+    def shrink(self, ring: Ring, state: PartState, rows: jax.Array) -> NoReturn:
+        """Raises."""
+        raise _refusal("add")
+
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> NoReturn:
+        """Raises."""
+        raise _refusal("empty")
+
+    def check_edit(self, verb: str, names: frozenset[str]) -> NoReturn:
+        """Raises."""
+        raise _refusal(verb)
+
+    def writable(self) -> Writer:
+        """What fills a buffer that is then only read."""
+        return self.of
+
+
+def _refusal(verb: str) -> TypeError:
+    return TypeError(
+        f"{verb}: expected a buffer that can be written, got one with writer=ReadOnly(). "
+        "Write with a description that has the writer that filled it, jrb.RoundRobin() mostly."
+    )
