@@ -294,7 +294,7 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
     if buffer.sampler.prioritized:
         known = np.asarray(buffer.priorities(state))
         found["priority"] = _summary(known[known >= 0])
-    if buffer.sampler.counted:
+    if buffer.sampler.count_draws:
         draws = np.asarray(state.sampler.draws)[_drawable(buffer, state)]
         found["draws"] = _summary(draws)
         if draws.size:

@@ -19,7 +19,7 @@ SAMPLERS = [
     jrb.WithoutReplacement(drop_last=True),
     jrb.Queue(),
     jrb.Lifo(),
-    jrb.Prioritized(counted=True),
+    jrb.Prioritized(count_draws=True),
     jrb.Prioritized(),
     jrb.Prioritized(normalize=None, new_priority=2.0, stratified=False),
     jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer"),

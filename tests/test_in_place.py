@@ -30,7 +30,7 @@ SAMPLERS = {
     "epochs": jrb.WithoutReplacement(),
     "queue": jrb.Queue(),
     "stack": jrb.Lifo(),
-    "counted": jrb.Prioritized(counted=True),
+    "counted": jrb.Prioritized(count_draws=True),
     "prioritized": jrb.Prioritized(),
     "buffer": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer", stratified=False),
 }

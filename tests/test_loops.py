@@ -270,7 +270,7 @@ SAMPLERS = [
     jrb.Uniform(replacement=False),
     jrb.Lifo(),
     jrb.Newest(0.5),
-    jrb.Prioritized(counted=True),
+    jrb.Prioritized(count_draws=True),
 ]
 COMPOSITIONS = [
     {"unit": UNITS[1], "sampler": jrb.Prioritized()},

@@ -33,7 +33,7 @@ OTHERS = {
     "capacity": {"capacity": 32},
     "environments": {"num_envs": 2},
     "alpha": {"sampler": jrb.Prioritized(alpha=0.7)},
-    "counted": {"sampler": jrb.Prioritized(counted=True)},
+    "counted": {"sampler": jrb.Prioritized(count_draws=True)},
     "unit": {"unit": jrb.NStep(2, 0.9)},
     "length": {"unit": jrb.Sequence(2)},
     "writer": {"writer": jrb.Reservoir()},

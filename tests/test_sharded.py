@@ -42,7 +42,7 @@ UNITS = {
 }
 SAMPLERS = {
     "prioritized": jrb.Prioritized(),
-    "buffer": jrb.Prioritized(normalize="buffer", counted=True),
+    "buffer": jrb.Prioritized(normalize="buffer", count_draws=True),
     "plain": jrb.Prioritized(normalize=None, stratified=False),
     "uniform": jrb.Uniform(),
     "distinct": jrb.Uniform(replacement=False),

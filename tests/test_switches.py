@@ -25,7 +25,7 @@ PARTS = {  # each sampler, unit, writer and storage at least once
     "uniform": {"sampler": jrb.Uniform(replacement=False)},
     "n-step": {"sampler": jrb.Prioritized(), "unit": jrb.NStep(2, 0.9)},
     "counted": {
-        "sampler": jrb.Prioritized(stratified=False, counted=True),
+        "sampler": jrb.Prioritized(stratified=False, count_draws=True),
         "writer": jrb.PerEnvironment(),
     },
     "windows": {

@@ -39,9 +39,9 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     writer = buffer.writer.init(ring, spec)
     context = Context(ring, buffer.keys, buffer.writer.held(ring, writer))
     sampler = buffer.sampler.joined(buffer.sampler.init(ring), buffer.unit.has_delayed_anchors)
-    if buffer.sampler.counted and not isinstance(sampler, DrawCounts):
+    if buffer.sampler.count_draws and not isinstance(sampler, DrawCounts):
         raise TypeError(
-            f"{type(buffer.sampler).__name__}: counted: expected a state below "
+            f"{type(buffer.sampler).__name__}: count_draws: expected a state below "
             f"jrb.types.DrawCounts, got {type(sampler).__name__}. Nothing could be counted."
         )
     return BufferState(

@@ -87,7 +87,7 @@ def _of_sampler(buffer: ReplayBuffer, state: BufferState) -> list[Row]:
             slots = lambda *at: priority_panels.over_slots(raw, *at)
             spread = lambda *at: priority_panels.spread(known, masses, *at)
             panels.append(Row(2.3, [slots, spread], (1.15, 1)))
-    if buffer.sampler.counted:
+    if buffer.sampler.count_draws:
         counts = np.asarray(state.sampler.draws)[_held(buffer, state)]
         panels.append(Row(1.9, [lambda *at: priority_panels.draws(counts, *at)]))
     return panels

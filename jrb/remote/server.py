@@ -247,7 +247,9 @@ class Server:
         key = _fold_in(self._root, np.uint32(self._ledger.drawn))
         self._ledger.drawn += 1
         sampler = self._buffer.sampler
-        if not sampler.consumes and not sampler.counted:  # no state to be returned takes less time
+        if (
+            not sampler.consumes and not sampler.count_draws
+        ):  # no state to be returned takes less time
             return self._verbs.sample(self._state, key, count, beta)
         self._state, sample = self._verbs.draw(self._state, key, count, beta)
         return sample

@@ -46,7 +46,7 @@ class Lifo(Sampler):
     frames and strict n-step returns do not, and are refused.
 
     Attributes:
-        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -58,12 +58,12 @@ class Lifo(Sampler):
         ([3, 2], [4, 1])
     """
 
-    counted: bool = False
+    count_draws: bool = False
     in_order: ClassVar[bool] = True
     consumes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checks.flag("counted", self.counted)
+        checks.flag("count_draws", self.count_draws)
 
     def check(self, ring: Ring, unit: Any) -> None:
         """Raises where anchors may leave before others that came before them."""

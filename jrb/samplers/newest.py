@@ -26,7 +26,7 @@ class Newest(Sampler):
     Attributes:
         fraction: above 0 and at most 1, taken for the nearest quotient of integers below 65536.
         count: how many, at least 1; instead of a fraction.
-        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -39,11 +39,11 @@ class Newest(Sampler):
 
     fraction: float | None = None
     count: int | None = None
-    counted: bool = False
+    count_draws: bool = False
     in_order: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checks.flag("counted", self.counted)
+        checks.flag("count_draws", self.count_draws)
         if (self.fraction is None) == (self.count is None):
             raise ValueError(
                 f"Newest: expected a fraction or a count, got fraction={self.fraction!r} and "

@@ -94,7 +94,7 @@ class Prioritized(PrioritizedSampler):
         priority_key: the path to a leaf of the items, a real number each, that is the priority of
             what is written; None for that of new items. `add(..., priorities=)` does without a
             leaf.
-        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
 
@@ -116,7 +116,7 @@ class Prioritized(PrioritizedSampler):
     normalize: Literal["batch", "buffer"] | None = "batch"
     new_priority: Literal["max", "max_in_buffer"] | float = "max"
     priority_key: Path | None = None
-    counted: bool = False
+    count_draws: bool = False
     takes_priorities: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class Prioritized(PrioritizedSampler):
             )
         if self.new_priority not in ("max", "max_in_buffer"):
             _check_number("new_priority", self.new_priority, "'max', 'max_in_buffer' or ")
-        checks.flag("counted", self.counted)
+        checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> Priorities:
         """No anchors."""

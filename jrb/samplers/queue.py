@@ -30,7 +30,7 @@ class Queue(Sampler):
     masked at its end. What is overwritten before it was drawn is lost. The key is not used.
 
     Attributes:
-        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -42,12 +42,12 @@ class Queue(Sampler):
         ([0, 1], [2])
     """
 
-    counted: bool = False
+    count_draws: bool = False
     in_order: ClassVar[bool] = True
     consumes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        checks.flag("counted", self.counted)
+        checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> QueueState:
         """An empty queue."""

@@ -18,7 +18,7 @@ class Uniform(Sampler):
     Attributes:
         replacement: whether an anchor may stand twice in a batch. If not, a batch that is larger
             than the number of anchors is masked at its end.
-        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -30,11 +30,11 @@ class Uniform(Sampler):
     """
 
     replacement: bool = True
-    counted: bool = False
+    count_draws: bool = False
 
     def __post_init__(self) -> None:
         checks.flag("replacement", self.replacement)
-        checks.flag("counted", self.counted)
+        checks.flag("count_draws", self.count_draws)
 
     def draw(
         self,

@@ -49,7 +49,7 @@ class WithoutReplacement(Sampler):
         drop_last: whether a short last batch is left out, and the next pass begun instead.
         shuffle: whether the order is random; if not, anchors come in theirs, oldest first.
         uses: how many passes an epoch has: how often each anchor is drawn in it.
-        counted: whether it is counted how often each item is drawn (see `jrb.types.Sampler`).
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -66,11 +66,11 @@ class WithoutReplacement(Sampler):
     drop_last: bool = False
     shuffle: bool = True
     uses: int = 1
-    counted: bool = False
+    count_draws: bool = False
     consumes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("drop_last", "shuffle", "counted"):
+        for name in ("drop_last", "shuffle", "count_draws"):
             checks.flag(name, getattr(self, name))
         checks.count("uses", self.uses, 2**31 - 1)
 

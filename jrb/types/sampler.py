@@ -34,7 +34,7 @@ class Sampler(abc.ABC):
         consumes: whether `draw` uses anchors up.
         prioritized: True below `PrioritizedSampler`, and nowhere else.
         takes_priorities: whether `on_write` looks at those in `AnchorUpdate.given`.
-        counted: whether it is counted how often each item is drawn, int32 `[N]`: then its state is
+        count_draws: whether to count how often each item is drawn, int32 `[N]`: then its state is
             a `DrawCounts`. `Sample.info["draws"]`, int32 `[B]`, says how often each was drawn
             before, and `jrb.stats` how often all were. `draw` counts, `sample` does not; an item
             that stands twice in a batch was drawn twice; a new item counts from 0.
@@ -47,17 +47,17 @@ class Sampler(abc.ABC):
     consumes: ClassVar[bool] = False
     prioritized: ClassVar[bool] = False
     takes_priorities: ClassVar[bool] = False
-    counted: bool = False
+    count_draws: bool = False
     stratified: bool = False
     normalize: Literal["batch", "buffer"] | None = None
 
     def init(self, ring: Ring) -> Any:
         """The state when there are no anchors; by default, counts at most."""
-        return DrawCounts(draws=self.no_draws(ring)) if self.counted else {}
+        return DrawCounts(draws=self.no_draws(ring)) if self.count_draws else {}
 
     def no_draws(self, ring: Ring) -> jax.Array | None:
         """What `DrawCounts.draws` is when nothing was drawn."""
-        return jnp.zeros(ring.capacity, jnp.int32) if self.counted else None
+        return jnp.zeros(ring.capacity, jnp.int32) if self.count_draws else None
 
     def check(self, ring: Ring, unit: Any) -> None:
         """Raises if the sampler does not fit the ring, or the unit whose anchors it draws."""

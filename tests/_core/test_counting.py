@@ -13,13 +13,13 @@ from jrb import testing
 KEY = jax.random.key(0)
 EXAMPLE = {"x": jnp.int32(0), "rank": jnp.float32(0), "next": {"done": False}}
 SAMPLERS = [
-    jrb.Uniform(counted=True),
-    jrb.Uniform(replacement=False, counted=True),
-    jrb.Newest(0.5, counted=True),
-    jrb.WithoutReplacement(counted=True),
-    jrb.Queue(counted=True),
-    jrb.Lifo(counted=True),
-    jrb.Prioritized(counted=True),
+    jrb.Uniform(count_draws=True),
+    jrb.Uniform(replacement=False, count_draws=True),
+    jrb.Newest(0.5, count_draws=True),
+    jrb.WithoutReplacement(count_draws=True),
+    jrb.Queue(count_draws=True),
+    jrb.Lifo(count_draws=True),
+    jrb.Prioritized(count_draws=True),
 ]
 CASES = [  # others are in tests/verbs
     {"sampler": SAMPLERS[0], "unit": jrb.Sequence(3, over="episodes")},
@@ -66,7 +66,7 @@ def test_draws_of_random_programs_are_counted(parts):
 
 
 def test_an_item_that_stands_twice_in_a_batch_was_drawn_twice():
-    buffer = jrb.ReplayBuffer(4, batch_size=6, sampler=jrb.Uniform(counted=True))
+    buffer = jrb.ReplayBuffer(4, batch_size=6, sampler=jrb.Uniform(count_draws=True))
     state = buffer.add(buffer.init({"x": 0}), {"x": 1})
     for number in range(3):
         state, sample = buffer.draw(state, KEY)
@@ -74,7 +74,7 @@ def test_an_item_that_stands_twice_in_a_batch_was_drawn_twice():
 
 
 def test_counts_stop_before_they_overflow():
-    buffer = jrb.ReplayBuffer(1, batch_size=4, sampler=jrb.Uniform(counted=True))
+    buffer = jrb.ReplayBuffer(1, batch_size=4, sampler=jrb.Uniform(count_draws=True))
     state = buffer.add(buffer.init({"x": 0}), {"x": 1})
     most = jnp.full(1, 2**31 - 7, jnp.int32)
     state = state.replace(sampler=state.sampler.replace(draws=most))
@@ -88,12 +88,12 @@ def test_nobody_counts_unless_asked():
     state = buffer.add(buffer.init({"x": 0}), {"x": 1})
     assert state.sampler == {} and "draws" not in buffer.sample(state, KEY).info
     assert "draws" not in jrb.stats(buffer, state)
-    with pytest.raises(TypeError, match="counted: expected True or False"):
-        jrb.Queue(counted=1)
+    with pytest.raises(TypeError, match="count_draws: expected True or False"):
+        jrb.Queue(count_draws=1)
 
 
 def counted(capacity=8, **parts):
-    parts = {"sampler": jrb.Prioritized(counted=True), "batch_size": 3, **parts}
+    parts = {"sampler": jrb.Prioritized(count_draws=True), "batch_size": 3, **parts}
     buffer = jrb.ReplayBuffer(capacity, **parts)
     state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(10)})
     for number in range(4):
@@ -115,7 +115,7 @@ def test_counts_are_saved_and_rebuilt(tmp_path):
     jrb.save(tmp_path / "file.h5", buffer, state, layout="h5")
     assert by_item(*jrb.load(tmp_path / "native")) == want
     assert by_item(*jrb.load(tmp_path / "file.h5")) == want
-    for sampler in (buffer.sampler, jrb.WithoutReplacement(counted=True)):
+    for sampler in (buffer.sampler, jrb.WithoutReplacement(count_draws=True)):
         for capacity, left in ((20, want), (5, want[3:])):
             new = dataclasses.replace(buffer, capacity=capacity, sampler=sampler)
             assert by_item(new, jrb.rebuild(buffer, state, new)) == left
@@ -134,7 +134,7 @@ def test_counts_are_summed_up():
 
 @pytest.mark.slow
 def test_only_anchors_are_summed_up():
-    sampler, unit = jrb.Uniform(counted=True), jrb.Sequence(3)
+    sampler, unit = jrb.Uniform(count_draws=True), jrb.Sequence(3)
     buffer = jrb.ReplayBuffer(9, batch_size=1, sampler=sampler, unit=unit)
     rows = {"next": {"done": jnp.arange(5) == 2}}
     state = buffer.extend(buffer.init({"next": {"done": False}}), rows)
@@ -145,7 +145,7 @@ def test_only_anchors_are_summed_up():
 
 @pytest.mark.parametrize("storage", [jrb.MemmapStorage(), jrb.ListStorage()], ids=repr)
 def test_draws_from_the_host_are_counted(storage):
-    sampler = jrb.Uniform(counted=True)
+    sampler = jrb.Uniform(count_draws=True)
     buffer = jrb.ReplayBuffer(6, batch_size=4, sampler=sampler, storage=storage)
     if storage.of_objects:
         state = buffer.extend(buffer.init(None), ["a", "b"])
@@ -164,7 +164,7 @@ def test_draws_from_the_host_are_counted(storage):
 @pytest.mark.slow
 @pytest.mark.parametrize("proportions", [None, (0.75, 0.25)])
 def test_of_a_mix_what_comes_into_the_batch_counts(proportions):
-    part = jrb.ReplayBuffer(8, sampler=jrb.Uniform(counted=True))
+    part = jrb.ReplayBuffer(8, sampler=jrb.Uniform(count_draws=True))
     mix = jrb.Mix((part, part), (0.5, 0.5), batch_size=8)
     states = tuple(part.extend(state, {"x": jnp.arange(5)}) for state in mix.init({"x": 0}))
     shares = None if proportions is None else jnp.array(proportions)
@@ -179,7 +179,9 @@ def test_of_a_mix_what_comes_into_the_batch_counts(proportions):
 
 
 def test_a_mix_of_some_that_count_is_refused():
-    parts = [jrb.ReplayBuffer(8, sampler=jrb.Uniform(counted=counts)) for counts in (True, False)]
+    parts = [
+        jrb.ReplayBuffer(8, sampler=jrb.Uniform(count_draws=counts)) for counts in (True, False)
+    ]
     mix = jrb.Mix(tuple(parts), (0.5, 0.5), batch_size=4)
     states = tuple(p.add(s, {"x": 1}) for p, s in zip(parts, mix.init({"x": 0}), strict=True))
     with pytest.raises(ValueError, match=r"leaf 'info/draws'.*let all or none count"):
@@ -199,5 +201,5 @@ def test_counts_are_not_copied(agents):
         return buffer.empty(state), total
 
     options = {"num_envs": 4, "batch_size": 16, "min_size": 40}
-    make = lambda n: jrb.ReplayBuffer(n, sampler=jrb.Prioritized(counted=True), **options)
+    make = lambda n: jrb.ReplayBuffer(n, sampler=jrb.Prioritized(count_draws=True), **options)
     assert testing.growth(make, item, step, agents) < 0.01

@@ -189,7 +189,7 @@ def test_a_draw_is_made_by_one_thread(sampler):
 
 PARTS = {
     "uniform": {},
-    "prioritized": {"sampler": jrb.Prioritized(counted=True)},
+    "prioritized": {"sampler": jrb.Prioritized(count_draws=True)},
     "epochs": {"sampler": jrb.WithoutReplacement()},
     "n-step": {"unit": jrb.NStep(3, 0.9), "sampler": jrb.Prioritized()},
     "windows": {"unit": jrb.Sequence(4, burn_in=2, short="pad")},

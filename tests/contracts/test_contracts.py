@@ -142,12 +142,14 @@ def test_priorities_without_their_contract_are_refused():
 def test_counts_of_draws_need_a_state_that_has_them():
     @component
     class Uncounted(Draws):
-        counted: bool = True
+        count_draws: bool = True
 
         def init(self, ring):
             return {}
 
-    with pytest.raises(TypeError, match=r"counted: expected a state below jrb\.types\.DrawCounts"):
+    with pytest.raises(
+        TypeError, match=r"count_draws: expected a state below jrb\.types\.DrawCounts"
+    ):
         jrb.ReplayBuffer(8, sampler=Uncounted()).init(EXAMPLE)
 
 

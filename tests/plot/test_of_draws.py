@@ -74,7 +74,7 @@ def test_a_sampler_that_is_wrong_is_found_out():
 
 
 @pytest.mark.parametrize(
-    "sampler", [jrb.WithoutReplacement(counted=True), jrb.Queue(), jrb.Lifo()], ids=repr
+    "sampler", [jrb.WithoutReplacement(count_draws=True), jrb.Queue(), jrb.Lifo()], ids=repr
 )
 def test_samplers_that_consume_have_no_expectation_and_keep_their_state(sampler):
     buffer = jrb.ReplayBuffer(30, batch_size=8, sampler=sampler)

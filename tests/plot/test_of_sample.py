@@ -62,7 +62,7 @@ def test_the_parts_of_a_mix_are_told_apart():
 
 
 def test_what_is_masked_and_what_draws_say_is_told():
-    buffer = jrb.ReplayBuffer(9, sampler=jrb.Queue(counted=True))
+    buffer = jrb.ReplayBuffer(9, sampler=jrb.Queue(count_draws=True))
     state = buffer.extend(buffer.init(0), jnp.arange(5))
     batch = buffer.sample(state, KEY, 8)
     figure = jrb.plot.sample(batch)

@@ -24,7 +24,7 @@ SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
 KINDS = {
     "plain": {},
     "environments": {"num_envs": 4},
-    "prioritized": {"num_envs": 4, "sampler": jrb.Prioritized(counted=True)},
+    "prioritized": {"num_envs": 4, "sampler": jrb.Prioritized(count_draws=True)},
     "n-step": {"unit": jrb.NStep(3, 0.9, strict=True), "sampler": jrb.Prioritized()},
     "windows": {"num_envs": 2, "unit": jrb.Sequence(4, burn_in=2, short="pad")},
     "whole": {"num_envs": 2, "unit": jrb.Sequence(4, over="whole")},
@@ -33,7 +33,7 @@ KINDS = {
     "reservoir": {"writer": jrb.Reservoir()},
     "best": {"writer": jrb.MaxValue(("next", "reward")), "sampler": jrb.Prioritized()},
     "immutable": {"num_envs": 2, "writer": jrb.RoundRobin()},
-    "epochs": {"sampler": jrb.WithoutReplacement(counted=True)},
+    "epochs": {"sampler": jrb.WithoutReplacement(count_draws=True)},
     "queue": {"sampler": jrb.Queue()},
     "stack": {"sampler": jrb.Lifo()},
     "once": {"storage": jrb.DeviceStorage(once=True), "num_envs": 2},
@@ -71,7 +71,7 @@ def test_every_kind_of_buffer_has_a_picture_that_can_be_read(kind, length):
     assert float(told[0].split()[1]) == pytest.approx(rewards.mean(), rel=5e-3, abs=1e-6)
     _check_episodes(buffer, state, figure, said)
     assert any("mass" in title for title in said) == buffer.sampler.prioritized
-    assert any("never drawn" in title for title in said) == buffer.sampler.counted
+    assert any("never drawn" in title for title in said) == buffer.sampler.count_draws
 
 
 def _check_episodes(buffer, state, figure, said):

@@ -61,7 +61,7 @@ def test_programs_of_writes_and_draws(sampler, capacity, envs):
 
 
 def test_each_item_is_drawn_so_often_before_what_came_since():
-    sampler = jrb.WithoutReplacement(uses=3, counted=True)
+    sampler = jrb.WithoutReplacement(uses=3, count_draws=True)
     buffer = jrb.ReplayBuffer(9, batch_size=5, sampler=sampler)
     state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(5)})
     passes = []

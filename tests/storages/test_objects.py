@@ -15,7 +15,7 @@ SAMPLERS = [
     jrb.WithoutReplacement(),
     jrb.Queue(),
     jrb.Lifo(),
-    jrb.Prioritized(counted=True),
+    jrb.Prioritized(count_draws=True),
 ]
 
 

@@ -126,7 +126,7 @@ class Model:
         held = self.writer.held()
         drawn = [held[slot] for slot in samplers.drawn(slots, real)]
         self.draws += len(drawn)
-        if self.buffer.sampler.counted:
+        if self.buffer.sampler.count_draws:
             assert samplers.drawn(draws, real) == [row.draws for row in drawn]
         for row in drawn:
             row.draws += 1
@@ -163,7 +163,7 @@ class Model:
             row.cut = row.cut and not self.unit.one_row
             if not self.rule.knows_past or (rule != self.rule and row.position):
                 row.position = MANY
-            if not (buffer.sampler.counted and self.buffer.sampler.counted):
+            if not (buffer.sampler.count_draws and self.buffer.sampler.count_draws):
                 row.draws = 0
             if not (buffer.sampler.prioritized and self.buffer.sampler.prioritized):
                 row.priority = None

@@ -156,7 +156,7 @@ def seen(buffer, state, items, many=MANY):
         "before": buffer.unit.episode_step(state.unit, slots),
         "drawn": drawn((None, sample))[1] if many else None,
     }
-    if buffer.sampler.counted:
+    if buffer.sampler.count_draws:
         found["draws"] = state.sampler.draws
     if buffer.sampler.prioritized:
         found["raw"] = buffer.priorities(state)

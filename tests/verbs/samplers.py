@@ -278,6 +278,6 @@ _KINDS["WithoutReplacement"] = Epochs
 def of(buffer, all_held):
     """The model of a buffer's sampler."""
     sampler, spaces = buffer.sampler, buffer.capacity if all_held else None
-    if sampler in (jrb.Uniform(False), jrb.Uniform(False, counted=True)):
+    if sampler in (jrb.Uniform(False), jrb.Uniform(False, count_draws=True)):
         return Distinct(sampler, spaces)
     return _KINDS.get(type(sampler).__name__, Alike)(sampler, spaces)

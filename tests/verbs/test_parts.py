@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.Priority
 
 E, ROWS, PROGRAMS = 2, 3, 60
 MEMMAP, SPILL = jrb.MemmapStorage(None), jrb.SpillStorage(None, 2 * E)
-COUNTED = jrb.Prioritized(counted=True)
-IN_ORDER = jrb.WithoutReplacement(shuffle=False, counted=True)
+COUNTED = jrb.Prioritized(count_draws=True)
+IN_ORDER = jrb.WithoutReplacement(shuffle=False, count_draws=True)
 ARRAYS = [
     ("strict n-step", jrb.Prioritized(), jrb.RoundRobin(), MEMMAP),
     ("transition", jrb.Queue(), jrb.BlockWhenFull(), SPILL),
@@ -30,7 +30,7 @@ ARRAYS = [
 ]
 OBJECTS = [
     ("transition", jrb.Prioritized(), jrb.RoundRobin(), jrb.ListStorage()),
-    ("transition", jrb.Queue(counted=True), jrb.BlockWhenFull(), jrb.ListStorage()),
+    ("transition", jrb.Queue(count_draws=True), jrb.BlockWhenFull(), jrb.ListStorage()),
     ("transition", IN_ORDER, jrb.PerEnvironment(), jrb.ListStorage()),
     ("transition", jrb.Uniform(), jrb.Reservoir(0), jrb.ListStorage()),
 ]

@@ -27,7 +27,7 @@ ONCE = jrb.DeviceStorage(once=True, room=8)
 BY_ENVIRONMENT = jrb.DeviceStorage(layout="environments")
 LANES, FULL = jrb.PerEnvironment(), jrb.BlockWhenFull()
 BEST = jrb.MaxValue(("next", "reward"))
-COUNTED = jrb.Prioritized(counted=True)
+COUNTED = jrb.Prioritized(count_draws=True)
 UNSHUFFLED = jrb.WithoutReplacement(shuffle=False, uses=2)
 
 
@@ -62,18 +62,18 @@ CASES = [
     Case("windows of a period", COUNTED, LANES),
     Case("transition", jrb.Prioritized(), BEST),
     Case("stacks", jrb.Uniform(), LANES),
-    Case("windows across", jrb.Uniform(counted=True)),
-    Case("transition", jrb.Uniform(replacement=False, counted=True), jrb.Reservoir(1)),
-    Case("strict n-step", jrb.Queue(counted=True), FULL),
+    Case("windows across", jrb.Uniform(count_draws=True)),
+    Case("transition", jrb.Uniform(replacement=False, count_draws=True), jrb.Reservoir(1)),
+    Case("strict n-step", jrb.Queue(count_draws=True), FULL),
     Case("padded windows of a period", jrb.Queue(), storage=BY_ENVIRONMENT),
-    Case("windows", jrb.Lifo(counted=True), storage=BY_ENVIRONMENT),
+    Case("windows", jrb.Lifo(count_draws=True), storage=BY_ENVIRONMENT),
     Case("stacked strict n-step", jrb.Lifo(), FULL, envs=1),
-    Case("n-step", jrb.WithoutReplacement(uses=2, counted=True), LANES, BY_ENVIRONMENT),
+    Case("n-step", jrb.WithoutReplacement(uses=2, count_draws=True), LANES, BY_ENVIRONMENT),
     Case("stacks", jrb.WithoutReplacement(drop_last=True)),
     Case("windows of a period", UNSHUFFLED),
     Case("hindsight", UNSHUFFLED, storage=ONCE),
     Case("whole episodes", jrb.Newest(0.4), envs=1),
-    Case("stacked windows", jrb.Newest(count=3, counted=True)),
+    Case("stacked windows", jrb.Newest(count=3, count_draws=True)),
 ]
 
 
