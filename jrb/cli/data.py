@@ -41,7 +41,7 @@ def _folder(root: str | None) -> str:
 
 def _told(name: str, dataset: Any) -> dict[str, Any]:
     counts = {key: getattr(dataset, key) for key in ("episodes", "transitions", "nbytes")}
-    return {"name": name, "kind": dataset.kind.name, **counts}
+    return {"name": name, "kind": dataset.format.name, **counts}
 
 
 def _text(key: str, value: Any) -> str:

@@ -58,17 +58,17 @@ def dataset(path: str) -> Any:
     """The dataset at a path, whoever wrote it.
 
     Raises:
-        NotOursError: no kind recognises it.
+        NotOursError: no format matches it.
     """
     if kind_of(path) == FOLDER:
-        _saved.meta_of(_saved.opened(path))  # raises of a damaged one, which no kind recognises
+        _saved.meta_of(_saved.opened(path))  # raises of a damaged one, which no format matches
     datasets = importlib.import_module("jrb.datasets")
     try:
         return datasets.open(path)
     except datasets.opening.UnknownKindError as error:
         raise NotOursError(
-            f"{path}: expected a checkpoint, a store, or a dataset of a kind that jrb knows, found "
-            "something else."
+            f"{path}: expected a checkpoint, a store, or a dataset of a format that jrb knows, "
+            "found something else."
         ) from error
 
 

@@ -278,7 +278,7 @@ def _of_dataset(path: str) -> Report:
     ]
     return Report(
         path,
-        dataset.kind.name,
+        dataset.format.name,
         nbytes=dataset.nbytes,
         disk=disk(path),
         episodes=dataset.episodes,

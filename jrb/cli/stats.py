@@ -59,7 +59,7 @@ def _numbers(dataset: Any) -> dict[str, np.ndarray]:
     if "reward" not in dataset.spec["next"]:
         return found
     returns = complete.returns()
-    rewards = list(dataset.kind.rewards(dataset.source, dataset.numbers.tolist()))
+    rewards = list(dataset.format.rewards(dataset.source, dataset.numbers.tolist()))
     rows = [reward[:n] for reward, n in zip(rewards, dataset.lengths.tolist(), strict=True)]
     rewards = np.concatenate(rows) if rows else np.zeros(0)
     return found | _apart("returns", returns) | _apart("rewards", rewards)

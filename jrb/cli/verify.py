@@ -68,7 +68,7 @@ def _of_dataset(path: str, progress: Progress) -> list[str]:
     """Reads a dataset block by block; once something is wrong, episode by episode."""
     dataset = found.dataset(path)
     steps, done = max(dataset.transitions, 1), 0
-    rows_of = importlib.import_module("jrb.datasets.kind").rows_of
+    rows_of = importlib.import_module("jrb.datasets.format").rows_of
     try:
         for block in dataset.blocks():
             done += rows_of(block)

@@ -1,10 +1,10 @@
 """Datasets: offline data in other libraries' files, as episodes in TED and as buffers."""
 
 from jrb.datasets.dataset import Dataset
+from jrb.datasets.format import Description, Format
 from jrb.datasets.joining import concatenate, mix
-from jrb.datasets.kind import Description, Kind
 from jrb.datasets.library import delete, list
-from jrb.datasets.opening import kinds, open
+from jrb.datasets.opening import formats, open
 from jrb.datasets.recording.recorder import Recorder
 from jrb.datasets.trajectories import join_trajectories, lengths, returns, split_trajectories
 from jrb.datasets.writing.d4rl import write_d4rl
@@ -14,12 +14,12 @@ from jrb.datasets.writing.rlds import write_rlds
 __all__ = [
     "Dataset",
     "Description",
-    "Kind",
+    "Format",
     "Recorder",
     "concatenate",
     "delete",
+    "formats",
     "join_trajectories",
-    "kinds",
     "lengths",
     "list",
     "mix",

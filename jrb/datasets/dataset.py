@@ -20,9 +20,9 @@ from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
 from jrb.datasets.copying.blocks import regrouped
-from jrb.datasets.copying.ends import Ends
-from jrb.datasets.kind import Description, Episode, Kind, Source, rows_of
-from jrb.datasets.kinds.native import Native
+from jrb.datasets.copying.episode_ends import Ends
+from jrb.datasets.format import Description, Episode, Format, Source, rows_of
+from jrb.datasets.formats.native import Native
 from jrb.samplers import Uniform
 from jrb.state import BufferState
 from jrb.storages import DeviceStorage
@@ -48,14 +48,14 @@ class Dataset(Sequence[Episode]):
 
     Attributes:
         source: where it lies.
-        kind: in which layout.
+        format: in which layout.
         description: what is known of it.
         numbers: int64 `[K]`, which of the source's episodes these are.
         final: "keep" or "drop", what happens to a last step whose next observation lacks.
     """
 
     source: Source
-    kind: Kind
+    format: Format
     description: Description = dataclasses.field(repr=False)
     numbers: np.ndarray
     final: str = "keep"
@@ -139,11 +139,11 @@ class Dataset(Sequence[Episode]):
         return episode
 
     def __iter__(self) -> Iterator[Episode]:
-        return self._ends.put(self._read(self.kind.pick), each=True)
+        return self._ends.put(self._read(self.format.pick), each=True)
 
     def blocks(self) -> Iterator[Episode]:
         """All steps in order, in blocks `[T, ...]` as the files are best read; see `steps`."""
-        return self._ends.put(self._read(self.kind.blocks), each=False)
+        return self._ends.put(self._read(self.format.blocks), each=False)
 
     def steps(self, rows: int | None = None) -> Iterator[Episode]:
         """All steps in order.
@@ -169,10 +169,10 @@ class Dataset(Sequence[Episode]):
         """
         if "reward" not in self.spec["next"]:
             raise ValueError(
-                f"returns: expected a leaf 'next/reward', got a set of kind '{self.kind.name}' "
+                f"returns: expected a leaf 'next/reward', got a set of format '{self.format.name}' "
                 f"without rewards, with the leaves {pytree.leaf_names(self.spec)}."
             )
-        rewards = self.kind.rewards(self.source, self.numbers.tolist())
+        rewards = self.format.rewards(self.source, self.numbers.tolist())
         lengths = self.lengths.tolist()
         found = [
             np.sum(reward[:length], dtype=np.float64, axis=0)
@@ -317,9 +317,9 @@ class Dataset(Sequence[Episode]):
         plan = preprocessing.Plan(function, workers, num_frames, by, jit, cast, progress)
         preprocessing.preprocess(self, dest, plan)
         path = paths.absolute(dest, "dest")
-        kind = Native(verify=False).pinned(path)
-        description = kind.describe(path)
-        return Dataset(path, kind, description, np.arange(len(description.lengths)))
+        format = Native(verify=False).snapshot(path)
+        description = format.describe(path)
+        return Dataset(path, format, description, np.arange(len(description.lengths)))
 
     def only(self, numbers: np.ndarray) -> Self:
         """The dataset of these of the source's episodes."""
@@ -335,7 +335,7 @@ class Dataset(Sequence[Episode]):
         size = wording.bytes_text(self.nbytes)
         where = self.source if isinstance(self.source, str) else type(self.source).__name__
         return (
-            f"Dataset ({self.kind.name}): {self.episodes} episodes, {self.transitions} "
+            f"Dataset ({self.format.name}): {self.episodes} episodes, {self.transitions} "
             f"transitions, {size}, {where}"
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 from jrb._util import pytree
 from jrb._util.pytree import PyTree
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.kind import Description, Episode, Indexed, Source
+from jrb.datasets.format import Description, Episode, Indexed, Source
 from jrb.mix import Mix, States
 
 
@@ -22,7 +22,7 @@ class Joined(Indexed):
     name: ClassVar[str] = "joined"
     looks_for: ClassVar[str] = "a tuple of datasets, as jrb.datasets.concatenate makes it"
 
-    def recognises(self, source: Source) -> bool:
+    def matches(self, source: Source) -> bool:
         """Whether it is such a tuple."""
         return isinstance(source, tuple) and all(isinstance(part, Dataset) for part in source)
 
@@ -53,7 +53,7 @@ class Joined(Indexed):
 
     def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """The rewards of these episodes, without the rest of them."""
-        read = lambda part: part.kind.rewards(part.source, part.numbers.tolist())
+        read = lambda part: part.format.rewards(part.source, part.numbers.tolist())
         return _through(source, numbers, read)
 
 

@@ -16,9 +16,9 @@ from jrb.datasets.copying.blocks import Episodes
 from jrb.datasets.copying.calls import EpisodeName, Plan, StepName, in_order
 from jrb.datasets.copying.mapped import Compiled, length_of, mapped, mapped_episode
 from jrb.datasets.copying.new_dataset import NewDataset
-from jrb.datasets.kind import Episode
-from jrb.datasets.kinds.native import VALID
-from jrb.datasets.reading.rings import is_set
+from jrb.datasets.format import Episode
+from jrb.datasets.formats.native import VALID
+from jrb.datasets.reading.vectorized import is_set
 from jrb.layouts.names import Leaves, nest
 
 _BLOCK = 4 << 20  # bytes of steps that are on their way together

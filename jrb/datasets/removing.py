@@ -1,6 +1,6 @@
 """Removes datasets and checkpoints: the files of their layout, and nothing else.
 
-Whose files are whose is said by the layout: `Kind.is_own`, and `jrb._saved.is_own` for our own.
+Whose files are whose is said by the layout: `Format.is_own`, and `jrb._saved.is_own` for our own.
 """
 
 import contextlib

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from jrb.datasets.kind import Description, Indexed, Kind, spec_of, ted
+from jrb.datasets.format import Description, Format, Indexed, spec_of, ted
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory(Kind):
+class Memory(Format):
     """Sources are lists of episodes as `episode_of` makes them."""
 
     name: ClassVar[str] = "memory"
@@ -17,7 +17,7 @@ class Memory(Kind):
 
     scale: float = 1.0
 
-    def recognises(self, source):
+    def matches(self, source):
         return isinstance(source, list) and all("observation" in each for each in source)
 
     def describe(self, source):

@@ -9,28 +9,28 @@ KINDS = {"three methods": Memory(), "indexed": Quick()}
 
 
 @pytest.fixture(params=KINDS)
-def kind(request):
+def format(request):
     return KINDS[request.param]
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("whole", [None, True, False])
-def test_episodes_of_any_kind(kind, seed, whole):
+def test_episodes_of_any_kind(format, seed, whole):
     source = source_of(seed, whole=whole)
-    check_access(jrb.datasets.open(source, kind=kind), expected_of(source))
+    check_access(jrb.datasets.open(source, format=format), expected_of(source))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_last_steps_are_dropped(kind, seed):
+def test_last_steps_are_dropped(format, seed):
     source = source_of(seed)
-    dataset = jrb.datasets.open(source, kind=kind, final="drop")
+    dataset = jrb.datasets.open(source, format=format, final="drop")
     check_access(dataset, expected_of(source, "drop"))
     assert (dataset.lengths < dataset.description.lengths).any()
 
 
-def test_slices_of_slices_and_sizes(kind):
+def test_slices_of_slices_and_sizes(format):
     source = source_of(0)
-    dataset, expected = jrb.datasets.open(source, kind=kind), expected_of(source)
+    dataset, expected = jrb.datasets.open(source, format=format), expected_of(source)
     check_access(dataset[1:11], expected[1:11])
     check_access(dataset[1:11][::-2], expected[1:11][::-2])
     part = dataset[2:5]
@@ -46,17 +46,17 @@ def leaves(tree):
         yield from leaves(leaf) if isinstance(leaf, dict) else [leaf]
 
 
-def test_slices_have_one_structure_whether_or_not_they_lack_something(kind):
+def test_slices_have_one_structure_whether_or_not_they_lack_something(format):
     source = source_of(0)
-    dataset = jrb.datasets.open(source, kind=kind)
+    dataset = jrb.datasets.open(source, format=format)
     whole = dataset.only(np.flatnonzero(~dataset.description.cut))
     assert all(episode["next"]["valid"].all() for episode in whole)
     assert len(whole.notes) == 1 < len(dataset.notes)
 
 
-def test_filters(kind):
+def test_filters(format):
     source = source_of(1, 20)
-    dataset, expected = jrb.datasets.open(source, kind=kind), expected_of(source)
+    dataset, expected = jrb.datasets.open(source, format=format), expected_of(source)
     pick = lambda numbers: [expected[number] for number in numbers]
     returns = np.array([each["next"]["reward"].sum(dtype=np.float64) for each in expected])
     lengths = np.array([len(each["action"]) for each in expected])
@@ -71,39 +71,39 @@ def test_filters(kind):
     assert len(dataset[:0].best(1.0)) == 0
 
 
-def test_equal_returns_leave_the_earlier_ones(kind):
+def test_equal_returns_leave_the_earlier_ones(format):
     source = source_of(0, 6)
     for each in source:
         each["reward"][:] = 0
-    dataset = jrb.datasets.open(source, kind=kind)
+    dataset = jrb.datasets.open(source, format=format)
     assert dataset.best(0.5).numbers.tolist() == [0, 1, 2]
 
 
-def test_returns_are_of_the_steps_that_are_there(kind):
+def test_returns_are_of_the_steps_that_are_there(format):
     source = source_of(2)
-    dataset = jrb.datasets.open(source, kind=kind, final="drop")
+    dataset = jrb.datasets.open(source, format=format, final="drop")
     expected = [
         each["next"]["reward"].sum(dtype=np.float64) for each in expected_of(source, "drop")
     ]
     np.testing.assert_array_equal(dataset.returns(), expected)
 
 
-def test_episodes_that_are_left_without_a_step(kind):
+def test_episodes_that_are_left_without_a_step(format):
     source = source_of(0, 3, whole=False)
     source[1] = {
         name: {"x": leaf["x"][:1]} if isinstance(leaf, dict) else leaf[:1]
         for name, leaf in source[1].items()
     }
     source[1]["terminated"][:] = False
-    dataset = jrb.datasets.open(source, kind=kind, final="drop")
+    dataset = jrb.datasets.open(source, format=format, final="drop")
     assert dataset.lengths[1] == 0
     assert dataset[1]["action"].shape == (0,)
     assert dataset.returns()[1] == 0
     assert_same(joined(list(dataset.steps(2))), joined(expected_of(source, "drop")))
 
 
-def test_a_dataset_is_shown_as_a_table(kind):
-    dataset = jrb.datasets.open(source_of(0), kind=kind)
+def test_a_dataset_is_shown_as_a_table(format):
+    dataset = jrb.datasets.open(source_of(0), format=format)
     for text in (repr(dataset), dataset._repr_html_()):
         for word in ("12 episodes", "observation", "next/valid", "float32", "It lies in memory."):
             assert word in text
@@ -122,6 +122,6 @@ def test_a_dataset_is_shown_as_a_table(kind):
         (lambda d: d["a"], TypeError),
     ],
 )
-def test_bad_arguments(kind, call, error):
+def test_bad_arguments(format, call, error):
     with pytest.raises(error):
-        call(jrb.datasets.open(source_of(0), kind=kind))
+        call(jrb.datasets.open(source_of(0), format=format))

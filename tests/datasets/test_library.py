@@ -50,7 +50,7 @@ def test_the_sets_of_a_folder_by_name(root):
     found = datasets.list(root)
     assert list(found) == NAMES
     assert [each.transitions for each in found.values()] == [3, 6, 3, 3]
-    assert [each.kind.name for each in found.values()] == ["d4rl", "d4rl", "minari", "minari"]
+    assert [each.format.name for each in found.values()] == ["d4rl", "d4rl", "minari", "minari"]
 
 
 def test_no_folder_has_no_sets(tmp_path):
@@ -103,7 +103,7 @@ def test_names_that_lead_elsewhere_are_refused(root, name):
 @pytest.mark.parametrize("name", ["notes.txt", "empty", "space", "one", ".hidden"])
 def test_what_is_no_dataset_stays(root, name):
     before = below(root)
-    with pytest.raises(ValueError, match="no kind recognises"):
+    with pytest.raises(ValueError, match="no format matches"):
         datasets.delete(name, root)
     assert below(root) == before
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets import Kind, opening
+from jrb.datasets import Format, opening
 from tests.datasets.access import check_access
 from tests.datasets.memory import Memory, expected_of, source_of
 
@@ -32,12 +32,12 @@ def d4rl(path):
 def test_what_is_not_recognised_lists_what_was_looked_for(tmp_path):
     path = tmp_path / "text.hdf5"
     path.write_text("no data")
-    with pytest.raises(ValueError, match="no kind recognises") as error:
+    with pytest.raises(ValueError, match="no format matches") as error:
         jrb.datasets.open(path)
-    for name, kind in jrb.datasets.kinds().items():
-        assert f"\n  {name}: {kind.looks_for}" in str(error.value)
+    for name, format in jrb.datasets.formats().items():
+        assert f"\n  {name}: {format.looks_for}" in str(error.value)
     assert str(path) in str(error.value)
-    assert "kind=..." in str(error.value)
+    assert "format=..." in str(error.value)
 
 
 def test_nothing_at_the_path(tmp_path):
@@ -55,14 +55,14 @@ def test_paths_of_every_form(tmp_path, monkeypatch):
     for path in (tmp_path / "a", str(tmp_path / "a"), "a", "./a", "~/a"):
         dataset = jrb.datasets.open(path)
         assert dataset.source == os.path.join(tmp_path, "a")
-        assert dataset.kind.name == "d4rl"
+        assert dataset.format.name == "d4rl"
 
 
 def test_a_kind_by_its_name(tmp_path):
     path = d4rl(tmp_path / "a")
-    assert jrb.datasets.open(path, kind="arrays").kind.name == "arrays"
-    with pytest.raises(ValueError, match=r"kind: expected one of .*'d4rl'.*got 'd5rl'"):
-        jrb.datasets.open(path, kind="d5rl")
+    assert jrb.datasets.open(path, format="arrays").format.name == "arrays"
+    with pytest.raises(ValueError, match=r"format: expected one of .*'d4rl'.*got 'd5rl'"):
+        jrb.datasets.open(path, format="d5rl")
 
 
 def test_options_that_a_kind_does_not_have(tmp_path):
@@ -81,10 +81,10 @@ def test_options_that_a_kind_does_not_have(tmp_path):
 
 
 def test_a_kind_without_fields_has_no_options(tmp_path):
-    class Plain(Kind):
+    class Plain(Format):
         name, looks_for = "plain", "nothing"
 
-        def recognises(self, source):
+        def matches(self, source):
             return False
 
         def describe(self, source):
@@ -94,36 +94,36 @@ def test_a_kind_without_fields_has_no_options(tmp_path):
             raise NotImplementedError
 
     with pytest.raises(
-        TypeError, match=r"options of the kind 'plain' \(max_expansion\), got horizon"
+        TypeError, match=r"options of the format 'plain' \(max_expansion\), got horizon"
     ):
-        jrb.datasets.open(tmp_path, kind=Plain(), horizon=3)
+        jrb.datasets.open(tmp_path, format=Plain(), horizon=3)
 
 
 def test_a_kind_of_ones_own():
     source = source_of(0)
-    with pytest.raises(ValueError, match="no kind recognises"):
+    with pytest.raises(ValueError, match="no format matches"):
         jrb.datasets.open(source)
-    check_access(jrb.datasets.open(source, kind=Memory()), expected_of(source))
-    dataset = jrb.datasets.open(source, kind=Memory(), scale=2.0)
-    assert dataset.kind.scale == 2.0
+    check_access(jrb.datasets.open(source, format=Memory()), expected_of(source))
+    dataset = jrb.datasets.open(source, format=Memory(), scale=2.0)
+    assert dataset.format.scale == 2.0
     np.testing.assert_array_equal(dataset[0]["next"]["reward"], 2 * source[0]["reward"])
 
 
 class Greedy(Memory):
-    """Of another package; it recognises everything."""
+    """Of another package; it matches everything."""
 
     name = "greedy"
 
-    def recognises(self, source):
+    def matches(self, source):
         return True
 
 
 class Entry:
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, format):
+        self.format = format
 
     def load(self):
-        return self.kind
+        return self.format
 
 
 def bring(monkeypatch, *found):
@@ -133,7 +133,7 @@ def bring(monkeypatch, *found):
 
 def test_kinds_of_another_package(monkeypatch):
     bring(monkeypatch, Memory)
-    assert next(iter(jrb.datasets.kinds())) == "memory"
+    assert next(iter(jrb.datasets.formats())) == "memory"
     assert {
         "d4rl",
         "roboset",
@@ -141,30 +141,30 @@ def test_kinds_of_another_package(monkeypatch):
         "ogbench",
         "rlds",
         "arrays",
-    } <= jrb.datasets.kinds().keys()
+    } <= jrb.datasets.formats().keys()
     source = source_of(0)
-    for options in ({}, {"kind": "memory"}):
+    for options in ({}, {"format": "memory"}):
         dataset = jrb.datasets.open(source, **options)
-        assert dataset.kind == Memory()
+        assert dataset.format == Memory()
         check_access(dataset, expected_of(source))
 
 
 def test_kinds_of_another_package_are_asked_first(monkeypatch):
     bring(monkeypatch, Greedy)
     source = source_of(0)
-    assert jrb.datasets.open(source).kind.name == "greedy"
+    assert jrb.datasets.open(source).format.name == "greedy"
 
 
 def test_general_kinds_are_asked_last():
-    assert list(jrb.datasets.kinds())[-1] == "arrays"
+    assert list(jrb.datasets.formats())[-1] == "arrays"
 
 
-@pytest.mark.parametrize("kind", [None, *jrb.datasets.kinds()])
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
+@pytest.mark.parametrize("format", [None, *jrb.datasets.formats()])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, format):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", os.devnull):
         with pytest.raises(ValueError, match="expected a file or a folder, got a pipe"):
-            jrb.datasets.open(path, kind=kind)
+            jrb.datasets.open(path, format=format)
 
 
 def test_an_empty_path_is_not_the_folder_one_is_in():
@@ -172,13 +172,13 @@ def test_an_empty_path_is_not_the_folder_one_is_in():
         jrb.datasets.open("")
 
 
-@pytest.mark.parametrize("kind", jrb.datasets.kinds())
-def test_a_kind_that_is_not_there_says_so(tmp_path, kind):
+@pytest.mark.parametrize("format", jrb.datasets.formats())
+def test_a_kind_that_is_not_there_says_so(tmp_path, format):
     (tmp_path / "text").write_text("no data")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "text", tmp_path / "folder"):
         with pytest.raises((ValueError, OSError), match=r"expected|Is a directory"):
-            jrb.datasets.open(path, kind=kind)
+            jrb.datasets.open(path, format=format)
 
 
 def robomimic(path):

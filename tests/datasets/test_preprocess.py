@@ -107,7 +107,7 @@ def test_the_same_comes_back(next_, tmp_path, small_blocks):
     found = source.preprocess(same, tmp_path / "new" / "b")
     assert_same_set(found, source)
     assert_same_set(jrb.datasets.open(tmp_path / "new" / "b"), source)
-    assert found.kind.name == "jrb" and found.metadata == {"env": "Ant-v0"}
+    assert found.format.name == "jrb" and found.metadata == {"env": "Ant-v0"}
     assert names(tmp_path / "new") == ["b"]
     assert_same_set(found[::-1], source[::-1])
     np.testing.assert_array_equal(found.returns(), source.returns())

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import jax
 import numpy as np
 
-from jrb.datasets.kind import Episode, Kind, Source, rows_of
+from jrb.datasets.format import Episode, Format, Source, rows_of
 
 
 class Episodes(Protocol):
@@ -22,7 +22,7 @@ class Episodes(Protocol):
         ...
 
     @property
-    def kind(self) -> Kind:
+    def format(self) -> Format:
         """In which layout."""
         ...
 

@@ -44,7 +44,7 @@ def place_of(dataset: Episodes, num_envs: int | None, root: str) -> tuple[str, b
     """The path of a copy, and the 32 bytes that tell its content."""
     content = _content_of(dataset, num_envs, root)
     source = dataset.source
-    whole = os.path.basename(source) if isinstance(source, str) else dataset.kind.name
+    whole = os.path.basename(source) if isinstance(source, str) else dataset.format.name
     name = os.path.splitext(whole)[0]
     return os.path.join(root, f"{name}-{content.hex()[:16]}"), content
 

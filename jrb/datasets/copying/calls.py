@@ -17,7 +17,7 @@ import numpy as np
 from jrb._util import checks
 from jrb.datasets.copying.mapped import Call, Failure, Function, Result, check_like
 from jrb.datasets.copying.new_dataset import NewDataset
-from jrb.datasets.kind import Episode
+from jrb.datasets.format import Episode
 from jrb.iterate import prefetch
 from jrb.layouts.names import Leaves
 

@@ -20,7 +20,7 @@ from jrb._store.store import writing
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import matching
 from jrb.datasets.copying.filling import Streams
-from jrb.datasets.copying.finite import NotFinite
+from jrb.datasets.copying.nonfinite_rewards import NotFinite
 from jrb.datasets.copying.progress import track
 from jrb.loops import Jitted
 from jrb.samplers import Uniform

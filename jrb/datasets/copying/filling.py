@@ -14,7 +14,7 @@ import numpy as np
 
 from jrb._util import pytree
 from jrb.datasets.copying.blocks import Episodes, regrouped
-from jrb.datasets.kind import Episode, rows_of
+from jrb.datasets.format import Episode, rows_of
 
 _PIECE = 8 << 20  # bytes
 

@@ -38,7 +38,7 @@ def by_content(dataset: Episodes, num_envs: int | None) -> bytes:
 def _digest(dataset: Episodes, num_envs: int | None, files: list[Any]) -> bytes:
     leaves = jax.tree_util.tree_leaves_with_path(dataset.spec)
     spec = [(pytree.leaf_name(path), str(leaf.dtype), leaf.shape) for path, leaf in leaves]
-    options = repr(dataset.kind), dataset.final, num_envs, compat.is_x64()
+    options = repr(dataset.format), dataset.final, num_envs, compat.is_x64()
     told = hashlib.sha256(json.dumps([spec, options, files]).encode())
     for array in (dataset.numbers, dataset.lengths):
         told.update(array.astype("<i8").tobytes())

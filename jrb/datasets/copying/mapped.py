@@ -13,7 +13,7 @@ import numpy as np
 
 from jrb._util import casting, pytree
 from jrb._util.pytree import PyTree
-from jrb.datasets.kind import Episode
+from jrb.datasets.format import Episode
 from jrb.layouts.names import Leaves, flatten
 
 Function = Callable[[Any], Any]

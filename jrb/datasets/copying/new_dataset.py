@@ -21,8 +21,8 @@ from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import commits, host_items, matching, rows, state_specs
 from jrb.checkpoint.snapshots import Snapshot
-from jrb.datasets.kind import Episode, spec_of
-from jrb.datasets.kinds.native import ENDS, FACTS
+from jrb.datasets.format import Episode, spec_of
+from jrb.datasets.formats.native import ENDS, FACTS
 from jrb.datasets.writing.beside import free
 from jrb.ring import Clock
 from jrb.storages import MemmapStorage

@@ -1,1 +1,1 @@
-"""What kinds are made of: formats of files, columns, the ends of episodes, names."""
+"""What formats are made of: formats of files, columns, the ends of episodes, names."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jrb.datasets.reading.derived import Flag
 from jrb.datasets.reading.flat import Column, Table, ends_of
-from jrb.datasets.reading.remembered import Remembered, stamps
+from jrb.datasets.reading.stat_cache import Remembered, stamps
 
 _TERMINATED, _TRUNCATED, _DONE = "next/terminated", "next/truncated", "next/done"
 _EPISODE = "episode"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jrb.datasets.kind import Description, Episode, Indexed, Source, spec_of
+from jrb.datasets.format import Description, Episode, Indexed, Source, spec_of
 from jrb.layouts.names import nest
 
 _BLOCK = 8 << 20  # bytes
@@ -120,7 +120,7 @@ class Table:
 
 
 class Flat(Indexed):
-    """A kind whose files are a `Table`."""
+    """A format whose files are a `Table`."""
 
     @abc.abstractmethod
     def table(self, source: Source) -> contextlib.AbstractContextManager[Table]:

@@ -17,11 +17,11 @@ import numpy as np
 
 from jrb._util import expansion
 from jrb._util.pytree import PyTree
-from jrb.datasets.kind import Description, Episode, Indexed, Source
+from jrb.datasets.format import Description, Episode, Indexed, Source
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.derived import Flag
 from jrb.datasets.reading.flat import Column, Table, check_lengths, left_out_note, needed
-from jrb.datasets.reading.remembered import Remembered, stamps
+from jrb.datasets.reading.stat_cache import Remembered, stamps
 
 _OVER = "next/terminated"
 _STRICT = ("observation", "action", "next")
@@ -45,7 +45,7 @@ class Place:
 
 
 class Grouped(Indexed):
-    """A kind whose files have a group for each episode, with arrays `[T, ...]` of its steps.
+    """A format whose files have a group for each episode, with arrays `[T, ...]` of its steps.
 
     Attributes:
         needed: the arrays that every group has.
@@ -69,7 +69,7 @@ class Grouped(Indexed):
         return "/".join([self.names.get(first, first), *rest])
 
     @abc.abstractmethod
-    def told(
+    def episode_layout(
         self, source: Source, places: Sequence[Place]
     ) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
         """Facts, metadata and notes; see `Description`."""
@@ -79,7 +79,7 @@ class Grouped(Indexed):
         places = self.places(source)
         if not places:
             raise ValueError(f"{source}: expected {self.looks_for}, got none.")
-        facts, metadata, notes = self.told(source, places)
+        facts, metadata, notes = self.episode_layout(source, places)
         first: Any = None
         lengths, cuts, left_out = [], [], set[str]()
         limit = expansion.Limit(source, self.files(source), self.max_expansion)

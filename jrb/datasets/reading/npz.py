@@ -21,7 +21,7 @@ import numpy as np
 from jrb._util import expansion
 from jrb.datasets.reading.flat import Column
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.reading.remembered import Remembered, stamps
+from jrb.datasets.reading.stat_cache import Remembered, stamps
 
 _SIGNATURE, _SUFFIX = b"PK\x03\x04", ".npy"
 _LOCAL = struct.Struct("<4s5H3I2H")  # the header before the data of a member

@@ -17,7 +17,7 @@ from jrb._store.printing import escaped_errors
 from jrb._util import extras, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.kinds.minari import METADATA, leaf_spaces, package
+from jrb.datasets.formats.minari import METADATA, leaf_spaces, package
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names
 from jrb.datasets.writing.beside import free, new_folder

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import jrb
 from jrb._store.errors import LockedError
 from jrb.datasets import Recorder
-from jrb.datasets.kind import native
+from jrb.datasets.format import native
 from tests.datasets.recording.recordings import KINDS, Stream, assert_same, check, item, stacked
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ _OFTEN = [0.4, 0.3, 0.1, 0.05, 0.1, 0.05]
 def look(path, writers, after):
     begun = [writer for writer in writers if writer.recorder._form is not None]
     if not begun:
-        with pytest.raises(ValueError, match="no kind recognises"):
+        with pytest.raises(ValueError, match="no format matches"):
             jrb.datasets.open(path)
         return
     check(jrb.datasets.open(path), [s for writer in begun for s in writer.streams()], after)

@@ -27,7 +27,7 @@ def test_what_is_written_is_read_back(tmp_path, seed):
     episodes = episodes_of(seed)
     jrb.datasets.write_d4rl(tmp_path / "a.hdf5", *filled(episodes))
     dataset = jrb.datasets.open(tmp_path / "a.hdf5")
-    assert dataset.kind.name == "d4rl"
+    assert dataset.format.name == "d4rl"
     assert dataset.metadata["running"] == 0
     check_access(dataset, list(map(expected_of, episodes)))
     assert os.listdir(tmp_path) == ["a.hdf5"]

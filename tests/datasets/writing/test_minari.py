@@ -21,8 +21,8 @@ from gymnasium import spaces
 import jrb
 import jrb.datasets
 from jrb._store import files
-from jrb.datasets.kinds.minari import Minari
-from tests.datasets.kinds import minari_sets as sets
+from jrb.datasets.formats.minari import Minari
+from tests.datasets.formats import minari_sets as sets
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 

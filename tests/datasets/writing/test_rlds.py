@@ -24,7 +24,7 @@ def expected_of(episode, ended=True):
 def test_what_is_written_is_read_back(seed):
     episodes = episodes_of(seed)
     dataset = jrb.datasets.open(jrb.datasets.write_rlds(*filled(episodes)))
-    assert dataset.kind.name == "rlds"
+    assert dataset.format.name == "rlds"
     check_access(dataset, list(map(expected_of, episodes)))
     assert not dataset.facts["is_running"].any()
     assert dataset.facts["environment"].tolist() == [0] * len(episodes)

@@ -1,0 +1,194 @@
+"""What a layout of files is to the rest: the base class of all formats.
+
+K episodes, T steps of one.
+"""
+
+import abc
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from numpy.typing import DTypeLike
+
+from jrb._util.expansion import MAX_EXPANSION
+from jrb._util.pytree import PyTree
+
+Episode = dict[str, Any]
+"""An episode in TED: a nested dict of NumPy arrays `[T, ...]`.
+
+`observation`, `action`, `next: {observation, reward, terminated, truncated}`, and whatever else the
+files have for every step, under its own name. Without `reward` where the files have none.
+"""
+
+Source = Any
+"""The path of a file or a folder, as a string; or what some formats take in place of one."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Description:
+    """What is known of a dataset before its steps are read.
+
+    Attributes:
+        spec: of one step, in TED: a nested dict of `jax.ShapeDtypeStruct`, in the files' dtypes.
+        lengths: int64 `[K]`, the steps of each episode.
+        cut: bool `[K]`: whether the observation after the last step is wanted and not there, as
+            the episode goes on after it, or was truncated. Then zeros stand in its place. None if
+            the files have all of them.
+        facts: what is known of each episode, arrays `[K]` by name, such as `seed` and `id`.
+        metadata: what the files say of themselves: environment, author, spaces.
+        notes: what a reader of the data has to know, one sentence each: what was lost, left out or
+            taken for something.
+    """
+
+    spec: PyTree
+    lengths: np.ndarray
+    cut: np.ndarray | None = None
+    facts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Format(abc.ABC):
+    """A layout of files. A subclass is a frozen dataclass, whose fields are the options it has.
+
+    Three methods are enough. With `pick` an episode is found without reading those before it, with
+    `blocks` whole stretches are read at once, and with `rewards` nothing but these.
+
+    Attributes:
+        name: what `jrb.datasets.open(path, format=...)` calls it.
+        looks_for: what it matches, for the error where no format does.
+        max_expansion: how many times larger than their files arrays may be in memory. More is
+            refused before memory is allocated, above 32 MiB.
+        own_files: a regular expression for the names of the files in a folder that are the
+            layout's, below the folder; by default of none. Nothing else is ever removed.
+    """
+
+    name: ClassVar[str]
+    looks_for: ClassVar[str]
+    own_files: ClassVar[str] = r"(?!)"
+
+    max_expansion: float = dataclasses.field(default=MAX_EXPANSION, repr=False, kw_only=True)
+
+    def is_own(self, source: str, name: str) -> bool:
+        """Returns whether a file is the layout's, by its name below the folder of the source."""
+        return re.fullmatch(self.own_files, name) is not None
+
+    @abc.abstractmethod
+    def matches(self, source: Source) -> bool:
+        """Whether this is of the format, by what is in it; looks at names and shapes only."""
+
+    def snapshot(self, source: Source) -> "Format":
+        """The format for what is there now, where that may change later; here, as it is.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        return self
+
+    @abc.abstractmethod
+    def describe(self, source: Source) -> Description:
+        """What there is; does not read what is large."""
+
+    @abc.abstractmethod
+    def episodes(self, source: Source) -> Iterator[Episode]:
+        """All episodes, one after the other, as many as `describe` says."""
+
+    def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
+        """The episodes of these numbers, in their order; here, by going through all."""
+        place, found = 0, iter(())
+        for number in numbers:
+            if number < place or place == 0:
+                place, found = 0, self.episodes(source)
+            for _ in range(number - place):
+                next(found)
+            place = number + 1
+            yield next(found)
+
+    def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
+        """The steps of these episodes, one after the other, in blocks that may hold several."""
+        return self.pick(source, numbers)
+
+    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+        """The rewards `[T]` of these episodes."""
+        for episode in self.pick(source, numbers):
+            yield episode["next"]["reward"]
+
+
+class Indexed(Format):
+    """A format whose files say where each episode is: `pick` in place of `episodes`."""
+
+    def episodes(self, source: Source) -> Iterator[Episode]:
+        """All episodes."""
+        return self.pick(source, range(len(self.describe(source).lengths)))
+
+    @abc.abstractmethod
+    def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
+        """The episodes of these numbers, in their order."""
+
+
+def rows_of(block: Episode) -> int:
+    """How many steps an episode, or a block of steps, has."""
+    return len(jax.tree.leaves(block)[0])
+
+
+def spec_of(arrays: Any) -> Any:
+    """The spec of one step, from arrays `[T, ...]`, or from what has a shape and a dtype."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), native(leaf.dtype)),
+        arrays,
+        is_leaf=lambda leaf: hasattr(leaf, "shape"),
+    )
+
+
+def native(dtype: DTypeLike) -> np.dtype:
+    """A dtype in this machine's order of bytes."""
+    return np.dtype(np.dtype(dtype).type)
+
+
+def ted(
+    observation: Any,
+    action: Any,
+    reward: np.ndarray,
+    terminated: np.ndarray,
+    truncated: np.ndarray,
+    after: Any = None,
+    **rest: Any,
+) -> Episode:
+    """An episode in TED.
+
+    Args:
+        observation: arrays `[T + 1, ...]`, the last of them seen after the last action; or
+            `[T, ...]`.
+        action: arrays `[T, ...]`.
+        reward: `[T]`.
+        terminated: bool `[T]`.
+        truncated: bool `[T]`.
+        after: the next observations `[T, ...]`, if the files have them. Else they are those of the
+            next step, and zeros after the last one where nothing is there.
+        rest: more leaves `[T, ...]` by name.
+    """
+    steps = len(reward)
+    if after is None:
+        after = jax.tree.map(lambda leaf: shifted(leaf, steps), observation)
+    return {
+        "observation": jax.tree.map(lambda leaf: leaf[:steps], observation),
+        "action": action,
+        "next": {
+            "observation": after,
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": truncated,
+        },
+        **rest,
+    }
+
+
+def shifted(leaf: np.ndarray, steps: int) -> np.ndarray:
+    """What came after each of so many steps; zeros after the last one if nothing is there."""
+    if len(leaf) > steps:
+        return leaf[1 : steps + 1]
+    return np.concatenate([leaf[1:], np.zeros_like(leaf[:1])])

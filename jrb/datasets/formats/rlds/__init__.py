@@ -1,0 +1,5 @@
+"""RLDS: episodes that some code yields."""
+
+from jrb.datasets.formats.rlds.format import RLDS
+
+__all__ = ["RLDS"]

@@ -1,0 +1,165 @@
+import json
+
+import h5py
+import numpy as np
+import pytest
+
+import jrb
+from tests.datasets.access import after, chained, check_access
+
+ARGS = {"env_name": "Lift", "env_type": 1, "env_kwargs": {"robots": ["Panda"]}}
+
+
+def demo_of(rng, steps, over=True, has_next=True):
+    seen = {
+        "image": rng.integers(0, 256, (steps + 1, 4, 4, 3)).astype(np.uint8),
+        "eef": rng.normal(size=(steps + 1, 3)),
+    }
+    dones = np.zeros(steps, np.int64)
+    dones[-1] = over
+    demo = {
+        "actions": rng.normal(size=(steps, 7)),
+        "rewards": rng.normal(size=steps),
+        "dones": dones,
+        "states": rng.normal(size=(steps, 9)),
+    }
+    demo |= {f"obs/{name}": leaf[:-1] for name, leaf in seen.items()}
+    nexts = {f"next_obs/{name}": leaf[1:] for name, leaf in seen.items()}
+    return demo | nexts if has_next else demo
+
+
+def write(path, demos, masks=(), samples=True):
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs["env_args"] = json.dumps(ARGS)
+        data.attrs["total"] = sum(len(demo["actions"]) for demo in demos.values())
+        for name, arrays in demos.items():
+            group = data.create_group(name)
+            for leaf, array in arrays.items():
+                group[leaf] = array
+            if samples:
+                group.attrs["num_samples"] = len(arrays["actions"])
+            group.attrs["model_file"] = "<mujoco/>"
+        for key, names in dict(masks).items():
+            file[f"mask/{key}"] = np.array(names, "S")
+    return str(path)
+
+
+def expected_of(demo, is_marked=False):
+    steps = len(demo["actions"])
+    seen = {name: demo[f"obs/{name}"] for name in ("image", "eef")}
+    nexts = {n: demo.get(f"next_obs/{n}", chained(leaf, steps)) for n, leaf in seen.items()}
+    terminated = demo["dones"].astype(bool)
+    truncated = np.arange(steps) == steps - 1
+    truncated &= ~terminated
+    valid = ~truncated if is_marked else None
+    return {
+        "observation": seen,
+        "action": demo["actions"],
+        "states": demo["states"],
+        "next": after(demo["rewards"], terminated, truncated, nexts, valid),
+    }
+
+
+def demos_of(seed, count, has_next=True, first=0):
+    rng = np.random.default_rng(seed)
+    return {
+        f"demo_{n}": demo_of(rng, rng.integers(1, 6), rng.random() < 0.5, has_next)
+        for n in range(first, first + count)
+    }
+
+
+@pytest.mark.parametrize("has_next", [True, False])
+def test_demonstrations_in_the_order_of_their_numbers(tmp_path, has_next):
+    demos = demos_of(0, 12, has_next)
+    dataset = jrb.datasets.open(write(tmp_path / "low_dim", dict(sorted(demos.items()))))
+    assert dataset.format.name == "robomimic"
+    check_access(dataset, [expected_of(demo, not has_next) for demo in demos.values()])
+    assert dataset.facts["demo"].tolist() == list(range(12))
+    assert dataset.metadata["env_args"] == ARGS
+    assert dataset.metadata["total"] == dataset.transitions
+    assert "'dones'" in dataset.notes[0]
+
+
+def test_masks_are_facts(tmp_path):
+    masks = {"train": ["demo_3", "demo_1"], "valid": ["demo_2"]}
+    dataset = jrb.datasets.open(write(tmp_path / "a", demos_of(0, 3, first=1), masks))
+    assert dataset.facts["mask/train"].tolist() == [True, False, True]
+    assert dataset.facts["mask/valid"].tolist() == [False, True, False]
+    part = dataset.only(dataset.numbers[dataset.facts["mask/train"]])
+    assert part.facts["demo"].tolist() == [1, 3]
+
+
+def test_numbers_that_lack_are_told(tmp_path):
+    demos = demos_of(0, 5)
+    del demos["demo_1"], demos["demo_3"]
+    dataset = jrb.datasets.open(write(tmp_path / "a", demos))
+    assert dataset.facts["demo"].tolist() == [0, 2, 4]
+    assert "a: 2 numbers are missing between demo_0 and demo_4." in dataset.notes
+    check_access(dataset, [expected_of(demo) for demo in demos.values()])
+
+
+def test_rewards_are_read_alone(tmp_path, monkeypatch):
+    dataset = jrb.datasets.open(write(tmp_path / "a", demos_of(0, 3)))
+    read, get = set(), h5py.Dataset.__getitem__
+    spy = lambda self, part, *rest: read.add(self.name.split("/")[-1]) or get(self, part, *rest)
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", spy)
+    dataset.returns()
+    assert read == {"rewards", "dones"}
+
+
+def test_names_of_lost_demonstrations_are_told(tmp_path):
+    masks = {"train": ["demo_10", "demo_1", "demo_7"], "valid": ["demo_0"]}
+    dataset = jrb.datasets.open(write(tmp_path / "a", demos_of(0, 2), masks))
+    assert dataset.facts["mask/train"].tolist() == [False, True]
+    told = "mask/train lists 2 demonstrations that are not in the file: demo_7, demo_10."
+    assert dataset.notes[1:] == (told,)
+
+
+def test_files_without_rewards_are_opened(tmp_path):
+    demos = demos_of(0, 3)
+    for demo in demos.values():
+        del demo["rewards"]
+    dataset = jrb.datasets.open(write(tmp_path / "a", demos))
+    assert "There are no rewards in the files." in dataset.notes
+    assert "reward" not in dataset.spec["next"]
+    for episode, demo in zip(dataset, demos.values(), strict=True):
+        assert episode["action"].tobytes() == demo["actions"].tobytes()
+    assert jrb.stats(*dataset.buffer())["complete"] == 3
+
+
+def test_wrong_numbers_of_samples_are_refused(tmp_path):
+    path = write(tmp_path / "b", demos_of(0, 2))
+    with h5py.File(path, "r+") as file:
+        file["data/demo_1"].attrs["num_samples"] = 99
+    with pytest.raises(ValueError, match="demo_1: expected 99 actions"):
+        jrb.datasets.open(path)
+
+
+def test_states_without_observations_are_refused(tmp_path):
+    demo = {name: leaf for name, leaf in demos_of(0, 1)["demo_0"].items() if "obs" not in name}
+    with pytest.raises(ValueError, match=r"demo_0: expected observations.*states"):
+        jrb.datasets.open(write(tmp_path / "a", {"demo_0": demo}))
+
+
+@pytest.mark.parametrize("name", ["actions", "rewards", "dones"])
+def test_what_lacks_is_named(tmp_path, name):
+    path = write(tmp_path / "a", demos_of(0, 2))
+    with h5py.File(path, "r+") as file:
+        del file["data/demo_1"][name]
+    told = "the leaves of the first" if name == "rewards" else f"an array '{name}'"
+    with pytest.raises(ValueError, match=f"demo_1: expected {told}"):
+        jrb.datasets.open(path)
+
+
+def test_other_files_are_not_recognised(tmp_path):
+    with h5py.File(tmp_path / "a", "w") as file:
+        file["data"] = np.zeros(3)
+        file["obs/x"] = np.zeros(4)
+    with h5py.File(tmp_path / "b", "w") as file:
+        file["data"] = h5py.SoftLink("/nowhere")
+    for name, told in (("a", "no format matches"), ("b", "'data': .*leads nowhere")):
+        with pytest.raises(ValueError, match=told):
+            jrb.datasets.open(tmp_path / name)
+        with pytest.raises(ValueError, match="expected"):
+            jrb.datasets.open(tmp_path / name, format="robomimic")
