@@ -15,20 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import (
-    samplers,
-    storages,
-    transforms,
-    units,
-    writers,
-)
+from jrb import buffer, keys, mix, samplers, sharded, storages, transforms, units, writers
 from jrb._store.errors import DamagedError
 from jrb._util import prng_keys, pytree
 from jrb._util.pytree import DType, PyTree
 from jrb.types import Item
 
-OWN = samplers, storages, transforms, units, writers
-"""The rooms of the parts that come with jrb: once they are imported, `find_class` knows these."""
+OWN = samplers, storages, transforms, units, writers, buffer, keys, mix, sharded
+"""The modules of the parts that come with jrb: once they are imported, `find_class` knows these."""
 
 Json = Any
 
@@ -77,7 +71,7 @@ def decode(node: Json, where: str = "buffer") -> Any:
             f"{where}: expected a part that this program has defined, got {node['part']}. Import "
             "its module first, or pass load(path, buffer=...)."
         )
-    fields = {key: decode(part, f"{where}.{key}") for key, part in _fields(node).items()}
+    fields = {key: decode(part, f"{where}.{key}") for key, part in node["fields"].items()}
     if fields.keys() != {field.name for field in dataclasses.fields(cls)}:
         raise UnknownError(
             f"{where}: {node['part']} has other fields than it had when it was saved, "
@@ -112,7 +106,7 @@ def decoded(path: str, node: Json, kind: type) -> Any:
         DamagedError: the parts do not fit together, or it is of another kind.
     """
     with read_from(path):
-        found = decode(node)
+        found = decode(upgraded(node))
         if isinstance(found, kind):
             return found
         raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(node)}")
@@ -124,7 +118,7 @@ def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:
         if "named" in saved and "named" in given:
             return []
         if "fields" in saved and saved.get("part") == given.get("part"):
-            old, new = _fields(saved), _fields(given)
+            old, new = saved["fields"], given["fields"]
             return [
                 line
                 for key in sorted(old.keys() | new.keys())
@@ -142,19 +136,65 @@ def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:
     return [f"{where}: expected {_short(saved)} as it was saved, got {_short(given)}"]
 
 
+_RENAMED_PARTS = {"Immutable": "ReadOnly", "Lanes": "PerEnvironment", "UntilFull": "BlockWhenFull"}
+
+_RENAMED_OPTIONS: dict[str, dict[str, str]] = {
+    "DeviceStorage": {"once": "share_next_observations", "room": "terminal_capacity"},
+    "MemmapStorage": {"slack": "spare_fraction"},
+    "ReadOnly": {"of": "writer"},
+    "Sequence": {
+        "across": "cross_episodes",
+        "eta": "priority_max_weight",
+        "first": "first_only",
+        "over": "sample_by",
+        "period": "stride",
+        "short": "partial",
+    },
+    "SpillStorage": {"hot_capacity": "device_capacity", "slack": "spare_fraction"},
+}
+_RENAMED_OF_ANY_PART = {"counted": "count_draws"}
+_RENAMED_VALUES = {"sample_by": {"steps": "windows", "whole": "whole_episodes"}}
+
 _REMOVED: dict[str, dict[str, Json]] = {
-    "jrb.samplers.prioritized:Prioritized": {"branching": ...},
-    "jrb.sharded:Sharded": {"exchange": False},
-    "jrb.units.hindsight:Hindsight": {"exact": ...},
+    "DeviceStorage": {"layout": ...},
+    "Hindsight": {"exact": ...},
+    "NStep": {"keep": {"tuple": []}},
+    "Prioritized": {"branching": ...},
+    "Sharded": {"exchange": False},
 }
 """Removed options, with the value that did not change the state; `...` for any value."""
 
 
-def _fields(node: Json) -> dict[str, Json]:
-    """Returns the encoded fields of a part, without options that it no longer has."""
-    removed = _REMOVED.get(node["part"], {})
-    is_removed = lambda key, value: key in removed and removed[key] in (value, ...)
-    return {key: value for key, value in node["fields"].items() if not is_removed(key, value)}
+def upgraded(node: Json) -> Json:
+    """Returns an encoded description with the names that parts and options have now.
+
+    Options that a part got since it was saved have their defaults. A name is changed only where
+    the program's class lacks the old one and has the new one, so that classes of users keep theirs.
+    """
+    if isinstance(node, list):
+        return [upgraded(entry) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    if "part" not in node:
+        return {key: upgraded(entry) for key, entry in node.items()}
+    cls = find_class(node["part"])
+    if cls is None or not pytree.is_component(cls):
+        return node
+    name, own = cls.__name__, {field.name: field for field in dataclasses.fields(cls)}
+    names = _RENAMED_OPTIONS.get(name, {}) | _RENAMED_OF_ANY_PART
+    removed, fields = _REMOVED.get(name, {}), {}
+    for old, value in node["fields"].items():
+        new = names.get(old, old)
+        if old in own or new in own:
+            key = old if old in own else new
+            values = _RENAMED_VALUES.get(key, {})
+            fields[key] = upgraded(values.get(value, value) if isinstance(value, str) else value)
+        elif old not in removed or removed[old] not in (value, ...):
+            fields[old] = value  # `decode` says that the part has no such option
+    for key, field in own.items():
+        if key not in fields and field.default is not dataclasses.MISSING:
+            fields[key] = encode(field.default)
+    return {"part": name_of(cls), "fields": fields}
 
 
 def _short(node: Json) -> str:
@@ -175,11 +215,17 @@ def fields_of(cls: object) -> tuple[str, ...] | None:
 
 
 def find_class(name: str) -> type | None:
-    """The class of this name, if its module is imported."""
+    """Returns the class of this name, if its module is imported; None if there is none.
+
+    Parts of jrb may have another name now, or be in another module.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
+    if found is None and module.startswith("jrb."):
+        now = _RENAMED_PARTS.get(path, path)
+        found = next((getattr(room, now) for room in OWN if hasattr(room, now)), None)
     return found if isinstance(found, type) else None
 
 

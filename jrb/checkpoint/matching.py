@@ -183,7 +183,8 @@ def matched(path: str, saved: descriptions.Json, given: Description | None, kind
     if given is None:
         return descriptions.decoded(path, saved, kind)
     members.check(given, "load")
-    lines = descriptions.differences(binding(saved), binding(descriptions.encode(given)))
+    before, now = descriptions.upgraded(saved), descriptions.encode(given)
+    lines = descriptions.differences(binding(before), binding(now))
     if lines:
         raise OtherError(
             f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "

@@ -14,6 +14,7 @@ from jrb._store.store import Store
 from jrb.checkpoint import (
     apart,
     commits,
+    descriptions,
     hooks,
     host_items,
     matching,
@@ -149,7 +150,8 @@ def _last(path: str, meta: dict[str, Any]) -> Generation | None:
     except (DamagedError, FileNotFoundError):
         return None
     then = last.body["meta"] or {}
-    same = matching.binding(then.get("buffer")) == matching.binding(meta["buffer"])
+    before = matching.binding(descriptions.upgraded(then.get("buffer")))
+    same = before == matching.binding(meta["buffer"])
     return last if same and then.get("form") == meta["form"] else None
 
 
