@@ -34,7 +34,9 @@ buffer = jrb.ReplayBuffer(
     batch_size=BATCH,
     min_size=ENOUGH,
     sampler=jrb.Prioritized(alpha=0.9, beta=0.6),
-    unit=jrb.Sequence(LENGTH, burn_in=BURN_IN, short="pad", eta=0.9, first=("hidden",)),
+    unit=jrb.Sequence(
+        LENGTH, burn_in=BURN_IN, partial="pad", priority_max_weight=0.9, first_only=("hidden",)
+    ),
     cast=True,
 )
 optimizer = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(RATE))

@@ -48,7 +48,7 @@ class ZarrStorage(HostArrays):
     path: str
     unbound: ClassVar[tuple[str, ...]] = ("path",)  # a checkpoint may be loaded to another one
 
-    def make_rows(self, ring: Ring, spec: Any, in_time: bool) -> ZarrRows:
+    def make_rows(self, ring: Ring, spec: Any, is_chronological: bool) -> ZarrRows:
         """Arrays of zeros."""
         return ZarrRows(self.path, ring.capacity, spec)
 

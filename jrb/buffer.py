@@ -137,8 +137,8 @@ class ReplayBuffer:
                 f"unit: expected jrb.Transition() with {type(self.storage).__name__}, which cannot "
                 f"look into its objects, got {type(self.unit).__name__}."
             )
-        if self.storage.in_time:
-            checks.in_time(type(self.storage).__name__, self.writer)
+        if self.storage.requires_chronological:
+            checks.chronological(type(self.storage).__name__, self.writer)
             checks.together(type(self.storage).__name__, self.writer)
         if self.sampler.in_order:
             checks.together(type(self.sampler).__name__, self.writer)
@@ -580,7 +580,7 @@ class ReplayBuffer:
 
     def _rows_of(self, sample: Sample, length: int) -> Sample:
         """The last rows of each window as a sample of single items."""
-        if not self.writer.stamps_laps:
+        if not self.writer.generation_is_lap:
             raise TypeError(
                 f"set: expected a writer whose stamps tell rows of windows apart, got "
                 f"{type(self.writer).__name__}. Set the anchors alone, or see jrb.types.Writer."
@@ -640,14 +640,14 @@ class ReplayBuffer:
         """
         eager.check_state(self, state)
         checks.count("n", n, self.ring.rows)
-        if not self.writer.in_time and self.num_envs is not None:
+        if not self.writer.is_chronological and self.num_envs is not None:
             raise TypeError(
                 f"newest: expected a writer that keeps rows in the order of time, got "
                 f"{type(self.writer).__name__}. in_order gives single slots."
             )
         held, shape = self.writer.held(self.ring, state.writer), (n, *self._lead())
         back = jnp.arange(n - 1, -1, -1, dtype=jnp.int32)[:, None]
-        if self.writer.in_time:
+        if self.writer.is_chronological:
             there = jnp.broadcast_to(back < held.rows(self.ring)[None], (n, self.ring.envs))
             slots = self.ring.slot_before(held.newest(self.ring)[None], back * self.ring.envs)
         else:

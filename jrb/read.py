@@ -196,7 +196,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         [(3, 3.0, True), (2, 7.0, False)]
     """
     _check_single(buffer, state, "episodes")
-    checks.in_time("episodes", buffer.writer)
+    checks.chronological("episodes", buffer.writer)
     if buffer.storage.of_objects:
         raise ValueError(
             "episodes: expected items of arrays, got objects, whose flags nobody knows."
@@ -239,7 +239,7 @@ def has_lost_beginning(buffer: ReplayBuffer, writer: PartState, unit: PartState)
 def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
     """Whether `episodes` can tell them: items lie in time, and have flags or a number."""
     storage, keys = buffer.storage, buffer.keys
-    if not buffer.writer.in_time or storage.of_objects:
+    if not buffer.writer.is_chronological or storage.of_objects:
         return False
     return keys.episode is not None or bool(keys.flags(storage.spec(state.storage)))
 
@@ -253,7 +253,9 @@ def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, Any]:
     names = {*buffer.keys.flags(spec), *leaves_at(spec, buffer.keys.episode), *rewards}
     found = editing.leaves_of(buffer, context, state, names)
     slots = context.held.from_oldest(context.ring)
-    ends = editing.told(buffer, context, found) | buffer.unit.ends(context, state.unit, slots)
+    ends = editing.told(buffer, context, found) | buffer.unit.is_episode_end(
+        context, state.unit, slots
+    )
     return ends, buffer.keys.get(found, "reward") if rewards else None
 
 

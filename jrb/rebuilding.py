@@ -190,13 +190,13 @@ def regrouped(
     validate.check_slots(len(needed) * part.capacity)
     first = number * target.ring.envs - needed[0] * part.ring.envs
     columns = slice(first, first + target.ring.envs)
-    kept = [_in_time(part, target, states[one], place) for place, one in enumerate(needed)]
+    kept = [_chronological(part, target, states[one], place) for place, one in enumerate(needed)]
     rows = max(one.mask.shape[0] for one in kept)
     slots, mask, cuts = (
         np.concatenate([_below(field(one), rows) for one in kept], axis=1)[:, columns]
         for field in (lambda one: one.slots, lambda one: one.mask, lambda one: one.cuts)
     )
-    if not (mask.all() or target.writer.in_lanes):
+    if not (mask.all() or target.writer.per_env):
         raise ValueError(
             "rebuild: expected shards that hold equally many rows, or "
             "writer=jrb.PerEnvironment(), got "
@@ -225,7 +225,9 @@ def _below(rows: np.ndarray, count: int) -> np.ndarray:
     return np.pad(rows, ((count - len(rows), 0), (0, 0)))
 
 
-def _in_time(part: ReplayBuffer, target: ReplayBuffer, state: BufferState, place: int) -> "_Kept":
+def _chronological(
+    part: ReplayBuffer, target: ReplayBuffer, state: BufferState, place: int
+) -> "_Kept":
     """The newest rows of a shard that there is room for, with the numbers of its slots."""
     held = part.writer.held(part.ring, state.writer)
     slots, mask = _rows_of(part.ring, held, target.ring.rows * part.ring.envs)
@@ -246,7 +248,7 @@ def _check_regrouping(
                 f"rebuild: expected buffers, in shards or not, got {type(each).__name__}. Rebuild "
                 "the parts of a Mix one by one."
             )
-        checks.in_time("rebuild of shards", each.writer)
+        checks.chronological("rebuild of shards", each.writer)
     if whole.ring.envs != wanted.ring.envs:
         raise ValueError(
             f"num_envs: expected {whole.ring.envs}, as before, for another number of shards, got "
@@ -370,14 +372,14 @@ def _check_parts(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> No
 
 def _chosen(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _Kept:
     """What stays."""
-    if not buffer.writer.in_time:
+    if not buffer.writer.is_chronological:
         return _without_time(buffer, target, state)
     held, old, new = buffer.writer.held(buffer.ring, state.writer), buffer.ring, target.ring
     slots, mask = _rows_of(old, held, target.capacity)
-    if not target.writer.in_time:
+    if not target.writer.is_chronological:
         return _whole(slots[mask][:, None], None, old.envs != new.envs)
     ends = _ends(buffer, state, slots)
-    if old.envs != new.envs or not (mask.all() or target.writer.in_lanes):
+    if old.envs != new.envs or not (mask.all() or target.writer.per_env):
         return _whole(*_dealt(slots, ends, mask, new.envs), True)
     return _Kept(slots[-new.rows :], mask[-new.rows :], ends[-new.rows :], False)
 
@@ -402,7 +404,7 @@ def _without_time(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState
     best = np.asarray(buffer.writer.best(buffer.ring, state.writer, target.capacity))
     order = np.asarray(buffer.in_order(state)[0])
     kept = order[np.isin(order, best)][: len(best)]
-    if not target.writer.in_time:
+    if not target.writer.is_chronological:
         return _whole(kept[:, None], None, dealt)
     kept = kept[len(kept) % target.ring.envs :].reshape(-1, target.ring.envs)
     return _whole(kept, np.ones(kept.shape, bool), dealt)
@@ -418,7 +420,7 @@ def _known_ends(
     buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: jax.Array
 ) -> jax.Array:
     """The same, compiled once for as many rows."""
-    return buffer.unit.ends(steps.context_of(buffer, writer), unit, slots)
+    return buffer.unit.is_episode_end(steps.context_of(buffer, writer), unit, slots)
 
 
 def _dealt(
@@ -448,9 +450,9 @@ def _filled(there: _Old, target: ReplayBuffer, kept: _Kept) -> BufferState:
         return _with_objects(buffer, into, state, slots, mask).replace(ring=target.ring)
     spec = buffer.stored(state)
     new = eager.init(into, spec, None)
-    if len(slots) and kept.cuts is not None and buffer.writer.in_time:
+    if len(slots) and kept.cuts is not None and buffer.writer.is_chronological:
         before = _episode_step(there, target, kept)
-        new = new.replace(unit=into.unit.resume(new.unit, before))
+        new = new.replace(unit=into.unit.init_mid_episode(new.unit, before))
     row_bytes = pytree.nbytes(spec) * slots.shape[1]
     for piece in pieces(np.arange(len(slots)), row_bytes):
         items = there.take(slots[piece])
@@ -458,7 +460,7 @@ def _filled(there: _Old, target: ReplayBuffer, kept: _Kept) -> BufferState:
         if into.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
         new = eager.fill(into, new, items, seams, None if mask is None else mask[piece])
-    if not into.writer.in_time and int(into.size(new)) < slots.size:
+    if not into.writer.is_chronological and int(into.size(new)) < slots.size:
         raise ValueError(
             f"rebuild: expected items that {type(target.writer).__name__} takes, got "
             f"{slots.size - int(into.size(new))} that it refuses, such as those with a rank of NaN."

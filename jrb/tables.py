@@ -117,7 +117,7 @@ def _facts(who: str, buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarr
     """The slots that hold items, oldest first; and the columns that are not of items."""
     slots = read.held_slots(buffer, state, who)
     facts = {"slot": slots}
-    if buffer.writer.in_time:
+    if buffer.writer.is_chronological:
         facts["environment"] = slots % buffer.ring.envs
     if read.has_episodes(buffer, state):
         facts |= _episodes(buffer, state, slots)

@@ -299,10 +299,12 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
     if buffer.writer.writes:
         _expect_held(buffer, buffer.extend(buffer.empty(state), few), "after empty")
     state = buffer.truncate(state)
-    newest = buffer.newest(state, 1)[0] if buffer.writer.in_time else jnp.zeros(0, jnp.int32)
+    newest = (
+        buffer.newest(state, 1)[0] if buffer.writer.is_chronological else jnp.zeros(0, jnp.int32)
+    )
     if _reads_other_rows(buffer, state):
         context = context_of(buffer, state.writer)
-        ends = buffer.unit.ends(context, state.unit, newest.reshape(-1))
+        ends = buffer.unit.is_episode_end(context, state.unit, newest.reshape(-1))
         _expect(ends.all(), "a unit of several rows knows the ends that truncate makes")
     _expect_held(buffer, buffer.extend(state, few), "after truncate")
 
@@ -310,7 +312,7 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
 def check_options(buffer: ReplayBuffer, example: Item) -> None:
     """The options of `draw` do what they say, and what it says of probabilities is true."""
     state, sampler, key = _filled(buffer, example), buffer.sampler, jax.random.key(7)
-    if sampler.takes_priorities and buffer.writer.in_time:
+    if sampler.takes_priorities and buffer.writer.is_chronological:
         items, lead = rows(example, jnp.float32(1), 9, *_lead(buffer)), (9, *_lead(buffer))
         given = 2 + jnp.arange(9 * buffer.ring.envs, dtype=jnp.float32).reshape(lead)
         found = buffer.priorities(buffer.extend(buffer.init(example), items, priorities=given))

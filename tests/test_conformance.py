@@ -73,13 +73,13 @@ EPISODIC = {
 }
 PARTS = [
     {"unit": jrb.NStep(3, 0.9), "sampler": jrb.Prioritized()},
-    {"unit": jrb.Sequence(4, burn_in=2, short="pad"), "sampler": jrb.WithoutReplacement()},
-    {"unit": jrb.Sequence(3, over="episodes", short="pad")},
-    {"unit": jrb.Sequence(3, period=2, short="pad"), "sampler": jrb.Prioritized()},
-    {"unit": jrb.Sequence(3, over="whole"), "sampler": jrb.Prioritized()},
+    {"unit": jrb.Sequence(4, burn_in=2, partial="pad"), "sampler": jrb.WithoutReplacement()},
+    {"unit": jrb.Sequence(3, sample_by="episodes", partial="pad")},
+    {"unit": jrb.Sequence(3, stride=2, partial="pad"), "sampler": jrb.Prioritized()},
+    {"unit": jrb.Sequence(3, sample_by="whole_episodes"), "sampler": jrb.Prioritized()},
     {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
     {"storage": jrb.DeviceStorage(once=True), "unit": jrb.NStep(2, 0.9)},
-    {"storage": jrb.DeviceStorage(layout="environments"), "unit": jrb.Sequence(3, short="pad")},
+    {"storage": jrb.DeviceStorage(layout="environments"), "unit": jrb.Sequence(3, partial="pad")},
     {"writer": jrb.MaxValue(("next", "reward"))},
     {"writer": jrb.Reservoir(0)},
     {
@@ -98,7 +98,7 @@ def test_other_parts_keep_the_contracts(parts):
 
 THROUGH_CHANGES = [
     {"unit": jrb.FrameStack(3), "sampler": jrb.Prioritized()},
-    {"unit": jrb.Sequence(3, over="episodes", short="pad")},
+    {"unit": jrb.Sequence(3, sample_by="episodes", partial="pad")},
 ]
 THROUGH_CHANGES += [
     pytest.param(parts, marks=pytest.mark.long)

@@ -55,8 +55,8 @@ UNITS = {
     "n-step": jrb.NStep(3, 0.9),
     "strict n-step": jrb.NStep(3, 0.9, strict=True),
     "windows": jrb.Sequence(4),
-    "padded": jrb.Sequence(4, burn_in=2, short="pad"),
-    "episodes": jrb.Sequence(3, over="episodes"),
+    "padded": jrb.Sequence(4, burn_in=2, partial="pad"),
+    "episodes": jrb.Sequence(3, sample_by="episodes"),
     "stacks": jrb.FrameStack(3),
     "hindsight": HINDSIGHT,
 }

@@ -49,7 +49,7 @@ def wrong(name):
         "storage": lambda: jrb.ReplayBuffer(8, storage=jrb.MemmapStorage),
         "writer": lambda: jrb.ReplayBuffer(8, writer="lanes"),
         "inner": lambda: jrb.FrameStack(4, unit=jrb.NStep),
-        "first": lambda: jrb.Sequence(4, first="hidden"),
+        "first": lambda: jrb.Sequence(4, first_only="hidden"),
         "paths": lambda: jrb.FrameStack(4, paths="observation"),
     }
     return calls[name]

@@ -140,12 +140,12 @@ OTHERS = {
     "strict n-step": {"unit": jrb.NStep(3, 0.9, strict=True)},
     "windows": {"unit": jrb.Sequence(5)},
     "windows and their marks apart": {"unit": jrb.Sequence(5), "storage": Apart()},
-    "padded": {"unit": jrb.Sequence(5, burn_in=3, short="pad")},
-    "windows of a period": {"unit": jrb.Sequence(5, burn_in=2, period=3)},
-    "padded of a period": {"unit": jrb.Sequence(5, period=3, short="pad")},
-    "windows across": {"unit": jrb.Sequence(5, burn_in=2, across=True, period=3)},
-    "episodes": {"unit": jrb.Sequence(5, over="episodes")},
-    "whole": {"unit": jrb.Sequence(5, over="whole")},
+    "padded": {"unit": jrb.Sequence(5, burn_in=3, partial="pad")},
+    "windows of a period": {"unit": jrb.Sequence(5, burn_in=2, stride=3)},
+    "padded of a period": {"unit": jrb.Sequence(5, stride=3, partial="pad")},
+    "windows across": {"unit": jrb.Sequence(5, burn_in=2, cross_episodes=True, stride=3)},
+    "episodes": {"unit": jrb.Sequence(5, sample_by="episodes")},
+    "whole": {"unit": jrb.Sequence(5, sample_by="whole_episodes")},
     "stacks": {"unit": jrb.FrameStack(4)},
     "stacked n-step": {"unit": jrb.FrameStack(3, unit=jrb.NStep(3, 0.9))},
     "stacked windows": {"unit": jrb.FrameStack(3, unit=jrb.Sequence(4, burn_in=2))},
@@ -178,7 +178,7 @@ def growth(name, step, agents=None, **parts):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("unit", [jrb.Sequence(5), jrb.Sequence(5, burn_in=2, across=True)])
+@pytest.mark.parametrize("unit", [jrb.Sequence(5), jrb.Sequence(5, burn_in=2, cross_episodes=True)])
 def test_marks_that_are_read_apart_are_the_same(unit):
     found = []
     for storage in (jrb.DeviceStorage(), Apart()):
@@ -286,7 +286,7 @@ def test_lanes_copy_nothing(parts, agents):
 
 BY_ENVIRONMENT = {
     "storage": jrb.DeviceStorage(layout="environments"),
-    "unit": jrb.Sequence(5, short="pad"),
+    "unit": jrb.Sequence(5, partial="pad"),
 }
 LINES = [(1, add_sample, None), (16, everything, 8), (16, edits, None), (1, draw_add, 8)]
 

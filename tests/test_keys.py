@@ -11,7 +11,7 @@ UNITS = [
     jrb.NStep(2, 0.9),
     jrb.NStep(2, 0.9, strict=True),
     jrb.Sequence(2),
-    jrb.Sequence(2, across=True),
+    jrb.Sequence(2, cross_episodes=True),
     jrb.FrameStack(2),
     jrb.FrameStack(2, unit=jrb.NStep(2, 0.9)),
     jrb.Hindsight(lambda reached, goal: jnp.float32(0), achieved="obs", goal="obs", next_goal=None),

@@ -94,7 +94,7 @@ def test_items_and_episodes_are_those_that_were_added(length, unit, storage):
         assert told["length"]["mean"] == np.mean([each.length for each in over])
 
 
-WHOLE = jrb.Sequence(3, over="whole")
+WHOLE = jrb.Sequence(3, sample_by="whole_episodes")
 
 
 def ends(rng, rows, envs):

@@ -37,7 +37,7 @@ UNITS = {
     "n-step": jrb.NStep(3, 0.9),
     "strict n-step": jrb.NStep(2, 0.9, strict=True),
     "windows": jrb.Sequence(3),
-    "episodes": jrb.Sequence(3, over="episodes"),
+    "episodes": jrb.Sequence(3, sample_by="episodes"),
     "stacks": jrb.FrameStack(2),
 }
 SAMPLERS = {
@@ -646,13 +646,13 @@ def held(buffer, state):
 def test_other_shards_have_the_same_environments_with_their_priorities(unit, writer):
     rng = np.random.default_rng(0)
     old = jrb.Sharded(whole(unit, writer=writer), 4, mesh_of(4))
-    masks = {"mask": rng.random((23, E)) < 0.7} if writer.in_lanes else {}
+    masks = {"mask": rng.random((23, E)) < 0.7} if writer.per_env else {}
     given = rng.random((23, E)).astype(np.float32) * 5
     state = old.extend(old.init(EXAMPLE), rows(rng, 23, E), priorities=given, **masks)
     state = old.truncate(state, mask=rng.random(E) < 0.5)
     want = held(old, state)
     wider, fewer = jrb.Sharded(old.buffer, 8, mesh_of(2)), jrb.Sharded(old.buffer, 2)
-    for new in (wider, old.buffer) if writer.in_lanes else (fewer,):
+    for new in (wider, old.buffer) if writer.per_env else (fewer,):
         other = jrb.rebuild(old, state, new)
         assert_same(held(new, other), want)
         assert_same(held(old, jrb.rebuild(new, other, old)), want)

@@ -49,8 +49,8 @@ class Wrapped(types.Unit):
     def truncate(self, *args):
         return self.inner.truncate(*args)
 
-    def ends(self, *args):
-        return self.inner.ends(*args)
+    def is_episode_end(self, *args):
+        return self.inner.is_episode_end(*args)
 
     def anchors(self, *args):
         return self.inner.anchors(*args)
@@ -100,7 +100,7 @@ def test_a_unit_that_says_how_far_its_anchors_lag_can_be_stacked():
 
 def test_a_unit_whose_anchors_are_no_rows_cannot_be_stacked():
     with pytest.raises(ValueError, match="anchors are rows"):
-        jrb.ReplayBuffer(60, unit=jrb.FrameStack(2, unit=jrb.Sequence(2, over="episodes")))
+        jrb.ReplayBuffer(60, unit=jrb.FrameStack(2, unit=jrb.Sequence(2, sample_by="episodes")))
 
 
 @pytest.mark.parametrize("kind", ["sampler", "unit", "writer", "storage"])

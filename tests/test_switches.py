@@ -33,7 +33,7 @@ PARTS = {  # each sampler, unit, writer and storage at least once
         "unit": jrb.Sequence(2),
         "transforms": RUNNING,
     },
-    "episodes": {"unit": jrb.Sequence(2, over="episodes")},
+    "episodes": {"unit": jrb.Sequence(2, sample_by="episodes")},
     "newest": {"sampler": jrb.Newest(0.9)},
     "stacks": {"sampler": jrb.Queue(), "unit": jrb.FrameStack(2)},
     "goals": {"sampler": jrb.Prioritized(), "unit": HINDSIGHT},
@@ -126,7 +126,7 @@ def run(buffer, its):
     if not buffer.unit.one_row:
         state = verbs.set(state, its["slots"], {"next": {"done": its["ends"]}})
     state = verbs.map(state, lambda items: {"action": items["action"] * 2.0})
-    if buffer.writer.in_time:
+    if buffer.writer.is_chronological:
         verbs.newest(state, 2)
     facts = verbs.size(state), verbs.can_sample(state), verbs.in_order(state)
     return verbs.empty(state), batch, facts

@@ -55,11 +55,11 @@ def expected(buffer, state, numbers, mask, values):
 
 UNITS = {
     "windows": jrb.Sequence(L),
-    "padded": jrb.Sequence(L, short="pad"),
+    "padded": jrb.Sequence(L, partial="pad"),
     "burn-in": jrb.Sequence(L, burn_in=2),
-    "across": jrb.Sequence(L, across=True),
-    "whole": jrb.Sequence(L, over="whole"),
-    "stacks": jrb.FrameStack(2, unit=jrb.Sequence(L, burn_in=1, short="pad")),
+    "across": jrb.Sequence(L, cross_episodes=True),
+    "whole": jrb.Sequence(L, sample_by="whole_episodes"),
+    "stacks": jrb.FrameStack(2, unit=jrb.Sequence(L, burn_in=1, partial="pad")),
 }
 
 
@@ -123,7 +123,7 @@ def test_rows_may_be_given_without_burn_in_and_anchors_by_themselves():
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_slots_say_where_rows_lie(stacked):
-    unit = jrb.Sequence(L, burn_in=1, short="pad", slots=True)
+    unit = jrb.Sequence(L, burn_in=1, partial="pad", slots=True)
     buffer, state = made(jrb.FrameStack(2, unit=unit) if stacked else unit, 11, ends=(4, 8))
     sample = buffer.sample(state, jax.random.key(0))
     slots = sample.info["slots"]

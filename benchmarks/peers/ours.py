@@ -23,8 +23,8 @@ UNITS = {
     "transition": jrb.Transition(),
     "n-step": jrb.NStep(wanted.STEPS, wanted.DISCOUNT),
     "slices": jrb.Sequence(wanted.LENGTH),
-    "episodes": jrb.Sequence(wanted.LENGTH, over="episodes"),
-    "padded": jrb.Sequence(wanted.LENGTH, short="pad"),
+    "episodes": jrb.Sequence(wanted.LENGTH, sample_by="episodes"),
+    "padded": jrb.Sequence(wanted.LENGTH, partial="pad"),
     "stack": jrb.FrameStack(wanted.STACK),
 }
 

@@ -88,7 +88,7 @@ def anchors() -> str:
     lines = (
         ("Transition(), NStep(3, 0.99)", range(9), None),
         ("Sequence(3)", (0, 1, 2, 5, 6), 1),
-        ('Sequence(3, over="whole")', (0,), 0),
+        ('Sequence(3, sample_by="whole_episodes")', (0,), 0),
     )
     for number, (name, found, shown) in enumerate(lines):
         y = 104 + 62 * number

@@ -89,7 +89,9 @@ class PreviousAction(Unit):
         """The next row is the first of an episode; no anchors come or go."""
         return state.replace(running=jnp.where(which, 0, state.running)), None
 
-    def ends(self, context: Context, state: PreviousActionState, slots: jax.Array) -> jax.Array:
+    def is_episode_end(
+        self, context: Context, state: PreviousActionState, slots: jax.Array
+    ) -> jax.Array:
         """A row ends an episode if the next one, or the one to come, does not follow it."""
         ring = context.ring
         is_newest = context.held.after(ring, slots) <= 0
@@ -100,7 +102,9 @@ class PreviousAction(Unit):
         """Counts the rows of the episode before each slot, up to 1: more does not matter."""
         return state.follows[slots].astype(jnp.int32)
 
-    def resume(self, state: PreviousActionState, before: jax.Array) -> PreviousActionState:
+    def init_mid_episode(
+        self, state: PreviousActionState, before: jax.Array
+    ) -> PreviousActionState:
         """Goes on in episodes whose first rows are not held, after `jrb.rebuild` or an edit."""
         return state.replace(running=jnp.minimum(before, 2))
 

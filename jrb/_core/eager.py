@@ -192,7 +192,9 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     if not on_host(buffer):
         return _blank(buffer, spec, device)
     state = _blank(for_device(buffer), spec, device)
-    storage = buffer.storage.make(buffer.ring, spec, state.storage, in_time=buffer.writer.in_time)
+    storage = buffer.storage.make(
+        buffer.ring, spec, state.storage, is_chronological=buffer.writer.is_chronological
+    )
     if device is not None:
         storage = jax.device_put(storage, device)
     return state.replace(storage=storage)
@@ -221,7 +223,9 @@ def nbytes(buffer: Buffer, spec: Item) -> int:
     if not on_host(buffer):
         return pytree.nbytes(jax.eval_shape(lambda: validate.blank(buffer, spec)))
     inner = pytree.nbytes(jax.eval_shape(lambda: validate.blank(for_device(buffer), spec)))
-    return inner + buffer.storage.nbytes(buffer.ring, spec, in_time=buffer.writer.in_time)
+    return inner + buffer.storage.nbytes(
+        buffer.ring, spec, is_chronological=buffer.writer.is_chronological
+    )
 
 
 @explained

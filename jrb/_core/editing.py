@@ -153,7 +153,7 @@ def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
     """After which rows time does not go on though no flag says so, bool `[R, E]`."""
     context = context_of(buffer, state.writer)
     slots = context.held.from_oldest(context.ring)
-    names, over = flags(buffer, state), buffer.unit.ends(context, state.unit, slots)
+    names, over = flags(buffer, state), buffer.unit.is_episode_end(context, state.unit, slots)
     items = leaves_of(buffer, context, state, names)
     return over & ~told(buffer, context, items) if names else over
 
@@ -199,7 +199,7 @@ def relearned(
     before = unit.episode_step(state.unit, context.held.from_oldest(ring)[0])
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
-        blank = unit.resume(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
+        blank = unit.init_mid_episode(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
     if state.numbers is not None:
         found = episodes.changes(items, buffer.keys, write.times[0], state.numbers)
         cuts, state = cuts | found[0], state.replace(numbers=found[2])
@@ -243,7 +243,7 @@ def _written_anew(
     blank = buffer.storage.reset(ring, state.storage, dependencies.token(items))
     every = all_rows(ring, context.held)
     storage, write = buffer.storage.write(_emptied(context), blank, every, items)
-    writer = buffer.writer.shrink(ring, state.writer, write.expired)
+    writer = buffer.writer.evict_oldest(ring, state.writer, write.expired)
     state = _edited(state.replace(storage=storage, writer=writer), slots, values)
     return relearned(buffer, context, state, items, before, write)
 

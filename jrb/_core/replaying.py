@@ -21,7 +21,7 @@ def replaying(buffer: Buffer) -> Any:
 
     Items without an order of time are written one by one.
     """
-    if buffer.writer.in_time:
+    if buffer.writer.is_chronological:
         return writable(buffer)
     return dataclasses.replace(buffer, num_envs=None)
 

@@ -39,7 +39,7 @@ def told(buffer: Buffer, state: BufferState) -> Iterator[tuple[Item, jax.Array]]
         slots = np.minimum(row, ring.rows - 1)[:, None] * envs + np.arange(envs)
         slots = slots[:, 0] if buffer.num_envs is None else slots
         mask = row[:, None] < counts
-        mask = mask if buffer.writer.in_lanes else mask[:, 0]
+        mask = mask if buffer.writer.per_env else mask[:, 0]
         yield buffer.storage.take(state.storage, slots), jnp.asarray(mask)
 
 

@@ -70,7 +70,7 @@ def write(
     if not write.bounded:
         rows_held = context.held.rows(ring).reshape(write.expired.shape)
         left = write.expired - jnp.maximum(rows_held + write.rows - ring.rows, 0)
-        writer = buffer.writer.shrink(ring, writer, left)
+        writer = buffer.writer.evict_oldest(ring, writer, left)
     state = state.replace(storage=storage, sampler=counting.written(state.sampler, write))
     if state.numbers is not None:
         found = episodes.changes(items, buffer.keys, write.times[0], state.numbers)
@@ -176,7 +176,7 @@ def expire(buffer: Buffer, state: BufferState, items: Item, rows: jax.Array) -> 
     ring, context = buffer.ring, context_of(buffer, state.writer)
     writer, write = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
     write = dataclasses.replace(write, expired=rows, bounded=False)
-    writer = buffer.writer.shrink(ring, writer, rows)
+    writer = buffer.writer.evict_oldest(ring, writer, rows)
     return _learned(buffer, context, state, writer, write, items)
 
 
@@ -338,7 +338,7 @@ def _fields(
         "weights": draw.weights,
         "mask": mask,
         "info": info,
-        "stamp": buffer.writer.stamp(buffer.ring, state.writer, draw.slots),
+        "stamp": buffer.writer.generation_of(buffer.ring, state.writer, draw.slots),
     }
 
 
@@ -421,7 +421,7 @@ def still_there(
     buffer: Buffer, state: BufferState, sample: Sample
 ) -> tuple[BufferState, jax.Array, jax.Array]:
     """The state, in which writes wait for the sample; its slots, and which hold what was drawn."""
-    current = buffer.writer.stamp(buffer.ring, state.writer, sample.indices) == sample.stamp
+    current = buffer.writer.generation_of(buffer.ring, state.writer, sample.indices) == sample.stamp
     drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
     ok = current & drawn
     token = dependencies.token((_read(buffer, sample), ok))

@@ -180,7 +180,7 @@ def write_mask(
     each = (*time, *lead)
     if not lead or jnp.shape(value) != each:
         return mask(verb, value, time, "which rows of time are written, for all environments alike")
-    if not writer.in_lanes:
+    if not writer.per_env:
         raise ValueError(
             f"{verb}: mask: expected shape {time}, as {type(writer).__name__} writes all "
             f"environments together, got {each}. Use writer=jrb.PerEnvironment()."
@@ -190,7 +190,7 @@ def write_mask(
 
 def together(name: str, writer: Any) -> None:
     """Raises if environments are written one without the other."""
-    if writer.in_lanes:
+    if writer.per_env:
         raise ValueError(
             f"{name}: expected a writer of all environments together, got "
             f"{type(writer).__name__}, between whose environments there is no order of time. Use "
@@ -198,9 +198,9 @@ def together(name: str, writer: Any) -> None:
         )
 
 
-def in_time(name: str, writer: Any) -> None:
+def chronological(name: str, writer: Any) -> None:
     """A writer that keeps the order of time."""
-    if not writer.in_time:
+    if not writer.is_chronological:
         raise ValueError(
             f"{name}: expected a writer that keeps rows in the order of time, got "
             f"{type(writer).__name__}. Use jrb.RoundRobin(), or unit=jrb.Transition()."

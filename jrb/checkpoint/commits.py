@@ -84,7 +84,7 @@ def reopened(
     state = matching.restored(opened, want, device, has_rows=False)
     if len(store.lost):
         state = _without(opened, buffer, spec, state)
-    view = host_rows.view(StoreRows(store, spec, buffer.writer.in_time), store.version)
+    view = host_rows.view(StoreRows(store, spec, buffer.writer.is_chronological), store.version)
     state = host_items.attach(buffer, state, view)
     return buffer, state if device is None else jax.device_put(state, device)
 
@@ -98,7 +98,7 @@ def _without(opened: Opened, buffer: Buffer, spec: Item, state: BufferState) -> 
         return state
     gone = np.zeros(ring.envs, np.int32)
     np.maximum.at(gone, np.asarray(lost % ring.envs), np.asarray(held.before(ring, lost)) + 1)
-    if not buffer.writer.in_lanes:
+    if not buffer.writer.per_env:
         gone = np.full_like(gone, gone.max())
     warnings.warn(
         f"{opened.path}: {gone.sum()} of the {int(held.size)} items that generation "
@@ -108,7 +108,7 @@ def _without(opened: Opened, buffer: Buffer, spec: Item, state: BufferState) -> 
         LostWarning,
         stacklevel=2,
     )
-    rows_gone = gone if buffer.writer.in_lanes else gone[0]
+    rows_gone = gone if buffer.writer.per_env else gone[0]
     return eager.expire(replaying.writable(buffer), state, spec, rows_gone)
 
 

@@ -73,7 +73,7 @@ def save(path: str, saved: Source, options: dict[str, Any]) -> None:
     )
     if not isinstance(saved, Snapshot) or saved.buffer.storage.of_objects or saved.batch:
         raise refusal
-    if saved.buffer.writer.in_lanes:
+    if saved.buffer.writer.per_env:
         raise ValueError(
             "layout: expected a writer of all environments together with layout='h5', got "
             f"{type(saved.buffer.writer).__name__}. Use layout='native'."
@@ -173,7 +173,7 @@ def _slots(saved: Snapshot) -> np.ndarray:
     buffer = saved.buffer
     held = buffer.writer.held(buffer.ring, saved.state.writer)
     slots = np.asarray(held.nth(buffer.ring, jnp.arange(int(held.size), dtype=jnp.int32)))
-    return slots.reshape(-1, buffer.ring.envs if buffer.writer.in_time else 1)
+    return slots.reshape(-1, buffer.ring.envs if buffer.writer.is_chronological else 1)
 
 
 def _items(saved: Snapshot, slots: np.ndarray) -> Leaves:
@@ -349,8 +349,8 @@ def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str
     if not about["rows"]:
         return state
     cursor = f"{_STATE}/writer/cursor"
-    first = int(_get(file, cursor, np.int32)) if buffer.writer.in_time else 0
-    if buffer.writer.in_time:
+    first = int(_get(file, cursor, np.int32)) if buffer.writer.is_chronological else 0
+    if buffer.writer.is_chronological:
         first = (first - about["rows"]) % buffer.ring.rows
         state = state.replace(writer=state.writer.replace(cursor=jnp.int32(first)))
     leaves = _leaves(file, buffer, spec, about)
@@ -371,7 +371,7 @@ def _leaves(
 ) -> list[np.ndarray]:
     """The items in order of time, `[T, E, ...]`, leaf by leaf; keys as their words."""
     environments, lengths = np.asarray(about["trajectories"], np.int64).reshape(-1, 2).T
-    envs = buffer.ring.envs if buffer.writer.in_time else 1
+    envs = buffer.ring.envs if buffer.writer.is_chronological else 1
     each = np.bincount(environments, lengths, envs)
     if len(each) != envs or (each != about["rows"]).any() or each.sum() > buffer.capacity:
         raise DamagedError(

@@ -286,7 +286,7 @@ def _as_saved(last: Generation, parts: dict[str, Any]) -> Any:
 def _stamps(buffer: Buffer, axes: int, count: int, writer: PartState) -> jax.Array:
     """The stamps of the first slots, uint32 `[V, count]`."""
     slots = jnp.arange(count, dtype=jnp.int32)
-    stamp = lambda writer: buffer.writer.stamp(buffer.ring, writer, slots)
+    stamp = lambda writer: buffer.writer.generation_of(buffer.ring, writer, slots)
     for _ in range(axes):
         stamp = jax.vmap(stamp)
     return stamp(writer)

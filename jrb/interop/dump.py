@@ -61,9 +61,9 @@ class Dump(NamedTuple):
         state = buffer.init(spec)
         first = self.info["cursor"] % rows if self.info["full"] and rows else 0
         order = (first + np.arange(rows)) % max(rows, 1)  # oldest first
-        in_time = buffer.writer.in_time
-        order = order[max(0, rows - ring.rows) :] if in_time else order
-        start = first if rows == ring.rows and in_time else 0
+        is_chronological = buffer.writer.is_chronological
+        order = order[max(0, rows - ring.rows) :] if is_chronological else order
+        start = first if rows == ring.rows and is_chronological else 0
         state, verbs = self._begun(buffer, state, start, rows), Jitted(writable(buffer))
         for piece in pieces(order, pytree.nbytes(spec) * ring.envs):
             rows_ = jax.tree.map(operator.itemgetter(piece), self.items)
@@ -79,7 +79,7 @@ class Dump(NamedTuple):
             state = state.replace(writer=writer)
         if self.info["full"] or rows > buffer.ring.rows:
             before = jnp.full(buffer.ring.envs, jnp.iinfo(jnp.int32).max)
-            unit = buffer.unit.resume(state.unit, before)
+            unit = buffer.unit.init_mid_episode(state.unit, before)
             state = state.replace(unit=unit)
         return state
 
@@ -89,7 +89,7 @@ class Dump(NamedTuple):
         """The same, with the priorities of the rows in `order`, which begin at row `start`."""
         if "priorities" not in self.info or not buffer.sampler.prioritized:
             return state
-        if not buffer.writer.in_time:
+        if not buffer.writer.is_chronological:
             raise ValueError(
                 f"into: expected a writer that keeps the order of time, got "
                 f"{type(buffer.writer).__name__}: nobody knows to which places the priorities "

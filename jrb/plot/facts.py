@@ -93,7 +93,7 @@ def rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
     counts, size, newest = jax.device_get(_held(buffer, state.replace(storage=None)))
     counts = np.broadcast_to(counts, ring.envs)
     lost = np.zeros(ring.envs, bool)
-    if buffer.writer.in_time:
+    if buffer.writer.is_chronological:
         lost = read.has_lost_beginning(buffer, state.writer, state.unit)
     else:  # the last row may be there in part
         counts = np.full(ring.envs, -(-int(size) // ring.envs))
@@ -125,8 +125,8 @@ def _columns(buffer: Buffer, state: BufferState) -> tuple[jax.Array | None, jax.
     """Ends, bool `[R, E]`, and rewards, `[R, E, ...]`, from the oldest row on; None without."""
     context, keys = context_of(buffer, state.writer), buffer.keys
     spec = buffer.storage.spec(state.storage)
-    flags = {*keys.flags(spec)} if buffer.writer.in_time else set()
-    if keys.episode is not None and buffer.writer.in_time:
+    flags = {*keys.flags(spec)} if buffer.writer.is_chronological else set()
+    if keys.episode is not None and buffer.writer.is_chronological:
         flags.add(path_name(keys.episode))
     rewards = leaves_at(spec, keys.reward)
     rewards = {name for name, leaf in rewards.items() if is_real(leaf.dtype)}
@@ -134,7 +134,9 @@ def _columns(buffer: Buffer, state: BufferState) -> tuple[jax.Array | None, jax.
     ends = None
     if flags:
         slots = context.held.from_oldest(context.ring)
-        ends = editing.told(buffer, context, found) | buffer.unit.ends(context, state.unit, slots)
+        ends = editing.told(buffer, context, found) | buffer.unit.is_episode_end(
+            context, state.unit, slots
+        )
     paid = [leaf for name, leaf in leaves_at(found, keys.reward).items() if name in rewards]
     if len(paid) > 1:  # of several agents, side by side
         flat = [leaf.astype(jnp.float32).reshape(*leaf.shape[:2], -1) for leaf in paid]

@@ -66,7 +66,7 @@ def episode(buffer: ReplayBuffer, state: BufferState, k: int, ax: Axes | None = 
 def _check(buffer: ReplayBuffer, state: BufferState, k: int) -> None:
     if isinstance(k, bool) or not isinstance(k, int | np.integer):
         raise TypeError(f"plot.episode: k: expected an integer, got {k!r}.")
-    checks.in_time("plot.episode", buffer.writer)
+    checks.chronological("plot.episode", buffer.writer)
     if buffer.storage.of_objects:
         raise ValueError(
             "plot.episode: expected items of arrays, got objects, whose flags nobody knows."

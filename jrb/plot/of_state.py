@@ -70,10 +70,12 @@ def _of_items(buffer: ReplayBuffer, state: BufferState, size: int) -> list[Row]:
         panels.append(Row(height, [lambda *at: episodes_panel.draw(found, spans, *at)]))
     rewards, held = found.rewards, found.held
     if rewards is not None and rewards.size:
-        if not buffer.writer.in_time:
+        if not buffer.writer.is_chronological:
             rewards, held = rewards.reshape(-1, 1, *rewards.shape[2:])[:size], None
-        in_time = buffer.writer.in_time
-        panels.append(Row(1.9, [lambda *at: reward_panel.draw(rewards, held, in_time, *at)]))
+        is_chronological = buffer.writer.is_chronological
+        panels.append(
+            Row(1.9, [lambda *at: reward_panel.draw(rewards, held, is_chronological, *at)])
+        )
     return panels
 
 

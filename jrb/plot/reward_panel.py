@@ -9,7 +9,7 @@ _BINS, _LINES, _FEW = 250, 6, 8
 
 
 def draw(
-    rewards: np.ndarray, held: np.ndarray | None, in_time: bool, axes: Axes, tone: Tone
+    rewards: np.ndarray, held: np.ndarray | None, is_chronological: bool, axes: Axes, tone: Tone
 ) -> None:
     """Means, and from the least to the greatest of as many rows as share a place.
 
@@ -18,14 +18,14 @@ def draw(
     Args:
         rewards: real `[K, E, ...]`, K at least 1.
         held: bool `[K, E]`; None for all.
-        in_time: whether rows are in the order of time; else slots are along the axis.
+        is_chronological: whether rows are in the order of time; else slots are along the axis.
         axes: of matplotlib.
         tone: of the panel.
     """
     rows = len(rewards)
     flat = rewards.reshape(*rewards.shape[:2], -1)
     borders = facts.edges(rows, _BINS)
-    x = borders - rows if in_time else borders
+    x = borders - rows if is_chronological else borders
     parts, real = flat.shape[2], _real(flat, held)
     shown, each = min(parts, _LINES), rewards.shape[1] * rows / (len(borders) - 1)
     few = each <= _FEW
@@ -36,11 +36,11 @@ def draw(
             axes.stairs(high, x, baseline=low, fill=True, color=color, alpha=0.22, linewidth=0)
         axes.stairs(mean, x, baseline=None, color=color, linewidth=1.3, label=f"{part}")
     axes.set_xlim(x[0], x[-1])
-    if in_time:
+    if is_chronological:
         canvas.before(axes.xaxis)
     else:
         canvas.whole_numbers(axes.xaxis, 8)
-    canvas.label(axes, "rows of time before the newest" if in_time else "slot", "reward")
+    canvas.label(axes, "rows of time before the newest" if is_chronological else "slot", "reward")
     if parts > 1:
         canvas.legend(axes, tone, columns=shown)
     lines = "" if each <= 1 else "line: mean" + ("; band: least to greatest" if few else "")

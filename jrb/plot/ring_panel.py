@@ -16,7 +16,7 @@ _COLUMNS, _LANES = 1000, 48
 
 def height(buffer: ReplayBuffer) -> float:
     """Inches."""
-    return 1.45 + (min(buffer.ring.envs, _LANES) / 30 if buffer.writer.in_lanes else 0)
+    return 1.45 + (min(buffer.ring.envs, _LANES) / 30 if buffer.writer.per_env else 0)
 
 
 def draw(buffer: ReplayBuffer, state: BufferState, axes: Axes, tone: Tone) -> None:
@@ -35,7 +35,7 @@ def draw(buffer: ReplayBuffer, state: BufferState, axes: Axes, tone: Tone) -> No
     axes.set(xlim=(0, borders[-1]), ylim=(len(lanes) - 0.5, -0.5))
     axes.spines[:].set_visible(False)
     canvas.whole_numbers(axes.xaxis, 8)
-    unit = "rows" if buffer.writer.in_time else "items"
+    unit = "rows" if buffer.writer.is_chronological else "items"
     tall = len(lanes) > 1
     canvas.scale(axes, tone, drawn, f"age ({unit})" if tall else "age", whole=True, tall=tall)
     _label(buffer, lanes, axes)
@@ -43,9 +43,13 @@ def draw(buffer: ReplayBuffer, state: BufferState, axes: Axes, tone: Tone) -> No
 
 
 def _label(buffer: ReplayBuffer, lanes: np.ndarray, axes: Axes) -> None:
-    envs, in_time = buffer.ring.envs, buffer.writer.in_time
-    of = f" of the ring ({envs:,} environments each)" if in_time and envs > 1 else " of the ring"
-    canvas.label(axes, ("row" if in_time and envs > 1 else "slot") + of)
+    envs, is_chronological = buffer.ring.envs, buffer.writer.is_chronological
+    of = (
+        f" of the ring ({envs:,} environments each)"
+        if is_chronological and envs > 1
+        else " of the ring"
+    )
+    canvas.label(axes, ("row" if is_chronological and envs > 1 else "slot") + of)
     if len(lanes) == 1:
         axes.set_yticks([])
         return
@@ -64,13 +68,13 @@ def _more(buffer: ReplayBuffer, state: BufferState, axes: Axes) -> str:
     """What else is to be said of it; the place of the next write is marked."""
     told, ring = [], buffer.ring
     cursor, rows, size, anchors = jax.device_get(_facts(buffer, state.replace(storage=None)))
-    if buffer.writer.in_time and not buffer.writer.in_lanes:
+    if buffer.writer.is_chronological and not buffer.writer.per_env:
         row = int(cursor[0]) % ring.rows
         x = row + 0.5 if ring.rows <= _COLUMNS else row
         where = axes.get_xaxis_transform()
         axes.plot([x], [0], "^", color=canvas.ORANGE, markersize=6, clip_on=False, transform=where)
         told.append(f"the next write goes to {'row' if ring.envs > 1 else 'slot'} {row:,}")
-    elif buffer.writer.in_lanes:
+    elif buffer.writer.per_env:
         told.append(f"environments hold {rows.min():,} to {rows.max():,} rows")
     if anchors != size:
         told.append(words.count(int(anchors), "anchor") + " can be drawn")
@@ -87,7 +91,7 @@ def _facts(buffer: Buffer, state: BufferState) -> tuple[jax.Array, jax.Array, ja
 
 def _ages(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Borders of columns, environments, and ages `[lanes, columns]`; NaN where nothing is."""
-    if buffer.writer.in_time:
+    if buffer.writer.is_chronological:
         return _ages_of_rows(buffer, state)
     borders = facts.edges(buffer.capacity, _COLUMNS)
     since = _since(buffer, state)
@@ -105,7 +109,7 @@ def _ages_of_rows(
     """The same by the row in the middle of each column."""
     ring = buffer.ring
     borders, lanes = facts.edges(ring.rows, _COLUMNS), np.zeros(1, np.int64)
-    if buffer.writer.in_lanes:
+    if buffer.writer.per_env:
         lanes = facts.edges(ring.envs, _LANES)[:-1]
     slots = (borders[:-1] + np.diff(borders) // 2) * ring.envs + lanes[:, None]
     light = state.replace(storage=None)

@@ -195,9 +195,9 @@ def mask(setup: Setup, value: Any, length: int) -> np.ndarray | None:
     found, lanes = np.asarray(value), (length, *setup.lead)
     if found.dtype != np.bool_:
         raise TypeError(f"extend: mask: expected dtype bool, got {found.dtype}. Compare.")
-    in_lanes = setup.buffer.writer.in_lanes or setup.streams > setup.shards
-    if found.shape != (length,) and not (in_lanes and found.shape == lanes):
-        legal = f"({length},)" + (f" or {lanes}" if in_lanes and setup.lead else "")
+    per_env = setup.buffer.writer.per_env or setup.streams > setup.shards
+    if found.shape != (length,) and not (per_env and found.shape == lanes):
+        legal = f"({length},)" + (f" or {lanes}" if per_env and setup.lead else "")
         raise ValueError(f"extend: mask: expected shape {legal}, got {found.shape}.")
     return found
 

@@ -70,7 +70,7 @@ class DeviceStorage(Storage):
             checks.count("room", self.room)
 
     @property
-    def in_time(self) -> bool:
+    def requires_chronological(self) -> bool:
         """Whether rows must come in the order of time."""
         return self.once
 

@@ -92,9 +92,9 @@ class ListStorage(HostStorage):
 
     def init(self, context: Context, spec: Item) -> Objects:
         """An empty shelf."""
-        return self.make(context.ring, spec, None, in_time=True)
+        return self.make(context.ring, spec, None, is_chronological=True)
 
-    def make(self, ring: Ring, spec: Item, device_state: None, in_time: bool) -> Objects:
+    def make(self, ring: Ring, spec: Item, device_state: None, is_chronological: bool) -> Objects:
         """The same, with the state of `device_part`."""
         return Objects(shelf=Shelf(ring.capacity), version=0)
 

@@ -28,13 +28,13 @@ class HostArrays(HostStorage):
     state_type: ClassVar[type] = HostView
 
     @abc.abstractmethod
-    def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> HostRows:
+    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> HostRows:
         """Rows full of zeros.
 
         Args:
             ring: the ring's shape.
             spec: of one item.
-            in_time: whether rows are written in the order of time.
+            is_chronological: whether rows are written in the order of time.
         """
 
     @property
@@ -53,11 +53,13 @@ class HostArrays(HostStorage):
     def init(self, context: Context, spec: Item) -> Any:
         """Rows full of zeros."""
         device_state = self.device_part.init(context, spec)
-        return self.make(context.ring, spec, device_state, in_time=True)
+        return self.make(context.ring, spec, device_state, is_chronological=True)
 
-    def make(self, ring: Ring, spec: Item, device_state: PartState, in_time: bool) -> Any:
+    def make(self, ring: Ring, spec: Item, device_state: PartState, is_chronological: bool) -> Any:
         """The same, with the state of `device_part`; and whether rows come in time."""
-        return self.joined(host_rows.view(self.make_rows(ring, spec, in_time)), device_state)
+        return self.joined(
+            host_rows.view(self.make_rows(ring, spec, is_chronological)), device_state
+        )
 
     def joined(self, view: HostView, device_state: PartState) -> Any:
         """The state of rows on the host and of what is on the device."""
@@ -158,7 +160,7 @@ class HostArrays(HostStorage):
         version = host_rows.call(edit, host_rows.VERSION, view.version, slots, *leaves)
         return self.joined(view.after(version), kept)
 
-    def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
+    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
         """The bytes of the rows, and of the version."""
         return ring.capacity * pytree.nbytes(spec) + pytree.nbytes(host_rows.VERSION)
 

@@ -197,14 +197,14 @@ class SpillStorage(StoreArrays):
         object.__setattr__(self, "device_capacity", int(self.device_capacity))
 
     @property
-    def in_time(self) -> bool:
+    def requires_chronological(self) -> bool:
         """The newest rows are told by the order in which they came."""
         return True
 
-    def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> StoreRows:
+    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
         """Files full of zeros. Raises if there is no room for them."""
         checks.divides("device_capacity", self.device_capacity, ring.envs)
-        return super().make_rows(ring, spec, in_time)
+        return super().make_rows(ring, spec, is_chronological)
 
     @property
     def device_part(self) -> DeviceCache:

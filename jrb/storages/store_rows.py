@@ -96,7 +96,7 @@ class StoreRows(HostRows):
 
 
 def make(
-    path: Any, prealloc: bool, slack: float, ring: Ring, spec: Item, in_time: bool
+    path: Any, prealloc: bool, slack: float, ring: Ring, spec: Item, is_chronological: bool
 ) -> StoreRows:
     """A new store for N items.
 
@@ -107,22 +107,22 @@ def make(
             commits.
         ring: the ring's shape.
         spec: of an item.
-        in_time: whether rows are written in the order of time.
+        is_chronological: whether rows are written in the order of time.
 
     Raises:
         ValueError, OSError: as `jrb._store.opening.create`.
     """
-    made, room = columns(spec), _room(path, slack, ring, spec, in_time)
+    made, room = columns(spec), _room(path, slack, ring, spec, is_chronological)
     store = create(path, made, ring.capacity, room, prealloc)
-    return StoreRows(store, spec, in_time or path is None)
+    return StoreRows(store, spec, is_chronological or path is None)
 
 
-def _room(path: object, slack: float, ring: Ring, spec: Item, in_time: bool) -> int:
+def _room(path: object, slack: float, ring: Ring, spec: Item, is_chronological: bool) -> int:
     """P, for how many rows there is room."""
     width = max(sum(column.width for column in columns(spec)), 1)
     beside = max(ring.envs, min(_BESIDE // width, ring.capacity))
     if path is not None:  # what is saved is not written over; but in time, where there is no room
-        beside = max(beside, int(slack * ring.capacity) if in_time else ring.capacity)
+        beside = max(beside, int(slack * ring.capacity) if is_chronological else ring.capacity)
     return ring.capacity + beside
 
 
@@ -208,12 +208,12 @@ class StoreArrays(HostArrays):
         """The same in a temporary folder."""
         return self.at(None)
 
-    def make_rows(self, ring: Ring, spec: Item, in_time: bool) -> StoreRows:
+    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
         """Files full of zeros. Raises if there is no room for them."""
-        return make(self.path, self.prealloc, self.slack, ring, spec, in_time)
+        return make(self.path, self.prealloc, self.slack, ring, spec, is_chronological)
 
-    def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
+    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
         """The bytes of all files when they are full, of the numbers of rows, and of the version."""
         width = 8 + sum(column.width for column in columns(spec))
-        rows = _room(self.path, self.slack, ring, spec, in_time)
+        rows = _room(self.path, self.slack, ring, spec, is_chronological)
         return width * rows + pytree.nbytes(VERSION)

@@ -18,7 +18,7 @@ class RewardToGo(Transform):
     At row t it is r_t + discount * (that at t + 1), where row t + 1 is real and of the same
     episode; 0 where a row is not real. An episode ends where a flag in the data says so, and where
     the unit knows that it ended, such as by `truncate` or `Keys(episode=...)`. With
-    `Sequence(..., short="pad")` as long as an episode, it is the return of the rest of the episode.
+    `Sequence(..., partial="pad")` as long as an episode, it is the return from that row on.
     Where the reward has several leaves, such as one for each agent, each has a return of its own.
 
     Attributes:

@@ -26,7 +26,7 @@ class Storage(abc.ABC):
     unbound: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def in_time(self) -> bool:
+    def requires_chronological(self) -> bool:
         """Whether rows must come in the order of time."""
         return False
 
@@ -136,7 +136,7 @@ class HostStorage(Storage):
         """The state of `device_part`."""
 
     @abc.abstractmethod
-    def make(self, ring: Ring, spec: Item, device_state: PartState, in_time: bool) -> Any:
+    def make(self, ring: Ring, spec: Item, device_state: PartState, is_chronological: bool) -> Any:
         """The state of an empty storage, to which rows come in the order of time or not."""
 
     @abc.abstractmethod
@@ -188,7 +188,7 @@ class HostStorage(Storage):
         """The names of the leaves; None where items are looked at as a whole."""
         return None
 
-    def nbytes(self, ring: Ring, spec: Item, in_time: bool) -> int:
+    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
         """The bytes that `make` allocates, beside those of the device part."""
         return 0
 

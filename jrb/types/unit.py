@@ -90,7 +90,7 @@ class Unit(abc.ABC):
         By default, rows have to lie in order of time, unless the unit is `one_row`.
         """
         if not self.one_row:
-            checks.in_time(type(self).__name__, writer)
+            checks.chronological(type(self).__name__, writer)
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> Any:
@@ -142,7 +142,7 @@ class Unit(abc.ABC):
         """
 
     @abc.abstractmethod
-    def ends(self, context: Context, state: PartState, slots: jax.Array) -> jax.Array:
+    def is_episode_end(self, context: Context, state: PartState, slots: jax.Array) -> jax.Array:
         """After which rows time does not go on, as far as the unit knows: bool like `slots`.
 
         A unit that looks at no other row than its anchor may know of none.
@@ -158,7 +158,7 @@ class Unit(abc.ABC):
             self._lacks("episode_step")
         return None
 
-    def resume(self, state: PartState, before: jax.Array) -> Any:
+    def init_mid_episode(self, state: PartState, before: jax.Array) -> Any:
         """An empty state whose next rows have so many rows of their episodes behind them.
 
         Args:
@@ -169,7 +169,7 @@ class Unit(abc.ABC):
             MissingMethodError: by default, if the unit reads rows before an anchor.
         """
         if self.lookback:
-            self._lacks("resume")
+            self._lacks("init_mid_episode")
         return state
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:

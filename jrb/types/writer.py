@@ -14,20 +14,21 @@ class Writer(abc.ABC):
     """Which slots do these rows go to?
 
     Attributes:
-        in_time: whether rows lie around the ring in the order in which they came. Units that need
-            more than one row ask for it.
-        writes: whether there is anything that it writes.
-        until_full: whether rows are left out for which nothing has to go; the buffer sees to it.
-        in_lanes: whether each environment is written by itself, and masks may be `[T, E]`.
-        stamps_laps: whether stamps count laps: that of the next row is the same, or one more where
-            the ring begins anew. What is set in windows is told by them from what was overwritten.
+        is_chronological: True if rows lie around the ring in the order in which they came. Units
+            that read more than one row require it.
+        writes: False if the writer refuses every write.
+        blocks_when_full: if True, the buffer masks out rows that would overwrite an item that was
+            not drawn yet.
+        per_env: True if each environment has a ring of its own; masks may then be `[T, E]`.
+        generation_is_lap: True if the generation of a slot is the number of laps of the ring, so
+            that the next row has the same, or one more where the ring starts over.
     """
 
-    in_time: ClassVar[bool] = True
+    is_chronological: ClassVar[bool] = True
     writes: ClassVar[bool] = True
     blocks_when_full: ClassVar[bool] = False
-    in_lanes: ClassVar[bool] = False
-    stamps_laps: ClassVar[bool] = False
+    per_env: ClassVar[bool] = False
+    generation_is_lap: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self, ring: Ring, spec: Item) -> Any:
@@ -51,7 +52,7 @@ class Writer(abc.ABC):
         """The slots that hold items."""
 
     @abc.abstractmethod
-    def stamp(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
+    def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """uint32 like `slots`: another number as soon as a slot holds another item."""
 
     @abc.abstractmethod
@@ -78,7 +79,7 @@ class Writer(abc.ABC):
         place = jax.numpy.arange(ring.capacity, dtype=jax.numpy.int32)
         return held.nth(ring, place), held.size
 
-    def shrink(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
+    def evict_oldest(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
         """The same without so many of the oldest rows, int32 `[]`, in lanes `[E]`.
 
         Asked where a storage had no room for them.
@@ -87,8 +88,8 @@ class Writer(abc.ABC):
             MissingMethodError: by default.
         """
         raise MissingMethodError(
-            f"expected a writer with a method shrink, as the storage may give up its oldest rows "
-            f"early, got {type(self).__name__}. See jrb.types.Writer."
+            "expected a writer with a method evict_oldest, as the storage may give up its oldest "
+            f"rows early, got {type(self).__name__}. See jrb.types.Writer."
         )
 
     def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:

@@ -119,7 +119,7 @@ class FrameStack(Unit):
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring holds a stack, in order of time."""
         checks.window("FrameStack: k", self.k, ring.rows)
-        checks.in_time("FrameStack", writer)
+        checks.chronological("FrameStack", writer)
         self.unit.check(ring, sampler, writer)
         if isinstance(self.unit, FrameStack):
             raise ValueError(
@@ -127,8 +127,8 @@ class FrameStack(Unit):
             )
         if self.unit.max_entry_delay is None:
             raise ValueError(
-                "FrameStack: expected a unit whose anchors are rows, got over='episodes'. "
-                "Use over='steps'."
+                "FrameStack: expected a unit whose anchors are rows, got sample_by='episodes'. "
+                "Use sample_by='windows'."
             )
 
     @property
@@ -230,14 +230,16 @@ class FrameStack(Unit):
         anchors, own = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
         return state.replace(queue=anchors), own
 
-    def ends(self, context: Context, state: FrameStackState, slots: jax.Array) -> jax.Array:
+    def is_episode_end(
+        self, context: Context, state: FrameStackState, slots: jax.Array
+    ) -> jax.Array:
         """Those after which a stack begins anew, and those that the inner unit knows."""
         ring, held = context.ring, context.held
         after = ring.slot_after(slots, ring.envs)
         last = held.after(ring, slots) <= 0
         running = state.length[ring.env_of(slots)] > 0
         begins = jnp.where(last, ~running, state.back[after] == 0) & (self.k > 1)
-        return begins | self.unit.ends(context, state.unit, slots)
+        return begins | self.unit.is_episode_end(context, state.unit, slots)
 
     def episode_step(self, state: FrameStackState, slots: jax.Array) -> jax.Array | None:
         """How many rows of its episode came before each slot, int32, as far as somebody counts."""
@@ -246,14 +248,14 @@ class FrameStack(Unit):
             return inner
         return own if inner is None else jnp.maximum(own, inner)
 
-    def resume(self, state: FrameStackState, before: jax.Array) -> FrameStackState:
+    def init_mid_episode(self, state: FrameStackState, before: jax.Array) -> FrameStackState:
         """An empty state whose next rows have so many rows of their episodes behind them.
 
         Args:
             state: without rows.
             before: int32 `[E]`; those rows are not held, so that no stack may reach them.
         """
-        inner = self.unit.resume(state.unit, before)
+        inner = self.unit.init_mid_episode(state.unit, before)
         return state.replace(length=jnp.minimum(before, self.k), unit=inner)
 
     def _cut(self, context: Context, write: WritePlan, lookback: Any) -> jax.Array:

@@ -145,17 +145,17 @@ class Hindsight(Unit):
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Rows in order of time, of one episode for each goal."""
-        checks.in_time("Hindsight", writer)
+        checks.chronological("Hindsight", writer)
         self.unit.check(ring, sampler, writer)
         if isinstance(self.unit, Hindsight | FrameStack):
             raise ValueError(
                 f"Hindsight: unit: expected one of single rows, as they are stored, got "
                 f"{type(self.unit).__name__}. Stacks go around: FrameStack(k, unit=Hindsight(...))."
             )
-        if isinstance(self.unit, Sequence) and self.unit.across:
+        if isinstance(self.unit, Sequence) and self.unit.cross_episodes:
             raise ValueError(
                 "Hindsight: unit: expected windows of one episode, as they get one goal, got "
-                "across=True. Leave it out."
+                "cross_episodes=True. Leave it out."
             )
 
     @property
@@ -213,7 +213,9 @@ class Hindsight(Unit):
         inner, change = self.unit.truncate(context, state.unit, which)
         return state.replace(episodes=after, unit=inner), change
 
-    def ends(self, context: Context, state: HindsightState, slots: jax.Array) -> jax.Array:
+    def is_episode_end(
+        self, context: Context, state: HindsightState, slots: jax.Array
+    ) -> jax.Array:
         """Those whose successor is of another episode."""
         ring, held = context.ring, context.held
         last = held.after(ring, slots) <= 0
@@ -225,9 +227,9 @@ class Hindsight(Unit):
         """As far as the inner unit counts."""
         return self.unit.episode_step(state.unit, slots)
 
-    def resume(self, state: HindsightState, before: jax.Array) -> HindsightState:
+    def init_mid_episode(self, state: HindsightState, before: jax.Array) -> HindsightState:
         """An empty state whose next rows have so many rows of their episodes behind them."""
-        return state.replace(unit=self.unit.resume(state.unit, before))
+        return state.replace(unit=self.unit.init_mid_episode(state.unit, before))
 
     def anchors(self, context: Context, state: HindsightState) -> Anchors:
         """Those of the inner unit."""

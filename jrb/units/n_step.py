@@ -124,7 +124,7 @@ class NStep(Unit):
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring has n rows, in order of time."""
         checks.window("NStep: n", self.n, ring.rows)
-        checks.in_time("NStep", writer)
+        checks.chronological("NStep", writer)
 
     def init(self, context: Context, spec: Item) -> NStepState:
         """No rows. Raises if the items have no done flag, or no real reward."""
@@ -210,7 +210,7 @@ class NStep(Unit):
         """No rows; flags of slots that hold nothing are not looked at."""
         return dependencies.emptied(state, token)
 
-    def ends(self, context: Context, state: NStepState, slots: jax.Array) -> jax.Array:
+    def is_episode_end(self, context: Context, state: NStepState, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""
         return rows.get(state.ended, slots)
 

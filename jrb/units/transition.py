@@ -52,7 +52,7 @@ class Transition(Unit):
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Fits everything but a queue of items without an order of time."""
         if sampler.in_order:
-            checks.in_time(type(sampler).__name__, writer)
+            checks.chronological(type(sampler).__name__, writer)
 
     def init(self, context: Context, spec: Item) -> dict[str, Any]:
         """Nothing to remember."""
@@ -91,7 +91,9 @@ class Transition(Unit):
         """Nothing crosses from one row to the next."""
         return state, None
 
-    def ends(self, context: Context, state: dict[str, Any], slots: jax.Array) -> jax.Array:
+    def is_episode_end(
+        self, context: Context, state: dict[str, Any], slots: jax.Array
+    ) -> jax.Array:
         """Nothing is known of ends."""
         return jnp.zeros(slots.shape, jnp.bool_)
 

@@ -13,7 +13,7 @@ from jrb.types import Item, WritePlan, Writer
 class InTurn(Writer):
     """Writes rows one after the other around the ring; a full ring loses its oldest row."""
 
-    stamps_laps: ClassVar[bool] = True
+    generation_is_lap: ClassVar[bool] = True
 
     def init(self, ring: Ring, spec: Item) -> Clock:
         """A clock at row 0."""
@@ -33,11 +33,11 @@ class InTurn(Writer):
         """Whether the clock passed more rows than are held."""
         return ring.has_lost(state).reshape(-1)
 
-    def stamp(self, ring: Ring, state: Clock, slots: jax.Array) -> jax.Array:
+    def generation_of(self, ring: Ring, state: Clock, slots: jax.Array) -> jax.Array:
         """The lap in which each slot was written."""
         return ring.generation(state, slots)
 
-    def shrink(self, ring: Ring, state: Clock, rows: jax.Array) -> Any:
+    def evict_oldest(self, ring: Ring, state: Clock, rows: jax.Array) -> Any:
         """The clock with so many rows fewer."""
         return ring.shrunk(state, rows)
 

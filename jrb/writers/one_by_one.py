@@ -20,13 +20,13 @@ class OneByOne(Writer):
     `[]`, how many slots, from 0 on, hold items; and `number`, uint32 `[]`, of the next item.
     """
 
-    in_time: ClassVar[bool] = False
+    is_chronological: ClassVar[bool] = False
 
     def held(self, ring: Ring, state: PartState) -> Occupancy:
         """The first slots."""
         return Occupancy(first=jnp.zeros((), jnp.int32), count=state.count)
 
-    def stamp(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
+    def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """The number of the item."""
         return dependencies.read(lambda: state.stamps.at[slots].get(mode="clip"))
 

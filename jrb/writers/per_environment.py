@@ -34,7 +34,7 @@ class PerEnvironment(InTurn):
         1
     """
 
-    in_lanes: ClassVar[bool] = True
+    per_env: ClassVar[bool] = True
 
     def init(self, ring: Ring, spec: Item) -> Clock:
         """Clocks at row 0."""

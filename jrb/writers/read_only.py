@@ -32,7 +32,7 @@ class ReadOnly(Writer):
 
     def __post_init__(self) -> None:
         check_part("writer", self.of)
-        for name in ("in_time", "in_lanes"):
+        for name in ("is_chronological", "per_env"):
             object.__setattr__(self, name, getattr(self.of, name))
 
     def init(self, ring: Ring, spec: Item) -> Any:
@@ -47,9 +47,9 @@ class ReadOnly(Writer):
         """As the writer it was filled by."""
         return self.of.has_lost(ring, state)
 
-    def stamp(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
+    def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """Those of the writer it was filled by."""
-        return self.of.stamp(ring, state, slots)
+        return self.of.generation_of(ring, state, slots)
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
         """All slots, in the order in which they were written."""
@@ -69,7 +69,7 @@ class ReadOnly(Writer):
         """Raises."""
         raise _refusal("add")
 
-    def shrink(self, ring: Ring, state: PartState, rows: jax.Array) -> NoReturn:
+    def evict_oldest(self, ring: Ring, state: PartState, rows: jax.Array) -> NoReturn:
         """Raises."""
         raise _refusal("add")
 

@@ -22,7 +22,7 @@ SAMPLERS = [
     jrb.Prioritized(count_draws=True),
 ]
 CASES = [  # others are in tests/verbs
-    {"sampler": SAMPLERS[0], "unit": jrb.Sequence(3, over="episodes")},
+    {"sampler": SAMPLERS[0], "unit": jrb.Sequence(3, sample_by="episodes")},
     {"sampler": SAMPLERS[6], "unit": jrb.FrameStack(2, paths=("x",))},
     {"sampler": SAMPLERS[0], "writer": jrb.MaxValue("rank")},
     {"sampler": SAMPLERS[0], "min_size": 5},
@@ -44,7 +44,9 @@ def test_draws_of_random_programs_are_counted(parts):
     buffer = jrb.ReplayBuffer(12, num_envs=envs, batch_size=5, **parts)
     extend, draw, empty = map(jax.jit, (buffer.extend, buffer.draw, buffer.empty))
     plan_read = jax.jit(buffer.sample)
-    stamps = jax.jit(lambda state: buffer.writer.stamp(buffer.ring, state.writer, jnp.arange(12)))
+    stamps = jax.jit(
+        lambda state: buffer.writer.generation_of(buffer.ring, state.writer, jnp.arange(12))
+    )
     state, counts, before = buffer.init(EXAMPLE), np.zeros(12, int), None
     for number in range(70):
         if rng.random() < 0.4:

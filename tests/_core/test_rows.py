@@ -69,9 +69,9 @@ def test_windows_that_cross_the_end_of_the_ring(capacity, added):
     ("envs", "unit", "in_runs"),
     [
         (1, jrb.Sequence(4), True),
-        (1, jrb.Sequence(4, over="episodes"), True),
+        (1, jrb.Sequence(4, sample_by="episodes"), True),
         (2, jrb.Sequence(4), False),
-        (1, jrb.Sequence(4, short="pad"), False),
+        (1, jrb.Sequence(4, partial="pad"), False),
         (1, jrb.Sequence(3, burn_in=1), False),
     ],
 )

@@ -87,7 +87,10 @@ def test_every_verb_refuses_a_state_of_another_description(name, sampler, inside
 
 LENGTHS = [
     ({"unit": jrb.Sequence(3)}, {"unit": jrb.Sequence(4)}),
-    ({"unit": jrb.Sequence(3, over="episodes")}, {"unit": jrb.Sequence(4, over="episodes")}),
+    (
+        {"unit": jrb.Sequence(3, sample_by="episodes")},
+        {"unit": jrb.Sequence(4, sample_by="episodes")},
+    ),
     ({"unit": jrb.FrameStack(3)}, {"unit": jrb.FrameStack(4)}),
     ({"unit": jrb.NStep(3, 0.9, strict=True)}, {"unit": jrb.NStep(4, 0.9, strict=True)}),
     (
@@ -115,8 +118,8 @@ def test_parts_of_one_kind_are_told_apart_where_their_states_differ_in_meaning(o
 def test_parts_of_one_kind_may_change_where_their_states_do_not():
     free = [
         (jrb.NStep(3, 0.9), jrb.NStep(5, 0.5)),
-        (jrb.Sequence(3, eta=0.5), jrb.Sequence(3, eta=1.0)),
-        (jrb.Sequence(3, short="pad"), jrb.Sequence(5, short="pad", burn_in=1)),
+        (jrb.Sequence(3, priority_max_weight=0.5), jrb.Sequence(3, priority_max_weight=1.0)),
+        (jrb.Sequence(3, partial="pad"), jrb.Sequence(5, partial="pad", burn_in=1)),
         (jrb.FrameStack(3), jrb.FrameStack(3, pad="zeros")),
     ]
     for one, other in free:

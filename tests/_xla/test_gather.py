@@ -192,14 +192,14 @@ PARTS = {
     "prioritized": {"sampler": jrb.Prioritized(count_draws=True)},
     "epochs": {"sampler": jrb.WithoutReplacement()},
     "n-step": {"unit": jrb.NStep(3, 0.9), "sampler": jrb.Prioritized()},
-    "windows": {"unit": jrb.Sequence(4, burn_in=2, short="pad")},
-    "windows across": {"unit": jrb.Sequence(4, across=True, period=3)},
-    "episodes": {"unit": jrb.Sequence(3, over="episodes")},
+    "windows": {"unit": jrb.Sequence(4, burn_in=2, partial="pad")},
+    "windows across": {"unit": jrb.Sequence(4, cross_episodes=True, stride=3)},
+    "episodes": {"unit": jrb.Sequence(3, sample_by="episodes")},
     "stacks": {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
     "once": {"storage": jrb.DeviceStorage(once=True)},
     "environments": {
         "storage": jrb.DeviceStorage(layout="environments"),
-        "unit": jrb.Sequence(3, short="pad"),
+        "unit": jrb.Sequence(3, partial="pad"),
     },
     "best": {"writer": jrb.MaxValue(("next", "reward"))},
 }

@@ -207,8 +207,8 @@ def test_weights_of_several_servers_follow_what_a_sampler_shares():
 
 def test_a_writer_that_cannot_shrink_says_so():
     writer = jrb.MaxValue(("next", "reward"))
-    with pytest.raises(MissingMethodError, match=r"a method shrink, .* got MaxValue"):
-        writer.shrink(jrb.ReplayBuffer(8).ring, None, jnp.int32(1))
+    with pytest.raises(MissingMethodError, match=r"a method evict_oldest, .* got MaxValue"):
+        writer.evict_oldest(jrb.ReplayBuffer(8).ring, None, jnp.int32(1))
 
 
 @pytest.mark.parametrize("method", sorted(Unit.__abstractmethods__))
@@ -219,7 +219,7 @@ def test_a_unit_has_every_method_that_has_no_safe_default(method):
         component(type("Lacking", (Unit,), {"__module__": __name__, **without}))()
 
 
-@pytest.mark.parametrize("method", ["reset", "resume", "episode_step"])
+@pytest.mark.parametrize("method", ["reset", "init_mid_episode", "episode_step"])
 def test_a_unit_that_reads_rows_before_names_what_it_lacks(method):
     lacking: Any = component(type("Lacking", (PreviousAction,), {method: getattr(Unit, method)}))
     buffer, state = filled(unit=lacking())

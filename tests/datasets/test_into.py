@@ -87,9 +87,11 @@ def test_a_buffer_holds_all_steps_in_their_order(dataset, tmp_path, number, piec
 def test_each_episode_is_in_one_environment(tmp_path, envs, lengths, monkeypatch):
     monkeypatch.setattr(filling, "_PIECE", 700)
     dataset = datasets.open(d4rl(tmp_path / "set.hdf5", lengths))
-    buffer, state = dataset.buffer(num_envs=envs, unit=jrb.Sequence(3, short="pad"), batch_size=64)
+    buffer, state = dataset.buffer(
+        num_envs=envs, unit=jrb.Sequence(3, partial="pad"), batch_size=64
+    )
     assert int(buffer.size(state)) == sum(lengths)
-    assert buffer.writer.in_lanes == (lengths is LENGTHS and envs > 1)
+    assert buffer.writer.per_env == (lengths is LENGTHS and envs > 1)
     keep = lambda episode: whole([episode])
     want = {episode["next"]["reward"][0]: keep(episode) for episode in dataset}
     for episode in jrb.episodes(buffer, state):

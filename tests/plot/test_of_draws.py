@@ -23,7 +23,7 @@ def state_of(buffer, length=50):
 SAMPLERS = {
     "uniform": (jrb.Uniform(), jrb.Transition(), "as far", "all anchors alike"),
     "n-step": (jrb.Uniform(), jrb.NStep(3, 0.9, strict=True), "as far", "all anchors alike"),
-    "episodes": (jrb.Uniform(), jrb.Sequence(2, over="episodes"), "as far", "probabilities"),
+    "episodes": (jrb.Uniform(), jrb.Sequence(2, sample_by="episodes"), "as far", "probabilities"),
     "newest": (jrb.Newest(0.3), jrb.Transition(), "as far", "probabilities"),
     "prioritized": (jrb.Prioritized(stratified=False), jrb.Transition(), "as far", "mass"),
     "stratified": (jrb.Prioritized(), jrb.Transition(), "closer", "stratified"),
@@ -117,7 +117,7 @@ def test_chi_square_is_that_of_the_tables(value, freedom, want):
 
 
 def test_long_lines_leave_panels_as_wide_as_they_are():
-    buffer = jrb.ReplayBuffer(40, 2, sampler=jrb.Prioritized(), unit=jrb.Sequence(3, short="pad"))
+    buffer = jrb.ReplayBuffer(40, 2, sampler=jrb.Prioritized(), unit=jrb.Sequence(3, partial="pad"))
     state = buffers.filled(buffer, 30)
     figure = matplotlib.figure.Figure((12, 12), layout="constrained")
     jrb.plot.draws(buffer, state, jax.random.key(1), 100, ax=figure.subplots(2, 2)[0, 0])

@@ -26,8 +26,8 @@ KINDS = {
     "environments": {"num_envs": 4},
     "prioritized": {"num_envs": 4, "sampler": jrb.Prioritized(count_draws=True)},
     "n-step": {"unit": jrb.NStep(3, 0.9, strict=True), "sampler": jrb.Prioritized()},
-    "windows": {"num_envs": 2, "unit": jrb.Sequence(4, burn_in=2, short="pad")},
-    "whole": {"num_envs": 2, "unit": jrb.Sequence(4, over="whole")},
+    "windows": {"num_envs": 2, "unit": jrb.Sequence(4, burn_in=2, partial="pad")},
+    "whole": {"num_envs": 2, "unit": jrb.Sequence(4, sample_by="whole_episodes")},
     "stacks": {"num_envs": 2, "unit": jrb.FrameStack(3)},
     "lanes": {"num_envs": 4, "writer": jrb.PerEnvironment()},
     "reservoir": {"writer": jrb.Reservoir()},
@@ -76,7 +76,7 @@ def test_every_kind_of_buffer_has_a_picture_that_can_be_read(kind, length):
 
 def _check_episodes(buffer, state, figure, said):
     told = [title for title in said if "episode" in title]
-    if not buffer.writer.in_time:
+    if not buffer.writer.is_chronological:
         assert not told
         return
     found = jrb.episodes(buffer, state)
@@ -98,7 +98,7 @@ def _check_episodes(buffer, state, figure, said):
 def test_spans_are_the_episodes_that_jrb_reads(writer, length, envs):
     buffer = jrb.ReplayBuffer(10 * envs, envs, writer=writer, unit=jrb.NStep(2, 0.9))
     mask = None
-    if writer.in_lanes:
+    if writer.per_env:
         mask = jnp.asarray(np.random.default_rng(1).random((length, envs)) < 0.7)
     state = buffers.filled(buffer, length, observation=SMALL, mask=mask)
     state = buffer.truncate(state, jnp.arange(envs) == 0)
@@ -280,7 +280,7 @@ def test_rewards_that_are_not_finite_are_counted_and_left_out(case, times, write
     odd = int((~np.isfinite(reward)).sum())
     said = " ".join(pictures.words(figure))
     assert f"{odd:,} are not finite" in said.replace("others are", "are") or case == "all"
-    if writer.in_time:
+    if writer.is_chronological:
         told = "grey: return is not finite" if times == 1 else "some returns are not finite"
         assert told in said
 

@@ -43,7 +43,7 @@ def told(buffer, state):
     """All anchors in their order, what tells their items from others, and how many there are."""
     found = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
     slots = found.nth(jnp.arange(buffer.capacity, dtype=jnp.int32), KEY)[0]
-    return slots, buffer.writer.stamp(buffer.ring, state.writer, slots), found.count
+    return slots, buffer.writer.generation_of(buffer.ring, state.writer, slots), found.count
 
 
 SHORT = jrb.DeviceStorage(once=True, room=4)  # rows leave early where it lacks room
@@ -104,7 +104,7 @@ def test_programs_of_verbs_do_what_a_list_does(parts):
 
 
 def test_episodes_of_one_environment_are_a_stack_too():
-    rng, unit = np.random.default_rng(0), jrb.Sequence(2, over="episodes")
+    rng, unit = np.random.default_rng(0), jrb.Sequence(2, sample_by="episodes")
     buffer = jrb.ReplayBuffer(12, batch_size=1, sampler=jrb.Lifo(), unit=unit)
     state, add, draw = buffer.init(EXAMPLE), jax.jit(buffer.add), jax.jit(buffer.draw)
     for _ in range(60):
@@ -171,7 +171,8 @@ def test_a_full_buffer_gives_room_once_its_oldest_were_drawn():
 
 
 @pytest.mark.parametrize(
-    "unit", [jrb.FrameStack(2), jrb.NStep(2, 0.9, strict=True), jrb.Sequence(2, over="episodes")]
+    "unit",
+    [jrb.FrameStack(2), jrb.NStep(2, 0.9, strict=True), jrb.Sequence(2, sample_by="episodes")],
 )
 def test_units_whose_anchors_leave_early_are_refused(unit):
     with pytest.raises(ValueError, match="Lifo"):

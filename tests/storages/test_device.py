@@ -38,7 +38,7 @@ def story(buffer, seed):
         state = buffer.set(state, sample.indices[:1], {"x": jnp.full((1, 3), float(number))})
         state = buffer.map(state, lambda items: {"id": items["id"] + 1}, batch_size=5)
         found += [sample, jrb.items(buffer, state), state.storage.leaves]
-        if buffer.writer.in_time:
+        if buffer.writer.is_chronological:
             found += [[episode.items for episode in jrb.episodes(buffer, state)]]
     return [*found, buffer.take(state, jnp.arange(4).reshape(2, 2))]
 
@@ -53,9 +53,9 @@ def assert_same(one, other):
 
 PARTS = [
     {"num_envs": None, "unit": jrb.Sequence(3)},
-    {"num_envs": 3, "unit": jrb.Sequence(3, across=True), "sampler": jrb.Prioritized()},
+    {"num_envs": 3, "unit": jrb.Sequence(3, cross_episodes=True), "sampler": jrb.Prioritized()},
     {"num_envs": 12, "writer": jrb.Reservoir(0)},
-    {"num_envs": 4, "unit": jrb.Sequence(2, over="episodes"), "writer": jrb.PerEnvironment()},
+    {"num_envs": 4, "unit": jrb.Sequence(2, sample_by="episodes"), "writer": jrb.PerEnvironment()},
 ]
 
 

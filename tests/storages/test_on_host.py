@@ -32,7 +32,7 @@ EXAMPLE = {
 UNITS = {
     "transition": jrb.Transition(),
     "n-step": jrb.NStep(3, 0.9),
-    "sequence": jrb.Sequence(3, burn_in=1, short="pad"),
+    "sequence": jrb.Sequence(3, burn_in=1, partial="pad"),
     "stack": jrb.FrameStack(2, unit=jrb.NStep(2, 0.9)),
 }
 STORAGES = {

@@ -348,7 +348,7 @@ def row_with_a_flag(t):
 @pytest.mark.parametrize("write", [ended_by_truncate, ended_by_number])
 @pytest.mark.parametrize("kind", ["plain", "stack", "host", "behind a function"])
 def test_a_reward_to_go_ends_where_the_unit_knows_of_an_end(row, write, kind, tmp_path):
-    unit, to_go = jrb.Sequence(4, across=True), (tr.RewardToGo(),)
+    unit, to_go = jrb.Sequence(4, cross_episodes=True), (tr.RewardToGo(),)
     keys = jrb.Keys(episode="id") if write is ended_by_number else jrb.TED
     parts = {"batch_size": 64, "keys": keys, "unit": unit, "transforms": to_go}
     if kind == "stack":

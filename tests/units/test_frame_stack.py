@@ -73,7 +73,9 @@ def test_windows_of_stacked_frames(short, period, across, rings, data):
         return {"mask": mask, **real}
 
     rows, envs = data.draw(st.sampled_from(rings))
-    windows = jrb.Sequence(length, burn_in=burn_in, short=short, period=period, across=across)
+    windows = jrb.Sequence(
+        length, burn_in=burn_in, partial=short, stride=period, cross_episodes=across
+    )
     unit = jrb.FrameStack(k, unit=windows)
     calls = data.draw(commands(envs, rows, truncates=True))
     agree(unit, rows, envs, calls, expected)

@@ -67,9 +67,9 @@ GOALS = {
 OVER = [
     (jrb.NStep(3, 0.5), "future"),
     (jrb.NStep(2, 0.5, strict=True), "final"),
-    (jrb.Sequence(3, burn_in=1, short="pad"), "future"),
-    (jrb.Sequence(2, period=2), "episode"),
-    (jrb.Sequence(3, over="whole"), "random"),
+    (jrb.Sequence(3, burn_in=1, partial="pad"), "future"),
+    (jrb.Sequence(2, stride=2), "episode"),
+    (jrb.Sequence(3, sample_by="whole_episodes"), "random"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_an_exact_share_is_relabeled_at_random_places(ratio, size):
 def test_units_that_cannot_have_one_goal_are_refused():
     make = lambda unit: jrb.ReplayBuffer(8, unit=jrb.Hindsight(negative_distance, unit=unit))
     with pytest.raises(ValueError, match="windows of one episode, as they get one goal"):
-        make(jrb.Sequence(2, across=True))
+        make(jrb.Sequence(2, cross_episodes=True))
     with pytest.raises(ValueError, match="got FrameStack"):
         make(jrb.FrameStack(2))
     with pytest.raises(TypeError, match="unit"):

@@ -170,7 +170,7 @@ REWARD = lambda reached, goal: jnp.float32(reached == goal)
         lambda n: jrb.NStep(n, "discount"),
         lambda n: jrb.NStep(n, 0.9, strict=True),
         jrb.Sequence,
-        lambda n: jrb.Sequence(n, short="pad"),
+        lambda n: jrb.Sequence(n, partial="pad"),
         lambda n: jrb.FrameStack(n, paths=(("observation", "achieved_goal"),)),
         lambda n: jrb.Hindsight(REWARD, unit=jrb.Sequence(n)),
     ],

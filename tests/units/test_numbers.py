@@ -19,9 +19,9 @@ NUMBERED = jrb.Keys(episode="traj")
 UNITS = [
     jrb.NStep(3, 0.5),
     jrb.Sequence(3, burn_in=1),
-    jrb.Sequence(3, short="pad", period=2),
-    jrb.Sequence(2, across=True),
-    jrb.Sequence(4, over="whole"),
+    jrb.Sequence(3, partial="pad", stride=2),
+    jrb.Sequence(2, cross_episodes=True),
+    jrb.Sequence(4, sample_by="whole_episodes"),
     jrb.FrameStack(3),
     jrb.FrameStack(2, unit=jrb.NStep(3, 0.5, strict=True)),
 ]
@@ -157,7 +157,7 @@ def test_numbers_keep_the_contracts():
         "next": {"reward": jnp.float32(0)},
     }
     make = lambda n: jrb.ReplayBuffer(
-        n, 2, batch_size=8, keys=NUMBERED, unit=jrb.Sequence(3, across=True)
+        n, 2, batch_size=8, keys=NUMBERED, unit=jrb.Sequence(3, cross_episodes=True)
     )
     testing.conform(make, example)
 

@@ -44,7 +44,9 @@ pytestmark = pytest.mark.slow
 )
 @random_streams
 def test_sequence(length, burn_in, short, period, across, more, data):
-    unit = jrb.Sequence(length, burn_in=burn_in, short=short, period=period, across=across)
+    unit = jrb.Sequence(
+        length, burn_in=burn_in, partial=short, stride=period, cross_episodes=across
+    )
     expected = sequence(length, burn_in, short, period, across)
     check(unit, expected, [(length + burn_in + more, 1 + more), (12, 3)], data)
 
@@ -52,7 +54,7 @@ def test_sequence(length, burn_in, short, period, across, more, data):
 @pytest.mark.parametrize("length", [1, 3])
 @random_streams
 def test_whole_episodes(length, data):
-    unit = jrb.Sequence(length, over="whole")
+    unit = jrb.Sequence(length, sample_by="whole_episodes")
     rings = [(1, 1), (12, 3)] if length == 1 else [(3, 1), (4, 2)]
     check(unit, whole_episode(length), rings, data)
 
@@ -61,7 +63,7 @@ def test_whole_episodes(length, data):
 @random_streams
 def test_every_episode_alike(length, short, small, data):
     rows, envs = data.draw(st.sampled_from([small, (12, 3)]))
-    unit = jrb.Sequence(length, over="episodes", short=short)
+    unit = jrb.Sequence(length, sample_by="episodes", partial=short)
     calls = data.draw(commands(envs, rows, truncates=True))
     buffer, state, sample, model, begins = played(unit, rows, envs, calls)
     anchors = {}
@@ -112,7 +114,7 @@ def test_windows_over_steps_are_all_alike(sampler):
 
 
 def test_windows_over_episodes_draw_short_episodes_as_often_as_long_ones():
-    unit = jrb.Sequence(5, over="episodes")
+    unit = jrb.Sequence(5, sample_by="episodes")
     buffer = jrb.ReplayBuffer(100, num_envs=1, batch_size=64, unit=unit)
     seen, chance = chances(buffer, buffer.extend(buffer.init(EXAMPLE), ten_and_ninety()))
     expected = np.zeros(100)
@@ -127,7 +129,7 @@ def test_windows_over_episodes_draw_short_episodes_as_often_as_long_ones():
 @pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
 @pytest.mark.parametrize("eta", [1.0, 0.9])
 def test_priorities_of_rows_become_one(eta):
-    unit = jrb.Sequence(3, burn_in=1, short="pad", eta=eta)
+    unit = jrb.Sequence(3, burn_in=1, partial="pad", priority_max_weight=eta)
     buffer = jrb.ReplayBuffer(
         8, num_envs=1, batch_size=8, unit=unit, sampler=jrb.Prioritized(eps=0.0)
     )
@@ -160,28 +162,41 @@ def test_priorities_of_rows_become_one(eta):
 
 def test_episodes_and_priorities_are_refused_together():
     with pytest.raises(ValueError, match="two things about how likely a row is"):
-        jrb.ReplayBuffer(8, unit=jrb.Sequence(2, over="episodes"), sampler=jrb.Prioritized())
+        jrb.ReplayBuffer(8, unit=jrb.Sequence(2, sample_by="episodes"), sampler=jrb.Prioritized())
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: jrb.Sequence(2, over="whole", period=2), "period=2: expected over='steps'"),
-        (lambda: jrb.Sequence(2, over="episodes", across=True), "across=True: expected over='st"),
-        (lambda: jrb.Sequence(2, over="whole", burn_in=1), "burn_in: expected 0 with over='whole'"),
-        (lambda: jrb.Sequence(2, period=0), "period: expected from 1"),
+        (
+            lambda: jrb.Sequence(2, sample_by="whole_episodes", stride=2),
+            "stride=2: expected sample_by='windows'",
+        ),
+        (
+            lambda: jrb.Sequence(2, sample_by="episodes", cross_episodes=True),
+            "cross_episodes=True: expected sample_by='w",
+        ),
+        (
+            lambda: jrb.Sequence(2, sample_by="whole_episodes", burn_in=1),
+            "burn_in: expected 0 with sample_by='whole_episodes'",
+        ),
+        (lambda: jrb.Sequence(2, stride=0), "stride: expected from 1"),
         (
             lambda: jrb.ReplayBuffer(
-                9, unit=jrb.Sequence(8, period=4), sampler=jrb.Queue(), writer=jrb.BlockWhenFull()
+                9, unit=jrb.Sequence(8, stride=4), sampler=jrb.Queue(), writer=jrb.BlockWhenFull()
             ),
-            "length . period - 1: expected at most the 9 rows of the ring .* got 11",
+            "length . stride - 1: expected at most the 9 rows of the ring .* got 11",
         ),
         (
-            lambda: jrb.ReplayBuffer(8, 2, unit=jrb.Sequence(2, over="whole"), sampler=jrb.Queue()),
-            "over='whole': expected a sampler that draws in any order",
+            lambda: jrb.ReplayBuffer(
+                8, 2, unit=jrb.Sequence(2, sample_by="whole_episodes"), sampler=jrb.Queue()
+            ),
+            "sample_by='whole_episodes': expected a sampler that draws in any order",
         ),
         (
-            lambda: jrb.ReplayBuffer(8, unit=jrb.FrameStack(2, unit=jrb.Sequence(2, over="whole"))),
+            lambda: jrb.ReplayBuffer(
+                8, unit=jrb.FrameStack(2, unit=jrb.Sequence(2, sample_by="whole_episodes"))
+            ),
             "anchors are rows",
         ),
     ],
@@ -202,7 +217,7 @@ def drawn_by_slot(buffer, state):
 
 
 def test_windows_across_need_no_flag_and_then_know_what_truncate_told():
-    unit = jrb.Sequence(3, across=True)
+    unit = jrb.Sequence(3, cross_episodes=True)
     buffer = jrb.ReplayBuffer(
         10, 2, batch_size=10, unit=unit, sampler=jrb.Uniform(replacement=False)
     )
@@ -223,7 +238,7 @@ def test_windows_across_need_no_flag_and_then_know_what_truncate_told():
 
 @pytest.mark.parametrize(("short", "stacked"), [("drop", True), ("pad", False)])
 def test_a_period_is_counted_on_where_rows_are_told_anew(short, stacked):
-    unit = jrb.Sequence(2, period=3, short=short)
+    unit = jrb.Sequence(2, stride=3, partial=short)
     unit = jrb.FrameStack(2, unit=unit) if stacked else unit
     make = lambda rows: jrb.ReplayBuffer(
         rows, batch_size=rows, unit=unit, sampler=jrb.Uniform(replacement=False)
@@ -246,7 +261,7 @@ def test_a_period_is_counted_on_where_rows_are_told_anew(short, stacked):
 
 def test_an_endless_episode_keeps_its_period():
     buffer = jrb.ReplayBuffer(
-        6, batch_size=6, unit=jrb.Sequence(1, period=5), sampler=jrb.Uniform(replacement=False)
+        6, batch_size=6, unit=jrb.Sequence(1, stride=5), sampler=jrb.Uniform(replacement=False)
     )
     number = np.arange(8, dtype=np.float32)
     items = rows_of(number, observation=number, done=np.zeros(8, bool))
@@ -277,7 +292,7 @@ def test_marks_are_known_in_streams_that_are_dealt_out_anew():
         numbers = sample.data["observation"][:, 0]
         assert sorted(numbers[sample.info["is_first"][:, 0]]) == [0, 1, 8, 9]
         assert {6, 7} <= set(numbers[sample.info["is_last"][:, 0]])
-    whole = dataclasses.replace(buffer, unit=jrb.Sequence(4, over="whole"))
+    whole = dataclasses.replace(buffer, unit=jrb.Sequence(4, sample_by="whole_episodes"))
     with pytest.raises(ValueError, match="rows from behind the seams"):
         jrb.rebuild(buffer, state, dataclasses.replace(whole, num_envs=3))
     sample = drawn_by_slot(whole, jrb.rebuild(buffer, state, whole))
@@ -296,7 +311,7 @@ def test_a_stored_state_is_read_for_the_first_row_only(burn_in, storage):
         "next": {"done": jnp.arange(40) % 9 == 8},
     }
     drawn = []
-    for unit in (plain, dataclasses.replace(plain, first=("hidden",))):
+    for unit in (plain, dataclasses.replace(plain, first_only=("hidden",))):
         buffer, state = jrb.from_items(items, unit=unit, batch_size=5, storage=storage())
         drawn.append(buffer.sample(state, jax.random.key(0)))
     whole, first = drawn
@@ -307,6 +322,6 @@ def test_a_stored_state_is_read_for_the_first_row_only(burn_in, storage):
     text = str(jax.make_jaxpr(lambda key: buffer.sample(state, key).data)(jax.random.key(0)))
     assert f"f32[5,{4 + burn_in},7]" not in text
     with pytest.raises(ValueError, match="Sequence: first: expected something at 'state'"):
-        jrb.from_items(items, unit=jrb.Sequence(4, first=("state",)))
+        jrb.from_items(items, unit=jrb.Sequence(4, first_only=("state",)))
     with pytest.raises(TypeError, match="first: expected a tuple of paths"):
-        jrb.Sequence(4, first="hidden")
+        jrb.Sequence(4, first_only="hidden")

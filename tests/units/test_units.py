@@ -50,7 +50,7 @@ def prioritized(unit, rows, envs):
 MEMBERS = [
     (jrb.NStep(3, 0.5, strict=True), n_step(3, 0.5, True), (4, 1)),
     (jrb.Sequence(3), sequence(3, 0, "drop"), (5, 2)),
-    (jrb.Sequence(3, burn_in=1, short="pad"), sequence(3, 1, "pad"), (4, 1)),
+    (jrb.Sequence(3, burn_in=1, partial="pad"), sequence(3, 1, "pad"), (4, 1)),
     (jrb.FrameStack(3), frame_stack(3), (5, 2)),
 ]
 
@@ -124,10 +124,10 @@ EPOCHS = [
     (jrb.NStep(2, 0.9), n_step(2, 0.9, False), 1),
     (jrb.Sequence(3), sequence(3, 0, "drop"), 1),
     (jrb.FrameStack(2), frame_stack(2), 3),
-    (jrb.Sequence(2, over="episodes"), sequence(2, 0, "drop"), 1),
-    (jrb.Sequence(2, over="episodes"), sequence(2, 0, "drop"), 3),
-    (jrb.Sequence(2, over="whole"), whole_episode(2), 3),
-    (jrb.Sequence(2, period=2, short="pad"), sequence(2, 0, "pad", period=2), 3),
+    (jrb.Sequence(2, sample_by="episodes"), sequence(2, 0, "drop"), 1),
+    (jrb.Sequence(2, sample_by="episodes"), sequence(2, 0, "drop"), 3),
+    (jrb.Sequence(2, sample_by="whole_episodes"), whole_episode(2), 3),
+    (jrb.Sequence(2, stride=2, partial="pad"), sequence(2, 0, "pad", period=2), 3),
 ]
 
 
@@ -188,7 +188,7 @@ def real_slots(sample):
 
 
 def test_an_endless_episode_outlives_its_counters():
-    unit = jrb.Sequence(2, over="episodes")
+    unit = jrb.Sequence(2, sample_by="episodes")
     buffer = jrb.ReplayBuffer(4, num_envs=1, batch_size=4, unit=unit)
     stream = Stream(1)
     rows = lambda count: arrays([stream.row([(False, False)]) for _ in range(count)])
@@ -250,7 +250,7 @@ def test_items_under_one_root_are_told_apart():
         (jrb.Sequence(3, burn_in=2), r"burn_in \+ length: expected at most the 4 rows.*got 5"),
         (jrb.NStep(5, 0.9), "n: expected at most the 4 rows"),
         (jrb.FrameStack(5), "k: expected at most the 4 rows"),
-        (jrb.FrameStack(2, unit=jrb.Sequence(2, over="episodes")), "over='steps'"),
+        (jrb.FrameStack(2, unit=jrb.Sequence(2, sample_by="episodes")), "sample_by='windows'"),
     ],
     ids=repr,
 )
@@ -275,8 +275,8 @@ FLAGGED = [
     jrb.NStep(3, 0.5),
     jrb.NStep(3, 0.5, strict=True),
     jrb.Sequence(3),
-    jrb.Sequence(3, burn_in=2, short="pad"),
-    jrb.Sequence(2, over="episodes"),
+    jrb.Sequence(3, burn_in=2, partial="pad"),
+    jrb.Sequence(2, sample_by="episodes"),
     jrb.FrameStack(3),
 ]
 
@@ -384,8 +384,8 @@ def test_what_a_unit_needs_is_named():
         (lambda: jrb.ReplayBuffer(4, keys=None), TypeError),
         (lambda: jrb.Sequence(0), ValueError),
         (lambda: jrb.Sequence(2, burn_in=-1), ValueError),
-        (lambda: jrb.Sequence(2, over="rows"), ValueError),
-        (lambda: jrb.Sequence(2, short="cut"), ValueError),
+        (lambda: jrb.Sequence(2, sample_by="rows"), ValueError),
+        (lambda: jrb.Sequence(2, partial="cut"), ValueError),
         (lambda: jrb.FrameStack(2, pad="none"), ValueError),
         (lambda: jrb.FrameStack(2, paths="observation"), TypeError),
         (lambda: jrb.Hindsight(negative_distance, "past"), ValueError),

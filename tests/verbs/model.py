@@ -26,7 +26,7 @@ class Model:
     def learn(self):
         """Anchors came and went: those that stay keep their order."""
         found = dict(units.anchors(self.rule, self.writer))
-        stay = [row for row in self.anchors if row in found and self.writer.in_time]
+        stay = [row for row in self.anchors if row in found and self.writer.is_chronological]
         new = found.keys() - set(stay)
         order = stay + sorted(new, key=lambda row: found[row][1:])
         self.anchors = self.sorted(order)
@@ -38,18 +38,18 @@ class Model:
         self.anchors = self.sorted(rows)
 
     @property
-    def in_lanes(self):
+    def per_env(self):
         """Whether anchors are counted environment by environment."""
-        return self.writer.in_time and (self.buffer.writer.in_lanes or self.rule.by_lane)
+        return self.writer.is_chronological and (self.buffer.writer.per_env or self.rule.by_lane)
 
     def sorted(self, anchors):
         """In the order in which they are counted."""
-        return self.writer.sorted(anchors, self.rule.all_held) if self.in_lanes else anchors
+        return self.writer.sorted(anchors, self.rule.all_held) if self.per_env else anchors
 
     def changed(self, before):
         """The sampler learns what a call did."""
-        lanes = self.in_lanes
-        places = self.rule.all_held and (lanes or not self.writer.in_time)
+        lanes = self.per_env
+        places = self.rule.all_held and (lanes or not self.writer.is_chronological)
         names = (lambda row: row.slot) if places else id
         self.sampler.changed(before, self.anchors, names, lanes)
 
@@ -64,8 +64,8 @@ class Model:
             if rows and room >= 0:
                 self.writer.write(rows)
                 self.learn()
-                own = list(self.writer.held().values()) if self.writer.in_time else rows
-                anchors = self.anchors if self.writer.in_time else rows
+                own = list(self.writer.held().values()) if self.writer.is_chronological else rows
+                anchors = self.anchors if self.writer.is_chronological else rows
                 self.sampler.wrote(rows, own, anchors, self.unit.has_delayed_anchors)
         self.writer.told(given.get("told"))
         self.learn()
@@ -144,7 +144,7 @@ class Model:
     def is_refused(self, buffer):
         """Whether rows that are dealt out anew would lose what the new parts need."""
         lanes = getattr(self.writer, "lanes", [])
-        if buffer.writer.in_lanes or not buffer.writer.in_time:
+        if buffer.writer.per_env or not buffer.writer.is_chronological:
             return False
         return len(set(map(len, lanes))) > 1 and buffer.unit.requires_contiguous_history
 

@@ -59,7 +59,7 @@ def arguments(rng, buffer, *lead):
         "after": rng.integers(0, 3, wide, dtype=np.int32),
         "reward": rewards,
         "done": rng.random(wide) < 0.25,
-        "mask": rng.random(wide if buffer.writer.in_lanes else wide[:-1]) < 0.7,
+        "mask": rng.random(wide if buffer.writer.per_env else wide[:-1]) < 0.7,
         "flags": rng.random((*lead, buffer.ring.envs)) < 0.5,
         "priorities": priorities,
         "slots": rng.integers(0, buffer.capacity, (*lead, 2), dtype=np.int32),

@@ -84,7 +84,7 @@ class Program:
                 self.call(verb, given)
             return
         self.state, drawn = self.call(verb, given)
-        items = None if self.model.writer.in_time else self.items()
+        items = None if self.model.writer.is_chronological else self.items()
         numbers = items and items["number"]
         programs.follow(self.model, verb, given, (jax.device_get(drawn), numbers))
 

@@ -65,27 +65,27 @@ RULES = {
     ),
     "windows": Rule(jrb.Sequence(3), lambda row: row.ahead >= 3, lambda row: 2),
     "windows of a period": Rule(
-        jrb.Sequence(2, period=2),
+        jrb.Sequence(2, stride=2),
         lambda row: row.ahead >= 2 and row.position % 2 == 0,
         lambda row: 1,
     ),
     "padded windows of a period": Rule(
-        jrb.Sequence(2, period=3, short="pad"), lambda row: row.position % 3 == 0
+        jrb.Sequence(2, stride=3, partial="pad"), lambda row: row.position % 3 == 0
     ),
     "windows across": Rule(
-        jrb.Sequence(2, across=True, period=2),
+        jrb.Sequence(2, cross_episodes=True, stride=2),
         lambda row: row.following >= 2 and row.position % 2 == 0,
         lambda row: 1,
     ),
     "whole episodes": Rule(
-        jrb.Sequence(3, over="whole"),
+        jrb.Sequence(3, sample_by="whole_episodes"),
         lambda row: row.position == 0 and row.ended,
         lambda row: row.ahead - 1,
         by_lane=True,
     ),
     "stacks": Rule(jrb.FrameStack(3), lambda row: row.whole(3)),
     "stacked windows": Rule(
-        jrb.FrameStack(2, unit=jrb.Sequence(2, period=3)),
+        jrb.FrameStack(2, unit=jrb.Sequence(2, stride=3)),
         lambda row: row.whole(2) and row.ahead >= 2 and row.position % 3 == 0,
         lambda row: 1,
     ),
@@ -100,7 +100,7 @@ RULES = {
 
 def anchors(rule, writer):
     """All anchors that there are, and when they became so: rows, and what sorts them."""
-    if not writer.in_time:
+    if not writer.is_chronological:
         return [(row, (0, 0, row.slot)) for row in writer.slots]
     found = []
     for env, lane in enumerate(writer.lanes):

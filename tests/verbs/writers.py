@@ -29,7 +29,7 @@ class Row:
 class InTurn:
     """Each environment around a ring of its own; where all step together, these go round alike."""
 
-    in_time = True
+    is_chronological = True
 
     def __init__(self, envs, size, writer):
         self.envs, self.size, self.writer = envs, size, writer
@@ -78,12 +78,12 @@ class InTurn:
 
     def into(self, other):
         """Moves all to an empty writer."""
-        if not other.in_time:
+        if not other.is_chronological:
             rows = [row for rows in self.aligned() for row in rows if row is not None]
             other.write(rows)
             return
         even = len({len(lane) for lane in self.lanes}) == 1
-        lanes = self.lanes if even or other.writer.in_lanes else self.dealt()
+        lanes = self.lanes if even or other.writer.per_env else self.dealt()
         for env, lane in enumerate(lanes):
             for number, row in enumerate(lane):
                 row.env, row.slot = env, number * self.envs + env
@@ -117,7 +117,7 @@ class InTurn:
 class OneByOne:
     """Items that go each to a slot of its own."""
 
-    in_time = False
+    is_chronological = False
 
     def __init__(self, envs, size, writer):
         self.envs, self.size, self.writer = envs, envs * size, writer
@@ -153,7 +153,7 @@ class OneByOne:
     def into(self, other):
         """Moves all to an empty writer: for one that keeps time, each an episode of its own."""
         rows = [row for row in self.came if row in self.slots]
-        if not other.in_time:
+        if not other.is_chronological:
             other.write(rows)
             other.total = self.total if len(rows) == other.size else len(rows)
             return

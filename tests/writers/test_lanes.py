@@ -26,9 +26,9 @@ UNITS = {
     "n-step": jrb.NStep(3, 0.9),
     "strict n-step": jrb.NStep(3, 0.9, strict=True),
     "windows as long as the ring": jrb.Sequence(R),
-    "padded windows of a period": jrb.Sequence(3, burn_in=1, period=2, short="pad"),
-    "windows of a period across ends": jrb.Sequence(2, period=3, across=True),
-    "whole episodes": jrb.Sequence(3, over="whole"),
+    "padded windows of a period": jrb.Sequence(3, burn_in=1, stride=2, partial="pad"),
+    "windows of a period across ends": jrb.Sequence(2, stride=3, cross_episodes=True),
+    "whole episodes": jrb.Sequence(3, sample_by="whole_episodes"),
     "stacked windows": jrb.FrameStack(2, unit=jrb.Sequence(2)),
     "stacked strict n-step": jrb.FrameStack(3, unit=jrb.NStep(2, 0.9, strict=True)),
     "hindsight": jrb.Hindsight(
@@ -163,7 +163,7 @@ def filled(buffer, lengths, rewards=None, envs=E):
 
 
 def test_episodes_of_lanes_are_those_of_a_buffer_for_each_environment():
-    unit = jrb.Sequence(2, over="episodes")
+    unit = jrb.Sequence(2, sample_by="episodes")
     buffer = jrb.ReplayBuffer(
         N, num_envs=E, unit=unit, writer=jrb.PerEnvironment(), batch_size=2000
     )

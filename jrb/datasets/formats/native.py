@@ -218,14 +218,14 @@ def _rows(buffer: ReplayBuffer, state: BufferState, keys: Keys, leaves: dict[str
     Not `jrb.episodes`: that compiles a function for the state, which JAX keeps, and a temporary
     store with it; and other keys belong to another state.
     """
-    checks.in_time("jrb.datasets", buffer.writer)
+    checks.chronological("jrb.datasets", buffer.writer)
     spec, ring = buffer.storage.spec(state.storage), buffer.ring
     episodes.check(spec, keys)
     context = context_of(dataclasses.replace(buffer, keys=keys), state.writer)
     slots = np.asarray(context.held.from_oldest(ring))
     counts = np.broadcast_to(np.asarray(context.held.rows(ring)), ring.envs)
     here = np.arange(ring.rows)[:, None] < counts
-    over = np.array(buffer.unit.ends(context, state.unit, jnp.asarray(slots)))
+    over = np.array(buffer.unit.is_episode_end(context, state.unit, jnp.asarray(slots)))
     for name in keys.flags(spec):
         over[here] |= vectorized.is_set(leaves[name].take(slots[here]))
     if keys.episode is not None:
