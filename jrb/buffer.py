@@ -25,7 +25,7 @@ from jrb.ring import Ring
 from jrb.samplers import Uniform
 from jrb.state import BufferState, Device, Sample, check_origin, origin_of
 from jrb.storages import DeviceStorage
-from jrb.types import Item, Sampler, Storage, Unit, Writer
+from jrb.types import Item, PrioritizedSampler, Sampler, Storage, Unit, Writer
 from jrb.types.parts import check_part
 from jrb.units import Transition
 from jrb.writers import RoundRobin
@@ -381,7 +381,7 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities, or those given are no real numbers.
             ValueError: another shape than `[B]`, or a sample that another description drew.
         """
-        self._require_priorities("update_priority")
+        self._prioritized("update_priority")
         shapes = []
         if isinstance(sample_or_indices, Sample):
             check_origin("update_priority", sample_or_indices, self._origin)
@@ -405,9 +405,9 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities.
             ValueError: alpha is a negative number.
         """
-        self._require_priorities("set_alpha")
+        prioritized = self._prioritized("set_alpha")
         eager.check_state(self, state)
-        sampler = self.sampler.set_alpha(state.sampler, owned.copy(alpha))
+        sampler = prioritized.set_alpha(state.sampler, owned.copy(alpha))
         return state.replace(sampler=sampler)
 
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
@@ -541,9 +541,15 @@ class ReplayBuffer:
             where: a `Sample`, those overwritten since left alone; or slots, int32 `[B]`.
 
         Raises:
-            TypeError: the sampler cannot leave anchors out.
+            TypeError: the sampler has no priorities, or none that can be dropped.
             ValueError: a sample that another description drew.
         """
+        if not isinstance(self.sampler, PrioritizedSampler):
+            raise TypeError(
+                f"drop: expected a sampler that can leave anchors out, got "
+                f"{type(self.sampler).__name__}. jrb.Prioritized() can; with alpha=0 it draws all "
+                "others alike."
+            )
         if isinstance(where, Sample):
             check_origin("drop", where, self._origin)
         else:
@@ -669,9 +675,9 @@ class ReplayBuffer:
         Raises:
             TypeError: the sampler has no priorities.
         """
-        self._require_priorities("priorities")
+        sampler = self._prioritized("priorities")
         eager.check_state(self, state)
-        found = self.sampler.priorities(state.sampler)
+        found = sampler.priorities(state.sampler)
         if slots is None:
             return eager.apart(found, state.sampler)
         slots = checks.indices("priorities", slots)
@@ -751,7 +757,8 @@ class ReplayBuffer:
         return items
 
     def _require_given(self, verb: str) -> None:
-        if not self.sampler.takes_priorities:
+        sampler = self.sampler
+        if not (isinstance(sampler, PrioritizedSampler) and sampler.takes_priorities):
             raise TypeError(
                 f"{verb}: priorities: expected a sampler that takes priorities with what is added, "
                 f"got {type(self.sampler).__name__}. Build the buffer with "
@@ -763,12 +770,14 @@ class ReplayBuffer:
         if not (self._donates and isinstance(priorities, jax.Array)):
             eager.warn_of_refused(self, verb, priorities, mask)
 
-    def _require_priorities(self, verb: str) -> None:
-        if not self.sampler.prioritized:
-            raise TypeError(
-                f"{verb}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
-                "Build the buffer with sampler=jrb.Prioritized()."
-            )
+    def _prioritized(self, verb: str) -> PrioritizedSampler:
+        """The sampler, which has to have priorities."""
+        if isinstance(self.sampler, PrioritizedSampler):
+            return self.sampler
+        raise TypeError(
+            f"{verb}: expected a sampler with priorities, got {type(self.sampler).__name__}. "
+            "Build the buffer with sampler=jrb.Prioritized()."
+        )
 
 
 def _has_axis(spec: Item, items: Item, lead: int, envs: int) -> bool:

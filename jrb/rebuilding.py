@@ -28,8 +28,9 @@ from jrb.ring import Ring
 from jrb.samplers.prioritized import DROPPED
 from jrb.sharded import Sharded
 from jrb.state import BufferState
-from jrb.types import Context, Item, Sampler
+from jrb.types import Context, Item, PrioritizedSampler, Sampler, ShardedSampler
 from jrb.types.messages import PartState
+from jrb.types.sampler import missing_method
 
 
 def rebuild(
@@ -255,8 +256,7 @@ def _check_regrouping(
             f"{wanted.ring.envs}."
         )
     goes_on = wanted.sampler.in_order and wanted.sampler.consumes
-    unread = any(bool(whole.sampler.has_unread(one.sampler)) for one in states.values())
-    if goes_on and unread:
+    if goes_on and any(bool(steps.has_pending(whole, one)) for one in states.values()):
         raise ValueError(
             f"shards: expected as many as before with {type(wanted.sampler).__name__}, whose order "
             "would be lost. Draw what is left first."
@@ -312,9 +312,9 @@ def _sampler(
     """The new sampler's state, with what the old one knew of the items, in shards perhaps."""
     alike = type(old) is type(new.sampler) and not new.sampler.prioritized
     if alike or old == new.sampler:
-        known = states[0] if len(states) == 1 else old.merged(states)
+        known = states[0] if len(states) == 1 else _concatenated(old, states)
         return _adopted(new.sampler, made.sampler, known, here, places)
-    if not (old.prioritized and new.sampler.prioritized):
+    if not (isinstance(old, PrioritizedSampler) and isinstance(new.sampler, PrioritizedSampler)):
         return made.sampler
     raw = jnp.concatenate([old.priorities(state) for state in states])[here]
     assigned = _assigned(new.sampler, made.sampler, places, raw)
@@ -323,16 +323,27 @@ def _sampler(
     return new.sampler.drop(new.ring, assigned, gone, ok) if gone.size else assigned
 
 
+def _concatenated(sampler: Sampler, states: list[PartState]) -> Any:
+    """Returns the states of several shards as one."""
+    if isinstance(sampler, ShardedSampler):
+        return sampler.concat_shard_states(states)
+    if sampler.consumes:  # shards are put together when nothing is pending
+        return states[0]
+    raise missing_method(sampler, "concat_shard_states", "rebuild", "ShardedSampler")
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _adopted(
     sampler: Sampler, made: PartState, old: PartState, here: jax.Array, places: jax.Array
 ) -> Any:
-    """`adopt`, compiled once for as many items."""
-    return sampler.adopt(made, old, here, places)
+    """`import_state`, compiled once for as many items."""
+    return sampler.import_state(made, old, here, places)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _assigned(sampler: Sampler, made: PartState, places: jax.Array, known: jax.Array) -> Any:
+def _assigned(
+    sampler: PrioritizedSampler, made: PartState, places: jax.Array, known: jax.Array
+) -> Any:
     """`assign`, compiled once for as many items."""
     return sampler.assign(made, places, known, None)
 
@@ -363,7 +374,7 @@ def _check_parts(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> No
             "would need rows from behind the seams. Keep it, or use another unit."
         )
     goes_on = new.sampler.in_order and new.sampler.consumes
-    if bool(old.sampler.has_unread(state.sampler)) and goes_on:
+    if goes_on and bool(steps.has_pending(old, state)):
         raise ValueError(
             f"num_envs: expected that of the old buffer with {type(old.sampler).__name__}, whose "
             "order would be lost. Draw what is left first."

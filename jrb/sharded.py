@@ -30,7 +30,7 @@ from jrb._util import (
 from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample, check_origin, origin_of
-from jrb.types import Item
+from jrb.types import Item, ShardedSampler
 
 Pairs = tuple[tuple[PyTree, Cut], ...]
 """Arguments of a verb, and where each is cut."""
@@ -129,12 +129,13 @@ class Sharded:
     def part(self) -> ReplayBuffer:
         """The description of one shard."""
         whole, shards = self.buffer, self.shards
+        sampler = whole.sampler
         return dataclasses.replace(
             whole,
             capacity=whole.capacity // shards,
             num_envs=whole.num_envs and whole.num_envs // shards,
             batch_size=whole.batch_size and whole.batch_size // shards,
-            sampler=whole.sampler.of_shard(shards),
+            sampler=sampler.for_shard(shards) if isinstance(sampler, ShardedSampler) else sampler,
             min_size=None,
         )
 

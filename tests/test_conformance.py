@@ -37,7 +37,7 @@ class Recent(Sampler):
         some = jnp.minimum(anchors.count, self.count)
         back = random_bits.below(some, *random_bits.words(key, batch_size))
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-        drawn = anchors.drawn(jnp.maximum(anchors.count - 1 - back, 0), mask, key)
+        drawn = anchors.uniform_draw(jnp.maximum(anchors.count - 1 - back, 0), mask, key)
         share = 1 / jnp.maximum(some, 1).astype(jnp.float32)
         return state, drawn.replace(probabilities=jnp.where(mask, share, 0))
 

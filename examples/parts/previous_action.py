@@ -129,7 +129,7 @@ class PreviousAction(Unit):
             where=lambda name: both if within(name, action) else slots,
             mask=mask & (is_held | ~follows),
             info={"is_first": mask & ~follows},
-            rest=follows & is_held,
+            residuals=follows & is_held,
         )
 
     def reduce(
@@ -138,7 +138,7 @@ class PreviousAction(Unit):
         """Actions are `[B, 2, ...]` here: the previous ones go to `info`."""
 
         def previous(leaf: jax.Array) -> jax.Array:
-            known = plan_read.rest.reshape(-1, *(1,) * (leaf.ndim - 2))
+            known = plan_read.residuals.reshape(-1, *(1,) * (leaf.ndim - 2))
             return jnp.where(known, leaf[:, 0], jnp.zeros((), leaf.dtype))
 
         action = path_name(keys.action)

@@ -1,6 +1,6 @@
 """A sampler of one's own with priorities: anchors are drawn by the rank of their priority.
 
-`jrb.types.PrioritizedSampler` says which methods such a sampler has, and what each must keep.
+`jrb.types.PrioritizedSampler` and `jrb.types.ShardedSampler` say which methods it has.
 Arrays of size N are read by `materialize`, so that a later write can wait for the read.
 """
 
@@ -11,7 +11,16 @@ import jax.numpy as jnp
 
 from jrb.authoring import last_of_equals, materialize, overwrite
 from jrb.ring import Ring
-from jrb.types import Anchors, AnchorUpdate, Draw, PrioritizedSampler, ShardStats, State, component
+from jrb.types import (
+    Anchors,
+    AnchorUpdate,
+    Draw,
+    PrioritizedSampler,
+    ShardedSampler,
+    ShardStats,
+    State,
+    component,
+)
 
 
 class RankBasedState(State):
@@ -26,7 +35,7 @@ class RankBasedState(State):
 
 
 @component
-class RankBased(PrioritizedSampler):
+class RankBased(PrioritizedSampler, ShardedSampler):
     """Draws the anchor of rank r among n with probability r^-alpha / sum_{k <= n} k^-alpha.
 
     Rank 1 has the greatest priority. Each draw sorts all priorities, O(N log N). In shards, ranks
@@ -120,30 +129,30 @@ class RankBased(PrioritizedSampler):
         raw = jnp.where(state.raw >= 0, state.raw, state.highest)
         return state.replace(raw=jnp.where(is_anchor, raw, -1))
 
-    def adopt(
-        self, state: RankBasedState, old: RankBasedState, slots: jax.Array, places: jax.Array
+    def import_state(
+        self, state: RankBasedState, old: RankBasedState, slots: jax.Array, new_slots: jax.Array
     ) -> RankBasedState:
         """Takes over the other state's priorities, and its alpha."""
-        return self.assign(state.replace(alpha=old.alpha), places, old.raw[slots], old.highest)
+        return self.assign(state.replace(alpha=old.alpha), new_slots, old.raw[slots], old.highest)
 
-    def share(self, ring: Ring, state: RankBasedState, anchors: Anchors) -> ShardStats:
+    def stats(self, ring: Ring, state: RankBasedState, anchors: Anchors) -> ShardStats:
         """Tells the mass of all ranks; the last of them has the least."""
         mass = _masses(ring, state, anchors)
         return ShardStats(
-            count=anchors.count,
+            num_anchors=anchors.count,
             mass=jnp.sum(mass),
-            alike=anchors.count,
-            smallest=jnp.maximum(anchors.count, 1).astype(jnp.float32) ** -state.alpha,
-            highest=state.highest,
+            num_drawable=anchors.count,
+            min_mass=jnp.maximum(anchors.count, 1).astype(jnp.float32) ** -state.alpha,
+            max_priority=state.highest,
         )
 
     def exponent(self, beta: Any) -> jax.Array:
         """Returns beta, the power of the importance weights."""
         return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
 
-    def sync_shards(self, state: RankBasedState, shares: ShardStats) -> RankBasedState:
+    def sync_shards(self, state: RankBasedState, stats: ShardStats) -> RankBasedState:
         """New items get the greatest priority of all shards."""
-        return state.replace(highest=jnp.max(shares.highest))
+        return state.replace(highest=jnp.max(stats.max_priority))
 
     def reset(self, ring: Ring, state: RankBasedState, token: jax.Array) -> RankBasedState:
         """Forgets the anchors, in the memory of their priorities; alpha stays."""

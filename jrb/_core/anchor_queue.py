@@ -177,9 +177,9 @@ def _after_write(
         most=most if write.bounded else None,
         removed=jnp.zeros(0, jnp.int32),
         entered_count=jnp.sum(entered < ring.capacity, dtype=jnp.int32),
-        left_count=left.count,
-        left_from=left.from_place,
-        moved=left.moved,
+        departed_count=left.count,
+        departed_from=left.from_place,
+        reordered=left.moved,
     )
     return append(ring, queue, entered), change
 

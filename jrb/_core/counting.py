@@ -1,7 +1,7 @@
-"""How often each item was drawn, where a sampler is asked to count.
+"""Counts of how often each item was drawn, for samplers with `count_draws=True`.
 
-N capacity, B batch. The counts are in the sampler's state (see `jrb.types.DrawCounts`); no sampler
-does anything about them but make them.
+N capacity, B batch. The counts are in the sampler's state (see `jrb.types.DrawCounts`), which
+samplers hand on as it is.
 """
 
 from typing import Any
@@ -13,11 +13,24 @@ from jax import lax
 from jrb._core import rows
 from jrb._util import tree as trees
 from jrb._xla import dependencies
+from jrb.ring import Ring
 from jrb.state import Sample
-from jrb.types import Draw, DrawCounts, WritePlan
+from jrb.types import Draw, DrawCounts, Sampler, WritePlan
 from jrb.types.messages import PartState
 
 _MOST = 2**31 - 1
+
+
+def init(sampler: Sampler, ring: Ring, state: PartState) -> Any:
+    """Returns the sampler's state with counts of 0, if draws are counted."""
+    if not sampler.count_draws:
+        return state
+    if not isinstance(state, DrawCounts):
+        raise TypeError(
+            f"{type(sampler).__name__}: count_draws: expected a state below "
+            f"jrb.types.DrawCounts, got {type(state).__name__}. Nothing could be counted."
+        )
+    return state.replace(draws=jnp.zeros(ring.capacity, jnp.int32))
 
 
 def written(sampler: PartState, write: WritePlan) -> Any:

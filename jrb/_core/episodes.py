@@ -312,9 +312,9 @@ def change(ring: Ring, came: jax.Array, left: jax.Array) -> AnchorUpdate:
         most=None,
         removed=none,
         entered_count=came,
-        left_count=left,
-        left_from=lambda place: jnp.maximum(left - place, 0),
-        moved=(came + left > 0) & (ring.envs > 1),
+        departed_count=left,
+        departed_from=lambda place: jnp.maximum(left - place, 0),
+        reordered=(came + left > 0) & (ring.envs > 1),
     )
 
 

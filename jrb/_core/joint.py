@@ -16,7 +16,7 @@ import numpy as np
 from jrb._core import steps
 from jrb._core.over_mesh import Here
 from jrb.state import Buffer, BufferState
-from jrb.types import Draw, Sampler, ShardStats
+from jrb.types import Draw, ShardedSampler, ShardStats
 
 _LEAST, _MOST = 1e-36, 3e38  # of probabilities that are raised to a power, and of weights
 _TINY = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
@@ -61,7 +61,8 @@ def choose(
     if shares is None:
         return Chosen(samplers, draws, None, sizes)
     every = here.gather(shares)
-    draws = weighed(part.sampler, draws, shares, Whole(every), beta, here.greatest)
+    sampler: Any = part.sampler  # below ShardedSampler, as there are stats
+    draws = weighed(sampler, draws, shares, Whole(every), beta, here.greatest)
     return Chosen(samplers, draws, every, sizes)
 
 
@@ -83,7 +84,7 @@ class Whole:
     @functools.cached_property
     def anchors(self) -> jax.Array:
         """How many there are, float32 `[]`."""
-        return _sum(self.every.count.astype(jnp.float32))
+        return _sum(self.every.num_anchors.astype(jnp.float32))
 
     @functools.cached_property
     def inverse(self) -> jax.Array:
@@ -100,16 +101,16 @@ class Whole:
         return self._mass(shares) * self.inverse
 
     def _mass(self, shares: ShardStats) -> jax.Array:
-        return jnp.where(self.some, shares.mass, shares.alike.astype(jnp.float32))
+        return jnp.where(self.some, shares.mass, shares.num_drawable.astype(jnp.float32))
 
     @property
     def least(self) -> jax.Array:
         """The least positive probability of an anchor in each shard, float32 `[S]`."""
-        return jnp.where(self.some, self.every.smallest * self.inverse, 1 / self.anchors)
+        return jnp.where(self.some, self.every.min_mass * self.inverse, 1 / self.anchors)
 
 
 def weighed(
-    sampler: Sampler,
+    sampler: ShardedSampler,
     draws: Draw,
     mine: ShardStats,
     whole: Whole,

@@ -89,11 +89,11 @@ def after_write(
         most=None,
         removed=jnp.where(leaves, slots, ring.capacity).reshape(-1),
         entered_count=came,
-        left_count=jnp.sum(gone, dtype=jnp.int32),
-        left_from=lambda start: jnp.sum(
+        departed_count=jnp.sum(gone, dtype=jnp.int32),
+        departed_from=lambda start: jnp.sum(
             leaves & (before[:, None] + place >= start), dtype=jnp.int32
         ),
-        moved=(came + jnp.sum(gone) > 0) & (ring.envs > 1),
+        reordered=(came + jnp.sum(gone) > 0) & (ring.envs > 1),
     )
     left = queue.replace(head=ring.row_after(queue.head, gone), count=queue.count - gone)
     lanes = jnp.moveaxis(entered.reshape(write.length, ring.envs, -1), 1, 0)
@@ -129,9 +129,9 @@ def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
         most=None,
         removed=jnp.zeros(0, jnp.int32),
         entered_count=jnp.sum(grown, dtype=jnp.int32),
-        left_count=none,
-        left_from=lambda start: none,
-        moved=jnp.any(grown > 0) & moves,
+        departed_count=none,
+        departed_from=lambda start: none,
+        reordered=jnp.any(grown > 0) & moves,
     )
     return change if write.bounded else _shortened(context, change, leaving(context, write))
 
@@ -152,7 +152,7 @@ def _shortened(context: Context, change: AnchorUpdate, slots: jax.Array) -> Anch
     return dataclasses.replace(
         change,
         removed=slots.reshape(-1),
-        left_count=jnp.sum(gone, dtype=jnp.int32),
-        left_from=lambda start: jnp.sum(behind(start), dtype=jnp.int32),
-        moved=jnp.any(gone),
+        departed_count=jnp.sum(gone, dtype=jnp.int32),
+        departed_from=lambda start: jnp.sum(behind(start), dtype=jnp.int32),
+        reordered=jnp.any(gone),
     )

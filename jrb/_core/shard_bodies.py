@@ -132,7 +132,8 @@ class Draw:
         chosen = joint.choose(self.part, here, states, keys, self.batch_size, beta)
         samplers, draws, every, sizes = chosen
         if every is not None:
-            sync_shards = lambda sampler, number: self.part.sampler.sync_shards(sampler, every)
+            part_sampler: Any = self.part.sampler  # below ShardedSampler, as there are stats
+            sync_shards = lambda sampler, number: part_sampler.sync_shards(sampler, every)
             samplers = jax.vmap(sync_shards)(
                 samplers, here.numbers
             )  # a state may be without arrays

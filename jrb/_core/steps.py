@@ -16,17 +16,21 @@ from jrb._xla import dependencies, gather
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample, origin_of
 from jrb.types import (
+    Anchors,
     Context,
     Draw,
     IncomingPriorities,
     Item,
+    PrioritizedSampler,
     ReadPlan,
+    ShardedSampler,
     ShardStats,
     TransformContext,
     WritePlan,
     Writer,
 )
 from jrb.types.messages import PartState
+from jrb.types.sampler import missing_method
 
 
 def context_of(buffer: Buffer, writer: PartState) -> Context:
@@ -81,8 +85,8 @@ def write(
     write = dataclasses.replace(write, cuts=cuts)
     learned = transforming.learned(buffer.transforms, state.transforms, context, items, write)
     state = state.replace(transforms=learned)
-    given = _given(buffer, write, items, priorities)
-    return _learned(buffer, context, state, writer, write, items, given)
+    incoming = _incoming(buffer, write, items, priorities)
+    return _learned(buffer, context, state, writer, write, items, incoming)
 
 
 @by_description()
@@ -115,16 +119,29 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     ring, unit, context = buffer.ring, buffer.unit, context_of(buffer, state.writer)
     anchors, held = unit.anchors(context, state.unit), context.held
     free = ring.rows - held.rows(ring)[0]
-    unread = buffer.sampler.unread(state.sampler, anchors)
-    if unread is None:
+    pending = buffer.sampler.num_pending(state.sampler, anchors)
+    if pending is None:
         return free
-    first = anchors.count - unread
+    first = anchors.count - pending
     at = jnp.clip(jnp.stack([first, first - 1]), 0, jnp.maximum(anchors.count - 1, 0))
     slots, _ = anchors.nth(at, jax.random.key(0))
     row = held.before(ring, slots)
-    read = jnp.where(first < anchors.count, row[0], row[1] + 1)  # rows before the first unread one
+    read = jnp.where(
+        first < anchors.count, row[0], row[1] + 1
+    )  # rows before the first pending anchor
     done = jnp.where(anchors.count > 0, read - unit.lookback - (unit.max_entry_delay or 0), 0)
     return free + jnp.maximum(done, 0)
+
+
+@by_description()
+def has_pending(buffer: Buffer, state: BufferState) -> jax.Array:
+    """Returns True if some anchors of an order that must be kept were not drawn yet, bool `[]`."""
+    sampler = buffer.sampler
+    anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
+    pending = sampler.num_pending(state.sampler, anchors)
+    if pending is None and sampler.consumes and sampler.in_order:
+        raise missing_method(sampler, "num_pending", "rebuild")
+    return jnp.bool_(False) if pending is None else pending > 0
 
 
 def can_write(buffer: Buffer, state: BufferState) -> jax.Array:
@@ -134,20 +151,26 @@ def can_write(buffer: Buffer, state: BufferState) -> jax.Array:
     return jnp.bool_(buffer.writer.writes)
 
 
-def _given(
+def _incoming(
     buffer: Buffer, write: WritePlan, items: Item, priorities: jax.Array | None
 ) -> IncomingPriorities:
     """The priorities that were passed, or that the items bring along."""
-    brought = buffer.sampler.given(items)
+    sampler = buffer.sampler
+    brought = (
+        sampler.priorities_from_items(items) if isinstance(sampler, PrioritizedSampler) else None
+    )
     if priorities is not None and brought is not None:
         raise ValueError(
             "priorities: expected none beside those that the items bring along, as the sampler has "
             "priority_key. Leave one of them out."
         )
-    found = brought if priorities is None else priorities
-    flat = None if found is None else found.astype(jnp.float32).reshape(-1)
-    first = write.starts[0] if write.consecutive else None
-    return IncomingPriorities(write.slots.reshape(-1), write.times[0], priorities=flat, first=first)
+    incoming = brought if priorities is None else priorities
+    return IncomingPriorities(
+        slots=write.slots.reshape(-1),
+        row_mask=write.times[0],
+        priorities=None if incoming is None else incoming.astype(jnp.float32).reshape(-1),
+        first_slot=write.starts[0] if write.consecutive else None,
+    )
 
 
 def _learned(
@@ -157,11 +180,11 @@ def _learned(
     writer: PartState,
     write: WritePlan,
     items: Item,
-    given: IncomingPriorities | None = None,
+    incoming: IncomingPriorities | None = None,
 ) -> BufferState:
     """The state in which unit and sampler know of a write; `context` is from before."""
     unit, change = buffer.unit.on_write(context, state.unit, write, items)
-    change = dataclasses.replace(change, given=given)
+    change = dataclasses.replace(change, incoming=incoming)
     anchors = buffer.unit.anchors(context_of(buffer, writer), unit)
     sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
     return state.replace(writer=writer, sampler=sampler, unit=unit)
@@ -242,9 +265,19 @@ def choose_among(
     """
     ring, context = buffer.ring, context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
-    share = buffer.sampler.share(ring, state.sampler, anchors)
+    stats = shard_stats(buffer, state, anchors)
     drawn = buffer.sampler.draw(ring, state.sampler, anchors, key, batch_size, beta)
-    return *drawn, share, context.held.size
+    return *drawn, stats, context.held.size
+
+
+def shard_stats(buffer: Buffer, state: BufferState, anchors: Anchors) -> ShardStats | None:
+    """Returns what the sampler reports to other shards; None from one that uses anchors up."""
+    sampler = buffer.sampler
+    if isinstance(sampler, ShardedSampler):
+        return sampler.stats(buffer.ring, state.sampler, anchors)
+    if sampler.consumes:
+        return None
+    raise missing_method(sampler, "stats and exponent", "draw from shards", "ShardedSampler")
 
 
 def finish_draw(
@@ -303,7 +336,7 @@ def _read_with(
     buffer: Buffer, state: BufferState, context: Context, plan_read: ReadPlan
 ) -> tuple[Item, dict[str, jax.Array]]:
     """Items as they are stored, and what is looked up for `info`."""
-    storage, lookups = buffer.storage, list(plan_read.lookups.values())
+    storage, lookups = buffer.storage, list(plan_read.aux_reads.values())
     found = storage.read_with(context, state.storage, plan_read.where, lookups) if lookups else None
     if found is None:
         there = _looked_up(plan_read)
@@ -318,13 +351,13 @@ def _read_with(
 
 def _looked_up(plan_read: ReadPlan) -> list[jax.Array]:
     """What is in the arrays that are looked up, read by itself."""
-    return rows.read_each(*((it.array, it.slots) for it in plan_read.lookups.values()))
+    return rows.read_each(*((it.array, it.slots) for it in plan_read.aux_reads.values()))
 
 
 def _told(plan_read: ReadPlan, found: list[jax.Array]) -> dict[str, jax.Array]:
     """What `info` tells of what was looked up."""
-    pairs = zip(plan_read.lookups.items(), found, strict=True)
-    return {name: it.told(there) for (name, it), there in pairs}
+    pairs = zip(plan_read.aux_reads.items(), found, strict=True)
+    return {name: it.postprocess(there) for (name, it), there in pairs}
 
 
 def _fields(
@@ -413,7 +446,8 @@ def update(
             priorities = buffer.unit.reduce_priorities(priorities, sample.mask)
     else:
         slots, ok = sample, jnp.ones(sample.shape, jnp.bool_)
-    sampler = buffer.sampler.update(buffer.ring, state.sampler, slots, priorities, ok)
+    sampler: Any = buffer.sampler
+    sampler = sampler.update(buffer.ring, state.sampler, slots, priorities, ok)
     return state.replace(sampler=sampler)
 
 
@@ -435,7 +469,8 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
         state, slots, ok = still_there(buffer, state, where)
     else:
         slots, ok = where, jnp.ones(where.shape, jnp.bool_)
-    sampler = buffer.sampler.drop(buffer.ring, state.sampler, slots, ok)
+    sampler: Any = buffer.sampler
+    sampler = sampler.drop(buffer.ring, state.sampler, slots, ok)
     return state.replace(sampler=sampler)
 
 

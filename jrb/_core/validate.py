@@ -17,7 +17,8 @@ from jrb._util.arguments import entry
 from jrb._util.pytree import Leaf, PyTree, SpecKey
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, DrawCounts, Item
+from jrb.types import Context, Item
+from jrb.types.messages import PartState
 from jrb.types.parts import BASES
 
 _MEND = "Pass the state that init of this very description made, or one that came from it."
@@ -38,22 +39,22 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     check_slots(ring.capacity)
     writer = buffer.writer.init(ring, spec)
     context = Context(ring, buffer.keys, buffer.writer.held(ring, writer))
-    sampler = buffer.sampler.joined(buffer.sampler.init(ring), buffer.unit.has_delayed_anchors)
-    if buffer.sampler.count_draws and not isinstance(sampler, DrawCounts):
-        raise TypeError(
-            f"{type(buffer.sampler).__name__}: count_draws: expected a state below "
-            f"jrb.types.DrawCounts, got {type(sampler).__name__}. Nothing could be counted."
-        )
     return BufferState(
         storage=buffer.storage.init(context, spec),
         writer=writer,
-        sampler=sampler,
+        sampler=_attached(buffer, buffer.sampler.init(ring)),
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
         transforms=transforming.init(buffer.transforms, context, spec),
         numbers=episodes.no_numbers(ring, spec, buffer.keys) if _looks_at_ends(buffer) else None,
         ring=ring,
     )
+
+
+def _attached(buffer: Buffer, sampler: PartState) -> Any:
+    """Returns a new state of the sampler as part of a state of the buffer."""
+    sampler = buffer.sampler.attach(sampler, buffer.unit.has_delayed_anchors)
+    return counting.init(buffer.sampler, buffer.ring, sampler)
 
 
 def _looks_at_ends(buffer: Buffer) -> bool:
@@ -185,9 +186,7 @@ def _other_part(buffer: Buffer, state: BufferState, spec: Item | None) -> TypeEr
             learning = transforming.learning(buffer.transforms)
             kind = " and ".join(type(each).__name__ for each in learning) or "without a state"
         is_same_kind = name == "sampler" and type(found) is type(wanted)
-        if is_same_kind and pytree.alike(
-            wanted, buffer.sampler.joined(found, buffer.unit.has_delayed_anchors)
-        ):
+        if is_same_kind and pytree.alike(wanted, _attached(buffer, found)):
             return TypeError(
                 f"expected a state whose sampler was told of all its anchors, got one on which a "
                 f"new state of {kind} was put by hand. {_MEND}"

@@ -20,6 +20,7 @@ from jrb.plot.canvas import Axes, Row, Tone
 from jrb.samplers import Prioritized, Uniform
 from jrb.samplers.prioritized import Priorities
 from jrb.state import Buffer, BufferState
+from jrb.types import PrioritizedSampler
 
 _BATCH, _SHOWN, _GROUPS, _ENOUGH = 256, 60, 2000, 10
 
@@ -285,7 +286,8 @@ def _verdict(buffer: ReplayBuffer, counted: Counted, chances: np.ndarray) -> tup
 
 
 def _why_closer(buffer: ReplayBuffer) -> str:
-    if buffer.sampler.stratified:
+    sampler = buffer.sampler
+    if isinstance(sampler, PrioritizedSampler) and sampler.stratified:
         return ": draws are stratified"
     return ": no replacement in a batch" if isinstance(buffer.sampler, Uniform) else ""
 

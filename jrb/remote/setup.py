@@ -14,7 +14,7 @@ from jrb.samplers import Prioritized, Uniform
 from jrb.state import origin_of
 from jrb.storages import MemmapStorage, SpillStorage
 from jrb.storages.store_rows import StoreArrays
-from jrb.types import Item
+from jrb.types import Item, PrioritizedSampler
 from jrb.writers import PerEnvironment, RoundRobin
 
 
@@ -206,10 +206,11 @@ def priorities(setup: Setup, value: Any, length: int) -> np.ndarray | None:
     """Priorities of new items as they are sent, float32 `[T]` or `[T, E]`."""
     if value is None:
         return None
-    if not setup.buffer.sampler.takes_priorities:
+    sampler = setup.buffer.sampler
+    if not (isinstance(sampler, PrioritizedSampler) and sampler.takes_priorities):
         raise TypeError(
             "extend: priorities: expected a sampler that takes priorities with what is added, got "
-            f"{type(setup.buffer.sampler).__name__}. Serve a buffer with sampler=jrb.Prioritized()."
+            f"{type(sampler).__name__}. Serve a buffer with sampler=jrb.Prioritized()."
         )
     found, shape = numbers("extend: priorities", value), (length, *setup.lead)
     if found.shape != shape:

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core.steps import context_of
+from jrb._core.steps import context_of, shard_stats
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState, Sample
-from jrb.types import Sampler
+from jrb.types import ShardedSampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ def facts(buffer: ReplayBuffer, state: BufferState) -> Facts:
 def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
-    share = buffer.sampler.share(buffer.ring, state.sampler, anchors)
-    if share is None:
+    stats = shard_stats(buffer, state, anchors)
+    if stats is None:
         return anchors.count, jnp.float32(jnp.inf), anchors.count, context.held.size
-    return share.mass, share.smallest, share.count, context.held.size
+    return stats.mass, stats.min_mass, stats.num_anchors, context.held.size
 
 
 def masses(each: list[Facts]) -> np.ndarray:
@@ -98,13 +98,14 @@ def joined(
         if part is not None
     ]
     whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *there)
-    if buffer.sampler.consumes:  # each shard for itself
+    sampler = buffer.sampler
+    if not isinstance(sampler, ShardedSampler):  # each shard for itself
         return whole
-    power = float(buffer.sampler.exponent(beta))
-    return whole.replace(weights=_weights(buffer.sampler, whole, each, power))
+    power = float(sampler.exponent(beta))
+    return whole.replace(weights=_weights(sampler, whole, each, power))
 
 
-def _weights(sampler: Sampler, whole: Sample, each: list[Facts], beta: float) -> np.ndarray:
+def _weights(sampler: ShardedSampler, whole: Sample, each: list[Facts], beta: float) -> np.ndarray:
     """(n P(i))^-beta over the n anchors of all shards, divided as the sampler says, `[B]`."""
     drawn = whole.mask.reshape(len(whole.mask), -1).any(axis=1)
     likely = np.where(drawn, whole.probabilities, 1).astype(np.float64)

@@ -1,4 +1,4 @@
-"""The newest anchors alone, all alike."""
+"""Uniform draws among the newest anchors."""
 
 import dataclasses
 import fractions
@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jrb._util import checks, pytree
 from jrb._xla import random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Draw, Sampler, ShardStats
+from jrb.types import Anchors, Draw, ShardedSampler, ShardStats
 from jrb.types.messages import PartState
 
 _PARTS = 2**16 - 1  # a whole of so many parts can be multiplied in 32 bits
 
 
 @pytree.component
-class Newest(Sampler):
+class Newest(ShardedSampler):
     """Draws uniformly, with replacement, among the newest anchors: a share, or a number of them.
 
-    Of n anchors those are the last ceil(fraction * n), or the last min(count, n). For emphasis on
+    Of n anchors these are the last ceil(fraction * n), or the last min(count, n). For emphasis on
     recent experience; in a `jrb.Mix` with `jrb.Uniform()`, or on its own.
 
     Attributes:
@@ -53,14 +53,14 @@ class Newest(Sampler):
             checks.count("count", self.count, 2**31 - 1)
         if self.fraction is not None:
             checks.fraction("fraction", self.fraction)
-            if not self._share:
+            if not self._fraction:
                 raise ValueError(
                     f"fraction: expected at least 1 / {_PARTS}, got {self.fraction}. "
                     "Say how many by count=."
                 )
 
     @property
-    def _share(self) -> fractions.Fraction:
+    def _fraction(self) -> fractions.Fraction:
         return fractions.Fraction(self.fraction or 0).limit_denominator(_PARTS)
 
     def draw(
@@ -72,42 +72,43 @@ class Newest(Sampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[Any, Draw]:
-        """A random integer below the number of the newest, for each of the batch."""
+        """Draws random ranks among the newest anchors."""
         last = self._last(anchors)
-        chosen = random_bits.below(last.count, *random_bits.words(key, batch_size))
+        ranks = random_bits.below(last.count, *random_bits.words(key, batch_size))
         mask = jnp.broadcast_to(last.count > 0, (batch_size,))
-        return state, last.drawn(chosen, mask, key)
+        return state, last.uniform_draw(ranks, mask, key)
 
-    def of_shard(self, shards: int) -> "Newest":
-        """Its part of the count; a fraction is the same of each."""
+    def for_shard(self, num_shards: int) -> "Newest":
+        """Returns the sampler of a shard: an equal part of the count, or the same fraction."""
         if self.count is None:
             return self
-        if self.count % shards:
+        if self.count % num_shards:
             raise ValueError(
-                f"Newest: count: expected a multiple of {shards}, the number of shards, got "
+                f"Newest: count: expected a multiple of {num_shards}, the number of shards, got "
                 f"{self.count}."
             )
-        return dataclasses.replace(self, count=self.count // shards)
+        return dataclasses.replace(self, count=self.count // num_shards)
 
-    def share(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
-        """Of the newest anchors alone."""
+    def stats(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
+        """Returns the number of the newest anchors, as mass too."""
         return ShardStats.uniform(self._last(anchors))
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
-        """All weights are 1."""
+        """Returns 0, as all weights are 1."""
         return jnp.zeros((), jnp.float32)
 
     def _last(self, anchors: Anchors) -> Anchors:
-        """The newest of the anchors, in their order."""
-        count = self._some(anchors.count)
+        """Returns the newest of the anchors, in their order."""
+        count = self._count_of(anchors.count)
         first = anchors.count - count
-        nth = lambda places, key: anchors.nth(places + first, key)
+        nth = lambda ranks, key: anchors.nth(ranks + first, key)
         return dataclasses.replace(anchors, count=count, nth=nth)
 
-    def _some(self, total: jax.Array) -> jax.Array:
-        """How many of `total`, int32 `[]`."""
+    def _count_of(self, total: jax.Array) -> jax.Array:
+        """Returns how many of `total` anchors count as newest, int32 `[]`."""
         if self.count is not None:
             return jnp.minimum(total, self.count)
-        part, whole = (jnp.uint32(number) for number in self._share.as_integer_ratio())
-        times, rest = jnp.divmod(total.astype(jnp.uint32), whole)
-        return (times * part + (rest * part + whole - 1) // whole).astype(jnp.int32)
+        part, whole = (jnp.uint32(number) for number in self._fraction.as_integer_ratio())
+        # ceil(total * part / whole) in 32 bits: the remainder is below 2^16, as is the part.
+        times, remainder = jnp.divmod(total.astype(jnp.uint32), whole)
+        return (times * part + (remainder * part + whole - 1) // whole).astype(jnp.int32)

@@ -27,6 +27,7 @@ from jrb.types import (
     IncomingPriorities,
     Item,
     PrioritizedSampler,
+    ShardedSampler,
     ShardStats,
 )
 
@@ -52,7 +53,7 @@ class Priorities(DrawCounts):
         alpha: float32 `[]`.
         refused: uint32 `[]`, how many priorities were NaN, infinite or negative.
         dropped: bool `[]`, whether anchors were dropped since the buffer was empty.
-        told: whether it belongs to a buffer, which tells it of all anchors; no array.
+        is_attached: True if it belongs to a buffer, which reports every anchor; no array.
     """
 
     raw: jax.Array
@@ -64,7 +65,7 @@ class Priorities(DrawCounts):
     alpha: jax.Array
     refused: jax.Array
     dropped: jax.Array
-    told: bool = pytree.static(default=False)
+    is_attached: bool = pytree.static(default=False)
 
     def summary(self, ring: Ring) -> dict[str, str]:
         """How the priorities of what may be drawn spread, and how many were refused."""
@@ -75,7 +76,7 @@ class Priorities(DrawCounts):
 
 
 @pytree.component
-class Prioritized(PrioritizedSampler):
+class Prioritized(PrioritizedSampler, ShardedSampler):
     """Draws anchor i with probability P(i) = (p_i + eps)^alpha / sum_k (p_k + eps)^alpha.
 
     The importance weights (N P(i))^-beta, over N anchors, undo the bias of that in a loss; they are
@@ -148,15 +149,14 @@ class Prioritized(PrioritizedSampler):
             alpha=jnp.full((), self.alpha, jnp.float32),
             refused=jnp.zeros((), jnp.uint32),
             dropped=jnp.zeros((), jnp.bool_),
-            draws=self.no_draws(ring),
         )
 
-    def joined(self, state: Priorities, has_delayed_anchors: bool) -> Priorities:
+    def attach(self, state: Priorities, has_delayed_anchors: bool) -> Priorities:
         """Told of every anchor from here on."""
         waiting = jnp.full_like(state.raw, _NO_ANCHOR) if has_delayed_anchors else None
-        return state.replace(told=True, waiting=waiting)
+        return state.replace(is_attached=True, waiting=waiting)
 
-    def given(self, items: Item) -> jax.Array | None:
+    def priorities_from_items(self, items: Item) -> jax.Array | None:
         """Those at `priority_key`."""
         if self.priority_key is None:
             return None
@@ -173,7 +173,7 @@ class Prioritized(PrioritizedSampler):
         self, ring: Ring, state: Priorities, change: AnchorUpdate, anchors: Anchors
     ) -> Priorities:
         """New anchors enter with the priority of new items, those that left lose theirs."""
-        default, left = self._new_priority(state, change.given), change.removed
+        default, left = self._new_priority(state, change.incoming), change.removed
         if change.expired is not None and change.most is not None:
             left = jnp.concatenate([change.expired.run(ring, change.most), left])
         elif change.expired is not None:
@@ -187,14 +187,14 @@ class Prioritized(PrioritizedSampler):
         self, ring: Ring, state: Priorities, change: AnchorUpdate, default: jax.Array
     ) -> tuple[Priorities, jax.Array]:
         """The state, and the priority of each anchor that enters: one that was given, or not."""
-        given, waiting, own = change.given, state.waiting, None
+        given, waiting, own = change.incoming, state.waiting, None
         if given is not None and given.priorities is not None:
             good = _is_priority(given.priorities)
             own = jnp.where(good, given.priorities, _NO_ANCHOR)
-            wrong = ~good.reshape(len(given.written), -1) & given.written
+            wrong = ~good.reshape(len(given.row_mask), -1) & given.row_mask
             state = state.replace(
                 highest=jnp.maximum(
-                    state.highest, jnp.max(_greatest(given.priorities, given.written))
+                    state.highest, jnp.max(_greatest(given.priorities, given.row_mask))
                 ),
                 refused=state.refused + jnp.sum(wrong, dtype=jnp.uint32),
             )
@@ -250,10 +250,10 @@ class Prioritized(PrioritizedSampler):
     def _new_priority(self, state: Priorities, given: IncomingPriorities | None) -> jax.Array:
         """The priority of new items, float32 `[]`; or `[T]`, of those that come with each row."""
         if self.new_priority == "max":
-            if given is None or given.priorities is None or len(given.written) == 1:
+            if given is None or given.priorities is None or len(given.row_mask) == 1:
                 return state.highest
             before = jnp.concatenate(
-                [state.highest[None], _greatest(given.priorities, given.written)[:-1]]
+                [state.highest[None], _greatest(given.priorities, given.row_mask)[:-1]]
             )
             return lax.cummax(before)
         if state.largest is None:
@@ -278,7 +278,7 @@ class Prioritized(PrioritizedSampler):
         some = total > 0
         none = (anchors.count == 0) | (state.dropped & ~some)
         mask = jnp.broadcast_to(~none, (batch_size,))
-        alike = anchors.drawn(random_bits.below(anchors.count, *words), mask, key)
+        alike = anchors.uniform_draw(random_bits.below(anchors.count, *words), mask, key)
         beta = self.exponent(beta)
         divisor = self._divisor(state, anchors, mass, total)
         ratio = jnp.log(jnp.where(some, mass, 1.0)) - jnp.log(divisor)
@@ -303,20 +303,20 @@ class Prioritized(PrioritizedSampler):
         """Whether there is an anchor that was not dropped."""
         return (anchors.count > 0) & (~state.dropped | (trees.root(state.masses) > 0))
 
-    def share(self, ring: Ring, state: Priorities, anchors: Anchors) -> ShardStats:
+    def stats(self, ring: Ring, state: Priorities, anchors: Anchors) -> ShardStats:
         """The roots of the trees, and the greatest priority so far."""
         smallest = state.smallest
         return ShardStats(
-            count=anchors.count,
+            num_anchors=anchors.count,
             mass=trees.root(state.masses),
-            alike=jnp.where(state.dropped, 0, anchors.count),
-            smallest=jnp.float32(jnp.inf) if smallest is None else trees.root(smallest),
-            highest=state.highest,
+            num_drawable=jnp.where(state.dropped, 0, anchors.count),
+            min_mass=jnp.float32(jnp.inf) if smallest is None else trees.root(smallest),
+            max_priority=state.highest,
         )
 
-    def sync_shards(self, state: Priorities, shares: ShardStats) -> Priorities:
+    def sync_shards(self, state: Priorities, stats: ShardStats) -> Priorities:
         """New items get the greatest priority that any shard has seen."""
-        return state.replace(highest=jnp.max(shares.highest))
+        return state.replace(highest=jnp.max(stats.max_priority))
 
     def _divisor(
         self, state: Priorities, anchors: Anchors, mass: jax.Array, total: jax.Array
@@ -426,8 +426,8 @@ class Prioritized(PrioritizedSampler):
         state = state.replace(raw=raw, highest=highest)
         return self._put(state, raw, trees.set_all)
 
-    def adopt(
-        self, state: Priorities, old: Priorities, slots: jax.Array, places: jax.Array
+    def import_state(
+        self, state: Priorities, old: Priorities, slots: jax.Array, new_slots: jax.Array
     ) -> Priorities:
         """Takes over what another buffer's sampler knew of its anchors.
 
@@ -435,19 +435,19 @@ class Prioritized(PrioritizedSampler):
             state: the sampler's state, after the items were written.
             old: the other sampler's state.
             slots: int32 `[K]`, where the items were.
-            places: int32 `[K]`, where they are.
+            new_slots: int32 `[K]`, where they are.
         """
         known, waiting = old.raw[slots], state.waiting
         if waiting is not None and old.waiting is not None:
-            waiting = waiting.at[places].set(old.waiting[slots])
+            waiting = waiting.at[new_slots].set(old.waiting[slots])
         state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
-        state = self.assign(state, places, known, old.highest)
-        gone = jnp.where(known == DROPPED, places, state.raw.size)
+        state = self.assign(state, new_slots, known, old.highest)
+        gone = jnp.where(known == DROPPED, new_slots, state.raw.size)
         raw = state.raw.at[gone].set(DROPPED, mode="drop")
         state = state.replace(raw=raw, dropped=(known == DROPPED).any())
         return self._put(state, raw, trees.set_all)
 
-    def merged(self, states: list[Priorities]) -> Priorities:
+    def concat_shard_states(self, states: list[Priorities]) -> Priorities:
         """The priorities of one shard after those of the other; the greatest, and all refusals."""
         joined = lambda leaves: jnp.concatenate(list(map(jnp.asarray, leaves)))
         waiting = [one.waiting for one in states if one.waiting is not None]
@@ -566,9 +566,9 @@ def _noted(
     if given is None:
         return waiting
     new = _none_at(given.slots) if priorities is None else priorities
-    if given.first is None:
+    if given.first_slot is None:
         return trees.put(waiting, given.slots, new)
-    return lax.dynamic_update_slice_in_dim(waiting, new, given.first, axis=0)
+    return lax.dynamic_update_slice_in_dim(waiting, new, given.first_slot, axis=0)
 
 
 def _greatest(priorities: jax.Array, written: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""First in, first out."""
+"""First in, first out; and the base of samplers that draw each anchor once, in order."""
 
 from typing import ClassVar
 
@@ -8,26 +8,48 @@ import jax.numpy as jnp
 from jrb._util import checks, pytree
 from jrb.ring import Ring
 from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, Sampler
+from jrb.types.messages import PartState
+
+
+class OnceInOrder(Sampler):
+    """Draws each anchor once, in the order in which they entered, or in reverse.
+
+    Its state has `count`, int32 `[]`, the anchors that were not drawn yet, and `is_attached`.
+    """
+
+    in_order: ClassVar[bool] = True
+    consumes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        checks.flag("count_draws", self.count_draws)
+
+    def attach(self, state: PartState, has_delayed_anchors: bool) -> PartState:
+        """Marks the state as one that has seen every anchor."""
+        return state.replace(is_attached=True)
+
+    def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Returns True if an anchor was not drawn yet."""
+        return state.count > 0
 
 
 class QueueState(DrawCounts):
-    """What a queue still has to give.
+    """The number of anchors that a queue still has to give.
 
     Attributes:
         count: int32 `[]`, the anchors not drawn yet, always the newest ones.
-        told: whether it belongs to a buffer, which tells it of all anchors; no array.
+        is_attached: True if it belongs to a buffer, which reports every anchor; no array.
     """
 
     count: jax.Array = pytree.tally()
-    told: bool = pytree.static(default=False)
+    is_attached: bool = pytree.static(default=False)
 
 
 @pytree.component
-class Queue(Sampler):
+class Queue(OnceInOrder):
     """Draws each anchor once, oldest first: for data that is used once, as on policy.
 
-    `draw` takes from the queue, `sample` looks at its head. Where too little is there, the batch is
-    masked at its end. What is overwritten before it was drawn is lost. The key is not used.
+    `draw` takes from the queue, `sample` looks at its head. If fewer than B are left, the batch is
+    masked at its end. An item that is overwritten before it was drawn is lost. The key is not used.
 
     Attributes:
         count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
@@ -43,29 +65,19 @@ class Queue(Sampler):
     """
 
     count_draws: bool = False
-    in_order: ClassVar[bool] = True
-    consumes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> QueueState:
-        """An empty queue."""
-        return QueueState(count=jnp.zeros((), jnp.int32), draws=self.no_draws(ring))
-
-    def joined(self, state: QueueState, has_delayed_anchors: bool) -> QueueState:
-        """Told of every anchor from here on."""
-        return state.replace(told=True)
+        """Returns an empty queue."""
+        return QueueState(count=jnp.zeros((), jnp.int32))
 
     def on_write(
         self, ring: Ring, state: QueueState, change: AnchorUpdate, anchors: Anchors
     ) -> QueueState:
-        """What entered joins the end of the queue, what left is lost."""
-        before = anchors.count + change.left_count - change.entered_count
-        unread = state.count + change.entered_count
-        lost = change.left_from(jnp.maximum(before - state.count, 0))
-        count = jnp.clip(unread - lost, 0, anchors.count)
-        return state.replace(count=count)
+        """Appends the anchors that entered, and removes those that departed before their turn."""
+        before = anchors.count + change.departed_count - change.entered_count
+        lost = change.departed_from(jnp.maximum(before - state.count, 0))
+        pending = state.count + change.entered_count - lost
+        return state.replace(count=jnp.clip(pending, 0, anchors.count))
 
     def draw(
         self,
@@ -76,38 +88,25 @@ class Queue(Sampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[QueueState, Draw]:
-        """The B at the head of the queue."""
-        place = jnp.arange(batch_size, dtype=jnp.int32)
-        mask = place < state.count
-        chosen = jnp.where(mask, anchors.count - state.count + place, 0)
-        taken = jnp.minimum(state.count, batch_size)
-        after = state.replace(count=state.count - taken)
-        return after, anchors.drawn(chosen, mask, key)
+        """Draws the B anchors at the head of the queue."""
+        offset = jnp.arange(batch_size, dtype=jnp.int32)
+        mask = offset < state.count
+        ranks = jnp.where(mask, anchors.count - state.count + offset, 0)
+        after = state.replace(count=state.count - jnp.minimum(state.count, batch_size))
+        return after, anchors.uniform_draw(ranks, mask, key)
 
-    def ready(self, state: QueueState, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Whether something is in the queue."""
-        return state.count > 0
-
-    def unread(self, state: QueueState, anchors: Anchors) -> jax.Array:
-        """All that was not drawn."""
+    def num_pending(self, state: QueueState, anchors: Anchors) -> jax.Array:
+        """Returns the length of the queue."""
         return state.count
-
-    def has_unread(self, state: QueueState) -> jax.Array:
-        """Whether something is in the queue."""
-        return state.count > 0
 
     def rebuild_index(
         self, ring: Ring, state: QueueState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> QueueState:
-        """As many as before, if there are, are still to be drawn: the newest ones."""
+        """Keeps the length of the queue, if there are so many anchors: the newest ones."""
         return state.replace(count=jnp.minimum(state.count, new.count))
 
-    def adopt(
-        self, state: QueueState, old: QueueState, slots: jax.Array, places: jax.Array
+    def import_state(
+        self, state: QueueState, old: QueueState, slots: jax.Array, new_slots: jax.Array
     ) -> QueueState:
-        """What was drawn from another buffer's queue is not drawn again."""
+        """Drops from the queue what was drawn from the other buffer's queue."""
         return state.replace(count=jnp.minimum(state.count, old.count))
-
-    def merged(self, states: list[QueueState]) -> QueueState:
-        """Any of them: shards are put together when nothing is left to draw."""
-        return states[0]

@@ -1,4 +1,4 @@
-"""All anchors alike."""
+"""Uniform draws."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jrb._util import checks, permutation, pytree
 from jrb._xla import random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Draw, Sampler, ShardStats
+from jrb.types import Anchors, Draw, ShardedSampler, ShardStats
 
 
 @pytree.component
-class Uniform(Sampler):
-    """Every anchor has the same probability; a draw changes nothing.
+class Uniform(ShardedSampler):
+    """Draws every anchor with the same probability.
 
     Attributes:
         replacement: whether an anchor may stand twice in a batch. If not, a batch that is larger
@@ -45,22 +45,21 @@ class Uniform(Sampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[Any, Draw]:
-        """A random integer below the number of anchors, for each of the batch."""
-        place = jnp.arange(batch_size, dtype=jnp.int32)
+        """Draws random ranks, or the first B of a random permutation of all ranks."""
         if self.replacement:
             mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
-            chosen = random_bits.below(anchors.count, *random_bits.words(key, batch_size))
+            ranks = random_bits.below(anchors.count, *random_bits.words(key, batch_size))
         else:
-            mask = place < anchors.count
-            chosen = permutation.permute(
-                random_bits.seed(key), anchors.count, jnp.where(mask, place, 0)
-            )
-        return state, anchors.drawn(chosen, mask, key)
+            offset = jnp.arange(batch_size, dtype=jnp.int32)
+            mask = offset < anchors.count
+            offset = jnp.where(mask, offset, 0)
+            ranks = permutation.permute(random_bits.seed(key), anchors.count, offset)
+        return state, anchors.uniform_draw(ranks, mask, key)
 
-    def share(self, ring: Ring, state: Any, anchors: Anchors) -> ShardStats:
-        """All anchors are alike."""
+    def stats(self, ring: Ring, state: Any, anchors: Anchors) -> ShardStats:
+        """Returns the number of anchors, as mass too."""
         return ShardStats.uniform(anchors)
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
-        """All weights are 1."""
+        """Returns 0, as all weights are 1."""
         return jnp.zeros((), jnp.float32)

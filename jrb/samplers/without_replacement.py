@@ -1,4 +1,4 @@
-"""Epochs: everything once, or a few times, then everything again in another order."""
+"""Epochs: every anchor once, or a few times, then again in another order."""
 
 from typing import ClassVar
 
@@ -12,14 +12,14 @@ from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, Sampler
 
 
 class Epoch(DrawCounts):
-    """How far an epoch is.
+    """The progress of an epoch.
 
     Attributes:
-        seed: uint32 `[2]`, which permutation this pass follows.
+        seed: uint32 `[2]`, of the permutation of this pass.
         length: int32 `[]`, the anchors there were at its start.
         position: int32 `[]`, how many of them this pass has drawn.
-        passes: int32 `[]`, how many were begun, this one included.
-        left: int32 `[]`, how many anchors have gone since, around the ring.
+        passes: int32 `[]`, how many were begun, including this one.
+        left: int32 `[]`, how many anchors have departed since, around the ring.
     """
 
     seed: jax.Array
@@ -75,21 +75,21 @@ class WithoutReplacement(Sampler):
         checks.count("uses", self.uses, 2**31 - 1)
 
     def init(self, ring: Ring) -> Epoch:
-        """The end of an epoch without anchors."""
+        """Returns the end of an epoch without anchors."""
         zeros = {name: jnp.zeros((), jnp.int32) for name in _TALLIES}
-        return Epoch(seed=jnp.zeros(2, jnp.uint32), draws=self.no_draws(ring), **zeros)
+        return Epoch(seed=jnp.zeros(2, jnp.uint32), **zeros)
 
     def on_write(self, ring: Ring, state: Epoch, change: AnchorUpdate, anchors: Anchors) -> Epoch:
-        """Anchors leave from the front: places move. Where others move too, the epoch ends."""
+        """Shifts the ranks by the anchors that departed; ends the epoch if anchors are reordered."""
         turn = _turn(ring, state, anchors)
-        left = (state.left.astype(jnp.uint32) + change.left_count.astype(jnp.uint32)) % turn
-        length = jnp.where(change.moved, 0, state.length)
+        left = (state.left.astype(jnp.uint32) + change.departed_count.astype(jnp.uint32)) % turn
+        length = jnp.where(change.reordered, 0, state.length)
         return state.replace(left=left.astype(jnp.int32), length=length)
 
     def rebuild_index(
         self, ring: Ring, state: Epoch, entered: jax.Array, old: Anchors, new: Anchors
     ) -> Epoch:
-        """An epoch goes on where all rows that are held are anchors still; else it ends."""
+        """Continues the epoch if all rows that are held are anchors still, else ends it."""
         same = (old.count == new.count) & (old.all_held and new.all_held)
         return state.replace(length=jnp.where(same, state.length, 0))
 
@@ -102,24 +102,24 @@ class WithoutReplacement(Sampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[Epoch, Draw]:
-        """The next B of the pass, or the first B of the next one."""
+        """Draws the next B of the pass, or the first B of the next one."""
         epoch = self._continued(state, anchors, key, batch_size)
-        place = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
-        inside = place < epoch.length
+        offset = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
+        inside = offset < epoch.length
         if self.drop_last:
             inside = inside & (epoch.position + batch_size <= epoch.length)
-        at = jnp.where(inside, place, 0)
+        first_rank = jnp.where(inside, offset, 0)  # at the beginning of the epoch
         if self.shuffle:
-            at = permutation.permute(epoch.seed, epoch.length, at)
+            first_rank = permutation.permute(epoch.seed, epoch.length, first_rank)
         turn = _turn(ring, epoch, anchors).astype(jnp.int32)
-        behind = at - epoch.left
-        chosen = jnp.where(behind < 0, behind + turn, behind)
-        mask = inside & (chosen < anchors.count)
+        ranks = first_rank - epoch.left
+        ranks = jnp.where(ranks < 0, ranks + turn, ranks)
+        mask = inside & (ranks < anchors.count)
         epoch = epoch.replace(position=epoch.position + jnp.sum(inside, dtype=jnp.int32))
-        return epoch, anchors.drawn(jnp.where(mask, chosen, 0), mask, key)
+        return epoch, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
 
     def _continued(self, state: Epoch, anchors: Anchors, key: jax.Array, batch_size: int) -> Epoch:
-        """The same pass; if too little of it remains, another one, or that of a new epoch."""
+        """Returns this pass, or the next one, or a new epoch, if fewer than needed remain."""
         needed = batch_size if self.drop_last else 1
         over = state.position + needed > state.length
         ends = over & ((state.passes >= self.uses) | (state.length < needed))
@@ -132,26 +132,24 @@ class WithoutReplacement(Sampler):
         )
 
     def ready(self, state: Epoch, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Whether there is an anchor; with `drop_last`, whether there is a whole batch."""
+        """Returns True if there is an anchor; with `drop_last`, if there is a full batch."""
         return anchors.count >= (batch_size if self.drop_last and batch_size else 1)
 
-    def adopt(self, state: Epoch, old: Epoch, slots: jax.Array, places: jax.Array) -> Epoch:
-        """The next draw begins an epoch, as items are at other places."""
+    def import_state(
+        self, state: Epoch, old: Epoch, slots: jax.Array, new_slots: jax.Array
+    ) -> Epoch:
+        """Begins an epoch with the next draw, as items are in other slots."""
         return state
-
-    def merged(self, states: list[Epoch]) -> Epoch:
-        """Any of them, as the next draw begins an epoch."""
-        return states[0]
 
 
 _TALLIES = ("length", "position", "passes", "left")
 
 
 def _turn(ring: Ring, state: Epoch, anchors: Anchors) -> jax.Array:
-    """After how many that left a place of the epoch is another anchor's again, uint32 `[]`.
+    """Returns after how many departures a rank of the epoch is another anchor's, uint32 `[]`.
 
-    Where all slots are anchors that is the ring, so that a place stays a slot's; else as many as
-    the epoch began with. It never changes within an epoch, or an anchor might be drawn twice.
+    If all slots are anchors, after N, so that a rank stays with its slot; else after as many as the
+    epoch began with. It never changes within an epoch, or an anchor might be drawn twice.
     """
     length = jnp.maximum(state.length, 1)
     return (jnp.full_like(length, ring.capacity) if anchors.all_held else length).astype(jnp.uint32)

@@ -27,7 +27,7 @@ from jrb.types.messages import (
     TransformContext,
     WritePlan,
 )
-from jrb.types.sampler import PrioritizedSampler, Sampler
+from jrb.types.sampler import PrioritizedSampler, Sampler, ShardedSampler
 from jrb.types.storage import HostState, HostStorage, Storage
 from jrb.types.transform import StatefulTransform, Transform
 from jrb.types.unit import Unit
@@ -50,6 +50,7 @@ __all__ = [
     "ReadPlan",
     "Sampler",
     "ShardStats",
+    "ShardedSampler",
     "SlotsForLeaf",
     "State",
     "StatefulTransform",

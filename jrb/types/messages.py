@@ -1,4 +1,4 @@
-"""What the parts of a buffer say to each other. N capacity, E environments, B batch, T time."""
+"""The messages between the parts of a buffer. N capacity, E environments, B batch, T time."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Item = Any
 """A pytree of arrays, as users have their transitions."""
 
 PartState = Any
-"""What a part's own `init` made, and its methods returned since: a pytree of arrays."""
+"""The state of a part, which its `init` made and its methods returned: a pytree of arrays."""
 
 SlotsForLeaf = Callable[[str], jax.Array]
 """From the name of a leaf ("next/reward") to the slots it is read at, int32 `[B, ...]`."""
@@ -29,9 +29,9 @@ SlotsForLeaf = Callable[[str], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ContiguousSlots:
-    """Slots `[B, L]` of one leaf that follow one another, slot 0 after the last: runs of the ring.
+    """Slots `[B, L]` of one leaf that follow one another around the ring.
 
-    Storages need not know; one that does can read runs where it would read slots.
+    A storage may read them as runs instead of one by one.
 
     Attributes:
         where: the slots.
@@ -40,18 +40,18 @@ class ContiguousSlots:
     where: SlotsForLeaf
 
     def __call__(self, name: str) -> jax.Array:
-        """The slots that a leaf is read at."""
+        """Returns the slots that a leaf is read at."""
         return self.where(name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a part may know of the buffer that it belongs to.
+    """The facts of a buffer that its parts may use.
 
     Attributes:
         ring: the ring's shape.
         keys: how the items are keyed.
-        held: the slots that hold items; while something is written, those that did before.
+        held: the slots that hold items; during a write, those that did before it.
     """
 
     ring: Ring
@@ -61,21 +61,25 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class WritePlan:
-    """Where the rows of one call go.
+    """The slots that the rows of one call go to. A writer makes it, all other parts read it.
+
+    With one clock for all environments, rows of time are counted once, `[T]`; with a clock for
+    each (`jrb.PerEnvironment`), for each environment, `[T, E]`.
 
     Attributes:
-        starts: int32 `[T]`, the slot of each row's environment 0; N where the row is dropped. For a
+        starts: int32 `[T]`, the slot of each row's environment 0; N if the row is dropped. For a
             writer that places items one by one, int32 `[T * E]`, their slots.
-        slots: int32 `[T, E]`, the slot of each item; N where it is dropped.
-        written: bool `[T]`, the rows of time that passed: those that are not masked, also if a
-            longer call overwrites them. In lanes `[T, E]`, for each environment.
-        passed: int32 `[T]`, how many passed up to each row, itself included. In lanes `[T, E]`.
-        expired: int32 `[]`, how many of the oldest rows leave, of those held before and those that
-            passed. In lanes `[E]`.
-        consecutive: True if nothing is dropped and all slots follow one another (a slice will do).
-        bounded: True if no more rows leave than pass.
-        cuts: bool `[T, E]`, the items after which time does not go on, whatever their flags say;
-            None for none.
+        slots: int32 `[T, E]`, the slot of each item; N if it is dropped.
+        written: bool `[T]` or `[T, E]`, the rows of time that are not masked, also those that later
+            rows of the same call overwrite.
+        passed: int32 `[T]` or `[T, E]`, the running sum of `written`.
+        expired: int32 `[]` or `[E]`, how many of the oldest rows leave, of those held before and
+            those written.
+        consecutive: True if nothing is dropped and all slots follow one another, so that a storage
+            can write a slice.
+        bounded: True if no more rows leave than are written.
+        cuts: bool `[T, E]`, the items after which an episode ends whatever their flags say; None
+            for none.
     """
 
     starts: jax.Array
@@ -94,53 +98,53 @@ class WritePlan:
 
     @property
     def rows(self) -> jax.Array:
-        """int32 `[]`, the rows of time that passed; in lanes `[E]`."""
+        """The number of rows of time that are written, int32 `[]` or `[E]`."""
         return self.passed[-1]
 
     @property
     def times(self) -> tuple[jax.Array, jax.Array]:
-        """`written` and `passed` for each environment: `[T, 1]`, in lanes `[T, E]`."""
+        """`written` and `passed` with an axis of clocks, `[T, 1]` or `[T, E]`."""
         wide = lambda array: array.reshape(self.length, -1)
         return wide(self.written), wide(self.passed)
 
     @property
     def lengths(self) -> tuple[jax.Array, jax.Array]:
-        """The rows that leave and that come for each environment: int32 `[1]`, in lanes `[E]`."""
+        """The rows that leave and those that are written, by clock: int32 `[1]` or `[E]`."""
         return self.expired.reshape(-1), self.rows.reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """The anchors there are, in an order that is theirs.
+    """The slots that a sampler may draw, in the unit's order.
 
     Attributes:
         count: int32 `[]`.
-        nth: from places, int32 `[B]` in [0, count), and a key, to the anchors there: slots, int32
-            `[B]`, and the probability of each slot given its place, float32 `[B]`. The key is for
-            units that count something larger than a slot, such as episodes; others ignore it, and
-            their probability is 1.
-        all_held: whether they are all slots that hold items, in order.
+        nth: from ranks, int32 `[B]` in [0, count), and a key, to the anchors of these ranks: slots,
+            int32 `[B]`, and the probability of each slot given its rank, float32 `[B]`. The key is
+            for units whose ranks count something larger than a slot, such as episodes; others
+            ignore it, and their probability is 1.
+        all_held: True if the anchors are all slots that hold items, in order.
     """
 
     count: jax.Array
     nth: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     all_held: bool = False
 
-    def drawn(self, chosen: jax.Array, mask: jax.Array, key: jax.Array) -> "Draw":
-        """The draw of anchors that were equally likely.
+    def uniform_draw(self, ranks: jax.Array, mask: jax.Array, key: jax.Array) -> "Draw":
+        """Returns the draw of anchors that were equally likely.
 
         Args:
-            chosen: int32 `[B]`, their places among the anchors, in [0, count).
-            mask: bool `[B]`, which of them count.
+            ranks: int32 `[B]`, among the anchors, in [0, count).
+            mask: bool `[B]`, False for entries that are padding.
             key: the draw's key, for anchors that stand for more than a slot.
         """
-        slots, within = self.nth(chosen, key)
+        slots, within = self.nth(ranks, key)
         # Not divided by the count: XLA would round a quotient of quotients otherwise in a batch
         # than alone.
-        share = within * (1 / jnp.maximum(self.count, 1).astype(jnp.float32))
+        chances = within * (1 / jnp.maximum(self.count, 1).astype(jnp.float32))
         return Draw(
             slots=slots,
-            probabilities=jnp.where(mask, share, 0.0),
+            probabilities=jnp.where(mask, chances, 0.0),
             weights=mask.astype(jnp.float32),
             mask=mask,
         )
@@ -148,43 +152,45 @@ class Anchors:
 
 @dataclasses.dataclass(frozen=True)
 class IncomingPriorities:
-    """What is written, and the priorities that came with it.
+    """The slots of one write, and the priorities that came with its items.
 
     Attributes:
-        slots: int32 `[K]`, all that is written; N where it is dropped. Where no row waits to become
-            an anchor (`Unit.has_delayed_anchors`), an anchor that enters stands at the same place
-            in `entered`.
-        written: bool `[T, 1]` or `[T, E]`, the rows of time that passed, of K / T items each.
-        priorities: float32 `[K]`; None where none came.
-        first: int32 `[]`, the first of the slots if they all follow one another; else None.
+        slots: int32 `[K]`, K = T * E, the slot of each item; N if it is dropped. Unless rows become
+            anchors later (`Unit.has_delayed_anchors`), `AnchorUpdate.entered` is in this order.
+        row_mask: bool `[T, 1]` or `[T, E]`, the rows of time that are not masked.
+        priorities: float32 `[K]`; None if none came.
+        first_slot: int32 `[]`, the first slot if they all follow one another; else None.
     """
 
     slots: jax.Array
-    written: jax.Array
+    row_mask: jax.Array
     priorities: jax.Array | None
-    first: jax.Array | None = None
+    first_slot: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class AnchorUpdate:
-    """What a write did to the anchors: some left, then some entered.
+    """The anchors that departed in one call, and then those that entered.
+
+    Most samplers need `entered` and `departed(ring)` only.
 
     Attributes:
-        entered: int32 `[K]`, slots that became anchors, or are anchors of a new item; N or more
-            where there is none.
-        consecutive: True if `entered` is a run of slots without a gap.
+        entered: int32 `[K]`, slots that became anchors, or are anchors of a new item; N or more for
+            padding.
+        consecutive: True if `entered` is a run of slots without a gap or padding.
         expired: a run of slots that are no anchors any more, oldest first, unless they entered
             again; None if all of them did.
-        most: the most that `expired` can count; None for no bound below N.
-        removed: int32 `[M]`, further slots that are no anchors any more; N or more where there is
-            none.
-        entered_count: int32 `[]`, how many anchors came, those included that went in the same call.
-        left_count: int32 `[]`, how many anchors went, those included that came in the same call.
-        left_from: how many of those that left stood at this place or behind it, int32 `[]`, in the
-            order before the write.
-        moved: bool `[]`, whether anchors that stayed moved otherwise than by all that left standing
-            before them, and all that entered behind.
-        given: what was written, and the priorities that came with it; None if nothing was.
+        most: the greatest number of slots in `expired`; None for no bound below N.
+        removed: int32 `[M]`, further slots that are no anchors any more; N or more for padding.
+        entered_count: int32 `[]`, how many anchors entered, including those that departed in the
+            same call.
+        departed_count: int32 `[]`, how many departed, including those that entered in the same
+            call.
+        departed_from: from a rank in the order before the write, int32 `[]`, to how many of those
+            that departed had this rank or a later one, int32 `[]`.
+        reordered: bool `[]`, False if survivors keep their order (new rank = old rank - departures
+            before it) and arrivals are appended at the end; True otherwise.
+        incoming: the slots that were written and their priorities; None if nothing was written.
     """
 
     entered: jax.Array
@@ -193,16 +199,16 @@ class AnchorUpdate:
     most: int | None
     removed: jax.Array
     entered_count: jax.Array
-    left_count: jax.Array
-    left_from: Callable[[jax.Array], jax.Array]
-    moved: jax.Array
-    given: IncomingPriorities | None = None
+    departed_count: jax.Array
+    departed_from: Callable[[jax.Array], jax.Array]
+    reordered: jax.Array
+    incoming: IncomingPriorities | None = None
 
     def departed(self, ring: Ring) -> jax.Array:
         """Returns the slots that are no anchors any more, unless they entered again, int32 `[M]`.
 
-        N or more where there is none. M is N where more rows left than were written, else it does
-        not grow with N.
+        N or more for padding. M is N if more rows departed than were written, else it does not grow
+        with N.
         """
         if self.expired is None:
             return self.removed
@@ -211,15 +217,15 @@ class AnchorUpdate:
 
 
 class Draw(pytree.State):
-    """What a sampler drew.
+    """The anchors that a sampler drew.
 
     Attributes:
         slots: int32 `[B]`, anchors; any slot where `mask` is False.
-        probabilities: float32 `[B]`, with which each was drawn; 0 where `mask` is False.
+        probabilities: float32 `[B]`, of drawing each; 0 where `mask` is False.
         weights: float32 `[B]`, importance weights; 0 where `mask` is False.
         mask: bool `[B]`, False where there was nothing to draw.
-        draws: int32 `[B]`, how often each was drawn before; a sampler leaves it out, the engine
-            fills it in where draws are counted.
+        draws: int32 `[B]`, how often each was drawn before. Samplers leave it out; the engine sets
+            it if draws are counted.
     """
 
     slots: jax.Array
@@ -230,101 +236,102 @@ class Draw(pytree.State):
 
 
 class DrawCounts(pytree.State):
-    """How often each item was drawn: part of the states of samplers that can count.
-
-    The engine counts; a sampler makes it (`Sampler.no_draws`) and hands it on.
+    """The base of sampler states that can count draws. The engine makes and updates the counts.
 
     Attributes:
-        draws: int32 `[N]`, by slot; None where it is not counted.
+        draws: int32 `[N]`, how often the item in each slot was drawn; None if that is not counted.
     """
 
     draws: jax.Array | None = None
 
 
 class ShardStats(pytree.State):
-    """What the sampler of one of several shards says of itself to the others.
+    """The statistics that the sampler of one shard reports to all shards.
 
     Attributes:
-        count: int32 `[]`, its anchors.
-        mass: float32 `[]`, of all of them: shards are drawn from in proportion to it.
-        alike: int32 `[]`, the anchors that it may draw while no shard has mass.
-        smallest: float32 `[]`, the least positive mass of an anchor, infinite if it keeps none.
-        highest: float32 `[]`, the greatest priority that it has seen.
+        num_anchors: int32 `[]`, its anchors.
+        mass: float32 `[]`, the sum of the masses of its anchors: shards are drawn from in
+            proportion to it.
+        num_drawable: int32 `[]`, the anchors that may be drawn while no shard has mass.
+        min_mass: float32 `[]`, the least positive mass of an anchor; infinite if that is not known.
+        max_priority: float32 `[]`, the greatest priority that it has seen.
     """
 
-    count: jax.Array
+    num_anchors: jax.Array
     mass: jax.Array
-    alike: jax.Array
-    smallest: jax.Array
-    highest: jax.Array
+    num_drawable: jax.Array
+    min_mass: jax.Array
+    max_priority: jax.Array
 
     @classmethod
     def uniform(cls, anchors: Anchors) -> "ShardStats":
-        """Returns the share of a shard that draws all these anchors with the same probability."""
+        """Returns those of a shard that draws all these anchors with the same probability."""
         return cls(
-            count=anchors.count,
+            num_anchors=anchors.count,
             mass=anchors.count.astype(jnp.float32),
-            alike=anchors.count,
-            smallest=jnp.ones((), jnp.float32),
-            highest=jnp.zeros((), jnp.float32),
+            num_drawable=anchors.count,
+            min_mass=jnp.ones((), jnp.float32),
+            max_priority=jnp.zeros((), jnp.float32),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class AuxRead:
-    """What the user is told that stands in an array of the unit: read together with the items.
+    """An extra read from one of the unit's arrays whose result goes to `Sample.info`.
 
-    Who waits for the items then waits for this too, and where nobody uses it, nothing is read.
+    It is gathered together with the items, so later writes are ordered after it, and is removed by
+    dead-code elimination if unused.
 
     Attributes:
         array: `[N]`.
-        slots: int32 `[B, L]`, where it is read.
-        told: from what is there, `[B, L]`, to what the user gets.
+        slots: int32 `[B, L]`, the slots it is read at.
+        postprocess: from the entries that were read, `[B, L]`, to the value in `Sample.info`.
     """
 
     array: jax.Array
     slots: jax.Array
-    told: Callable[[jax.Array], jax.Array]
+    postprocess: Callable[[jax.Array], jax.Array]
 
-    def then(self, change: Callable[[jax.Array], jax.Array]) -> "AuxRead":
-        """The same, of which the user gets what `change` makes of it."""
-        return dataclasses.replace(self, told=lambda found: change(self.told(found)))
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> "AuxRead":
+        """Returns this read with `function` applied to its value."""
+        inner = self.postprocess
+        return dataclasses.replace(self, postprocess=lambda entries: function(inner(entries)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """What a unit wants to read for a batch of anchors.
+    """The reads of a unit for a batch of anchors.
 
     Attributes:
-        where: which slots to read, leaf by leaf.
+        where: the slots to read, leaf by leaf.
         mask: bool `[B]` or `[B, L]`, which entries are real.
-        info: a dict of arrays for the user, `Sample.info`, or of how they are looked up. Under the
-            name "is_last", bool like the mask, transforms learn of the ends of episodes.
-        rest: what `reduce` needs to know, arrays or not.
+        info: the entries of `Sample.info`, each an array or an `AuxRead`. Transforms use the one
+            named "is_last", bool like the mask, as ends of episodes.
+        residuals: values that `reduce` needs, arrays or not.
     """
 
     where: SlotsForLeaf
     mask: jax.Array
     info: dict[str, Any]
-    rest: Any = None
+    residuals: Any = None
 
     @property
-    def lookups(self) -> dict[str, AuxRead]:
-        """What is looked up for `info`, by its names there."""
+    def aux_reads(self) -> dict[str, AuxRead]:
+        """The entries of `info` that are still to be read."""
         return {name: it for name, it in self.info.items() if isinstance(it, AuxRead)}
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformContext:
-    """What a transform may know of the batch.
+    """The facts of a batch that a transform may use.
 
     Attributes:
         key: a PRNG key of its own.
         mask: bool `[B]` or `[B, L]`, which entries are real.
         keys: how the items are keyed.
         state: the transform's own, if it has one (see `StatefulTransform`).
-        ends: bool like `mask`, the rows after which the unit knows that their episode ended, also
-            where no flag says so: its `info["is_last"]`. None if it does not tell.
+        ends: bool like `mask`, the rows that end their episode by what the unit knows, also where
+            no flag says so (`info["is_last"]`); None if it does not know.
     """
 
     key: jax.Array

@@ -207,9 +207,9 @@ class FrameStack(Unit):
             most=change.most,
             removed=jnp.concatenate([change.removed, cut]),
             entered_count=own.entered_count,
-            left_count=own.left_count,
-            left_from=own.left_from,
-            moved=own.moved,
+            departed_count=own.departed_count,
+            departed_from=own.departed_from,
+            reordered=own.reordered,
         )
         state = state.replace(back=back, length=running, queue=anchors, unit=inner)
         return state, own
@@ -296,14 +296,14 @@ class FrameStack(Unit):
         is_mark = lambda leaf: (leaf.shape, leaf.dtype) == (mask.shape, mask.dtype)
         masked = lambda leaf: leaf & mask if is_mark(leaf) else leaf
         info = {
-            name: it.then(masked) if isinstance(it, AuxRead) else masked(it)
+            name: it.map(masked) if isinstance(it, AuxRead) else masked(it)
             for name, it in inner.info.items()
         }
         return ReadPlan(
             where=self._where(inner.where, frames, keys),
             mask=mask,
             info=info,
-            rest=(dataclasses.replace(inner, info=info), real),
+            residuals=(dataclasses.replace(inner, info=info), real),
         )
 
     def _where(self, inner: SlotsForLeaf, frames: jax.Array, keys: Keys) -> SlotsForLeaf:
@@ -349,7 +349,7 @@ class FrameStack(Unit):
         self, raw: Item, plan_read: ReadPlan, keys: Keys
     ) -> tuple[Item, dict[str, jax.Array]]:
         """Frames that were read once are put together; the rest is the inner unit's."""
-        inner, real = plan_read.rest
+        inner, real = plan_read.residuals
         axis, last = plan_read.mask.ndim, self.k - 1
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
         cut = lambda leaf, start, stop: lax.slice_in_dim(leaf, start, stop, axis=axis)

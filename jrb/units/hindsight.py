@@ -255,7 +255,7 @@ class Hindsight(Unit):
         every = jnp.concatenate([*distinct, jnp.where(mask, chosen, slots)[:, None]], axis=1)
         where = lambda name: every if within(name, achieved) else inner.where(name)
         info = {**inner.info, "relabeled": relabeled}
-        return ReadPlan(where=where, mask=inner.mask, info=info, rest=(inner, _spans(at)))
+        return ReadPlan(where=where, mask=inner.mask, info=info, residuals=(inner, _spans(at)))
 
     def _which(self, key: jax.Array, size: int) -> jax.Array:
         """Which of a batch are relabeled, bool `[B]`."""
@@ -285,7 +285,7 @@ class Hindsight(Unit):
         self, raw: Item, plan_read: ReadPlan, keys: Keys
     ) -> tuple[Item, dict[str, jax.Array]]:
         """Other goals where it was so decided, and the rewards that they give."""
-        (inner, spans), changed = plan_read.rest, plan_read.info["relabeled"]
+        (inner, spans), changed = plan_read.residuals, plan_read.info["relabeled"]
         reached = find(raw, self.achieved, "Hindsight: achieved")
         own, paid, flagged, goal = (
             jax.tree.map(lambda leaf, span=span: leaf[:, span], reached)

@@ -124,7 +124,7 @@ def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
         most=None,
         removed=jnp.zeros(0, jnp.int32),
         entered_count=write.rows * ring.envs,
-        left_count=left,
-        left_from=lambda place: jnp.maximum(left - place, 0),
-        moved=early > 0 if not write.bounded else jnp.bool_(False),
+        departed_count=left,
+        departed_from=lambda place: jnp.maximum(left - place, 0),
+        reordered=early > 0 if not write.bounded else jnp.bool_(False),
     )
