@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._core import episodes, transforming
+from jrb._core import counting, episodes, transforming
 from jrb._util import pytree
 from jrb._util.arguments import entry
 from jrb._util.pytree import Leaf, PyTree, SpecKey

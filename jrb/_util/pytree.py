@@ -37,7 +37,7 @@ def component(cls: type[T]) -> type[T]:
     Raises:
         TypeError: when an instance is built with an array, or anything else that does not hash.
     """
-    check = cls.__dict__.get("__post_init__", lambda self: None)
+    check = getattr(cls, "__post_init__", lambda self: None)  # also that of a base
 
     def post_init(self: Any) -> None:
         for field in dataclasses.fields(self):

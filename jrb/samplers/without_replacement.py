@@ -80,7 +80,7 @@ class WithoutReplacement(Sampler):
         return Epoch(seed=jnp.zeros(2, jnp.uint32), **zeros)
 
     def on_write(self, ring: Ring, state: Epoch, change: AnchorUpdate, anchors: Anchors) -> Epoch:
-        """Shifts the ranks by the anchors that departed; ends the epoch if anchors are reordered."""
+        """Shifts ranks by the anchors that departed, or ends the epoch where others move too."""
         turn = _turn(ring, state, anchors)
         left = (state.left.astype(jnp.uint32) + change.departed_count.astype(jnp.uint32)) % turn
         length = jnp.where(change.reordered, 0, state.length)

@@ -160,15 +160,11 @@ def test_rebuild_keeps_priorities(old, new):
 
 def test_rebuild_and_set_refuse_a_state_that_they_do_not_know():
     buffer, state = filled(sampler=Members(), unit=jrb.NStep(2, 0.9, strict=True))
-    with pytest.raises(
-        MissingMethodError, match="rebuild: expected a sampler with a method import_state"
-    ):
+    with pytest.raises(MissingMethodError, match=r"rebuild: .* a method import_state"):
         jrb.rebuild(buffer, state, buffer)
     items = buffer.take(state, jnp.arange(2))
     items["next"]["done"] = ~items["next"]["done"]
-    with pytest.raises(
-        MissingMethodError, match="set: expected a sampler with a method rebuild_index"
-    ):
+    with pytest.raises(MissingMethodError, match=r"set: .* a method rebuild_index"):
         buffer.set(state, jnp.arange(2), items)
 
 
@@ -346,3 +342,12 @@ def test_a_copy_of_the_state_is_told_from_what_a_part_computes(read, says):
     make = lambda n: jrb.ReplayBuffer(n, num_envs=2, batch_size=8, sampler=broken(draw=draw))
     with pytest.raises(AssertionError, match=says):
         testing.check_in_place(make, EXAMPLE)
+
+
+def test_the_checks_of_a_base_are_those_of_parts_below_it():
+    @component
+    class Mine(jrb.Queue):
+        pass
+
+    with pytest.raises(TypeError, match="count_draws: expected True or False"):
+        Mine(count_draws=1)

@@ -28,8 +28,15 @@ KEY = jax.random.key(0)
 def test_a_share_is_rounded_up_exactly(given, share):
     rng = np.random.default_rng(0)
     totals = [*range(30), 2**24 + 1, 2**31 - 1, *rng.integers(0, 2**31, 300).tolist()]
-    some = jax.jit(jax.vmap(jrb.Newest(given)._some))(jnp.array(totals, jnp.int32))
-    assert some.tolist() == [math.ceil(Fraction(*share) * total) for total in totals]
+    ring = jrb.ReplayBuffer(1).ring
+
+    @jax.vmap
+    def count(total):
+        anchors = jrb.types.Anchors(total, lambda ranks, key: (ranks, 1.0))
+        return jrb.Newest(given).stats(ring, {}, anchors).num_anchors
+
+    found = jax.jit(count)(jnp.array(totals, jnp.int32))
+    assert found.tolist() == [math.ceil(Fraction(*share) * total) for total in totals]
 
 
 @pytest.mark.parametrize("sampler", [jrb.Newest(0.3), jrb.Newest(count=4), jrb.Newest(count=99)])
