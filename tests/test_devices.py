@@ -67,7 +67,7 @@ MODES = {
     "v": "vmap",
     "p": "pmap",
 }
-ONCE = {"storage": jrb.DeviceStorage(once=True)}
+ONCE = {"storage": jrb.DeviceStorage(share_next_observations=True)}
 CASES = [  # every family of units meets every mode, and so does every family of samplers
     ("transition", "uniform", {}, "s"),
     ("transition", "queue", {}, "svp"),

@@ -15,7 +15,7 @@ KEY = jax.random.key(0)
 STORAGES = {
     "device": lambda: jrb.DeviceStorage(),
     "environments": lambda: jrb.DeviceStorage(layout="environments"),
-    "once": lambda: jrb.DeviceStorage(once=True, room=8),
+    "once": lambda: jrb.DeviceStorage(share_next_observations=True, terminal_capacity=8),
     "memmap": lambda: jrb.MemmapStorage(None),
     "spill": lambda: jrb.SpillStorage(None, 4),
 }
@@ -113,7 +113,9 @@ def test_what_was_overwritten_since_a_draw_is_left_alone(storage):
 )
 def test_rows_that_leave_as_an_edit_needs_room_are_drawn_no_more(sampler):
     buffer, state = filled("once", sampler=sampler)
-    small = dataclasses.replace(buffer, storage=jrb.DeviceStorage(once=True, room=3))
+    small = dataclasses.replace(
+        buffer, storage=jrb.DeviceStorage(share_next_observations=True, terminal_capacity=3)
+    )
     state = jrb.rebuild(buffer, state, small)
     changed = small.map(state, lambda items: {"next": {"observation": items["observation"] + 50}})
     held = jrb.items(small, changed)

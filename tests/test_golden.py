@@ -50,7 +50,7 @@ UNITS = {
 }
 WRITERS = {"lanes": jrb.PerEnvironment(), "best": jrb.MaxValue(("next", "reward"))}
 STORAGES = {
-    "shared": jrb.DeviceStorage(once=True, room=12),
+    "shared": jrb.DeviceStorage(share_next_observations=True, terminal_capacity=12),
     "on disk": jrb.MemmapStorage(),
 }
 

@@ -166,8 +166,11 @@ OTHERS = {
             unit=jrb.NStep(3, 0.9, strict=True),
         )
     },
-    "once": {"storage": jrb.DeviceStorage(once=True)},
-    "stacks of once": {"storage": jrb.DeviceStorage(once=True), "unit": jrb.FrameStack(3)},
+    "once": {"storage": jrb.DeviceStorage(share_next_observations=True)},
+    "stacks of once": {
+        "storage": jrb.DeviceStorage(share_next_observations=True),
+        "unit": jrb.FrameStack(3),
+    },
     "best": {"writer": jrb.MaxValue(("next", "reward"))},
 }
 

@@ -280,7 +280,7 @@ COMPOSITIONS = [
 COMPOSITIONS += [{"sampler": sampler} for sampler in SAMPLERS]
 COMPOSITIONS += [
     {"writer": jrb.MaxValue(("next", "reward"))},
-    {"storage": jrb.DeviceStorage(once=True)},
+    {"storage": jrb.DeviceStorage(share_next_observations=True)},
     {"storage": jrb.MemmapStorage()},
     {"storage": jrb.SpillStorage(None, 16)},
     {"transforms": (jrb.transforms.Scale(2.0),)},

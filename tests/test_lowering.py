@@ -93,7 +93,9 @@ def test_every_loop_has_trips_that_the_compiler_knows(unit, sampler, parts):
 
 @pytest.mark.parametrize("platform", ["rocm", "tpu"])
 def test_other_accelerators_get_the_same(platform):
-    buffer = devices.buffer_of("stacks", "prioritized", storage=jrb.DeviceStorage(once=True))
+    buffer = devices.buffer_of(
+        "stacks", "prioritized", storage=jrb.DeviceStorage(share_next_observations=True)
+    )
     state, key = buffer.init(devices.EXAMPLE), jax.random.key(0)
     assert_known(lowered(everything(buffer), state, key, platform=platform))
 

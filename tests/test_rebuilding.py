@@ -33,7 +33,7 @@ PARTS = [
     {"unit": jrb.NStep(3, 0.9, strict=True)},
     {"unit": jrb.Sequence(2)},
     {"unit": jrb.FrameStack(2)},
-    {"storage": jrb.DeviceStorage(once=True)},
+    {"storage": jrb.DeviceStorage(share_next_observations=True)},
     {"storage": jrb.DeviceStorage(layout="environments")},
     {"writer": jrb.ReadOnly()},
     {"writer": jrb.Reservoir(3), "unit": jrb.Transition()},

@@ -37,7 +37,7 @@ PARTS = {  # each sampler, unit, writer and storage at least once
     "newest": {"sampler": jrb.Newest(0.9)},
     "stacks": {"sampler": jrb.Queue(), "unit": jrb.FrameStack(2)},
     "goals": {"sampler": jrb.Prioritized(), "unit": HINDSIGHT},
-    "once": {"sampler": jrb.Lifo(), "storage": jrb.DeviceStorage(once=True)},
+    "once": {"sampler": jrb.Lifo(), "storage": jrb.DeviceStorage(share_next_observations=True)},
     "reservoir": {"sampler": jrb.Prioritized(), "writer": jrb.Reservoir()},
     "ranked": {"writer": jrb.MaxValue(("next", "reward"))},
     "full": {"sampler": jrb.Queue(), "writer": jrb.BlockWhenFull()},

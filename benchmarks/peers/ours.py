@@ -38,7 +38,7 @@ def described(setup: Setup) -> jrb.ReplayBuffer:
         batch_size=setup.batch,
         sampler=SAMPLERS[setup.sampler](),
         unit=UNITS[setup.unit],
-        storage=jrb.DeviceStorage(once=setup.once, layout=layout),
+        storage=jrb.DeviceStorage(share_next_observations=setup.once, layout=layout),
         keys=KEYS,
     )
 

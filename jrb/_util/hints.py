@@ -20,7 +20,7 @@ _GROUPS = {  # flashbax, TorchRL, Stable-Baselines3, cpprb
     "discount": "gamma",
     "alpha, of jrb.Prioritized": "priority_exponent",
     "beta, of jrb.Prioritized": "importance_sampling_exponent",
-    "storage=jrb.DeviceStorage(once=True)": "optimize_memory_usage",
+    "storage=jrb.DeviceStorage(share_next_observations=True)": "optimize_memory_usage",
     "keys=jrb.Keys(terminated=..., truncated=...)": "handle_timeout_termination",
     "init(example), which tells shapes and dtypes": "observation_space action_space env_dict",
     "transforms": "transform collate_fn",

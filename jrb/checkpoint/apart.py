@@ -106,7 +106,7 @@ def of(saved: Snapshot, what: str) -> Items:
 def _twins(buffer: Buffer, spec: Item) -> dict[str, str]:
     """From leaves that are stored in the rows of others to those."""
     storage = buffer.storage
-    is_once = isinstance(storage, DeviceStorage) and storage.once
+    is_once = isinstance(storage, DeviceStorage) and storage.share_next_observations
     return shared_next.pairs(spec, buffer.keys) if is_once else {}
 
 

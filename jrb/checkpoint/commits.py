@@ -104,7 +104,7 @@ def _without(opened: Opened, buffer: Buffer, spec: Item, state: BufferState) -> 
         f"{opened.path}: {gone.sum()} of the {int(held.size)} items that generation "
         f"{store.generation} had are gone, the oldest ones: more was written after it than there "
         "is room for beside the ring, and not saved. Save more often, or make the storage with a "
-        "larger slack=.",
+        "larger spare_fraction=.",
         LostWarning,
         stacklevel=2,
     )

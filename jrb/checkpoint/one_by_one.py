@@ -122,7 +122,7 @@ class SideLeaf:
 def is_packing(buffer: Buffer) -> bool:
     """Whether leaves may lie side by side in its states."""
     storage = buffer.storage
-    if not isinstance(storage, DeviceStorage) or storage.once:
+    if not isinstance(storage, DeviceStorage) or storage.share_next_observations:
         return False
     return type(storage).init is DeviceStorage.init
 

@@ -77,7 +77,7 @@ def cached(
             )
     flow = streams(dataset, num_envs)
     path, told = cache.place_of(dataset, num_envs, cache.settled(root))
-    buffer = _described(flow, MemmapStorage(path, slack=0), parts)
+    buffer = _described(flow, MemmapStorage(path, spare_fraction=0), parts)
     state = copies.opened(buffer, path, told)
     if state is None:
         with cache.locked(path, wait=True):

@@ -33,66 +33,74 @@ class DeviceStorage(Storage):
     the other.
 
     Attributes:
-        once: whether observations are stored once: a next observation that is, bit for bit, the
-            observation of the same environment's next row takes no memory. What comes out is what
-            went in. Rows must come in the order of time.
-        room: with `once`, how many other next observations there is room for, mostly those at the
-            ends of episodes; at least E, at most N; None for the larger of N / 32 and E. Where
-            more are held, the oldest rows leave early: `size` says so, and `take` finds a next
-            observation only for slots that are held.
-        layout: "time" or "environments", how small leaves lie; "time" with `once`.
+        share_next_observations: if True, a next observation that equals, bit for bit, the
+            observation of the same environment's next row takes no memory of its own. Reads
+            return exactly what was written. Rows must arrive in the order of time.
+        terminal_capacity: with `share_next_observations`, the number of next observations that
+            can be stored by themselves, mostly those at the ends of episodes: at least E, at most
+            N. None for the larger of N / 32 and E. When more are needed, the oldest rows are
+            removed early: `size` reports it, and `take` reads next observations only of slots
+            that are held.
+        layout: "time" or "environments", how small leaves lie; "time" with
+            `share_next_observations`.
 
     Example:
         >>> import jax.numpy as jnp, jrb
         >>> frame = jnp.zeros((84, 84), jnp.uint8)
         >>> step = {"observation": frame, "next": {"observation": frame}}
-        >>> twice = jrb.ReplayBuffer(10_000)
-        >>> once = jrb.ReplayBuffer(10_000, storage=jrb.DeviceStorage(once=True))
-        >>> round(once.nbytes(step) / twice.nbytes(step), 2)
+        >>> plain = jrb.ReplayBuffer(10_000)
+        >>> storage = jrb.DeviceStorage(share_next_observations=True)
+        >>> shared = jrb.ReplayBuffer(10_000, storage=storage)
+        >>> round(shared.nbytes(step) / plain.nbytes(step), 2)
         0.52
     """
 
-    once: bool = False
-    room: int | None = None
+    share_next_observations: bool = False
+    terminal_capacity: int | None = None
     layout: Literal["time", "environments"] = "time"
 
     unbound: ClassVar[tuple[str, ...]] = ("layout",)
 
     def __post_init__(self) -> None:
-        checks.flag("once", self.once)
+        checks.flag("share_next_observations", self.share_next_observations)
         checks.choice("layout", self.layout, ("time", "environments"))
-        if self.once and self.layout != "time":
+        if self.share_next_observations and self.layout != "time":
             raise ValueError(
-                f"DeviceStorage: layout: expected 'time' with once=True, got {self.layout!r}: what "
-                "comes next is looked for in the row that follows in time. Leave one of them out."
+                "DeviceStorage: layout: expected 'time' with share_next_observations=True, got "
+                f"{self.layout!r}. Leave one of them out."
             )
-        if self.room is not None:
-            checks.count("room", self.room)
+        if self.terminal_capacity is not None:
+            checks.count("terminal_capacity", self.terminal_capacity)
 
     @property
     def requires_chronological(self) -> bool:
         """Whether rows must come in the order of time."""
-        return self.once
+        return self.share_next_observations
 
     def init(self, context: Context, spec: Item) -> Any:
         """Zeros."""
-        if self.once:
-            return shared_next.init(context, spec, self._room(context.ring))
+        if self.share_next_observations:
+            return shared_next.init(context, spec, self._num_terminal(context.ring))
         order = Order() if self.layout == "time" else Order(context.ring.envs)
         return packed.room(context.ring.capacity, spec, context.keys, order)
 
-    def _room(self, ring: Ring) -> int:
-        room = max(ring.capacity // 32, ring.envs) if self.room is None else self.room
-        if room < ring.envs:
+    def _num_terminal(self, ring: Ring) -> int:
+        """Returns how many next observations are stored by themselves, M."""
+        count = self.terminal_capacity
+        if count is None:
+            count = max(ring.capacity // 32, ring.envs)
+        if count < ring.envs:
             raise ValueError(
-                f"room: expected at least one for each of {ring.envs} environments, got {room}."
+                f"terminal_capacity: expected at least one for each of {ring.envs} environments, "
+                f"got {count}."
             )
-        room = min(room, ring.capacity)
-        if ring.capacity + room + ring.envs >= 2**31:
+        count = min(count, ring.capacity)
+        if ring.capacity + count + ring.envs >= 2**31:
             raise ValueError(
-                f"capacity: expected, with room and num_envs, less than 2^31, got {ring.capacity}."
+                "capacity: expected, with terminal_capacity and num_envs, less than 2^31, got "
+                f"{ring.capacity}."
             )
-        return room
+        return count
 
     def spec(self, state: PartState) -> Item:
         """What one slot holds."""
@@ -102,7 +110,7 @@ class DeviceStorage(Storage):
         self, context: Context, state: PartState, write: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
         """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
-        if self.once:
+        if self.share_next_observations:
             return shared_next.write(context, state, write, items)
         return packed.put(state, write, items)
 
@@ -114,13 +122,13 @@ class DeviceStorage(Storage):
         self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]]:
         """The same, and a gather for each lookup."""
-        if self.once:
+        if self.share_next_observations:
             return shared_next.read(context, state, where, lookups)
         return packed.get(state, where, lookups)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
         """Whether there are observations among them that are stored once."""
-        return self.once and shared_next.is_shared(context, state, names)
+        return self.share_next_observations and shared_next.is_shared(context, state, names)
 
     def edit(
         self,
@@ -131,8 +139,8 @@ class DeviceStorage(Storage):
     ) -> Any:
         """A scatter of items for each of the leaves, or another array for all."""
         new = packed.edit(self.slotted(state), slots, values)
-        return state.replace(items=new) if self.once else new
+        return state.replace(items=new) if self.share_next_observations else new
 
     def slotted(self, state: PartState) -> Item:
         """The items; not where next observations are."""
-        return state.items if self.once else state
+        return state.items if self.share_next_observations else state

@@ -34,8 +34,8 @@ class MemmapStorage(StoreArrays):
             by JAX, until the program ends or calls `jax.clear_caches()`.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
             Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
-        slack: the room beside N for what is written between two commits, as a part of N. Writers
-            that do not go round in time have as much beside as they need, at most N.
+        spare_fraction: additional rows for what is written between two commits, as a fraction of
+            N. Writers that do not write in the order of time get as many as they need, at most N.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -47,7 +47,7 @@ class MemmapStorage(StoreArrays):
 
     path: str | os.PathLike[str] | None = None
     prealloc: bool = False
-    slack: float = 0.25
+    spare_fraction: float = 0.25
 
     def __post_init__(self) -> None:
         self.check()

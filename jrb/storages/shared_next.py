@@ -68,9 +68,10 @@ def init(context: Context, spec: Item, room: int) -> Shared:
     shared = pairs(spec, keys)
     if not shared:
         raise ValueError(
-            f"DeviceStorage: once: expected leaves at '{path_name(keys.next_observation)}' like "
-            f"those at '{path_name(keys.observation)}', got an item with the leaves "
-            f"{pytree.leaf_names(spec)}. Name them with keys=jrb.Keys(...)."
+            "DeviceStorage: share_next_observations: expected leaves at "
+            f"'{path_name(keys.next_observation)}' like those at '{path_name(keys.observation)}', "
+            f"got an item with the leaves {pytree.leaf_names(spec)}. Name them with "
+            "keys=jrb.Keys(...)."
         )
 
     def zeros(path: tuple, leaf: Leaf) -> jax.Array:

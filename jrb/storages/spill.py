@@ -182,13 +182,13 @@ class SpillStorage(StoreArrays):
         device_capacity: H, how many items are on the device, a multiple of E; at most N are.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
             Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
-        slack: the room beside N for what is written between two commits, as a part of N.
+        spare_fraction: additional rows for what is written between two commits, as a fraction of N.
     """
 
     path: str | os.PathLike[str] | None
     device_capacity: int
     prealloc: bool = False
-    slack: float = 0.25
+    spare_fraction: float = 0.25
     state_type: ClassVar[type] = TieredState
 
     def __post_init__(self) -> None:

@@ -95,38 +95,8 @@ class StoreRows(HostRows):
             raise
 
 
-def make(
-    path: Any, prealloc: bool, slack: float, ring: Ring, spec: Item, is_chronological: bool
-) -> StoreRows:
-    """A new store for N items.
-
-    Args:
-        path: of its folder; None for a temporary one.
-        prealloc: whether room is set aside on the disk now.
-        slack: how much room there is beside N, as a part of it, for what is written between two
-            commits.
-        ring: the ring's shape.
-        spec: of an item.
-        is_chronological: whether rows are written in the order of time.
-
-    Raises:
-        ValueError, OSError: as `jrb._store.opening.create`.
-    """
-    made, room = columns(spec), _room(path, slack, ring, spec, is_chronological)
-    store = create(path, made, ring.capacity, room, prealloc)
-    return StoreRows(store, spec, is_chronological or path is None)
-
-
-def _room(path: object, slack: float, ring: Ring, spec: Item, is_chronological: bool) -> int:
-    """P, for how many rows there is room."""
-    width = max(sum(column.width for column in columns(spec)), 1)
-    beside = max(ring.envs, min(_BESIDE // width, ring.capacity))
-    if path is not None:  # what is saved is not written over; but in time, where there is no room
-        beside = max(beside, int(slack * ring.capacity) if is_chronological else ring.capacity)
-    return ring.capacity + beside
-
-
-_BESIDE = 8 << 20  # bytes: writes of less happen as a whole or not at all
+_ATOMIC_BYTES = 8 << 20
+"""Writes of fewer bytes happen completely or not at all."""
 
 
 def columns(spec: Item) -> tuple[Column, ...]:
@@ -161,59 +131,64 @@ def _part(key: Any) -> str:
     return "%2E" if name == "." else name
 
 
-def _checked_path(name: str, path: object) -> str | None:
-    """An absolute path, or None."""
-    try:
-        return None if path is None else paths.absolute(path, f"{name}: path")
-    except (TypeError, ValueError) as error:
-        error.add_note("None stands for a temporary folder.")
-        raise
-
-
-def _check_slack(slack: Any) -> None:
-    """Raises unless it is a part of N."""
-    if isinstance(slack, bool) or not isinstance(slack, int | float) or not slack >= 0:
-        raise ValueError(
-            f"slack: expected a number of at least 0, the room beside N as a part of it, got "
-            f"{slack!r}."
-        )
-
-
 class StoreArrays(HostArrays):
     """A storage whose rows are in the files of a store.
 
     Attributes:
         path: of its folder; None for a temporary one.
-        prealloc: whether room is set aside on the disk at once.
-        slack: the room beside N, as a part of N.
+        prealloc: whether the space on the disk is allocated at once.
+        spare_fraction: additional rows for what is written between two commits, as a fraction of N.
     """
 
     path: str | os.PathLike[str] | None
     prealloc: bool
-    slack: float
-    unbound: ClassVar[tuple[str, ...]] = ("path", "device_capacity", "prealloc", "slack")
+    spare_fraction: float
+    unbound: ClassVar[tuple[str, ...]] = ("path", "device_capacity", "prealloc", "spare_fraction")
     takes_back: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Checks these fields, and makes the path absolute: a later `chdir` changes nothing."""
-        object.__setattr__(self, "path", _checked_path(type(self).__name__, self.path))
+        """Checks these fields, and makes the path absolute, so that a later `chdir` is harmless."""
+        if self.path is not None:
+            try:
+                path = paths.absolute(self.path, f"{type(self).__name__}: path")
+            except (TypeError, ValueError) as error:
+                error.add_note("None stands for a temporary folder.")
+                raise
+            object.__setattr__(self, "path", path)
         checks.flag("prealloc", self.prealloc)
-        _check_slack(self.slack)
+        fraction = self.spare_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not fraction >= 0:
+            raise ValueError(
+                "spare_fraction: expected a number of at least 0, the additional rows as a "
+                f"fraction of N, got {fraction!r}."
+            )
 
     def at(self, path: str | os.PathLike[str] | None) -> Self:
-        """The same in another folder."""
+        """Returns this storage with another folder."""
         return dataclasses.replace(self, path=path)  # pyright: ignore[reportArgumentType]: it is one
 
     def elsewhere(self) -> Self:
-        """The same in a temporary folder."""
+        """Returns this storage with a temporary folder."""
         return self.at(None)
 
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
-        """Files full of zeros. Raises if there is no room for them."""
-        return make(self.path, self.prealloc, self.slack, ring, spec, is_chronological)
+        """Creates files full of zeros. Raises if the disk has no space for them."""
+        num_places = self._num_places(ring, spec, is_chronological)
+        store = create(self.path, columns(spec), ring.capacity, num_places, self.prealloc)
+        return StoreRows(store, spec, is_chronological or self.path is None)
 
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
         """The bytes of all files when they are full, of the numbers of rows, and of the version."""
         width = 8 + sum(column.width for column in columns(spec))
-        rows = _room(self.path, self.slack, ring, spec, is_chronological)
-        return width * rows + pytree.nbytes(VERSION)
+        return width * self._num_places(ring, spec, is_chronological) + pytree.nbytes(VERSION)
+
+    def _num_places(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
+        """Returns P, how many rows the files hold when they are full."""
+        width = max(sum(column.width for column in columns(spec)), 1)
+        spare = max(ring.envs, min(_ATOMIC_BYTES // width, ring.capacity))
+        if self.path is not None:
+            # Committed rows are not overwritten. In the order of time the oldest may be, when no
+            # place is free; otherwise any committed row may have to stay.
+            fraction = int(self.spare_fraction * ring.capacity)
+            spare = max(spare, fraction if is_chronological else ring.capacity)
+        return ring.capacity + spare

@@ -62,7 +62,11 @@ OTHERS = {
     "unit": ({"unit": jrb.NStep(3, 0.9)}, TypeError, "whose unit is"),
     "n-step": ({"unit": jrb.NStep(3, 0.9, strict=True)}, TypeError, "whose unit is"),
     "writer": ({"writer": jrb.MaxValue(("next", "reward"))}, TypeError, "whose writer is"),
-    "storage": ({"storage": jrb.DeviceStorage(once=True)}, TypeError, "whose storage is"),
+    "storage": (
+        {"storage": jrb.DeviceStorage(share_next_observations=True)},
+        TypeError,
+        "whose storage is",
+    ),
     "normalize": (
         {"sampler": jrb.Prioritized(normalize="buffer")},
         TypeError,

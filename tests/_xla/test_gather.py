@@ -196,7 +196,7 @@ PARTS = {
     "windows across": {"unit": jrb.Sequence(4, cross_episodes=True, stride=3)},
     "episodes": {"unit": jrb.Sequence(3, sample_by="episodes")},
     "stacks": {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
-    "once": {"storage": jrb.DeviceStorage(once=True)},
+    "once": {"storage": jrb.DeviceStorage(share_next_observations=True)},
     "environments": {
         "storage": jrb.DeviceStorage(layout="environments"),
         "unit": jrb.Sequence(3, partial="pad"),

@@ -93,7 +93,7 @@ BUFFERS = {
     "windows": {"unit": jrb.Sequence(2, burn_in=1, partial="pad")},
     "episodes": {"unit": jrb.Sequence(2, sample_by="episodes", partial="pad")},
     "stacks": {"unit": jrb.FrameStack(2, unit=jrb.NStep(2, 0.9))},
-    "once": {"storage": jrb.DeviceStorage(once=True, room=24)},
+    "once": {"storage": jrb.DeviceStorage(share_next_observations=True, terminal_capacity=24)},
     "environments": {"storage": jrb.DeviceStorage(layout="environments"), "unit": jrb.Sequence(2)},
     "best": {"writer": jrb.MaxValue(("next", "reward")), "sampler": jrb.Prioritized()},
     "other keys": {
@@ -382,7 +382,9 @@ def written(work):
 @pytest.mark.parametrize("once", [False, True])
 def test_a_save_after_a_few_rows_writes_about_these(once, tmp_path):
     example = {"observation": jnp.zeros(256), "next": {"observation": jnp.zeros(256)}}
-    buffer = jrb.ReplayBuffer(4096, num_envs=2, storage=jrb.DeviceStorage(once=once))
+    buffer = jrb.ReplayBuffer(
+        4096, num_envs=2, storage=jrb.DeviceStorage(share_next_observations=once)
+    )
     state = buffer.init(example)
     rows = lambda count, seed: testing.rows(example, jnp.float32(seed), count, 2)
     state = buffer.extend(state, rows(3000, 1))

@@ -146,7 +146,7 @@ def test_arrays_that_are_not_those_of_the_buffer_are_refused(tmp_path):
         changed = state.replace(storage=state.storage.replace(arrays=other))
         with pytest.raises(ValueError, match="save: leaf 'storage/arrays': expected arrays"):
             jrb.save(tmp_path / "x", buffer, changed)
-    once = dataclasses.replace(buffer, storage=jrb.DeviceStorage(once=True))
+    once = dataclasses.replace(buffer, storage=jrb.DeviceStorage(share_next_observations=True))
     with pytest.raises(ValueError, match="save: expected a state of this buffer, got another"):
         jrb.save(tmp_path / "x", once, state)
     assert not (tmp_path / "x").exists()

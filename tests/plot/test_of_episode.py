@@ -14,7 +14,7 @@ SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
 STORAGES = {
     "device": jrb.DeviceStorage(),
     "environments": jrb.DeviceStorage(layout="environments"),
-    "once": jrb.DeviceStorage(once=True),
+    "once": jrb.DeviceStorage(share_next_observations=True),
     "memmap": jrb.MemmapStorage(None),
     "spill": jrb.SpillStorage(None, 8),
 }

@@ -36,7 +36,7 @@ KINDS = {
     "epochs": {"sampler": jrb.WithoutReplacement(count_draws=True)},
     "queue": {"sampler": jrb.Queue()},
     "stack": {"sampler": jrb.Lifo()},
-    "once": {"storage": jrb.DeviceStorage(once=True), "num_envs": 2},
+    "once": {"storage": jrb.DeviceStorage(share_next_observations=True), "num_envs": 2},
     "lines": {"storage": jrb.DeviceStorage(layout="environments"), "num_envs": 2},
     "memmap": {"storage": jrb.MemmapStorage(None), "num_envs": 2},
     "spill": {"storage": jrb.SpillStorage(None, 8), "num_envs": 2},

@@ -46,7 +46,9 @@ def told(buffer, state):
     return slots, buffer.writer.generation_of(buffer.ring, state.writer, slots), found.count
 
 
-SHORT = jrb.DeviceStorage(once=True, room=4)  # rows leave early where it lacks room
+SHORT = jrb.DeviceStorage(
+    share_next_observations=True, terminal_capacity=4
+)  # rows leave early where it lacks room
 CASES = [  # others are in tests/verbs
     (jrb.Transition(), 3),
     (jrb.Transition(), 2, SHORT),

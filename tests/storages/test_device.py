@@ -88,7 +88,9 @@ def test_a_state_of_the_other_layout_is_refused():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="layout: expected 'time' with once=True, got 'env"):
-        jrb.DeviceStorage(once=True, layout="environments")
+    with pytest.raises(
+        ValueError, match="layout: expected 'time' with share_next_observations=True, got 'env"
+    ):
+        jrb.DeviceStorage(share_next_observations=True, layout="environments")
     with pytest.raises(ValueError, match="layout: expected one of 'time', 'environments', got 'x'"):
         jrb.DeviceStorage(layout="x")

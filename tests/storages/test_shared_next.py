@@ -27,7 +27,7 @@ def compiled(rows, envs, room, sampler):
         num_envs=envs,
         batch_size=rows * envs,
         sampler=sampler,
-        storage=jrb.DeviceStorage(once=True, room=room),
+        storage=jrb.DeviceStorage(share_next_observations=True, terminal_capacity=room),
     )
     return buffer, *map(jax.jit, (buffer.add, buffer.extend, buffer.sample, buffer.empty))
 
@@ -87,7 +87,11 @@ def test_priorities_leave_with_the_rows_that_leave_early(data):
 
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "bfloat16", "float8_e4m3fn", "float32", "int4"])
 def test_any_dtype_is_compared_bit_by_bit(dtype):
-    buffer = jrb.ReplayBuffer(4, storage=jrb.DeviceStorage(once=True, room=1), batch_size=4)
+    buffer = jrb.ReplayBuffer(
+        4,
+        storage=jrb.DeviceStorage(share_next_observations=True, terminal_capacity=1),
+        batch_size=4,
+    )
     spec = jax.ShapeDtypeStruct((2,), jnp.dtype(dtype))
     state = buffer.init({"observation": spec, "next": {"observation": spec}})
     rng = np.random.default_rng(0)
@@ -102,7 +106,11 @@ def test_any_dtype_is_compared_bit_by_bit(dtype):
 
 
 def test_nan_is_itself_and_minus_zero_is_not_zero():
-    buffer = jrb.ReplayBuffer(4, storage=jrb.DeviceStorage(once=True, room=2), batch_size=4)
+    buffer = jrb.ReplayBuffer(
+        4,
+        storage=jrb.DeviceStorage(share_next_observations=True, terminal_capacity=2),
+        batch_size=4,
+    )
     state = buffer.init({"observation": jnp.zeros(()), "next": {"observation": jnp.zeros(())}})
     for now, after in [(1.0, jnp.nan), (jnp.nan, 0.0), (-0.0, 1.0)]:
         item = {"observation": jnp.float32(now), "next": {"observation": jnp.float32(after)}}
@@ -114,7 +122,11 @@ def test_nan_is_itself_and_minus_zero_is_not_zero():
 
 
 def test_keys_of_random_numbers_are_observations_too():
-    buffer = jrb.ReplayBuffer(3, storage=jrb.DeviceStorage(once=True, room=1), batch_size=4)
+    buffer = jrb.ReplayBuffer(
+        3,
+        storage=jrb.DeviceStorage(share_next_observations=True, terminal_capacity=1),
+        batch_size=4,
+    )
     keys = jax.random.split(jax.random.key(3), 4)
     state = buffer.init({"observation": keys[0], "next": {"observation": keys[0]}})
     for now, after in itertools.pairwise(keys):
@@ -127,13 +139,17 @@ def test_it_takes_about_half_the_memory():
     spec = jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8)
     example = {"observation": spec, "next": {"observation": spec, "done": jnp.bool_(False)}}
     plain = jrb.ReplayBuffer(10_000, num_envs=8)
-    once = jrb.ReplayBuffer(10_000, num_envs=8, storage=jrb.DeviceStorage(once=True))
+    once = jrb.ReplayBuffer(
+        10_000, num_envs=8, storage=jrb.DeviceStorage(share_next_observations=True)
+    )
     assert plain.nbytes(example) / once.nbytes(example) > 1.9
 
 
 def test_episodes_of_50_steps_never_shorten_the_ring():
     envs, rows = 2, 320
-    buffer = jrb.ReplayBuffer(envs * rows, num_envs=envs, storage=jrb.DeviceStorage(once=True))
+    buffer = jrb.ReplayBuffer(
+        envs * rows, num_envs=envs, storage=jrb.DeviceStorage(share_next_observations=True)
+    )
     number, zero = jnp.int32(0), jnp.zeros(())
     example = {"observation": number, "next": {"observation": number, "reward": zero}}
     state = buffer.init(example)
@@ -155,19 +171,23 @@ def test_episodes_of_50_steps_never_shorten_the_ring():
 
 
 def test_what_cannot_be_shared_is_refused():
-    storage = jrb.DeviceStorage(once=True)
+    storage = jrb.DeviceStorage(share_next_observations=True)
     with pytest.raises(ValueError, match=r"expected leaves at 'next/observation'.*'next/reward'"):
         jrb.ReplayBuffer(4, storage=storage).init({"next": {"reward": jnp.zeros(())}})
     with pytest.raises(ValueError, match="in the order of time, got MaxValue"):
         jrb.ReplayBuffer(4, storage=storage, writer=jrb.MaxValue("observation"))
-    buffer = jrb.ReplayBuffer(8, num_envs=4, storage=jrb.DeviceStorage(once=True, room=2))
+    buffer = jrb.ReplayBuffer(
+        8, num_envs=4, storage=jrb.DeviceStorage(share_next_observations=True, terminal_capacity=2)
+    )
     with pytest.raises(ValueError, match="at least one for each of 4"):
         buffer.init({"observation": jnp.zeros(2), "next": {"observation": jnp.zeros(2)}})
 
 
 @pytest.mark.parametrize("once", [False, True])
 def test_gradients_stop_at_the_storage(once):
-    buffer = jrb.ReplayBuffer(4, batch_size=2, storage=jrb.DeviceStorage(once=once))
+    buffer = jrb.ReplayBuffer(
+        4, batch_size=2, storage=jrb.DeviceStorage(share_next_observations=once)
+    )
     blank = jnp.zeros(2)
     example = {"observation": blank, "action": blank, "next": {"observation": blank}}
     state = buffer.init(example)

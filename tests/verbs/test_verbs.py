@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PROGRAMS, PAUSE, REBUILT, ROWS = 600, 2, 24, 4
 """How many programs, after how many steps some are saved or rebuilt, and how many of them."""
 IN_TURN, DEVICE = jrb.RoundRobin(), jrb.DeviceStorage()
-ONCE = jrb.DeviceStorage(once=True, room=8)
+ONCE = jrb.DeviceStorage(share_next_observations=True, terminal_capacity=8)
 BY_ENVIRONMENT = jrb.DeviceStorage(layout="environments")
 LANES, FULL = jrb.PerEnvironment(), jrb.BlockWhenFull()
 BEST = jrb.MaxValue(("next", "reward"))

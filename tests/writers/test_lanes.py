@@ -256,7 +256,7 @@ def test_masks_and_parts_that_do_not_fit_are_refused():
         {"sampler": jrb.Queue()},
         {"sampler": jrb.Lifo()},
         {"sampler": jrb.Newest(0.5)},
-        {"storage": jrb.DeviceStorage(once=True)},
+        {"storage": jrb.DeviceStorage(share_next_observations=True)},
         {"storage": jrb.SpillStorage(None, device_capacity=E)},
     ):
         with pytest.raises(ValueError, match="expected a writer of all environments together"):
@@ -310,7 +310,7 @@ def test_lanes_are_saved_and_loaded(storage, tmp_path):
 
 def test_a_store_that_was_written_on_loses_the_oldest_of_each_lane(tmp_path):
     example = {"number": jnp.int32(0), "frame": jnp.zeros(2**19)}  # little room beside the ring
-    storage = jrb.MemmapStorage(tmp_path / "store", slack=0.2)
+    storage = jrb.MemmapStorage(tmp_path / "store", spare_fraction=0.2)
     buffer = jrb.ReplayBuffer(N, num_envs=E, writer=jrb.PerEnvironment(), storage=storage)
     env, state = jnp.arange(E, dtype=jnp.int32), buffer.init(example)
 

@@ -69,7 +69,10 @@ def filled(rng, num_envs, rows, capacity, **parts):
 
 def storages(name, path):
     """A storage by name, and where a checkpoint of it goes."""
-    made = {"device": jrb.DeviceStorage(), "once": jrb.DeviceStorage(once=True, room=24)}
+    made = {
+        "device": jrb.DeviceStorage(),
+        "once": jrb.DeviceStorage(share_next_observations=True, terminal_capacity=24),
+    }
     made |= {"memmap": jrb.MemmapStorage(), "own": jrb.MemmapStorage(path)}
     made |= {"spill": jrb.SpillStorage(path, device_capacity=6)}
     return made[name.removeprefix("h5-")], path + ".h5" * name.startswith("h5")
@@ -216,7 +219,7 @@ def test_a_dataset_stays_what_it_was_when_it_was_opened(tmp_path):
 
 def test_rows_that_were_overwritten_since_are_not_taken_for_others(tmp_path):
     path = tmp_path / "a"
-    buffer = jrb.ReplayBuffer(40, storage=jrb.MemmapStorage(path, slack=0.0))
+    buffer = jrb.ReplayBuffer(40, storage=jrb.MemmapStorage(path, spare_fraction=0.0))
     data = steps(np.random.default_rng(1), 40)
     state = buffer.init(jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), data))
     state = buffer.extend(state, data)
@@ -292,7 +295,7 @@ def test_files_that_are_cut_or_gone(tmp_path):
 @pytest.mark.parametrize("once", [False, True])
 def test_leaves_of_one_name_are_refused(once, tmp_path):
     item = steps(np.random.default_rng(0)) | {"x": {"y": np.float32(1)}, "x/y": np.float32(2)}
-    buffer = jrb.ReplayBuffer(8, storage=jrb.DeviceStorage(once=once))
+    buffer = jrb.ReplayBuffer(8, storage=jrb.DeviceStorage(share_next_observations=once))
     jrb.save(tmp_path, buffer, buffer.add(buffer.init(item), item))
     with pytest.raises(ValueError, match="leaf 'x/y': expected leaves with names of their own"):
         jrb.datasets.open(tmp_path)
