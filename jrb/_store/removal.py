@@ -17,6 +17,7 @@ IsOwn = Callable[[str, str], bool]
 _IN_STORE = re.compile(
     r"lock|generation\.new|generation-\d{12}|rows(-\d+)?/(.+/)?([^/]+\.bin|\.numbers)"
 )
+_LOCK = ".lock"  # the end of the names of locks in a folder where several processes write
 _MOST = 5  # names in a message
 
 
@@ -44,8 +45,12 @@ def locked(path: str, is_own: IsOwn) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         signs = (lock.NAME, generation.PREFIX)  # of folders in which a writer takes a lock
         own = _checked(path, is_own)
-        for folder in sorted({os.path.dirname(n) for n in own if _last(n).startswith(signs)}):
-            stack.callback(Lock(Folder(os.path.join(path, folder))).release)
+        locks = {
+            os.path.join(os.path.dirname(n), lock.NAME) for n in own if _last(n).startswith(signs)
+        }
+        locks |= {name for name in own if name.endswith(_LOCK)}
+        for folder, name in sorted(map(os.path.split, locks)):
+            stack.callback(Lock(Folder(os.path.join(path, folder)), name).release)
         _checked(path, is_own)  # somebody may have written before the locks were taken
         yield
 
@@ -83,7 +88,9 @@ def discard_stale(folder: str, prefix: str) -> None:
 
 def _turn(name: str) -> tuple[int, str]:
     """Orders files: what a store is recognised by goes after its rows, and its lock last."""
-    return 2 if _last(name) == lock.NAME else int(_last(name).startswith(generation.PREFIX)), name
+    if _last(name) == lock.NAME or name.endswith(_LOCK):
+        return 2, name
+    return int(_last(name).startswith(generation.PREFIX)), name
 
 
 def _checked(path: str, is_own: IsOwn) -> list[str]:

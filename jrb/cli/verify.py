@@ -1,8 +1,6 @@
 """`jrb verify`: whether everything is what was written."""
 
 import importlib
-import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -15,7 +13,6 @@ from jrb.cli import console, found
 
 typer: Any = extras.require("typer", "cli")
 
-_PIECE = 4 << 20  # bytes that are read at a time
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 """What is raised by files that are not what they should be."""
 
@@ -43,28 +40,6 @@ def _in_file(path: str, progress: Progress) -> list[str]:
 
 
 def _by_reading(path: str, progress: Progress) -> list[str]:
-    folders = importlib.import_module("jrb.datasets.recording.folders")
-    if os.path.isdir(path) and folders.is_recording(path):
-        return _damages(*_of_recording(path, folders), progress)
-    return _of_dataset(path, progress)
-
-
-def _of_recording(path: str, folders: Any) -> tuple[Callable[[Any], Any], list[Any]]:
-    """What reads a piece of a recording, and the pieces: of all leaves, some megabytes at a time.
-
-    What a dataset of it does not need is looked at too.
-    """
-    recording = importlib.import_module("jrb.datasets.recording.recording")
-    found = recording.Recording(os.path.realpath(path), folders.sealed(path))
-    pieces = []
-    for number, leaf in enumerate(found.head.leaves):
-        width = max(leaf.numpy.itemsize * math.prod(leaf.shape), 1)
-        step, steps = max(1, _PIECE // width), len(found.terminated)
-        pieces += [(number, start, min(start + step, steps)) for start in range(0, steps, step)]
-    return lambda piece: found.read(*piece), pieces
-
-
-def _of_dataset(path: str, progress: Progress) -> list[str]:
     """Reads a dataset block by block; once something is wrong, episode by episode."""
     dataset = found.dataset(path)
     steps, done = max(dataset.transitions, 1), 0

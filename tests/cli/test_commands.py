@@ -169,10 +169,19 @@ def test_verify_finds_damaged_parts(tmp_path, capsys):
     assert status == 1
 
 
+def recording_of_frames(folder):
+    """The path of a recording whose file is mostly data, which Parquet has checksums for."""
+    frames = np.random.default_rng(0).integers(0, 256, (300, 500), np.uint8)
+    with jrb.datasets.Recorder(folder / "frames") as recorder:
+        flags = {"reward": np.zeros(300), "done": np.arange(300) % 7 == 6}
+        recorder.append({"observation": frames, "next": flags})
+    return str(folder / "frames")
+
+
 @pytest.mark.parametrize("where", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("kind", ["h5", "recorded"])
 def test_verify_finds_a_damaged_file(kind, where, tmp_path, capsys):
-    path = make(kind, tmp_path)
+    path = recording_of_frames(tmp_path) if kind == "recorded" else make(kind, tmp_path)
     sizes = {name: os.path.getsize(name) for name in files_below(path) or [path]}
     file = max(sizes, key=lambda name: sizes[name])
     flip(file, int(where * sizes[file]))

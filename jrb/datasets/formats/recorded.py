@@ -1,31 +1,39 @@
-"""What `jrb.datasets.Recorder` wrote: folders of chunks, one for each writer."""
+"""Recordings of `jrb.datasets.Recorder`: Parquet files with one row per step.
+
+T steps, K episodes, G groups of rows, E environments.
+"""
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from jrb._util import expansion, extras
 from jrb.datasets.format import Format, Source
+from jrb.datasets.reading.arrow import refused, starts_of
 from jrb.datasets.reading.flat import Column, Flat, Table
-from jrb.datasets.recording import folders, roles
-from jrb.datasets.recording.heads import Leaf
-from jrb.datasets.recording.recording import Recording
+from jrb.datasets.reading.stat_cache import stamps
+from jrb.datasets.recording import parts
+from jrb.datasets.recording.parts import ENV, EPISODE, TERMINATED, TRUNCATED, RecordedLeaf
+
+_OPEN = 32  # files
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(Flat):
-    """Sets of `jrb.datasets.Recorder`: episodes by writer, of that by environment, in time.
+    """Datasets of `jrb.datasets.Recorder`: episodes by writer, then by environment, then by time.
 
     Facts: `env`, the environment of each episode, and `writer`, the number of its writer in
-    `metadata["writers"]`. What was not sealed when the set was opened is not in it.
+    `metadata["writers"]`. Items that were not sealed when the dataset was opened are not in it.
 
     Attributes:
-        sealed: the folder of each writer, and how many of its chunks count; None for all that are
-            there when the set is opened.
+        sealed: the name of each writer, and the number of its parts that count; None for all that
+            are there when the dataset is opened.
     """
 
     name: ClassVar[str] = "recorded"
@@ -34,80 +42,170 @@ class Recorded(Flat):
     sealed: tuple[tuple[str, int], ...] | None = None
 
     def is_own(self, source: str, name: str) -> bool:
-        """Returns whether a file is one of a writer's."""
-        return folders.is_own(name)
+        """Returns True for the files of recorders."""
+        return parts.is_own(name)
 
     def matches(self, source: Source) -> bool:
-        """Whether a writer has begun there."""
-        return isinstance(source, str) and os.path.isdir(source) and folders.is_recording(source)
+        """Returns True if a recorder has begun in the folder."""
+        return isinstance(source, str) and os.path.isdir(source) and parts.is_recording(source)
 
     def snapshot(self, source: Source) -> Format:
-        """The same for the chunks that are there now."""
+        """Returns the format for the parts that are there now."""
         return dataclasses.replace(self, sealed=self._sealed(source))
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """The columns."""
-        path, sealed = os.path.realpath(source), self._sealed(source)
-        yield _table(path, sealed, folders.stamps(path, [name for name, _ in sealed]))
+        """Yields the columns."""
+        path = os.path.realpath(source)
+        sealed = self._sealed(source)
+        names = [parts.part_name(w, number) for w, count in sealed for number in range(count)]
+        paths = [os.path.join(path, name) for name in names]
+        yield _table(path, sealed, stamps(paths), self.max_expansion)
 
     def _sealed(self, source: Source) -> tuple[tuple[str, int], ...]:
         if self.sealed:
             return self.sealed
         if not self.matches(source):
             raise ValueError(f"{source}: expected {self.looks_for}, got something else.")
-        return folders.sealed(source)
+        return tuple(parts.part_counts(source).items())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Steps:
-    """A column: a leaf of all steps."""
+class _Rows:
+    """The rows of all parts, a group at a time.
 
-    recording: Recording
-    number: int
+    Args:
+        paths: of the parts.
+        schema: of Arrow, which all parts have.
 
-    @property
-    def leaf(self) -> Leaf:
-        return self.recording.head.leaves[self.number]
+    Attributes:
+        starts: int64 `[G + 1]`, the number of rows before each group, and of all.
+    """
+
+    def __init__(self, paths: list[str], schema: Any) -> None:
+        self._paths, self._schema = paths, schema
+        self._groups: list[tuple[int, int]] = []  # a part, and a group in it
+        counts: list[int] = []
+        self._open = functools.lru_cache(maxsize=_OPEN)(self._opened)
+        for number, path in enumerate(paths):
+            with refused(path):
+                about = self._open(number).metadata
+            groups = range(about.num_row_groups)
+            self._groups += [(number, group) for group in groups]
+            counts += [about.row_group(group).num_rows for group in groups]
+        self.starts = starts_of(counts)
+
+    def _opened(self, number: int) -> Any:
+        parquet, path = extras.require("pyarrow.parquet", "datasets"), self._paths[number]
+        file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+        if not file.schema_arrow.equals(self._schema):
+            raise ValueError(
+                f"{path}: expected the columns {self._schema.names}, as in the first part, got "
+                f"{file.schema_arrow.names}."
+            )
+        return file
+
+    def read(self, leaf: RecordedLeaf, group: int) -> np.ndarray:
+        """Returns a leaf of a group of rows."""
+        number, inside = self._groups[group]
+        with refused(self._paths[number]):
+            table = self._open(number).read_row_group(inside, [leaf.name], use_threads=False)
+            column = table.column(leaf.name).combine_chunks()
+            column.validate(full=True)
+        rows = int(self.starts[group + 1] - self.starts[group])
+        if len(column) != rows or column.null_count:
+            raise ValueError(
+                f"{self._paths[number]}: column '{leaf.name}': expected {rows} values in group "
+                f"{inside}, got {len(column) - column.null_count}."
+            )
+        return leaf.decode(column)
+
+    def read_all(self, name: str) -> np.ndarray:
+        """Returns a column of single numbers of all rows."""
+        leaf = RecordedLeaf(name, parts.TYPES[name], ())
+        pieces = [self.read(leaf, group) for group in range(len(self._groups))]
+        return np.concatenate([np.zeros(0, leaf.numpy), *pieces])
+
+    def writer_of(self, writers: np.ndarray) -> np.ndarray:
+        """Returns the writer of each row, from those of parts."""
+        numbers = [writers[part] for part, _ in self._groups]
+        return np.repeat(np.array(numbers, np.int64), np.diff(self.starts))
+
+
+class _RecordedColumn:
+    """A leaf of all steps, episode after episode.
+
+    Args:
+        rows: of all parts.
+        leaf: of the items.
+        order: int64 `[T]`, the row of each step.
+    """
+
+    def __init__(self, rows: _Rows, leaf: RecordedLeaf, order: np.ndarray) -> None:
+        self._rows, self._leaf, self._order = rows, leaf, order
+        self._read = functools.lru_cache(maxsize=4)(functools.partial(rows.read, leaf))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self), *self.leaf.shape)
+        """`[T, ...]`."""
+        return (len(self), *self._leaf.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        return self.leaf.numpy
+        """NumPy's dtype."""
+        return self._leaf.numpy
 
     def __len__(self) -> int:
-        return len(self.recording.terminated)
+        """T."""
+        return len(self._order)
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(len(self))
-        return self.recording.read(self.number, start, stop)
+        """Returns these steps `[n, ...]`, an array of their own."""
+        rows = self._order[part]
+        steps = np.zeros((len(rows), *self._leaf.shape), self.dtype)
+        groups = np.searchsorted(self._rows.starts, rows, side="right") - 1
+        bounds = np.flatnonzero(np.diff(groups, prepend=-1, append=-1))
+        for start, stop in itertools.pairwise(bounds) if self._leaf.width else ():
+            group = int(groups[start])
+            steps[start:stop] = self._read(group)[rows[start:stop] - self._rows.starts[group]]
+        return steps
 
 
 @functools.lru_cache(maxsize=4)
-def _table(path: str, sealed: tuple[tuple[str, int], ...], stamps: tuple[int, ...]) -> Table:
-    """What some chunks hold; they never change, unless somebody puts others in their place."""
-    found = Recording(path, sealed)
-    names = roles.ted_names(found.head.names, found.head.keys)
+def _table(
+    path: str, sealed: tuple[tuple[str, int], ...], identity: Any, max_expansion: float
+) -> Table:
+    """Returns what some parts hold.
+
+    Args:
+        path: of the recording.
+        sealed: the writers, and how many of their parts count.
+        identity: tells the files from others that are put in their place.
+        max_expansion: see `Format`.
+    """
+    schemas = [parts.schema_of(os.path.join(path, parts.part_name(w, 0))) for w, _ in sealed]
+    names, writers = [], []
+    for number, ((writer, count), schema) in enumerate(zip(sealed, schemas, strict=True)):
+        parts.check_same_leaves(path, schemas[-1], writer, schema)
+        names += [parts.part_name(writer, part) for part in range(count)]
+        writers += [number] * count
+    paths = [os.path.join(path, name) for name in names]
+    rows = _Rows(paths, schemas[0].arrow)
+    env, writer = rows.read_all(ENV).astype(np.int64), rows.writer_of(np.array(writers))
+    order = np.lexsort((env, writer))  # stable: the rows of a stream stay in the order of time
+    flags = {name: rows.read_all(name)[order] for name in (TERMINATED, TRUNCATED)}
     columns: dict[str, Column] = {
-        names[leaf.name]: _Steps(found, number)
-        for number, leaf in enumerate(found.head.leaves)
-        if leaf.name in names
+        leaf.name: _RecordedColumn(rows, leaf, order) for leaf in schemas[0].leaves
     }
-    columns["next/terminated"], columns["next/truncated"] = found.terminated, found.truncated
-    return Table(columns, found.ends, found.facts, found.metadata, _notes(found))
-
-
-def _notes(found: Recording) -> tuple[str, ...]:
-    told = list(roles.notes(found.head.names, found.head.keys))
-    if found.running:
-        told.append(f"{found.running} episodes had not ended when their last chunk was sealed.")
-    told += [
-        f"'{leaf.name}' holds the words of PRNG keys: "
-        f"jax.random.wrap_key_data(words, impl='{leaf.keys}') makes them keys."
-        for leaf in found.head.leaves
-        if leaf.keys is not None
-    ]
-    return tuple(told)
+    expansion.Limit(path, paths, max_expansion).add(expansion.nbytes(columns))
+    episode, env, writer = rows.read_all(EPISODE)[order], env[order], writer[order]
+    is_last = lambda *keys: sum(np.diff(key, append=key[-1:] + 1) != 0 for key in keys) > 0
+    ends = np.flatnonzero(is_last(episode, env, writer)) + 1
+    streams = np.flatnonzero(is_last(env, writer))
+    num_running = int((~(flags[TERMINATED] | flags[TRUNCATED])[streams]).sum())
+    notes = list(dict.fromkeys(note for schema in schemas for note in schema.notes))
+    if num_running:
+        notes.append(f"{num_running} episodes had not ended when their last part was sealed.")
+    metadata = {name: value for schema in schemas for name, value in schema.metadata.items()}
+    metadata["writers"] = [name for name, _ in sealed]
+    facts = {"env": env[ends - 1], "writer": writer[ends - 1]}
+    return Table(columns | flags, ends, facts, metadata, tuple(notes))

@@ -1,1 +1,1 @@
-"""Recordings: what a buffer is ever given, kept on the disk by `jrb.datasets.Recorder`."""
+"""Recordings: everything a buffer is given, kept on disk by `jrb.datasets.Recorder`."""

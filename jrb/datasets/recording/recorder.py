@@ -1,9 +1,9 @@
-"""What a buffer is given, kept on the disk while the ring forgets.
+"""A recorder: keeps what a buffer is given on the disk, while the ring forgets.
 
-Items are taken into memory, an array for each leaf, and written by chunks (see `folders`): a call
-costs microseconds, a chunk a write and three syncs. A crash, of the program or of the machine,
-costs what was not sealed: the newest items, at most as many as a chunk holds, or those of one call
-if they are more. `flush` seals them at once.
+Items are taken into memory, an array for each leaf, and written as parts (see `parts`): a call
+costs microseconds, a part a write and two syncs. A crash, of the program or of the machine, costs
+what was not sealed: the newest items, at most as many as a part holds, or those of one call if they
+are more. `flush` seals them at once.
 
 T time, E environments.
 """
@@ -17,39 +17,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 
 from jrb._store import paths
-from jrb._util import host_calls, prng_keys
+from jrb._util import prng_keys
 from jrb._util.pytree import ArrayLike, PyTree
-from jrb.checkpoint import facts
-from jrb.datasets.recording.checking import (
-    check_alike,
+from jrb.datasets.recording.items import (
+    ItemSpec,
     check_mask,
     check_options,
-    length_of,
-    plain_metadata,
+    item_spec,
+    json_metadata,
 )
-from jrb.datasets.recording.form import Form, check_kept, form_of
-from jrb.datasets.recording.heads import Head
-from jrb.datasets.recording.writer import Writer
+from jrb.datasets.recording.parts import RecordingSchema
+from jrb.datasets.recording.writer import RecordWriter, check_same_leaves
 from jrb.keys import TED, Keys
 
 
 class Recorder:
-    """Appends items to a dataset on the disk, which `jrb.datasets.open` reads, also meanwhile.
+    """Appends items to a dataset on the disk, which `jrb.datasets.open` reads while it grows.
+
+    The dataset is a folder of Parquet files with one row per step, which other programs read too.
+    It needs the extra `datasets`.
 
     Each environment of each recorder is a stream of its own, in which episodes end by the flags of
     the items, by `Keys.episode`, and by `truncate`. Several recorders may write to one path at
-    once, from as many processes, and one that is made again goes on there: each writes to a folder
-    of its own, and all of them are one dataset.
+    once, from as many processes, and a new recorder for the same path continues the dataset: each
+    writes files of its own, and all of them are one dataset.
 
-    Call it beside the verbs of a buffer: `add` where the buffer's `add` is called, `append` where
+    Call it beside the methods of a buffer: `add` where the buffer's `add` is called, `append` where
     `extend` is, and `record` for both inside `jit` and `scan`. A call happens as a whole, or raises
-    and has not happened. Whatever is forked off cannot write.
+    and has not happened. A forked process cannot write.
 
-    Next observations that are the observation of the next item are kept once.
+    Observations that are also stored as the next observation of the step before take their room
+    twice. Leave the next observation out of the items to store them once.
 
-    What is in memory is sealed when the recorder is closed, at the end of a `with` block, and, if
+    Items in memory are sealed when the recorder is closed, at the end of a `with` block, and, if
     nothing goes wrong, when the program ends.
 
     Args:
@@ -57,11 +60,12 @@ class Recorder:
         example: one transition, arrays or `ShapeDtypeStruct`s without leading axes; None for the
             first that is added. Dtypes are kept, also those that JAX would change.
         num_envs: E; None for one stream without an axis of environments.
-        keys: where the parts of a transition lie in an item. There has to be a reward. Without a
-            next observation, that of the next item is it.
-        chunk: how many items are in memory before they are sealed; None for as many as 16 MiB hold.
-        metadata: what the dataset is to say of itself, a dict for JSON: environment, author.
-        name: of this writer, for its folder's name; None for the number of the process.
+        keys: where the parts of a transition are in an item. There has to be a reward. Without a
+            next observation, that is the observation of the next item.
+        chunk: the number of items in memory that are sealed together; None for as many as 16 MiB
+            hold.
+        metadata: of the dataset, a dict for JSON: environment, author.
+        name: a part of the names of this recorder's files; None for the number of the process.
 
     Raises:
         ValueError: there is something else at the path, or a recording of other items.
@@ -91,43 +95,43 @@ class Recorder:
     ) -> None:
         check_options(num_envs, keys, chunk, name)
         self._path = paths.absolute(path)
-        self._num_envs, self._keys, self._form = num_envs, keys, None
-        self._metadata = plain_metadata(metadata)
-        form = None if example is None else form_of(example, 0, keys, "Recorder: example")
-        if form is not None and os.path.isdir(self._path):
-            check_alike(self._path, self._head(form))
+        self._num_envs, self._keys, self._spec = num_envs, keys, None
+        self._metadata = json_metadata(metadata)
+        spec = None if example is None else item_spec(example, 0, keys, "Recorder: example")
+        if spec is not None and os.path.isdir(self._path):
+            check_same_leaves(self._path, self._schema(spec))
         self._every = np.arange(num_envs or 1, dtype=np.int32)
-        self._writer = Writer(self._path, name or str(os.getpid()), chunk)
+        self._writer = RecordWriter(self._path, name or str(os.getpid()), chunk)
         self._end = weakref.finalize(self, self._writer.close)
-        if form is not None:
-            self._begin(form)
+        if spec is not None:
+            self._begin(spec)
 
     @property
     def path(self) -> str:
-        """Of the dataset."""
+        """The path of the dataset."""
         return self._path
 
     @property
-    def folder(self) -> str:
-        """Of this recorder, below `path`."""
-        return self._writer.folder.path
+    def name(self) -> str:
+        """The beginning of the names of this recorder's files."""
+        return self._writer.name
 
     @property
     def sealed(self) -> int:
-        """How many items of this recorder are on the disk for good."""
+        """The number of items of this recorder that are on the disk."""
         return self._writer.progress.sealed
 
     @property
     def held(self) -> int:
-        """How many items are in memory."""
+        """The number of items in memory."""
         return self._writer.progress.held
 
     def add(self, item: PyTree, mask: ArrayLike | None = None) -> None:
-        """Takes one timestep, as a buffer's `add`.
+        """Takes one timestep, as a buffer's `add` does.
 
         Args:
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
-            mask: bool `[]`, whether it is taken at all, or `[E]`, of which environments.
+            mask: bool `[]`, False to take nothing, or `[E]`, the environments to take.
 
         Raises:
             ValueError: another structure or shape than the example's, or the recorder is closed.
@@ -139,7 +143,7 @@ class Recorder:
         self._take(item, self._lead, mask, "add")
 
     def append(self, items: PyTree, mask: ArrayLike | None = None) -> None:
-        """Takes T timesteps, time first, as a buffer's `extend`.
+        """Takes T timesteps, time first, as a buffer's `extend` does.
 
         Args:
             items: leaves `[T, E, ...]`, or `[T, ...]` without `num_envs`.
@@ -148,47 +152,53 @@ class Recorder:
         Raises:
             ValueError, TypeError, OSError, LockedError: as `add`.
         """
-        self._take(items, (length_of(items), *self._lead), mask, "append")
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(items)]
+        if not shapes or not shapes[0]:
+            raise ValueError(
+                "append: expected leaves with an axis of time, got none. For a single timestep "
+                "there is add."
+            )
+        self._take(items, (shapes[0][0], *self._lead), mask, "append")
 
     def record(self, items: PyTree, mask: ArrayLike | None = None) -> None:
-        """The same from inside `jit`, `scan` and `grad`: by a call to the host, in their order.
+        """Takes one timestep or several, in their order, from inside `jit`, `scan` and `grad`.
 
-        Without an example, something must have been added before. Errors of the disk come out of
-        the jitted function, as JAX's. `flush` and `close` wait for what was begun.
+        Without an example, something must have been added before. Errors of the disk are raised by
+        the jitted function, as errors of JAX. `flush` and `close` wait for calls that have begun.
 
         Args:
             items: one timestep or several, as `add` and `append` take them.
             mask: as there; may be traced.
 
         Raises:
-            ValueError: as `add`; or nobody has said yet how items look.
-            TypeError: as `add`; a dtype that JAX would change; or under `vmap`.
+            ValueError: as `add`; no items were given before; or under `vmap`, which has no order.
+            TypeError: as `add`; or a dtype that JAX would change.
         """
-        form = self._form
-        if form is None:
+        spec = self._spec
+        if spec is None:
             raise ValueError(
                 "record: expected a recorder that knows its items, got one without an example. "
                 "Make it with Recorder(path, example)."
             )
-        check_kept(form, "record")
-        axes = form.axes(items, "record")
+        spec.check_kept_by_jax("record")
+        axes = spec.lead_of(items, "record")
         lead = (*axes[:1], *self._lead) if len(axes) > len(self._lead) else self._lead
-        leaves = [prng_keys.raw(leaf) for leaf in form.checked(items, lead, "record")]
+        leaves = [prng_keys.raw(leaf) for leaf in spec.check(items, lead, "record")]
         if mask is not None:
             mask = jnp.asarray(mask)
             check_mask(mask, lead, self._lead, "record")
         masks = () if mask is None else (mask,)
 
         def put(*arrays: Any) -> None:
-            found = list(map(np.asarray, arrays))
-            self._put(found[: len(leaves)], lead, found[len(leaves)] if masks else None)
+            host = list(map(np.asarray, arrays))
+            self._put(host[: len(leaves)], lead, host[len(leaves)] if masks else None)
 
-        host_calls.call(put, None, _single, *map(lax.stop_gradient, (*leaves, *masks)))
+        io_callback(put, None, *map(lax.stop_gradient, (*leaves, *masks)), ordered=True)
 
     def truncate(self, mask: ArrayLike | None = None) -> None:
-        """With the next item an episode begins, though no flag has ended the one before.
+        """Begins an episode with the next item, though no flag has ended the one before.
 
-        For environments that were reset in the middle of one, as a buffer's `truncate`.
+        For environments that were reset in the middle of one, as a buffer's `truncate` is.
 
         Args:
             mask: bool `[E]`, or `[]` for all or none; None for all.
@@ -199,7 +209,7 @@ class Recorder:
         self._writer.truncate(np.broadcast_to(which, self._every.shape))
 
     def flush(self) -> None:
-        """Seals all that was given: it is on the disk, and what is opened from now on shows it.
+        """Seals all that was given: it is on the disk, and datasets opened from now on have it.
 
         Raises:
             OSError: the disk is full or broken. All is still in memory.
@@ -210,7 +220,7 @@ class Recorder:
         self._writer.seal()
 
     def close(self) -> None:
-        """Seals all that was given, and takes nothing any more; once closed, does nothing.
+        """Seals all that was given, and takes nothing any more. A second call does nothing.
 
         Raises:
             OSError: the disk is full or broken. It is still open then.
@@ -233,7 +243,7 @@ class Recorder:
 
     def __repr__(self) -> str:
         state = "closed" if self._writer.is_closed else f"{self.held} in memory"
-        return f"Recorder({self.folder}: {self.sealed} items sealed, {state})"
+        return f"Recorder({self.path}: {self.sealed} items sealed, {state})"
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -242,19 +252,19 @@ class Recorder:
     def _take(
         self, items: PyTree, lead: tuple[int, ...], mask: ArrayLike | None, verb: str
     ) -> None:
-        form = self._form
-        if form is None:
-            form = form_of(items, len(lead), self._keys, verb)
-        arrays = form.arrays(items, lead, verb)
+        spec = self._spec
+        if spec is None:
+            spec = item_spec(items, len(lead), self._keys, verb)
+        arrays = spec.to_numpy(items, lead, verb)
         if mask is not None:
             mask = np.asarray(mask)
             check_mask(mask, lead, self._lead, verb)
-        if self._form is None:
-            self._begin(form)
+        if self._spec is None:
+            self._begin(spec)
         self._put(arrays, lead, mask)
 
     def _put(self, arrays: list[np.ndarray], lead: tuple[int, ...], mask: Any) -> None:
-        """Takes the leaves `[*lead, ...]` of items that were checked."""
+        """Takes the checked leaves `[*lead, ...]` of items."""
         count, envs = math.prod(lead), None
         if len(lead) > 1:
             arrays = [array.reshape((count, *array.shape[2:])) for array in arrays]
@@ -268,21 +278,10 @@ class Recorder:
         if count:
             self._writer.put(arrays, count, envs)
 
-    def _head(self, form: Form) -> Head:
-        about = {"user": self._metadata, **facts.of_any()}
-        return Head(self._num_envs, form.leaves, self._keys, about)
+    def _schema(self, spec: ItemSpec) -> RecordingSchema:
+        return RecordingSchema(self._num_envs, spec.leaves, spec.notes, self._metadata)
 
-    def _begin(self, form: Form) -> None:
-        """Writes down how items look."""
-        head = self._head(form)
-        check_alike(self._path, head)
-        self._writer.begin(head)
-        self._form = form
-
-
-_single = host_calls.refusing(
-    lambda size: (
-        f"vmap: expected one stream of items, got {size} at once, between which there is no "
-        "order. Use Recorder(num_envs=E), and call record outside vmap."
-    )
-)
+    def _begin(self, spec: ItemSpec) -> None:
+        """Writes down what items look like."""
+        self._writer.begin(spec, self._schema(spec))
+        self._spec = spec

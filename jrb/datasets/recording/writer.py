@@ -1,22 +1,44 @@
-"""What a recorder has open: items in memory, and the chunks that they become.
+"""The items that a recorder has in memory, and the parts that they become.
 
-E environments, n items of a chunk.
+E environments, n items of a part.
 """
 
+import contextlib
 import dataclasses
 import os
+import secrets
 import threading
+import time
 
 import numpy as np
 
+from jrb._store import files
+from jrb._store.errors import DamagedError, LockedError
 from jrb._store.files import Folder
-from jrb.datasets.recording import chunks, folders, heads, shared
-from jrb.datasets.recording.chunks import Index
-from jrb.datasets.recording.heads import Head
-from jrb.datasets.recording.indexes import Last, indexed
+from jrb._store.lock import Lock
+from jrb.datasets.recording import parts
+from jrb.datasets.recording.items import ItemSpec
+from jrb.datasets.recording.parts import RecordingSchema
 
-_CHUNK = 16 << 20  # bytes
-_MOST = 1 << 20  # items
+_PART_BYTES = 16 << 20
+_MOST_ITEMS = 1 << 20  # of a part
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StreamState:
+    """The last item of each environment that is in a sealed part, arrays `[E]`.
+
+    Attributes:
+        is_over: True if the item ended its episode, or there is none.
+        episode: int64, the number of the item's episode.
+        step: int64, the position of the item in its episode.
+        own_number: the number of the episode by the items themselves; None if they have none.
+    """
+
+    is_over: np.ndarray
+    episode: np.ndarray
+    step: np.ndarray
+    own_number: np.ndarray | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,88 +46,90 @@ class Progress:
     """How far a writer is; replaced as a whole, so that an interrupt finds the old or the new.
 
     Attributes:
-        number: of the chunk that is open.
-        held: how many items are in it.
-        is_due: whether it was tried to seal it. Then nothing comes into it any more: readers may
-            have seen it, though the writer was told that it failed.
-        sealed: how many items are in sealed chunks.
-        last: the number of the episode of each environment's last sealed item, `[E]`, and whether
-            there is one, bool `[E]`; None before there is any, or numbers.
-        begins: places of items in it that begin an episode because the writer was told so.
-        anew: bool `[E]`, the environments whose next item does; None for none.
+        number: of the part that is open.
+        held: the number of items in it.
+        is_due: True once it was tried to seal the part. Then no item is added to it: readers may
+            have seen the part, though the writer got an error.
+        sealed: the number of items in sealed parts.
+        episodes: the number of episodes in sealed parts.
+        streams: where the sealed parts end; None before the first one.
+        begins: positions of items that begin an episode because `truncate` was called.
+        restarts: bool `[E]`, the environments whose next item does so; None for none.
     """
 
-    number: int = 0
+    number: int = 1
     held: int = 0
     is_due: bool = False
     sealed: int = 0
-    last: Last | None = None
+    episodes: int = 0
+    streams: StreamState | None = None
     begins: tuple[int, ...] = ()
-    anew: np.ndarray | None = None
+    restarts: np.ndarray | None = None
 
 
-class Writer:
-    """Takes items into memory, and seals them, a chunk at a time, in a folder of its own.
+class RecordWriter:
+    """Takes items into memory, and seals them a part at a time.
 
     Any thread may call it. Each call happens as a whole, or raises and has not happened.
 
     Args:
         path: of the recording.
-        name: for the folder's.
-        chunk: for how many items of a chunk there is room; None for as many as 16 MiB hold.
+        name: a part of the writer's own.
+        chunk: the number of items of a part; None for as many as 16 MiB hold.
 
     Attributes:
-        progress: how far it is.
-        folder: its own.
-        is_closed: whether it takes nothing any more.
+        name: of the writer, with which its files begin.
+        folder: of the recording.
+        progress: how far the writer is.
+        is_closed: True if it takes nothing any more.
     """
 
-    progress: Progress
-    folder: Folder
-    is_closed: bool
-
     def __init__(self, path: str, name: str, chunk: int | None) -> None:
-        self.folder, self._lock = folders.claim(path, name)
-        self._chunk, self._room, self._process = chunk, 0, os.getpid()
-        self._turn = threading.RLock()
-        self.is_closed, self._head, self._sum = False, None, 0
+        self.folder = _recording_folder(path)
+        _remove_leftovers(self.folder)
+        self.name, self._lock = _claimed(self.folder, name)
+        self._chunk, self._capacity, self._process = chunk, 0, os.getpid()
+        self._mutex = threading.RLock()
         self._memory: tuple[list[np.ndarray], np.ndarray] = [], np.zeros(0, np.int32)
-        self.progress = Progress()
+        self._kind: tuple[ItemSpec, RecordingSchema] | None = None
+        # No other writer has these numbers of episodes: 31 random bits above 32 to count with.
+        self._first_episode = secrets.randbits(31) << 32
+        self.progress, self.is_closed = Progress(), False
 
     def check(self) -> None:
         """Raises where nothing may be written any more.
 
         Raises:
-            ValueError: it is closed.
+            ValueError: the writer is closed.
             LockedError: this process was forked off from the one that writes.
         """
         if os.getpid() != self._process:
             self._lock.check()
-        self._check_open()
-
-    def _check_open(self) -> None:
         if self.is_closed:
             raise ValueError(
                 f"{self.folder.path}: expected an open recorder, got one that was closed. Make "
-                "another for the same path: it goes on in a folder of its own."
+                "another one for the same path: it continues in parts of its own."
             )
 
-    def begin(self, head: Head) -> None:
-        """Says how items look, before the first.
+    def begin(self, spec: ItemSpec, schema: RecordingSchema) -> None:
+        """Writes a part without rows, from which readers and other writers know the items.
 
         Raises:
-            ValueError: it was told already that they look otherwise.
+            ValueError: other items were given before, here or to another writer.
         """
-        with self._turn:
+        with self._mutex:
             self.check()
             self._lock.check()
-            if self._head is not None:  # by another thread, or by one that was interrupted then
-                heads.check_alike(self.folder.path, "itself", self._head, head)
+            check_same_leaves(self.folder.path, schema)
+            if self._kind is not None:  # another thread began, or this one, and was interrupted
+                parts.check_same_leaves(self.folder.path, schema, self.name, self._kind[1])
                 return
-            self._sum = heads.write_head(self.folder, head)
-            width = max(1, sum(leaf.width for leaf in head.leaves))
-            self._room = self._chunk or min(max(1, _CHUNK // width), _MOST)
-            self._head = head
+            own = {name: np.zeros(0, dtype) for name, dtype in parts.TYPES.items()}
+            leaves = {leaf.name: np.zeros((0, *leaf.shape), leaf.numpy) for leaf in schema.leaves}
+            self._write(0, schema.encode(own, leaves))
+            width = max(1, sum(leaf.width for leaf in spec.arrays))
+            self._capacity = self._chunk or min(max(1, _PART_BYTES // width), _MOST_ITEMS)
+            self._kind = spec, schema
 
     def put(self, arrays: list[np.ndarray], count: int, envs: np.ndarray | None) -> None:
         """Takes items.
@@ -113,15 +137,14 @@ class Writer:
         Args:
             arrays: `[m, ...]`, of every leaf; of a single item also `[...]`.
             count: m.
-            envs: int32 `[m]`, of which environments they are; None if there is one only.
+            envs: int32 `[m]`, the environment of each; None if there is one only.
 
         Raises:
             OSError: there was no room in memory, and the disk is full or broken. These items were
-                not taken; all that were taken before are still there.
+                not taken; all that were taken before are still in memory.
         """
-        self.check()
-        with self._turn:
-            self._check_open()
+        with self._mutex:
+            self.check()
             self._make_room(count)
             now, (columns, numbers) = self.progress, self._memory
             stop = now.held + count
@@ -129,84 +152,263 @@ class Writer:
                 column[now.held : stop] = array
             if envs is not None:
                 numbers[now.held : stop] = envs
-            begins, anew = now.begins, now.anew
-            if anew is not None:
-                begins, anew = self._begun(now, anew, envs)
-            self.progress = Progress(now.number, stop, False, now.sealed, now.last, begins, anew)
-
-    def _begun(
-        self, now: Progress, told: np.ndarray, envs: np.ndarray | None
-    ) -> tuple[tuple[int, ...], np.ndarray | None]:
-        """Where episodes begin that were told to, and which environments are still told to."""
-        found, places = np.unique([0] if envs is None else envs, return_index=True)
-        which, anew = told[found], told.copy()
-        anew[found] = False
-        begins = (now.held + places[which]).tolist()
-        return (*now.begins, *begins), anew if anew.any() else None
+            begins, restarts = now.begins, now.restarts
+            if restarts is not None:
+                given, positions = np.unique([0] if envs is None else envs, return_index=True)
+                begins = (*begins, *(now.held + positions[restarts[given]]).tolist())
+                restarts = restarts.copy()
+                restarts[given] = False
+                restarts = restarts if restarts.any() else None
+            self.progress = dataclasses.replace(
+                now, held=stop, is_due=False, begins=begins, restarts=restarts
+            )
 
     def truncate(self, which: np.ndarray) -> None:
-        """With the next item of these environments, bool `[E]`, an episode begins."""
-        with self._turn:
+        """Begins an episode with the next item of these environments, bool `[E]`."""
+        with self._mutex:
             self.check()
             now = self.progress
-            anew = which if now.anew is None else now.anew | which
-            self.progress = dataclasses.replace(now, anew=anew.copy() if anew.any() else None)
+            restarts = which if now.restarts is None else now.restarts | which
+            self.progress = dataclasses.replace(
+                now, restarts=restarts.copy() if restarts.any() else None
+            )
 
     def _make_room(self, count: int) -> None:
-        """Sees to it that so many items fit in."""
+        """Seals the open part, or allocates memory, so that `count` items fit in."""
         room = len(self._memory[1])
         if self.progress.held and (self.progress.is_due or self.progress.held + count > room):
             self.seal()
-        wanted = max(self._room, count)
+        wanted = max(self._capacity, count)
         if not self.progress.held and room != wanted:
-            make = lambda leaf: np.empty((wanted, *leaf.shape), leaf.numpy)
-            self._memory = list(map(make, self._known.leaves)), np.zeros(wanted, np.int32)
+            leaves = self._known[0].arrays
+            columns = [np.empty((wanted, *leaf.shape), leaf.numpy) for leaf in leaves]
+            self._memory = columns, np.zeros(wanted, np.int32)
 
     @property
-    def _known(self) -> Head:
-        if self._head is None:
+    def _known(self) -> tuple[ItemSpec, RecordingSchema]:
+        if self._kind is None:
             raise ValueError(f"{self.folder.path}: expected items of a known structure.")
-        return self._head
+        return self._kind
 
     def seal(self) -> None:
-        """Writes what is in memory as a chunk, which is on the disk then.
+        """Writes what is in memory as a part, which is on the disk when this returns.
 
         Raises:
             OSError: the disk is full or broken. All is still in memory, and may be sealed later.
         """
-        with self._turn:
+        with self._mutex:
             self.check()
             now = self.progress
             if not now.held:
                 return
             self._lock.check()
             self.progress = dataclasses.replace(now, is_due=True)
-            columns, index, last = self._ordered(now)
-            found = shared.found(self._known, columns)
-            chunks.write_chunk(self.folder, now.number, self._sum, columns, index, found)
-            sealed = now.sealed + now.held
-            self.progress = Progress(now.number + 1, sealed=sealed, last=last, anew=now.anew)
+            data, episodes, streams = self._part(now)
+            self._write(now.number, data)
+            self.progress = Progress(
+                number=now.number + 1,
+                sealed=now.sealed + now.held,
+                episodes=episodes,
+                streams=streams,
+                restarts=now.restarts,
+            )
 
-    def _ordered(self, now: Progress) -> tuple[list[np.ndarray], Index, Last | None]:
-        """All that is held, environment by environment, what is in it, and `Progress.last`."""
-        columns = [column[: now.held] for column in self._memory[0]]
-        begins, counts = np.array(now.begins), np.array([now.held])
-        if self._known.envs > 1:
-            numbers = self._memory[1][: now.held]
-            counts = np.bincount(numbers, minlength=self._known.envs)
-            order = np.argsort(numbers, kind="stable")
-            columns = [column[order] for column in columns]
-            begins = np.flatnonzero(np.isin(order, begins))
-        index, last = indexed(self._known, columns, counts, begins, now.last)
-        return columns, index, last
+    def _write(self, number: int, data: bytes) -> None:
+        """Writes a part as a whole. Written again after a failure, it is the same."""
+        name = parts.part_name(self.name, number)
+        self.folder.write_new(f".{name}.new", [data])
+        self.folder.replace(f".{name}.new", name)
+        self.folder.sync()
+
+    def _part(self, now: Progress) -> tuple[bytes, int, StreamState]:
+        """Returns the open part, the number of episodes after it, and where its streams end."""
+        spec, schema = self._known
+        columns, counts = [column[: now.held] for column in self._memory[0]], np.array([now.held])
+        begins = np.zeros(now.held, bool)
+        begins[list(now.begins)] = True
+        envs = self._memory[1][: now.held]
+        if schema.num_envs is not None:
+            order = np.argsort(envs, kind="stable")
+            columns, begins, envs = (
+                [column[order] for column in columns],
+                begins[order],
+                envs[order],
+            )
+            counts = np.bincount(envs, minlength=schema.num_envs)
+        terminated, truncated = _flags(spec, columns)
+        own_numbers = None if spec.episode is None else columns[spec.episode].reshape(-1)
+        streams = now.streams or _no_streams(len(counts), own_numbers)
+        is_over = terminated | truncated
+        begins = _episode_starts(counts, begins, is_over, own_numbers, streams)
+        first = self._first_episode + now.episodes
+        episode, step = _numbered(counts, begins, first, streams)
+        episodes = now.episodes + int(begins.sum())
+        streams = _after(counts, streams, is_over, episode, step, own_numbers)
+        own = dict(zip(parts.TYPES, (episode, step, envs, terminated, truncated), strict=True))
+        named = {leaf.name: column for leaf, column in zip(spec.arrays, columns, strict=True)}
+        return schema.encode(own, named), episodes, streams
 
     def close(self) -> None:
         """Seals what is in memory, and gives the right to write back."""
         if os.getpid() != self._process:
-            return  # a lock that another thread had when it was forked off stays taken
-        with self._turn:
+            return  # a mutex that another thread had at the fork stays taken
+        with self._mutex:
             if self.is_closed:
                 return
             self.seal()
+            self.folder.remove(_lock_name(self.name))
             self._lock.release()
             self.is_closed = True
+
+
+def check_same_leaves(path: str, schema: RecordingSchema) -> None:
+    """Raises `ValueError` unless the writers of a recording that have begun have the same items."""
+    for writer in parts.part_counts(path):
+        with contextlib.suppress(FileNotFoundError):
+            other = parts.schema_of(os.path.join(path, parts.part_name(writer, 0)))
+            parts.check_same_leaves(path, schema, writer, other)
+
+
+def _flags(spec: ItemSpec, columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps that terminated and those that were truncated, bool `[n]` each.
+
+    A flag of any dtype is set where it is not 0, and every flag ends the episode. Without a flag of
+    termination, `done` is one where `truncated` is not set.
+    """
+    none = np.zeros(len(columns[0]), bool)
+    flags = {flag: (columns[number] != 0).reshape(-1) for flag, number in spec.flags.items()}
+    done, truncated = flags.get("done", none), flags.get("truncated", none)
+    terminated = flags.get("terminated", done & ~truncated)
+    return terminated, truncated | (done & ~terminated)
+
+
+def _no_streams(num_envs: int, own_numbers: np.ndarray | None) -> StreamState:
+    zeros = np.zeros(num_envs, np.int64)
+    own = None if own_numbers is None else np.zeros(num_envs, own_numbers.dtype)
+    return StreamState(np.ones(num_envs, bool), zeros, zeros, own)
+
+
+def _episode_starts(
+    counts: np.ndarray,
+    begins: np.ndarray,
+    is_over: np.ndarray,
+    own_numbers: np.ndarray | None,
+    streams: StreamState,
+) -> np.ndarray:
+    """Returns the rows that begin an episode, bool `[n]`.
+
+    Args:
+        counts: int64 `[E]`, the rows of each environment, which follow each other.
+        begins: bool `[n]`, rows that begin one because `truncate` was called.
+        is_over: bool `[n]`, rows with flags that end one.
+        own_numbers: `[n]`, the numbers of episodes that items have.
+        streams: the last items before these.
+    """
+    env = np.flatnonzero(counts)
+    first = (np.cumsum(counts) - counts)[env]
+    previous = np.roll(is_over, 1)
+    previous[first] = streams.is_over[env]
+    begins = begins | previous
+    if own_numbers is not None and streams.own_number is not None:
+        previous = np.roll(own_numbers, 1)
+        previous[first] = streams.own_number[env]
+        begins |= previous != own_numbers
+    return begins
+
+
+def _numbered(
+    counts: np.ndarray, begins: np.ndarray, first_episode: int, streams: StreamState
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the episode of each row, and the row's position in it, int64 `[n]` each.
+
+    Args:
+        counts: int64 `[E]`, the rows of each environment, which follow each other.
+        begins: bool `[n]`, rows that begin an episode.
+        first_episode: the number of the first episode that begins.
+        streams: the last items before these.
+    """
+    env = np.repeat(np.arange(len(counts)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    row = np.arange(len(begins))
+    begin = np.maximum.accumulate(np.where(begins, row, -1))
+    continues = begin < first  # the episode of an earlier part
+    episode = np.where(continues, streams.episode[env], first_episode - 1 + np.cumsum(begins))
+    step = np.where(continues, streams.step[env] + 1 + row - first, row - begin)
+    return episode, step
+
+
+def _after(
+    counts: np.ndarray,
+    streams: StreamState,
+    is_over: np.ndarray,
+    episode: np.ndarray,
+    step: np.ndarray,
+    own_numbers: np.ndarray | None,
+) -> StreamState:
+    """Returns where the streams end after these rows; those without a row stay as they are."""
+    env = np.flatnonzero(counts)
+    last = np.cumsum(counts)[env] - 1
+
+    def ends(before: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        after = before.copy()
+        after[env] = rows[last]
+        return after
+
+    own = streams.own_number
+    return StreamState(
+        ends(streams.is_over, is_over),
+        ends(streams.episode, episode),
+        ends(streams.step, step),
+        None if own is None or own_numbers is None else ends(own, own_numbers),
+    )
+
+
+def _recording_folder(path: str) -> Folder:
+    """Returns the folder of a recording, made if there is none.
+
+    Raises:
+        ValueError: there is something else at the path.
+        OSError: it cannot be written to.
+    """
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise ValueError(f"{path}: expected a folder, or nothing, found a file.")
+    files.make_folder(path)
+    folder = Folder(path)
+    others = [name for name in folder.names() if not (parts.is_own(name) or name.startswith("."))]
+    if others:
+        raise ValueError(
+            f"{path}: expected a recording, or an empty folder, found '{others[0]}' in it. Choose "
+            "another path."
+        )
+    return folder
+
+
+def _remove_leftovers(folder: Folder) -> None:
+    """Removes the unfinished parts and the locks of writers whose processes have died.
+
+    The system takes the lock of a process back when it ends, however it ends.
+    """
+    for writer, names in parts.hidden_files(folder.names()).items():
+        with (
+            contextlib.suppress(LockedError, DamagedError, OSError),
+            contextlib.ExitStack() as stack,
+        ):
+            stack.callback(Lock(folder, _lock_name(writer)).release)
+            for name in [*names, _lock_name(writer)]:  # the lock last
+                folder.remove(name)
+
+
+def _claimed(folder: Folder, name: str) -> tuple[str, Lock]:
+    """Returns the name of a new writer, and its lock."""
+    while True:
+        now = time.time_ns() // 1000
+        moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 1_000_000))
+        writer = f"{moment}{now % 1_000_000:06d}-{name}-{secrets.token_hex(4)}"
+        try:
+            return writer, Lock(folder, _lock_name(writer))
+        except LockedError:
+            continue  # another writer that begins has just taken the lock for a leftover
+
+
+def _lock_name(writer: str) -> str:
+    return f".{writer}.lock"

@@ -1,23 +1,22 @@
-"""Recordings as they are read: access, damage, what lies beside them."""
+"""Recordings as they are read: access, other readers, damage, what lies beside them."""
 
 import json
 import os
 import shutil
-import zlib
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 import jrb
 from jrb.datasets import Recorder
-from jrb.datasets.recording import framed
 from tests.datasets.recording.recordings import Stream, assert_same, check, item, stacked
 
 HOWS = ["goes on", "terminated", "goes on", "goes on", "truncated", "terminated", "goes on"]
 
 
 def recorded(path, after=None, envs=None):
-    """A recording of 7 steps of each environment in chunks of a few, and its streams."""
+    """A recording of 7 steps of each environment in parts of a few, and its streams."""
     streams = [Stream() for _ in range(envs or 1)]
     with Recorder(path, num_envs=envs, chunk=3 * (envs or 1), metadata={"env": "x"}) as recorder:
         for step, how in enumerate(HOWS):
@@ -27,6 +26,10 @@ def recorded(path, after=None, envs=None):
             items = [item(*one, after=after) for one in row]
             recorder.add(stacked(items) if envs else items[0])
     return streams
+
+
+def parts_of(path):
+    return [os.path.join(path, name) for name in sorted(os.listdir(path))]
 
 
 @pytest.mark.parametrize("envs", [None, 1, 4])
@@ -59,44 +62,81 @@ def test_it_is_opened_by_what_is_there(tmp_path):
     again = jrb.datasets.open(tmp_path, format=dataset.format)
     assert again.lengths.tolist() == dataset.lengths.tolist()
     first = dataset.format.sealed[0][0]
-    fewer = jrb.datasets.open(tmp_path, sealed=((first, 1),))
+    fewer = jrb.datasets.open(tmp_path, sealed=((first, 2),))
     assert fewer.lengths.tolist() == [2, 1]
-    os.rename(tmp_path / first, tmp_path.parent / "elsewhere")
+    for part in parts_of(tmp_path):
+        os.unlink(part)
     with pytest.raises(ValueError, match="no format matches"):
         jrb.datasets.open(tmp_path)
     with pytest.raises(ValueError, match="a folder that jrb"):
         jrb.datasets.open(tmp_path, format="recorded")
 
 
+def test_other_programs_read_numbers_episodes_and_steps(tmp_path):
+    rng = np.random.default_rng(0)
+    numbers, frames = rng.random((20, 3, 2), np.float32), rng.integers(0, 9, (20, 100), np.uint8)
+    after = {"reward": np.arange(20.0), "done": np.arange(20) % 6 == 5}
+    with Recorder(tmp_path, chunk=7, num_envs=2) as recorder:
+        for start in range(0, 20, 2):
+            rows = slice(start, start + 2)
+            nexts = {name: leaf[rows] for name, leaf in after.items()}
+            recorder.add({"observation": numbers[rows], "frame": frames[rows], "next": nexts})
+    table = pyarrow.parquet.read_table(tmp_path)
+    columns = {
+        name: table[name].to_numpy() for name in ("env_index", "episode_index", "step_index")
+    }
+    order = np.lexsort((columns["step_index"], columns["episode_index"], columns["env_index"]))
+    assert table["next/reward"].to_numpy()[order].tolist() == [*range(0, 20, 2), *range(1, 20, 2)]
+    assert columns["step_index"][order].tolist() == [*range(10), *[0, 1, 2] * 3, 0]
+    assert len(set(columns["episode_index"])) == 5
+    assert_same(np.array(table["observation"].to_pylist(), np.float32).reshape(20, 3, 2)[order],
+                numbers[[*range(0, 20, 2), *range(1, 20, 2)]])  # fmt: skip
+    assert b"".join(table["frame"].to_pylist()[row] for row in order[:10]) == frames[::2].tobytes()
+
+
+def test_the_reader_of_tables_opens_it_too(tmp_path):
+    recorded(tmp_path, after=1)
+    whole = list(jrb.datasets.open(tmp_path))
+    table = jrb.datasets.open(tmp_path, format="table")
+    for one, other in zip(whole, table, strict=True):
+        for name in ("action", "next"):
+            assert_same(
+                {**other[name]} if name == "next" else other[name], _without_empty(one[name])
+            )
+        assert_same(other["observation"], _without_empty(one["observation"]))
+
+
+def _without_empty(tree):
+    """Leaves without numbers have no column."""
+    if not isinstance(tree, dict):
+        return tree
+    return {name: _without_empty(leaf) for name, leaf in tree.items() if name != "none"}
+
+
 def test_describing_reads_no_payload(tmp_path):
-    recorded(tmp_path)
-    for folder, _, names in os.walk(tmp_path):
-        for name in names:
-            if name.startswith("chunk"):
-                spoil(os.path.join(folder, name), -1)
+    frames = np.random.default_rng(0).integers(0, 256, (50, 1000), np.uint8)
+    done = np.arange(50) % 7 == 0
+    with Recorder(tmp_path) as recorder:
+        recorder.append({"observation": frames, "next": {"reward": np.ones(50), "done": done}})
+    with open(parts_of(tmp_path)[1], "r+b") as file:
+        data = bytearray(file.read())
+        data[data.index(frames[3, :100].tobytes())] ^= 1
+        file.seek(0)
+        file.write(data)
     dataset = jrb.datasets.open(tmp_path)
-    assert dataset.lengths.tolist() == [2, 3, 1, 1]
-    with pytest.raises(ValueError, match="'observation/image', block 0: expected the checksum"):
+    assert len(dataset) == 8
+    with pytest.raises(ValueError, match="expected a whole Parquet"):
         dataset[0]
 
 
-def test_next_observations_are_kept_once(tmp_path):
-    sizes = {}
-    for after in (None, 0.5, 1):
-        recorded(tmp_path / str(after), after)
-        sizes[after] = sum(map(os.path.getsize, files_of(tmp_path / str(after))[:2]))
-    observation = 2 * 3 * 4 * 3  # bytes of a chunk's
-    assert sizes[0.5] - sizes[1] > observation // 2
-
-
-def test_steps_across_many_blocks_are_read_in_part(tmp_path):
+def test_steps_across_many_groups_are_read_in_part(tmp_path):
     rng = np.random.default_rng(0)
-    frames = rng.integers(0, 256, (50, 11_001), np.uint8)  # no block ends with a frame
+    frames = rng.integers(0, 256, (50, 11_001), np.uint8)
     rewards = np.arange(50, dtype=np.float32)
     done = np.arange(50) % 7 == 0
     with Recorder(tmp_path, chunk=20) as recorder:
-        for start in (0, 11, 18, 30):
-            part = slice(start, {0: 11, 11: 18, 18: 30, 30: 50}[start])
+        for start, stop in ((0, 11), (11, 18), (18, 30), (30, 50)):
+            part = slice(start, stop)
             after = {"reward": rewards[part], "done": done[part]}
             recorder.append({"observation": frames[part], "next": after})
     dataset, start = jrb.datasets.open(tmp_path), 0
@@ -109,143 +149,101 @@ def test_steps_across_many_blocks_are_read_in_part(tmp_path):
     assert start == 50
 
 
-def spoil(path, place):
-    with open(path, "r+b") as file:
-        data = bytearray(file.read())
-        data[place] ^= 0x10
-        file.seek(0)
-        file.write(data)
-
-
-def files_of(path):
-    (writer,) = os.listdir(path)
-    return [os.path.join(path, writer, n) for n in sorted(os.listdir(path / writer)) if n != "lock"]
-
-
-def test_every_flipped_byte_is_noticed(tmp_path):
+def test_every_flipped_byte_is_noticed_or_changes_nothing(tmp_path):
     recorded(tmp_path / "whole")
     wanted = [str(one) for one in jrb.datasets.open(tmp_path / "whole")]
     rng = np.random.default_rng(0)
-    for number, file in enumerate(files_of(tmp_path / "whole")):
-        places = rng.permutation(os.path.getsize(file))[:60]
-        for place in places.tolist():
+    names = sorted(os.listdir(tmp_path / "whole"))
+    for name in names:
+        size = os.path.getsize(tmp_path / "whole" / name)
+        for place in rng.permutation(size)[:80].tolist():
             shutil.rmtree(tmp_path / "spoilt", ignore_errors=True)
             shutil.copytree(tmp_path / "whole", tmp_path / "spoilt")
-            spoil(files_of(tmp_path / "spoilt")[number], place)
+            data = bytearray((tmp_path / "spoilt" / name).read_bytes())
+            data[place] ^= 0x10
+            (tmp_path / "spoilt" / name).write_bytes(data)
             try:
                 found = [str(one) for one in jrb.datasets.open(tmp_path / "spoilt")]
             except ValueError as error:
-                assert os.path.basename(file) in str(error) or "no format" in str(error)  # noqa: PT017
+                assert name in str(error) or "no format" in str(error)  # noqa: PT017
             else:
-                assert found == wanted, (file, place)  # the word "version", say, or a newline
+                assert found == wanted, (name, place)
 
 
-@pytest.mark.parametrize("name", ["head", "chunk-000000000001"])
-def test_cut_files_are_noticed(name, tmp_path):
+@pytest.mark.parametrize("number", [0, 2])
+def test_cut_files_are_noticed(number, tmp_path):
     recorded(tmp_path)
-    file = next(one for one in files_of(tmp_path) if one.endswith(name))
-    size = os.path.getsize(file)
+    part = parts_of(tmp_path)[number]
+    size, name = os.path.getsize(part), os.path.basename(part)
     for cut in (size - 1, size // 2, 60, 3, 0):
-        os.truncate(file, cut)
+        os.truncate(part, cut)
         with pytest.raises(ValueError, match=rf"{name}|no format matches"):
             jrb.datasets.open(tmp_path)
-    os.unlink(file)
-    with pytest.raises(ValueError, match=rf"no {name} before|no format matches"):
+    os.unlink(part)
+    with pytest.raises(ValueError, match=f"no {name} before"):
         jrb.datasets.open(tmp_path)
 
 
-def rewritten(path, change):
-    """A file with another body, its checksum right."""
-    with open(path, "rb") as file:
-        first, body, rest = file.read().split(b"\n", 2)
-    body = json.loads(body)
-    change(body)
-    text = json.dumps(body).encode() + b"\n"
-    head = {**json.loads(first), "size": len(text), "sum": zlib.crc32(text)}
-    with open(path, "wb") as file:
-        file.write(json.dumps(head).encode() + b"\n" + text + rest)
+def with_metadata(path, change):
+    """Writes a part anew with other metadata."""
+    table = pyarrow.parquet.read_table(path)
+    body = json.loads(table.schema.metadata[b"jrb.recording"])
+    body = change(body) or body
+    table = table.replace_schema_metadata({b"jrb.recording": json.dumps(body)})
+    pyarrow.parquet.write_table(table, path)
 
 
-NONSENSE = {
-    "head": [
-        lambda body: body.pop("leaves"),
-        lambda body: body.update(leaves=[]),
-        lambda body: body["leaves"][0].__setitem__(1, "float13"),
-        lambda body: body["leaves"][0].__setitem__(2, [-1]),
-        lambda body: body["leaves"][0].__setitem__(0, 3),
-        lambda body: body.update(keys={"other": 1}),
-        lambda body: body.update(num_envs=0),
-        lambda body: body.update(metadata=None),
-        lambda body: body["metadata"].update(user=3),
-        lambda body: body["leaves"][1].__setitem__(0, "next/reward"),
-    ],
-    "chunk-000000000000": [
-        lambda body: body.pop("counts"),
-        lambda body: body.update(counts=[4]),
-        lambda body: body.update(counts=[-1]),
-        lambda body: body.update(counts=[1, 2]),
-        lambda body: body.update(counts=[1e30]),
-        lambda body: body.update(ends=[1, 7]),
-        lambda body: body.update(ends=[2, 1]),
-        lambda body: body.update(terminated="x"),
-        lambda body: body.update(starts=[-1]),
-        lambda body: body.update(starts={}),
-        lambda body: body.update(sums=[[]]),
-        lambda body: body.update(sums=3),
-        lambda body: body.update(number=1),
-        lambda body: body.update(head=1),
-        lambda body: body.update(shared=[[7, 0, [2]]]),
-        lambda body: body.update(shared=[[0, 1, [2]]]),
-        lambda body: body.update(shared=[[1, 1, [2]]]),
-        lambda body: body.update(shared=[[1, 1, []]]),
-        lambda body: body.update(shared=3),
-    ],
-}
+NONSENSE = [
+    lambda body: [1],
+    lambda body: body.pop("leaves"),
+    lambda body: body.update(leaves=[]),
+    lambda body: body.update(leaves=body["leaves"][1:]),
+    lambda body: body["leaves"][0].update(dtype="float13"),
+    lambda body: body["leaves"][0].update(dtype="O"),
+    lambda body: body["leaves"][0].update(shape=[-1]),
+    lambda body: body["leaves"][0].update(shape=3),
+    lambda body: body["leaves"][0].update(name=3),
+    lambda body: body["leaves"][1].update(other=3),
+    lambda body: body.update(num_envs="x"),
+    lambda body: body.update(metadata=None),
+    lambda body: body.update(notes=3),
+    lambda body: body.update(version="x"),
+    lambda body: body.update(other=3),
+]
 
 
-@pytest.mark.parametrize("name", NONSENSE)
-def test_nonsense_with_a_right_checksum_is_noticed(name, tmp_path):
-    for number, change in enumerate(NONSENSE[name]):
-        path = tmp_path / str(number)
-        recorded(path)
-        rewritten(next(one for one in files_of(path) if one.endswith(name)), change)
-        with pytest.raises(ValueError, match=str(path)):
-            list(jrb.datasets.open(path))
-
-
-def test_a_newer_version_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(framed, "VERSION", 2)
+@pytest.mark.parametrize("number", range(len(NONSENSE)))
+def test_nonsense_in_metadata_is_noticed(number, tmp_path):
     recorded(tmp_path)
-    monkeypatch.undo()
+    with_metadata(parts_of(tmp_path)[0], NONSENSE[number])
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        list(jrb.datasets.open(tmp_path))
+
+
+def test_a_newer_version_says_so(tmp_path):
+    recorded(tmp_path)
+    with_metadata(parts_of(tmp_path)[0], lambda body: body.update(version=2, more=1))
     with pytest.raises(ValueError, match="expected version 1 or older, got version 2"):
         jrb.datasets.open(tmp_path)
 
 
-def test_links_are_not_followed(tmp_path):
-    recorded(tmp_path / "a")
-    file = files_of(tmp_path / "a")[0]
-    os.rename(file, tmp_path / "chunk")
-    os.symlink(tmp_path / "chunk", file)
-    with pytest.raises(ValueError, match="found a link"):
-        jrb.datasets.open(tmp_path / "a")
-
-
 def test_folders_that_are_none_are_not_recognised(tmp_path):
-    kind = jrb.datasets.formats()["recorded"]
-    (tmp_path / "writer-1").mkdir()
-    (tmp_path / "writer-2").write_text("x")
-    for head in (None, b"", b"{}", b"[]\n", b"\xff\n", b'{"format": "jrb"}\n', b"[" * 10_000):
-        if head is not None:
-            (tmp_path / "writer-1" / "head").write_bytes(head)
-        assert not kind.matches(str(tmp_path))
-    for other in (str(tmp_path / "none"), str(tmp_path / "writer-2"), [], None, 3):
-        assert not kind.matches(other)
+    format = jrb.datasets.formats()["recorded"]
+    name = "20260131T120000123456-name-0a1b2c3d-000000.parquet"
+    for content in (None, b"", b"{}", b"PAR1", b"PAR1" * 100):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        assert not format.matches(str(tmp_path))
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / name)
+    assert not format.matches(str(tmp_path))
+    for other in (str(tmp_path / "none"), str(tmp_path / name), [], None, 3):
+        assert not format.matches(other)
 
 
 def test_other_items_beside_are_told(tmp_path):
     recorded(tmp_path / "a")
     recorded(tmp_path / "b", after=1)
-    (writer,) = os.listdir(tmp_path / "b")
-    os.rename(tmp_path / "b" / writer, tmp_path / "a" / writer)
+    for part in parts_of(tmp_path / "b"):
+        shutil.move(part, tmp_path / "a")
     with pytest.raises(ValueError, match="expected items as the writer"):
         jrb.datasets.open(tmp_path / "a")

@@ -111,7 +111,7 @@ def test_all_that_was_sealed_comes_back(tmp_path_factory, seed, envs, after):
             assert not writer.recorder.held
         elif act == "open":
             look(path, writers, after)
-        elif not writer.recorder._writer.is_closed:
+        else:
             getattr(writer, act)()
     for writer in writers:
         writer.recorder.close()
@@ -122,7 +122,7 @@ _OFTEN = [0.4, 0.3, 0.1, 0.05, 0.1, 0.05]
 
 
 def look(path, writers, after):
-    begun = [writer for writer in writers if writer.recorder._form is not None]
+    begun = [w for w in writers if os.path.exists(path / f"{w.recorder.name}-000000.parquet")]
     if not begun:
         with pytest.raises(ValueError, match="no format matches"):
             jrb.datasets.open(path)
@@ -145,7 +145,7 @@ def test_what_is_opened_stays_while_it_grows(tmp_path):
         assert later.lengths.sum() == recorder.sealed == 16
     assert jrb.datasets.open(tmp_path).transitions == 20
     assert dataset.transitions == 8
-    assert "1 episodes had not ended when their last chunk was sealed." in dataset.notes
+    assert "1 episodes had not ended when their last part was sealed." in dataset.notes
 
 
 def test_episodes_end_by_their_numbers_too_across_chunks(tmp_path):
@@ -302,7 +302,7 @@ def test_jitted_code_records_several_timesteps_and_gradients_pass(tmp_path):
 def test_vmap_and_what_jit_would_change_are_refused(tmp_path):
     recorder = Recorder(tmp_path / "a", example())
     several = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), example())
-    with pytest.raises(TypeError, match="vmap: expected one stream"):
+    with pytest.raises(ValueError, match=r"vmap.*ordered"):
         jax.vmap(recorder.record)(several)
     with pytest.raises(TypeError, match="tracer"):
         jax.jit(recorder.add)(example())
@@ -559,8 +559,6 @@ def test_other_items_do_not_come_to_a_recording(tmp_path):
     before = os.listdir(tmp_path)
     with pytest.raises(ValueError, match="expected items as the writer"):
         Recorder(tmp_path, item(0, after=None))
-    with pytest.raises(ValueError, match=r"expected items as the writer.*keys"):
-        Recorder(tmp_path, item(0), keys=jrb.Keys(action="do"))
     assert os.listdir(tmp_path) == before
     late = Recorder(tmp_path)
     with pytest.raises(ValueError, match="expected items as the writer"):
