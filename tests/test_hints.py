@@ -47,7 +47,7 @@ def wrong(name):
         "class": lambda: jrb.ReplayBuffer(8, sampler=jrb.Prioritized),
         "string": lambda: jrb.ReplayBuffer(8, unit="n_step"),
         "storage": lambda: jrb.ReplayBuffer(8, storage=jrb.MemmapStorage),
-        "writer": lambda: jrb.ReplayBuffer(8, writer="lanes"),
+        "writer": lambda: jrb.ReplayBuffer(8, writer="perenvironment"),
         "inner": lambda: jrb.FrameStack(4, unit=jrb.NStep),
         "first": lambda: jrb.Sequence(4, first_only="hidden"),
         "paths": lambda: jrb.FrameStack(4, paths="observation"),
