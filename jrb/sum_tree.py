@@ -10,10 +10,20 @@ Example:
     >>> sum_tree.find(tree, jnp.array([0.5, 1.0, 3.9])).tolist()
     [0, 3, 3]
 
+How it is laid out: a node has b children, enough that one row gather reads them all. All levels lie
+in one array, top first. The top has T <= b nodes, at b - T to b - 1, behind neutral ones, so that
+it is a row like any other; every level begins on a row. The children of node s are
+b * (s + 1 + T - b) and the b - 1 that follow, on every level, so that one loop body serves all.
+
+A parent is always reduced from its children, from the first to the last, and never adjusted by a
+difference: nothing drifts, and a mass that is removed leaves nothing behind.
+
 Reference: Schaul et al., 2016, "Prioritized experience replay", appendix B.2.1.
 """
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -22,16 +32,92 @@ import numpy as np
 from jax import lax
 
 from jrb._util import checks
-from jrb._util import tree as trees
 from jrb._util.arguments import entry
-from jrb._util.tree import Tree
-from jrb._xla import dependencies, gather, random_bits
+from jrb._util.pytree import PyTree
+from jrb._xla import dependencies, gather, random_bits, scatter
 
-_REDRAW = 2048  # among so many nodes, a float32 is too coarse to go on with what is left of it
+SMALLEST = float(np.finfo(np.float32).tiny)
+"""2^-126, the least number that arithmetic keeps."""
+
+_BRANCHING = {"cpu": 8}  # the fastest by backend, where it was measured
+_OTHER_BRANCHING = 32  # elsewhere: three levels fewer to launch at a million leaves
+
+_REDRAW = 2048  # among so many nodes, float32 is too coarse to go on with the rest of a mass
+_MANY = 1024  # if so many leaves are set at once, ...
+_WHOLE = 2  # ... a level of so many nodes for each of them is reduced as a whole
+_SHORT = 8  # the ancestors of at most so many neighbours are reduced one by one
+
+_REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "sum": lax.add,
+    "min": lax.min,
+    "max": lax.max,
+}
+_NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf")}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("nodes",),
+    meta_fields=("capacity", "branching", "reduction"),
+)
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """N leaves, and over them the levels of their reductions.
+
+    Attributes:
+        nodes: float32 `[M]`, all levels, top first, the leaves last.
+        capacity: N.
+        branching: b, the children of a node.
+        reduction: "sum", "min" or "max".
+    """
+
+    nodes: jax.Array
+    capacity: int
+    branching: int
+    reduction: str
+
+    @property
+    def depth(self) -> int:
+        """The number of levels below the top."""
+        depth = 0
+        while self.branching ** (depth + 1) < self.capacity:
+            depth += 1
+        return depth
+
+    @property
+    def leaf(self) -> int:
+        """The node of leaf 0."""
+        return self.start(self.depth)
+
+    @property
+    def bits(self) -> int:
+        """log2 of the branching."""
+        return self.branching.bit_length() - 1
+
+    @property
+    def shift(self) -> int:
+        """B - 1 - T: how far a node lies before the number of the row of its children."""
+        return self.branching - 1 - self.width(0)
+
+    def start(self, level: int) -> int:
+        """Returns the first node of a level; level 0 is the top."""
+        top = self.width(0)
+        return self.branching - top + top * (self.branching**level - 1) // (self.branching - 1)
+
+    def width(self, level: int) -> int:
+        """Returns how many nodes of a level stand over leaves."""
+        return -(-self.capacity // self.branching ** (self.depth - level))
+
+    def replace(self, nodes: jax.Array) -> "Tree":
+        """Returns the tree of the same shape over other nodes."""
+        return dataclasses.replace(self, nodes=nodes)
+
+
+# The functions of users.
 
 
 def init(capacity: int, branching: int | None = None) -> Tree:
-    """A tree of `capacity` leaves of mass 0.
+    """Returns a tree of `capacity` leaves of mass 0.
 
     Args:
         capacity: N, at least 1.
@@ -43,18 +129,25 @@ def init(capacity: int, branching: int | None = None) -> Tree:
         ValueError: a capacity or branching out of range.
     """
     checks.count("capacity", capacity)
-    return trees.init(capacity, branching, "sum")
+    return neutral(capacity, "sum", branching)
 
 
 @jax.jit
 @entry
 def total(tree: Tree) -> jax.Array:
-    """The sum of all masses, float32 `[]`."""
-    return trees.root(tree)
+    """Returns the sum of all masses, float32 `[]`."""
+    return root(tree)
+
+
+@jax.jit
+@entry
+def leaves(tree: Tree) -> jax.Array:
+    """Returns all masses, float32 `[N]`."""
+    return leaf_values(tree)
 
 
 def get(tree: Tree, indices: jax.Array) -> jax.Array:
-    """The masses of these leaves, float32 like `indices`: integers `[...]`, in [0, N).
+    """Returns the masses of these leaves, float32 like `indices`: integers `[...]`, in [0, N).
 
     Raises:
         TypeError: indices that are no integers.
@@ -68,39 +161,8 @@ def get(tree: Tree, indices: jax.Array) -> jax.Array:
 @jax.jit
 @entry
 def _get(tree: Tree, indices: jax.Array) -> jax.Array:
-    return trees.get(tree, indices.reshape(-1)).reshape(indices.shape)
-
-
-@jax.jit
-@entry
-def leaves(tree: Tree) -> jax.Array:
-    """All masses, float32 `[N]`."""
-    return trees.leaves(tree)
-
-
-def bounded(tree: Tree, masses: jax.Array, positive: jax.Array | None = None) -> jax.Array:
-    """Masses, none so large that the sum of N of them is beyond 2^125, nor too small to be drawn.
-
-    A larger sum would be finite still, but not its inverse, which a compiler may divide by. What is
-    positive but below 2^-126 counts as 0 in arithmetic: it becomes 2^-126.
-
-    Args:
-        tree: N leaves.
-        masses: at least 0.
-        positive: which of them are not 0; None for those that have a bit set.
-    """
-    positive = is_positive(masses) if positive is None else positive
-    masses = jnp.where(positive, jnp.maximum(masses, SMALLEST), masses)
-    return jnp.minimum(masses, 2.0**125 / tree.capacity)
-
-
-def is_positive(numbers: jax.Array) -> jax.Array:
-    """Which float32 are above 0, also those below 2^-126, which comparisons may take for 0."""
-    return lax.bitcast_convert_type(numbers, jnp.int32) > 0
-
-
-SMALLEST = float(np.finfo(np.float32).tiny)
-"""2^-126, the least number that arithmetic keeps."""
+    node = (indices.reshape(-1) + tree.leaf).astype(jnp.uint32)
+    return gather.read_at(tree.nodes, node).reshape(indices.shape)
 
 
 def update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
@@ -136,12 +198,12 @@ def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
     node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
     node = jnp.where(good, node, np.uint32(tree.nodes.size))
-    nodes, _ = trees.put_last(tree.nodes, node, bounded(tree, masses))
-    return trees.reduce_above(tree.replace(nodes), node)
+    nodes, _ = scatter.put_last(tree.nodes, node, bounded(tree, masses))
+    return _reduce_above(tree.replace(nodes), node)
 
 
 def find(tree: Tree, mass: jax.Array) -> jax.Array:
-    """The leaves at these points of the line on which all masses lie end to end.
+    """Returns the leaves at these points of the line on which all masses lie end to end.
 
     Args:
         tree: N leaves.
@@ -162,8 +224,8 @@ def find(tree: Tree, mass: jax.Array) -> jax.Array:
 @jax.jit
 @entry
 def _find(tree: Tree, mass: jax.Array) -> jax.Array:
-    found, _ = _descend(tree, jnp.where(mass > 0, mass, 0.0), None)
-    return jnp.where(total(tree) > 0, found, 0)
+    indices, _ = _descend(tree, jnp.where(mass > 0, mass, 0.0), None)
+    return jnp.where(total(tree) > 0, indices, 0)
 
 
 def sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool = True) -> jax.Array:
@@ -198,16 +260,13 @@ def _sample(tree: Tree, key: jax.Array, batch_size: int, stratified: bool) -> ja
     return jnp.where(mass > 0, indices, anywhere)
 
 
+# The functions of samplers and writers, which run inside `jit` and check nothing.
+
+
 def draw(
     tree: Tree, key: jax.Array, batch_size: int, stratified: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Draws leaves, and tells what it drew them by.
-
-    Args:
-        tree: N leaves.
-        key: a PRNG key. It is consumed.
-        batch_size: B.
-        stratified: as for `sample`.
+    """Draws leaves as `sample` does, and returns the numbers behind the draw.
 
     Returns:
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
@@ -216,7 +275,7 @@ def draw(
     words, mass = dependencies.once(
         lambda: (
             random_bits.bits(key, (2, batch_size)),
-            lax.optimization_barrier(trees.reduce_top(tree)),
+            lax.optimization_barrier(reduce_rows(tree, _top_row(tree))),
         )
     )
     first, again = random_bits.unit_interval(words)
@@ -227,72 +286,273 @@ def draw(
     return words, *_descend(tree, first * mass, again), mass
 
 
+def bounded(tree: Tree, masses: jax.Array, positive: jax.Array | None = None) -> jax.Array:
+    """Returns masses, none so large that the sum of N is beyond 2^125, nor too small to be drawn.
+
+    A larger sum would be finite still, but not its inverse, which a compiler may divide by. A
+    positive mass below 2^-126 counts as 0 in arithmetic: it becomes 2^-126.
+
+    Args:
+        tree: N leaves.
+        masses: at least 0.
+        positive: bool, the masses that are not 0; None for those that have a bit set.
+    """
+    positive = is_positive(masses) if positive is None else positive
+    masses = jnp.where(positive, jnp.maximum(masses, SMALLEST), masses)
+    return jnp.minimum(masses, 2.0**125 / tree.capacity)
+
+
+def is_positive(numbers: jax.Array) -> jax.Array:
+    """Returns True for float32 above 0, also below 2^-126, which comparisons may take for 0."""
+    return lax.bitcast_convert_type(numbers, jnp.int32) > 0
+
+
+def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree:
+    """Returns a tree whose leaves are all neutral: 0, or an infinity."""
+    if branching is None:
+        branching = _BRANCHING.get(jax.default_backend(), _OTHER_BRANCHING)
+    if capacity < 1:
+        raise ValueError(f"capacity: expected at least 1, got {capacity}.")
+    if branching not in (2, 4, 8, 16, 32, 64, 128):
+        raise ValueError(
+            f"branching: expected a power of two from 2 to 128, got {branching}. "
+            "Leave it out for the default of this backend."
+        )
+    most = _most_leaves(branching)
+    if capacity > most:
+        raise ValueError(
+            f"capacity: expected at most {most}, as a tree of branching {branching} has no more "
+            f"nodes than int32 can number, got {capacity}. Use several buffers."
+        )
+    shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
+    padded = -(-capacity // branching) * branching if shape.depth else capacity
+    return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
+
+
+@functools.cache
+def _most_leaves(branching: int) -> int:
+    """Returns the most leaves whose nodes, a little over b / (b - 1) a leaf, int32 can number."""
+    nodes = lambda capacity: Tree(jnp.zeros(0), capacity, branching, "sum").leaf + capacity
+    few, many = 1, 2**31 - 1
+    while few < many:
+        middle = (few + many + 1) // 2
+        few, many = (middle, many) if nodes(middle) < 2**31 - branching else (few, middle - 1)
+    return few
+
+
+def cleared(tree: Tree, token: jax.Array) -> Tree:
+    """Returns the tree with all leaves neutral, in its own memory, after the token."""
+    return tree.replace(dependencies.overwrite(tree.nodes, _NEUTRAL[tree.reduction], token))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def over(capacity: int, branching: int, reduction: str, values: jax.Array) -> Tree:
+    """Returns a tree over leaves, float32 `[..., N]`; axes before the last are those of `vmap`."""
+    make = lambda values: set_all(neutral(capacity, reduction, branching), values)
+    for _ in values.shape[:-1]:
+        make = jax.vmap(make)
+    return make(values)
+
+
+def is_tree(thing: PyTree) -> bool:
+    """Returns True for trees: for `jax.tree.map(..., is_leaf=is_tree)`."""
+    return isinstance(thing, Tree)
+
+
+def root(tree: Tree) -> jax.Array:
+    """Returns the reduction of all leaves, float32 `[]`."""
+    return dependencies.read(lambda: reduce_rows(tree, _top_row(tree)))
+
+
+def leaf_values(tree: Tree) -> jax.Array:
+    """Returns all leaves, float32 `[N]`; with axes before that, if `vmap` has put some."""
+    return tree.nodes[..., tree.leaf : tree.leaf + tree.capacity]
+
+
+def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
+    """Returns the least leaf of a "min" tree, float32 `[]`, and the first index of it, int32."""
+    least = root(tree)
+    row = dependencies.read(lambda: _top_row(tree))
+    node = jnp.argmin(row).astype(jnp.int32)
+
+    def descend(_: jax.Array, node: jax.Array) -> jax.Array:
+        first = (node - tree.shift) << tree.bits
+        row = dependencies.read(lambda: lax.dynamic_slice_in_dim(tree.nodes, first, tree.branching))
+        return first + jnp.argmin(row).astype(jnp.int32)
+
+    return least, dependencies.loop(tree.depth, descend, node) - tree.leaf
+
+
+def set_leaves(
+    tree: Tree, index: jax.Array, values: jax.Array, counts: tuple[int, ...] | None = None
+) -> Tree:
+    """Sets leaves, and reduces what stands over them.
+
+    Args:
+        tree: N leaves.
+        index: integers `[B]`; those outside [0, N) are left out.
+        values: float32 `[B]`, equal where indices are, or from `scatter.put_last`.
+        counts: the first so many are set before the next so many, and so on; None for all at once.
+    """
+    index = index.astype(jnp.uint32)  # a negative one is a large number here
+    beyond = np.uint32(tree.nodes.size)
+    node = jnp.where(index < tree.capacity, index + np.uint32(tree.leaf), beyond)
+    nodes = scatter.put_in_turns(tree.nodes, node, values, counts or (node.size,))
+    return _reduce_above(tree.replace(nodes), node)
+
+
+def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
+    """Sets the leaves `first` (int32 `[]`), `first` + 1, ... to `values`, float32 `[K]`."""
+    count, start = values.size, first + tree.leaf
+    tree = tree.replace(lax.dynamic_update_slice_in_dim(tree.nodes, values, start, axis=0))
+    if count <= _SHORT:
+        node = (start + jnp.arange(count, dtype=jnp.int32)).astype(jnp.uint32)
+        return _reduce_paths(tree, node, tree.depth)
+    for level in reversed(range(tree.depth)):  # a slice of each level, which needs no scatter
+        count = min((count + tree.branching - 2) // tree.branching + 1, tree.width(level))
+        first = jnp.minimum(first >> tree.bits, tree.width(level) - count)
+        begin = first + tree.start(level)
+        rows = lax.dynamic_slice_in_dim(
+            tree.nodes, (begin - tree.shift) * tree.branching, count * tree.branching
+        ).reshape(count, tree.branching)
+        nodes = lax.dynamic_update_slice_in_dim(tree.nodes, reduce_rows(tree, rows), begin, axis=0)
+        tree = tree.replace(nodes)
+    return tree
+
+
+def set_all(tree: Tree, values: jax.Array) -> Tree:
+    """Sets all N leaves."""
+    return set_run(tree, jnp.int32(0), values)
+
+
+# Nodes, rows of children, and the way between them.
+
+
+def _top_row(tree: Tree) -> jax.Array:
+    """Returns the top, behind neutral nodes, float32 `[b]`."""
+    return tree.nodes[: tree.branching]
+
+
+def _above_top(tree: Tree) -> int:
+    """Returns the number, uint32, of a node whose children would be the top."""
+    return tree.shift & 0xFFFFFFFF
+
+
+def _parent(tree: Tree, node: jax.Array) -> jax.Array:
+    """Returns the parent of each node (uint32) below the top."""
+    return (node >> np.uint32(tree.bits)) + np.uint32(_above_top(tree))
+
+
+def _children(tree: Tree, node: jax.Array) -> jax.Array:
+    """Returns the first child of each node (uint32) above the leaves."""
+    return (node - np.uint32(_above_top(tree))) << np.uint32(tree.bits)
+
+
+def _columns(rows: jax.Array) -> list[jax.Array]:
+    """Returns the columns of rows `[..., b]`, each `[...]`."""
+    split = lax.split(rows, (1,) * rows.shape[-1], axis=rows.ndim - 1)
+    return [lax.squeeze(column, (-1,)) for column in split]
+
+
+def _running(tree: Tree, rows: jax.Array) -> list[jax.Array]:
+    """Returns the reductions of the first 1, 2, ... children of each row `[..., b]`.
+
+    One child after the other: `cumsum` and dots of rows are slower, and a node equals the last of
+    these bit for bit wherever they are formed again.
+    """
+    return list(itertools.accumulate(_columns(rows), _REDUCE[tree.reduction]))
+
+
+def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:
+    """Returns the reduction of each row `[..., b]`, float32 `[...]`."""
+    return _running(tree, rows)[-1]
+
+
+def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
+    """Reduces what stands over leaves, given by their nodes, uint32 `[B]`; others are ignored.
+
+    If there are many, levels near the top that are hardly longer are reduced whole. For few it
+    would gain less than it takes to compile.
+    """
+    longest = _WHOLE * node.size if node.size >= _MANY else 0
+    whole = sum(tree.width(level) <= longest for level in range(tree.depth))
+    tree = _reduce_paths(tree, node, tree.depth - whole)
+    for level in reversed(range(whole)):
+        begin, count = tree.start(level), tree.width(level)
+        first = (begin - tree.shift) * tree.branching
+        rows = lax.slice_in_dim(tree.nodes, first, first + count * tree.branching)
+        values = reduce_rows(tree, rows.reshape(count, tree.branching))
+        # Not a slice, which `vmap` would make a write to all nodes.
+        level_nodes = jnp.arange(begin, begin + count, dtype=jnp.uint32)
+        tree = tree.replace(scatter.put(tree.nodes, level_nodes, values))
+    return tree
+
+
+def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
+    """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up."""
+    anywhere = np.uint32(tree.leaf)  # for nodes that do not exist
+    above = _parent(tree, jnp.where(node < tree.nodes.size, node, anywhere))
+
+    def climb(_: jax.Array, carry: tuple, rows_at: Callable) -> tuple:
+        nodes, above = carry
+        rows = rows_at(nodes, _children(tree, above))
+        nodes = scatter.put(nodes, above, reduce_rows(tree, rows))
+        # Without the zero, the indices of this write would be copied before they are overwritten.
+        return nodes, _parent(tree, above) + dependencies.zero_after(nodes, jnp.uint32)
+
+    start = (tree.nodes, scatter.column(above))
+    (nodes, _), _ = gather.loop(levels, climb, start, tree.nodes, node.size, tree.branching)
+    return tree.replace(nodes)
+
+
 def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """From the top to the leaves: which child does the mass fall in, and what is left of it there?
+    """Goes from the top to the leaves: at each node to the child that the mass falls in.
 
     Args:
         tree: N leaves.
         mass: float32 `[B]`.
         again: float32 `[B]` in [0, 1), fresh random numbers. A float32 cannot address 10^7 leaves,
-            so one level draws its place inside the node anew, which leaves every probability as it
-            is. None to follow `mass` to the end.
+            so one level draws its position inside the node anew, which leaves every probability as
+            it is. None to follow `mass` to the end.
 
     Returns:
         The leaves, int32 `[B]`, and their masses, float32 `[B]`.
     """
     fresh = next((level for level in range(tree.depth) if tree.width(level) >= _REDRAW), None)
 
-    def step(_: jax.Array, joined: jax.Array, rows_at: Callable) -> jax.Array:
-        mass, node = _parted(joined)
-        first = trees.children(tree, node)
+    def step(_: jax.Array, packed: jax.Array, rows_at: Callable) -> jax.Array:
+        mass, node = _unpack(packed)
+        first = _children(tree, node)
         rows = rows_at(tree.nodes, first)
         if again is not None and fresh is not None:
             # Not by the number of the step: XLA copies that at each one which uses it.
-            here = node - np.uint32(tree.start(fresh)) < tree.start(fresh + 1) - tree.start(fresh)
-            mass = jnp.where(here, again * trees.reduce_rows(tree, rows), mass)
+            start, end = tree.start(fresh), tree.start(fresh + 1)
+            is_fresh = node - np.uint32(start) < end - start
+            mass = jnp.where(is_fresh, again * reduce_rows(tree, rows), mass)
         child, mass = _pick(tree, rows, mass)
-        return _joined(mass, first + child)
+        return _pack(mass, first + child)
 
-    root = jnp.full(mass.shape, trees.above_top(tree), jnp.uint32)
-    found, rows = gather.loop(
-        tree.depth + 1, step, _joined(mass, root), tree.nodes, mass.size, tree.branching
+    above = jnp.full(mass.shape, _above_top(tree), jnp.uint32)
+    packed, rows = gather.loop(
+        tree.depth + 1, step, _pack(mass, above), tree.nodes, mass.size, tree.branching
     )
-    _, node = _parted(found)
+    _, node = _unpack(packed)
     leaf = (node - np.uint32(tree.leaf)).astype(jnp.int32)
-    mass = _child_of(rows, node & np.uint32(tree.branching - 1))
-    return lax.optimization_barrier((leaf, mass))  # read once, and before what is written later
-
-
-def _joined(mass: jax.Array, node: jax.Array) -> jax.Array:
-    """Float32 and uint32 as one complex64.
-
-    XLA's CPU compiler computes two results in two passes, in each of which it sums the rows anew;
-    the two halves of one result it computes in one.
-    """
-    return lax.complex(mass, lax.bitcast_convert_type(node, jnp.float32))
-
-
-def _parted(joined: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The float32 and the uint32 that were joined, bit for bit."""
-    return lax.real(joined), lax.bitcast_convert_type(lax.imag(joined), jnp.uint32)
-
-
-def _child_of(rows: jax.Array, child: jax.Array) -> jax.Array:
-    """`rows[i, child[i]]`, of `[B, b]`: column by column, as XLA sums rows slowly."""
-    columns = trees.columns(rows)
-    found = columns[0]
+    child = node & np.uint32(tree.branching - 1)
+    columns = _columns(rows)  # column by column, as XLA sums rows slowly
+    leaf_mass = columns[0]
     for number, column in enumerate(columns[1:], 1):
-        found = lax.select(child == number, column, found)
-    return found
+        leaf_mass = lax.select(child == number, column, leaf_mass)
+    return lax.optimization_barrier((leaf, leaf_mass))  # read once, and before later writes
 
 
 def _pick(tree: Tree, rows: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The child that `mass` falls in, uint32 `[B]`, and the mass left in it.
+    """Returns the child that `mass` falls in, uint32 `[B]`, and the rest of the mass in it.
 
     Rounding can leave a mass that reaches the sum of the row: it gets the last child that adds to
     the sum, so that a child of mass 0 is never picked.
     """
-    sums = trees.running(tree, rows)
+    sums = _running(tree, rows)
     child = jnp.zeros(mass.shape, jnp.uint32)
     below = jnp.zeros_like(mass)
     for upto in sums[:-1]:
@@ -301,3 +561,17 @@ def _pick(tree: Tree, rows: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.
         child = lax.add(child, lax.convert_element_type(further, jnp.uint32))
         below = lax.select(further, upto, below)
     return child, mass - below
+
+
+def _pack(mass: jax.Array, node: jax.Array) -> jax.Array:
+    """Returns float32 and uint32 as one complex64.
+
+    XLA's CPU compiler computes two results in two passes, in each of which it sums the rows anew;
+    the two halves of one result it computes in one.
+    """
+    return lax.complex(mass, lax.bitcast_convert_type(node, jnp.float32))
+
+
+def _unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the float32 and the uint32 that were packed, bit for bit."""
+    return lax.real(packed), lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)

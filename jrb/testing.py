@@ -312,7 +312,7 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
 def check_options(buffer: ReplayBuffer, example: Item) -> None:
     """The options of `draw` do what they say, and what it says of probabilities is true."""
     state, sampler, key = _filled(buffer, example), buffer.sampler, jax.random.key(7)
-    if sampler.takes_priorities and buffer.writer.is_chronological:
+    if sampler.prioritized and sampler.takes_priorities and buffer.writer.is_chronological:
         items, lead = rows(example, jnp.float32(1), 9, *_lead(buffer)), (9, *_lead(buffer))
         given = 2 + jnp.arange(9 * buffer.ring.envs, dtype=jnp.float32).reshape(lead)
         found = buffer.priorities(buffer.extend(buffer.init(example), items, priorities=given))

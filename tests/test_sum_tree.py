@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jrb import sum_tree
-from jrb._util import tree as trees
-from jrb._xla import random_bits
+from jrb._xla import random_bits, scatter
 
 CAPACITIES = (1, 2, 7, 8, 9, 63, 65, 513, 1000, 4099)
 BRANCHINGS = (2, 8, 32)
@@ -30,8 +29,8 @@ total = jax.jit(sum_tree.total)
 get = jax.jit(sum_tree.get)
 leaves = jax.jit(sum_tree.leaves)
 sample = jax.jit(sum_tree.sample, static_argnums=(2, 3))
-set_run = jax.jit(trees.set_run)
-set_all = jax.jit(trees.set_all)
+set_run = jax.jit(sum_tree.set_run)
+set_all = jax.jit(sum_tree.set_all)
 
 in_shapes = pytest.mark.parametrize(("capacity", "branching"), SHAPES)
 in_few_shapes = pytest.mark.parametrize(("capacity", "branching"), FEW_SHAPES)
@@ -523,14 +522,14 @@ def test_the_last_duplicate_wins_where_a_scatter_has_no_order(count):
     for index, value in zip(indices, values, strict=True):
         if index < 1000:
             expected[index] = value
-    out, found = jax.jit(trees.put_in_any_order)(jnp.full(1000, 2.0), indices, values)
+    out, found = jax.jit(scatter.put_in_any_order)(jnp.full(1000, 2.0), indices, values)
     assert same_bits(out, expected)
     inside = indices < 1000
     assert same_bits(np.asarray(found)[inside], expected[indices[inside]])
 
 
 @pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("put", [trees.put_in_turns, trees.put_part_by_part])
+@pytest.mark.parametrize("put", [scatter.put_in_turns, scatter.put_part_by_part])
 def test_what_is_put_in_a_later_turn_stays(put, columns):
     rng = np.random.default_rng(9)
     counts, expected = (40, 1, 30), np.full(50, 2, np.float32)
@@ -539,7 +538,7 @@ def test_what_is_put_in_a_later_turn_stays(put, columns):
     for index, value in zip(indices, values, strict=True):
         if index < 50:
             expected[index] = value
-    shaped = [trees.column(each) if columns else each for each in (indices, values)]
+    shaped = [scatter.column(each) if columns else each for each in (indices, values)]
     assert same_bits(jax.jit(put, static_argnums=3)(jnp.full(50, 2.0), *shaped, counts), expected)
 
 
@@ -698,9 +697,9 @@ def test_a_run_of_leaves_is_set_as_one_by_one(capacity, branching):
 @pytest.mark.parametrize("reduction", ["min", "max"])
 def test_least_and_greatest_follow_the_leaves(reduction):
     rng, reduce = np.random.default_rng(12), getattr(np, reduction)
-    root = jax.jit(trees.root)
+    root = jax.jit(sum_tree.root)
     for capacity, branching in [(1, 2), (8, 8), (1000, 8)]:
-        tree = trees.init(capacity, branching, reduction)
+        tree = sum_tree.neutral(capacity, reduction, branching)
         assert float(root(tree)) == (np.inf if reduction == "min" else -np.inf)
         for scale in (1.0, 10.0, 0.1):
             values = floats(rng.random(capacity) * scale + 0.5)

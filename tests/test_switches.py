@@ -113,7 +113,7 @@ def run(buffer, its):
     if buffer.writer.blocks_when_full:
         state, _ = verbs.draw(state, its["key"])
     state = verbs.add(state, its["one"], its["mask"])
-    if buffer.sampler.takes_priorities:
+    if buffer.sampler.prioritized and buffer.sampler.takes_priorities:
         state = verbs.add(state, its["one"], None, its["priorities"])
     state, batch = verbs.draw(state, its["key"])
     verbs.sample(state, its["key"])

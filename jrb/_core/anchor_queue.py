@@ -15,8 +15,7 @@ from jax import lax
 from jrb._core import lanes, rows
 from jrb._core.lanes import PerEnvAnchorQueues
 from jrb._util import pytree
-from jrb._util import tree as trees
-from jrb._xla import dependencies
+from jrb._xla import dependencies, scatter
 from jrb.occupancy import Occupancy
 from jrb.ring import Ring, first_places
 from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
@@ -186,12 +185,12 @@ def _after_write(
 
 def append(ring: Ring, queue: AnchorQueue, slots: jax.Array) -> AnchorQueue:
     """Slots join the end, int32 `[K]`; N or more where there is none."""
-    slots = trees.column(slots)
+    slots = scatter.column(slots)
     joins = slots < ring.capacity
     place = queue.count + _joined_upto(joins) - 1
     at = jnp.where(joins, ring.slot_after(queue.head, place), ring.capacity)
     return queue.replace(
-        slots=trees.put(queue.slots, at, slots),
+        slots=scatter.put(queue.slots, at, slots),
         count=queue.count + jnp.sum(joins, dtype=jnp.int32),
     )
 

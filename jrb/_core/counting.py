@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._core import rows
-from jrb._util import tree as trees
-from jrb._xla import dependencies
+from jrb._xla import dependencies, scatter
 from jrb.ring import Ring
 from jrb.state import Sample
 from jrb.types import Draw, DrawCounts, Sampler, WritePlan
@@ -71,7 +70,7 @@ def _counted(draws: jax.Array, slots: jax.Array, mask: jax.Array, before: jax.Ar
     counts = mask & (before < _MOST - slots.size)
     at = jnp.where(counts, slots, draws.size) + dependencies.token(before)
     one = jnp.ones(slots.shape, jnp.int32)
-    return trees.put(draws, at, one, lax.scatter_add)
+    return scatter.put(draws, at, one, lax.scatter_add)
 
 
 def adopted(new: PartState, old: list[PartState], slots: jax.Array, places: jax.Array) -> Any:

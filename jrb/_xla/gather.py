@@ -278,3 +278,13 @@ def read(*gathers: tuple[Callable[[], jax.Array], bool]) -> list[jax.Array]:
         lambda: [get() for get, _ in gathers], lambda it: changed(in_room, it)
     )
     return changed(rows_in, found)
+
+
+def read_at(array: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns `array[index]`, read once: `[N]` at indices `[B]`, none negative, clipped to [0, N)."""
+
+    def found(times: int, array: jax.Array, index: jax.Array) -> jax.Array:
+        clipped = lambda: items_at(array, index, mode="clip")
+        return read((clipped, is_few(array, index, times=times)))[0]
+
+    return together(is_few(array, index), found, array, index)

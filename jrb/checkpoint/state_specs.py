@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrb import sum_tree
 from jrb._core import memory, validate
 from jrb._util import pytree
-from jrb._util import tree as trees
 from jrb._util.pytree import Leaf, PyTree
 from jrb._xla import compat
 from jrb.checkpoint import host_items
@@ -36,27 +36,27 @@ def packed(state: PyTree) -> Any:
     """
 
     def leaves(part: Any) -> Any:
-        if not trees.is_tree(part):
+        if not sum_tree.is_tree(part):
             return part
         if isinstance(part.nodes, jax.ShapeDtypeStruct):
             shape = (*part.nodes.shape[:-1], part.capacity)
             return jax.ShapeDtypeStruct(shape, part.nodes.dtype)
         if memory.on_host(part.nodes):
             part = part.replace(np.asarray(part.nodes))  # so that the leaves are no copy
-        return trees.leaves(part)
+        return sum_tree.leaf_values(part)
 
-    return jax.tree.map(leaves, state, is_leaf=trees.is_tree)
+    return jax.tree.map(leaves, state, is_leaf=sum_tree.is_tree)
 
 
 def unpacked(want: PyTree, state: PyTree) -> Any:
     """The state, like the specs `want`, of which `packed` made this."""
 
     def whole(spec: Item, part: Any) -> Any:
-        if not trees.is_tree(spec):
+        if not sum_tree.is_tree(spec):
             return part
-        return trees.over(spec.capacity, spec.branching, spec.reduction, part)
+        return sum_tree.over(spec.capacity, spec.branching, spec.reduction, part)
 
-    return jax.tree.map(whole, want, state, is_leaf=trees.is_tree)
+    return jax.tree.map(whole, want, state, is_leaf=sum_tree.is_tree)
 
 
 def batched(tree: Item, batch: tuple[int, ...]) -> Any:

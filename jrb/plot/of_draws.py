@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jrb import sum_tree
 from jrb._core import steps
 from jrb._core.steps import context_of
 from jrb._util import checks
-from jrb._util import tree as trees
 from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts, words
 from jrb.plot.canvas import Axes, Row, Tone
@@ -133,7 +133,7 @@ def _expected(buffer: ReplayBuffer, state: BufferState, counted: Counted) -> tup
         return None, f"{type(buffer.sampler).__name__} uses anchors up: there is no expectation"
     masses = None
     if isinstance(buffer.sampler, Prioritized) and isinstance(state.sampler, Priorities):
-        masses = np.asarray(trees.leaves(state.sampler.masses), np.float64)
+        masses = np.asarray(sum_tree.leaf_values(state.sampler.masses), np.float64)
         if masses.sum() > 0:
             return masses / masses.sum(), "expected: each anchor's share of the mass"
     alike = _anchors(buffer, state)

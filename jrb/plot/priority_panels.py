@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jrb._util import tree as trees
+from jrb import sum_tree
 from jrb.buffer import ReplayBuffer
 from jrb.plot import binned, canvas, facts, words
 from jrb.plot.canvas import Axes, Tone
@@ -84,7 +84,7 @@ def read(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarr
     """The priorities, float32 `[N]`, negative without an anchor; and what draws go by, `[K]`."""
     raw = np.asarray(buffer.priorities(state))
     if isinstance(state.sampler, Priorities):
-        masses = np.asarray(trees.leaves(state.sampler.masses))
+        masses = np.asarray(sum_tree.leaf_values(state.sampler.masses))
     else:
         masses = raw
     return raw, anchors_of(raw, masses)

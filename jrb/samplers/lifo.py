@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._util import pytree
-from jrb._util import tree as trees
-from jrb._xla import dependencies
+from jrb._xla import dependencies, scatter
 from jrb.ring import Ring
 from jrb.samplers.queue import OnceInOrder
 from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts
@@ -96,7 +95,9 @@ class Lifo(OnceInOrder):
         at = ring.slot_after(state.bottom, jnp.minimum(state.count + offset, ring.capacity))
         at = jnp.where(offset < new, at, ring.capacity)
         numbers = state.following - (new - offset).astype(jnp.uint32)
-        return state.replace(numbers=trees.put(state.numbers, at, numbers), count=state.count + new)
+        return state.replace(
+            numbers=scatter.put(state.numbers, at, numbers), count=state.count + new
+        )
 
     def draw(
         self,

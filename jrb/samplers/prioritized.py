@@ -1,4 +1,4 @@
-"""Anchors in proportion to their priority."""
+"""Prioritized experience replay: anchors are drawn in proportion to their priority^alpha."""
 
 import functools
 from collections.abc import Callable
@@ -13,12 +13,11 @@ from jax import lax
 from jrb import sum_tree
 from jrb._core.compiling import by_description
 from jrb._util import checks, display, pytree
-from jrb._util import tree as trees
-from jrb._util.tree import Tree
-from jrb._xla import dependencies, random_bits
+from jrb._xla import dependencies, gather, random_bits, scatter
 from jrb.keys import Path, find, path_name
 from jrb.occupancy import Occupancy
 from jrb.ring import Ring
+from jrb.sum_tree import Tree
 from jrb.types import (
     Anchors,
     AnchorUpdate,
@@ -33,26 +32,26 @@ from jrb.types import (
 
 _NO_ANCHOR = -1.0
 DROPPED = -2.0
-"""What stands for the priority of an anchor that was dropped."""
-_CHUNK = 256  # slots that are cleared at once, where many leave
-_RUN = 4096  # slots whose masses are computed at once, where all are
+"""The priority of an anchor that was dropped."""
+_CHUNK = 256  # slots that are cleared at once, if many depart
+_RUN = 4096  # slots whose masses are computed at once, if all are
 
 
 class Priorities(DrawCounts):
-    """What a prioritized sampler knows of every slot.
+    """The priorities of all slots.
 
     Attributes:
         raw: float32 `[N]`, the priority p of each anchor; -1 where there is no anchor, -2 where
             there is one that was dropped.
         waiting: float32 `[N]`, the priorities that came with rows which may become anchors later,
-            -1 where none did; None for units whose rows are anchors at once.
+            -1 for none; None for units whose rows are anchors at once.
         masses: a sum-tree over (p + eps)^alpha, 0 where there is no anchor.
         smallest: a tree of the least positive mass, or None: for `normalize="buffer"`.
         largest: a tree of the greatest p, or None: for `new_priority="max_in_buffer"`.
         highest: float32 `[]`, the greatest p seen so far, 1 at first.
         alpha: float32 `[]`.
         refused: uint32 `[]`, how many priorities were NaN, infinite or negative.
-        dropped: bool `[]`, whether anchors were dropped since the buffer was empty.
+        dropped: bool `[]`, True if anchors were dropped since the buffer was empty.
         is_attached: True if it belongs to a buffer, which reports every anchor; no array.
     """
 
@@ -68,11 +67,10 @@ class Priorities(DrawCounts):
     is_attached: bool = pytree.static(default=False)
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """How the priorities of what may be drawn spread, and how many were refused."""
+        """Returns the spread of the priorities of anchors, and how many were refused."""
         raw, refused = display.known(self.raw), display.known(self.refused)
-        some = None if raw is None else raw[raw > 0]
-        found = {} if some is None else {"priorities": display.spread(some)}
-        return found | ({"refused": f"{int(refused):,}"} if refused else {})
+        facts = {} if raw is None else {"priorities": display.spread(raw[raw > 0])}
+        return facts | ({"refused": f"{int(refused):,}"} if refused else {})
 
 
 @pytree.component
@@ -85,16 +83,15 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     Attributes:
         alpha: how much priorities matter, at least 0; 0 is uniform. `set_alpha` changes it later.
         beta: how much of the bias is undone, 1 for all; `sample(..., beta=)` takes a schedule.
-        eps: what is added to every priority, at least 0.
+        eps: added to every priority, at least 0.
         stratified: one draw from each of B equal parts of the mass, for less variance.
-        normalize: what the weights are divided by: the largest in the "batch", the largest that any
-            anchor in the "buffer" would get, or None for nothing.
+        normalize: the divisor of the weights: the largest in the "batch", the largest that any
+            anchor in the "buffer" would get, or None for no division.
         new_priority: the priority p of new items: "max", the largest seen so far (1 at first);
             "max_in_buffer", the largest held when they are written (1 if nothing is held); or a
             number.
         priority_key: the path to a leaf of the items, a real number each, that is the priority of
-            what is written; None for that of new items. `add(..., priorities=)` does without a
-            leaf.
+            new items; None to use `new_priority`. `add(..., priorities=)` needs no leaf.
         count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
@@ -138,8 +135,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> Priorities:
-        """No anchors."""
-        tree = functools.partial(trees.init, ring.capacity, None)
+        """Returns the state of no anchors."""
+        tree = functools.partial(sum_tree.neutral, ring.capacity)
         return Priorities(
             raw=jnp.full(ring.capacity, _NO_ANCHOR, jnp.float32),
             masses=tree("sum"),
@@ -152,12 +149,14 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         )
 
     def attach(self, state: Priorities, has_delayed_anchors: bool) -> Priorities:
-        """Told of every anchor from here on."""
+        """Marks the state as one that has seen every anchor, with room for waiting priorities."""
         waiting = jnp.full_like(state.raw, _NO_ANCHOR) if has_delayed_anchors else None
         return state.replace(is_attached=True, waiting=waiting)
 
+    # Writes.
+
     def priorities_from_items(self, items: Item) -> jax.Array | None:
-        """Those at `priority_key`."""
+        """Returns the priorities at `priority_key`."""
         if self.priority_key is None:
             return None
         leaf = find(items, self.priority_key, "Prioritized: priority_key")
@@ -172,94 +171,37 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def on_write(
         self, ring: Ring, state: Priorities, change: AnchorUpdate, anchors: Anchors
     ) -> Priorities:
-        """New anchors enter with the priority of new items, those that left lose theirs."""
-        default, left = self._new_priority(state, change.incoming), change.removed
+        """Removes the masses of anchors that departed, then sets those of anchors that entered."""
+        default = self._default_priority(state, change.incoming)
+        departed = change.removed
         if change.expired is not None and change.most is not None:
-            left = jnp.concatenate([change.expired.run(ring, change.most), left])
+            departed = jnp.concatenate([change.expired.run(ring, change.most), departed])
         elif change.expired is not None:
-            state = self._without_run(ring, state, change.expired)
-        state, new = self._entering(ring, state, change, default)
-        if change.consecutive:
-            return self._set_run(self._without(state, left), change.entered[0], new)
-        return self._set(state, (left, _none_at(left)), (change.entered, new))
+            state = _without_run(self, ring, state, change.expired)
+        state, new = _entering(state, change, default)
+        if change.consecutive:  # a slice of the tree's leaves, which needs no scatter
+            state, first = _without(state, departed), change.entered[0]
+            raw = lax.dynamic_update_slice_in_dim(state.raw, new, first, axis=0)
+            put = lambda tree, leaves: sum_tree.set_run(tree, first, leaves)
+            return self._put(state.replace(raw=raw), new, put)
+        return self._set(state, (departed, _none_at(departed)), (change.entered, new))
 
-    def _entering(
-        self, ring: Ring, state: Priorities, change: AnchorUpdate, default: jax.Array
-    ) -> tuple[Priorities, jax.Array]:
-        """The state, and the priority of each anchor that enters: one that was given, or not."""
-        given, waiting, own = change.incoming, state.waiting, None
-        if given is not None and given.priorities is not None:
-            good = _is_priority(given.priorities)
-            own = jnp.where(good, given.priorities, _NO_ANCHOR)
-            wrong = ~good.reshape(len(given.row_mask), -1) & given.row_mask
-            state = state.replace(
-                highest=jnp.maximum(
-                    state.highest, jnp.max(_greatest(given.priorities, given.row_mask))
-                ),
-                refused=state.refused + jnp.sum(wrong, dtype=jnp.uint32),
-            )
-        if waiting is not None:
-            entered = trees.column(change.entered)
-            waiting = _noted(waiting, given, own)
-            own = trees.read(waiting, entered)
-            none = jnp.minimum(own, _NO_ANCHOR)  # what it is in any case, once `own` was read
-            state = state.replace(waiting=trees.put(waiting, entered, none))
-            own = own.reshape(-1)
-        if own is None:
-            return state, jnp.broadcast_to(default, change.entered.shape)
-        if default.ndim:  # of each row of time; as many anchors enter with each
-            default = jnp.repeat(default, own.size // default.size)
-        # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes what is below 2^-126.
-        return state, jnp.where(own == _NO_ANCHOR, default, own)
-
-    def _without(self, state: Priorities, slots: jax.Array) -> Priorities:
-        """No anchor at slots, int32 `[K]`; N where there is none to leave."""
-        if not slots.size:
-            return state
-        slots = trees.column(slots)
-        # None of it known before the slots: a constant would wait for nothing (see `rows.in_line`).
-        none = jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR)
-        put = lambda tree, leaf: None if tree is None else trees.set_leaves(tree, slots, leaf)
-        return state.replace(
-            raw=trees.put(state.raw, slots, none),
-            masses=put(state.masses, none - _NO_ANCHOR),
-            smallest=put(state.smallest, none + jnp.inf),
-            largest=put(state.largest, none),
-        )
-
-    def _without_run(self, ring: Ring, state: Priorities, expired: Occupancy) -> Priorities:
-        """No mass in a run of any length."""
-        chunk = min(ring.capacity, _CHUNK)
-
-        def clear(trip: jax.Array, state: Priorities) -> Priorities:
-            done = jnp.minimum(trip * chunk, expired.count)
-            rest = Occupancy(first=ring.slot_after(expired.first, done), count=expired.count - done)
-            return self._without(state, rest.run(ring, chunk))
-
-        def clear_at_once() -> Priorities:
-            slots = jnp.arange(ring.capacity, dtype=jnp.int32)
-            raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
-            return self._put(state.replace(raw=raw), raw, trees.set_all)
-
-        trips = (dependencies.at_least(expired.count) + chunk - 1) // chunk
-        return lax.platform_dependent(
-            cpu=lambda: dependencies.loop(trips, clear, state),
-            default=clear_at_once,  # the trips would be unknown
-        )
-
-    def _new_priority(self, state: Priorities, given: IncomingPriorities | None) -> jax.Array:
-        """The priority of new items, float32 `[]`; or `[T]`, of those that come with each row."""
+    def _default_priority(
+        self, state: Priorities, incoming: IncomingPriorities | None
+    ) -> jax.Array:
+        """Returns the priority of new items, float32 `[]`, or `[T]` for those of each row."""
         if self.new_priority == "max":
-            if given is None or given.priorities is None or len(given.row_mask) == 1:
+            if incoming is None or incoming.priorities is None or len(incoming.row_mask) == 1:
                 return state.highest
-            before = jnp.concatenate(
-                [state.highest[None], _greatest(given.priorities, given.row_mask)[:-1]]
-            )
-            return lax.cummax(before)
+            # However rows are cut into calls, a row gets the greatest priority before it.
+            by_row = _greatest(incoming.priorities, incoming.row_mask)
+            return lax.cummax(jnp.concatenate([state.highest[None], by_row[:-1]]))
         if state.largest is None:
             return jnp.float32(self.new_priority and max(self.new_priority, sum_tree.SMALLEST))
-        held = trees.root(state.largest)
+        held = sum_tree.root(state.largest)
         return jnp.where(held < 0, 1.0, held)
+
+    # Draws.
 
     def draw(
         self,
@@ -270,130 +212,95 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         batch_size: int,
         beta: jax.Array | float | None = None,
     ) -> tuple[Priorities, Draw]:
-        """Walks down the sum-tree; where no anchor has mass, all are equally likely.
+        """Descends the sum-tree; if no anchor has mass, all are equally likely.
 
         Unless some were dropped: then nothing is drawn.
         """
         words, slots, mass, total = sum_tree.draw(state.masses, key, batch_size, self.stratified)
-        some = total > 0
-        none = (anchors.count == 0) | (state.dropped & ~some)
-        mask = jnp.broadcast_to(~none, (batch_size,))
+        has_mass = total > 0
+        nothing = (anchors.count == 0) | (state.dropped & ~has_mass)
+        mask = jnp.broadcast_to(~nothing, (batch_size,))
         alike = anchors.uniform_draw(random_bits.below(anchors.count, *words), mask, key)
-        beta = self.exponent(beta)
+        # Equation 1: P(i) = m_i / M. Section 3.4: w_i = (N P(i))^-beta, over the largest of them:
+        # N and M cancel, which leaves (m_i / m)^-beta for the divisor m.
         divisor = self._divisor(state, anchors, mass, total)
-        ratio = jnp.log(jnp.where(some, mass, 1.0)) - jnp.log(divisor)
-        # A weight of 0 is for what was not drawn.
-        weights = jnp.maximum(jnp.exp(-beta * ratio), sum_tree.SMALLEST)
-        slots = jnp.where(some, slots, alike.slots)
-        inverse = 1 / jnp.where(some, total, 1.0)  # a quotient may be rounded in two ways
-        if self.normalize == "buffer":
+        log_ratio = jnp.log(jnp.where(has_mass, mass, 1.0)) - jnp.log(divisor)
+        # At least 2^-126: a weight of 0 is for padding.
+        weights = jnp.maximum(jnp.exp(-self.exponent(beta) * log_ratio), sum_tree.SMALLEST)
+        slots = jnp.where(has_mass, slots, alike.slots)
+        if self.normalize == "buffer":  # later writes wait for the read of the divisor
             slots = slots + dependencies.token(divisor)
+        inverse = 1 / jnp.where(has_mass, total, 1.0)  # a quotient may be rounded in two ways
         return state, Draw(
             slots=slots,
-            probabilities=jnp.where(some, mass * inverse, alike.probabilities),
+            probabilities=jnp.where(has_mass, mass * inverse, alike.probabilities),
             weights=jnp.where(mask, weights, 0.0),
             mask=mask,
         )
 
-    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
-        """Beta, float32 `[]`; None stands for the sampler's own."""
-        return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
-
-    def ready(self, state: Priorities, anchors: Anchors, batch_size: int | None) -> jax.Array:
-        """Whether there is an anchor that was not dropped."""
-        return (anchors.count > 0) & (~state.dropped | (trees.root(state.masses) > 0))
-
-    def stats(self, ring: Ring, state: Priorities, anchors: Anchors) -> ShardStats:
-        """The roots of the trees, and the greatest priority so far."""
-        smallest = state.smallest
-        return ShardStats(
-            num_anchors=anchors.count,
-            mass=trees.root(state.masses),
-            num_drawable=jnp.where(state.dropped, 0, anchors.count),
-            min_mass=jnp.float32(jnp.inf) if smallest is None else trees.root(smallest),
-            max_priority=state.highest,
-        )
-
-    def sync_shards(self, state: Priorities, stats: ShardStats) -> Priorities:
-        """New items get the greatest priority that any shard has seen."""
-        return state.replace(highest=jnp.max(stats.max_priority))
-
     def _divisor(
         self, state: Priorities, anchors: Anchors, mass: jax.Array, total: jax.Array
     ) -> jax.Array:
-        """The mass m for which (mass / m)^-beta is the weight; 1 where there is no mass.
-
-        In the quotient of two (N P)^-beta, N and the total cancel.
-        """
+        """Returns the mass m for which (mass / m)^-beta is the weight; 1 if there is no mass."""
         if self.normalize == "batch":
             divisor = jnp.min(mass)
         elif state.smallest is not None:
-            divisor = trees.root(state.smallest)
+            divisor = sum_tree.root(state.smallest)
         else:
             divisor = total / jnp.maximum(anchors.count, 1).astype(jnp.float32)
         return jnp.where(total > 0, divisor, 1.0)
 
+    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
+        """Returns beta, float32 `[]`."""
+        return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
+
+    def ready(self, state: Priorities, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Returns True if there is an anchor that was not dropped."""
+        return (anchors.count > 0) & (~state.dropped | (sum_tree.root(state.masses) > 0))
+
+    # Priorities.
+
+    def priorities(self, state: Priorities) -> jax.Array:
+        """Returns the priorities p."""
+        return state.raw
+
     def update(
         self, ring: Ring, state: Priorities, slots: jax.Array, priorities: jax.Array, ok: jax.Array
     ) -> Priorities:
-        """New priorities for anchors; the last one wins where a slot stands twice.
+        """Sets new priorities of anchors; the last one wins where a slot stands twice.
 
-        Args:
-            ring: the ring's shape.
-            state: the sampler's state.
-            slots: int32 `[B]`.
-            priorities: float32 `[B]`. One that is NaN, infinite or negative is refused and counted:
-                the old one stays. Of the others, each was seen, replaced or not.
-            ok: bool `[B]`, False where nothing is to be done.
+        One that is NaN, infinite or negative is refused and counted: the old one stays. All others
+        count for `highest`, also those that another one in the batch replaces.
         """
         index = slots.astype(jnp.uint32)
-        member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
+        is_anchor = ok & (index < ring.capacity) & (gather.read_at(state.raw, index) >= 0)
         good = _is_priority(priorities)
-        index = jnp.where(member & good, index, np.uint32(ring.capacity))
-        raw, last = trees.put_last(state.raw, index, priorities)
+        index = jnp.where(is_anchor & good, index, np.uint32(ring.capacity))
+        raw, last = scatter.put_last(state.raw, index, priorities)
         greatest = jnp.max(jnp.where(index < ring.capacity, priorities, 0.0), initial=0.0)
         state = state.replace(
             raw=raw,
             highest=jnp.maximum(state.highest, greatest),
-            refused=state.refused + jnp.sum(member & ~good, dtype=jnp.uint32),
+            refused=state.refused + jnp.sum(is_anchor & ~good, dtype=jnp.uint32),
         )
-        return self._put(state, last, lambda tree, leaf: trees.set_leaves(tree, index, leaf))
+        return self._put(state, last, lambda tree, leaf: sum_tree.set_leaves(tree, index, leaf))
 
     def drop(self, ring: Ring, state: Priorities, slots: jax.Array, ok: jax.Array) -> Priorities:
-        """No mass for anchors, whatever priorities they get later; until the slot is overwritten.
+        """Removes the mass of anchors until their slots are overwritten.
 
         The number of anchors, by which `normalize=None` scales weights, still counts them.
         """
         index = slots.astype(jnp.uint32)
-        member = ok & (index < ring.capacity) & (trees.read(state.raw, index) >= 0)
-        state = state.replace(dropped=state.dropped | member.any())
+        is_anchor = ok & (index < ring.capacity) & (gather.read_at(state.raw, index) >= 0)
+        state = state.replace(dropped=state.dropped | is_anchor.any())
         dropped = jnp.full(slots.shape, DROPPED, jnp.float32)
-        return self._set(state, (jnp.where(member, slots, ring.capacity), dropped))
-
-    def priorities(self, state: Priorities) -> jax.Array:
-        """The priorities p."""
-        return state.raw
-
-    def rebuild_index(
-        self, ring: Ring, state: Priorities, entered: jax.Array, old: Anchors, new: Anchors
-    ) -> Priorities:
-        """Anchors that stay keep their priority; others get that of new items. Costs O(N)."""
-        none = jnp.full_like(state.raw, _NO_ANCHOR)
-        fresh = jnp.broadcast_to(self._new_priority(state, None), none.shape)
-        if state.waiting is not None:
-            fresh = jnp.where(state.waiting == _NO_ANCHOR, fresh, state.waiting)
-        fresh = jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw)
-        is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
-        raw, waiting = jnp.where(is_anchor, fresh, none), state.waiting
-        if waiting is not None:
-            waiting = jnp.where(is_anchor, none, waiting)
-        return self._put(state.replace(raw=raw, waiting=waiting), raw, trees.set_all)
+        return self._set(state, (jnp.where(is_anchor, slots, ring.capacity), dropped))
 
     def set_alpha(self, state: Priorities, alpha: jax.Array | float) -> Priorities:
-        """Another alpha, and all masses computed anew from the priorities; costs O(N).
+        """Sets alpha, and computes all masses anew from the priorities; costs O(N).
 
-        On the CPU, the same alpha as before costs nothing, unless under `vmap`. A traced alpha that
-        is negative or not finite leaves the old one.
+        On the CPU, the alpha that it has already costs nothing, unless under `vmap`. A traced alpha
+        that is negative or not finite leaves the old one.
         """
         alpha = jnp.asarray(alpha, jnp.float32)
         if alpha.shape:
@@ -409,82 +316,115 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         priorities: jax.Array,
         highest: jax.Array | float | None = None,
     ) -> Priorities:
-        """Priorities that come from elsewhere, such as another buffer; costs O(N).
-
-        Args:
-            state: the sampler's state.
-            slots: int32 `[K]`, distinct; those that are no anchors are left alone.
-            priorities: real numbers `[K]`; a negative one leaves what is there.
-            highest: the greatest priority seen there; None for the greatest of both.
-        """
+        """Sets priorities that come from elsewhere, as `PrioritizedSampler.assign`; costs O(N)."""
         new = jnp.asarray(checks.real_numbers("assign: priorities", priorities))
-        here = (state.raw[slots] >= 0) & jnp.isfinite(new) & (new >= 0)
-        raw = state.raw.at[jnp.where(here, slots, state.raw.size)].set(new, mode="drop")
+        valid = (state.raw[slots] >= 0) & jnp.isfinite(new) & (new >= 0)
+        raw = state.raw.at[jnp.where(valid, slots, state.raw.size)].set(new, mode="drop")
         if highest is None:
-            highest = jnp.maximum(state.highest, jnp.max(new, initial=0.0, where=here))
+            highest = jnp.maximum(state.highest, jnp.max(new, initial=0.0, where=valid))
         highest = jnp.asarray(highest).astype(jnp.float32)
-        state = state.replace(raw=raw, highest=highest)
-        return self._put(state, raw, trees.set_all)
+        return self._put(state.replace(raw=raw, highest=highest), raw, sum_tree.set_all)
 
     def import_state(
         self, state: Priorities, old: Priorities, slots: jax.Array, new_slots: jax.Array
     ) -> Priorities:
-        """Takes over what another buffer's sampler knew of its anchors.
-
-        Args:
-            state: the sampler's state, after the items were written.
-            old: the other sampler's state.
-            slots: int32 `[K]`, where the items were.
-            new_slots: int32 `[K]`, where they are.
-        """
-        known, waiting = old.raw[slots], state.waiting
+        """Takes over priorities, those that wait, drops, alpha, and the count of refusals."""
+        priorities, waiting = old.raw[slots], state.waiting
         if waiting is not None and old.waiting is not None:
             waiting = waiting.at[new_slots].set(old.waiting[slots])
         state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
-        state = self.assign(state, new_slots, known, old.highest)
-        gone = jnp.where(known == DROPPED, new_slots, state.raw.size)
-        raw = state.raw.at[gone].set(DROPPED, mode="drop")
-        state = state.replace(raw=raw, dropped=(known == DROPPED).any())
-        return self._put(state, raw, trees.set_all)
+        state = self.assign(state, new_slots, priorities, old.highest)
+        is_dropped = priorities == DROPPED
+        raw = state.raw.at[jnp.where(is_dropped, new_slots, state.raw.size)].set(
+            DROPPED, mode="drop"
+        )
+        return self._put(state.replace(raw=raw, dropped=is_dropped.any()), raw, sum_tree.set_all)
+
+    def rebuild_index(
+        self, ring: Ring, state: Priorities, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> Priorities:
+        """Keeps the priorities of anchors that stay; others get that of new items. Costs O(N)."""
+        none = jnp.full_like(state.raw, _NO_ANCHOR)
+        fresh = jnp.broadcast_to(self._default_priority(state, None), none.shape)
+        waiting = state.waiting
+        if waiting is not None:
+            fresh = jnp.where(waiting == _NO_ANCHOR, fresh, waiting)
+        fresh = jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw)
+        is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
+        raw = jnp.where(is_anchor, fresh, none)
+        if waiting is not None:
+            waiting = jnp.where(is_anchor, none, waiting)
+        return self._put(state.replace(raw=raw, waiting=waiting), raw, sum_tree.set_all)
+
+    def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
+        """Returns the state of no anchors; only alpha stays."""
+        clear = lambda tree: None if tree is None else sum_tree.cleared(tree, token)
+        waiting = state.waiting
+        if waiting is not None:
+            waiting = dependencies.overwrite(waiting, _NO_ANCHOR, token)
+        return state.replace(
+            raw=dependencies.overwrite(state.raw, _NO_ANCHOR, token),
+            waiting=waiting,
+            masses=clear(state.masses),
+            smallest=clear(state.smallest),
+            largest=clear(state.largest),
+            highest=jnp.ones_like(state.highest),
+            refused=jnp.zeros_like(state.refused),
+            dropped=jnp.zeros_like(state.dropped),
+        )
+
+    # Shards.
+
+    def stats(self, ring: Ring, state: Priorities, anchors: Anchors) -> ShardStats:
+        """Returns the roots of the trees, and the greatest priority so far."""
+        smallest = state.smallest
+        return ShardStats(
+            num_anchors=anchors.count,
+            mass=sum_tree.root(state.masses),
+            num_drawable=jnp.where(state.dropped, 0, anchors.count),
+            min_mass=jnp.float32(jnp.inf) if smallest is None else sum_tree.root(smallest),
+            max_priority=state.highest,
+        )
+
+    def sync_shards(self, state: Priorities, stats: ShardStats) -> Priorities:
+        """Gives new items the greatest priority that any shard has seen."""
+        return state.replace(highest=jnp.max(stats.max_priority))
 
     def concat_shard_states(self, states: list[Priorities]) -> Priorities:
-        """The priorities of one shard after those of the other; the greatest, and all refusals."""
-        joined = lambda leaves: jnp.concatenate(list(map(jnp.asarray, leaves)))
+        """Returns all priorities one after the other, the greatest, and the sum of refusals."""
+        concat = lambda leaves: jnp.concatenate(list(map(jnp.asarray, leaves)))
         waiting = [one.waiting for one in states if one.waiting is not None]
         return states[0].replace(
-            raw=joined([one.raw for one in states]),
-            waiting=joined(waiting) if waiting else None,
+            raw=concat([one.raw for one in states]),
+            waiting=concat(waiting) if waiting else None,
             highest=jnp.max(jnp.stack([jnp.asarray(one.highest) for one in states])),
             refused=jnp.sum(jnp.stack([jnp.asarray(one.refused) for one in states])),
         )
 
+    # Masses.
+
     def _set(self, state: Priorities, *sets: tuple[jax.Array, jax.Array]) -> Priorities:
-        """Priorities at slots, some after others.
+        """Sets priorities at slots, one set after the other.
 
         Args:
             state: the sampler's state.
-            sets: of each: slots, int32 `[K]`, N where there is none; and the priorities, float32
-                `[K]`, equal where slots are.
+            sets: slots, int32 `[K]`, N for padding; and priorities, float32 `[K]`, equal where the
+                slots of a set are.
         """
         sets = tuple(one for one in sets if one[0].size)
         if not sets:
             return state
-        columns = (map(trees.column, one) for one in sets)
+        columns = (map(scatter.column, one) for one in sets)
         slots, new = map(jnp.concatenate, zip(*columns, strict=True))
         counts = tuple(one.size for one, _ in sets)
-        state = state.replace(raw=trees.put_in_turns(state.raw, slots, new, counts))
-        put = lambda tree, leaf: trees.set_leaves(tree, slots, leaf, counts)
+        state = state.replace(raw=scatter.put_in_turns(state.raw, slots, new, counts))
+        put = lambda tree, leaf: sum_tree.set_leaves(tree, slots, leaf, counts)
         return self._put(state, new, put)
-
-    def _set_run(self, state: Priorities, first: jax.Array, raw: jax.Array) -> Priorities:
-        """Priorities, float32 `[K]`, at the slots from `first` on."""
-        state = state.replace(raw=lax.dynamic_update_slice_in_dim(state.raw, raw, first, axis=0))
-        return self._put(state, raw, lambda tree, leaf: trees.set_run(tree, first, leaf))
 
     def _put(
         self, state: Priorities, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
     ) -> Priorities:
-        """What each tree keeps of the priorities `raw`, put into it."""
+        """Puts the leaves of each tree for the priorities `raw` into it."""
         positive = sum_tree.is_positive(raw)
         has_mass = raw >= 0 if self.eps else positive
         mass = sum_tree.bounded(state.masses, _power(raw, self.eps, state.alpha), has_mass)
@@ -498,25 +438,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             largest=None if state.largest is None else put(state.largest, seen),
         )
 
-    def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
-        """As at the start; only alpha stays."""
-        waiting = state.waiting
-        if waiting is not None:
-            waiting = dependencies.overwrite(waiting, _NO_ANCHOR, token)
-        return state.replace(
-            raw=dependencies.overwrite(state.raw, _NO_ANCHOR, token),
-            waiting=waiting,
-            masses=trees.cleared(state.masses, token),
-            smallest=None if state.smallest is None else trees.cleared(state.smallest, token),
-            largest=None if state.largest is None else trees.cleared(state.largest, token),
-            highest=jnp.ones_like(state.highest),
-            refused=jnp.zeros_like(state.refused),
-            dropped=jnp.zeros_like(state.dropped),
-        )
-
 
 def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
-    """(raw + eps)^alpha, also of numbers that arithmetic takes for 0, as they are below 2^-126.
+    """Returns (raw + eps)^alpha, also of numbers below 2^-126, which arithmetic takes for 0.
 
     Such a number is m 2^-149, with its bits for m: so (m 2^-23)^alpha is scaled by 2^(-126 alpha).
     """
@@ -530,51 +454,111 @@ def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
 
 @by_description()
 def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
+    """Computes all masses anew, on the CPU a run at a time and only if alpha changed."""
     alpha = jnp.where(jnp.isfinite(alpha) & (alpha >= 0), alpha, state.alpha)
     changed = (alpha != state.alpha).astype(jnp.int32)
     largest, state = state.largest, state.replace(alpha=alpha, largest=None)  # of no masses
-    laid = lax.platform_dependent(
-        cpu=lambda: _laid_in_runs(sampler, state, changed),
-        default=lambda: sampler._put(state, state.raw, trees.set_all),  # the trips are not known
-    )
-    return laid.replace(largest=largest)
-
-
-def _laid_in_runs(sampler: Prioritized, state: Priorities, changed: jax.Array) -> Priorities:
-    """All masses computed anew, a run at a time, if `changed`, int32 `[]`, is 1 and not 0."""
     capacity = state.raw.size
     size = min(_RUN, capacity)
 
-    def lay(trip: jax.Array, carry: tuple[Priorities, jax.Array]) -> tuple[Priorities, jax.Array]:
-        state, read = carry
+    def set_masses(
+        trip: jax.Array, carry: tuple[Priorities, jax.Array]
+    ) -> tuple[Priorities, jax.Array]:
+        state, token = carry
         first = jnp.minimum(trip * size, capacity - size)
         raw = dependencies.read(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
-        laid = sampler._put(state, raw, lambda tree, leaf: trees.set_run(tree, first, leaf))
-        return laid, read + dependencies.token(raw)
+        state = sampler._put(state, raw, lambda tree, leaf: sum_tree.set_run(tree, first, leaf))
+        return state, token + dependencies.token(raw)
 
-    trips = -(-capacity // size) * dependencies.alone(changed)
-    laid, read = dependencies.loop(trips, lay, (state, jnp.zeros_like(changed)))
-    # Nothing is put there: it is for later writes, which have to wait for what was read.
-    nowhere = (capacity + read)[None]
-    return laid.replace(raw=trees.put(laid.raw, nowhere, jnp.zeros(1, jnp.float32)))
+    def in_runs() -> Priorities:
+        trips = -(-capacity // size) * dependencies.alone(changed)
+        after, token = dependencies.loop(trips, set_masses, (state, jnp.zeros_like(changed)))
+        # Nothing is put there: it is for later writes, which have to wait for these reads.
+        nowhere = (capacity + token)[None]
+        return after.replace(raw=scatter.put(after.raw, nowhere, jnp.zeros(1, jnp.float32)))
 
-
-def _noted(
-    waiting: jax.Array, given: IncomingPriorities | None, priorities: jax.Array | None
-) -> jax.Array:
-    """What waits for items to become anchors, float32 `[N]`, with priorities of those written."""
-    if given is None:
-        return waiting
-    new = _none_at(given.slots) if priorities is None else priorities
-    if given.first_slot is None:
-        return trees.put(waiting, given.slots, new)
-    return lax.dynamic_update_slice_in_dim(waiting, new, given.first_slot, axis=0)
+    at_once = lambda: sampler._put(state, state.raw, sum_tree.set_all)  # its trips are not known
+    return lax.platform_dependent(cpu=in_runs, default=at_once).replace(largest=largest)
 
 
-def _greatest(priorities: jax.Array, written: jax.Array) -> jax.Array:
-    """The greatest priority that came with each row of time, float32 `[T]`."""
+def _entering(
+    state: Priorities, change: AnchorUpdate, default: jax.Array
+) -> tuple[Priorities, jax.Array]:
+    """Returns the state, and the priorities of anchors that enter: incoming ones or `default`."""
+    incoming, waiting, own = change.incoming, state.waiting, None
+    if incoming is not None and incoming.priorities is not None:
+        good = _is_priority(incoming.priorities)
+        own = jnp.where(good, incoming.priorities, _NO_ANCHOR)
+        bad = ~good.reshape(len(incoming.row_mask), -1) & incoming.row_mask
+        greatest = jnp.max(_greatest(incoming.priorities, incoming.row_mask))
+        state = state.replace(
+            highest=jnp.maximum(state.highest, greatest),
+            refused=state.refused + jnp.sum(bad, dtype=jnp.uint32),
+        )
+    if waiting is not None:  # rows become anchors later: note their priorities, then take some
+        entered = scatter.column(change.entered)
+        if incoming is not None:
+            new = _none_at(incoming.slots) if own is None else own
+            if incoming.first_slot is None:
+                waiting = scatter.put(waiting, incoming.slots, new)
+            else:
+                waiting = lax.dynamic_update_slice_in_dim(waiting, new, incoming.first_slot, axis=0)
+        own = gather.read_at(waiting, entered)
+        none = jnp.minimum(own, _NO_ANCHOR)  # always -1, but known only once `own` was read
+        state = state.replace(waiting=scatter.put(waiting, entered, none))
+        own = own.reshape(-1)
+    if own is None:
+        return state, jnp.broadcast_to(default, change.entered.shape)
+    if default.ndim:  # one for each row of time; as many anchors enter with each
+        default = jnp.repeat(default, own.size // default.size)
+    # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes what is below 2^-126.
+    return state, jnp.where(own == _NO_ANCHOR, default, own)
+
+
+def _without(state: Priorities, slots: jax.Array) -> Priorities:
+    """Removes anchors at slots, int32 `[K]`, N for padding."""
+    if not slots.size:
+        return state
+    slots = scatter.column(slots)
+    # None of it known before the slots: a constant would wait for nothing (see `rows.in_line`).
+    none = jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR)
+    put = lambda tree, leaf: None if tree is None else sum_tree.set_leaves(tree, slots, leaf)
+    return state.replace(
+        raw=scatter.put(state.raw, slots, none),
+        masses=put(state.masses, none - _NO_ANCHOR),
+        smallest=put(state.smallest, none + jnp.inf),
+        largest=put(state.largest, none),
+    )
+
+
+def _without_run(
+    sampler: Prioritized, ring: Ring, state: Priorities, expired: Occupancy
+) -> Priorities:
+    """Removes anchors in a run of any length."""
+    chunk = min(ring.capacity, _CHUNK)
+
+    def clear(trip: jax.Array, state: Priorities) -> Priorities:
+        done = jnp.minimum(trip * chunk, expired.count)
+        following = ring.slot_after(expired.first, done)
+        part = Occupancy(first=following, count=expired.count - done)
+        return _without(state, part.run(ring, chunk))
+
+    def clear_at_once() -> Priorities:
+        slots = jnp.arange(ring.capacity, dtype=jnp.int32)
+        raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
+        return sampler._put(state.replace(raw=raw), raw, sum_tree.set_all)
+
+    trips = (dependencies.at_least(expired.count) + chunk - 1) // chunk
+    return lax.platform_dependent(
+        cpu=lambda: dependencies.loop(trips, clear, state),
+        default=clear_at_once,  # the number of trips would be unknown
+    )
+
+
+def _greatest(priorities: jax.Array, row_mask: jax.Array) -> jax.Array:
+    """Returns the greatest priority that came with each row of time, float32 `[T]`."""
     seen = jnp.where(_is_priority(priorities), priorities, 0.0)
-    return jnp.where(written, seen.reshape(len(written), -1), 0.0).max(axis=1)
+    return jnp.where(row_mask, seen.reshape(len(row_mask), -1), 0.0).max(axis=1)
 
 
 def _is_priority(number: Any) -> jax.Array:
@@ -582,7 +566,6 @@ def _is_priority(number: Any) -> jax.Array:
 
 
 def _none_at(slots: jax.Array) -> jax.Array:
-    """What stands for the priority where there is no anchor, float32 `[K]`."""
     return jnp.full(slots.shape, _NO_ANCHOR, jnp.float32)
 
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import sum_tree
 from jrb._util import display, pytree
-from jrb._util import tree as trees
-from jrb._util.tree import Tree
 from jrb._xla import dependencies
 from jrb.keys import Path, find, path_name, within
 from jrb.ring import Ring
+from jrb.sum_tree import Tree
 from jrb.types import Item, WritePlan
 from jrb.writers.one_by_one import OneByOne, write_of
 
@@ -64,7 +64,7 @@ class MaxValue(OneByOne):
         """Nothing is held. Raises if the items have no such rank."""
         self._check(spec)
         return MaxValueState(
-            ranks=trees.init(ring.capacity, None, "min"),
+            ranks=sum_tree.neutral(ring.capacity, "min"),
             stamps=jnp.zeros(ring.capacity, jnp.uint32),
             count=jnp.zeros((), jnp.int32),
             number=jnp.zeros((), jnp.uint32),
@@ -109,7 +109,7 @@ class MaxValue(OneByOne):
     def reset(self, ring: Ring, state: MaxValueState, token: jax.Array) -> MaxValueState:
         """Nothing is held; items are counted on, and no slot has the number of an item."""
         return state.replace(
-            ranks=trees.cleared(state.ranks, token),
+            ranks=sum_tree.cleared(state.ranks, token),
             stamps=dependencies.overwrite(state.stamps, state.number, token),
             count=jnp.minimum(state.count, 0) + token,
             number=state.number + np.uint32(1),
@@ -128,7 +128,7 @@ class MaxValue(OneByOne):
     def best(self, ring: Ring, state: MaxValueState, count: int) -> jax.Array:
         """The slots of the `count` best items, or of all, in the order of slots."""
         held = int(state.count)
-        ranks = trees.leaves(state.ranks)[:held]
+        ranks = sum_tree.leaf_values(state.ranks)[:held]
         chosen = jnp.argsort(-ranks, stable=True)[:count]
         return jnp.sort(chosen).astype(jnp.int32)
 
@@ -136,13 +136,13 @@ class MaxValue(OneByOne):
 def _place(ring: Ring, rank: jax.Array, wanted: jax.Array, i: jax.Array, carry: Any) -> Any:
     """Takes item i, or leaves it."""
     state, slots = carry
-    lowest, worst = trees.lowest(state.ranks)
+    lowest, worst = sum_tree.lowest(state.ranks)
     full = state.count >= ring.capacity
     taken = wanted & (~full | (rank > lowest))
     slot = jnp.where(full, worst + jnp.minimum(state.count, 0), state.count)
     at = jnp.where(taken, slot, ring.capacity)
     state = state.replace(
-        ranks=trees.set_leaves(state.ranks, at[None], rank[None]),
+        ranks=sum_tree.set_leaves(state.ranks, at[None], rank[None]),
         stamps=state.stamps.at[at].set(state.number + i.astype(jnp.uint32), mode="drop"),
         count=state.count + (taken & ~full).astype(jnp.int32),
     )

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._util import tree as trees
 
 KEY = jax.random.key(0)
 
@@ -340,7 +339,7 @@ def test_masses_are_powers(eps):
     state = buffer.extend(state, {"x": jnp.zeros(priorities.size)}, priorities=priorities)
     base = (priorities + np.float32(eps)).astype(np.float64)
     for alpha in (0.0, 0.25, 0.6, 1.0, 1.7):
-        masses = trees.leaves(buffer.set_alpha(state, alpha).sampler.masses)
+        masses = jrb.sum_tree.leaves(buffer.set_alpha(state, alpha).sampler.masses)
         exponent = np.float64(np.float32(alpha))
         error = np.abs(np.asarray(masses, np.float64) / base**exponent - 1)
         assert error.max() <= 2.0**-21
@@ -354,7 +353,7 @@ def test_a_priority_of_zero_has_the_mass_of_a_power_of_zero(alpha):
     state = buffer.extend(
         buffer.init({"x": 0}), {"x": jnp.arange(2)}, priorities=jnp.array([0.0, 4.0])
     )
-    assert trees.leaves(state.sampler.masses).tolist() == [0.0**alpha, 4.0**alpha]
+    assert jrb.sum_tree.leaves(state.sampler.masses).tolist() == [0.0**alpha, 4.0**alpha]
 
 
 def test_a_traced_alpha_that_is_no_exponent_changes_nothing():

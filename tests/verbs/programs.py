@@ -104,7 +104,11 @@ def branches(buffer):
     at = lambda items, where: kept(jax.tree.map(lambda leaf: leaf[where], items))
 
     def extend(state, given):
-        own = {"priorities": given["priorities"]} if buffer.sampler.takes_priorities else {}
+        own = (
+            {"priorities": given["priorities"]}
+            if buffer.sampler.prioritized and buffer.sampler.takes_priorities
+            else {}
+        )
         return buffer.extend(state, kept(rows(given)), given["mask"], **own)
 
     def edit(state, given, flags):
