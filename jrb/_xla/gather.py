@@ -281,7 +281,7 @@ def read(*gathers: tuple[Callable[[], jax.Array], bool]) -> list[jax.Array]:
 
 
 def read_at(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns `array[index]`, read once: `[N]` at indices `[B]`, none negative, clipped to [0, N)."""
+    """Returns `array[index]`, read once: `[N]` at indices `[B]`, which are clipped to [0, N)."""
 
     def found(times: int, array: jax.Array, index: jax.Array) -> jax.Array:
         clipped = lambda: items_at(array, index, mode="clip")
