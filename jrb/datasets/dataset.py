@@ -22,7 +22,7 @@ from jrb.datasets import preprocess as preprocessing
 from jrb.datasets.copying.blocks import regrouped
 from jrb.datasets.copying.episode_ends import Ends
 from jrb.datasets.format import Description, Episode, Format, Source, rows_of
-from jrb.datasets.formats.native import Native
+from jrb.datasets.formats.recorded import Recorded
 from jrb.samplers import Uniform
 from jrb.state import BufferState
 from jrb.storages import DeviceStorage
@@ -285,9 +285,9 @@ class Dataset(Sequence[Episode]):
     ) -> "Dataset":
         """Maps all steps through a function into a new dataset on the disk, in their order.
 
-        Memory stays bounded, whatever the size. All dtypes are kept; `jrb.load(dest)` gives the new
-        dataset as a buffer too, where JAX knows these. Episodes end where they did: the last step
-        of each is done, and `next/valid` stays as it was.
+        Memory stays bounded, whatever the size. All dtypes are kept. The new dataset is a folder of
+        Parquet files, as those of `jrb.datasets.Recorder`. Episodes end where they did: the last
+        step of each is done, and `next/valid` stays as it was.
 
         Args:
             function: from a step, in TED, leaves `[...]`, to another, with leaves, shapes and
@@ -317,7 +317,7 @@ class Dataset(Sequence[Episode]):
         plan = preprocessing.Plan(function, workers, num_frames, by, jit, cast, progress)
         preprocessing.preprocess(self, dest, plan)
         path = paths.absolute(dest, "dest")
-        format = Native(verify=False).snapshot(path)
+        format = Recorded().snapshot(path)
         description = format.describe(path)
         return Dataset(path, format, description, np.arange(len(description.lengths)))
 

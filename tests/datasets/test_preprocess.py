@@ -107,7 +107,7 @@ def test_the_same_comes_back(next_, tmp_path, small_blocks):
     found = source.preprocess(same, tmp_path / "new" / "b")
     assert_same_set(found, source)
     assert_same_set(jrb.datasets.open(tmp_path / "new" / "b"), source)
-    assert found.format.name == "jrb" and found.metadata == {"env": "Ant-v0"}
+    assert found.format.name == "recorded" and found.metadata == {"env": "Ant-v0"}
     assert names(tmp_path / "new") == ["b"]
     assert_same_set(found[::-1], source[::-1])
     np.testing.assert_array_equal(found.returns(), source.returns())
@@ -159,7 +159,7 @@ def test_what_is_known_of_episodes_goes_along(tmp_path):
     source = make(tmp_path / "a.hdf5", lengths=(4, 1, 3, 1))
     found = source.preprocess(same, tmp_path / "b")[1:]
     found = found.preprocess(backwards, tmp_path / "c", by="episode")
-    assert found.facts["complete"].tolist() == [True]
+    assert found.complete.tolist() == [True]
     assert any("is in no file for" in note for note in source.notes)
 
 
@@ -198,21 +198,18 @@ def test_numbers_of_64_bits(tmp_path):
     assert_same_set(wide, source)
 
 
-def test_the_new_set_is_a_buffer_too(tmp_path):
-    source = make(tmp_path / "a.hdf5", wide=False)
-    source.preprocess(same, tmp_path / "b")
-    buffer, state = jrb.load(tmp_path / "b")
-    assert jrb.checkpoint.verify(tmp_path / "b") == []
-    assert buffer.capacity == 21 and isinstance(buffer.writer, jrb.ReadOnly)
-    assert_same(jrb.items(buffer, state), next(source.steps(rows=21)))
-    sample = buffer.sample(state, jax.random.key(0), 8)
-    seen = next(source.steps(rows=21))["observation"][np.asarray(sample.indices)]
-    assert_same(np.asarray(sample.data["observation"]), seen)
-    assert [len(each) for each in jrb.episodes(buffer, state)] == [5, 1, 12, 3]
-    wide = make(tmp_path / "c.hdf5")
-    wide.preprocess(same, tmp_path / "d")
-    with pytest.raises(TypeError, match="jax_enable_x64"):
-        jrb.load(tmp_path / "d")
+def test_facts_and_names_of_columns_stay(tmp_path):
+    with jrb.datasets.Recorder(tmp_path / "a", num_envs=2, metadata={"env": "x"}) as recorder:
+        for step in range(9):
+            after = {"reward": np.ones(2), "done": np.array([step % 3 == 2, step == 4])}
+            recorder.add({"episode_index": np.arange(2), "next": after})
+    source = jrb.datasets.open(tmp_path / "a")
+    found = source[1:].preprocess(same, tmp_path / "b")
+    for name in ("env", "writer"):
+        assert_same(found.facts[name], source[1:].facts[name])
+    assert found.metadata["env"] == "x" and found.metadata["writers"] == [recorder.name]
+    assert_same_set(found, source[1:])
+    assert jrb.datasets.open(tmp_path / "b", format="recorded").notes == found.notes
 
 
 @pytest.mark.slow

@@ -37,10 +37,6 @@ from jrb.storages.on_host import HostArrays
 VALID = "next/valid"
 """The leaf that marks missing next observations in datasets written by jrb."""
 
-ENDS, FACTS = ".dataset/ends", ".dataset/facts/"
-"""Arrays of a store that was written as a dataset: the ends of its episodes, int64 `[K]`, and the
-facts about each episode."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Native(Flat):
@@ -179,12 +175,10 @@ def _loaded(path: str, kind: Native, found: Generation | None) -> _Opened:
     with compat.enable_x64():  # so that every leaf has the dtype of the files
         buffer, state = checkpoint.load(path, given, generation=number, verify=kind.verify)
         leaves, keys = _leaves(path, buffer, state), kind.keys or buffer.keys
-        written = None if found is None or ENDS not in found.arrays else found
-        rows = _rows(buffer, state, keys, leaves) if written is None else _written_rows(written)
+        rows = _rows(buffer, state, keys, leaves)
     mark = leaves.pop(VALID, None)
     valid = None if mark is None else vectorized.is_set(mark.take(rows.order))
     table = vectorized.table(path, leaves, keys, rows)
-    table = table if written is None else _with_facts(table, written)
     about = os.stat(path if found is None else os.path.join(path, generation.name_of(found.number)))
     stamp = about.st_ino, about.st_mtime_ns, about.st_size, len(rows.order)
     return _Opened(table, valid, {"generation": number, "stamp": stamp})
@@ -234,31 +228,6 @@ def _rows(buffer: ReplayBuffer, state: BufferState, keys: Keys, leaves: dict[str
         over[:-1] |= here[1:] & (number[1:] != number[:-1])
     lost = read.has_lost_beginning(buffer, state.writer, state.unit)
     return vectorized.in_episodes(slots, over, here, lost)
-
-
-def _written_rows(found: Generation) -> Rows:
-    """Returns all rows of a store that was written as a dataset."""
-    ends, steps = found.array(ENDS, np.int64), found.body["table"]["slots"]
-    if (np.diff(ends, prepend=0) < 1).any() or ends[-1:].tolist() != [steps]:
-        raise DamagedError(f"{found.path}: expected ends of episodes in their order.")
-    no = np.zeros(len(ends), bool)
-    return Rows(np.arange(steps), ends, no.astype(np.int64), running=no, cut=no)
-
-
-def _with_facts(table: Table, found: Generation) -> Table:
-    """Returns the table with what was written about the dataset."""
-    about = _saved.meta_of(found).get("dataset", {})
-    facts = {
-        name.removeprefix(FACTS): found.array(name, entry["kind"][0])
-        for name, entry in found.arrays.items()
-        if name.startswith(FACTS)
-    }
-    return dataclasses.replace(
-        table,
-        facts={**table.facts, **facts},
-        metadata=about.get("metadata", {}),
-        notes=table.notes + tuple(about.get("notes", ())),
-    )
 
 
 def _leaves(path: str, buffer: ReplayBuffer, state: BufferState) -> dict[str, Leaf]:

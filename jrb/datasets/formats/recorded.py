@@ -13,15 +13,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jrb._store.errors import DamagedError
 from jrb._util import expansion, extras
-from jrb.datasets.format import Format, Source
+from jrb.datasets.format import Description, Format, Source
 from jrb.datasets.reading.arrow import refused, starts_of
-from jrb.datasets.reading.flat import Column, Flat, Table
+from jrb.datasets.reading.flat import Flat, Table
 from jrb.datasets.reading.stat_cache import stamps
+from jrb.datasets.reading.vectorized import is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.parts import ENV, EPISODE, TERMINATED, TRUNCATED, RecordedLeaf
 
 _OPEN = 32  # files
+_VALID = "next/valid"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +56,29 @@ class Recorded(Flat):
         """Returns the format for the parts that are there now."""
         return dataclasses.replace(self, sealed=self._sealed(source))
 
+    def describe(self, source: Source) -> Description:
+        """Returns what there is; steps whose next observation is not there end episodes."""
+        description, (table, valid) = super().describe(source), self._opened(source)
+        if valid is None:
+            return description
+        last = table.ends - 1
+        if not np.delete(valid, last).all():
+            raise ValueError(
+                f"{source}: leaf '{_VALID}': expected True but for last steps of episodes, got "
+                "others."
+            )
+        return dataclasses.replace(description, cut=~valid[last] & ~table.terminated)
+
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Yields the columns."""
-        path = os.path.realpath(source)
-        sealed = self._sealed(source)
+        yield self._opened(source)[0]
+
+    def _opened(self, source: Source) -> tuple[Table, np.ndarray | None]:
+        path, sealed = os.path.realpath(source), self._sealed(source)
         names = [parts.part_name(w, number) for w, count in sealed for number in range(count)]
-        paths = [os.path.join(path, name) for name in names]
-        yield _table(path, sealed, stamps(paths), self.max_expansion)
+        identity = stamps([os.path.join(path, name) for name in names])
+        return _opened(path, sealed, identity, self.max_expansion)
 
     def _sealed(self, source: Source) -> tuple[tuple[str, int], ...]:
         if self.sealed:
@@ -104,17 +122,17 @@ class _Rows:
             )
         return file
 
-    def read(self, leaf: RecordedLeaf, group: int) -> np.ndarray:
-        """Returns a leaf of a group of rows."""
+    def read(self, leaf: RecordedLeaf, column_name: str, group: int) -> np.ndarray:
+        """Returns a column, which holds a leaf, in a group of rows."""
         number, inside = self._groups[group]
         with refused(self._paths[number]):
-            table = self._open(number).read_row_group(inside, [leaf.name], use_threads=False)
-            column = table.column(leaf.name).combine_chunks()
+            table = self._open(number).read_row_group(inside, [column_name], use_threads=False)
+            column = table.column(column_name).combine_chunks()
             column.validate(full=True)
         rows = int(self.starts[group + 1] - self.starts[group])
         if len(column) != rows or column.null_count:
             raise ValueError(
-                f"{self._paths[number]}: column '{leaf.name}': expected {rows} values in group "
+                f"{self._paths[number]}: column '{column_name}': expected {rows} values in group "
                 f"{inside}, got {len(column) - column.null_count}."
             )
         return leaf.decode(column)
@@ -122,7 +140,7 @@ class _Rows:
     def read_all(self, name: str) -> np.ndarray:
         """Returns a column of single numbers of all rows."""
         leaf = RecordedLeaf(name, parts.TYPES[name], ())
-        pieces = [self.read(leaf, group) for group in range(len(self._groups))]
+        pieces = [self.read(leaf, name, group) for group in range(len(self._groups))]
         return np.concatenate([np.zeros(0, leaf.numpy), *pieces])
 
     def writer_of(self, writers: np.ndarray) -> np.ndarray:
@@ -142,7 +160,7 @@ class _RecordedColumn:
 
     def __init__(self, rows: _Rows, leaf: RecordedLeaf, order: np.ndarray) -> None:
         self._rows, self._leaf, self._order = rows, leaf, order
-        self._read = functools.lru_cache(maxsize=4)(functools.partial(rows.read, leaf))
+        self._read = functools.lru_cache(maxsize=4)(functools.partial(rows.read, leaf, leaf.column))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -171,10 +189,10 @@ class _RecordedColumn:
 
 
 @functools.lru_cache(maxsize=4)
-def _table(
+def _opened(
     path: str, sealed: tuple[tuple[str, int], ...], identity: Any, max_expansion: float
-) -> Table:
-    """Returns what some parts hold.
+) -> tuple[Table, np.ndarray | None]:
+    """Returns all steps, and for datasets that were written as a whole `next/valid`, bool `[T]`.
 
     Args:
         path: of the recording.
@@ -183,29 +201,33 @@ def _table(
         max_expansion: see `Format`.
     """
     schemas = [parts.schema_of(os.path.join(path, parts.part_name(w, 0))) for w, _ in sealed]
-    names, writers = [], []
-    for number, ((writer, count), schema) in enumerate(zip(sealed, schemas, strict=True)):
-        parts.check_same_leaves(path, schemas[-1], writer, schema)
-        names += [parts.part_name(writer, part) for part in range(count)]
+    paths, writers = [], []
+    for number, ((name, count), schema) in enumerate(zip(sealed, schemas, strict=True)):
+        parts.check_same_leaves(path, schemas[0], name, schema)
+        paths += [os.path.join(path, parts.part_name(name, part)) for part in range(count)]
         writers += [number] * count
-    paths = [os.path.join(path, name) for name in names]
     rows = _Rows(paths, schemas[0].arrow)
     env, writer = rows.read_all(ENV).astype(np.int64), rows.writer_of(np.array(writers))
     order = np.lexsort((env, writer))  # stable: the rows of a stream stay in the order of time
-    flags = {name: rows.read_all(name)[order] for name in (TERMINATED, TRUNCATED)}
-    columns: dict[str, Column] = {
+    columns: dict[str, Any] = {
         leaf.name: _RecordedColumn(rows, leaf, order) for leaf in schemas[0].leaves
     }
     expansion.Limit(path, paths, max_expansion).add(expansion.nbytes(columns))
+    columns |= {name: rows.read_all(name)[order] for name in (TERMINATED, TRUNCATED)}
     episode, env, writer = rows.read_all(EPISODE)[order], env[order], writer[order]
     is_last = lambda *keys: sum(np.diff(key, append=key[-1:] + 1) != 0 for key in keys) > 0
     ends = np.flatnonzero(is_last(episode, env, writer)) + 1
-    streams = np.flatnonzero(is_last(env, writer))
-    num_running = int((~(flags[TERMINATED] | flags[TRUNCATED])[streams]).sum())
-    notes = list(dict.fromkeys(note for schema in schemas for note in schema.notes))
-    if num_running:
-        notes.append(f"{num_running} episodes had not ended when their last part was sealed.")
     metadata = {name: value for schema in schemas for name, value in schema.metadata.items()}
+    notes = tuple(dict.fromkeys(note for schema in schemas for note in schema.notes))
+    if (facts := schemas[0].facts) is not None and len(schemas) == 1:
+        if any(len(fact) != len(ends) for fact in facts.values()):
+            raise DamagedError(f"{path}: expected facts of {len(ends)} episodes, got others.")
+        valid = columns.pop(_VALID, None)
+        valid = None if valid is None else is_set(valid[:])
+        return Table(columns, ends, facts, metadata, notes), valid
+    last = np.flatnonzero(is_last(env, writer))
+    if num_running := int((~(columns[TERMINATED] | columns[TRUNCATED])[last]).sum()):
+        notes += (f"{num_running} episodes had not ended when their last part was sealed.",)
     metadata["writers"] = [name for name, _ in sealed]
     facts = {"env": env[ends - 1], "writer": writer[ends - 1]}
-    return Table(columns | flags, ends, facts, metadata, tuple(notes))
+    return Table(columns, ends, facts, metadata, notes), None

@@ -16,12 +16,12 @@ import numpy as np
 from jrb._util import checks, prng_keys, pytree
 from jrb._util.pytree import PyTree
 from jrb.datasets.reading.mapping import ted_names
-from jrb.datasets.recording.parts import TYPES, RecordedLeaf
+from jrb.datasets.recording.parts import TERMINATED, TRUNCATED, RecordedLeaf
 from jrb.keys import Keys, find, path_name, within
 
 _FLAGS = ("terminated", "truncated", "done")
 _ROLES = ("observation", "action", "reward", "next_observation")
-_RESERVED = ("next/done", *TYPES)
+_RESERVED = ("next/done", TERMINATED, TRUNCATED)
 _NUMBERS = (bool, int, float, complex)
 _NUMPY = (np.ndarray, np.generic)
 _MEND = "All items of a recorder look alike; make another recorder, at another path, for others."
@@ -263,7 +263,7 @@ def _names_in_ted(names: list[str], keys: Keys, flags: list[str]) -> dict[str, s
             f"reward: expected a leaf at '{path_name(keys.reward)}', got items with the leaves "
             f"{names}. Name the right one with keys=jrb.Keys(reward=...)."
         )
-    owners = dict.fromkeys(_RESERVED, "a column of the recorder")
+    owners: dict[str, str] = dict.fromkeys(_RESERVED, "a flag")
     for leaf, name in in_ted.items():
         for other, owner in owners.items():
             if leaf not in flags and (within(name, other) or within(other, name)):

@@ -21,6 +21,8 @@ import json
 import math
 import os
 import re
+import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +38,7 @@ TYPES = {EPISODE: "int64", STEP: "int64", ENV: "int32", TERMINATED: "bool", TRUN
 """Dtypes of the columns that a recorder adds to the leaves."""
 
 _KEY, _VERSION = b"jrb.recording", 1  # of the metadata
+PART_BYTES = 16 << 20
 _MOST_NUMBERS = 64  # that a list column has per step
 _GROUP = 64 << 10, 1 << 20  # bytes of a row group, at least and at most
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError)
@@ -64,6 +67,11 @@ class RecordedLeaf:
     def numpy(self) -> np.dtype:
         """The dtype."""
         return np.dtype(self.dtype)
+
+    @property
+    def column(self) -> str:
+        """The name of the column."""
+        return f"item/{self.name}" if self.name in TYPES else self.name
 
     @functools.cached_property
     def width(self) -> int:
@@ -119,21 +127,26 @@ class RecordingSchema:
         leaves: of an item, in TED, without flags.
         notes: sentences for readers of the dataset.
         metadata: of the user.
+        facts: arrays of one number per episode, by name, of a dataset that was written as a whole;
+            None if recorders write it, and may add to it.
     """
 
     num_envs: int | None
     leaves: tuple[RecordedLeaf, ...]
     notes: tuple[str, ...]
     metadata: Mapping[str, Any]
+    facts: Mapping[str, np.ndarray] | None = None
 
     @functools.cached_property
     def arrow(self) -> Any:
         """The schema in Arrow. Leaves without numbers have no column, as Parquet has none."""
         pa = extras.require("pyarrow", "datasets")
         types = {name: pa.from_numpy_dtype(dtype) for name, dtype in TYPES.items()}
-        types |= {leaf.name: leaf.column_type for leaf in self.leaves if leaf.width}
+        types |= {leaf.column: leaf.column_type for leaf in self.leaves if leaf.width}
         fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
         body = {"version": _VERSION, **dataclasses.asdict(self)}
+        if self.facts is not None:
+            body["facts"] = {name: [str(it.dtype), it.tolist()] for name, it in self.facts.items()}
         return pa.schema(fields, metadata={_KEY: json.dumps(body)})
 
     def encode(self, own: Mapping[str, np.ndarray], leaves: Mapping[str, np.ndarray]) -> Any:
@@ -146,7 +159,8 @@ class RecordingSchema:
         pa = extras.require("pyarrow", "datasets")
         parquet = extras.require("pyarrow.parquet", "datasets")
         columns = {name: pa.array(array) for name, array in own.items()}
-        columns |= {leaf.name: leaf.encode(leaves[leaf.name]) for leaf in self.leaves if leaf.width}
+        encode = lambda leaf: leaf.encode(leaves[leaf.name])
+        columns |= {leaf.column: encode(leaf) for leaf in self.leaves if leaf.width}
         arrays = [columns[name] for name in self.arrow.names]
         table = pa.Table.from_arrays(arrays, schema=self.arrow)
         # A reader of one environment decodes whole groups, so a group is at most one of those.
@@ -186,6 +200,9 @@ def schema_of(path: str) -> RecordingSchema:
             body["leaves"] = tuple(RecordedLeaf(**{**leaf, "shape": s}) for leaf, s in leaves)
             body["notes"] = tuple(map(str, body["notes"]))
             body["metadata"] = dict(body["metadata"])
+            if body["facts"] is not None:
+                facts = {name: np.array(it[1], it[0]) for name, it in body["facts"].items()}
+                body["facts"] = {name: fact.reshape(-1) for name, fact in facts.items()}
             schema = RecordingSchema(**body)
             if schema.num_envs is not None:
                 _natural(schema.num_envs)
@@ -204,6 +221,28 @@ def _natural(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise ValueError(repr(value))
     return value
+
+
+def new_writer_name(name: str) -> str:
+    """Returns a name for a writer that no other one has."""
+    now = time.time_ns() // 1000
+    moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 1_000_000))
+    return f"{moment}{now % 1_000_000:06d}-{name}-{secrets.token_hex(4)}"
+
+
+def json_part(value: Any) -> Any:
+    """Returns the entries of a value that JSON has."""
+    if isinstance(value, Mapping):
+        return {str(key): json_part(entry) for key, entry in value.items() if _is_json(entry)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def part_name(writer: str, number: int) -> str:

@@ -8,7 +8,6 @@ import dataclasses
 import os
 import secrets
 import threading
-import time
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from jrb.datasets.recording import parts
 from jrb.datasets.recording.items import ItemSpec
 from jrb.datasets.recording.parts import RecordingSchema
 
-_PART_BYTES = 16 << 20
 _MOST_ITEMS = 1 << 20  # of a part
 
 
@@ -128,7 +126,7 @@ class RecordWriter:
             leaves = {leaf.name: np.zeros((0, *leaf.shape), leaf.numpy) for leaf in schema.leaves}
             self._write(0, schema.encode(own, leaves))
             width = max(1, sum(leaf.width for leaf in spec.arrays))
-            self._capacity = self._chunk or min(max(1, _PART_BYTES // width), _MOST_ITEMS)
+            self._capacity = self._chunk or min(max(1, parts.PART_BYTES // width), _MOST_ITEMS)
             self._kind = spec, schema
 
     def put(self, arrays: list[np.ndarray], count: int, envs: np.ndarray | None) -> None:
@@ -401,9 +399,7 @@ def _remove_leftovers(folder: Folder) -> None:
 def _claimed(folder: Folder, name: str) -> tuple[str, Lock]:
     """Returns the name of a new writer, and its lock."""
     while True:
-        now = time.time_ns() // 1000
-        moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 1_000_000))
-        writer = f"{moment}{now % 1_000_000:06d}-{name}-{secrets.token_hex(4)}"
+        writer = parts.new_writer_name(name)
         try:
             return writer, Lock(folder, _lock_name(writer))
         except LockedError:
