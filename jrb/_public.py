@@ -9,10 +9,10 @@ from jrb.checkpoint import load, save
 from jrb.iterate import epochs, prefetch, steps
 from jrb.keys import TED, Keys
 from jrb.loops import jitted
+from jrb.migrate import rebuild
 from jrb.mix import Mix
 from jrb.of_items import from_items
 from jrb.read import episodes, items, stats
-from jrb.rebuilding import rebuild
 from jrb.samplers import Lifo, Newest, Prioritized, Queue, Uniform, WithoutReplacement
 from jrb.sharded import Sharded
 from jrb.state import BufferState, Sample

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._core.replaying import pieces, writable
 from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.loops import Jitted
+from jrb.migrate import pieces, writable
 from jrb.state import BufferState
 from jrb.storages import DeviceStorage
 from jrb.types import Item

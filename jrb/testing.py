@@ -32,8 +32,8 @@ from jrb._store.errors import StaleError
 from jrb._util import pytree
 from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
+from jrb.migrate import rebuild
 from jrb.mix import AnyState
-from jrb.rebuilding import rebuild
 from jrb.samplers import Prioritized
 from jrb.sharded import Sharded
 from jrb.state import BufferState, Sample

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import rebuilding
+from jrb import migrate
 
 EXAMPLE = {"obs": jnp.zeros(3), "next": {"reward": jnp.float32(0), "done": jnp.bool_(False)}}
 BUFFER = jrb.ReplayBuffer(capacity=8, num_envs=2, batch_size=4, sampler=jrb.Prioritized())
@@ -159,7 +159,7 @@ def test_more_slots_than_int32_tells_apart_are_for_shards():
     assert made.storage["x"].shape == (8, 2**30)
     few = jrb.ReplayBuffer(64, num_envs=8)
     with pytest.raises(ValueError, match=r"at most 2147483647 slots .* got 8589934592"):
-        rebuilding.regrouped(sharded, {}, few, 0)  # whose slots would be told by one int32
+        migrate.regrouped(sharded, {}, few, 0)  # whose slots would be told by one int32
 
 
 @pytest.mark.parametrize("value", [jnp.float32(0.5), np.zeros(2)])

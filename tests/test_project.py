@@ -26,7 +26,7 @@ ROOMS = [
     {"sharded"},
     {"shards"},
     {"mix"},
-    {"loops", "read", "rebuilding", "limits"},
+    {"loops", "read", "migrate", "limits"},
     {"of_items", "interop", "tables"},
     {"checkpoint", "iterate"},
     {"datasets", "plot", "remote", "testing"},

@@ -32,8 +32,8 @@ from jrb.checkpoint.members import Several
 from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
+from jrb.migrate import rebuild
 from jrb.mix import AnyState, Mix
-from jrb.rebuilding import rebuild
 from jrb.sharded import Sharded
 from jrb.state import BufferState, Device
 from jrb.types import Item

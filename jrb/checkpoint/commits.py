@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import eager, replaying
+from jrb import migrate
+from jrb._core import eager
 from jrb._store import opening
 from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.store import Store
@@ -109,7 +110,7 @@ def _without(opened: Opened, buffer: Buffer, spec: Item, state: BufferState) -> 
         stacklevel=2,
     )
     rows_gone = gone if buffer.writer.per_env else gone[0]
-    return eager.expire(replaying.writable(buffer), state, spec, rows_gone)
+    return eager.expire(migrate.writable(buffer), state, spec, rows_gone)
 
 
 def _at(buffer: Buffer, path: str) -> Any:

@@ -29,7 +29,6 @@ from numpy.typing import DTypeLike
 
 from jrb import _saved
 from jrb._core import eager, memory
-from jrb._core.replaying import pieces, replaying
 from jrb._store import files, opening
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
@@ -52,6 +51,7 @@ from jrb.checkpoint.snapshots import Snapshot, Source
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
 from jrb.layouts.nested import pieces as trajectories
+from jrb.migrate import pieces, replay_target
 from jrb.mix import Description
 from jrb.state import BufferState, Device
 from jrb.types import Item
@@ -344,7 +344,7 @@ def _restored(file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Arr
 
 def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]) -> Any:
     """A state into whose storage all items were written, at their slots."""
-    into = replaying(buffer)
+    into = replay_target(buffer)
     state = eager.init(into, spec, None)
     if not about["rows"]:
         return state

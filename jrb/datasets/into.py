@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from jrb._core import transforming
-from jrb._core.replaying import writable
-from jrb._core.retelling import moved
 from jrb._util import checks
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.copying import cache, copies, fingerprint
 from jrb.datasets.copying.blocks import Episodes
 from jrb.datasets.copying.filling import Streams, streams
+from jrb.migrate import with_storage, writable
 from jrb.state import BufferState
 from jrb.storages import MemmapStorage
 from jrb.types import Storage
@@ -85,7 +84,7 @@ def cached(
     if storage is None:
         return buffer, state
     other = dataclasses.replace(buffer, storage=storage)
-    return other, moved(buffer, state, other)
+    return other, with_storage(buffer, state, other)
 
 
 def _described(flow: Streams, storage: Storage, parts: dict[str, Any]) -> ReplayBuffer:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core.replaying import pieces, writable
 from jrb._util import pytree
 from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.loops import Jitted
+from jrb.migrate import pieces, writable
 from jrb.state import BufferState
 
 

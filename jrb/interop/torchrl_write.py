@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import memory
-from jrb._core.replaying import pieces
 from jrb._store import files, paths
 from jrb._store.printing import escaped_errors
 from jrb._util import checks, pytree
@@ -24,6 +23,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.interop import torchrl_files as dump
 from jrb.layouts import chain, flat, names
 from jrb.layouts.names import Leaves
+from jrb.migrate import pieces
 from jrb.samplers import Prioritized
 from jrb.state import BufferState
 

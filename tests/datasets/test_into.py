@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import datasets
-from jrb._core import retelling
+from jrb import datasets, migrate
 from jrb._store import files
 from jrb._xla import compat
 from jrb.datasets.copying import cache, copies, filling
@@ -224,7 +223,7 @@ def test_a_copy_whose_process_is_killed_goes_on(dataset, tmp_path):
     ids=repr,
 )
 def test_a_copy_serves_other_parts(dataset, tmp_path, parts, envs, monkeypatch):
-    monkeypatch.setattr(retelling, "_PIECE", 500)
+    monkeypatch.setattr(migrate, "_PIECE", 500)
     storage = jrb.MemmapStorage(tmp_path / "files")
     dataset.buffer(storage=storage, num_envs=envs)
     buffer, state = dataset.buffer(storage=storage, num_envs=envs, batch_size=16, **parts)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 
 from jrb import checkpoint
-from jrb._core.replaying import writable
-from jrb._core.retelling import retold
 from jrb._store.store import writing
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import matching
@@ -23,6 +21,7 @@ from jrb.datasets.copying.filling import Streams
 from jrb.datasets.copying.nonfinite_rewards import NotFinite
 from jrb.datasets.copying.progress import track
 from jrb.loops import Jitted
+from jrb.migrate import with_parts, writable
 from jrb.samplers import Uniform
 from jrb.state import BufferState
 from jrb.units import Transition
@@ -82,7 +81,7 @@ def opened(buffer: ReplayBuffer, path: str, told: bytes) -> BufferState | None:
     found, state, _ = _found(path, buffer, _plain(buffer), told)
     if found.writer.writes:
         return None
-    return state if found == buffer else retold(found, state, buffer)
+    return state if found == buffer else with_parts(found, state, buffer)
 
 
 def _is_begun(path: str) -> bool:
@@ -141,7 +140,7 @@ def _whole(
         if is_due:
             commit(plain, last, there)
     if (buffer.sampler, buffer.unit) != (plain.sampler, plain.unit):
-        last = retold(plain, last, buffer)
+        last = with_parts(plain, last, buffer)
     commit(buffer, last, flow.rows)
     return last
 

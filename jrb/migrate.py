@@ -1,0 +1,545 @@
+"""Moves items from one description to another: `rebuild`, and the steps it is made of.
+
+N capacity, E environments, T rows of time, K items.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb import shards
+from jrb._core import counting, eager, steps, transforming, validate
+from jrb._util import checks, pytree
+from jrb.buffer import ReplayBuffer
+from jrb.occupancy import Occupancy
+from jrb.ring import Ring
+from jrb.samplers.prioritized import DROPPED
+from jrb.sharded import Sharded
+from jrb.state import Buffer, BufferState
+from jrb.types import Context, Item, PrioritizedSampler, Sampler, ShardedSampler
+from jrb.types.messages import PartState
+from jrb.types.sampler import missing_method
+
+_PIECE = 8 << 20
+"""Bytes of items that are copied at a time."""
+_UNKNOWN = 2**30
+"""Rows since the beginning of an episode, where nobody knows: more than any unit looks back."""
+
+
+def rebuild(
+    old: ReplayBuffer | Sharded, state: BufferState, new: ReplayBuffer | Sharded
+) -> BufferState:
+    """Returns a state of another description that holds the items of this one.
+
+    Any part may differ: capacity, `num_envs`, sampler, unit, writer, storage. Items are copied as
+    they are stored, without transforms. The newest rows that fit are kept (with a writer that does
+    not keep the order of time, the best items), together with their priorities, how often they were
+    drawn if both samplers count, what was dropped, and ends of episodes that only the old unit knew
+    of. With another number of environments, the streams are joined end to end and cut into equal
+    parts; no window crosses a seam.
+
+    Transforms with a state keep it where both descriptions have one of the same class; others learn
+    from the items that are kept.
+
+    Not carried over: the number of items that a reservoir has seen, if it becomes larger; the
+    position in an epoch (the next draw begins one); priorities where the old sampler had none;
+    `set_alpha`, where the samplers differ. A queue goes on if both are queues, else every item is
+    pending. Stacks of frames whose first frames may be lost are not drawn.
+
+    A `jrb.Sharded` buffer can get another number of shards, or become a single buffer, or the other
+    way round. The number of environments stays; each shard gets its environments with everything
+    that is known of their items.
+
+    Args:
+        old: the description of `state`.
+        state: only read; a storage on the host stays usable.
+        new: the new description. A storage on the host gets a new store at its path.
+
+    Returns:
+        The state, on the default device.
+
+    Raises:
+        TypeError: a `Mix`, states under `vmap`, or objects on one side only.
+        ValueError: items that a part of the new description cannot use; another number of
+            environments where rows from behind the seams, or the order of a queue, would be lost.
+
+    Example:
+        >>> import jax.numpy as jnp, jrb
+        >>> old = jrb.ReplayBuffer(6)
+        >>> state = old.extend(old.init({"x": 0}), {"x": jnp.arange(8)})
+        >>> new = jrb.ReplayBuffer(4, sampler=jrb.Prioritized(), batch_size=2)
+        >>> state = jrb.rebuild(old, state, new)
+        >>> jrb.items(new, state)["x"].tolist(), new.priorities(state).tolist()
+        ([4, 5, 6, 7], [1.0, 1.0, 1.0, 1.0])
+    """
+    if isinstance(old, Sharded) or isinstance(new, Sharded):
+        return _rebuild_shards(old, state, new)
+    _check_single(old, state, new)
+    selection = _select(old, new, state)
+    if selection.is_redealt:
+        _check_redealt(old, state, new)
+    return _refill(_Source(old, (state,)), new, selection)
+
+
+# Copies that keep the order of rows; datasets and readers of other formats use these too.
+
+
+def writable(buffer: Buffer) -> Any:
+    """Returns the description without `ReadOnly`, for filling a buffer that is only read later."""
+    return dataclasses.replace(buffer, writer=buffer.writer.writable())
+
+
+def replay_target(buffer: Buffer) -> Any:
+    """Returns the description to write items with, in the order of another buffer.
+
+    A writer that does not keep the order of time takes items one by one.
+    """
+    if buffer.writer.is_chronological:
+        return writable(buffer)
+    return dataclasses.replace(buffer, num_envs=None)
+
+
+def pieces(order: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
+    """Yields rows in parts of a few megabytes."""
+    step = max(1, _PIECE // max(row_bytes, 1))
+    for start in range(0, len(order), step):
+        yield order[start : start + step]
+
+
+def _iter_rows(buffer: Buffer, state: BufferState) -> Iterator[tuple[Item, jax.Array]]:
+    """Yields all rows of a storage on the host that was filled once, from slot 0 on.
+
+    All pieces have one length, so that a write of them is compiled once: items `[T, ...]` or
+    `[T, E, ...]` as they are stored, and which of them are real, bool `[T]`, or `[T, E]` where each
+    environment has its own clock.
+    """
+    ring, envs = buffer.ring, buffer.ring.envs
+    counts = np.broadcast_to(buffer.writer.held(ring, state.writer).rows(ring), envs)
+    row_bytes = pytree.nbytes(buffer.storage.spec(state.storage)) * envs
+    size = min(max(1, 2 * _PIECE // max(1, row_bytes)), max(1, int(counts.max())))
+    for start in range(0, int(counts.max()), size):
+        row = np.arange(start, start + size)
+        slots = np.minimum(row, ring.rows - 1)[:, None] * envs + np.arange(envs)
+        slots = slots[:, 0] if buffer.num_envs is None else slots
+        mask = row[:, None] < counts
+        mask = mask if buffer.writer.per_env else mask[:, 0]
+        yield buffer.storage.take(state.storage, slots), jnp.asarray(mask)
+
+
+def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
+    """Returns the state of other parts over the same rows on the host, which are not copied.
+
+    Sampler, unit and transforms with a state learn from all rows (see `_iter_rows`). Capacity,
+    environments and storage are those of the old description, and its writer has the same states.
+    """
+    target = replay_target(new)
+    half = eager.half(target, old.storage.spec(state.storage))
+    for items, mask in _iter_rows(old, state):
+        half = eager.told(target, half, items, mask)
+    return half.replace(storage=state.storage)
+
+
+def with_storage(old: Buffer, state: BufferState, new: Buffer) -> Any:
+    """Returns the state of a description with another storage, with a copy of the rows.
+
+    Capacity and environments are those of the old description (see `_iter_rows`).
+    """
+    target = replay_target(new)
+    copied = eager.init(target, old.storage.spec(state.storage), None)
+    for items, mask in _iter_rows(old, state):
+        copied = eager.fill(target, copied, items, None, mask)
+    return copied
+
+
+# The items that are kept.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """The old states: one, or those of several shards. Slot s of state k has number k N + s."""
+
+    buffer: ReplayBuffer
+    states: tuple[BufferState, ...]
+
+    @property
+    def state(self) -> BufferState:
+        """The first state, for what all of them have in common."""
+        return self.states[0]
+
+    def read(
+        self, slots: np.ndarray, read: Callable[[BufferState, jax.Array], Any], axis: int
+    ) -> Any:
+        """Reads slots `[..., E]`; each environment lies in one state. Results have E at `axis`."""
+        number = slots.reshape(-1, slots.shape[-1])[0] // self.buffer.capacity
+        parts = [
+            read(self.states[k], jnp.asarray(slots[..., number == k] - k * self.buffer.capacity))
+            for k in np.unique(number)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        order = np.argsort(np.argsort(number, kind="stable"))
+        join = lambda *leaves: jnp.concatenate(leaves, axis=axis).take(order, axis=axis)
+        return jax.tree.map(join, *parts)
+
+    def take(self, slots: np.ndarray) -> Item:
+        """Returns the items at slots `[T, E]`."""
+        return self.read(slots, self.buffer.take, axis=1)
+
+    def episode_step(self, slots: np.ndarray) -> np.ndarray | None:
+        """Returns `Unit.episode_step` of the rows at slots `[E]`."""
+        return self.read(slots, lambda state, at: self.buffer.unit.episode_step(state.unit, at), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Selection:
+    """The rows that are kept, as rows of the new buffer.
+
+    Attributes:
+        slots: int32 `[T, E]`, the old slots, oldest row first.
+        mask: bool `[T, E]`, which of them are real.
+        cuts: bool `[T, E]`, the rows after which time does not go on; None without order of time.
+        is_redealt: whether environments are not those of the old buffer.
+    """
+
+    slots: np.ndarray
+    mask: np.ndarray
+    cuts: np.ndarray | None
+    is_redealt: bool
+
+    @property
+    def new_slots(self) -> np.ndarray:
+        """Returns the new slots of the kept items, int32 `[K]`."""
+        row, env = np.cumsum(self.mask, axis=0) - 1, np.arange(self.mask.shape[1])
+        return (row * len(env) + env)[self.mask].astype(np.int32)
+
+
+def _all_of(slots: np.ndarray, cuts: np.ndarray | None, is_redealt: bool) -> _Selection:
+    return _Selection(slots.astype(np.int32), np.ones(slots.shape, bool), cuts, is_redealt)
+
+
+def _select(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _Selection:
+    """Returns the newest rows that fit, or the best items of a writer without order of time."""
+    old, new = buffer.ring, target.ring
+    if not buffer.writer.is_chronological:
+        best = np.asarray(buffer.writer.best(old, state.writer, target.capacity))
+        order = np.asarray(buffer.in_order(state)[0])
+        kept = order[np.isin(order, best)][: len(best)]
+        if not target.writer.is_chronological:
+            return _all_of(kept[:, None], None, old.envs != new.envs)
+        kept = kept[len(kept) % new.envs :].reshape(-1, new.envs)  # each an episode of its own
+        return _all_of(kept, np.ones(kept.shape, bool), old.envs != new.envs)
+    occupancy = buffer.writer.held(old, state.writer)
+    slots, mask = _newest_rows(old, occupancy, target.capacity)
+    if not target.writer.is_chronological:
+        return _all_of(slots[mask][:, None], None, old.envs != new.envs)
+    ends = _unit_ends(buffer, state.writer, state.unit, slots)
+    if old.envs != new.envs or not (mask.all() or target.writer.per_env):
+        return _all_of(*_redeal(slots, ends, mask, new.envs), True)
+    return _Selection(slots[-new.rows :], mask[-new.rows :], ends[-new.rows :], False)
+
+
+def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the slots of the newest rows of at most `limit` items, and which are real, `[T, E]`.
+
+    Slots that are not real are replaced by one that holds an item.
+    """
+    counts = np.broadcast_to(np.asarray(occupancy.rows(ring)), ring.envs)
+    row = np.arange(counts.max())[:, None] + counts - counts.max()
+    from_oldest = np.asarray(occupancy.from_oldest(ring))
+    slots = np.take_along_axis(from_oldest, np.maximum(row, 0), axis=0).astype(np.int32)
+    fits = np.cumsum((row >= 0).sum(axis=1)[::-1])[::-1] <= limit
+    slots, mask = slots[fits], (row >= 0)[fits]
+    return np.where(mask, slots, slots[mask][:1]) if mask.any() else slots, mask
+
+
+def _unit_ends(
+    buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: np.ndarray
+) -> np.ndarray:
+    """Returns the rows after which time does not go on; the unit may know more than flags say."""
+    return np.array(_compiled_ends(buffer, writer, unit, slots))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled_ends(
+    buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: jax.Array
+) -> jax.Array:
+    return buffer.unit.is_episode_end(steps.context_of(buffer, writer), unit, slots)
+
+
+def _redeal(
+    slots: np.ndarray, ends: np.ndarray, mask: np.ndarray, envs: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Joins streams `[T, E]` end to end and cuts them into `envs` equal ones; also the seams."""
+    surplus = int(mask.sum()) % envs  # items that do not fill a row: dropped from the oldest one
+    ends[-1:] = True
+    in_line = lambda rows: np.concatenate(
+        [
+            stream[real][number < surplus :] if surplus <= slots.shape[1] else stream[real]
+            for number, (stream, real) in enumerate(zip(rows.T, mask.T, strict=True))
+        ]
+    )
+    line, seams = in_line(slots), in_line(ends)
+    over = line.size % envs  # not 0 only where a row had fewer items than there are environments
+    streams = seams[over:].reshape(envs, -1)
+    streams[:, -1:] = True
+    return line[over:].reshape(streams.shape).T, streams.T
+
+
+# The new state.
+
+
+def _refill(source: _Source, new: ReplayBuffer, selection: _Selection) -> BufferState:
+    """Returns a state of the new description that holds the selection."""
+    old, state = source.buffer, source.state
+    made = _write_items(source, new, selection)
+    made = made.replace(transforms=_transform_states(old, state, new, made))
+    if not selection.mask.any():
+        return made
+    if type(old.writer.writable()) is type(new.writer.writable()):
+        made = made.replace(writer=new.writer.adopt(new.ring, made.writer, state.writer))
+    slots, places = jnp.asarray(selection.slots[selection.mask]), jnp.asarray(selection.new_slots)
+    samplers = [each.sampler for each in source.states]
+    sampler = _sampler_state(old.sampler, samplers, new, made, slots, places)
+    return made.replace(sampler=counting.adopted(sampler, samplers, slots, places))
+
+
+def _write_items(source: _Source, new: ReplayBuffer, selection: _Selection) -> BufferState:
+    """Writes the selection to an empty state."""
+    buffer, state, slots, cuts = source.buffer, source.state, selection.slots, selection.cuts
+    target = replay_target(new)
+    mask = None if selection.mask.all() else jnp.asarray(selection.mask)
+    if new.storage.of_objects:
+        objects = buffer.take(state, jnp.asarray(slots.reshape(-1)))
+        if target.num_envs is not None:
+            objects = [list(row) for row in _by_rows(objects, slots.shape[1])]
+        return target.extend(target.init(None), objects, mask).replace(ring=new.ring)
+    spec = buffer.stored(state)
+    made = eager.init(target, spec, None)
+    if len(slots) and cuts is not None and buffer.writer.is_chronological:
+        steps_before = _first_episode_steps(source, new, selection)
+        made = made.replace(unit=target.unit.init_mid_episode(made.unit, steps_before))
+    for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
+        items = source.take(slots[piece])
+        seams = None if cuts is None else jnp.asarray(cuts[piece])
+        if target.num_envs is None:
+            items = jax.tree.map(lambda leaf: leaf[:, 0], items)
+        made = eager.fill(target, made, items, seams, None if mask is None else mask[piece])
+    refused = slots.size - int(target.size(made))
+    if not target.writer.is_chronological and refused > 0:
+        raise ValueError(
+            f"rebuild: expected items that {type(new.writer).__name__} takes, got {refused} that "
+            "it refuses, such as those with a rank of NaN."
+        )
+    return made.replace(ring=new.ring)
+
+
+def _by_rows(objects: list[Any], width: int) -> Iterator[list[Any]]:
+    return (objects[start : start + width] for start in range(0, len(objects), width))
+
+
+def _first_episode_steps(source: _Source, new: ReplayBuffer, selection: _Selection) -> jax.Array:
+    """Returns the rows of its episode before the first row of each environment, int32 `[E]`.
+
+    `_UNKNOWN` if nobody knows; 0 for an environment without rows.
+    """
+    first = selection.mask.argmax(axis=0)[None]
+    before = source.episode_step(np.take_along_axis(selection.slots, first, axis=0)[0])
+    if before is None:
+        before = _UNKNOWN
+    elif source.buffer.unit != new.unit:
+        before = np.where(before > 0, _UNKNOWN, 0)  # each unit counts up to a limit of its own
+    return jnp.asarray(np.where(selection.mask.any(axis=0), before, 0), jnp.int32)
+
+
+def _transform_states(
+    old: ReplayBuffer, state: BufferState, new: ReplayBuffer, made: BufferState
+) -> tuple:
+    """Returns the states of the new transforms: from the old ones, else learned from the items."""
+    if not transforming.learning(new.transforms):
+        return ()
+    none = jnp.int32(0)
+    context = Context(new.ring, new.keys, Occupancy(none, none))
+    blank = transforming.init(new.transforms, context, old.stored(state))
+    learned = transforming.adopted((new.transforms, made.transforms), (new.transforms, blank))
+    return transforming.adopted((old.transforms, state.transforms), (new.transforms, learned))
+
+
+def _sampler_state(
+    old: Sampler,
+    states: list[PartState],
+    new: ReplayBuffer,
+    made: BufferState,
+    slots: jax.Array,
+    places: jax.Array,
+) -> Any:
+    """Returns the new sampler's state, with what the old states say of the items at `slots`."""
+    is_alike = type(old) is type(new.sampler) and not new.sampler.prioritized
+    if is_alike or old == new.sampler:
+        state = states[0] if len(states) == 1 else _concatenated(old, states)
+        return _adopted(new.sampler, made.sampler, state, slots, places)
+    if not (isinstance(old, PrioritizedSampler) and isinstance(new.sampler, PrioritizedSampler)):
+        return made.sampler
+    raw = jnp.concatenate([old.priorities(state) for state in states])[slots]
+    assigned = _assigned(new.sampler, made.sampler, places, raw)
+    dropped = places[np.asarray(raw == DROPPED)]
+    if not dropped.size:
+        return assigned
+    return new.sampler.drop(new.ring, assigned, dropped, jnp.ones(dropped.shape, jnp.bool_))
+
+
+def _concatenated(sampler: Sampler, states: list[PartState]) -> Any:
+    """Returns the states of several shards as one."""
+    if isinstance(sampler, ShardedSampler):
+        return sampler.concat_shard_states(states)
+    if sampler.consumes:  # shards are put together when nothing is pending
+        return states[0]
+    raise missing_method(sampler, "concat_shard_states", "rebuild", "ShardedSampler")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _adopted(
+    sampler: Sampler, made: PartState, old: PartState, slots: jax.Array, places: jax.Array
+) -> Any:
+    return sampler.import_state(made, old, slots, places)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _assigned(
+    sampler: PrioritizedSampler, made: PartState, places: jax.Array, raw: jax.Array
+) -> Any:
+    return sampler.assign(made, places, raw, None)
+
+
+# Shards.
+
+
+def _rebuild_shards(
+    old: ReplayBuffer | Sharded, state: BufferState, new: ReplayBuffer | Sharded
+) -> BufferState:
+    """Rebuilds from shards, or to them."""
+    states = {0: state}
+    if isinstance(old, Sharded):
+        states = {
+            number: jax.tree.map(jnp.asarray, one)
+            for number, one in shards.split(old, state).items()
+        }
+    if not isinstance(new, Sharded):
+        return regrouped(old, states, new, 0)
+    numbers = new.layout.numbers_here()
+    return shards.joined(new, {number: regrouped(old, states, new, number) for number in numbers})
+
+
+def regrouped(
+    old: ReplayBuffer | Sharded,
+    states: Mapping[int, BufferState],
+    new: ReplayBuffer | Sharded,
+    number: int,
+) -> BufferState:
+    """Returns the state of one new shard, from the old shards that have its environments.
+
+    Args:
+        old: the old description.
+        states: of its shards, by number; at least those that are needed.
+        new: the new description.
+        number: of the new shard; 0 for a single buffer.
+
+    Raises:
+        ValueError: another number of environments, or no order of time; shards of which one holds
+            more rows than another, where the new writer keeps them together; a queue; more than
+            2^31 - 1 slots in the shards that the new one is made of.
+    """
+    part, target = (one.part if isinstance(one, Sharded) else one for one in (old, new))
+    _check_shards(old, part, states, new)
+    first = number * target.ring.envs  # environments are dealt to shards in their order
+    stop = first + target.ring.envs
+    needed = list(range(first // part.ring.envs, -(-stop // part.ring.envs)))
+    validate.check_slots(len(needed) * part.capacity)
+    columns = slice(first - needed[0] * part.ring.envs, stop - needed[0] * part.ring.envs)
+    each = []
+    for place, k in enumerate(needed):
+        occupancy = part.writer.held(part.ring, states[k].writer)
+        slots, mask = _newest_rows(part.ring, occupancy, target.ring.rows * part.ring.envs)
+        ends = _unit_ends(part, states[k].writer, states[k].unit, slots)
+        each.append((slots + place * part.capacity, mask, ends))
+    rows = max(len(slots) for slots, _, _ in each)
+    slots, mask, cuts = (
+        np.concatenate([np.pad(x, ((rows - len(x), 0), (0, 0))) for x in field], axis=1)[:, columns]
+        for field in zip(*each, strict=True)
+    )
+    if not (mask.all() or target.writer.per_env):
+        raise ValueError(
+            "rebuild: expected shards that hold equally many rows, or "
+            "writer=jrb.PerEnvironment(), got "
+            f"{sorted(set(mask.sum(axis=0).tolist()))} rows of their environments."
+        )
+    slots = np.where(mask, slots, np.max(np.where(mask, slots, 0), axis=0))  # any slot of its own
+    source = _Source(part, tuple(states[k] for k in needed))
+    return _refill(source, target, _Selection(slots.astype(np.int32), mask, cuts, False))
+
+
+# Checks.
+
+
+def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:
+    for buffer in (old, new):
+        if not isinstance(buffer, ReplayBuffer):
+            raise TypeError(
+                f"rebuild: expected single buffers, got {type(buffer).__name__}. Rebuild the parts "
+                "of a Mix one by one."
+            )
+    if not isinstance(state, BufferState) or state.edits.ndim:
+        raise TypeError(
+            "rebuild: expected a state of a single buffer, got states under vmap. Take one of them."
+        )
+    if old.storage.of_objects != new.storage.of_objects:
+        raise TypeError(
+            "rebuild: expected items of arrays on both sides, or objects, got "
+            f"{type(old.storage).__name__} and {type(new.storage).__name__}."
+        )
+
+
+def _check_redealt(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:
+    """Raises for parts that need rows from before a seam, or an order that would be lost."""
+    if new.unit.requires_contiguous_history:
+        raise ValueError(
+            f"num_envs: expected that of the old buffer with {type(new.unit).__name__}, which "
+            "would need rows from behind the seams. Keep it, or use another unit."
+        )
+    is_queue = new.sampler.in_order and new.sampler.consumes
+    if is_queue and bool(steps.has_pending(old, state)):
+        raise ValueError(
+            f"num_envs: expected that of the old buffer with {type(old.sampler).__name__}, whose "
+            "order would be lost. Draw what is left first."
+        )
+
+
+def _check_shards(
+    old: ReplayBuffer | Sharded,
+    part: ReplayBuffer,
+    states: Mapping[int, BufferState],
+    new: ReplayBuffer | Sharded,
+) -> None:
+    before, after = (each.buffer if isinstance(each, Sharded) else each for each in (old, new))
+    for each in (before, after):
+        if not isinstance(each, ReplayBuffer):
+            raise TypeError(
+                f"rebuild: expected buffers, in shards or not, got {type(each).__name__}. Rebuild "
+                "the parts of a Mix one by one."
+            )
+        checks.chronological("rebuild of shards", each.writer)
+    if before.ring.envs != after.ring.envs:
+        raise ValueError(
+            f"num_envs: expected {before.ring.envs}, as before, for another number of shards, got "
+            f"{after.ring.envs}."
+        )
+    is_queue = after.sampler.in_order and after.sampler.consumes
+    if is_queue and any(bool(steps.has_pending(before, one)) for one in states.values()):
+        raise ValueError(
+            f"shards: expected as many as before with {type(after.sampler).__name__}, whose order "
+            "would be lost. Draw what is left first."
+        )
