@@ -45,7 +45,6 @@ class Gate:
         self._permits: dict[int, Permit] = {}
         self._largest = {"insert": 0, "sample": 0}
         self._departures: dict[int, asyncio.Event] = {}  # of each caller, set when it is gone
-        self._watches: dict[int, asyncio.Future[None]] = {}
         self._servers: Sequence[Any] = ()
         self._opened, self._changed = asyncio.Event(), asyncio.Condition()
 
@@ -64,7 +63,7 @@ class Gate:
         await departure.wait()
 
     async def wait(
-        self, side: str, count: int, ticket: int, shards: list[int], caller: int, stay: list[Any]
+        self, side: str, count: int, ticket: int, shards: list[int], caller: int
     ) -> None:
         """Waits until so many items may be added, or samples taken, by these shards.
 
@@ -74,15 +73,11 @@ class Gate:
             ticket: the number of the permit.
             shards: that will report when they have done it.
             caller: who asks.
-            stay: the reference of the caller's `stay`, in a list so that Ray does not wait for it.
-                It fails when the caller's process dies.
 
         Raises:
             ValueError: so many at once, with what others ask for, could be held back for ever.
         """
         self._check(side, count)
-        if caller not in self._watches:
-            self._watches[caller] = asyncio.ensure_future(self._watch(caller, stay[0]))
         permit = self._permits[ticket] = Permit(side, count, caller, set(shards))
         await self._opened.wait()
         async with self._changed:
@@ -138,9 +133,18 @@ class Gate:
         balance = self._limits.balance(items, samples + permit.count)
         return enough and balance >= -self._limits.tolerance
 
-    async def _watch(self, caller: int, stay: Any) -> None:
-        """Forgets the permits of a caller when it is gone."""
-        await asyncio.wait([asyncio.ensure_future(stay)])
+    async def watch(self, caller: int, stay: list[Any]) -> None:
+        """Forgets the permits of a caller when it is gone.
+
+        One call per caller, not an argument of `wait`: Ray keeps about 20 kB of memory for each
+        reference that a call brings.
+
+        Args:
+            caller: the number of the caller.
+            stay: the reference of the caller's `stay`, in a list so that Ray does not wait for it.
+                It fails when the caller's process dies.
+        """
+        await asyncio.wait([asyncio.ensure_future(stay[0])])
         # What it had sent before may still be written: the servers get to this call after that.
         ready = [server.ready.remote() for server in self._servers]
         await asyncio.gather(*ready, return_exceptions=True)
@@ -148,7 +152,6 @@ class Gate:
             for ticket in [t for t, permit in self._permits.items() if permit.caller == caller]:
                 del self._permits[ticket]
             self._changed.notify_all()
-        self._watches.pop(caller)
         await self.leave(caller)
 
     async def leave(self, caller: int) -> None:

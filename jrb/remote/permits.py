@@ -27,7 +27,8 @@ class Permits:
     def __init__(self, gate: Any, servers: list[Any]) -> None:
         self._gate, self._caller = gate, secrets.randbits(63)
         self._shards = list(range(len(servers)))
-        self._stay = gate.stay.remote(self._caller, servers)
+        stay = gate.stay.remote(self._caller, servers)
+        self._calls = stay, gate.watch.remote(self._caller, [stay])
         weakref.finalize(self, self._leave, gate, self._caller).atexit = False
 
     @staticmethod
@@ -37,7 +38,7 @@ class Permits:
     def request(self, side: str, count: int, shard: int | None = None) -> Request:
         """Asks for so many items of a shard, or samples of all shards."""
         ticket, shards = secrets.randbits(63), self._shards if shard is None else [shard]
-        reply = self._gate.wait.remote(side, count, ticket, shards, self._caller, [self._stay])
+        reply = self._gate.wait.remote(side, count, ticket, shards, self._caller)
         return Request(ticket, reply)
 
     def cancel(self, request: Request) -> None:

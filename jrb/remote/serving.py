@@ -97,4 +97,4 @@ def serve(
     return Remote(setup, servers, gate, owns=True)
 
 
-_MANY = 10_000  # calls of the gate at once: two for each process that holds a `Remote`
+_MANY = 10_000  # calls of the gate at once: three for each process that holds a `Remote`

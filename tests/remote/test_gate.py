@@ -50,17 +50,21 @@ class World:
         """Another gate, to which Ray makes all calls again that are not answered."""
         self.gate, tasks, self.asked = Gate(self.limits), self.asked, {}
         for caller in self.lives:
-            self.start(self.gate.stay(caller, self.servers))
+            self.enter(caller)
         for ticket, (task, given) in tasks.items():
             task.cancel()
             self.ask(ticket, *given)
 
     def join(self, caller):
         self.lives[caller] = asyncio.get_running_loop().create_future()
+        self.enter(caller)
+
+    def enter(self, caller):
         self.start(self.gate.stay(caller, self.servers))
+        self.start(self.gate.watch(caller, [self.lives[caller]]))
 
     def ask(self, ticket, side, count, shards, caller):
-        call = self.gate.wait(side, count, ticket, shards, caller, [self.lives[caller]])
+        call = self.gate.wait(side, count, ticket, shards, caller)
         task = self.start(call)
         self.asked[ticket] = task, (side, count, shards, caller)
 
@@ -153,7 +157,7 @@ def test_callers_that_die_while_they_are_held_back_count_for_nothing():
             await world.settle()
             while world.granted:
                 await world.do(*world.granted.popleft())
-        assert world.distance() <= 400 and not world.gate._watches.keys() - {9}
+        assert world.distance() <= 400 and not world.gate._departures.keys() - {9}
 
     asyncio.run(run())
 
@@ -215,6 +219,6 @@ def test_chunks_that_could_wait_for_ever_are_refused(before, side, count, needed
             world.ask(1, *before, [0], 0)
             await world.settle()
         with pytest.raises(ValueError, match=f"tolerance of at least {needed}"):
-            await world.gate.wait(side, count, 2, [0], 0, [world.lives[0]])
+            await world.gate.wait(side, count, 2, [0], 0)
 
     asyncio.run(run())
