@@ -433,10 +433,9 @@ def test_states_and_samples_say_what_is_in_them_wherever_they_are():
     assert "held: 3 of 20 (15 %)" in repr(some)
 
 
-@pytest.mark.parametrize("layout", ["time", "environments"])
-def test_many_buffers_are_written_like_each_of_them(layout):
-    storage = jrb.DeviceStorage(layout=layout)
-    buffer = jrb.ReplayBuffer(6, num_envs=2, storage=storage)
+@pytest.mark.parametrize("unit", [jrb.Transition(), jrb.Sequence(1, cross_episodes=True)])
+def test_many_buffers_are_written_like_each_of_them(unit):
+    buffer = jrb.ReplayBuffer(6, num_envs=2, unit=unit)
     states = [buffer.init({"x": jnp.zeros(3), "y": 0.0})] * 2
     many = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     for number in range(4):

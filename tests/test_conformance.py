@@ -79,7 +79,6 @@ PARTS = [
     {"unit": jrb.Sequence(3, sample_by="whole_episodes"), "sampler": jrb.Prioritized()},
     {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
     {"storage": jrb.DeviceStorage(share_next_observations=True), "unit": jrb.NStep(2, 0.9)},
-    {"storage": jrb.DeviceStorage(layout="environments"), "unit": jrb.Sequence(3, partial="pad")},
     {"writer": jrb.MaxValue(("next", "reward"))},
     {"writer": jrb.Reservoir(0)},
     {

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 KEY = jax.random.key(0)
 STORAGES = {
     "device": lambda: jrb.DeviceStorage(),
-    "environments": lambda: jrb.DeviceStorage(layout="environments"),
     "once": lambda: jrb.DeviceStorage(share_next_observations=True, terminal_capacity=8),
     "memmap": lambda: jrb.MemmapStorage(None),
     "spill": lambda: jrb.SpillStorage(None, 4),

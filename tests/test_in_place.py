@@ -287,10 +287,7 @@ def test_lanes_copy_nothing(parts, agents):
     assert growth(name, lanes, agents, writer=jrb.PerEnvironment(), **OTHERS[parts]) < 0.01
 
 
-BY_ENVIRONMENT = {
-    "storage": jrb.DeviceStorage(layout="environments"),
-    "unit": jrb.Sequence(5, partial="pad"),
-}
+BY_ENVIRONMENT = {"unit": jrb.Sequence(5, partial="pad")}
 LINES = [(1, add_sample, None), (16, everything, 8), (16, edits, None), (1, draw_add, 8)]
 
 

@@ -16,7 +16,6 @@ EXAMPLE = {
 }
 STORAGES = {
     "device": lambda: jrb.DeviceStorage(),
-    "environments": lambda: jrb.DeviceStorage(layout="environments"),
     "memmap": lambda: jrb.MemmapStorage(None),
     "spill": lambda: jrb.SpillStorage(None, 4),
 }

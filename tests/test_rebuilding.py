@@ -34,7 +34,6 @@ PARTS = [
     {"unit": jrb.Sequence(2)},
     {"unit": jrb.FrameStack(2)},
     {"storage": jrb.DeviceStorage(share_next_observations=True)},
-    {"storage": jrb.DeviceStorage(layout="environments")},
     {"writer": jrb.ReadOnly()},
     {"writer": jrb.Reservoir(3), "unit": jrb.Transition()},
     {"writer": jrb.MaxValue(("next", "reward")), "unit": jrb.Transition()},

@@ -121,14 +121,9 @@ def test_any_number_of_devices_does_the_same(unit, sampler):
         assert_same(other, told[0])
 
 
-@pytest.mark.parametrize("devices", [None, 4])
-def test_items_may_lie_environment_by_environment(devices):
-    make = lambda **parts: jrb.Sharded(whole("windows", **parts), S, mesh_of(devices))
-    plain, turned = make(), make(storage=jrb.DeviceStorage(layout="environments"))
-    want, got = story(plain), story(turned)
-    assert_same(got[1:], want[1:])
-    assert got[0].storage.arrays["uint32"].shape == (S, E // S, 16, 6)
-    assert_same(got[0].storage.leaves, want[0].storage.leaves)
+def test_windows_of_a_shard_are_runs():
+    state = jrb.Sharded(whole("windows"), S).init(EXAMPLE)
+    assert state.storage.arrays["uint32"].shape == (S, E // S, 16, 6)
 
 
 @pytest.mark.parametrize(("unit", "sampler"), FAMILIES)

@@ -83,7 +83,7 @@ def test_real_rows_that_are_still_there_are_written(unit, later):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"storage": jrb.DeviceStorage(layout="environments")},
+        {"storage": jrb.DeviceStorage()},
         {"storage": "memmap"},
         {"writer": jrb.PerEnvironment()},
         {"sampler": jrb.Prioritized()},

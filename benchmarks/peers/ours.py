@@ -31,14 +31,13 @@ UNITS = {
 
 def described(setup: Setup) -> jrb.ReplayBuffer:
     """The buffer that is wanted."""
-    layout = "environments" if setup.unit in wanted.WINDOWS and setup.envs > 1 else "time"
     return jrb.ReplayBuffer(
         setup.capacity,
         num_envs=setup.envs,
         batch_size=setup.batch,
         sampler=SAMPLERS[setup.sampler](),
         unit=UNITS[setup.unit],
-        storage=jrb.DeviceStorage(share_next_observations=setup.once, layout=layout),
+        storage=jrb.DeviceStorage(share_next_observations=setup.once),
         keys=KEYS,
     )
 

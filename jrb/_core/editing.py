@@ -216,7 +216,7 @@ def relearned(
 
 def _emptied(context: Context) -> Context:
     """The same before anything was written, in a ring that begins where it does."""
-    return Context(context.ring, context.keys, context.held.emptied())
+    return dataclasses.replace(context, held=context.held.emptied())
 
 
 def _written_anew(

@@ -35,7 +35,9 @@ from jrb.types.sampler import missing_method
 
 def context_of(buffer: Buffer, writer: PartState) -> Context:
     """What the parts may know while the writer's state is this one."""
-    return Context(buffer.ring, buffer.keys, buffer.writer.held(buffer.ring, writer))
+    reads_windows = buffer.unit.row_steps is not None
+    held = buffer.writer.held(buffer.ring, writer)
+    return Context(buffer.ring, buffer.keys, held, reads_windows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

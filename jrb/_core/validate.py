@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jrb._core import counting, episodes, transforming
+from jrb._core.steps import context_of
 from jrb._util import pytree
 from jrb._util.arguments import entry
 from jrb._util.pytree import Leaf, PyTree, SpecKey
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, Item
+from jrb.types import Item
 from jrb.types.messages import PartState
 from jrb.types.parts import BASES
 
@@ -38,7 +39,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     ring = buffer.ring
     check_slots(ring.capacity)
     writer = buffer.writer.init(ring, spec)
-    context = Context(ring, buffer.keys, buffer.writer.held(ring, writer))
+    context = context_of(buffer, writer)
     return BufferState(
         storage=buffer.storage.init(context, spec),
         writer=writer,

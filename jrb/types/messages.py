@@ -52,11 +52,13 @@ class Context:
         ring: the ring's shape.
         keys: how the items are keyed.
         held: the slots that hold items; during a write, those that did before it.
+        reads_windows: True if the unit reads rows of one environment that follow one another.
     """
 
     ring: Ring
     keys: Keys
     held: Occupancy
+    reads_windows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

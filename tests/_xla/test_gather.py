@@ -197,10 +197,6 @@ PARTS = {
     "episodes": {"unit": jrb.Sequence(3, sample_by="episodes")},
     "stacks": {"unit": jrb.FrameStack(3), "sampler": jrb.Queue()},
     "once": {"storage": jrb.DeviceStorage(share_next_observations=True)},
-    "environments": {
-        "storage": jrb.DeviceStorage(layout="environments"),
-        "unit": jrb.Sequence(3, partial="pad"),
-    },
     "best": {"writer": jrb.MaxValue(("next", "reward"))},
 }
 

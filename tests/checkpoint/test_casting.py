@@ -46,7 +46,7 @@ PARTS = {
     "device": {},
     "prioritized": {"sampler": jrb.Prioritized(), "unit": jrb.NStep(2, 0.9)},
     "memmap": {"storage": jrb.MemmapStorage(None)},
-    "windows": {"unit": jrb.Sequence(2), "storage": jrb.DeviceStorage(layout="environments")},
+    "windows": {"unit": jrb.Sequence(2)},
 }
 
 

@@ -116,9 +116,9 @@ def test_every_dtype_is_seen_as_it_is(tmp_path):
     assert_same(jrb.load(tmp_path, items=jrb.items(buffer, state))[1], state)
 
 
-@pytest.mark.parametrize("layout", ["time", "environments"])
-def test_states_side_by_side_are_encoded(layout, tmp_path):
-    buffer, state = filled(storage=jrb.DeviceStorage(layout=layout))
+@pytest.mark.parametrize("unit", [jrb.Transition(), jrb.Sequence(1)])
+def test_states_side_by_side_are_encoded(unit, tmp_path):
+    buffer, state = filled(unit=unit)
     other = buffer.add(state, testing.rows(TED, jnp.float32(7), 3))
     states = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, other)
     jrb.save(tmp_path, buffer, states, encode=negated)

@@ -21,13 +21,14 @@ pytestmark = pytest.mark.slow
 ITEM = {"a": jnp.zeros(3), "b": jnp.zeros((), jnp.int32), "c": jnp.zeros((2, 2))}
 
 
-LAYOUTS = ["time", "environments"]
+UNITS = {"time": jrb.Transition(), "environments": jrb.Sequence(1, cross_episodes=True)}
+LAYOUTS = list(UNITS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_rows_of_a_leaf_are_its_bytes(elsewhere, layout):
-    buffer = jrb.ReplayBuffer(9, num_envs=3, storage=jrb.DeviceStorage(layout=layout))
+    buffer = jrb.ReplayBuffer(9, num_envs=3, unit=UNITS[layout])
     rng = np.random.default_rng(0)
     rows = jax.tree.map(lambda leaf: rng.random((3, 3, *leaf.shape)).astype(leaf.dtype), ITEM)
     storage = buffer.extend(buffer.init(ITEM), rows).storage
@@ -45,7 +46,7 @@ def test_rows_of_a_leaf_are_its_bytes(elsewhere, layout):
 @pytest.mark.parametrize(("layout", "lead"), [("time", (9,)), ("environments", (3, 3))])
 def test_a_load_needs_no_more_than_the_arrays(layout, lead):
     """Each array is filled where it stays: no leaf lies beside it as well."""
-    buffer = jrb.ReplayBuffer(9, num_envs=3, storage=jrb.DeviceStorage(layout=layout))
+    buffer = jrb.ReplayBuffer(9, num_envs=3, unit=UNITS[layout])
     room = one_by_one.room_for(buffer, buffer.stored(buffer.init(ITEM)), (2,))
     for leaf in room.leaves(is_blank=False):
         assert leaf.rows.shape[0] == 18 and not leaf.rows.flags.owndata
@@ -89,7 +90,7 @@ def as_version_2(path, monkeypatch):
 def test_leaves_come_together_that_lie_in_files_of_their_own(
     layout, batch, is_old, tmp_path, monkeypatch
 ):
-    buffer = jrb.ReplayBuffer(6, num_envs=2, storage=jrb.DeviceStorage(layout=layout))
+    buffer = jrb.ReplayBuffer(6, num_envs=2, unit=UNITS[layout])
     row = lambda leaf: jnp.arange(4 * leaf.size).reshape(2, 2, *leaf.shape).astype(leaf.dtype)
     state = buffer.extend(buffer.init(ITEM), jax.tree.map(row, ITEM))
     for count in batch:

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 SMALL = jax.ShapeDtypeStruct((3,), jnp.float32)
 STORAGES = {
     "device": jrb.DeviceStorage(),
-    "environments": jrb.DeviceStorage(layout="environments"),
     "once": jrb.DeviceStorage(share_next_observations=True),
     "memmap": jrb.MemmapStorage(None),
     "spill": jrb.SpillStorage(None, 8),

@@ -37,7 +37,7 @@ KINDS = {
     "queue": {"sampler": jrb.Queue()},
     "stack": {"sampler": jrb.Lifo()},
     "once": {"storage": jrb.DeviceStorage(share_next_observations=True), "num_envs": 2},
-    "lines": {"storage": jrb.DeviceStorage(layout="environments"), "num_envs": 2},
+    "lines": {"unit": jrb.Sequence(2), "num_envs": 2},
     "memmap": {"storage": jrb.MemmapStorage(None), "num_envs": 2},
     "spill": {"storage": jrb.SpillStorage(None, 8), "num_envs": 2},
 }

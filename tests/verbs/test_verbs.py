@@ -24,7 +24,6 @@ PROGRAMS, PAUSE, REBUILT, ROWS = 600, 2, 24, 4
 """How many programs, after how many steps some are saved or rebuilt, and how many of them."""
 IN_TURN, DEVICE = jrb.RoundRobin(), jrb.DeviceStorage()
 ONCE = jrb.DeviceStorage(share_next_observations=True, terminal_capacity=8)
-BY_ENVIRONMENT = jrb.DeviceStorage(layout="environments")
 LANES, FULL = jrb.PerEnvironment(), jrb.BlockWhenFull()
 BEST = jrb.MaxValue(("next", "reward"))
 COUNTED = jrb.Prioritized(count_draws=True)
@@ -65,10 +64,10 @@ CASES = [
     Case("windows across", jrb.Uniform(count_draws=True)),
     Case("transition", jrb.Uniform(replacement=False, count_draws=True), jrb.Reservoir(1)),
     Case("strict n-step", jrb.Queue(count_draws=True), FULL),
-    Case("padded windows of a period", jrb.Queue(), storage=BY_ENVIRONMENT),
-    Case("windows", jrb.Lifo(count_draws=True), storage=BY_ENVIRONMENT),
+    Case("padded windows of a period", jrb.Queue()),
+    Case("windows", jrb.Lifo(count_draws=True)),
     Case("stacked strict n-step", jrb.Lifo(), FULL, envs=1),
-    Case("n-step", jrb.WithoutReplacement(uses=2, count_draws=True), LANES, BY_ENVIRONMENT),
+    Case("n-step", jrb.WithoutReplacement(uses=2, count_draws=True), LANES),
     Case("stacks", jrb.WithoutReplacement(drop_last=True)),
     Case("windows of a period", UNSHUFFLED),
     Case("hindsight", UNSHUFFLED, storage=ONCE),
