@@ -19,13 +19,11 @@ from jrb._util import checks, display, pytree, wording
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
-from jrb.datasets.copying.blocks import regrouped
-from jrb.datasets.copying.episode_ends import Ends
+from jrb.datasets.blocks import Ends, regrouped
 from jrb.datasets.format import Description, Episode, Format, Source, rows_of
 from jrb.datasets.formats.recorded import Recorded
 from jrb.samplers import Uniform
 from jrb.state import BufferState
-from jrb.storages import DeviceStorage
 from jrb.types import Sampler, Storage, Unit
 from jrb.units import Transition
 
@@ -266,9 +264,7 @@ class Dataset(Sequence[Episode]):
         parts |= {"sampler": sampler, "unit": unit, "transforms": transforms}
         if root is not None and not cache:
             raise ValueError("buffer: root: expected None without cache=True, which it is for.")
-        if cache:
-            return into.cached(chosen, storage, num_envs, root, progress, parts)
-        return into.filled(chosen, storage or DeviceStorage(), num_envs, progress, parts)
+        return into.filled(chosen, storage, num_envs, root, cache, progress, parts)
 
     @escaped_errors()
     def preprocess(

@@ -3,7 +3,6 @@
 K episodes, N capacity, E environments.
 """
 
-import collections
 import dataclasses
 import os
 from typing import Any
@@ -13,74 +12,73 @@ import numpy as np
 from jrb._core import transforming
 from jrb._util import checks
 from jrb.buffer import ReplayBuffer
-from jrb.datasets.copying import cache, copies, fingerprint
-from jrb.datasets.copying.blocks import Episodes
-from jrb.datasets.copying.filling import Streams, streams
+from jrb.datasets import cache, copies
+from jrb.datasets.blocks import Episodes
+from jrb.datasets.filling import Streams, streams, written
 from jrb.migrate import with_storage, writable
 from jrb.state import BufferState
-from jrb.storages import MemmapStorage
+from jrb.storages import DeviceStorage, MemmapStorage
 from jrb.types import Storage
 from jrb.writers import PerEnvironment, ReadOnly, RoundRobin
 
 
 def filled(
     dataset: Episodes,
-    storage: Storage,
+    storage: Storage | None,
     num_envs: int | None,
+    root: cache.Path | None,
+    is_cached: bool,
     show: bool | None,
     parts: dict[str, Any],
 ) -> tuple[ReplayBuffer, BufferState]:
-    """The buffer of all steps of a dataset, and its state.
+    """Returns the buffer of all steps of a dataset, and its state; see `Dataset.buffer`.
 
     Args:
         dataset: with at least one step.
-        storage: where they go. In files at a path, a copy that is there is opened, or gone on with.
+        storage: where the steps go. In files at a path, a copy that is there is opened, or
+            continued. None for the device, or with `is_cached` for the files of the copy.
         num_envs: E, or None for one stream.
-        show: whether a bar shows how far it is; None where stderr is a terminal.
+        root: the folder of copies; None for that of the user.
+        is_cached: True to make a copy below `root`, if there is none yet, and to read that.
+        show: True for a bar; None where stderr is a terminal.
         parts: of the buffer.
     """
     flow = streams(dataset, num_envs)
+    if is_cached:
+        return _from_copy(flow, dataset, storage, root, show, parts)
+    storage = storage or DeviceStorage()
     buffer = _described(flow, storage, parts)
     if isinstance(storage, MemmapStorage) and storage.path is not None:
-        path, told = os.fspath(storage.path), fingerprint.by_looks(dataset, num_envs)
-        return buffer, copies.kept(flow, buffer, path, told, show)
-    into = writable(buffer)
-    found = copies.written(flow, into, into.init(dataset.spec), 0, show)
-    state, *_ = collections.deque(found, maxlen=1).pop()
+        path, digest = os.fspath(storage.path), cache.digest_of_looks(dataset, num_envs)
+        return buffer, copies.made(flow, buffer, path, digest, show)
+    plain = writable(buffer)
+    state = plain.init(dataset.spec)
+    for state, _, _ in written(flow, plain, state, 0, show):  # noqa: B007, B020
+        pass
     return buffer, state
 
 
-def cached(
+def _from_copy(
+    flow: Streams,
     dataset: Episodes,
     storage: Storage | None,
-    num_envs: int | None,
     root: cache.Path | None,
     show: bool | None,
     parts: dict[str, Any],
 ) -> tuple[ReplayBuffer, BufferState]:
-    """The same from a copy in files, which is made if there is none yet.
-
-    Args:
-        dataset: with at least one step.
-        storage: where the steps go from there; None for them to stay.
-        num_envs: E, or None for one stream.
-        root: the folder of copies; None for that of the user.
-        show: whether a bar shows how far it is; None where stderr is a terminal.
-        parts: of the buffer.
-    """
+    """Returns the buffer and its state from a copy in files, which is made if there is none yet."""
     for transform in parts["transforms"]:
         if transforming.method(transform, "inverse"):
             raise ValueError(
                 "buffer: cache: expected transforms without an inverse, which changes what is "
                 f"stored, got {transform!r}. Leave it out, or name a MemmapStorage with a path."
             )
-    flow = streams(dataset, num_envs)
-    path, told = cache.place_of(dataset, num_envs, cache.settled(root))
+    path, digest = cache.copy_of(dataset, flow.num_envs, cache.root_of(root))
     buffer = _described(flow, MemmapStorage(path, spare_fraction=0), parts)
-    state = copies.opened(buffer, path, told)
+    state = copies.opened(buffer, path, digest)
     if state is None:
         with cache.locked(path, wait=True):
-            state = copies.kept(flow, buffer, path, told, show)
+            state = copies.made(flow, buffer, path, digest, show)
     if storage is None:
         return buffer, state
     other = dataclasses.replace(buffer, storage=storage)

@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator
 
 from jrb._store.printing import escaped_errors
-from jrb.datasets import opening, removing
-from jrb.datasets.copying import cache
+from jrb.datasets import cache, opening, removing
 from jrb.datasets.dataset import Dataset
 
 _DEPTH = 3  # folders, as Minari has them
@@ -21,7 +20,7 @@ def list(root: cache.Path | None = None) -> dict[str, Dataset]:
     Returns:
         Names as `delete` takes them, paths below the folder, in their order.
     """
-    folder = cache.settled(root)
+    folder = cache.root_of(root)
     return {os.path.relpath(path, folder): found for path, found in _below(folder, _DEPTH)}
 
 
@@ -39,7 +38,7 @@ def delete(name: str, root: cache.Path | None = None) -> None:
             files in its folder, which the message names.
         LockedError: it is being made, or written to.
     """
-    folder = cache.settled(root)
+    folder = cache.root_of(root)
     path = os.path.normpath(os.path.join(folder, name))
     inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
     if not inside or not path.startswith(folder + os.sep) or os.path.islink(path):

@@ -19,9 +19,9 @@ import numpy as np
 
 from jrb._util import casting, checks, pytree
 from jrb._util.pytree import PyTree
-from jrb.datasets.copying.blocks import Episodes
-from jrb.datasets.copying.progress import track
+from jrb.datasets.blocks import Episodes
 from jrb.datasets.format import Episode, rows_of
+from jrb.datasets.progress import track
 from jrb.datasets.reading.vectorized import is_set
 from jrb.datasets.recording.dataset_writer import DatasetWriter
 from jrb.datasets.writing.beside import new_folder

@@ -20,7 +20,7 @@ import jrb
 from jrb import datasets, migrate
 from jrb._store import files
 from jrb._xla import compat
-from jrb.datasets.copying import cache, copies, filling
+from jrb.datasets import cache, copies, filling
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +153,7 @@ def dying(at):
 @pytest.mark.parametrize("envs", [None, 3])
 def test_a_copy_goes_on_where_it_was(dataset, tmp_path, envs, monkeypatch, caplog):
     monkeypatch.setattr(filling, "_PIECE", 100)
-    monkeypatch.setattr(copies, "_BETWEEN", 200)
+    monkeypatch.setattr(filling, "_BETWEEN", 200)
     path = tmp_path / "files"
     make = lambda: dataset.buffer(
         storage=jrb.MemmapStorage(path), num_envs=envs, sampler=jrb.Prioritized(), batch_size=4
@@ -169,7 +169,7 @@ def test_a_copy_goes_on_where_it_was(dataset, tmp_path, envs, monkeypatch, caplo
         gc.collect()
     monkeypatch.setattr(files, "hook", lambda *event: None)
     assert deaths >= 3
-    assert "going on with a copy" in caplog.text
+    assert "continuing a copy" in caplog.text
     want = dataset.buffer(num_envs=envs, sampler=jrb.Prioritized(), batch_size=4)
     same(jrb.items(buffer, state), jrb.items(*want))
     for mine, other in zip(
@@ -185,10 +185,10 @@ KILLED = """
 import os, random, signal, sys
 import jrb
 from jrb._store import files
-from jrb.datasets.copying import copies, filling
+from jrb.datasets import copies, filling
 
 source, path, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
-filling._PIECE, copies._BETWEEN = 100, 200
+filling._PIECE, filling._BETWEEN = 100, 200
 left = random.Random(seed).randrange(100, 250) if seed else 0
 def kill(*event):
     global left
@@ -267,7 +267,7 @@ def test_a_copy_is_made_once_for_each_content(dataset, tmp_path, monkeypatch):
     buffer, state = make(dataset)
     same(jrb.items(buffer, state), whole(dataset))
     copied = os.listdir(root)
-    monkeypatch.setattr(copies, "_whole", None)  # nothing is made any more
+    monkeypatch.setattr(copies, "written", None)  # nothing is made any more
     same(jrb.items(*make(dataset, unit=jrb.NStep(2, 0.9))), whole(dataset))
     same(jrb.items(*make(dataset, storage=jrb.DeviceStorage())), whole(dataset))
     elsewhere = tmp_path / "folder" / "set.hdf5"
@@ -309,7 +309,7 @@ def test_what_cannot_be_cached_is_refused(dataset, tmp_path):
 def test_one_makes_a_copy_and_others_wait(dataset, tmp_path, monkeypatch, caplog):
     """They are told by the lock, and open what was made."""
     monkeypatch.setattr(cache, "_PAUSE", 0.01)
-    path, _ = cache.place_of(dataset, None, str(tmp_path))
+    path, _ = cache.copy_of(dataset, None, str(tmp_path))
     entered, found = threading.Event(), []
     make = lambda: found.append(dataset.buffer(cache=True, root=tmp_path))
     with cache.locked(path, wait=False):

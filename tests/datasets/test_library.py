@@ -6,7 +6,7 @@ import pytest
 
 import jrb
 from jrb import datasets
-from jrb.datasets.copying import cache, copies
+from jrb.datasets import cache, filling
 
 
 def write(path, steps=6, seed=0):
@@ -126,18 +126,18 @@ def test_a_partial_copy_is_removed(root, tmp_path, monkeypatch):
     """It was cut off after some of its rows were committed."""
     copied = tmp_path / "cache"
     dataset = datasets.open(root / "b.hdf5")
-    commit = copies._commit
+    save = jrb.checkpoint.save
 
-    def stop(*rest):
-        commit(*rest)
+    def stop(*rest, **more):
+        save(*rest, **more)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(copies, "_BETWEEN", 1)
-    monkeypatch.setattr(copies, "_commit", stop)
+    monkeypatch.setattr(filling, "_BETWEEN", 1)
+    monkeypatch.setattr(jrb.checkpoint, "save", stop)
     with pytest.raises(KeyboardInterrupt):
         dataset.buffer(cache=True, root=copied)
     monkeypatch.undo()
-    path, _ = cache.place_of(dataset, None, str(copied))
+    path, _ = cache.copy_of(dataset, None, str(copied))
     assert os.path.isdir(path)
     datasets.delete(os.path.basename(path), copied)
     assert not os.path.exists(path)
@@ -147,7 +147,7 @@ def test_what_is_being_made_is_left_alone(root, tmp_path):
     copied = tmp_path / "cache"
     dataset = datasets.open(root / "b.hdf5")
     dataset.buffer(cache=True, root=copied)
-    path, _ = cache.place_of(dataset, None, str(copied))
+    path, _ = cache.copy_of(dataset, None, str(copied))
     with cache.locked(path, wait=False), pytest.raises(jrb.checkpoint.LockedError):
         datasets.delete(os.path.basename(path), copied)
     assert list(datasets.list(copied)) == [os.path.basename(path)]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets.copying import filling
+from jrb.datasets import filling
 
 
 def made(path, lengths, odd, reward=np.float32):
