@@ -132,7 +132,8 @@ def _digest(dataset: Episodes, num_envs: int | None, describe: Callable[[str, st
         files = [describe(path, source) for path in _files(source)]
     leaves = jax.tree_util.tree_leaves_with_path(dataset.spec)
     spec = [(pytree.leaf_name(path), str(leaf.dtype), leaf.shape) for path, leaf in leaves]
-    options = repr(dataset.format), dataset.final, num_envs, jax.config.jax_enable_x64
+    is_x64 = jax.dtypes.canonicalize_dtype(float).itemsize == 8
+    options = repr(dataset.format), dataset.final, num_envs, is_x64
     digest = hashlib.sha256(json.dumps([spec, options, files]).encode())
     for array in (dataset.numbers, dataset.lengths):
         digest.update(array.astype("<i8").tobytes())
