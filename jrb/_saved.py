@@ -175,6 +175,16 @@ def known(folder: Folder, number: int) -> dict[str, int]:
         return {}
 
 
+def is_checkpoint(path: str) -> bool:
+    """Returns whether a folder has a generation of a checkpoint or a store, even a damaged one."""
+    try:
+        folder = opening.folder_at(path)
+        last = generation.last(folder)
+        return last is not None and generation.is_own(folder, generation.name_of(last))
+    except OSError:
+        return False
+
+
 def is_own(path: str, name: str) -> bool:
     """Returns whether a file in the folder of a checkpoint was written by jrb.
 

@@ -44,6 +44,7 @@ __all__ = [
     "LockedError",
     "Save",
     "generations",
+    "is_checkpoint",
     "load",
     "metadata",
     "read_flashbax",
@@ -444,6 +445,14 @@ def metadata(path: Path, generation: int | None = None) -> dict[str, Any]:
         FileNotFoundError: there is no checkpoint, or no such generation.
     """
     return _saved.metadata(_settled(path), generation)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether a path is that of a checkpoint in either layout, even of a damaged one."""
+    path = _settled(path)
+    if not os.path.isdir(path):
+        return _h5().is_own(path)
+    return _saved.is_checkpoint(path)
 
 
 @escaped_errors()

@@ -2,10 +2,10 @@
 
 from jrb.datasets.format import Format
 from jrb.datasets.formats.arrays import Arrays
+from jrb.datasets.formats.checkpoint import Checkpoint, CheckpointFile
 from jrb.datasets.formats.d4rl import D4RL
 from jrb.datasets.formats.lerobot import LeRobot
 from jrb.datasets.formats.minari import Minari
-from jrb.datasets.formats.native import Native, NativeH5
 from jrb.datasets.formats.npz_episodes import NpzEpisodes
 from jrb.datasets.formats.ogbench import OGBench
 from jrb.datasets.formats.recorded import Recorded
@@ -17,8 +17,8 @@ from jrb.datasets.formats.torchrl import TorchRL
 
 OURS: tuple[Format, ...] = (
     Recorded(),
-    Native(),
-    NativeH5(),
+    Checkpoint(),
+    CheckpointFile(),
     TorchRL(),
     Minari(),
     LeRobot(),

@@ -1,7 +1,4 @@
-"""Plain arrays: one `.npz` or HDF5 file, all arrays of one length, a row a step.
-
-Their names are told by a mapping, or are usual ones (`obs`, `actions`, `rewards`, ...).
-"""
+"""Plain arrays: one `.npz` or HDF5 file, all arrays of one length, a row a step."""
 
 import contextlib
 import dataclasses
@@ -11,23 +8,29 @@ from typing import Any, ClassVar
 from jrb._util import expansion
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, npz
-from jrb.datasets.reading.flags import read_flags, remembered_flags
-from jrb.datasets.reading.flat import Column, Flat, Table, check_lengths, left_out_note
+from jrb.datasets.reading.columns import (
+    Column,
+    Table,
+    TableFormat,
+    check_lengths,
+    check_roles_present,
+    left_out_note,
+    table_of,
+)
 from jrb.datasets.reading.mapping import episode_text, to_ted
 from jrb.keys import Keys
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrays(Flat):
-    """Plain arrays.
+class Arrays(TableFormat):
+    """Plain arrays under names that a mapping gives, or usual ones (`obs`, `actions`, `rewards`).
 
-    An episode ends where a flag says so, and before a row whose `episode`, a number or a text, is
-    another.
-    Rewards may lack.
+    An episode ends where a flag says so, and before a row with another `episode`, a number or a
+    text. Rewards may be missing.
 
     Attributes:
         mapping: from names in the file to those of `jrb.Keys` or of leaves in TED; or `jrb.Keys`
-            that say where in the file things lie. None for usual names alone.
+            with the names in the file. None for usual names alone.
     """
 
     name: ClassVar[str] = "arrays"
@@ -36,9 +39,9 @@ class Arrays(Flat):
     mapping: Mapping[str, Any] | Keys | None = None
 
     def matches(self, source: Source) -> bool:
-        """Whether there are arrays, all of one length."""
+        """Returns whether there are arrays, all of one length."""
         if shapes := npz.top(source):
-            return len({shape[0] for shape, _ in shapes.values()}) == 1
+            return len({shape[0] for shape in shapes.values()}) == 1
         try:
             with hdf5.opened(source) as file:
                 arrays = [each for each in hdf5.below(file).values() if each.is_numeric]
@@ -48,43 +51,33 @@ class Arrays(Flat):
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """The columns."""
-        with self._opened(source) as (found, texts, left_out):
-            names = episode_text(found, texts, self.mapping, source)
+        """Opens the file."""
+        with self._opened(source) as (arrays, texts, left_out):
+            names = episode_text(arrays, texts, self.mapping, source)
             left_out |= texts.keys() - set(names)
-            found |= {name: texts[name] for name in names}
-            check_lengths(source, found)
+            arrays |= {name: texts[name] for name in names}
+            check_lengths(source, arrays)
             limit = expansion.Limit(source, [source], self.max_expansion)
-            limit.add(expansion.nbytes(found))
-            leaves = to_ted(found, self.mapping, source)
-            columns = {leaves[name]: column for name, column in found.items()}
-            _check(source, columns, leaves)
-            flags = remembered_flags([source], leaves, lambda: read_flags(columns, source))
-            yield flags.table(columns, left_out_note(left_out))
+            limit.add(expansion.nbytes(arrays))
+            leaves = to_ted(arrays, self.mapping, source)
+            columns = {leaves[name]: column for name, column in arrays.items()}
+            check_roles_present(source, columns, leaves, ("observation", "action"))
+            key, notes = tuple(sorted(leaves.items())), left_out_note(left_out)
+            yield table_of(source, columns, files=[source], cache_key=key, notes=notes)
 
     @contextlib.contextmanager
     def _opened(
         self, source: Source
     ) -> Iterator[tuple[dict[str, Column], dict[str, Column], set[str]]]:
-        """The arrays of numbers and of texts, and the names of everything else."""
+        """Yields the arrays of numbers and of texts, and the names of everything else."""
         if hdf5.is_hdf5(source):
             with hdf5.opened(source) as file:
                 every = hdf5.below(file)
-                found: dict[str, Column] = {n: e for n, e in every.items() if e.is_numeric}
+                arrays: dict[str, Column] = {n: e for n, e in every.items() if e.is_numeric}
                 texts: dict[str, Column] = {n: e for n, e in every.items() if e.is_text}
-                yield found, texts, every.keys() - found.keys() - texts.keys()
+                yield arrays, texts, every.keys() - arrays.keys() - texts.keys()
         elif npz.is_npz(source):
             with npz.opened(source, self.max_expansion) as archive:
                 yield archive.columns, archive.texts, set(archive.left_out)
         else:
-            raise ValueError(f"{source}: expected an .npz or HDF5 file, got something else.")
-
-
-def _check(source: Source, columns: Mapping[str, Column], leaves: Mapping[str, str]) -> None:
-    """Refuses files in which nothing is an observation, or an action."""
-    for role in ("observation", "action"):
-        if not any(name.split("/")[0] == role for name in columns):
-            raise ValueError(
-                f"{source}: expected an array for '{role}', got {list(leaves)}. Tell which it is: "
-                f"mapping={{<its name>: '{role}'}}."
-            )
+            raise ValueError(f"{source}: expected an .npz or HDF5 file, got another.")

@@ -6,7 +6,6 @@ same length, and `metadata/*`.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -16,36 +15,38 @@ import numpy as np
 from jrb._util import checks, expansion
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5
-from jrb.datasets.reading.derived import Flag
-from jrb.datasets.reading.flags import Flags, read_flags, remembered_flags
-from jrb.datasets.reading.flat import (
+from jrb.datasets.reading.columns import (
+    TERMINATED,
+    TRUNCATED,
     Column,
-    Flat,
+    DerivedColumn,
     Table,
+    TableFormat,
     check_lengths,
+    check_names_present,
+    flag_column,
     left_out_note,
-    needed,
+    table_of,
 )
 
 _NAMES = {
     "observations": "observation",
     "actions": "action",
     "rewards": "next/reward",
-    "terminals": "next/terminated",
-    "timeouts": "next/truncated",
+    "terminals": TERMINATED,
+    "timeouts": TRUNCATED,
     "next_observations": "next/observation",
 }
-_TERMINATED, _TRUNCATED = "next/terminated", "next/truncated"
 _NEEDED = ("observations", "actions", "rewards", "terminals")
 
 
 @dataclasses.dataclass(frozen=True)
-class D4RL(Flat):
-    """Sets of D4RL.
+class D4RL(TableFormat):
+    """Datasets of D4RL.
 
     Attributes:
-        horizon: after how many steps an episode is truncated, for files without `timeouts`; None if
-            nobody knows.
+        horizon: the number of steps after which an episode is truncated, for files without
+            `timeouts`; None if it is not known.
     """
 
     name: ClassVar[str] = "d4rl"
@@ -58,69 +59,67 @@ class D4RL(Flat):
             checks.count("horizon", self.horizon)
 
     def matches(self, source: Source) -> bool:
-        """Whether the arrays are there."""
+        """Returns whether the arrays are there."""
         return set(_NEEDED) <= {name for name, about in hdf5.top(source).items() if about}
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """The columns."""
+        """Opens the file."""
         with hdf5.opened(source) as file:
-            every = {name: leaf for name, leaf in hdf5.below(file).items() if _is_step(name)}
-            found = {name: leaf for name, leaf in every.items() if leaf.is_numeric}
-            needed(source, found, _NEEDED)
-            check_lengths(source, found)
-            expansion.Limit(source, [source], self.max_expansion).add(expansion.nbytes(found))
-            columns: dict[str, Column] = {_name(name): leaf for name, leaf in found.items()}
-            notes = self._told(source, columns)
-            read = functools.partial(self._flags, source, columns)
-            flags = remembered_flags([source], {"horizon": self.horizon}, read)
-            about = hdf5.strings(file)
-            if isinstance(metadata := hdf5.own(file, "metadata"), h5py.Group):
-                about |= hdf5.strings(metadata)
-            notes += left_out_note(every.keys() - found.keys())
-            yield flags.table(columns, notes, about)
+            every = {
+                name: array
+                for name, array in hdf5.below(file).items()
+                if name in _NAMES or name.startswith("infos/")
+            }
+            arrays = {name: array for name, array in every.items() if array.is_numeric}
+            check_names_present(source, arrays, _NEEDED)
+            check_lengths(source, arrays)
+            expansion.Limit(source, [source], self.max_expansion).add(expansion.nbytes(arrays))
+            columns: dict[str, Column] = {
+                _NAMES.get(name) or "info" + name.removeprefix("infos"): array
+                for name, array in arrays.items()
+            }
+            notes = self._add_time_outs(source, columns)
+            metadata = hdf5.strings(file)
+            if isinstance(group := hdf5.own(file, "metadata"), h5py.Group):
+                metadata |= hdf5.strings(group)
+            yield table_of(
+                source,
+                columns,
+                files=[source],
+                cache_key=("d4rl", self.horizon),
+                notes=notes + left_out_note(every.keys() - arrays.keys()),
+                metadata=metadata,
+            )
 
-    def _flags(self, source: Source, columns: dict[str, Column]) -> Flags:
-        """Where episodes end, time-outs put in where the file has none."""
-        if _TRUNCATED in columns:
-            return read_flags(columns, source)
-        terminated = Flag(columns[_TERMINATED], _TERMINATED, source)[:]
-        return read_flags({**columns, _TRUNCATED: _after(terminated, self.horizon)}, source)
-
-    def _told(self, source: Source, columns: dict[str, Column]) -> tuple[str, ...]:
-        """What is to be said of time-outs."""
-        if _TRUNCATED not in columns:
-            return (_said(self.horizon),)
-        if self.horizon is not None:
+    def _add_time_outs(self, source: Source, columns: dict[str, Column]) -> tuple[str, ...]:
+        """Adds time-outs by the horizon to a file without any, and returns the note on them."""
+        if TRUNCATED in columns and self.horizon is not None:
             raise ValueError(
                 f"{source}: horizon: expected None for a file with its own 'timeouts', got "
                 f"{self.horizon}. Leave it out."
             )
-        return ()
+        if TRUNCATED in columns:
+            return ()
+        terminated, horizon = flag_column(columns[TERMINATED], TERMINATED, source), self.horizon
+        columns[TRUNCATED] = DerivedColumn(
+            terminated.shape, terminated.dtype, lambda a, b: _time_outs(terminated[:], horizon)[a:b]
+        )
+        if horizon is None:
+            return (
+                "There are no time-outs in the file: episodes end where one terminated only, and "
+                "may be several in one. Give horizon= if you know it.",
+            )
+        return (
+            f"There are no time-outs in the file: every {horizon} steps stand for one (horizon=).",
+        )
 
 
-def _is_step(name: str) -> bool:
-    return name in _NAMES or name.startswith("infos/")
-
-
-def _name(name: str) -> str:
-    return _NAMES.get(name) or "info" + name.removeprefix("infos")
-
-
-def _after(terminated: np.ndarray, horizon: int | None) -> np.ndarray:
-    """Time-outs after so many steps from the beginning of an episode."""
-    steps = np.arange(len(terminated))
-    ends = np.concatenate([[0], np.flatnonzero(terminated) + 1])
-    begun = ends[np.searchsorted(ends, steps, side="right") - 1]
+def _time_outs(terminated: np.ndarray, horizon: int | None) -> np.ndarray:
+    """Returns flags of every `horizon`-th step since the last termination."""
     if horizon is None:
         return np.zeros_like(terminated)
-    return ((steps - begun + 1) % horizon == 0) & ~terminated
-
-
-def _said(horizon: int | None) -> str:
-    if horizon is None:
-        return (
-            "There are no time-outs in the file: episodes end where one terminated only, and may "
-            "be several in one. Give horizon= if you know it."
-        )
-    return f"There are no time-outs in the file: every {horizon} steps stand for one (horizon=)."
+    steps = np.arange(len(terminated))
+    starts = np.concatenate([[0], np.flatnonzero(terminated) + 1])
+    start = starts[np.searchsorted(starts, steps, side="right") - 1]
+    return ((steps - start + 1) % horizon == 0) & ~terminated

@@ -26,7 +26,7 @@ from jrb._util.expansion import Limit
 from jrb.datasets.format import Description, Episode, Indexed, Source, shifted, spec_of
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.reading.stat_cache import Remembered, stamps
+from jrb.datasets.reading.stat_cache import StatCache, file_stamps
 from jrb.layouts.names import nest
 
 METADATA = "metadata.json"
@@ -104,7 +104,7 @@ class Minari(Indexed):
                 "found none."
             )
         paths = [folder, *(os.path.join(folder, name) for name in (METADATA, HDF5_FILE))]
-        key = (folder, self.max_expansion, stamps(paths))
+        key = (folder, self.max_expansion, file_stamps(paths))
         return _scans.get(key, lambda: _scan(folder, self.max_expansion))
 
 
@@ -170,7 +170,7 @@ class _Scan(NamedTuple):
         return episode
 
 
-_scans: Remembered[_Scan] = Remembered()
+_scans: StatCache[_Scan] = StatCache()
 
 
 def _scan(folder: str, max_expansion: float) -> _Scan:

@@ -17,14 +17,23 @@ import numpy as np
 from jrb._util import checks
 from jrb.datasets.format import Description, Episode, Indexed, Source
 from jrb.datasets.reading import npz
-from jrb.datasets.reading.derived import Part
-from jrb.datasets.reading.flags import read_flags
-from jrb.datasets.reading.flat import Column, Table, left_out_note
+from jrb.datasets.reading.columns import (
+    DONE,
+    TERMINATED,
+    TRUNCATED,
+    Column,
+    Table,
+    check_roles_present,
+    is_seen,
+    left_out_note,
+    rows_at,
+    table_of,
+)
 from jrb.datasets.reading.mapping import to_ted
 from jrb.datasets.reading.names import natural_order
 from jrb.keys import Keys, within
 
-_FLAGS = {"is_terminal": "next/terminated", "is_last": "next/done", "is_first": None}
+_FLAGS = {"is_terminal": TERMINATED, "is_last": DONE, "is_first": None}
 _ARRIVES = (
     "A row is taken for an observation, and the action and the reward that led to it: the first "
     "row of each file has the observation of the reset alone (arrives=)."
@@ -40,9 +49,9 @@ class NpzEpisodes(Indexed):
 
     Attributes:
         mapping: as of plain arrays, from names in the files to those of `jrb.Keys` or of leaves.
-        arrives: whether a row has the action and the reward that led to its observation. None to
-            take it for so where actions and rewards of the first row of the first file are zero,
-            and there is a `discount` or `is_first`; a note tells it.
+        arrives: True if a row has the action and the reward that led to its observation. None to
+            decide by the first row of the first file: its actions and rewards are zero, and there
+            is a `discount` or `is_first`; a note tells it.
     """
 
     name: ClassVar[str] = "npz-episodes"
@@ -57,11 +66,11 @@ class NpzEpisodes(Indexed):
             checks.flag("arrives", self.arrives)
 
     def matches(self, source: Source) -> bool:
-        """Whether there are such files."""
+        """Returns whether there are such files."""
         return bool(_files(source))
 
     def snapshot(self, source: Source) -> "NpzEpisodes":
-        """The kind with what a row has, as the first file tells it."""
+        """Returns the format with `arrives` as the first file shows it."""
         paths = _files(source)
         if self.arrives is not None or not paths:
             return self
@@ -73,28 +82,28 @@ class NpzEpisodes(Indexed):
         return dataclasses.replace(self, arrives=arrives)
 
     def describe(self, source: Source) -> Description:
-        """What there is, from the shapes and flags of all files."""
+        """Describes the dataset, from the shapes and flags of all files."""
         paths = _files(source)
         if not paths:
             raise ValueError(f"{source}: expected {self.looks_for}, got none.")
-        first, lengths, cuts, notes = None, [], [], dict[str, None]()
+        spec, lengths, is_cut, notes = None, list[int](), list[bool](), dict[str, None]()
         for path in paths:
             with npz.opened(path, self.max_expansion) as archive:
                 table = self._table(path, archive)
-                first = table.spec if first is None else first
-                if table.spec != first:
+                spec = table.spec if spec is None else spec
+                if table.spec != spec:
                     raise ValueError(
-                        f"{path}: expected the leaves of {paths[0]}, {first}, got {table.spec}."
+                        f"{path}: expected the leaves of {paths[0]}, {spec}, got {table.spec}."
                     )
                 lengths.append(int(table.ends[0]))
-                cuts.append(not table.has_next and not table.terminated[0])
+                is_cut.append(bool(table.is_cut[0]))
                 notes |= dict.fromkeys(table.notes)
         facts = {"file": np.array([os.path.basename(path) for path in paths])}
-        cut = np.array(cuts) if any(cuts) else None
-        return Description(first, np.array(lengths, np.int64), cut, facts, notes=tuple(notes))
+        cut = np.array(is_cut) if any(is_cut) else None
+        return Description(spec, np.array(lengths, np.int64), cut, facts, notes=tuple(notes))
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """The episodes of these numbers."""
+        """Yields the episodes of these numbers."""
         paths = _files(source)
         for number in numbers:
             with npz.opened(paths[number], self.max_expansion) as archive:
@@ -102,49 +111,44 @@ class NpzEpisodes(Indexed):
                 yield table.rows(0, int(table.ends[0]))
 
     def _columns(self, path: str, archive: npz.Archive) -> dict[str, Column]:
-        """The arrays by their names in TED."""
+        """Returns the arrays by their leaves in TED."""
         leaves = to_ted(archive.columns, self.mapping, path)
-        found = {leaves[name]: column for name, column in archive.columns.items()}
-        for role in ("observation", "action"):
-            if not any(within(name, role) for name in found):
-                raise ValueError(
-                    f"{path}: expected an array for '{role}', got {list(leaves)}. Tell which it "
-                    f"is: mapping={{<its name>: '{role}'}}."
-                )
+        columns = {leaves[name]: column for name, column in archive.columns.items()}
+        check_roles_present(path, columns, leaves, ("observation", "action"))
         for name, leaf in _FLAGS.items():
-            flag = found.pop(name, None)
+            flag = columns.pop(name, None)
             if flag is not None and leaf is not None:
-                found.setdefault(leaf, flag)
-        return found
+                columns.setdefault(leaf, flag)
+        return columns
 
     def _table(self, path: str, archive: npz.Archive) -> Table:
-        """The steps of a file, without a row that has no action or no step after it."""
+        """Returns the steps of a file, without a row that has no action or no step after it."""
         columns = self._columns(path, archive)
-        seen = {name for name in columns if within(name, "observation")}
-        rows = {name: len(column) for name, column in columns.items()}
-        counts, stops = ({rows[name] for name in part} for part in (rows.keys() - seen, seen))
+        counts = {len(column) for name, column in columns.items() if not is_seen(name)}
+        stops = {len(column) for name, column in columns.items() if is_seen(name)}
         count, stop = min(counts), min(stops)
         first = int(bool(self.arrives) and stop == count)
         steps = count - first
         if len(counts) > 1 or len(stops) > 1 or stop not in (count, count + 1) or steps < 1:
+            rows = {name: len(column) for name, column in columns.items()}
             raise ValueError(f"{path}: expected steps of one number in all arrays, got {rows}.")
-        parts: dict[str, Column] = {}
+        rows, parts = np.arange(steps), dict[str, Column]()
         for name, column in columns.items():
-            parts[name] = Part(column, 0 if name in seen else first, steps)
-            if name in seen and stop > steps:
-                parts[f"next/{name}"] = Part(column, 1, steps)
-        if not parts.keys() & {"next/terminated", "next/truncated", "next/done"}:
+            parts[name] = rows_at(column, rows + (0 if is_seen(name) else first))
+            if is_seen(name) and stop > steps:
+                parts[f"next/{name}"] = rows_at(column, rows + 1)
+        if not parts.keys() & {TERMINATED, TRUNCATED, DONE}:
             terminated = np.zeros(steps, bool)
             terminated[-1] = "discount" in parts and not parts["discount"][-1:].any()
-            parts["next/terminated"] = terminated
-        flags = read_flags(parts, path)
-        if len(flags.ends) > 1:
+            parts[TERMINATED] = terminated
+        notes = (_ARRIVES,) * first + left_out_note([*archive.texts, *archive.left_out])
+        table = table_of(path, parts, notes=notes)
+        if len(table.ends) > 1:
             raise ValueError(
                 f"{path}: expected one episode in the file, got one that ends after "
-                f"{flags.ends[0]} of {steps} steps."
+                f"{table.ends[0]} of {steps} steps."
             )
-        notes = (_ARRIVES,) * first + left_out_note([*archive.texts, *archive.left_out])
-        return flags.table(parts, notes)
+        return table
 
 
 def _files(source: Source) -> list[str]:

@@ -17,8 +17,8 @@ from jrb._store.errors import DamagedError
 from jrb._util import expansion, extras
 from jrb.datasets.format import Description, Format, Source
 from jrb.datasets.reading.arrow import refused, starts_of
-from jrb.datasets.reading.flat import Flat, Table
-from jrb.datasets.reading.stat_cache import stamps
+from jrb.datasets.reading.columns import Table, TableFormat
+from jrb.datasets.reading.stat_cache import file_stamps
 from jrb.datasets.reading.vectorized import is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.parts import ENV, EPISODE, TERMINATED, TRUNCATED, RecordedLeaf
@@ -28,7 +28,7 @@ _VALID = "next/valid"
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded(Flat):
+class Recorded(TableFormat):
     """Datasets of `jrb.datasets.Recorder`: episodes by writer, then by environment, then by time.
 
     Facts: `env`, the environment of each episode, and `writer`, the number of its writer in
@@ -67,7 +67,7 @@ class Recorded(Flat):
                 f"{source}: leaf '{_VALID}': expected True but for last steps of episodes, got "
                 "others."
             )
-        return dataclasses.replace(description, cut=~valid[last] & ~table.terminated)
+        return dataclasses.replace(description, cut=~valid[last] & ~table.columns[TERMINATED][:][last])
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
@@ -77,7 +77,7 @@ class Recorded(Flat):
     def _opened(self, source: Source) -> tuple[Table, np.ndarray | None]:
         path, sealed = os.path.realpath(source), self._sealed(source)
         names = [parts.part_name(w, number) for w, count in sealed for number in range(count)]
-        identity = stamps([os.path.join(path, name) for name in names])
+        identity = file_stamps([os.path.join(path, name) for name in names])
         return _opened(path, sealed, identity, self.max_expansion)
 
     def _sealed(self, source: Source) -> tuple[tuple[str, int], ...]:

@@ -18,17 +18,9 @@ import numpy as np
 
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5
-from jrb.datasets.reading.grouped import Grouped, Place, gap_notes, group_at, places_in
+from jrb.datasets.reading.hdf5_groups import EpisodeGroup, GroupFormat, opened_groups
 from jrb.datasets.reading.names import natural_order
 
-_DEMO = re.compile(r"demo_(\d+)")
-_NAMES = {
-    "obs": "observation",
-    "next_obs": "next/observation",
-    "actions": "action",
-    "rewards": "next/reward",
-    "dones": "next/terminated",
-}
 _NOTE = (
     "The file has one flag, 'dones', for a task that is done and for the end of a demonstration: "
     "it is taken for a termination."
@@ -36,52 +28,55 @@ _NOTE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Robomimic(Grouped):
-    """Sets of robomimic, with their observations; rewards may lack.
+class Robomimic(GroupFormat):
+    """Datasets of robomimic, with their observations; rewards may be missing.
 
-    As facts, `demo` is the number of a demonstration, and `mask/<key>`, bool, whether it is one of
-    those that the file lists under this key.
+    As facts, `demo` is the number of a demonstration, and `mask/<key>`, bool, tells which of them
+    the file lists under this key.
     """
 
     name: ClassVar[str] = "robomimic"
     looks_for: ClassVar[str] = "an HDF5 file with groups data/demo_<k>"
+    pattern: ClassVar[re.Pattern[str]] = re.compile(r"demo_(\d+)")
+    parent: ClassVar[str] = "data"
     needed: ClassVar[tuple[str, ...]] = ("actions", "dones")
-    names: ClassVar[Mapping[str, str]] = _NAMES
+    names: ClassVar[Mapping[str, str]] = {
+        "obs": "observation",
+        "next_obs": "next/observation",
+        "actions": "action",
+        "rewards": "next/reward",
+        "dones": "next/terminated",
+    }
 
     def matches(self, source: Source) -> bool:
-        """Whether there are demonstrations."""
-        if hdf5.top(source).get("data", ()) is not None:
+        """Returns whether there are demonstrations."""
+        if hdf5.top(source).get("data", ()) is not None:  # no group
             return False
         with hdf5.opened(source) as file:
-            return any(map(_DEMO.fullmatch, hdf5.own(file, "data")))
-
-    def places(self, source: Source) -> list[Place]:
-        """The demonstrations by their numbers, of which some may lack."""
-        with hdf5.opened(source) as file:
-            data = hdf5.own(file, "data")
-            if not isinstance(data, h5py.Group):
-                raise ValueError(f"{source}: expected a group 'data', got {list(file)}.")
-            return places_in(source, data, _DEMO)
+            return any(map(self.pattern.fullmatch, hdf5.own(file, "data")))
 
     def episode_layout(
-        self, source: Source, places: Sequence[Place]
+        self, source: Source, groups: Sequence[EpisodeGroup]
     ) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
-        """The numbers, the masks, and the attributes."""
-        facts = {"demo": np.array([place.number for place in places], np.int64)}
+        """Returns the numbers, the masks, and the attributes of the file and of `data`."""
+        for where, group in opened_groups(groups):
+            count, actions = group.attrs.get("num_samples"), hdf5.own(group, "actions")
+            has_rows = isinstance(actions, h5py.Dataset) and actions.shape
+            if count is not None and has_rows and len(actions) != count:
+                raise ValueError(
+                    f"{where}: expected {count} actions by its attribute num_samples, got "
+                    f"{len(actions)}."
+                )
+        facts = {"demo": np.array([group.number for group in groups], np.int64)}
         with hdf5.opened(source) as file:
-            for place in places:
-                _check_samples(place, group_at(file, place))
-            metadata = {name: _parsed(hdf5.plain(value)) for name, value in _attributes(file)}
-            masks, notes = _masks(file, [place.group.split("/")[-1] for place in places])
-        return facts | masks, metadata, (_NOTE, *gap_notes(places), *notes)
-
-
-def _attributes(file: h5py.File) -> list[tuple[str, Any]]:
-    return [*file.attrs.items(), *hdf5.own(file, "data").attrs.items()]
+            attributes = [*file.attrs.items(), *hdf5.own(file, "data").attrs.items()]
+            metadata = {name: _parsed(hdf5.plain(value)) for name, value in attributes}
+            masks, notes = _masks(file, [group.name.split("/")[-1] for group in groups])
+        return facts | masks, metadata, (_NOTE, *notes)
 
 
 def _parsed(value: object) -> Any:
-    """A text of JSON as what it stands for; else as it is."""
+    """Returns the value of a text of JSON; other values as they are."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -91,30 +86,18 @@ def _parsed(value: object) -> Any:
 
 
 def _masks(file: h5py.File, names: list[str]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Whether each demonstration is in the list of each key, bool `[K]`; and what is to be said."""
+    """Returns whether each demonstration is in the list of each key, bool `[K]`; and notes."""
     group = hdf5.own(file, "mask")
     lists = hdf5.below(group) if isinstance(group, h5py.Group) else {}
-    found, notes = {}, []
+    masks, notes = dict[str, np.ndarray](), list[str]()
     for key, entry in lists.items():
         texts = hdf5.plain(np.asarray(entry[()]).reshape(-1))
-        listed = [hdf5.plain(text) for text in texts]
-        lost = sorted({str(name) for name in listed} - set(names), key=natural_order)
-        if lost:
-            shown = ", ".join(lost[:3]) + ", ..." * (len(lost) > 3)
+        listed = [str(hdf5.plain(text)) for text in texts]
+        missing = sorted(set(listed) - set(names), key=natural_order)
+        if missing:
+            shown = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
             notes.append(
-                f"mask/{key} lists {len(lost)} demonstrations that are not in the file: {shown}."
+                f"mask/{key} lists {len(missing)} demonstrations that are not in the file: {shown}."
             )
-        found[f"mask/{key}"] = np.isin(names, listed)
-    return found, tuple(notes)
-
-
-def _check_samples(place: Place, group: h5py.Group) -> None:
-    """Refuses a group that has other steps than it says."""
-    said, actions = group.attrs.get("num_samples"), hdf5.own(group, "actions")
-    if said is None or not isinstance(actions, h5py.Dataset) or not actions.shape:
-        return
-    if len(actions) != said:
-        raise ValueError(
-            f"{place.path}: {place.group}: expected {said} actions by its attribute num_samples, "
-            f"got {len(actions)}."
-        )
+        masks[f"mask/{key}"] = np.isin(names, listed)
+    return masks, tuple(notes)

@@ -8,22 +8,21 @@ from typing import Any, ClassVar
 
 from jrb._util import expansion
 from jrb.datasets.format import Source
-from jrb.datasets.reading import arrow, arrow_columns
-from jrb.datasets.reading.flags import read_flags, remembered_flags
-from jrb.datasets.reading.flat import Column, Flat, Table
+from jrb.datasets.reading import arrow
+from jrb.datasets.reading.columns import Column, Table, TableFormat, check_roles_present, table_of
 from jrb.datasets.reading.mapping import episode_text, to_ted
 from jrb.keys import Keys
 
 
 @dataclasses.dataclass(frozen=True)
-class Tables(Flat):
+class Tables(TableFormat):
     """Tables: Parquet, Feather, Arrow's files and streams.
 
     Columns hold numbers, lists of one length, or structs of these. The files of a folder follow
     each other by the numbers in their names.
 
-    An observation is needed, and something that tells where episodes end: a column of flags, or one
-    with the episode's number. Rewards and actions may lack.
+    Needed are an observation, and a column that tells where episodes end: flags, or the episode's
+    number or text. Rewards and actions may be missing.
 
     Attributes:
         mapping: from names of columns to fields of `jrb.Keys` or leaves of TED, or `jrb.Keys`; None
@@ -41,34 +40,28 @@ class Tables(Flat):
         return not is_hidden and arrow.format_of(os.path.join(source, name)) is not None
 
     def matches(self, source: Source) -> bool:
-        """Whether there is such a file."""
+        """Returns whether there is such a file."""
         return bool(arrow.tables(source))
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """The columns, which read what they are asked for."""
+        """Opens the files."""
         paths = arrow.tables(source)
         if not paths:
             raise ValueError(f"{source}: expected Parquet or Arrow files, found none.")
-        files = arrow.Files(paths)
+        files = arrow.ArrowFiles(paths)
         if not files.starts[-1]:
             raise ValueError(f"{source}: expected rows, found none.")
-        leaves, others = arrow_columns.leaves(files.schema)
-        numbers = [leaf.name for leaf in leaves]
-        texts = episode_text(numbers, arrow_columns.texts(files.schema), self.mapping, source)
-        names = to_ted([*numbers, *texts], self.mapping, source)
+        numeric, others = arrow.numeric_leaves(files.schema)
+        numbers = [leaf.name for leaf in numeric]
+        texts = episode_text(numbers, arrow.text_columns(files.schema), self.mapping, source)
+        leaves = to_ted([*numbers, *texts], self.mapping, source)
         columns: dict[str, Column] = {
-            names[leaf.name]: arrow_columns.Column(files, leaf) for leaf in leaves
+            leaves[leaf.name]: arrow.ArrowColumn(files, leaf) for leaf in numeric
         }
-        columns |= {names[name]: arrow_columns.Texts(files, name) for name in texts}
-        if not any(name.split("/")[0] == "observation" for name in columns):
-            raise ValueError(
-                f"{source}: expected a column for the observation, got {sorted(names)}. Name it "
-                'with mapping={"...": "observation"}.'
-            )
+        columns |= {leaves[name]: arrow.TextColumn(files, name) for name in texts}
+        check_roles_present(source, columns, leaves, ("observation",))
         expansion.Limit(source, paths, self.max_expansion).add(expansion.nbytes(columns))
-        flags = remembered_flags(paths, names, lambda: read_flags(columns, source))
-        yield flags.table(
-            columns,
-            arrow_columns.left_out([each for each in others if each.split(" (")[0] not in texts]),
-        )
+        notes = arrow.left_out([each for each in others if each.split(" (")[0] not in texts])
+        key = tuple(sorted(leaves.items()))
+        yield table_of(source, columns, files=paths, cache_key=key, notes=notes)

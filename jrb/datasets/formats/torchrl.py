@@ -1,41 +1,37 @@
-"""TorchRL's dumps of replay buffers, in any of its layouts. T rows of time, E environments."""
+"""TorchRL's dumps of replay buffers, in any of its layouts. R rows of time, E environments."""
 
-import contextlib
 import dataclasses
-import functools
+import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from jrb import interop
 from jrb._util import pytree
-from jrb._util.pytree import PyTree
 from jrb.datasets.format import Source
-from jrb.datasets.reading import vectorized
-from jrb.datasets.reading.flat import Flat, Table
-from jrb.datasets.reading.vectorized import Leaf
-from jrb.interop.torchrl import read_torchrl
-from jrb.interop.torchrl_files import Folder
+from jrb.datasets.reading.columns import DerivedColumn, Table, TableFormat
+from jrb.datasets.reading.stat_cache import StatCache, file_stamps
+from jrb.datasets.reading.vectorized import episode_order, table_in_ted
 from jrb.keys import Keys, lookup
 
-_WRITER = ("writer", "metadata.json")
-_STORAGES = (("storage", "storage_metadata.json"), ("storage", "checkpoint.h5"))
-_COLLECTOR = ("collector", "traj_ids")
-_KEYS = Keys(episode=_COLLECTOR)
-_TOLD = ("layout", "capacity", "num_envs", "write_count")
+_WRITER = os.path.join("writer", "metadata.json")
+_STORAGES = ("storage_metadata.json", "checkpoint.h5")
+_KEYS = Keys(episode=("collector", "traj_ids"))
 
 
 @dataclasses.dataclass(frozen=True)
-class TorchRL(Flat):
+class TorchRL(TableFormat):
     """Dumps of TorchRL's replay buffers.
 
     Rewards and done flags of shape `[1]` become `[]`. An episode ends where a flag of the next step
     says so, and before another number in `collector/traj_ids`, if there is such a leaf.
 
     Attributes:
-        keys: where the parts of a transition lie in an item; `episode` names the numbers of
+        keys: paths to the parts of a transition in an item; `episode` names the numbers of
             trajectories.
     """
 
@@ -50,59 +46,60 @@ class TorchRL(Flat):
     keys: Keys = _KEYS
 
     def matches(self, source: Source) -> bool:
-        """Whether there are a storage and where its writer stands."""
+        """Returns whether there are a storage and the position of its writer."""
         if not isinstance(source, str) or not os.path.isdir(source):
             return False
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            folder = Folder(source)
-            has_storage = any(folder.has(*names) for names in _STORAGES)
-            return has_storage and "cursor" in folder.json(*_WRITER)
-        return False
+        if not any(os.path.isfile(os.path.join(source, "storage", name)) for name in _STORAGES):
+            return False
+        try:
+            with open(os.path.join(source, _WRITER), "rb") as file:
+                return "cursor" in json.load(file)
+        except (OSError, ValueError, TypeError, RecursionError):
+            return False
 
-    @contextlib.contextmanager
+    @contextmanager
     def table(self, source: Source) -> Iterator[Table]:
-        """All steps; those of the default layout stay on the disk until they are asked for."""
-        about = os.stat(Folder(source).file(*_WRITER))
-        yield _opened(source, self.keys, self.max_expansion, about.st_mtime_ns, about.st_ino)
+        """Opens a dump; steps of the default layout stay on the disk until they are read."""
+        key = source, self.keys, self.max_expansion, file_stamps([os.path.join(source, _WRITER)])
+        yield _tables.get(key, lambda: _table(source, self.keys, self.max_expansion))
 
 
-@functools.lru_cache(maxsize=4)
-def _opened(path: str, keys: Keys, max_expansion: float, changed: int, node: int) -> Table:
-    """A dump that is open; remembered until it is another one."""
-    items, info = read_torchrl(path, squeeze=True, max_expansion=max_expansion)
+_tables: StatCache[Table] = StatCache()
+
+
+def _table(path: str, keys: Keys, max_expansion: float) -> Table:
+    items, info = interop.read_torchrl(path, squeeze=True, max_expansion=max_expansion)
     envs, axes = info["num_envs"] or 1, 1 if info["num_envs"] is None else 2
-    time = len(jax.tree.leaves(items)[0])
-    first = info["cursor"] if info["full"] else 0
-    rows = (first + np.arange(time)) % max(time, 1)
-    numbers = rows[:, None] * envs + np.arange(envs)
-    flat = [leaf.reshape(time * envs, *leaf.shape[axes:]) for leaf in jax.tree.leaves(items)]
-    named = zip(pytree.leaf_names(items), flat, strict=True)
-    leaves = {name: Leaf(_spec(leaf), leaf.__getitem__) for name, leaf in named}
-    over = _over(path, jax.tree.unflatten(jax.tree.structure(items), flat), keys, numbers)
-    found = vectorized.in_episodes(
-        numbers, over, np.ones(numbers.shape, bool), np.full(envs, info["write_count"] > time)
-    )
-    table = vectorized.table(path, leaves, keys, found)
-    return dataclasses.replace(table, metadata={name: info[name] for name in _TOLD})
+    count = len(jax.tree.leaves(items)[0])
+    oldest = info["cursor"] if info["full"] else 0
+    rows = ((oldest + np.arange(count)) % max(count, 1))[:, None] * envs + np.arange(envs)
+    items = jax.tree.map(lambda leaf: leaf.reshape(count * envs, *leaf.shape[axes:]), items)
+    has_lost = np.full(envs, info["write_count"] > count)
+    order, ends, facts = episode_order(rows, _is_end(path, items, keys, rows), has_lost)
+    names, leaves = pytree.leaf_names(items), jax.tree.leaves(items)
+    columns = {name: _ordered(leaf, order) for name, leaf in zip(names, leaves, strict=True)}
+    metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}
+    return table_in_ted(path, columns, keys, ends, facts, metadata)
 
 
-def _spec(leaf: np.ndarray) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+def _ordered(leaf: np.ndarray, order: np.ndarray) -> DerivedColumn:
+    shape = (len(order), *leaf.shape[1:])
+    return DerivedColumn(shape, leaf.dtype, lambda start, stop: leaf[order[start:stop]])
 
 
-def _over(path: str, items: PyTree, keys: Keys, numbers: np.ndarray) -> np.ndarray:
-    """Which rows `[T, E]`, oldest first, end an episode."""
+def _is_end(path: str, items: Any, keys: Keys, rows: np.ndarray) -> np.ndarray:
+    """Returns which rows `[R, E]`, oldest first, end an episode."""
     flags = keys.flags(items)
     if not flags:
         raise ValueError(
             f"{path}: done: expected flags such as next/done, got items with the leaves "
             f"{pytree.leaf_names(items)}. Name them with keys=jrb.Keys(done=...)."
         )
-    over = np.zeros(numbers.shape, bool)
+    is_end = np.zeros(rows.shape, bool)
     for flag in flags.values():
-        over |= (flag != 0).any(axis=tuple(range(1, flag.ndim)))[numbers]
-    which = None if keys.episode is None else lookup(items, keys.episode)
-    if which is not None:
-        which = which.reshape(-1)[numbers]
-        over[:-1] |= which[1:] != which[:-1]
-    return over
+        is_end |= (flag != 0).any(axis=tuple(range(1, flag.ndim)))[rows]
+    numbers = None if keys.episode is None else lookup(items, keys.episode)
+    if numbers is not None:
+        numbers = numbers.reshape(-1)[rows]
+        is_end[:-1] |= numbers[1:] != numbers[:-1]
+    return is_end

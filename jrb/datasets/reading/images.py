@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 
 from jrb._util import extras
-from jrb.datasets.reading import arrow, arrow_columns
-from jrb.datasets.reading.flat import Column
+from jrb.datasets.reading import arrow
+from jrb.datasets.reading.columns import Column
 
 _AT_ONCE = 16  # images
 _PALETTE = "P"
 
 
-class Images(arrow_columns.Column):
+class ImageColumn(arrow.ArrowColumn):
     """A column of encoded images, bytes or `{bytes, path}`, decoded when they are read.
 
     All have the shape and dtype of the first one.
     """
 
-    def __init__(self, files: arrow.Files, name: str) -> None:
-        super().__init__(files, arrow_columns.Leaf((name,), np.dtype(np.uint8)))
+    def __init__(self, files: arrow.ArrowFiles, name: str) -> None:
+        super().__init__(files, arrow.ArrowLeaf((name,), np.dtype(np.uint8)))
 
     @functools.cached_property
     def _first_image(self) -> np.ndarray:
@@ -58,7 +58,7 @@ class Images(arrow_columns.Column):
         self._check(held.null_count == 0, "the bytes of images", "a null")
         return held.to_pylist()
 
-    def _numbers(self, held: Any) -> np.ndarray:
+    def _values(self, held: Any) -> np.ndarray:
         found = np.empty((len(held), *self.shape[1:]), self.dtype)
         for place, data in enumerate(self._bytes(held)):
             image = self._decoded(data)
@@ -84,7 +84,7 @@ def _about(image: np.ndarray) -> str:
     return f"{image.dtype} {list(image.shape)}"
 
 
-class Videos:
+class VideoColumn:
     """The frames of videos, uint8 RGB, decoded when they are read.
 
     Args:
@@ -107,7 +107,7 @@ class Videos:
     ) -> None:
         self._paths, self._begins, self._ends, self._times = paths, begins, ends, times
         self._frame, self._tolerance = tuple(shape), 0.5 / fps
-        self._last: _Video | None = None
+        self._last: _VideoFile | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -138,10 +138,10 @@ class Videos:
             place = end
         return found
 
-    def _video(self, episode: int) -> "_Video":
+    def _video(self, episode: int) -> "_VideoFile":
         path = self._paths[episode]
         if self._last is None or self._last.path != path:
-            self._last = _Video(path)
+            self._last = _VideoFile(path)
         return self._last
 
     def _check(self, episode: int, frame: np.ndarray) -> None:
@@ -152,7 +152,7 @@ class Videos:
             )
 
 
-class _Video:
+class _VideoFile:
     """A file of video, read on from the frame that was read last."""
 
     def __init__(self, path: str) -> None:
@@ -206,7 +206,7 @@ class _Video:
             ) from error
 
 
-def by_channel(shape: Sequence[int], names: Any) -> tuple[int, int, int]:
+def channels_last(shape: Sequence[int], names: Any) -> tuple[int, int, int]:
     """The shape `[height, width, channel]` of what may have its channels first."""
     first, *_, last = shape
     named = isinstance(names, list) and names and str(names[0]).startswith("channel")

@@ -1,41 +1,34 @@
-"""What was found out about files once, and holds as long as they are as they were."""
+"""Results of costly looks at files, kept as long as the files stay as they are."""
 
 import os
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
-_MOST = 8
+_MAX_ENTRIES = 8
 
 _T = TypeVar("_T")
 
-Stamps = tuple[tuple[str, int, int, int], ...]
+FileStamps = tuple[tuple[str, int, int, int], ...]
 
 
-def stamps(paths: Iterable[str]) -> Stamps:
-    """What tells files and folders, as they are now, from what may lie at their paths later.
-
-    What is not there is left out.
-    """
-    found = []
-    for path in paths:
-        if os.path.exists(path):
-            about = os.stat(path)
-            found.append((path, about.st_ino, about.st_mtime_ns, about.st_size))
-    return tuple(found)
+def file_stamps(paths: Iterable[str]) -> FileStamps:
+    """Returns path, inode, time of change and size of each file or folder that exists."""
+    stats = ((path, os.stat(path)) for path in paths if os.path.exists(path))
+    return tuple((path, stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats)
 
 
-class Remembered(Generic[_T]):
-    """The newest few of some things that are costly to make, by their keys."""
+class StatCache(Generic[_T]):
+    """The most recently used results, by keys of which `file_stamps` are a part."""
 
     def __init__(self) -> None:
-        self._held: dict[Hashable, _T] = {}
+        self._results: dict[Hashable, _T] = {}
 
-    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What a key stands for, made if it is not there any more."""
-        found = self._held.pop(key, None)
-        if found is None:
-            found = make()
-        self._held[key] = found
-        while len(self._held) > _MOST:
-            self._held.pop(next(iter(self._held)), None)
-        return found
+    def get(self, key: Hashable, compute: Callable[[], _T]) -> _T:
+        """Returns the result of a key, computed if it is not kept any more."""
+        result = self._results.pop(key, None)
+        if result is None:
+            result = compute()
+        self._results[key] = result
+        while len(self._results) > _MAX_ENTRIES:
+            self._results.pop(next(iter(self._results)), None)
+        return result

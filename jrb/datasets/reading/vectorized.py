@@ -1,166 +1,110 @@
-"""Rows of time of several environments, under their owner's names, as episodes in TED.
+"""Items of a buffer of several environments, under their owner's names, as episodes in TED.
 
-R rows, E environments, K episodes, T steps of all of them.
+R rows of time, E environments, K episodes, T steps of all of them.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from jrb._util.pytree import PyTree
-from jrb.datasets.format import Source
-from jrb.datasets.reading.flags import both
-from jrb.datasets.reading.flat import Table
+from jrb.datasets.reading.columns import DONE, TERMINATED, TRUNCATED, Column, Table, combined_flags
 from jrb.datasets.reading.mapping import ted_names
 from jrb.keys import Keys, path_name, within
 
-_DONE, _TERMINATED, _TRUNCATED = "next/done", "next/terminated", "next/truncated"
 
-Take = Callable[[np.ndarray], np.ndarray]
-"""The rows `[B, ...]` of a leaf, of these numbers, int64 `[B]`: row * E + environment."""
+def episode_order(
+    rows: np.ndarray, is_end: np.ndarray, has_lost: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Returns the order of rows, the ends of episodes, and facts about them.
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Leaf:
-    """One leaf of all rows.
-
-    Attributes:
-        spec: of one item.
-        take: reads rows.
-    """
-
-    spec: PyTree
-    take: Take
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows in the order of episodes.
-
-    Attributes:
-        order: int64 `[T]`, the numbers of rows.
-        ends: int64 `[K]`, the number of steps up to the end of each episode.
-        environment: int64 `[K]`, whose it is.
-        running: bool `[K]`, whether it has not ended.
-        cut: bool `[K]`, whether its beginning may be lost.
-    """
-
-    order: np.ndarray
-    ends: np.ndarray
-    environment: np.ndarray
-    running: np.ndarray
-    cut: np.ndarray
-
-    @property
-    def complete(self) -> np.ndarray:
-        """Bool `[K]`, as `jrb.read.Episode.complete`."""
-        return ~self.running & ~self.cut
-
-
-def in_episodes(numbers: np.ndarray, over: np.ndarray, here: np.ndarray, lost: np.ndarray) -> Rows:
-    """The episodes in the order in which they began, and then of environments.
+    Episodes are in the order in which they began, and then of environments.
 
     Args:
-        numbers: int `[R, E]`, of rows, oldest first.
-        over: bool `[R, E]`, which of them end an episode.
-        here: bool `[R, E]`, which of them count; those of one environment lie side by side.
-        lost: bool `[E]`, whether older rows may be lost.
+        rows: int `[R, E]`, positions of the rows, oldest first.
+        is_end: bool `[R, E]`, which of them end an episode.
+        has_lost: bool `[E]`, whether rows older than these may be lost.
+
+    Returns:
+        int64 `[T]`, int64 `[K]`, and arrays `[K]`: `environment`, `complete`, `running`, `cut`, as
+        those of `jrb.read.Episode`.
     """
-    found = []
-    for env in range(numbers.shape[1]):
-        held = np.flatnonzero(here[:, env])
-        pieces = np.split(held, np.flatnonzero(over[held, env]) + 1)
-        found += [(int(piece[0]), env, int(piece[-1]) + 1) for piece in pieces if len(piece)]
-    found.sort()
-    parts = [numbers[start:stop, env] for start, env, stop in found]
-    return Rows(
-        np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64),
-        np.cumsum([len(part) for part in parts], dtype=np.int64),
-        np.array([env for _, env, _ in found], np.int64),
-        np.array([not over[stop - 1, env] for _, env, stop in found], bool),
-        np.array([lost[env] and not here[:start, env].any() for start, env, _ in found], bool),
-    )
+    count, envs = rows.shape
+    ranges = []
+    for env in range(envs):
+        stops = np.unique(np.append(np.flatnonzero(is_end[:, env]) + 1, count)) if count else []
+        starts = [0, *stops[:-1]]
+        ranges += [(int(a), env, int(b)) for a, b in zip(starts, stops, strict=False)]
+    ranges.sort()
+    order = [rows[start:stop, env] for start, env, stop in ranges]
+    running = np.array([not is_end[stop - 1, env] for _, env, stop in ranges], bool)
+    cut = np.array([start == 0 and bool(has_lost[env]) for start, env, _ in ranges], bool)
+    facts = {
+        "environment": np.array([env for _, env, _ in ranges], np.int64),
+        "complete": ~running & ~cut,
+        "running": running,
+        "cut": cut,
+    }
+    ends = np.cumsum([len(part) for part in order], dtype=np.int64)
+    return np.concatenate([np.zeros(0, np.int64), *order]).astype(np.int64), ends, facts
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _InOrder:
-    """A leaf of all steps, episode after episode."""
-
-    leaf: Leaf
-    order: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`[T, ...]`."""
-        return len(self.order), *self.leaf.spec.shape
-
-    @property
-    def dtype(self) -> Any:
-        """That of the items."""
-        return self.leaf.spec.dtype
-
-    def __len__(self) -> int:
-        """T."""
-        return len(self.order)
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        """These steps `[rows, ...]`."""
-        return self.leaf.take(self.order[part])
-
-
-def table(source: Source, leaves: Mapping[str, Leaf], keys: Keys, rows: Rows) -> Table:
-    """The steps under TED's names.
+def table_in_ted(
+    source: Any,
+    columns: Mapping[str, Column],
+    keys: Keys,
+    ends: np.ndarray,
+    facts: Mapping[str, np.ndarray],
+    metadata: Mapping[str, Any],
+) -> Table:
+    """Returns the table of columns that have the names of a buffer's leaves.
 
     Raises:
         ValueError: no reward, or two leaves of one name.
     """
-    names = in_ted(source, leaves, keys)
-    if not any(within(name, path_name(keys.reward)) for name in leaves):
+    names = leaves_in_ted(source, columns, keys)
+    steps: dict[str, Column] = {names[name]: column for name, column in columns.items()}
+    flags = {
+        name: is_set(steps[name][:]) for name in (DONE, TERMINATED, TRUNCATED) if name in steps
+    }
+    count = int(ends[-1]) if len(ends) else 0
+    terminated, truncated = combined_flags(count, *map(flags.get, (DONE, TERMINATED, TRUNCATED)))
+    steps.pop(DONE, None)
+    steps |= {TERMINATED: terminated, TRUNCATED: truncated}
+    return Table(steps, ends, facts, metadata, flag_notes(flags))
+
+
+def flag_notes(flags: Iterable[str]) -> tuple[str, ...]:
+    """Returns the note on flags of ends, by the names of those that are stored."""
+    note = "Only done flags are stored: what is done counts as terminated."
+    return (note,) * ({*flags} & {DONE, TERMINATED, TRUNCATED} == {DONE})
+
+
+def leaves_in_ted(source: Any, names: Iterable[str], keys: Keys) -> dict[str, str]:
+    """Returns TED's names of the leaves of a buffer; those without a role keep theirs.
+
+    Raises:
+        ValueError: no reward, or two leaves of one name.
+    """
+    names = list(names)
+    if not any(within(name, path_name(keys.reward)) for name in names):
         raise ValueError(
             f"{source}: reward: expected a leaf at '{path_name(keys.reward)}', got items with the "
-            f"leaves {list(leaves)}. Name the right one with keys=jrb.Keys(reward=...)."
+            f"leaves {names}. Name the right one with keys=jrb.Keys(reward=...)."
         )
-    columns: dict[str, Any] = {
-        names[name]: _InOrder(leaf, rows.order) for name, leaf in leaves.items()
-    }
-    flags, notes = _flags(columns)
-    facts = {"environment": rows.environment, "complete": rows.complete}
-    facts |= {"running": rows.running, "cut": rows.cut}
-    columns.pop(_DONE, None)
-    return Table(columns | flags, rows.ends, facts, notes=notes)
-
-
-def in_ted(source: Source, names: Iterable[str], keys: Keys) -> dict[str, str]:
-    """TED's names of leaves, by their own; others stay as they are."""
-    found = ted_names(names, keys)
-    taken = list(found.values())
-    for name, new in found.items():
-        parts = new.split("/")
+    leaves = ted_names(names, keys)
+    every = list(leaves.values())
+    for name, leaf in leaves.items():
+        parts = leaf.split("/")
         above = {"/".join(parts[:depth]) for depth in range(1, len(parts))}
-        if taken.count(new) > 1 or above & set(taken):
+        if every.count(leaf) > 1 or above & set(every):
             raise ValueError(
-                f"{source}: leaf '{name}': expected a place of its own in TED, got '{new}', where "
-                f"another lies, of {list(found)}. Name what they are with keys=jrb.Keys(...)."
+                f"{source}: leaf '{name}': expected a place of its own in TED, got '{leaf}', where "
+                f"another lies, of {names}. Name what they are with keys=jrb.Keys(...)."
             )
-    return found
-
-
-def _flags(columns: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Terminated and truncated, bool `[T]`; and what is to be said of them."""
-    done, terminated, truncated = (
-        is_set(columns[name][:]) if name in columns else None
-        for name in (_DONE, _TERMINATED, _TRUNCATED)
-    )
-    notes = ()
-    if terminated is None and truncated is None and done is not None:
-        notes = ("Only done flags are stored: what is done counts as terminated.",)
-    steps = len(next(iter(columns.values())))
-    terminated, truncated = both(steps, done, terminated, truncated)
-    return {_TERMINATED: terminated, _TRUNCATED: truncated}, notes
+    return leaves
 
 
 def is_set(flags: np.ndarray) -> np.ndarray:
-    """Flags of any dtype, `[T]` or `[T, 1]`, as bool `[T]`."""
+    """Returns flags of any dtype, `[T]` or `[T, 1]`, as bool `[T]`."""
     return (flags != 0).reshape(len(flags))

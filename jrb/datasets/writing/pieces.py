@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jrb.datasets.reading.flags import both
+from jrb.datasets.reading.columns import combined_flags
 from jrb.datasets.reading.names import check_names
 from jrb.datasets.writing.source import Held, Source
 from jrb.keys import within
@@ -38,7 +38,7 @@ def piece_of(held: Held) -> Piece:
     leaves = held.leaves
     steps = len(next(iter(leaves.values())))
     done, terminated, truncated = (_flag(leaves.pop(name, None), steps) for name in FLAGS)
-    terminated, truncated = both(steps, done, terminated, truncated)
+    terminated, truncated = combined_flags(steps, done, terminated, truncated)
     truncated[-1] |= ~terminated[-1]
     valid = _flag(leaves.pop(VALID, None), steps)
     is_whole = valid is None or bool((valid | terminated).all())

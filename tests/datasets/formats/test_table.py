@@ -5,8 +5,8 @@ import pytest
 
 import jrb
 from jrb import datasets
-from jrb.datasets.reading import arrow, arrow_columns
-from jrb.datasets.reading import flat as layout
+from jrb.datasets.reading import arrow
+from jrb.datasets.reading import columns as layout
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.feather as feather  # noqa: E402
@@ -138,7 +138,7 @@ WRITERS = [write_parquet, write_file, write_stream, write_feather]
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("piece", [1, 4 << 20])
 def test_every_way_of_reading_gives_what_was_written(tmp_path, monkeypatch, write, fixed, piece):
-    monkeypatch.setattr(arrow_columns, "_PIECE", piece)
+    monkeypatch.setattr(arrow, "_PIECE", piece)
     leaves = made()
     write(path := str(tmp_path / "any.name"), table_of(leaves, fixed))
     dataset = datasets.open(path)
@@ -178,14 +178,14 @@ def test_files_of_a_folder_follow_each_other_by_numbers(tmp_path):
 
 @pytest.mark.slow
 def test_random_stretches_of_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_columns, "_PIECE", 100)
+    monkeypatch.setattr(arrow, "_PIECE", 100)
     leaves = made()
     for number, part in enumerate([slice(0, 20), slice(20, 21), slice(21, STEPS)]):
         table = table_of({name: leaf[part] for name, leaf in leaves.items()}, fixed=number != 1)
         write_parquet(str(tmp_path / f"{number}"), table)
-    files = arrow.Files(arrow.tables(str(tmp_path)))
-    found, _ = arrow_columns.leaves(files.schema)
-    columns = {leaf.name.replace(".", "/"): arrow_columns.Column(files, leaf) for leaf in found}
+    files = arrow.ArrowFiles(arrow.tables(str(tmp_path)))
+    found, _ = arrow.numeric_leaves(files.schema)
+    columns = {leaf.name.replace(".", "/"): arrow.ArrowColumn(files, leaf) for leaf in found}
     rng = np.random.default_rng(1)
     for _ in range(200):
         start, stop = np.sort(rng.integers(0, STEPS + 1, 2))
@@ -196,7 +196,7 @@ def test_random_stretches_of_columns(tmp_path, monkeypatch):
 
 
 def test_what_is_held_while_columns_are_read_together_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrow_columns, "_PIECE", 100_000)
+    monkeypatch.setattr(arrow, "_PIECE", 100_000)
     monkeypatch.setattr(layout, "_BLOCK", 200_000)
     steps = 8000
     leaves = {
@@ -215,9 +215,9 @@ def test_what_is_held_while_columns_are_read_together_is_bounded(tmp_path, monke
 def test_only_the_row_groups_that_are_needed_are_read(tmp_path, monkeypatch):
     leaves = {name: leaf for name, leaf in made().items() if leaf.ndim == 1}
     write_parquet(path := str(tmp_path / "t"), table_of(leaves))
-    files, groups = arrow.Files([path]), []
-    found, _ = arrow_columns.leaves(files.schema)
-    column = arrow_columns.Column(files, next(leaf for leaf in found if leaf.name == "count"))
+    files, groups = arrow.ArrowFiles([path]), []
+    found, _ = arrow.numeric_leaves(files.schema)
+    column = arrow.ArrowColumn(files, next(leaf for leaf in found if leaf.name == "count"))
     file = files.file(0)
     inner = file.batches
     file.batches = lambda group, *rest: groups.append(group) or inner(group, *rest)
@@ -366,7 +366,7 @@ def uneven():
         ({"next__terminated": pa.array([[0, 1]] * STEPS)}, "a flag for each step"),
         (
             {"observation__arm": None, "observation__grid": None},
-            r"a column for the observation, got \['action'",
+            r"an array for .observation., got \['action'",
         ),
         ({"next__terminated": None, "next__truncated": None}, "where episodes end"),
         ({"episode": pa.array(np.arange(STEPS) % 3)}, r"of \[0, 1, 2\] apart"),

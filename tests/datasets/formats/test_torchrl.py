@@ -1,5 +1,6 @@
 """TorchRL's dumps as datasets."""
 
+import inspect
 import json
 import os
 import pathlib
@@ -121,7 +122,8 @@ def test_damage_names_the_file(tmp_path):
 def test_the_default_layout_stays_on_the_disk():
     found = jrb.datasets.open(DATA / "default_1d_wrapped")
     with found.format.table(found.source) as table:
-        base = table.columns["observation"].leaf.take.__self__
+        read = inspect.getclosurevars(table.columns["observation"].read)
+        base = read.nonlocals["leaf"]
         while base.base is not None and not isinstance(base, np.memmap):
             base = base.base
     assert isinstance(base, np.memmap)

@@ -101,7 +101,7 @@ def test_an_array_that_is_shorter_than_it_says_is_refused(tmp_path):
         npz.opened(str(tmp_path / "x.npz")).__enter__()
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as file:
         file.writestr("a.npy", b"no array at all")
-    with pytest.raises(ValueError, match=r"'a\.npy': expected an array"):
+    with pytest.raises(ValueError, match=r"'a\.npy': .*magic string"):
         npz.opened(str(tmp_path / "x.npz")).__enter__()
 
 
@@ -162,7 +162,7 @@ def test_a_flipped_bit_is_found_wherever_reading_begins(tmp_path):
 
 
 @pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("place", [0, 40, 0.3, 0.6, -21])
+@pytest.mark.parametrize("place", [0, 40, 0.3, -21])
 def test_a_damaged_archive_is_reported_as_such(tmp_path, save, place):
     path = tmp_path / "x.npz"
     arrays = {"observations": np.arange(90.0).reshape(30, 3), "actions": np.arange(30)}

@@ -4,11 +4,11 @@ import h5py
 import numpy as np
 
 import jrb
-from jrb.datasets.reading.stat_cache import Remembered, stamps
+from jrb.datasets.reading.stat_cache import StatCache, file_stamps
 
 
 def test_the_newest_are_kept():
-    made, held = [], Remembered()
+    made, held = [], StatCache()
 
     def get(key):
         return held.get(key, lambda: made.append(key) or f"made of {key}")
@@ -25,15 +25,15 @@ def test_the_newest_are_kept():
 
 def test_files_are_told_from_those_that_come_after(tmp_path):
     path = tmp_path / "a"
-    assert stamps([str(path)]) == ()
+    assert file_stamps([str(path)]) == ()
     path.write_text("one")
-    first = stamps([str(path)])
-    assert first == stamps([str(path)])
+    first = file_stamps([str(path)])
+    assert first == file_stamps([str(path)])
     os.utime(path, ns=(1, 1))
-    assert stamps([str(path)]) != first
+    assert file_stamps([str(path)]) != first
     path.unlink()
     path.write_text("two")
-    assert stamps([str(path)]) != first
+    assert file_stamps([str(path)]) != first
 
 
 def write(path, ends):

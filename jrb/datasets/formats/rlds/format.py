@@ -17,7 +17,7 @@ import numpy as np
 from jrb._util import checks
 from jrb.datasets.format import Description, Episode, Format, Source, spec_of
 from jrb.datasets.formats.rlds.steps import Read, held, is_episode, read
-from jrb.datasets.reading.flat import left_out_note
+from jrb.datasets.reading.columns import left_out_note
 from jrb.layouts.names import Leaves
 
 _NO_TERMINAL = "No step says 'is_terminal': all episodes are taken for truncated ones."

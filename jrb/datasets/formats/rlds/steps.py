@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb.datasets.format import Episode, shifted
-from jrb.datasets.reading.flat import check_lengths, needed
+from jrb.datasets.reading.columns import check_lengths, check_names_present
 from jrb.datasets.reading.names import check_names
 from jrb.layouts.names import Leaves, nest
 
@@ -75,7 +75,7 @@ def read(number: int, episode: Any, keeps_last: bool) -> Read:
     where = f"episode {number}"
     beside = {name: value for name, value in episode.items() if name != _STEPS}
     leaves, left_out = _arrays(where, episode[_STEPS])
-    needed(where, leaves, [_LAST])
+    check_names_present(where, leaves, [_LAST])
     check_lengths(where, leaves)
     _check_flags(where, leaves)
     facts = {name: array for name, array in _flat(beside) if _is_numeric(array)}
