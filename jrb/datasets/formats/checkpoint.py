@@ -33,7 +33,6 @@ from jrb.state import BufferState
 _FLAGS = (DONE, TERMINATED, TRUNCATED)
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(Indexed):
     """The items of a buffer as they were saved, in episodes.
@@ -97,8 +96,8 @@ class Checkpoint(Indexed):
             inside = is_set(episode["next"].get("valid", np.ones(1)))[:-1]
             if not inside.all():
                 raise ValueError(
-                    f"{source}: leaf 'next/valid': expected True but for last steps of episodes, got "
-                    f"{np.count_nonzero(~inside)} others in episode {number}."
+                    f"{source}: leaf 'next/valid': expected True but for last steps of episodes, "
+                    f"got {np.count_nonzero(~inside)} others in episode {number}."
                 )
             yield loaded.without_mark(episode)
 

@@ -67,7 +67,9 @@ class Recorded(TableFormat):
                 f"{source}: leaf '{_VALID}': expected True but for last steps of episodes, got "
                 "others."
             )
-        return dataclasses.replace(description, cut=~valid[last] & ~table.columns[TERMINATED][:][last])
+        return dataclasses.replace(
+            description, cut=~valid[last] & ~table.columns[TERMINATED][:][last]
+        )
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:

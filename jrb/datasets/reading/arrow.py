@@ -116,11 +116,13 @@ class _ArrowFile(TableFile):
         return opened(extras.require("pyarrow", "datasets").memory_map(self.path), options=options)
 
     def _read(self, first: int, column: int) -> Iterator[Any]:
-        reader = self._reader(column) if len(self.schema) else ()
-        if self._is_stream or not len(self.schema):
-            yield from reader
+        if not len(self.schema):
             return
-        yield from map(reader.get_batch, range(first, reader.num_record_batches))
+        reader = self._reader(column)
+        if self._is_stream:
+            yield from reader
+        else:
+            yield from map(reader.get_batch, range(first, reader.num_record_batches))
 
 
 def opened(path: str) -> TableFile:
@@ -162,7 +164,8 @@ class ArrowFiles:
     starts: np.ndarray
 
     def __init__(self, paths: Sequence[str], counts: Sequence[int] | None = None) -> None:
-        self._paths, self._counts, self._newest = list(paths), counts, (-1, None)
+        self._paths, self._counts = list(paths), counts
+        self._newest: tuple[int, TableFile | None] = -1, None
         self.starts = starts_of(self._counted() if counts is None else counts)
 
     @property
@@ -181,9 +184,10 @@ class ArrowFiles:
         Raises:
             ValueError: it has another number of rows than `counts`.
         """
-        if self._newest[0] != number:
-            self._newest = number, opened(self._paths[number])
-        file = self._newest[1]
+        newest, file = self._newest
+        if newest != number or file is None:
+            file = opened(self._paths[number])
+            self._newest = number, file
         if self._counts is not None and file.starts[-1] != self._counts[number]:
             raise ValueError(
                 f"{file.path}: expected {self._counts[number]} rows, got {file.starts[-1]}."

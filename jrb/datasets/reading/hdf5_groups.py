@@ -84,8 +84,7 @@ class GroupFormat(Indexed):
         spec, lengths, is_cut, left_out = None, list[int](), list[bool](), set[str]()
         limit = expansion.Limit(source, self.files(source), self.max_expansion)
         for where, group in opened_groups(groups):
-            table, others = self._table(where, group)
-            limit.add(expansion.nbytes(table.columns))
+            table, others = self._table(where, group, limit)
             spec = table.spec if spec is None else spec
             if table.spec != spec:
                 raise ValueError(
@@ -143,7 +142,9 @@ class GroupFormat(Indexed):
             groups += sorted(inside, key=operator.attrgetter("number"))
         return groups
 
-    def _table(self, where: EpisodeGroup, group: h5py.Group) -> tuple[Table, set[str]]:
+    def _table(
+        self, where: EpisodeGroup, group: h5py.Group, limit: expansion.Limit | None = None
+    ) -> tuple[Table, set[str]]:
         """Returns the steps of an episode, and the names of arrays that are not of its steps."""
         every = hdf5.below(group)
         arrays = {name: array for name, array in every.items() if array.is_numeric}
@@ -161,6 +162,8 @@ class GroupFormat(Indexed):
                 f"{list(arrays)}."
             )
         others = {name for name in every if self.leaf_of(name) not in columns}
+        if limit is not None:  # before anything is read
+            limit.add(expansion.nbytes(columns))
         terminated = flag_column(columns[TERMINATED], TERMINATED, where)[:]
         columns |= {TERMINATED: terminated, TRUNCATED: np.zeros_like(terminated)}
         return Table(columns, np.array([steps])), others

@@ -58,9 +58,9 @@ class ImageColumn(arrow.ArrowColumn):
         self._check(held.null_count == 0, "the bytes of images", "a null")
         return held.to_pylist()
 
-    def _values(self, held: Any) -> np.ndarray:
-        found = np.empty((len(held), *self.shape[1:]), self.dtype)
-        for place, data in enumerate(self._bytes(held)):
+    def _values(self, piece: Any) -> np.ndarray:
+        found = np.empty((len(piece), *self.shape[1:]), self.dtype)
+        for place, data in enumerate(self._bytes(piece)):
             image = self._decoded(data)
             is_like = image.shape == found.shape[1:] and image.dtype == found.dtype
             self._check(is_like, _about(self._first_image), _about(image))
