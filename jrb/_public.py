@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 
-from jrb._core.eager import CopyWarning, PriorityWarning
+from jrb._core.validate import CopyWarning, PriorityWarning
 from jrb._store.errors import LostWarning, StaleError
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import load, save
@@ -14,7 +14,7 @@ from jrb.mix import Mix
 from jrb.of_items import from_items
 from jrb.read import episodes, items, stats
 from jrb.samplers import Lifo, Newest, Prioritized, Queue, Uniform, WithoutReplacement
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
 from jrb.tables import to_arrow, to_pandas

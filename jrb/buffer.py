@@ -4,13 +4,14 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import draws, eager, steps, transforming
+from jrb._core import eager, steps, transforming
+from jrb._core.validate import check_state, explained, warn_of_refused
 from jrb._util import (
     casting,
     checks,
@@ -83,9 +84,6 @@ class ReplayBuffer:
     keys: Keys = TED
     min_size: int | None = None
     cast: bool = False
-
-    _donates: ClassVar[bool] = False
-    """Whether verbs outside `jit` donate what of a state is on the device (see `jrb.jitted`)."""
 
     if not TYPE_CHECKING:  # or every misspelt name would have a type
 
@@ -229,16 +227,22 @@ class ReplayBuffer:
             TypeError: another dtype than the example's, a mask that is not bool, or priorities for
                 a sampler that has none.
         """
+        return self._add(state, item, mask, priorities)
+
+    def _add(
+        self, state: BufferState, item: Item, mask: Any, priorities: Any, donate: bool = False
+    ) -> BufferState:
+        """`add`; with `donate`, of a state with items on the host, it writes arrays in place."""
         if mask is not None:
             mask = checks.write_mask("add", mask, (), self._lead(), self.writer)[None]
         if priorities is not None:
             self._require_given("add")
-            self._warn_of_refused("add", priorities)
+            self._warn_of_refused("add", priorities, donate)
             priorities = checks.given_priorities("add", priorities, self._lead())[None]
         if self.storage.of_objects:
-            return eager.write_objects(self, state, [item], mask, "add", priorities)
-        stored = self._to_stored(state, item, self._lead(), "add")
-        return eager.write(self, state, jax.tree.map(_one_row, stored), mask, None, priorities)
+            return eager.write_objects(self, state, [item], mask, "add", priorities, donate)
+        stored = jax.tree.map(_one_row, self._to_stored(state, item, self._lead(), "add"))
+        return eager.write(self, state, stored, mask, None, priorities, donate)
 
     def extend(
         self,
@@ -265,10 +269,16 @@ class ReplayBuffer:
             TypeError: another dtype than the example's, a mask that is not bool, or priorities for
                 a sampler that has none.
         """
+        return self._extend(state, items, mask, priorities)
+
+    def _extend(
+        self, state: BufferState, items: Item, mask: Any, priorities: Any, donate: bool = False
+    ) -> BufferState:
+        """`extend`; with `donate`, of a state with items on the host, it writes arrays in place."""
         if priorities is not None:
             self._require_given("extend")
         if self.storage.of_objects:
-            return eager.write_objects(self, state, items, mask, "extend", priorities)
+            return eager.write_objects(self, state, items, mask, "extend", priorities, donate)
         items = casting.arrays(items, "extend")
         if self.cast:
             items = casting.kept(items, "extend")
@@ -278,9 +288,11 @@ class ReplayBuffer:
             mask = checks.write_mask("extend", mask, (length,), self._lead(), self.writer)
         if priorities is not None:
             shape = (length, *self._lead())
-            self._warn_of_refused("extend", priorities)
+            self._warn_of_refused("extend", priorities, donate)
             priorities = checks.given_priorities("extend", priorities, shape)
-        return eager.write(self, state, rows, mask, None, priorities) if length else state
+        if not length:
+            return state
+        return eager.write(self, state, rows, mask, None, priorities, donate)
 
     @hints.takes_state
     def sample(
@@ -333,8 +345,7 @@ class ReplayBuffer:
         Raises:
             ValueError: as for `sample`.
         """
-        after, sample = self._drawn(state, key, batch_size, beta)
-        return draws.after_draw(state, after), sample
+        return self._drawn(state, key, batch_size, beta)
 
     def _drawn(
         self,
@@ -344,7 +355,7 @@ class ReplayBuffer:
         beta: jax.Array | float | None,
         moves: bool = True,
     ) -> Any:
-        """What a draw leaves behind (see `jrb._core.draws.draw`), and a sample."""
+        """Checks the arguments of a draw, and draws (see `jrb._core.eager.draw`)."""
         if batch_size is not None:
             checks.count("batch_size", batch_size)
             count = int(batch_size)
@@ -358,7 +369,7 @@ class ReplayBuffer:
         checks.key(key)
         if beta is not None:
             beta = checks.number("beta", beta)
-        return draws.draw(self, state, key, count, beta, moves=moves)
+        return eager.draw(self, state, key, count, beta, moves=moves)
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
@@ -381,6 +392,16 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities, or those given are no real numbers.
             ValueError: another shape than `[B]`, or a sample that another description drew.
         """
+        return self._update_priority(state, sample_or_indices, priorities)
+
+    def _update_priority(
+        self,
+        state: BufferState,
+        sample_or_indices: Sample | jax.Array,
+        priorities: Any,
+        donate: bool = False,
+    ) -> BufferState:
+        """`update_priority`; with `donate`, the sampler's arrays are written in place."""
         self._prioritized("update_priority")
         shapes = []
         if isinstance(sample_or_indices, Sample):
@@ -390,11 +411,10 @@ class ReplayBuffer:
         else:
             sample_or_indices = checks.indices("update_priority", sample_or_indices)
             shapes.append(sample_or_indices.shape)
-        self._warn_of_refused(
-            "update_priority", priorities, getattr(sample_or_indices, "mask", True)
-        )
+        mask = getattr(sample_or_indices, "mask", True)
+        self._warn_of_refused("update_priority", priorities, donate, mask)
         priorities = checks.priorities(priorities, shapes)
-        return eager.update(self, state, sample_or_indices, priorities)
+        return eager.update(self, state, sample_or_indices, priorities, donate)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
         """Another exponent for a prioritized sampler.
@@ -406,7 +426,7 @@ class ReplayBuffer:
             ValueError: alpha is a negative number.
         """
         prioritized = self._prioritized("set_alpha")
-        eager.check_state(self, state)
+        check_state(self, state)
         sampler = prioritized.set_alpha(state.sampler, owned.copy(alpha))
         return state.replace(sampler=sampler)
 
@@ -494,7 +514,7 @@ class ReplayBuffer:
             >>> buffer.take(state, jnp.arange(4))["reward"].tolist()
             [0.0, 5.0, 6.0, 0.0]
         """
-        eager.check_state(self, state)
+        check_state(self, state)
         which, count = self._where("set", where)
         if self.storage.of_objects:
             self.writer.check_edit("set", frozenset())
@@ -525,7 +545,7 @@ class ReplayBuffer:
         Raises:
             ValueError, TypeError: as `set`.
         """
-        eager.check_state(self, state)
+        check_state(self, state)
         if self.storage.of_objects:
             raise eager.refusal()
         checks.count("batch_size", batch_size)
@@ -544,6 +564,12 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities, or none that can be dropped.
             ValueError: a sample that another description drew.
         """
+        return self._drop(state, where)
+
+    def _drop(
+        self, state: BufferState, where: Sample | jax.Array, donate: bool = False
+    ) -> BufferState:
+        """`drop`; with `donate`, the sampler's arrays are written in place."""
         if not isinstance(self.sampler, PrioritizedSampler):
             raise TypeError(
                 f"drop: expected a sampler that can leave anchors out, got "
@@ -555,7 +581,7 @@ class ReplayBuffer:
         else:
             where = checks.indices("drop", where)
             checks.in_range("drop", where, self.capacity)
-        return eager.drop(self, state, where)
+        return eager.drop(self, state, where, donate)
 
     def _where(self, verb: str, where: Sample | jax.Array | EllipsisType) -> tuple[Any, int]:
         """Slots or a sample, None for all; and how many."""
@@ -619,17 +645,17 @@ class ReplayBuffer:
         pytree.check_like(want, named, verb, mend, casts=self.cast)
         return named
 
-    @eager.explained
+    @explained
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
         """All slots in the order in which they were written, and how many hold something.
 
         Returns:
             int32 `[N]`, oldest first, those that hold nothing at the end; and int32 `[]`.
         """
-        eager.check_state(self, state)
+        check_state(self, state)
         return steps.in_order(self.writer, self.ring, state.writer)
 
-    @eager.explained
+    @explained
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
         """The slots of the newest rows.
 
@@ -644,7 +670,7 @@ class ReplayBuffer:
         Raises:
             TypeError: several environments, and a writer that keeps no rows.
         """
-        eager.check_state(self, state)
+        check_state(self, state)
         checks.count("n", n, self.ring.rows)
         if not self.writer.is_chronological and self.num_envs is not None:
             raise TypeError(
@@ -661,7 +687,7 @@ class ReplayBuffer:
             slots = self.writer.in_order(self.ring, state.writer)[0][jnp.maximum(place, 0)]
         return slots.reshape(shape), there.reshape(shape)
 
-    @eager.explained
+    @explained
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
         """The priorities as they were given, without alpha and eps.
 
@@ -676,21 +702,21 @@ class ReplayBuffer:
             TypeError: the sampler has no priorities.
         """
         sampler = self._prioritized("priorities")
-        eager.check_state(self, state)
+        check_state(self, state)
         found = sampler.priorities(state.sampler)
         if slots is None:
-            return eager.apart(found, state.sampler)
+            return eager.copy_if_owned(found, state.sampler)
         slots = checks.indices("priorities", slots)
         checks.in_range("priorities", slots, self.capacity)
         return found[slots]
 
-    @eager.explained
+    @explained
     def size(self, state: BufferState) -> jax.Array:
         """The transitions held, int32 `[]`."""
-        eager.check_state(self, state)
-        return eager.apart(self.writer.held(self.ring, state.writer).size, state.writer)
+        check_state(self, state)
+        return eager.copy_if_owned(self.writer.held(self.ring, state.writer).size, state.writer)
 
-    @eager.explained
+    @explained
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
         """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises.
 
@@ -701,7 +727,7 @@ class ReplayBuffer:
             state: is only read.
             batch_size: B of the draw; None for the buffer's.
         """
-        eager.check_state(self, state)
+        check_state(self, state)
         return eager.ready(self, state, self.batch_size if batch_size is None else batch_size)
 
     def can_add(self, state: BufferState) -> jax.Array:
@@ -733,7 +759,7 @@ class ReplayBuffer:
 
     def stored(self, state: BufferState) -> Item:
         """The spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
-        eager.check_state(self, state)
+        check_state(self, state)
         return self.storage.spec(state.storage)
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
@@ -765,10 +791,10 @@ class ReplayBuffer:
                 "sampler=jrb.Prioritized()."
             )
 
-    def _warn_of_refused(self, verb: str, priorities: Any, mask: Any = True) -> None:
-        """Warns outside `jit`; in a loop of `jrb.jitted` nothing is waited for."""
-        if not (self._donates and isinstance(priorities, jax.Array)):
-            eager.warn_of_refused(self, verb, priorities, mask)
+    def _warn_of_refused(self, verb: str, priorities: Any, donate: bool, mask: Any = True) -> None:
+        """Warns outside `jit`; `jrb.jitted`, which donates, does so itself."""
+        if not donate:
+            warn_of_refused(self, verb, priorities, mask)
 
     def _prioritized(self, verb: str) -> PrioritizedSampler:
         """The sampler, which has to have priorities."""

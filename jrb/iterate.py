@@ -14,15 +14,15 @@ from typing import Any
 
 import jax
 
-from jrb._core.eager import DonatedError, check_whole
 from jrb._core.steps import context_of
+from jrb._core.validate import DonatedError, check_not_deleted
 from jrb._store.errors import StaleError
 from jrb._store.threads import Worker, taken_lock
 from jrb._util import checks
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
 from jrb.samplers import WithoutReplacement
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
 from jrb.state import BufferState, Device, Sample, origin_of
 
 
@@ -324,7 +324,9 @@ def _newest(
         while True:
             state = newest()
             try:
-                check_whole(state)  # at once, as XLA complains on the terminal where it finds out
+                check_not_deleted(
+                    state
+                )  # at once, as XLA complains on the terminal where it finds out
                 return buffer.sample(state, key)
             except (StaleError, DonatedError):
                 now = time.monotonic()

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import shards
 from jrb._core import counting, eager, steps, transforming, validate
 from jrb._util import checks, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.occupancy import Occupancy
 from jrb.ring import Ring
 from jrb.samplers.prioritized import DROPPED
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
+from jrb.sharding import states as shard_states
 from jrb.state import Buffer, BufferState
 from jrb.types import Context, Item, PrioritizedSampler, Sampler, ShardedSampler
 from jrb.types.messages import PartState
@@ -140,7 +140,7 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     target = replay_target(new)
     half = eager.half(target, old.storage.spec(state.storage))
     for items, mask in _iter_rows(old, state):
-        half = eager.told(target, half, items, mask)
+        half = eager.write_index_only(target, half, items, mask)
     return half.replace(storage=state.storage)
 
 
@@ -426,12 +426,14 @@ def _rebuild_shards(
     if isinstance(old, Sharded):
         states = {
             number: jax.tree.map(jnp.asarray, one)
-            for number, one in shards.split(old, state).items()
+            for number, one in shard_states.split(old, state).items()
         }
     if not isinstance(new, Sharded):
         return regrouped(old, states, new, 0)
     numbers = new.layout.numbers_here()
-    return shards.joined(new, {number: regrouped(old, states, new, number) for number in numbers})
+    return shard_states.join(
+        new, {number: regrouped(old, states, new, number) for number in numbers}
+    )
 
 
 def regrouped(

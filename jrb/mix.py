@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import counting, draws, eager
+from jrb._core import counting, eager
 from jrb._util import (
     checks,
     display,
@@ -20,7 +20,7 @@ from jrb._util import (
 )
 from jrb._xla import random_bits
 from jrb.buffer import ReplayBuffer
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device, Sample, check_origin
 from jrb.types import Item, Sampler
 
@@ -279,10 +279,9 @@ class Mix:
     ) -> tuple[BufferState, Sample]:
         part, quiet = self.buffers[number], not needed[number]
         if isinstance(part, Sharded):
-            return part.draw_some(state, key, count, beta, quiet)
+            return part._draw(state, key, count, beta, quiet)
         beta = None if beta is None else checks.number("beta", beta)
-        after, sample = draws.draw(part, state, key, count, beta, quiet)
-        return draws.after_draw(state, after), sample
+        return eager.draw(part, state, key, count, beta, quiet)
 
     def _given_shares(self, proportions: Any, batch_size: int) -> jax.Array:
         if not isinstance(proportions, jax.core.Tracer):

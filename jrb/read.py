@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import eager, editing
+from jrb._core import editing, validate
 from jrb._core import episodes as ends_of
 from jrb._core.steps import context_of
 from jrb._util import checks, prng_keys, pytree
@@ -65,7 +65,7 @@ def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray
 
 def _check_single(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
     check_single(buffer, who)
-    eager.check_state(buffer, state)
+    validate.check_state(buffer, state)
 
 
 def _in_chunks(

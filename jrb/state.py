@@ -166,7 +166,6 @@ class Buffer(Protocol):
     transforms: Final[tuple[Any, ...]]
     keys: Final[Keys]
     min_size: Final[int | None]
-    _donates: ClassVar[bool]
 
     @property
     def ring(self) -> Ring:

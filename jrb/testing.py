@@ -35,7 +35,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.migrate import rebuild
 from jrb.mix import AnyState
 from jrb.samplers import Prioritized
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
 from jrb.types import HostStorage, Item, MissingMethodError, Sampler

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._core import eager
+from jrb._core import validate
 
 KEY = jax.random.key(0)
 EXAMPLE = {
@@ -380,15 +380,15 @@ def test_a_program_may_have_no_devices_on_the_host(monkeypatch):
             raise RuntimeError("Unknown backend cpu.")
         return 1
 
-    eager._is_alone.cache_clear()
+    validate._has_one_device.cache_clear()
     monkeypatch.setattr(jax, "device_count", count)
     try:
-        assert eager._is_alone()
+        assert validate._has_one_device()
         monkeypatch.setattr(jax, "device_count", lambda backend=None: 8 if backend else 1)
-        eager._is_alone.cache_clear()
-        assert not eager._is_alone()
+        validate._has_one_device.cache_clear()
+        assert not validate._has_one_device()
     finally:
-        eager._is_alone.cache_clear()
+        validate._has_one_device.cache_clear()
 
 
 # Slots as tools pass them.

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jrb
-from jrb import shards
 from jrb._util import pytree
+from jrb.sharding import states as shard_states
 
 DEVICES = jax.device_count()
 pytestmark = [
@@ -618,7 +618,7 @@ def test_one_shard_is_the_buffer_also_without_environments():
 
 def held(buffer, state):
     """What each environment holds, oldest first: items and priorities."""
-    parts = shards.split(buffer, state) if isinstance(buffer, jrb.Sharded) else {0: state}
+    parts = shard_states.split(buffer, state) if isinstance(buffer, jrb.Sharded) else {0: state}
     part = buffer.part if isinstance(buffer, jrb.Sharded) else buffer
     found = []
     for number in sorted(parts):

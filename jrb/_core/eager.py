@@ -1,181 +1,75 @@
-"""The verbs, wherever the items lie.
+"""The verbs outside `jit`, wherever the items are.
 
-Where a storage keeps them on the host, a verb outside `jit` is host code around jitted parts; in
-all other cases it is the jitted verb.
+For items on the device, a verb is one call of its compiled step. For items on the host it is host
+code around compiled parts, for which a `DeviceProxy` stands in place of the storage: they say which
+slots are written and read. With traced arguments, a verb is its step in the program around it.
 """
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import editing, steps, transforming, validate
+from jrb._core import editing, steps, transforming
 from jrb._core.compiling import per_description
-from jrb._core.deferred import HostStorageProxy
-from jrb._util import checks, owned, pytree, wording
-from jrb._util.pytree import Leaf
-from jrb._xla import compat
-from jrb.state import Buffer, BufferState, Device, Sample
-from jrb.types import HostState, HostStorage, Item
-from jrb.types.messages import PartState
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class DonatedError(ValueError):
-    """A state was used whose arrays had been donated, or deleted."""
-
-
-def explained(verb: F) -> F:
-    """The same verb, which says what to do where arrays were donated, or lie on an explicit mesh.
-
-    Raises:
-        DonatedError, ValueError: in place of what JAX raises then.
-    """
-
-    @functools.wraps(verb)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        if not _is_alone():
-            for first in args[:2]:  # a verb of dispatch has the buffer before the state
-                check_there(first)
-        try:
-            return verb(*args, **kwargs)
-        except Exception as error:
-            if compat.is_of_donated(error):
-                raise DonatedError(_DONATED) from error
-            if not compat.is_of_explicit_mesh(error):
-                raise
-            raise ValueError(
-                "expected a state and items that are not cut over an explicit axis of a mesh, got "
-                f"some for which JAX says: {str(error).splitlines()[0]} Call the verb inside "
-                "jax.shard_map, under jax.vmap for a leading axis of buffers; or make the mesh "
-                "with axis_types=(jax.sharding.AxisType.Auto,)."
-            ) from error
-
-    return cast(F, told)
-
-
-@functools.lru_cache
-def _is_alone() -> bool:
-    """Whether there is one device, and no further ones on the host; asked once there are arrays."""
-    try:
-        on_host = jax.device_count("cpu")
-    except RuntimeError:  # which is not among the platforms of this program
-        on_host = 0
-    return jax.device_count() == 1 and on_host <= 1
-
-
-def check_there(states: Any) -> None:
-    """Raises where a state on several devices was donated: JAX would end the process.
-
-    On one device it raises by itself.
-    """
-    for state in states if isinstance(states, tuple) else (states,):
-        one = state.edits if isinstance(state, BufferState) else None
-        if isinstance(one, jax.core.Tracer) or not isinstance(one, jax.Array):
-            continue
-        if not isinstance(one.sharding, jax.sharding.SingleDeviceSharding):
-            check_whole(state)
-
-
-def check_whole(states: Any) -> None:
-    """Raises where any array was donated, or deleted."""
-    arrays = [leaf for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)]
-    if any(array.is_deleted() for array in arrays):
-        raise DonatedError(_DONATED)
-
-
-_DONATED = (
-    "expected arrays that are there, got some that were donated, or deleted. Go on with the state "
-    "that came back from the call to which the old one was donated."
+from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, on_host, without_items
+from jrb._core.validate import (
+    blank,
+    check,
+    check_kind,
+    check_state,
+    explained,
+    warn_of_copies,
 )
-
-
-def on_host(buffer: Buffer) -> bool:
-    """Whether the storage keeps items on the host."""
-    return isinstance(buffer.storage, HostStorage)
-
-
-@functools.lru_cache(maxsize=64)
-def for_device(buffer: Buffer) -> Any:
-    """The same buffer as its jitted parts know it, without items that lie on the host."""
-    storage = buffer.storage
-    transforms = () if storage.of_objects else buffer.transforms
-    return dataclasses.replace(buffer, storage=storage.device_part, transforms=transforms)
+from jrb._store import extremes
+from jrb._util import checks, owned, pytree
+from jrb._util.pytree import Leaf, SpecKey
+from jrb._xla import gather
+from jrb.state import Buffer, BufferState, Device, Sample
+from jrb.types import Item, TransformContext
+from jrb.types.messages import PartState
 
 
 def refusal() -> TypeError:
-    """What is said where items are no arrays."""
+    """Makes the error for a verb that cannot work on Python objects."""
     return TypeError(
         "ListStorage: expected to be called outside jit, vmap and scan, with Python objects. Use "
         "jrb.DeviceStorage() there, with items of arrays."
     )
 
 
-def check_state(buffer: Buffer, state: BufferState) -> None:
-    """Raises unless it is a state of this description, with its items where the buffer keeps them.
-
-    Raises:
-        TypeError, ValueError: as `jrb._core.validate.check`.
-    """
-    check_kind(buffer, state)
-    if on_host(buffer):
-        spec = buffer.storage.spec_key(state.storage)
-        validate.check(for_device(buffer), on_device(buffer, state), spec)
-    elif not isinstance(buffer.storage, HostStorageProxy):  # or `without_items`: checked before
-        validate.check(buffer, state)
-
-
-def check_kind(buffer: Buffer, state: BufferState) -> None:
-    if not isinstance(state, BufferState):
-        what = "a tuple, as a Mix has" if isinstance(state, tuple) else type(state).__name__
-        raise TypeError(
-            f"expected a state of this buffer, a BufferState, got {what}. Pass what init, add and "
-            "the other verbs return."
-        )
-    host, found = on_host(buffer), state.storage
-    if not isinstance(found, buffer.storage.state_type) if host else isinstance(found, HostState):
-        raise TypeError(
-            f"expected a state of this buffer, whose storage is {type(buffer.storage).__name__}, "
-            f"got one that has its items in {type(found).__name__}. Pass the state that its init "
-            "made."
-        )
-
-
-def apart(array: jax.Array, state: PartState) -> jax.Array:
-    """An array that was read, a copy if it is one of the state's, which may be donated later."""
+def copy_if_owned(array: jax.Array, state: PartState) -> jax.Array:
+    """Returns an array, copied if it is one of the state's, which may be donated later."""
     is_own = any(array is leaf for leaf in jax.tree.leaves(state))
     return jnp.copy(array) if is_own and not is_tracer(array) else array
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Whether any of their leaves is no array, but stands for one."""
+    """Returns if any of their leaves is no array, but stands for one inside `jit`."""
     return any(map(is_tracer, jax.tree.leaves(arguments)))
 
 
 def is_tracer(leaf: Leaf) -> bool:
+    """Returns if it stands for an array inside `jit`."""
     return isinstance(leaf, jax.core.Tracer)
 
 
-def is_inside(buffer: Buffer, *arguments: Any) -> bool:
-    """Whether the jitted verb is wanted. Raises where there is none."""
+def is_one_step(buffer: Buffer, *arguments: Any) -> bool:
+    """Returns if a verb is one compiled step: inside `jit`, or with all items on the device."""
     if not on_host(buffer):
         return True
-    inside = is_traced(arguments)
-    if inside and buffer.storage.of_objects:
+    traced = is_traced(arguments)
+    if traced and buffer.storage.of_objects:
         raise refusal()
-    return inside
+    return traced
 
 
-def on_device(buffer: Buffer, state: BufferState) -> Any:
-    """A state as jitted parts know it."""
-    return state.replace(storage=buffer.storage.device_state(state.storage))
+# Making states.
 
 
 def check_init(buffer: Buffer, example: Item) -> None:
@@ -188,7 +82,7 @@ def check_init(buffer: Buffer, example: Item) -> None:
 
 
 def init(buffer: Buffer, spec: Item, device: Device) -> Any:
-    """An empty state; `spec` is that of an item as it is stored."""
+    """Makes an empty state; `spec` is that of an item as it is stored."""
     if not on_host(buffer):
         return _blank(buffer, spec, device)
     state = _blank(for_device(buffer), spec, device)
@@ -203,29 +97,38 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
 def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
     if isinstance(device, jax.Device):
         device = jax.sharding.SingleDeviceSharding(device)
+    if device is not None:
+        return jax.jit(lambda: blank(buffer, spec), out_shardings=device)()
     leaves, structure = jax.tree.flatten(spec)
-    if device is None:
-        made = _compiled_blank(buffer, structure, tuple(leaves))
-        return made if is_traced(made) else jax.block_until_ready(made)  # or memory ends later
-    return jax.jit(lambda: validate.blank(buffer, spec), out_shardings=device)()
+    state = _compiled_blank(buffer, structure, tuple(leaves))
+    # Memory that is not there is an error here, and not at some later call.
+    return state if is_traced(state) else jax.block_until_ready(state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _compiled_blank(
     buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]
 ) -> Any:
-    """An empty state; all arrays in one program."""
-    return validate.blank(buffer, jax.tree.unflatten(structure, leaves))
+    """`blank`, all arrays in one program."""
+    return blank(buffer, jax.tree.unflatten(structure, leaves))
 
 
 def nbytes(buffer: Buffer, spec: Item) -> int:
-    """The bytes that `init` allocates, on the device and on the host."""
+    """Returns the bytes that `init` allocates, on the device and on the host."""
     if not on_host(buffer):
-        return pytree.nbytes(jax.eval_shape(lambda: validate.blank(buffer, spec)))
-    inner = pytree.nbytes(jax.eval_shape(lambda: validate.blank(for_device(buffer), spec)))
+        return pytree.nbytes(jax.eval_shape(lambda: blank(buffer, spec)))
+    inner = pytree.nbytes(jax.eval_shape(lambda: blank(for_device(buffer), spec)))
     return inner + buffer.storage.nbytes(
         buffer.ring, spec, is_chronological=buffer.writer.is_chronological
     )
+
+
+def half(buffer: Buffer, spec: Item) -> Any:
+    """Makes an empty state without items, which are on the host."""
+    return _blank(for_device(buffer), spec, None)
+
+
+# Writes.
 
 
 @explained
@@ -236,45 +139,49 @@ def write(
     mask: jax.Array | None,
     cuts: jax.Array | None = None,
     priorities: jax.Array | None = None,
+    donate: bool = False,
 ) -> Any:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to a state that was checked."""
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to a state that was checked.
+
+    With `donate`, arrays of a state whose items are on the host are written in place.
+    """
     rest = mask, cuts, priorities
-    _check_room(buffer, state, items, mask)
-    if is_inside(buffer, state, items, rest):
+    if buffer.writer.blocks_when_full:
+        _check_room(buffer, state, items, mask)
+    if is_one_step(buffer, state, items, rest):
         if not is_traced(state, items, rest):
-            warn_of_copies(buffer, state)
+            warn_of_copies(buffer, state, 6)
         return steps.write(buffer, state, owned.copied(items), *rest)
-    after = _put(buffer, state, items, items, rest)
+    after = _put(buffer, state, items, items, rest, donate)
     return steps.write(buffer, state, items, *rest) if after is None else after
 
 
 def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array | None) -> None:
     """Raises where rows would find no room, as far as that is known."""
-    if not buffer.writer.blocks_when_full or is_traced(state, items, mask):
+    if is_traced(state, items, mask):
         return
-    found = steps.room(buffer, state.replace(storage=None))
-    if is_traced(found):
+    room = steps.room(buffer, state.replace(storage=None))
+    if is_traced(room):
         return
-    wanted = len(jax.tree.leaves(items)[0]) if mask is None else int(np.sum(mask))
-    if wanted > found:
+    num_rows = len(jax.tree.leaves(items)[0]) if mask is None else int(np.sum(mask))
+    if num_rows > room:
         raise ValueError(
-            f"add, extend: expected at most {int(found)} rows, for which there is room, got "
-            f"{wanted}. Draw or empty first; can_add tells whether there is room for one."
+            f"add, extend: expected at most {int(room)} rows, for which there is room, got "
+            f"{num_rows}. Draw or empty first; can_add tells whether there is room for one."
         )
 
 
 @explained
 def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
-    """Whether a row would be written, bool `[]`."""
+    """Returns if a row would be written, bool `[]`."""
     check_state(buffer, state)
     return steps.can_write(buffer, state.replace(storage=None))
 
 
-def _put(buffer: Buffer, state: BufferState, arrays: Item, items: Item, rest: tuple) -> Any:
-    """The state after a write whose items are put to the host; None if some arguments are traced.
-
-    Large arrays of a state that is donated are written in place, last of all: where the items find
-    no room, or an interrupt comes before, the state is as it was.
+def _put(
+    buffer: Buffer, state: BufferState, arrays: Item, items: Item, rest: tuple, donate: bool
+) -> Any:
+    """Writes items to a storage on the host; returns None if some arguments are traced.
 
     Args:
         buffer: the description.
@@ -282,12 +189,16 @@ def _put(buffer: Buffer, state: BufferState, arrays: Item, items: Item, rest: tu
         arrays: the items as jitted parts know them.
         items: as the storage takes them.
         rest: other arguments of `steps.write`.
+        donate: whether arrays of the state may be written in place.
     """
     storage, part, half = buffer.storage, for_device(buffer), on_device(buffer, state)
+    # In place, the slots are planned first, and the arrays written last of all: where the items
+    # find no room on the disk, or an interrupt comes before, the state is as it was. To plan costs
+    # one more call, so small arrays are copied in place of that.
     in_place = (
-        buffer._donates
+        donate
         and storage.takes_back
-        and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY
+        and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY_ELEMENTS
     )
     after: Any = None if in_place else steps.write(part, half, arrays, *rest)
     plan = steps.planned(part, half, arrays, *rest) if in_place else after.storage
@@ -301,8 +212,7 @@ def _put(buffer: Buffer, state: BufferState, arrays: Item, items: Item, rest: tu
         return after.replace(storage=kept)
 
 
-_MANY = 1 << 14
-"""Elements of an array of which a copy takes longer than one more call of a compiled function."""
+_MANY_ELEMENTS = 1 << 14  # of an array of which a copy takes longer than one more compiled call
 
 
 def fill(
@@ -312,7 +222,7 @@ def fill(
     cuts: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> Any:
-    """Checks a state that nobody else has, and writes to it: outside `jit` too, in place."""
+    """Writes to a state that nobody else has: outside `jit` too, in place."""
     check_state(buffer, state)
     if on_host(buffer):
         return write(buffer, state, items, mask, cuts)
@@ -322,96 +232,17 @@ def fill(
 _written_in_place = jax.jit(steps.write, donate_argnums=1)
 
 
-def half(buffer: Buffer, spec: Item) -> Any:
-    """An empty state without items, which lie on the host."""
-    return _blank(for_device(buffer), spec, None)
-
-
-def told(buffer: Buffer, half: BufferState, items: Item, mask: jax.Array | None) -> Any:
-    """Such a state after a write of items that lie there already."""
+def write_index_only(buffer: Buffer, half: BufferState, items: Item, mask: jax.Array | None) -> Any:
+    """Writes to a state whose items are on the host already, and stay as they are."""
     after = steps.write(for_device(buffer), half, items, mask)
     return after.replace(storage=half.storage)
 
 
-def expire(buffer: Buffer, state: BufferState, spec: Item, rows: jax.Array | np.ndarray) -> Any:
-    """The state, without items, that has so many of the oldest rows no more, `[]` or `[E]`."""
+def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
+    """Removes so many of the oldest rows, `[]` or `[E]`, from a state without items."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
-    return steps.expire(without_items(buffer), state, blanks, jnp.asarray(rows, jnp.int32))
-
-
-class CopyWarning(UserWarning):
-    """A write outside `jit` copies the buffer, as nobody donated its state."""
-
-
-_WARNED: set[Any] = set()
-
-
-def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None:
-    """Says once for each description that its states are large; the user is `depth` calls above."""
-    if buffer in _WARNED:
-        return
-    size = pytree.nbytes(state)
-    if size <= _MUCH:
-        return
-    _WARNED.add(buffer)
-    warnings.warn(
-        f"add, extend: outside jit each call copies the whole buffer, {wording.bytes_text(size)}. "
-        "Use the verbs of jrb.jitted(buffer), which write in place, or call the verb in a function "
-        "under jax.jit(..., donate_argnums=...).",
-        CopyWarning,
-        stacklevel=depth,
-    )
-
-
-_MUCH = 1_000_000  # bytes
-
-
-class PriorityWarning(UserWarning):
-    """Priorities that are NaN, infinite or negative were given, and refused."""
-
-
-_WARNED_OF_REFUSED: set[Any] = set()
-_BITS_OF_INFINITY = 0x7F800000  # of NaN more, and of negative numbers, which have the sign bit
-
-
-def warn_of_refused(buffer: Hashable, verb: str, priorities: Any, mask: Any = True) -> None:
-    """Says once for each description that priorities are refused, where it is known here.
-
-    Nothing is copied from an accelerator for that, and nothing is done inside `jit`.
-    """
-    if not _is_here(priorities):
-        return
-    values = np.asarray(priorities)
-    if values.dtype != np.float32:
-        with np.errstate(over="ignore", invalid="ignore"):
-            values = values.astype(np.float32)
-    # Taken for integers, all that is refused is larger than what is not: one reduction tells. Two
-    # of them, or the hash of a description, are a pause after which XLA has to wake its thread.
-    if not values.size or values.view(np.uint32).max() < _BITS_OF_INFINITY:
-        return
-    if buffer in _WARNED_OF_REFUSED or not _is_here(mask):
-        return
-    mask = np.asarray(mask)
-    wrong = ~((values >= 0) & (values < np.inf)) & (mask if mask.shape == values.shape else True)
-    if wrong.any():
-        _WARNED_OF_REFUSED.add(buffer)
-        warnings.warn(
-            f"{verb}: {wrong.sum()} priorities are NaN, infinite or negative, such as "
-            f"{values[wrong][0]}: they are refused, and the state counts them. Give "
-            "jnp.abs(td_error), and look for what is not finite.",
-            PriorityWarning,
-            stacklevel=4,
-        )
-
-
-def _is_here(array: Any) -> bool:
-    """Whether numbers can be read without a copy between devices."""
-    if not isinstance(array, jax.Array):
-        return np.asarray(array).dtype.kind in "biuf"
-    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
-        return False
-    return all(device.platform == "cpu" for device in array.devices())
+    return steps.expire(without_items(buffer), state, blanks, jnp.asarray(num_rows, jnp.int32))
 
 
 @explained
@@ -422,27 +253,12 @@ def write_objects(
     mask: jax.Array | None,
     verb: str,
     priorities: jax.Array | None = None,
+    donate: bool = False,
 ) -> Any:
     """Writes T rows of objects: a sequence of them, with `num_envs` of sequences of E."""
     check_state(buffer, state)
-    if is_inside(buffer, state, mask, priorities):
+    if is_one_step(buffer, state, mask, priorities):
         raise refusal()
-    rows = _rows(buffer, items, verb)
-    if mask is not None:
-        lead = () if buffer.num_envs is None else (buffer.num_envs,)
-        mask = checks.write_mask(verb, mask, (len(rows),), lead, buffer.writer)
-    blanks = np.zeros((len(rows), buffer.ring.envs), np.uint8)
-    blanks = blanks[:, 0] if buffer.num_envs is None else blanks
-    if priorities is not None:
-        priorities = checks.given_priorities(verb, priorities, blanks.shape)
-    if not rows:
-        return state
-    arrays = {"item": blanks}
-    _check_room(buffer, state, arrays, mask)
-    return _put(buffer, state, arrays, rows, (mask, None, priorities))
-
-
-def _rows(buffer: Buffer, items: Item, verb: str) -> list[list[Any]]:
     if isinstance(items, str | bytes | dict) or not isinstance(items, Sequence):
         raise TypeError(
             f"{verb}: expected a sequence of objects, got {type(items).__name__}. Put them in a "
@@ -455,32 +271,265 @@ def _rows(buffer: Buffer, items: Item, verb: str) -> list[list[Any]]:
                 f"{verb}: expected {buffer.ring.envs} objects in a row, one for each environment, "
                 f"got {len(row)}."
             )
-    return [[transforming.inward(buffer.transforms, item) for item in row] for row in rows]
+    rows = [[transforming.inward(buffer.transforms, item) for item in row] for row in rows]
+    lead = () if buffer.num_envs is None else (buffer.num_envs,)
+    if mask is not None:
+        mask = checks.write_mask(verb, mask, (len(rows),), lead, buffer.writer)
+    # For the jitted parts, an object is an array without meaning.
+    blanks = np.zeros((len(rows), *lead), np.uint8)
+    if priorities is not None:
+        priorities = checks.given_priorities(verb, priorities, blanks.shape)
+    if not rows:
+        return state
+    arrays = {"item": blanks}
+    if buffer.writer.blocks_when_full:
+        _check_room(buffer, state, arrays, mask)
+    return _put(buffer, state, arrays, rows, (mask, None, priorities), donate)
+
+
+# Draws.
+
+
+@explained
+def draw(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | float | None,
+    quiet: bool = False,
+    moves: bool = True,
+) -> tuple[Any, Sample]:
+    """Draws a batch.
+
+    Returns:
+        The state after the draw; outside `jit`, unless it `moves`, the one before. And the sample.
+
+    Raises:
+        ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
+    """
+    check_kind(buffer, state)
+    program = _program_of(buffer)
+    drawn = None
+    if not (is_tracer(key) or is_tracer(state.edits)):
+        run = _draw_from_host if program.is_on_host else _draw_on_device
+        drawn = run(program, buffer, state, key, batch_size, beta, quiet, moves)
+    if drawn is None:  # some of the arguments are traced
+        if buffer.storage.of_objects:
+            raise refusal()
+        check_state(buffer, state)
+        return steps.draw_inside(buffer, state, key, batch_size, beta)
+    sampler, sample = drawn
+    if program.inside < len(buffer.transforms):
+        batch = TransformContext(key, sample.mask, buffer.keys, ends=sample.info.get("is_last"))
+        rest = buffer.transforms[program.inside :]
+        data = transforming.outward(rest, sample.data, batch, program.inside)
+        sample = sample.replace(data=data)
+    return state.replace(sampler=sampler) if moves else state, sample
+
+
+class _DrawProgram(NamedTuple):
+    """Everything about draws outside `jit` that equal descriptions share, looked up once.
+
+    Between two compiled calls of a Python loop, each call of a function costs a microsecond.
+
+    Attributes:
+        inside: how many transforms, from the first on, are compiled with the draw. A plain function
+            among them may close over a value that changes: it is called each time.
+        compiled: the compiled draw.
+        is_on_host: whether items are on the host.
+        inner: of these, the description that jitted parts know.
+        is_plain: whether items are drawn as they are stored; `assemble` has nothing to do then.
+        at_anchors: and are read where the anchors are.
+    """
+
+    inside: int
+    compiled: Callable[..., Any]
+    is_on_host: bool
+    inner: Any = None
+    is_plain: bool = False
+    at_anchors: bool = False
+
+
+@functools.lru_cache(maxsize=64)
+def _program_of(buffer: Buffer) -> _DrawProgram:
+    inside = transforming.fixed(buffer.transforms)
+    fixed: Any = buffer
+    if inside < len(buffer.transforms):
+        fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])
+    if not on_host(buffer):
+        return _DrawProgram(inside, _draw_compiled(fixed), is_on_host=False)
+    inner = for_device(fixed)
+    is_plain = inner.unit.one_row and not inner.transforms
+    at_anchors = is_plain and isinstance(inner.storage, HostStorageProxy)
+    return _DrawProgram(inside, _choose_compiled(inner), True, inner, is_plain, at_anchors)
+
+
+@per_description("batch_size", "moves")
+@gather.by_itself
+def _draw_compiled(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    beta: jax.Array | float | None,
+    batch_size: int,
+    moves: bool,
+) -> tuple[Any, Sample]:
+    """A draw outside `jit`. The state is checked when it is traced, not at each call.
+
+    What a compiled function returns is copied: neither items nor, unless it `moves`, the sampler.
+    """
+    check(buffer, state)
+    sampler, sample = steps.draw(buffer, state, key, batch_size, beta)
+    return sampler if moves else None, sample
+
+
+def _draw_on_device(
+    program: _DrawProgram,
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | float | None,
+    quiet: bool,
+    moves: bool,
+) -> tuple[Any, Sample] | None:
+    """Draws by one compiled call; returns None where some arguments are traced."""
+    drawn = program.compiled(state, key, beta, batch_size=batch_size, moves=moves)
+    mask = drawn[1].mask
+    if is_tracer(mask):
+        return None
+    if not quiet:
+        _check_some(buffer, state, mask)
+    return drawn
+
+
+@per_description("batch_size", "names", "moves", "is_plain", "spec")
+@gather.by_itself
+def _choose_compiled(
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    beta: jax.Array | float | None,
+    batch_size: int,
+    names: tuple[str, ...] | None,
+    moves: bool,
+    is_plain: bool,
+    spec: SpecKey,
+) -> tuple[Any, Any, Any]:
+    """The part of a draw before items are fetched from the host.
+
+    Returns:
+        The sampler's state if it `moves`; the `Draw`, or if it `is_plain` the sample but its data;
+        and where leaves with these names are read, None without names.
+    """
+    check(buffer, state, spec)
+    sampler, chosen = steps.draw(buffer, state, key, batch_size, beta, read=False)
+    places = None if names is None else steps.locate(buffer, state, chosen, key, names)
+    if is_plain:
+        chosen = steps.assemble(buffer, state, chosen, key, read=False)
+    return sampler if moves else None, chosen, places
+
+
+_assemble_compiled = per_description()(steps.assemble)
+
+
+def _draw_from_host(
+    program: _DrawProgram,
+    buffer: Buffer,
+    state: BufferState,
+    key: jax.Array,
+    batch_size: int,
+    beta: jax.Array | float | None,
+    quiet: bool,
+    moves: bool,
+) -> tuple[Any, Sample] | None:
+    """Draws anchors by a compiled call, fetches items, and assembles the sample by another one.
+
+    Returns None where some arguments are traced.
+    """
+    storage, kept = buffer.storage, state.storage
+    if is_traced(kept):
+        return None
+    half, spec = on_device(buffer, state), storage.spec_key(kept)
+    names = None if program.at_anchors else storage.names(kept)
+    options = {"batch_size": batch_size, "names": names, "moves": moves}
+    options |= {"is_plain": program.is_plain, "spec": spec}
+    with storage.drawing(kept):  # nothing is overwritten meanwhile
+        sampler, chosen, places = program.compiled(
+            half, key, beta, batch_size=batch_size, **options
+        )
+        if is_tracer(chosen.mask):
+            return None
+        if not quiet:
+            _check_some(buffer, state, chosen.mask)
+        slots = chosen.indices if program.is_plain else chosen.slots
+        data = storage.fetch(kept, slots, places)
+    if storage.of_objects:
+        return sampler, chosen.replace(data=_collated(buffer, program, data, chosen.mask, key))
+    if program.is_plain:
+        return sampler, chosen.replace(data=data)
+    fetched = half.replace(storage=data)
+    return sampler, _assemble_compiled(program.inner)(fetched, chosen, key)
+
+
+def _check_some(buffer: Buffer, state: BufferState, mask: Any) -> None:
+    """Raises unless a draw found something; this waits for it."""
+    # A thread that sleeps and is woken costs 25 us and more, longer than the computation between
+    # two parts in Python: poll for some 200 us first.
+    for _ in range(1000):
+        if mask.is_ready():
+            break
+    values = np.asarray(mask)
+    if values.item(0) or values.any():
+        return
+    least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
+    raise ValueError(
+        f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
+        f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
+        f"there are enough{least}."
+    )
+
+
+def _collated(
+    buffer: Buffer, program: _DrawProgram, objects: list[Any], mask: jax.Array, key: jax.Array
+) -> Any:
+    """Makes the data of a sample of objects, None where nothing was drawn."""
+    drawn, collate = np.asarray(mask), buffer.storage.collate
+    if not extremes.least(drawn):
+        objects = [item if real else None for item, real in zip(objects, drawn, strict=True)]
+    data = objects if collate is None else collate(objects)
+    if not program.inside:
+        return data
+    batch = TransformContext(key, mask, buffer.keys)
+    return transforming.outward(buffer.transforms[: program.inside], data, batch)
 
 
 @explained
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
-    """Whether a draw gives at least one item, bool `[]`."""
+    """Returns if a draw gives at least one item, bool `[]`."""
     return steps.ready(buffer, state.replace(storage=None), batch_size)
 
 
 @explained
 def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
-    """The items at slots of any shape; objects in one list."""
+    """Returns the items at slots of any shape; objects in one list."""
     check_state(buffer, state)
     if not is_traced(state, indices):
         _check_held(buffer, state, np.asarray(indices))
-    if is_inside(buffer, state, indices):
+    if is_one_step(buffer, state, indices):
         return steps.take(buffer, state, indices)
     return buffer.storage.take(state.storage, np.asarray(indices))
 
 
 def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
+    """Raises unless all slots hold items."""
     if not slots.size:
         return
-    room = np.zeros(1 << (slots.size - 1).bit_length(), np.int32)  # of few lengths: it is compiled
-    room[: slots.size] = slots.reshape(-1)
-    holds = steps.holds(buffer.writer, buffer.ring, state.writer, jax.device_put(room))
+    # The check is compiled for each length: take powers of two.
+    padded = np.zeros(1 << (slots.size - 1).bit_length(), np.int32)
+    padded[: slots.size] = slots.reshape(-1)
+    holds = steps.holds(buffer.writer, buffer.ring, state.writer, jax.device_put(padded))
     empty = ~np.asarray(holds)[: slots.size].reshape(slots.shape)
     if empty.any():
         raise ValueError(
@@ -489,30 +538,41 @@ def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
         )
 
 
+# What changes the sampler only.
+
+
 @explained
 def update(
-    buffer: Buffer, state: BufferState, sample: Sample | jax.Array, priorities: jax.Array
+    buffer: Buffer,
+    state: BufferState,
+    sample: Sample | jax.Array,
+    priorities: jax.Array,
+    donate: bool = False,
 ) -> Any:
-    """New priorities."""
+    """Sets priorities."""
     check_state(buffer, state)
     if is_traced(state, sample, priorities):
         return steps.update(buffer, state, sample, priorities)
-    return _moved(steps.update, buffer, state, _light(sample), priorities)
+    return _moved(steps.update, donate, buffer, state, _light(sample), priorities)
 
 
 @explained
-def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> BufferState:
-    """The state in which some anchors are drawn no more."""
+def drop(
+    buffer: Buffer, state: BufferState, where: Sample | jax.Array, donate: bool = False
+) -> BufferState:
+    """Takes anchors out of the draws."""
     check_state(buffer, state)
     if is_traced(state, where):
         return steps.drop(buffer, state, where)
-    return _moved(steps.drop, buffer, state, _light(where))
+    return _moved(steps.drop, donate, buffer, state, _light(where))
 
 
-def _moved(step: Callable[..., Any], buffer: Buffer, state: BufferState, *args: Any) -> Any:
-    """The state after a step that changes nothing in it but what its sampler remembers."""
+def _moved(
+    step: Callable[..., Any], donate: bool, buffer: Buffer, state: BufferState, *args: Any
+) -> Any:
+    """Calls a step that changes nothing in the state but what its sampler remembers."""
     inner, half = without_items(buffer), state.replace(storage=None)
-    if not buffer._donates:
+    if not donate:
         return step(inner, half, *args).replace(storage=state.storage)
     moved = _moved_in_place(step)(inner)
     return state.replace(sampler=moved(state.sampler, half.replace(sampler=None), *args))
@@ -528,19 +588,57 @@ def _moved_in_place(step: Callable[..., Any]) -> Callable[[Buffer], Any]:
 
 
 def _light(where: Sample | jax.Array | None) -> Any:
-    """A sample without its items: fewer arrays to hand over."""
+    """Returns a sample without its items: fewer arrays to hand over."""
     if not isinstance(where, Sample):
         return where
     return owned.copied(where.replace(data=None))
 
 
 @explained
+def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
+    """Lets nothing of some environments, bool `[E]`, go on."""
+    check_state(buffer, state)
+    if is_traced(state, which):
+        return steps.truncate(buffer, state, which)
+    after = steps.truncate(without_items(buffer), state.replace(storage=None), which)
+    return after.replace(storage=state.storage)
+
+
+@explained
+def empty(buffer: Buffer, state: BufferState) -> Any:
+    """Returns the state without its items."""
+    check_state(buffer, state)
+    if is_traced(state):
+        return steps.empty(buffer, state)
+    after = steps.empty(without_items(buffer), state.replace(storage=None))
+    storage = buffer.storage.reset(buffer.ring, state.storage, jnp.int32(0))
+    return after.replace(storage=storage)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Makes later writes to a state wait for a sample's reads. Outside `jit` all writes do.
+
+    Attributes:
+        buffer: the description of both.
+    """
+
+    buffer: Buffer
+
+    def __call__(self, state: BufferState, sample: Sample) -> BufferState:
+        return steps.wait(self.buffer, state, sample) if is_traced(state, sample) else state
+
+
+# Edits.
+
+
+@explained
 def edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Item
 ) -> BufferState:
-    """Other values, leaves by name, for held items; `where` is None for all slots."""
+    """Sets values, leaves by name, of held items; `where` is None for all slots."""
     check_state(buffer, state)
-    if is_inside(buffer, state, where, values):
+    if is_one_step(buffer, state, where, values):
         if not is_traced(state, where, values):
             warn_of_copies(buffer, state)
             where = _light(where)
@@ -554,8 +652,43 @@ def edit(
     return after if before is None else _with_ends(buffer, after, before)
 
 
+@explained
+def rewrite(
+    buffer: Buffer, state: BufferState, function: Callable[[Item], Item], batch_size: int
+) -> BufferState:
+    """Puts a function from B items to other leaves by name over all that is held."""
+    check_state(buffer, state)
+    if is_one_step(buffer, state):
+        if not is_traced(state):
+            warn_of_copies(buffer, state)
+        return editing.rewrite(buffer, state, function, batch_size)
+    order, count = steps.in_order(buffer.writer, buffer.ring, state.writer)
+    slots, compiled = np.asarray(order)[: int(count)], jax.jit(function)
+    before = None
+    for start in range(0, len(slots), batch_size):
+        part = jnp.asarray(slots[start : start + batch_size])
+        values = compiled(take(buffer, state, part))
+        if not start and editing.changes_ends(buffer, state, tuple(values)):
+            before = editing.cuts(*_with_flags(buffer, state))
+        state = _edit_outside(buffer, state, part, values)
+    return state if before is None else _with_ends(buffer, state, before)
+
+
+def _edit_outside(
+    buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Item
+) -> BufferState:
+    """Edits items on the host; the unit is not updated."""
+    inner, half = for_device(buffer), on_device(buffer, state)
+    arrays = {} if buffer.storage.of_objects else values
+    slots, after = editing.edit_outside(inner, half, _light(where), arrays)
+    with buffer.storage.writing(state.storage):
+        put = buffer.storage.put_values
+        storage = put(state.storage, after.storage, np.asarray(slots), values)
+        return after.replace(storage=storage)
+
+
 def _with_flags(buffer: Buffer, state: BufferState) -> tuple[Any, BufferState]:
-    """The same buffer with what tells ends of episodes in place of its items on the host."""
+    """Fetches the flags of ends of episodes, which stand for the items on the host."""
     names, flags = buffer.storage.names(state.storage), frozenset(editing.flags(buffer, state))
     inner, half = for_device(buffer), on_device(buffer, state)
     with buffer.storage.drawing(state.storage):
@@ -568,82 +701,3 @@ def _with_ends(buffer: Buffer, state: BufferState, before: jax.Array) -> BufferS
     """`editing.with_ends` for items on the host, which the compiled step knows nothing of."""
     after = editing.with_ends(*_with_flags(buffer, state), before)
     return after.replace(storage=state.storage)
-
-
-def _edit_outside(
-    buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Item
-) -> BufferState:
-    """The same for items on the host; the unit is told of nothing."""
-    inner, half = for_device(buffer), on_device(buffer, state)
-    arrays = {} if buffer.storage.of_objects else values
-    slots, after = editing.edit_outside(inner, half, _light(where), arrays)
-    with buffer.storage.writing(state.storage):
-        put = buffer.storage.put_values
-        storage = put(state.storage, after.storage, np.asarray(slots), values)
-        return after.replace(storage=storage)
-
-
-@explained
-def rewrite(
-    buffer: Buffer, state: BufferState, function: Callable[[Item], Item], batch_size: int
-) -> BufferState:
-    """A function from B items to other leaves by name, put over all that is held."""
-    check_state(buffer, state)
-    if is_inside(buffer, state):
-        if not is_traced(state):
-            warn_of_copies(buffer, state)
-        return editing.rewrite(buffer, state, function, batch_size)
-    slots, count = steps.in_order(buffer.writer, buffer.ring, state.writer)
-    held, compiled = np.asarray(slots)[: int(count)], jax.jit(function)
-    before = None
-    for start in range(0, len(held), batch_size):
-        part = jnp.asarray(held[start : start + batch_size])
-        values = compiled(take(buffer, state, part))
-        if not start and editing.changes_ends(buffer, state, tuple(values)):
-            before = editing.cuts(*_with_flags(buffer, state))
-        state = _edit_outside(buffer, state, part, values)
-    return state if before is None else _with_ends(buffer, state, before)
-
-
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """From a state and a sample to the state in which later writes wait for the sample's reads.
-
-    Outside `jit` all do.
-
-    Attributes:
-        buffer: the description of both.
-    """
-
-    buffer: Buffer
-
-    def __call__(self, state: BufferState, sample: Sample) -> BufferState:
-        return steps.wait(self.buffer, state, sample) if is_traced(state, sample) else state
-
-
-@explained
-def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
-    """The state after which nothing of some environments, bool `[E]`, goes on."""
-    check_state(buffer, state)
-    if is_traced(state, which):
-        return steps.truncate(buffer, state, which)
-    after = steps.truncate(without_items(buffer), state.replace(storage=None), which)
-    return after.replace(storage=state.storage)
-
-
-@functools.lru_cache(maxsize=64)
-def without_items(buffer: Buffer) -> Any:
-    """The same buffer for verbs that leave its items alone: returned, they would be copied."""
-    learning = tuple(transforming.learning(buffer.transforms))
-    return dataclasses.replace(buffer, storage=HostStorageProxy(), transforms=learning)
-
-
-@explained
-def empty(buffer: Buffer, state: BufferState) -> Any:
-    """The state without its items."""
-    check_state(buffer, state)
-    if is_traced(state):
-        return steps.empty(buffer, state)
-    after = steps.empty(without_items(buffer), state.replace(storage=None))
-    storage = buffer.storage.reset(buffer.ring, state.storage, jnp.int32(0))
-    return after.replace(storage=storage)

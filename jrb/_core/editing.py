@@ -36,7 +36,7 @@ def meant(
     """
     ring = buffer.ring
     if isinstance(where, Sample):
-        state, slots, ok = steps.still_there(buffer, state, where)
+        state, slots, ok = steps.target_slots(buffer, state, where)
     else:
         slots, held = where, buffer.writer.held(ring, state.writer)
         inside = (slots >= 0) & (slots < ring.capacity)

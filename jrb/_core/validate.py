@@ -1,26 +1,35 @@
-"""What a state of a description looks like, and whether a given one does.
+"""Does a state belong to a description, and can its arrays be used?
 
-Told from what is static, shapes and kinds of parts, when a verb is traced: it costs nothing when
-the verb runs. N capacity, E environments.
+`blank` says what a state of a description looks like, and `check_state` compares. The comparison is
+made of what is static, shapes and kinds of parts, and remembered: it costs nothing when a traced
+verb runs, and one look-up outside `jit`. N capacity, E environments.
 """
 
 import functools
 import sys
-from typing import Any
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._core import counting, episodes, transforming
+from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, on_host
 from jrb._core.steps import context_of
-from jrb._util import pytree
+from jrb._util import pytree, wording
 from jrb._util.arguments import entry
 from jrb._util.pytree import Leaf, PyTree, SpecKey
+from jrb._xla import compat
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.types import Item
+from jrb.types import HostState, Item
 from jrb.types.messages import PartState
 from jrb.types.parts import BASES
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _MEND = "Pass the state that init of this very description made, or one that came from it."
 _RESIZE = (
@@ -31,7 +40,7 @@ _RESIZE = (
 
 @entry
 def blank(buffer: Buffer, spec: Item) -> BufferState:
-    """An empty state for items of this spec as they are stored, behind all inverses.
+    """Makes an empty state for items of this spec as they are stored, behind all inverses.
 
     Raises:
         ValueError: it has more slots than int32 can tell apart.
@@ -40,6 +49,8 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     check_slots(ring.capacity)
     writer = buffer.writer.init(ring, spec)
     context = context_of(buffer, writer)
+    # The number of an episode is kept where somebody looks at ends of episodes.
+    looks_at_ends = not buffer.unit.one_row or transforming.learning(buffer.transforms)
     return BufferState(
         storage=buffer.storage.init(context, spec),
         writer=writer,
@@ -47,7 +58,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
         transforms=transforming.init(buffer.transforms, context, spec),
-        numbers=episodes.no_numbers(ring, spec, buffer.keys) if _looks_at_ends(buffer) else None,
+        numbers=episodes.no_numbers(ring, spec, buffer.keys) if looks_at_ends else None,
         ring=ring,
     )
 
@@ -55,23 +66,53 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
 def _attached(buffer: Buffer, sampler: PartState) -> Any:
     """Returns a new state of the sampler as part of a state of the buffer."""
     sampler = buffer.sampler.attach(sampler, buffer.unit.has_delayed_anchors)
-    return counting.init(buffer.sampler, buffer.ring, sampler)
-
-
-def _looks_at_ends(buffer: Buffer) -> bool:
-    return not buffer.unit.one_row or bool(transforming.learning(buffer.transforms))
+    return (
+        counting.init(buffer.sampler, buffer.ring, sampler)
+        if buffer.sampler.count_draws
+        else sampler
+    )
 
 
 def check_slots(slots: int) -> None:
-    """Raises unless so many slots of one state can be told apart.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Raises unless int32 can tell so many slots of one state apart."""
     if slots >= 2**31:
         raise ValueError(
             f"capacity: expected at most {2**31 - 1} slots in one state, got {slots}. Cut the "
             "buffer into more shards: jrb.Sharded(buffer, shards=...)."
+        )
+
+
+def check_state(buffer: Buffer, state: BufferState) -> None:
+    """Raises unless it is a state of this description, with its items where the buffer keeps them.
+
+    Raises:
+        TypeError, ValueError: as `check`.
+    """
+    check_kind(buffer, state)
+    if on_host(buffer):
+        spec = buffer.storage.spec_key(state.storage)
+        check(for_device(buffer), on_device(buffer, state), spec)
+    elif not isinstance(buffer.storage, HostStorageProxy):  # else it was checked with its items
+        check(buffer, state)
+
+
+def check_kind(buffer: Buffer, state: BufferState) -> None:
+    """Raises unless it is a state, and its storage on the host or not as the buffer's is."""
+    if not isinstance(state, BufferState):
+        kind = "a tuple, as a Mix has" if isinstance(state, tuple) else type(state).__name__
+        raise TypeError(
+            f"expected a state of this buffer, a BufferState, got {kind}. Pass what init, add and "
+            "the other verbs return."
+        )
+    storage, items = buffer.storage, state.storage
+    if (
+        not isinstance(items, storage.state_type)
+        if on_host(buffer)
+        else isinstance(items, HostState)
+    ):
+        raise TypeError(
+            f"expected a state of this buffer, whose storage is {type(storage).__name__}, got one "
+            f"that has its items in {type(items).__name__}. Pass the state that its init made."
         )
 
 
@@ -88,26 +129,29 @@ def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> No
         TypeError: it is one of other parts.
     """
     leaves, structure = jax.tree.flatten(state)
-    kinds = tuple([_kind(leaf) for leaf in leaves])
-    _check(buffer, structure, kinds, spec)
-
-
-def _kind(leaf: Leaf) -> tuple[Any, Any]:
     try:
-        return leaf.shape, leaf.dtype
+        kinds = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
     except AttributeError:
+        odd = next(
+            leaf for leaf in leaves if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+        )
         raise TypeError(
-            f"expected a state of this buffer, with arrays for leaves, got {type(leaf).__name__}. "
+            f"expected a state of this buffer, with arrays for leaves, got {type(odd).__name__}. "
             "Pass the state that came back from the last verb."
         ) from None
+    _check(buffer, structure, kinds, spec)
 
 
 @functools.lru_cache(maxsize=256)
 def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -> None:
-    """The same, remembered where nothing was raised."""
-    leaves = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
-    state = jax.tree.unflatten(structure, leaves)
+    """`check` of specs; it is remembered where nothing was raised."""
     given = None if spec is None else spec.spec
+
+    def without_axes(count: int) -> BufferState:
+        leaves = [jax.ShapeDtypeStruct(shape[count:], dtype) for shape, dtype in kinds]
+        return jax.tree.unflatten(structure, leaves)
+
+    state = without_axes(0)
     if _fits(buffer, state, given):
         return
     if state.ring != buffer.ring:
@@ -116,8 +160,7 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
             f"{_size(state.ring, buffer.ring)}. {_MEND} {_RESIZE}"
         )
     for axes in (1, 2, 3):
-        inner = [jax.ShapeDtypeStruct(shape[axes:], dtype) for shape, dtype in kinds]
-        if _fits(buffer, jax.tree.unflatten(structure, inner), given):
+        if _fits(buffer, without_axes(axes), given):
             raise ValueError(
                 f"expected a state of one buffer, got one with the leading axes "
                 f"{kinds[0][0][:axes]} of many. Call the verb under jax.vmap, or take one of them."
@@ -126,45 +169,28 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
 
 
 def _fits(buffer: Buffer, state: BufferState, spec: Item | None) -> bool:
-    want = _wanted(buffer, state, spec)
-    if want is None or state.ring != buffer.ring:
+    own = _specs(buffer, state, spec)
+    if own is None or state.ring != buffer.ring:
         return False
-    numbers = want.numbers, state.numbers
-    return all(pytree.alike(*pair) for pair in [*_pairs(want, state).values(), numbers])
+    names = (*_PARTS, "numbers")
+    return all(pytree.alike(getattr(own, name), getattr(state, name)) for name in names)
 
 
-def _pairs(want: BufferState, state: BufferState) -> dict[str, tuple[Any, Any]]:
-    """What parts should keep, and what they keep."""
-    return {
-        "writer": (want.writer, state.writer),
-        "unit": (want.unit, state.unit),
-        "sampler": (want.sampler, state.sampler),
-        "storage": (want.storage, state.storage),
-        "transforms": (want.transforms, state.transforms),
-    }
+_PARTS = ("writer", "unit", "sampler", "storage", "transforms")
 
 
-def _wanted(buffer: Buffer, state: BufferState, spec: Item | None) -> BufferState | None:
-    """The specs of a state for items such as this one has; None where it has none."""
+def _specs(buffer: Buffer, state: BufferState, spec: Item | None) -> BufferState | None:
+    """Returns the specs of a state for the items that this one has; None where it has none."""
     try:
         if spec is None:
             spec = buffer.storage.spec(state.storage)
         return jax.eval_shape(lambda: blank(buffer, spec))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return None  # whatever the parts make of a state that is not theirs
-
-
-def _same_leaves(one: PyTree, other: PyTree) -> bool:
-    """Whether two trees have the same arrays, whatever else they are."""
-    leaves = lambda tree: [
-        (pytree.leaf_name(path), leaf.shape, leaf.dtype)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    return leaves(one) == leaves(other)
+        return None  # anything that parts raise for a state that is not theirs
 
 
 def _size(ring: Ring | None, other: Ring | None) -> str:
-    """The capacity, and the environments where they make a difference."""
+    """Returns the capacity as text, with the environments where they differ."""
     if ring is None:
         return "no ring"
     same = other is not None and ring.envs == other.envs
@@ -172,63 +198,208 @@ def _size(ring: Ring | None, other: Ring | None) -> str:
 
 
 def _other_part(buffer: Buffer, state: BufferState, spec: Item | None) -> TypeError:
-    """An error that names the first part whose state is not what it keeps."""
-    want = _wanted(buffer, state, spec)
-    if want is None:
-        found = _shape(state.storage)
-        return _of_other("storage", type(buffer.storage).__name__, found)
-    parts = {"writer": buffer.writer, "sampler": buffer.sampler, "unit": buffer.unit}
-    parts |= {"storage": buffer.storage, "transforms": buffer.transforms}
-    for name, (wanted, found) in _pairs(want, state).items():
-        if pytree.alike(wanted, found):
+    """Makes the error that names the first part whose state is not of its own making."""
+    own = _specs(buffer, state, spec)
+    if own is None:
+        return _of_other("storage", type(buffer.storage).__name__, _shape(state.storage))
+    for name in _PARTS:
+        expected, got, part = getattr(own, name), getattr(state, name), getattr(buffer, name)
+        if pytree.alike(expected, got):
             continue
-        kind = type(parts[name]).__name__
+        kind = type(part).__name__
         if name == "transforms":
             learning = transforming.learning(buffer.transforms)
             kind = " and ".join(type(each).__name__ for each in learning) or "without a state"
-        is_same_kind = name == "sampler" and type(found) is type(wanted)
-        if is_same_kind and pytree.alike(wanted, _attached(buffer, found)):
+        is_same_kind = name == "sampler" and type(got) is type(expected)
+        if is_same_kind and pytree.alike(expected, _attached(buffer, got)):
             return TypeError(
                 f"expected a state whose sampler was told of all its anchors, got one on which a "
                 f"new state of {kind} was put by hand. {_MEND}"
             )
-        if _same_leaves(wanted, found):
+        if _leaves(expected) == _leaves(got):
             return TypeError(
-                f"expected a state of this buffer, whose {name} is {parts[name]!r}, got one that "
-                f"was made for another {kind}. {_MEND}"
+                f"expected a state of this buffer, whose {name} is {part!r}, got one that was made "
+                f"for another {kind}. {_MEND}"
             )
-        owners = _owners(name, found)
+        owners = _owners(name, got)
         if owners and kind not in owners:
             return TypeError(
                 f"expected a state of this buffer, whose {name} is {kind}, got one that was made "
                 f"by a buffer with {' or '.join(owners)}. {_MEND}"
             )
-        return _of_other(name, f"{kind}, {_shape(wanted)}", _shape(found))
+        return _of_other(name, f"{kind}, {_shape(expected)}", _shape(got))
     return TypeError(f"expected a state of this buffer, got another. {_MEND}")
 
 
+def _leaves(tree: PyTree) -> list[tuple[str, Any, Any]]:
+    """Returns name, shape and dtype of all leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(pytree.leaf_name(path), leaf.shape, leaf.dtype) for path, leaf in leaves]
+
+
 def _owners(name: str, state: PyTree) -> list[str]:
-    """The parts by which such a state is made: those of its module, or those without a state."""
+    """Returns the parts that make such a state: those of its module, or those without a state."""
     near = sys.modules[type(state).__module__]
     if name not in BASES or not isinstance(state, pytree.State):
-        return _WITHOUT.get(name, []) if not jax.tree.leaves(state) else []
+        without = {"sampler": ["Uniform"], "unit": ["Transition"]}
+        return without.get(name, []) if not jax.tree.leaves(state) else []
     parts = [it for it in vars(near).values() if isinstance(it, type) and pytree.is_component(it)]
     return [it.__name__ for it in parts if it.__module__ == near.__name__]
 
 
-_WITHOUT = {"sampler": ["Uniform"], "unit": ["Transition"]}  # parts that keep nothing
-
-
-def _of_other(name: str, wanted: str, found: str) -> TypeError:
+def _of_other(name: str, expected: str, got: str) -> TypeError:
     return TypeError(
-        f"expected a state of this buffer, whose {name} is {wanted}, got one whose {name} keeps "
-        f"{found}. {_MEND}"
+        f"expected a state of this buffer, whose {name} is {expected}, got one whose {name} keeps "
+        f"{got}. {_MEND}"
     )
 
 
 def _shape(tree: Item) -> str:
-    """A short word for what a part keeps: its leaves, dtypes and shapes."""
+    """Returns the leaves of a part's state in short, with dtypes and shapes."""
     leaves = pytree.shown_leaves(tree)
     text = [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves]
     listed = ", ".join(text[:4]) + (", ..." if len(text) > 4 else "")
     return f"{type(tree).__name__}({listed})"
+
+
+class DonatedError(ValueError):
+    """A state was used whose arrays had been donated, or deleted."""
+
+
+_DONATED = (
+    "expected arrays that are there, got some that were donated, or deleted. Go on with the state "
+    "that came back from the call to which the old one was donated."
+)
+
+
+def explained(verb: F) -> F:
+    """Wraps a verb whose errors say what to do about donated arrays and explicit meshes.
+
+    Raises:
+        DonatedError, ValueError: in place of what JAX raises then.
+    """
+
+    @functools.wraps(verb)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not _has_one_device():
+            for first in args[:2]:  # the state, which is second where a description comes first
+                check_donated(first)
+        try:
+            return verb(*args, **kwargs)
+        except Exception as error:
+            if compat.is_of_donated(error):
+                raise DonatedError(_DONATED) from error
+            if not compat.is_of_explicit_mesh(error):
+                raise
+            raise ValueError(
+                "expected a state and items that are not cut over an explicit axis of a mesh, got "
+                f"some for which JAX says: {str(error).splitlines()[0]} Call the verb inside "
+                "jax.shard_map, under jax.vmap for a leading axis of buffers; or make the mesh "
+                "with axis_types=(jax.sharding.AxisType.Auto,)."
+            ) from error
+
+    return cast(F, called)
+
+
+@functools.lru_cache
+def _has_one_device() -> bool:
+    """Returns if there is one device, and no further one on the host; asked once JAX runs."""
+    try:
+        on_host = jax.device_count("cpu")
+    except RuntimeError:  # the program runs without that platform
+        on_host = 0
+    return jax.device_count() == 1 and on_host <= 1
+
+
+def check_donated(states: Any) -> None:
+    """Raises where a state on several devices was donated: JAX would end the process.
+
+    On one device JAX raises an error.
+    """
+    for state in states if isinstance(states, tuple) else (states,):
+        edits = state.edits if isinstance(state, BufferState) else None
+        if isinstance(edits, jax.core.Tracer) or not isinstance(edits, jax.Array):
+            continue
+        if not isinstance(edits.sharding, jax.sharding.SingleDeviceSharding):
+            check_not_deleted(state)
+
+
+def check_not_deleted(states: Any) -> None:
+    """Raises where any array was donated, or deleted."""
+    arrays = [leaf for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)]
+    if any(array.is_deleted() for array in arrays):
+        raise DonatedError(_DONATED)
+
+
+class CopyWarning(UserWarning):
+    """A write outside `jit` copies the buffer, as nobody donated its state."""
+
+
+_MANY_BYTES = 1_000_000
+_warned_of_copies: set[Any] = set()
+
+
+def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None:
+    """Warns once for each description that its states are large; the user is `depth` calls up."""
+    if buffer in _warned_of_copies:
+        return
+    size = pytree.nbytes(state)
+    if size <= _MANY_BYTES:
+        return
+    _warned_of_copies.add(buffer)
+    warnings.warn(
+        f"add, extend: outside jit each call copies the whole buffer, {wording.bytes_text(size)}. "
+        "Use the verbs of jrb.jitted(buffer), which write in place, or call the verb in a function "
+        "under jax.jit(..., donate_argnums=...).",
+        CopyWarning,
+        stacklevel=depth,
+    )
+
+
+class PriorityWarning(UserWarning):
+    """Priorities that are NaN, infinite or negative were given, and refused."""
+
+
+_BITS_OF_INFINITY = 0x7F800000  # NaN has more, and so have negative numbers, by their sign bit
+_warned_of_refused: set[Any] = set()
+
+
+def warn_of_refused(
+    buffer: Hashable, verb: str, priorities: Any, mask: Any = True, depth: int = 5
+) -> None:
+    """Warns once for each description that priorities are refused, where they are on the host.
+
+    Nothing is copied from an accelerator for that, and nothing is done inside `jit`.
+    """
+    if not _is_on_cpu(priorities):
+        return
+    values = np.asarray(priorities)
+    if values.dtype != np.float32:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values.astype(np.float32)
+    # Taken for integers, all that is refused is larger than what is not: one reduction tells. Two
+    # of them, or the hash of a description, are a pause after which XLA has to wake its thread.
+    if not values.size or values.view(np.uint32).max() < _BITS_OF_INFINITY:
+        return
+    if buffer in _warned_of_refused or not _is_on_cpu(mask):
+        return
+    mask = np.asarray(mask)
+    wrong = ~((values >= 0) & (values < np.inf)) & (mask if mask.shape == values.shape else True)
+    if wrong.any():
+        _warned_of_refused.add(buffer)
+        warnings.warn(
+            f"{verb}: {wrong.sum()} priorities are NaN, infinite or negative, such as "
+            f"{values[wrong][0]}: they are refused, and the state counts them. Give "
+            "jnp.abs(td_error), and look for what is not finite.",
+            PriorityWarning,
+            stacklevel=depth,
+        )
+
+
+def _is_on_cpu(array: Leaf) -> bool:
+    """Returns if numbers can be read without a copy between devices."""
+    if not isinstance(array, jax.Array):
+        return np.asarray(array).dtype.kind in "biuf"
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return False
+    return all(device.platform == "cpu" for device in array.devices())

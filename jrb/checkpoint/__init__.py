@@ -34,7 +34,7 @@ from jrb.interop.flashbax import read_flashbax, read_vault
 from jrb.interop.torchrl import read_torchrl, write_torchrl
 from jrb.migrate import rebuild
 from jrb.mix import AnyState, Mix
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
 from jrb.state import BufferState, Device
 from jrb.types import Item
 

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import buffer, keys, mix, samplers, sharded, storages, transforms, units, writers
+from jrb import buffer, keys, mix, samplers, sharding, storages, transforms, units, writers
 from jrb._store.errors import DamagedError
 from jrb._util import prng_keys, pytree
 from jrb._util.pytree import DType, PyTree
 from jrb.types import Item
 
-OWN = samplers, storages, transforms, units, writers, buffer, keys, mix, sharded
+OWN = samplers, storages, transforms, units, writers, buffer, keys, mix, sharding
 """The modules of the parts that come with jrb: once they are imported, `find_class` knows these."""
 
 Json = Any

@@ -13,7 +13,7 @@ import numpy as np
 from jrb._util import display
 from jrb.checkpoint.snapshots import Snapshot
 from jrb.mix import Mix
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
 
 
 def of_any() -> dict[str, Any]:

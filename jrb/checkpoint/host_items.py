@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jrb._core import eager, memory
-from jrb._core.deferred import HostStorageProxy
+from jrb._core.host_proxy import HostStorageProxy
 from jrb._store import table
 from jrb._util import pytree
 from jrb.buffer import ReplayBuffer

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from jrb import _saved, shards
+from jrb import _saved
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import descriptions
 from jrb.mix import AnyState, Mix
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
+from jrb.sharding import states as shard_states
 
 Several = Any
 """A `ReplayBuffer`, a `Mix`, a `Sharded`, or a dict or tuple of them."""
@@ -34,7 +35,7 @@ def check(buffer: Several, verb: str) -> None:
 def each(buffer: Several) -> dict[str, Any]:
     """Those of which a Mix, a dict or a tuple is made, or the shards of a Sharded, by name."""
     if isinstance(buffer, Sharded):
-        return dict.fromkeys(shards.names(buffer), buffer.part)
+        return dict.fromkeys(shard_states.names(buffer), buffer.part)
     return _entries(buffer.buffers if isinstance(buffer, Mix) else buffer)
 
 
@@ -75,8 +76,8 @@ def of_each(buffer: Any, thing: Any, what: str) -> dict[str, Any]:
 def states_of(buffer: Several, state: AnyState) -> dict[str, AnyState]:
     """The state of each of several buffers, by its name; of shards, those that are here."""
     if isinstance(buffer, Sharded):
-        known = shards.names(buffer)
-        return {known[number]: one for number, one in shards.split(buffer, state).items()}
+        known = shard_states.names(buffer)
+        return {known[number]: one for number, one in shard_states.split(buffer, state).items()}
     return of_each(buffer, state, "save: states")
 
 

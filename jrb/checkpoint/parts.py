@@ -15,7 +15,7 @@ that it has; the first one writes the generation of the whole, when all have.
 import dataclasses
 from typing import Any
 
-from jrb import _saved, shards
+from jrb import _saved
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
 from jrb._store.store import Store
@@ -35,7 +35,8 @@ from jrb.checkpoint.members import Several
 from jrb.checkpoint.opened import Opened
 from jrb.checkpoint.snapshots import Snapshot, Source, Together
 from jrb.mix import Mix
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
+from jrb.sharding import states as shard_states
 from jrb.state import Device
 from jrb.types import Item
 
@@ -72,7 +73,7 @@ class Pending:
         self.crew: crew.ProcessGroup = crew.of_program() if whole else crew.SingleProcess()
         self._folders = [
             _saved.folder_name(name)
-            for name in (shards.names(saved.buffer) if whole else self.parts)
+            for name in (shard_states.names(saved.buffer) if whole else self.parts)
         ]
         self._store: Store | None = None
 
@@ -170,7 +171,7 @@ def _about(saved: Together) -> dict[str, Any]:
 def _unbound(buffer: Any) -> Any:
     """The description without meshes, of which no file knows."""
     if not isinstance(buffer, Mix):
-        return shards.unbound(buffer)
+        return shard_states.without_mesh(buffer)
     return dataclasses.replace(buffer, buffers=tuple(map(_unbound, buffer.buffers)))
 
 
@@ -211,10 +212,10 @@ def _sharded(
 ) -> tuple[Any, Any]:
     """The shards that belong to this process, each read by itself."""
     found = _described(opened, given)
-    numbers, known = opened.parts, shards.names(found)
+    numbers, known = opened.parts, shard_states.names(found)
     if list(numbers) != known:
         raise DamagedError(f"{opened.path}: expected {len(known)} shards, got {list(numbers)}.")
-    sharded = shards.bound(found, device)
+    sharded = shard_states.on_mesh(found, device)
     inward, states = back.of_each(sharded), {}
     part = None if given is None else given.part
     for place, group in sharded.layout.groups().items():
@@ -223,7 +224,7 @@ def _sharded(
             found, states[number] = load(opened.part(name), part, example, place, inward[name])
             if found.storage != sharded.buffer.storage:
                 raise DamagedError(f"{opened.path}: part '{name}': expected the whole's storage.")
-    return sharded, shards.joined(sharded, states)
+    return sharded, shard_states.join(sharded, states)
 
 
 def _several(

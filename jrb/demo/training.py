@@ -29,7 +29,7 @@ from jrb._util import extras
 from jrb.buffer import ReplayBuffer
 from jrb.demo import devices
 from jrb.samplers import Prioritized
-from jrb.sharded import Sharded
+from jrb.sharding import Sharded
 from jrb.state import BufferState, Sample
 
 gymnax: Any = extras.require("gymnax", "demo")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import read
-from jrb._core import eager, editing
+from jrb._core import editing, validate
 from jrb._core.steps import context_of
 from jrb._util import pytree
 from jrb._util.pytree import DType, PyTree
@@ -38,7 +38,7 @@ def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
                 "under vmap. Pick one with jax.tree.map(lambda x: x[0], state)."
             )
     try:
-        eager.check_state(buffer, state)
+        validate.check_state(buffer, state)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{who}: state: {error}") from None
 

@@ -116,11 +116,10 @@ def _drawn(buffer: Buffer, state: BufferState, seen: Any, keys: jax.Array, size:
     def draw(carry: Any, key: jax.Array) -> tuple[Any, None]:
         sampler, (counts, told) = carry
         now = state.replace(sampler=sampler)
-        sampler, fields, _ = steps.choose(buffer, now, key, size, None, names=None, moves=True)
-        drawn = fields["probabilities"] > 0
-        slots = jnp.where(drawn, fields["indices"], buffer.capacity)
+        sampler, drawn = steps.draw(buffer, now, key, size, None, read=False)
+        slots = jnp.where(drawn.probabilities > 0, drawn.slots, buffer.capacity)
         counts = counts.at[slots].add(1, mode="drop")
-        told = told.at[slots].max(fields["probabilities"], mode="drop")
+        told = told.at[slots].max(drawn.probabilities, mode="drop")
         return (sampler, (counts, told)), None
 
     (sampler, seen), _ = lax.scan(draw, (state.sampler, seen), keys)

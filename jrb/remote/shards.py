@@ -40,7 +40,7 @@ def facts(buffer: ReplayBuffer, state: BufferState) -> Facts:
 def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[Any, ...]:
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
-    stats = shard_stats(buffer, state, anchors)
+    stats = shard_stats(buffer, state)
     if stats is None:
         return anchors.count, jnp.float32(jnp.inf), anchors.count, context.held.size
     return stats.mass, stats.min_mass, stats.num_anchors, context.held.size

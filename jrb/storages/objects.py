@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jrb._core.deferred import HostStorageProxy
 from jrb._core.eager import refusal
+from jrb._core.host_proxy import HostStorageProxy
 from jrb._store.errors import StaleError
 from jrb._util import pytree
 from jrb.ring import Ring

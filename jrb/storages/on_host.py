@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core.deferred import HostStorageProxy
+from jrb._core.host_proxy import HostStorageProxy
 from jrb._util import prng_keys, pytree
 from jrb._util.pytree import SpecKey
 from jrb._xla import dependencies

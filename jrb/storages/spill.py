@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import columns, rows
-from jrb._core.deferred import DeviceProxy, Places, places
+from jrb._core.host_proxy import DeviceProxy, UniqueSlots
 from jrb._util import checks, pytree
 from jrb._xla import dependencies
 from jrb.keys import TED
@@ -125,9 +125,11 @@ class DeviceCache(DeviceProxy):
         row = hot.row_after(state.clock.cursor, jnp.where(here, hot.rows - 1 - back, 0))
         return row * ring.envs + slots % ring.envs, here
 
-    def locate(self, context: Context, state: DeviceCacheState, where: list[jax.Array]) -> Places:
+    def locate(
+        self, context: Context, state: DeviceCacheState, where: list[jax.Array]
+    ) -> UniqueSlots:
         """The slots at which leaves are read, their places among the hot rows, and which are."""
-        return places(where, lambda slots: (slots, *self.where(context, state, slots)))
+        return UniqueSlots.of(where, lambda slots: (slots, *self.where(context, state, slots)))
 
     def reset(self, ring: Ring, state: DeviceCacheState, token: jax.Array) -> DeviceCacheState:
         """No rows."""

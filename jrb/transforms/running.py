@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._core import eager, episodes, transforming
+from jrb._core import episodes, transforming, validate
 from jrb._util import checks, pytree
 from jrb.keys import Keys, find, path_name, within
 from jrb.state import Buffer, BufferState
@@ -242,7 +242,7 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
         >>> transforms.normalized(buffer, state, jnp.array([4.0, 4.0])).tolist()
         [0.0, 0.0]
     """
-    eager.check_state(buffer, state)
+    validate.check_state(buffer, state)
     pairs = zip(transforming.learning(buffer.transforms), state.transforms, strict=True)
     found = [(each, its) for each, its in pairs if isinstance(each, RunningNormalize)]
     if not found:

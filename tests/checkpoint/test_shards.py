@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jrb
-from jrb import checkpoint, shards
+from jrb import checkpoint
 from jrb._core import memory
 from jrb._store import files, threads
 from jrb.checkpoint import crew, descriptions, parts, snapshots
+from jrb.sharding import states as shard_states
 
 pytestmark = [
     pytest.mark.slow,
@@ -223,7 +224,7 @@ class Process(crew.DistributedProcesses):
 def saved_by(count, path, sharded, state, monkeypatch, **options):
     """A save by so many processes; what each of them raised, or its generation."""
     board, local = Board(count), threading.local()
-    whole = shards.split
+    whole = shard_states.split
 
     def of_this_process():
         process = Process(local.number, count, board.leave, board.fetch, "save")
@@ -235,7 +236,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
         return {name: one for name, one in each.items() if name % count == local.number}
 
     monkeypatch.setattr(crew, "of_program", of_this_process)
-    monkeypatch.setattr(shards, "split", mine)
+    monkeypatch.setattr(shard_states, "split", mine)
 
     def in_turn(verb):
         def alone(*arguments):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jrb._core import memory
 from jrb._util import prng_keys
 from jrb._util.pytree import Leaf
-from jrb.sharded import Sharded
+from jrb.sharding.sharded import Sharded
 from jrb.state import BufferState
 
 
@@ -66,7 +66,7 @@ def _taken(array: jax.Array, place: int, is_large: bool) -> Any:
     return memory.Part(array, place) if is_large else array[place]
 
 
-def joined(sharded: Sharded, states: dict[int, BufferState]) -> Any:
+def join(sharded: Sharded, states: dict[int, BufferState]) -> Any:
     """The state of the shards, from those that this process has, by number.
 
     Args:
@@ -106,12 +106,12 @@ def _as_one(leaf: jax.Array) -> jax.Array:
     return leaf[None]
 
 
-def unbound(sharded: Any) -> Any:
+def without_mesh(sharded: Any) -> Any:
     """The description without its mesh, of which no file knows."""
     return dataclasses.replace(sharded, mesh=None) if isinstance(sharded, Sharded) else sharded
 
 
-def bound(sharded: Sharded, device: Any) -> Sharded:
+def on_mesh(sharded: Sharded, device: Any) -> Sharded:
     """The description on the mesh that was named in place of a device.
 
     Raises:

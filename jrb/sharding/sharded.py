@@ -3,37 +3,53 @@
 import dataclasses
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import (
-    draws,
-    eager,
-    over_mesh,
-    shard_bodies,
-    transforming,
-)
-from jrb._core.over_mesh import Cut, Cuts, Layout
-from jrb._core.shard_bodies import Bound
-from jrb._util import (
-    casting,
-    checks,
-    display,
-    hints,
-    meshes,
-    owned,
-    pytree,
-)
+from jrb._core import eager, transforming
+from jrb._core.host_proxy import on_host
+from jrb._core.validate import check_donated, explained, warn_of_copies
+from jrb._util import casting, checks, display, hints, meshes, owned, pytree
 from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
+from jrb.sharding import bodies, mesh
+from jrb.sharding.mesh import Cut, Cuts, Layout
 from jrb.state import BufferState, Sample, check_origin, origin_of
 from jrb.types import Item, ShardedSampler
 
-Pairs = tuple[tuple[PyTree, Cut], ...]
-"""Arguments of a verb, and where each is cut."""
+
+class _Verb(NamedTuple):
+    """How a verb of a buffer is called for its shards.
+
+    Attributes:
+        method: of `ReplayBuffer`.
+        out: the cut of what it returns.
+        changes: "items" if it writes items; "index" if it leaves them alone; "" if it only reads.
+        per_env: whether its arguments have an axis of environments, which all shards share where
+            the buffer has none.
+    """
+
+    method: Callable[..., Any]
+    out: Cuts = 0
+    changes: str = "items"
+    per_env: bool = False
+
+
+_ADD = _Verb(ReplayBuffer.add, per_env=True)
+_EXTEND = _Verb(ReplayBuffer.extend, per_env=True)
+_SET, _MAP = _Verb(ReplayBuffer.set), _Verb(ReplayBuffer.map)
+_EMPTY = _Verb(ReplayBuffer.empty)
+_UPDATE = _Verb(ReplayBuffer.update_priority, changes="index")
+_SET_ALPHA = _Verb(ReplayBuffer.set_alpha, changes="index")
+_DROP = _Verb(ReplayBuffer.drop, changes="index")
+_TRUNCATE = _Verb(ReplayBuffer.truncate, changes="index", per_env=True)
+_TAKE = _Verb(ReplayBuffer.take, changes="")
+_PRIORITIES = _Verb(ReplayBuffer.priorities, changes="")
+_IN_ORDER = _Verb(ReplayBuffer.in_order, (0, 0), changes="")
+_NEWEST = _Verb(ReplayBuffer.newest, (0, 0), changes="")
 
 
 @pytree.component
@@ -93,8 +109,7 @@ class Sharded:
         return display.tree_html(self)
 
     def __reduce__(self) -> Any:
-        mesh = meshes.named(self.mesh)
-        return _unpickled, (self.buffer, self.shards, mesh, self.axis)
+        return _unpickled, (self.buffer, self.shards, meshes.named(self.mesh), self.axis)
 
     def __post_init__(self) -> None:
         if not isinstance(self.buffer, ReplayBuffer):
@@ -111,7 +126,7 @@ class Sharded:
                 "transforms: expected none with a state, as each shard would learn another, got "
                 f"{transforming.learning(self.buffer.transforms)[0]!r}. Let the learner do it."
             )
-        if eager.on_host(self.part):  # the part says what cannot be cut
+        if on_host(self.part):  # to make the part raises for what cannot be cut
             raise ValueError(
                 f"storage: expected jrb.DeviceStorage(), got {self.buffer.storage!r}. Items on the "
                 "host are for jrb.remote(buffer, shards=k), or for one buffer per process."
@@ -128,7 +143,7 @@ class Sharded:
     @property
     def part(self) -> ReplayBuffer:
         """The description of one shard."""
-        whole, shards = self.buffer, self.shards
+        whole, shards, sampler = self.buffer, self.shards, self.buffer.sampler
         sampler = whole.sampler
         return dataclasses.replace(
             whole,
@@ -146,7 +161,7 @@ class Sharded:
 
     @property
     def layout(self) -> Layout:
-        """Where the shards lie."""
+        """The device that each shard is on."""
         return Layout(self.shards, self.mesh, self.axis)
 
     @property
@@ -155,17 +170,19 @@ class Sharded:
         return f"{self.shards} shards of {origin_of(self.buffer)}"
 
     def init(self, example: Item) -> Any:
-        """Empty states, arrays `[S, ...]`, cut over the axis; `example` is one transition.
+        """Makes empty states, arrays `[S, ...]`, cut over the axis.
+
+        Args:
+            example: one transition, as for `ReplayBuffer.init`.
 
         Raises:
             TypeError, ValueError: as for `ReplayBuffer.init`.
         """
-        spec = self.part._stored_spec(example)
-        leaves, structure = jax.tree.flatten(spec)
-        return self._run(shard_bodies.Blank(self.part, structure, tuple(leaves)), (), 0, ())
+        leaves, structure = jax.tree.flatten(self.part._stored_spec(example))
+        return _run(self.layout, bodies.blank, (self.part, structure, tuple(leaves)), (), 0, ())
 
     def nbytes(self, example: Item) -> int:
-        """The bytes of all shards together that `init(example)` allocates."""
+        """Returns the bytes of all shards together that `init(example)` allocates."""
         return self.shards * self.part.nbytes(example)
 
     def add(
@@ -176,11 +193,7 @@ class Sharded:
         priorities: jax.Array | None = None,
     ) -> Any:
         """Writes one timestep of all environments, leaves `[E, ...]`: see `ReplayBuffer.add`."""
-        item = self._accepted(item, "add", 0)
-        priorities = checks.given_numbers("add: priorities", priorities)
-        each = _axis(mask, 0)
-        arguments = (item, 0), (mask, each), (priorities, 0)
-        return self._write(ReplayBuffer.add, state, arguments)
+        return self._add(_ADD, 0, state, item, mask, priorities)
 
     def extend(
         self,
@@ -190,11 +203,26 @@ class Sharded:
         priorities: jax.Array | None = None,
     ) -> Any:
         """Writes T timesteps, leaves `[T, E, ...]`: see `ReplayBuffer.extend`."""
-        items = self._accepted(items, "extend", 1)
-        priorities = checks.given_numbers("extend: priorities", priorities)
-        each = _axis(mask, 1)
-        arguments = (items, 1), (mask, each), (priorities, 1)
-        return self._write(ReplayBuffer.extend, state, arguments)
+        return self._add(_EXTEND, 1, state, items, mask, priorities)
+
+    def _add(
+        self, verb: _Verb, axis: int, state: BufferState, items: Item, mask: Any, priorities: Any
+    ) -> Any:
+        """Writes items whose environments are along an axis."""
+        name = verb.method.__name__
+        items = casting.accepted(items, name, self.buffer.cast)
+        if self.buffer.num_envs is not None:
+            envs = self.buffer.num_envs // self._devices_around()
+            for path, leaf in jax.tree_util.tree_leaves_with_path(items):
+                shape = jnp.shape(leaf)
+                if len(shape) <= axis or shape[axis] != envs:
+                    raise ValueError(
+                        f"{name}: leaf '{pytree.leaf_name(path)}': expected axis {axis} to have "
+                        f"{envs} environments, got shape {shape}. Give those of all shards."
+                    )
+        priorities = checks.given_numbers(f"{name}: priorities", priorities)
+        pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
+        return self._call(verb, state, *pairs)
 
     @hints.takes_state
     def sample(
@@ -205,7 +233,7 @@ class Sharded:
         beta: jax.Array | float | None = None,
     ) -> Sample:
         """Draws a batch and leaves the state as it is; see `draw`."""
-        return self._drawn(state, key, batch_size, beta, shard_bodies.Sampled, 0)
+        return self._draw(state, key, batch_size, beta, moves=False)[1]
 
     @hints.takes_state
     def draw(
@@ -231,18 +259,18 @@ class Sharded:
         Raises:
             ValueError: as for `ReplayBuffer.draw`.
         """
-        return self._drawn(state, key, batch_size, beta, shard_bodies.Draw, (0, 0))
+        return self._draw(state, key, batch_size, beta)
 
-    def _drawn(
+    def _draw(
         self,
         state: BufferState,
         key: jax.Array,
         batch_size: int | None,
         beta: jax.Array | float | None,
-        kind: type[shard_bodies.Draw],
-        out: Cuts,
         quiet: bool = False,
-    ) -> Any:
+        moves: bool = True,
+    ) -> tuple[Any, Sample]:
+        """`draw`; quiet, it may find nothing, as for a `Mix`; unless it moves, as `sample`."""
         self._check_state(state)
         batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size is None:
@@ -256,69 +284,47 @@ class Sharded:
         beta = None if beta is None else checks.number("beta", beta)
         in_program = self._is_in_program(state, key)
         if not (quiet or in_program):
-            self._check_something(state)
-        if in_program or kind is not shard_bodies.Draw:
-            return self._run_draw(kind, state, key, batch_size, beta, out)
-        sampler, batch = self._run_draw(shard_bodies.Drawn, state, key, batch_size, beta, out)
-        return draws.after_draw(state, sampler), batch
-
-    def _run_draw(
-        self,
-        kind: type[shard_bodies.Draw],
-        state: BufferState,
-        key: jax.Array,
-        batch_size: int,
-        beta: jax.Array | None,
-        out: Cuts,
-    ) -> Any:
-        size = int(batch_size) // self.shards
-        body = kind(self.part, size, self.buffer.min_size, self._origin)
-        return self._run(body, (0, None, None), out, (state, key, beta))
-
-    def _is_in_program(self, *arguments: PyTree) -> bool:
-        """Whether this is inside `jit` or `jax.shard_map`, where what is returned is not copied."""
-        return eager.is_traced(arguments) or self.layout.is_inside()
-
-    def _nothing(self, state: BufferState) -> ValueError:
-        return ValueError(
-            f"sample: expected something to draw, got shards that hold {self.size(state)} "
-            "transitions, of which none can be drawn. Add items first; can_sample tells."
-        )
-
-    def _check_something(self, state: BufferState) -> None:
-        found = self.can_sample(state)
-        if not eager.is_traced(found) and not found:
-            raise self._nothing(state)
+            can_sample = self.can_sample(state)
+            if not eager.is_traced(can_sample) and not can_sample:
+                raise ValueError(
+                    f"sample: expected something to draw, got shards that hold {self.size(state)} "
+                    "transitions, of which none can be drawn. Add items first; can_sample tells."
+                )
+        returns = ("state" if in_program else "sampler") if moves else "sample"
+        size, out = int(batch_size) // self.shards, (0, 0) if moves else 0
+        static = self.part, size, self.buffer.min_size, self._origin, returns
+        drawn = _run(self.layout, bodies.draw, static, (0, None, None), out, (state, key, beta))
+        if not moves:
+            return state, drawn
+        after, batch = drawn
+        return after if in_program else state.replace(sampler=after), batch
 
     def update_priority(
         self, state: BufferState, sample_or_indices: Sample | jax.Array, priorities: jax.Array
     ) -> Any:
-        """New priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32.
+        """Sets priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32.
 
         Those in the part of the batch of another shard are left alone: do not change their order.
         """
         priorities = checks.given_numbers("update_priority: priorities", priorities)
-        cut = (sample_or_indices, 0), (priorities, 0)
-        splits = isinstance(sample_or_indices, Sample)
-        return self._write(ReplayBuffer.update_priority, state, cut, splits=splits)
+        return self._call_where(_UPDATE, state, sample_or_indices, (priorities, 0))
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> Any:
-        """Another exponent of the priorities: see `ReplayBuffer.set_alpha`."""
-        alpha = checks.number("alpha", alpha)
-        return self._write(ReplayBuffer.set_alpha, state, ((alpha, None),))
+        """Sets the exponent of the priorities: see `ReplayBuffer.set_alpha`."""
+        return self._call(_SET_ALPHA, state, (checks.number("alpha", alpha), None))
 
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> Any:
-        """Environments begin anew, bool `[E]` or `[]`: see `ReplayBuffer.truncate`."""
-        return self._write(ReplayBuffer.truncate, state, ((mask, _axis(mask, 0)),))
+        """Lets environments begin anew, bool `[E]` or `[]`: see `ReplayBuffer.truncate`."""
+        return self._call(_TRUNCATE, state, (mask, _axis_of_mask(mask, 0)))
 
     def take(self, state: BufferState, indices: jax.Array) -> Item:
-        """The items at slots of each shard, integers `[S, ...]`: see `ReplayBuffer.take`."""
-        return self._read(ReplayBuffer.take, state, ((indices, 0),))
+        """Returns the items at slots of each shard, `[S, ...]`: see `ReplayBuffer.take`."""
+        return self._call(_TAKE, state, (indices, 0), splits=False)
 
     def set(
         self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
     ) -> Any:
-        """Other values for items that are held: see `ReplayBuffer.set`.
+        """Sets values of items that are held: see `ReplayBuffer.set`.
 
         Args:
             state: may be donated.
@@ -327,42 +333,39 @@ class Sharded:
         """
         values = casting.accepted(values, "set", self.buffer.cast)
         if where is ...:
-            return self._write(Bound(ReplayBuffer.set, (...,)), state, ((values, 0),), splits=False)
-        pairs = (where, 0), (values, 0)
-        return self._write(ReplayBuffer.set, state, pairs, splits=isinstance(where, Sample))
+            return self._call(_SET, state, (values, 0), options=(...,), splits=False)
+        return self._call_where(_SET, state, where, (values, 0))
 
     def map(
         self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
     ) -> Any:
         """Puts a function over all items that are held: see `ReplayBuffer.map`."""
-        body = Bound(ReplayBuffer.map, (function, batch_size))
-        return self._write(body, state, ())
+        return self._call(_MAP, state, options=(function, batch_size))
 
     def drop(self, state: BufferState, where: Sample | jax.Array) -> Any:
-        """Anchors that are drawn no more, of a `Sample` or slots `[S, K]` of each shard."""
-        splits = isinstance(where, Sample)
-        return self._write(ReplayBuffer.drop, state, ((where, 0),), splits=splits)
+        """Takes anchors out of the draws: of a `Sample`, or at slots `[S, K]` of each shard."""
+        return self._call_where(_DROP, state, where)
 
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
-        """The slots of each shard, int32 `[S, N / S]`, oldest first; how many hold items `[S]`."""
-        return self._read(ReplayBuffer.in_order, state, (), (0, 0))
+        """Returns slots, int32 `[S, N / S]`, oldest first; and how many hold items, `[S]`."""
+        return self._call(_IN_ORDER, state)
 
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
-        """The slots of the newest rows, int32 `[S, n, E / S]`; and which of them there are."""
+        """Returns the slots of the newest rows, int32 `[S, n, E / S]`; and which of them exist."""
         checks.count("n", n, self.part.ring.rows)
-        return self._read(Bound(ReplayBuffer.newest, (int(n),)), state, (), (0, 0))
+        return self._call(_NEWEST, state, options=(int(n),))
 
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
-        """The priorities as they were given, `[S, N / S]`; or those of slots `[S, ...]`."""
-        return self._read(ReplayBuffer.priorities, state, ((slots, 0),))
+        """Returns the priorities as they were given, `[S, N / S]`; or those of slots `[S, ...]`."""
+        return self._call(_PRIORITIES, state, (slots, 0), splits=False)
 
     def size(self, state: BufferState) -> jax.Array:
-        """The transitions that all shards hold, int32 `[]`; 2^31 - 1 if there are more."""
+        """Returns the transitions that all shards hold, int32 `[]`; at most 2^31 - 1."""
         self._check_state(state)
-        return self._run(shard_bodies.Size(self.part), (0,), None, (state,))
+        return _run(self.layout, bodies.size, (self.part,), (0,), None, (state,))
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
-        """Whether a draw gives at least one item, bool `[]`.
+        """Returns if a draw gives at least one item, bool `[]`.
 
         Args:
             state: is only read.
@@ -370,28 +373,17 @@ class Sharded:
         """
         self._check_state(state)
         size = self.batch_size if batch_size is None else batch_size
-        body = shard_bodies.CanSample(self.part, size and size // self.shards, self.buffer.min_size)
-        return self._run(body, (0,), None, (state,))
+        static = self.part, size and size // self.shards, self.buffer.min_size
+        return _run(self.layout, bodies.can_sample, static, (0,), None, (state,))
 
     def can_add(self, state: BufferState) -> jax.Array:
-        """Whether `add` would write to every shard, bool `[]`."""
+        """Returns if `add` would write to every shard, bool `[]`."""
         self._check_state(state)
-        return self._run(shard_bodies.CanAdd(self.part), (0,), None, (state,))
+        return _run(self.layout, bodies.can_add, (self.part,), (0,), None, (state,))
 
     def empty(self, state: BufferState) -> Any:
-        """The state without its items."""
-        return self._write(ReplayBuffer.empty, state, ())
-
-    def draw_some(
-        self,
-        state: BufferState,
-        key: jax.Array,
-        count: int,
-        beta: jax.Array | float | None,
-        quiet: bool,
-    ) -> tuple[Any, Sample]:
-        """`draw` for a `Mix`; quiet, it may find nothing."""
-        return self._drawn(state, key, count, beta, shard_bodies.Draw, (0, 0), quiet)
+        """Returns the state without its items."""
+        return self._call(_EMPTY, state)
 
     def in_each(
         self,
@@ -408,110 +400,85 @@ class Sharded:
             batches: the others, arrays `[B, ...]` as from `draw`; each shard gets its part.
             merges: whether the results are parts of a batch, and not of a state.
         """
-        body = shard_bodies.InEach(function, len(states), merges)
-        arguments = (*states, *batches)
-        return self._run(body, (0,) * len(arguments), 0, arguments)
+        static, arrays = (function, len(states), merges), (*states, *batches)
+        return _run(self.layout, bodies.in_each, static, (0,) * len(arrays), 0, arrays)
 
-    def _accepted(self, items: Item, verb: str, axis: int) -> Item:
-        """Items that have an axis of all environments that are here, as `jit` leaves them."""
-        items = casting.accepted(items, verb, self.buffer.cast)
-        if self.buffer.num_envs is None:
-            return items
-        envs = self.buffer.num_envs // self._devices_around()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(items):
-            shape = jnp.shape(leaf)
-            if len(shape) <= axis or shape[axis] != envs:
-                raise ValueError(
-                    f"{verb}: leaf '{pytree.leaf_name(path)}': expected axis {axis} to have "
-                    f"{envs} environments, got shape {shape}. Give those of all shards."
-                )
-        return items
-
-    def _devices_around(self) -> int:
-        """D inside a `jax.shard_map` over the axis, where arguments are parts; else 1."""
-        return (self.layout.devices() or 1) if self.layout.is_inside() else 1
-
-    def _check_state(self, state: BufferState) -> None:
-        eager.check_there(state)
-        want = self.shards // self._devices_around()
-        lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
-        if lead != (want,):
-            raise ValueError(
-                f"expected a state of {want} shards, arrays [{want}, ...], as init makes it, got "
-                + (f"one with leading axes {lead}." if lead is not None else f"{type(state)}.")
-            )
-
-    def _write(
-        self, verb: Callable[..., Any], state: BufferState, pairs: Pairs, splits: bool = True
+    def _call_where(
+        self, verb: _Verb, state: BufferState, where: Sample | jax.Array, *pairs: tuple[PyTree, Cut]
     ) -> Any:
-        """A verb that gives a state; outside `jit`, items that it leaves alone stay here."""
-        self._check_state(state)
-        if not isinstance(state, BufferState) or self._is_in_program(state, pairs):
-            return self._each(verb, state, pairs, 0, splits)
-        if verb in _OF_PRIORITIES:
-            after = self._each(verb, state, pairs, 0, splits, shard_bodies.WithoutItems)
-            return after.replace(storage=state.storage)
-        eager.warn_of_copies(self, state, 4)
-        return self._each(verb, state, pairs, 0, splits)
+        """Calls a verb for a sample of all shards; or for slots that have an axis of shards."""
+        return self._call(verb, state, (where, 0), *pairs, splits=isinstance(where, Sample))
 
-    def _read(
-        self, verb: Callable[..., Any], state: BufferState, pairs: Pairs, out: Cuts = 0
-    ) -> Any:
-        """A verb that gives something else."""
-        self._check_state(state)
-        return self._each(verb, state, pairs, out, False)
-
-    def _each(
+    def _call(
         self,
-        verb: Callable[..., Any],
+        verb: _Verb,
         state: BufferState,
-        pairs: Pairs,
-        out: Cuts,
-        splits: bool,
-        around: Callable[..., Any] | None = None,
+        *pairs: tuple[PyTree, Cut],
+        options: tuple = (),
+        splits: bool = True,
     ) -> Any:
-        """A verb of a buffer in each shard; on devices, with something around its body."""
-        arguments = tuple(owned.copy(argument) for argument, _ in pairs)
-        arguments = tuple(self._without_origin(verb, argument) for argument in arguments)
-        alone = self.buffer.num_envs is None and splits and verb in _OF_ENVIRONMENTS
-        cuts = tuple(None if argument is None or alone else cut for argument, cut in pairs)
-        body = shard_bodies.Each(self.part, verb, cuts, splits)
-        body = body if around is None else around(body)
-        return self._run(body, (0, *cuts), out, (state, *arguments))
+        """Calls a verb in each shard.
 
-    def _without_origin(self, verb: Callable[..., Any], argument: PyTree) -> Any:
-        """An argument as each shard takes it; raises for a sample that was drawn elsewhere."""
+        Args:
+            verb: what to call.
+            state: arrays `[S, ...]`.
+            pairs: its arguments, and where each is cut.
+            options: arguments that are no arrays.
+            splits: whether arguments are of all shards; else they have an axis of shards.
+        """
+        self._check_state(state)
+        returns_items = True
+        if verb.changes and not self._is_in_program(state, pairs):
+            # Outside `jit`, all that a compiled function returns is copied.
+            returns_items = verb.changes == "items"
+            if returns_items:
+                warn_of_copies(self, state, 5)
+        arguments = tuple(self._argument(verb, owned.copy(argument)) for argument, _ in pairs)
+        is_shared = self.buffer.num_envs is None and verb.per_env
+        cuts = tuple(None if argument is None or is_shared else cut for argument, cut in pairs)
+        static = self.part, verb.method, options, cuts, splits, returns_items
+        result = _run(self.layout, bodies.each, static, (0, *cuts), verb.out, (state, *arguments))
+        return result if returns_items else result.replace(storage=state.storage)
+
+    def _argument(self, verb: _Verb, argument: PyTree) -> Any:
+        """Returns an argument as each shard takes it; raises for a sample of another buffer."""
         if not isinstance(argument, Sample):
             return argument
         if "shard" not in argument.info:
             raise ValueError(
                 "expected a Sample of this Sharded, got one whose info has no 'shard'."
             )
-        check_origin(verb.__name__, argument, self._origin)
+        check_origin(verb.method.__name__, argument, self._origin)
         return argument.replace(origin=None)
 
-    def _run(
-        self, body: Callable[..., Any], cuts: tuple[Cut, ...], out: Cuts, arguments: tuple
-    ) -> Any:
-        return _run(self.layout, body, cuts, out, arguments)
+    def _is_in_program(self, *arguments: PyTree) -> bool:
+        """Returns if this is inside `jit` or `jax.shard_map`, where results are not copied."""
+        return eager.is_traced(arguments) or self.layout.is_inside()
+
+    def _devices_around(self) -> int:
+        """Returns D inside a `jax.shard_map` over the axis, where arguments are parts; else 1."""
+        return (self.layout.devices() or 1) if self.layout.is_inside() else 1
+
+    def _check_state(self, state: BufferState) -> None:
+        check_donated(state)
+        expected = self.shards // self._devices_around()
+        lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
+        if lead != (expected,):
+            raise ValueError(
+                f"expected a state of {expected} shards, arrays [{expected}, ...], as init makes "
+                "it, got "
+                + (f"one with leading axes {lead}." if lead is not None else f"{type(state)}.")
+            )
 
 
 def _unpickled(buffer: ReplayBuffer, shards: int, mesh: meshes.Named | None, axis: str) -> Sharded:
-    """The description, on the devices of this program that have the same numbers."""
+    """Makes the description, on the devices of this program that have the same numbers."""
     return Sharded(buffer, shards, meshes.found(mesh), axis)
 
 
-_run = eager.explained(over_mesh.run)
-
-_OF_ENVIRONMENTS = (ReplayBuffer.add, ReplayBuffer.extend, ReplayBuffer.truncate)
-_OF_PRIORITIES = (
-    ReplayBuffer.update_priority,
-    ReplayBuffer.set_alpha,
-    ReplayBuffer.truncate,
-    ReplayBuffer.drop,
-)
+_run = explained(mesh.run)
 
 
-def _axis(mask: jax.Array | None, axis: int) -> Cut:
-    """The axis of a mask that is cut, if it has one of environments."""
+def _axis_of_mask(mask: jax.Array | None, axis: int) -> Cut:
+    """Returns the axis of a mask that is cut, if it has one of environments."""
     return axis if mask is not None and np.ndim(mask) > axis else None

@@ -1,0 +1,5 @@
+"""One buffer in several shards, over the devices of a mesh."""
+
+from jrb.sharding.sharded import Sharded
+
+__all__ = ["Sharded"]

@@ -1,0 +1,193 @@
+"""Shards over the devices of a mesh: where each is, and how they communicate.
+
+S shards are on D devices, s = S / D on each, in order. A body is a function of the shards on one
+device. It is called inside `jax.shard_map`, by us or by the user, or once for all shards where
+there is no mesh.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jrb._util.pytree import PyTree
+from jrb._xla import compat, gather
+from jrb.types.messages import ShardStats
+
+_MAX_INT32 = 2**31 - 1
+
+Cut = int | None
+"""The axis of an argument or a result that is cut over shards; None if all shards share it."""
+
+Cuts = Cut | tuple[Cut, ...]
+"""The cut of a result, or of each part of a tuple of results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which device each shard is on.
+
+    Attributes:
+        shards: S.
+        mesh: the mesh; None for the one that is set around a call, or one device.
+        axis: the axis of it that the shards are cut over.
+    """
+
+    shards: int
+    mesh: jax.sharding.Mesh | None
+    axis: str
+
+    def devices(self) -> int | None:
+        """Returns D; None where all shards are on one device.
+
+        Raises:
+            ValueError: no such axis, or one whose devices cannot have as many shards each.
+        """
+        mesh = compat.ambient_mesh() if self.mesh is None else self.mesh
+        if mesh is None:
+            return None
+        if self.axis not in mesh.shape:
+            raise ValueError(
+                f"axis: expected one of the mesh, {tuple(mesh.shape)}, got {self.axis!r}."
+            )
+        devices = mesh.shape[self.axis]
+        if self.shards % devices:
+            raise ValueError(
+                f"shards: expected a multiple of {devices}, the devices along {self.axis!r}, got "
+                f"{self.shards}."
+            )
+        return devices
+
+    def groups(self) -> dict[Any, list[int]]:
+        """Returns the numbers of the shards on each device of this process."""
+        numbers = list(range(self.shards))
+        if self.mesh is None:
+            return {jax.local_devices()[0]: numbers}
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        indices = sharding.addressable_devices_indices_map((self.shards,))
+        return {device: numbers[index[0]] for device, index in indices.items() if index is not None}
+
+    def numbers_here(self) -> list[int]:
+        """Returns the numbers of the shards of this process."""
+        return sorted({number for group in self.groups().values() for number in group})
+
+    def is_inside(self) -> bool:
+        """Returns if a `jax.shard_map` over the axis is around this: arguments are its parts."""
+        return self.axis in compat.manual_axes()
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalShards:
+    """The shards on this device, and how they communicate with all others.
+
+    Attributes:
+        numbers: int32 `[s]`.
+        axis: of the mesh; None where all shards are here.
+    """
+
+    numbers: jax.Array
+    axis: str | None
+
+    def all_gather(self, stats: ShardStats) -> ShardStats:
+        """Returns the stats of all shards, arrays `[S]`, in one message: from arrays `[s]`."""
+        if self.axis is None:
+            return stats
+        leaves, structure = jax.tree.flatten(stats)
+        words = jnp.stack([lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves], axis=1)
+        columns = lax.all_gather(words, self.axis, tiled=True).T
+        pairs = zip(columns, leaves, strict=True)
+        return structure.unflatten(lax.bitcast_convert_type(it, leaf.dtype) for it, leaf in pairs)
+
+    def max(self, numbers: jax.Array) -> jax.Array:
+        """Returns the greatest of all shards' numbers, `[]`."""
+        greatest = jnp.max(numbers)
+        return greatest if self.axis is None else lax.pmax(greatest, self.axis)
+
+    def total(self, counts: jax.Array) -> jax.Array:
+        """Returns the sum of all shards' counts, int32 `[]`; 2^31 - 1 where it is more."""
+        rough, exact = jnp.sum(counts.astype(jnp.float32)), jnp.sum(counts, dtype=jnp.int32)
+        if self.axis is not None:
+            rough, exact = lax.psum((rough, exact), self.axis)
+        return jnp.where(rough < 2.0**31 - 2.0**8, exact, _MAX_INT32)
+
+    def split(self, tree: PyTree, axis: int) -> Any:
+        """Cuts an axis of leaves `[..., s * k, ...]` into one for shards: `[..., s, k, ...]`."""
+
+        def split(leaf: Any) -> jax.Array:
+            leaf = jnp.asarray(leaf)
+            shape, some = leaf.shape, self.numbers.size
+            if shape[axis : axis + 1] == () or shape[axis] % some:
+                raise ValueError(
+                    f"expected arguments whose axis {axis} can be cut into {some} shards, got "
+                    f"shape {shape}. Give one entry for each environment, or for each of the batch."
+                )
+            return leaf.reshape(*shape[:axis], some, shape[axis] // some, *shape[axis + 1 :])
+
+        return jax.tree.map(split, tree)
+
+
+def merged(tree: PyTree) -> Any:
+    """Returns leaves `[s, k, ...]` without the axis of shards: `[s * k, ...]`."""
+    flat = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
+    return jax.tree.map(flat, tree)
+
+
+Body = Callable[..., Any]
+"""Called with `LocalShards`, static arguments, and the parts of arrays that are on this device."""
+
+
+def run(
+    layout: Layout, body: Body, static: tuple, cuts: tuple[Cut, ...], out: Cuts, arrays: tuple
+) -> Any:
+    """Calls a body for the shards of every device.
+
+    Args:
+        layout: where they are.
+        body: a function that equal calls share.
+        static: hashable arguments.
+        cuts: for each of the arrays.
+        out: for the result.
+        arrays: pytrees, or None.
+    """
+    if layout.is_inside():
+        return _call(layout, body, static, layout.devices() or 1, *arrays)
+    return _run(layout, body, static, cuts, out, gather.few_now(), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _run(
+    layout: Layout,
+    body: Body,
+    static: tuple,
+    cuts: tuple[Cut, ...],
+    out: Cuts,
+    few: gather.Few,
+    arrays: tuple,
+) -> Any:
+    """`run` from outside a `jax.shard_map`, compiled for what is few now."""
+    del few
+    devices = layout.devices()
+    local = functools.partial(_call, layout, body, static, devices)
+    if devices is None:
+        return local(*arrays)
+    spec = lambda cut: PartitionSpec(*(None,) * cut, layout.axis) if cut is not None else _WHOLE
+    outs = tuple(map(spec, out)) if isinstance(out, tuple) else spec(out)
+    return compat.shard_map(local, layout.mesh, tuple(map(spec, cuts)), outs)(*arrays)
+
+
+_WHOLE = PartitionSpec()
+
+
+def _call(layout: Layout, body: Body, static: tuple, devices: int | None, *arrays: PyTree) -> Any:
+    """Calls a body with the numbers of the shards on this device."""
+    some = layout.shards // (devices or 1)
+    numbers, axis = jnp.arange(some, dtype=jnp.int32), None
+    if devices is not None:
+        axis = layout.axis
+        numbers = numbers + lax.axis_index(axis) * some
+    return body(LocalShards(numbers, axis), *static, *arrays)
