@@ -456,9 +456,7 @@ def _draw_from_host(
     options = {"batch_size": batch_size, "names": names, "moves": moves}
     options |= {"is_plain": program.is_plain, "spec": spec}
     with storage.drawing(kept):  # nothing is overwritten meanwhile
-        sampler, chosen, places = program.compiled(
-            half, key, beta, batch_size=batch_size, **options
-        )
+        sampler, chosen, places = program.compiled(half, key, beta, **options)
         if is_tracer(chosen.mask):
             return None
         if not quiet:
