@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,22 +88,22 @@ class Mix:
             checks.count("batch_size", self.batch_size)
 
     def init(self, example: Item, device: Device = None) -> States:
-        """Empty states, one for each buffer, all on one device (see `ReplayBuffer.init`)."""
+        """Makes empty states, one for each buffer, on one device (see `ReplayBuffer.init`)."""
         return tuple(
             part.init(example) if isinstance(part, Sharded) else part.init(example, device)
             for part in self.buffers
         )
 
     def nbytes(self, example: Item) -> int:
-        """The bytes that `init(example)` allocates."""
+        """Returns the bytes that `init(example)` allocates."""
         return sum(part.nbytes(example) for part in self.buffers)
 
     def size(self, states: States) -> jax.Array:
-        """The transitions held by each buffer, int32 `[K]`."""
+        """Returns the transitions held by each buffer, int32 `[K]`."""
         return jnp.stack([part.size(state) for part, state in self._pairs(states)])
 
     def can_sample(self, states: States) -> jax.Array:
-        """Whether every buffer whose part is not empty has something to draw, bool `[]`."""
+        """Returns if every buffer whose part is not empty has something to draw, bool `[]`."""
         if self.batch_size is None:
             counts = tuple(None if share else 0 for share in self.proportions)
         else:
@@ -124,7 +125,7 @@ class Mix:
         proportions: jax.Array | None = None,
     ) -> Sample:
         """Draws a batch and leaves the states as they are; see `draw`."""
-        return self._drawn(states, key, batch_size, beta, proportions)[1]
+        return self._draw(states, key, batch_size, beta, proportions)[1]
 
     @hints.takes_state
     def draw(
@@ -161,9 +162,9 @@ class Mix:
                 f"proportions: expected none in the call, with {type(wasteful[0]).__name__}, which "
                 "would lose what it draws in vain. Give them to Mix, as numbers."
             )
-        return self._drawn(states, key, batch_size, beta, proportions)
+        return self._draw(states, key, batch_size, beta, proportions)
 
-    def _drawn(
+    def _draw(
         self,
         states: States,
         key: jax.Array,
@@ -176,39 +177,51 @@ class Mix:
             raise ValueError("batch_size: expected a number, got None. Give it to Mix or the call.")
         checks.count("batch_size", batch_size)
         checks.key(key)
+        beta = None if beta is None else checks.number("beta", beta)
         keys = jax.random.split(key, len(self.buffers) + 1)
+        shares = None
         if proportions is None:
-            counts = self._counts(batch_size)
-            states, parts = self._draw_each(states, keys, counts, counts, beta)
-            _check_alike(parts)
-            drawn = [part for part in parts if part is not None]
-            return states, self._within(_joined, (), (drawn,), merges=True)
-        shares = self._given_shares(proportions, batch_size)
-        everything = (batch_size,) * len(self.buffers)
-        known = everything if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
-        after, parts = self._draw_each(states, keys, everything, known, beta)
+            counts = needed = self._counts(batch_size)
+        else:
+            # Shapes may not depend on the proportions: each buffer draws B items, and of these its
+            # part of the batch is chosen.
+            shares = self._given_shares(proportions, batch_size)
+            counts = (batch_size,) * len(self.buffers)
+            needed = counts if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
+        pairs = self._pairs(states)
+        after, parts = list(states), []
+        for number, (buffer, state) in enumerate(pairs):
+            count, quiet = counts[number], not needed[number]  # what nobody needs may be empty
+            if not count:
+                continue
+            draw = buffer._draw if isinstance(buffer, Sharded) else partial(eager.draw, buffer)
+            after[number], sample = draw(state, keys[number], count, beta, quiet)
+            info = {**sample.info, "source": jnp.full(count, number, jnp.int32)}
+            parts.append(sample.replace(info=info, origin=self._origin))
         _check_alike(parts)
-        shares, key = self._for_each(shares, keys[-1])
-        sample = self._within(_chosen, (shares, key), (parts,), merges=True)
-        return self._counting(states, after, sample), sample
+        if shares is None:
+            return tuple(after), self._within(_joined, (), (parts,), merges=True)
+        chosen = self._for_each(shares, keys[-1])
+        sample = self._within(_chosen, chosen, (parts,), merges=True)
+        return self._counted(states, after, sample), sample
 
-    def _counting(self, before: States, after: States, sample: Sample) -> States:
-        """The states after a draw, of which only what came into the batch counts."""
+    def _counted(self, before: States, after: list[BufferState], sample: Sample) -> States:
+        """Counts draws of which only some came into the batch."""
         drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
-        counted = []
-        for number, (state, then) in enumerate(zip(before, after, strict=True)):
-            mine = drawn & (sample.info["source"] == number)
-            known = state.sampler, then.sampler
-            sampler = self._within(counting.drawn_of, known, (sample, mine))
-            counted.append(then.replace(sampler=sampler))
-        return tuple(counted)
+        for number, sampler in enumerate(self._samplers):
+            if sampler.count_draws:
+                own = drawn & (sample.info["source"] == number)
+                samplers = before[number].sampler, after[number].sampler
+                counted = self._within(counting.drawn_of, samplers, (sample, own))
+                after[number] = after[number].replace(sampler=counted)
+        return tuple(after)
 
     def update_priority(self, states: States, sample: Sample, priorities: jax.Array) -> States:
-        """New priorities, each for the buffer that its item is from; others are left out.
+        """Sets priorities, each in the buffer that its item is from.
 
         Args:
             states: may be donated.
-            sample: what this mix has drawn.
+            sample: one that this mix drew.
             priorities: as for `ReplayBuffer.update_priority`.
         """
         if "source" not in sample.info:
@@ -243,55 +256,28 @@ class Mix:
             )
         return list(zip(self.buffers, states, strict=True))
 
-    def _draw_each(
-        self,
-        states: States,
-        keys: jax.Array,
-        counts: tuple[int, ...],
-        needed: tuple[int, ...],
-        beta: jax.Array | float | None,
-    ) -> tuple[States, list[Sample | None]]:
-        """The states, and what each buffer drew; None for a count of 0.
-
-        A buffer of which nothing is needed may be empty.
-        """
-        after, parts = [], []
-        for number, (_, state) in enumerate(self._pairs(states)):
-            drawn: Any = (state, None)
-            if counts[number]:
-                drawn = self._draw_one(number, state, keys[number], counts[number], beta, needed)
-                source = jnp.full(counts[number], number, jnp.int32)
-                info = {**drawn[1].info, "source": source}
-                sample = drawn[1].replace(info=info, origin=self._origin)
-                drawn = (drawn[0], sample)
-            after.append(drawn[0])
-            parts.append(drawn[1])
-        return tuple(after), parts
-
-    def _draw_one(
-        self,
-        number: int,
-        state: BufferState,
-        key: jax.Array,
-        count: int,
-        beta: jax.Array | float | None,
-        needed: tuple[int, ...],
-    ) -> tuple[BufferState, Sample]:
-        part, quiet = self.buffers[number], not needed[number]
-        if isinstance(part, Sharded):
-            return part._draw(state, key, count, beta, quiet)
-        beta = None if beta is None else checks.number("beta", beta)
-        return eager.draw(part, state, key, count, beta, quiet)
-
     def _given_shares(self, proportions: Any, batch_size: int) -> jax.Array:
+        """Returns how many of a batch each buffer gives, int32 `[K]`, for proportions of a call."""
         if not isinstance(proportions, jax.core.Tracer):
             _check_proportions(np.asarray(proportions, np.float64), len(self.buffers))
-        shares = jnp.asarray(owned.copy(proportions)).astype(jnp.float32)
-        if shares.shape != (len(self.buffers),):
+        values = jnp.asarray(owned.copy(proportions)).astype(jnp.float32)
+        if values.shape != (len(self.buffers),):
             raise ValueError(
-                f"proportions: expected shape ({len(self.buffers)},), got {shares.shape}."
+                f"proportions: expected shape ({len(self.buffers)},), got {values.shape}."
             )
-        return self._shards * _shares_traced(shares, batch_size // self._shards)
+        values = jnp.maximum(jnp.nan_to_num(values), 0.0)
+        return self._shards * _shares(jnp, values, batch_size // self._shards, 1e-4)
+
+    def _counts(self, batch_size: int) -> tuple[int, ...]:
+        """Returns how many of a batch each buffer gives, alike in each shard."""
+        if batch_size % self._shards:
+            raise ValueError(
+                f"batch_size: expected a multiple of {self._shards}, the number of shards, got "
+                f"{batch_size}."
+            )
+        values = np.asarray(self.proportions, np.float64)
+        shares = _shares(np, values, batch_size // self._shards, 1e-6)
+        return tuple((self._shards * shares).tolist())
 
     @property
     def _origin(self) -> str:
@@ -305,31 +291,21 @@ class Mix:
 
     @property
     def _shards(self) -> int:
-        """In how many shards the buffers are."""
+        """The number of shards that each buffer has."""
         first = self.buffers[0]
         return first.shards if isinstance(first, Sharded) else 1
-
-    def _counts(self, batch_size: int) -> tuple[int, ...]:
-        """How many of a batch each buffer gives, alike in each shard."""
-        if batch_size % self._shards:
-            raise ValueError(
-                f"batch_size: expected a multiple of {self._shards}, the number of shards, got "
-                f"{batch_size}."
-            )
-        each = _shares(self.proportions, batch_size // self._shards)
-        return tuple(self._shards * count for count in each)
 
     def _within(
         self, function: Callable[..., Any], states: tuple, batches: tuple, merges: bool = False
     ) -> Any:
-        """A function of states and batches; of sharded ones, in each shard for itself."""
+        """Calls a function of states and batches; of sharded ones, in each shard for itself."""
         first = self.buffers[0]
         if isinstance(first, Sharded):
             return first.in_each(function, states, batches, merges)
         return function(*states, *batches)
 
     def _for_each(self, shares: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """How much of each buffer, and a key; for each shard its own."""
+        """Returns how many items are from each buffer, and a key; for each shard its own."""
         if not isinstance(self.buffers[0], Sharded):
             return shares, key
         each = jnp.broadcast_to(shares // self._shards, (self._shards, shares.size))
@@ -350,28 +326,24 @@ def _check_proportions(values: np.ndarray, count: int) -> None:
         )
 
 
-def _shares(proportions: tuple[float, ...], batch_size: int) -> tuple[int, ...]:
-    """How many of a batch each buffer gives: the largest remainders are rounded up."""
-    exact = np.asarray(proportions, np.float64) / sum(proportions) * batch_size
-    whole = np.floor(exact + 1e-6).astype(np.int64)
-    order = np.argsort(whole - exact, kind="stable")
-    whole[order[: batch_size - whole.sum()]] += 1
-    return tuple(whole.tolist())
+def _shares(xp: Any, proportions: Any, batch_size: int, slack: float) -> Any:
+    """Returns how many of a batch each buffer gives, int32 `[K]`: largest remainders round up.
+
+    Args:
+        xp: NumPy or `jax.numpy`.
+        proportions: `[K]`, of at least 0.
+        batch_size: B.
+        slack: by how much a number may miss an integer and still be one.
+    """
+    exact = proportions / xp.maximum(xp.sum(proportions), 1e-30) * batch_size
+    whole = xp.floor(exact + slack).astype(np.int32)
+    rank = xp.argsort(xp.lexsort((whole - exact,)))  # a stable order, in both libraries
+    return (whole + (rank < batch_size - xp.sum(whole))).astype(np.int32)
 
 
-def _shares_traced(proportions: jax.Array, batch_size: int) -> jax.Array:
-    """The same, int32 `[K]`, for proportions that are known only when it runs."""
-    positive = jnp.maximum(jnp.nan_to_num(proportions), 0.0)
-    exact = positive / jnp.maximum(jnp.sum(positive), 1e-30) * batch_size
-    whole = jnp.floor(exact + 1e-4).astype(jnp.int32)
-    rest = batch_size - jnp.sum(whole, dtype=jnp.int32)
-    rank = jnp.argsort(jnp.argsort(whole.astype(jnp.float32) - exact, stable=True), stable=True)
-    return whole + (rank.astype(jnp.int32) < rest).astype(jnp.int32)
-
-
-def _check_alike(parts: list[Sample | None]) -> None:
+def _check_alike(parts: list[Sample]) -> None:
     """Raises unless all parts have the same structure, and items of the same shapes and dtypes."""
-    first, *others = [part for part in parts if part is not None]
+    first, *others = parts
     item = lambda **fields: jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), fields
     )
@@ -388,7 +360,7 @@ def _joined(parts: list[Sample]) -> Sample:
 
 @jax.jit
 def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
-    """So many of each part as `shares` (int32 `[K]`) says, chosen at random."""
+    """Chooses rows of each part at random, as many as `shares`, int32 `[K]`, says."""
     size = parts[0].indices.shape[0]
     place, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(shares, dtype=jnp.int32)
     source = jnp.sum(place[:, None] >= ends[None], axis=1, dtype=jnp.int32)

@@ -81,7 +81,7 @@ CASES = [
 @pytest.fixture
 def in_place(monkeypatch):
     """Compiled verbs write small states in place too, which are copied else."""
-    monkeypatch.setattr(eager, "_MANY", 0)
+    monkeypatch.setattr(eager, "_MANY_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("verbs", [lambda buffer: buffer, jrb.jitted], ids=["eager", "jitted"])
