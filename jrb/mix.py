@@ -336,9 +336,10 @@ def _shares(xp: Any, proportions: Any, batch_size: int, slack: float) -> Any:
         slack: by how much a number may miss an integer and still be one.
     """
     exact = proportions / xp.maximum(xp.sum(proportions), 1e-30) * batch_size
-    whole = xp.floor(exact + slack).astype(np.int32)
+    whole = xp.floor(exact + slack)
     rank = xp.argsort(xp.lexsort((whole - exact,)))  # a stable order, in both libraries
-    return (whole + (rank < batch_size - xp.sum(whole))).astype(np.int32)
+    missing = batch_size - xp.sum(whole.astype(np.int32))
+    return xp.where(rank < missing, whole + 1, whole).astype(np.int32)
 
 
 def _check_alike(parts: list[Sample]) -> None:
