@@ -1,7 +1,6 @@
-"""The contracts as a check that any buffer can be put through, with parts of your own or ours.
+"""Checks of the contracts for any buffer, with parts of your own or of jrb.
 
-Samplers, units, writers, storages on the device and on the host: a part is checked in the buffers
-that have it.
+A sampler, unit, writer or storage is checked in the buffers that have it.
 
 Example:
     >>> import jax.numpy as jnp, jrb
@@ -38,7 +37,14 @@ from jrb.samplers import Prioritized
 from jrb.sharding import Sharded
 from jrb.state import BufferState, Sample
 from jrb.storages import DeviceStorage
-from jrb.types import HostStorage, Item, MissingMethodError, Sampler
+from jrb.types import (
+    HostStorage,
+    Item,
+    MissingMethodError,
+    PrioritizedSampler,
+    Sampler,
+    ShardedSampler,
+)
 from jrb.units import FrameStack
 
 Make = Callable[[int], ReplayBuffer]
@@ -78,7 +84,7 @@ def conform(make: Make, example: Item) -> None:
 
 
 def rows(example: Item, total: jax.Array, *lead: int) -> Any:
-    """Rows of the example's shapes and dtypes that depend on `total`, float `[]`.
+    """Returns rows of the example's shapes and dtypes that depend on `total`, float `[]`.
 
     Args:
         example: one transition.
@@ -104,7 +110,7 @@ def _rows(kinds: tuple[tuple[tuple[int, ...], Any], ...], total: jax.Array) -> l
 
 
 def consumed(tree: Item) -> jax.Array:
-    """A float `[]` that needs every leaf."""
+    """Returns a float `[]` that depends on every leaf."""
 
     def add_up(leaf: jax.Array) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -115,12 +121,12 @@ def consumed(tree: Item) -> jax.Array:
 
 
 def temporaries(step: Step, state: BufferState, total: jax.Array, key: jax.Array) -> int:
-    """Bytes that a scan of `step` over a donated state allocates beside it."""
-    return _looped(step, state, total, key).memory_analysis().temp_size_in_bytes
+    """Returns the bytes that a scan of `step` over a donated state allocates beside it."""
+    return _compiled_scan(step, state, total, key).memory_analysis().temp_size_in_bytes
 
 
-def _looped(step: Step, *arguments: Any) -> Any:
-    """A scan of `step` over a donated state, compiled."""
+def _compiled_scan(step: Step, *arguments: Any) -> Any:
+    """Returns a scan of `step` over a donated state, compiled."""
 
     def loop(state: BufferState, total: jax.Array, key: jax.Array) -> Any:
         body = lambda carry, _: (step(carry[0], carry[1], key), None)
@@ -132,17 +138,17 @@ def _looped(step: Step, *arguments: Any) -> Any:
 
 
 def growth(make: Make, example: Item, step: Callable[..., Any], agents: int | None = None) -> float:
-    """What the temporaries of `step(buffer, state, total, key)` grow by from N = 8192 to 32768.
+    """Returns how much the temporaries of a step grow with the state, from N = 8192 to 32768.
 
     Args:
         make: from a capacity to the buffer.
         example: one transition.
-        step: some verbs; returns the state and a float `[]`.
-        agents: how many buffers side by side, under `vmap`.
+        step: some verbs, `step(buffer, state, total, key)`; returns the state and a float `[]`.
+        agents: how many buffers, under `vmap`; None for one.
 
     Returns:
-        A part of what the state grows by: 0 where nothing is copied, 1 where everything is. If all
-        temporaries at the larger N are less than 1 %, that part, and the smaller N is not compiled.
+        0 if nothing is copied, 1 if everything is. If all temporaries at the larger N are less than
+        1 % of the state's growth, this part, and the smaller N is not compiled.
     """
     temps, sizes = [], []
     for capacity in (2**15, 2**13):
@@ -156,7 +162,7 @@ def growth(make: Make, example: Item, step: Callable[..., Any], agents: int | No
 def _arguments(
     buffer: ReplayBuffer, example: Item, step: Callable[..., Any], agents: int | None
 ) -> Any:
-    """The step of one buffer, or of several under `vmap`, and its arguments."""
+    """Returns the step of one buffer, or of several under `vmap`, and its arguments."""
     run = lambda state, total, key: step(buffer, state, total, key)
     arguments: Any = (buffer.init(example), jnp.float32(1), jax.random.key(0))
     if agents is None:
@@ -166,15 +172,15 @@ def _arguments(
 
 
 def _copies(make: Make, example: Item, step: Callable[..., Any], agents: int | None) -> list[str]:
-    """The shapes that XLA copies which have as many entries as the buffer has slots, or more."""
-    text = _looped(*_arguments(make(2**13), example, step, agents)).as_text()
+    """Returns the shapes of copies in the program that have as many entries as slots, or more."""
+    text = _compiled_scan(*_arguments(make(2**13), example, step, agents)).as_text()
     shapes = re.findall(r"= (\w+\[[\d,]+\])\S* copy\(", text)
     size = lambda shape: np.prod([int(axis) for axis in re.findall(r"\d+(?=[,\]])", shape)])
     return sorted(shape for shape in shapes if size(shape) >= 2**13)
 
 
 def check_description(make: Make) -> None:
-    """Equal descriptions hash equal, pickle, and are jit arguments that do not retrace."""
+    """Checks that equal descriptions hash equal, pickle, and do not retrace as arguments."""
     one = make(64)
     other = dataclasses.replace(one) if isinstance(one.storage, HostStorage) else make(64)
     _expect(one == other and hash(one) == hash(other), "equal descriptions hash equal")
@@ -185,7 +191,7 @@ def check_description(make: Make) -> None:
 
 
 def check_chunks(make: Make, example: Item) -> None:
-    """How rows are cut into calls does not matter: for what is held, and for the next draw."""
+    """Checks that it does not matter how rows are cut into calls."""
     whole, single = make(64), make(64)
     lead, key = _lead(whole), jax.random.key(4)
     length = 64 // whole.ring.envs + 5  # once around and further
@@ -199,7 +205,7 @@ def check_chunks(make: Make, example: Item) -> None:
 
 
 def check_saved(make: Make, example: Item) -> None:
-    """What is saved and loaded draws as what was saved."""
+    """Checks that a state that was saved and loaded draws as before."""
     buffer, key = make(64), jax.random.key(5)
     state = buffer.init(example)
     state = buffer.extend(state, rows(example, jnp.float32(2), 9, *_lead(buffer)))
@@ -211,7 +217,7 @@ def check_saved(make: Make, example: Item) -> None:
 
 
 def check_on_host(make: Make, example: Item) -> None:
-    """A storage on the host does what one on the device does, outside `jit` and inside."""
+    """Checks that a storage on the host does what one on the device does, in `jit` too."""
     plain = dataclasses.replace(make(64), storage=DeviceStorage())
     keys = jax.random.split(jax.random.key(1), 6)
     for compile_ in (lambda step: step, jax.jit):
@@ -222,26 +228,24 @@ def check_on_host(make: Make, example: Item) -> None:
         for number, key in enumerate(keys):
             old = state
             state, sample = step(state, jnp.float32(number), key)
-            other, wanted = twin(other, jnp.float32(number), key)
-            _agree(sample, wanted, "a storage on the host draws what one on the device does")
+            other, expected = twin(other, jnp.float32(number), key)
+            _agree(sample, expected, "a storage on the host draws what one on the device does")
         slots = jnp.arange(int(buffer.size(state)), dtype=jnp.int32)
         _agree(buffer.take(state, slots), plain.take(other, slots), "items are what was added")
-        try:
-            buffer.add(old, rows(example, jnp.float32(0), *_lead(buffer)))
-        except StaleError:
-            continue
-        raise AssertionError("broken contract: an old state of shared rows is refused")
+        row = rows(example, jnp.float32(0), *_lead(buffer))
+        refused = _raises(StaleError, functools.partial(buffer.add, old, row))
+        _expect(refused, "an old state of shared rows is refused")
 
 
 def check_memory(buffer: ReplayBuffer, example: Item) -> None:
-    """`nbytes` is what `init` allocates."""
+    """Checks that `nbytes` is what `init` allocates."""
     allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.init(example)))
-    told = buffer.nbytes(example)
-    _expect(told == allocated, "nbytes is what init allocates", f"told {told}, got {allocated}")
+    got = buffer.nbytes(example)
+    _expect(got == allocated, "nbytes is what init allocates", f"expected {allocated}, got {got}")
 
 
 def check_compiled(buffer: ReplayBuffer, example: Item) -> None:
-    """Eager, jit and scan agree, and a second call does not retrace."""
+    """Checks that eager, jit and scan agree, and that a second call does not retrace."""
     step, states = _stepper(buffer, example), [buffer.init(example)]
     samples, keys = [], jax.random.split(jax.random.key(1), 6)
     for number, key in enumerate(keys):
@@ -261,7 +265,7 @@ def check_compiled(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_batched(buffer: ReplayBuffer, example: Item) -> None:
-    """`vmap` is a loop over buffers."""
+    """Checks that `vmap` does what a loop over buffers does."""
     step = jax.jit(_stepper(buffer, example))
     state, keys = buffer.init(example), jax.random.split(jax.random.key(2), 3)
     states = [step(state, jnp.float32(number), keys[number])[0] for number in range(3)]
@@ -273,15 +277,11 @@ def check_batched(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_empty(buffer: ReplayBuffer, example: Item) -> None:
-    """An empty buffer raises outside jit, and masks inside; a late update revives nothing."""
+    """Checks that an empty buffer raises outside jit and masks inside, also after updates."""
     state, key = buffer.init(example), jax.random.key(3)
     for empty in (state, buffer.empty(_stepper(buffer, example)(state, jnp.float32(1), key)[0])):
-        try:
-            buffer.sample(empty, key)
-        except ValueError:
-            pass
-        else:
-            raise AssertionError("sampling an empty buffer outside jit raises")
+        raises = _raises(ValueError, functools.partial(buffer.sample, empty, key))
+        _expect(raises, "sampling an empty buffer outside jit raises")
         sample = jax.jit(buffer.sample)(empty, key)
         nothing = not sample.mask.any() and not sample.weights.any()
         _expect(nothing, "an empty buffer gives a batch whose mask and weights are zero")
@@ -290,7 +290,7 @@ def check_empty(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
-    """After `empty`, and after `truncate`, only what is held is drawn."""
+    """Checks that after `empty` and `truncate` only items that are held are drawn."""
     step, keys = _stepper(buffer, example), jax.random.split(jax.random.key(6), 3)
     state = buffer.init(example)
     for number, key in enumerate(keys):
@@ -310,13 +310,14 @@ def check_refilled(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_options(buffer: ReplayBuffer, example: Item) -> None:
-    """The options of `draw` do what they say, and what it says of probabilities is true."""
+    """Checks the options of `draw`, and probabilities against the frequencies of draws."""
     state, sampler, key = _filled(buffer, example), buffer.sampler, jax.random.key(7)
-    if sampler.prioritized and sampler.takes_priorities and buffer.writer.is_chronological:
+    takes = isinstance(sampler, PrioritizedSampler) and sampler.takes_priorities
+    if takes and buffer.writer.is_chronological:
         items, lead = rows(example, jnp.float32(1), 9, *_lead(buffer)), (9, *_lead(buffer))
-        given = 2 + jnp.arange(9 * buffer.ring.envs, dtype=jnp.float32).reshape(lead)
-        found = buffer.priorities(buffer.extend(buffer.init(example), items, priorities=given))
-        right = (found < 0).at[: given.size].max(found[: given.size] == given.reshape(-1))
+        new = 2 + jnp.arange(9 * buffer.ring.envs, dtype=jnp.float32).reshape(lead)
+        stored = buffer.priorities(buffer.extend(buffer.init(example), items, priorities=new))
+        right = (stored < 0).at[: new.size].max(stored[: new.size] == new.reshape(-1))
         _expect(right.all(), "priorities that come with rows are those of the anchors there")
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(buffer.sample(state, key, 5))}
     _expect(sizes == {5}, "batch_size is that of every leaf of the sample", f"got {sizes}")
@@ -330,8 +331,8 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
     if not drawn.all():
         return
     slots, first, counts = np.unique(batch.indices, return_index=True, return_counts=True)
-    wanted = 4096 * np.asarray(batch.probabilities, np.float64)[first]
-    chi = float((np.square(counts - wanted) / wanted).sum())
+    expected = 4096 * np.asarray(batch.probabilities, np.float64)[first]
+    chi = float((np.square(counts - expected) / expected).sum())
     most = slots.size + 6 * np.sqrt(2 * slots.size)
     _expect(chi < most, "anchors are drawn as often as their probabilities say", f"chi {chi:.0f}")
     total = batch.probabilities[first].sum()
@@ -339,17 +340,17 @@ def check_options(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_edited(buffer: ReplayBuffer, example: Item) -> None:
-    """Where `set` changes ends of episodes, anchors that stay keep their priorities."""
+    """Checks that anchors keep their priorities if `set` changes ends of episodes."""
     state = _filled(buffer, example)
     names = editing.flags(buffer, state)
     if not names:
         return
     slots = buffer.in_order(state)[0][: 2 * buffer.ring.envs]
 
-    def turned(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def cleared(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         return jnp.zeros_like(leaf) if pytree.leaf_name(path) in names else leaf
 
-    items = jax.tree_util.tree_map_with_path(turned, buffer.take(state, slots))
+    items = jax.tree_util.tree_map_with_path(cleared, buffer.take(state, slots))
     with contextlib.suppress(MissingMethodError):
         after = buffer.set(state, slots, items)
         _expect_held(buffer, after, "after a set of done flags")
@@ -358,7 +359,7 @@ def check_edited(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def check_rebuilt(make: Make, example: Item) -> None:
-    """`jrb.rebuild` keeps the priorities of what stays, and what is drawn is held."""
+    """Checks that `jrb.rebuild` keeps priorities, and that what is drawn then is held."""
     buffer, other = make(64), make(64)
     state = _filled(buffer, example)
     with contextlib.suppress(MissingMethodError):
@@ -369,26 +370,93 @@ def check_rebuilt(make: Make, example: Item) -> None:
 
 
 def check_sharded(buffer: ReplayBuffer, example: Item) -> None:
-    """Two shards draw by probabilities and weights that belong together, or say why they do not."""
+    """Checks that two shards draw as a single buffer does that holds the same items.
+
+    A buffer that cannot be cut into two shards, and a sampler that is not below `ShardedSampler`,
+    are left alone.
+    """
     envs, size = 2 * (buffer.num_envs or 1), 2 * (buffer.batch_size or 1)
-    sizes = {"num_envs": envs, "batch_size": size, "capacity": 2 * buffer.capacity}
+    whole = dataclasses.replace(
+        buffer, num_envs=envs, batch_size=size, capacity=2 * buffer.capacity
+    )
     try:
-        sharded = Sharded(dataclasses.replace(buffer, **sizes), 2)
+        sharded = Sharded(whole, 2)
     except ValueError:  # such as transforms with a state, or a number that two does not divide
         return
-    state = sharded.extend(sharded.init(example), rows(example, jnp.float32(4), 9, envs))
+    items, key = rows(example, jnp.float32(4), 9, envs), jax.random.key(8)
+    state, single = (each.extend(each.init(example), items) for each in (sharded, whole))
+    # Shard s has the environments s E / 2, s E / 2 + 1, ...: its slots in those of the whole.
+    row, env = np.divmod(np.arange(buffer.capacity), envs // 2)
+    slots = row * envs + env + np.array([[0], [envs // 2]])
     with contextlib.suppress(MissingMethodError):
-        state, batch = sharded.draw(state, jax.random.key(8), beta=1.0)
+        state, batch = sharded.draw(state, key, beta=1.0)
+        if buffer.sampler.consumes:
+            return
         if buffer.sampler.prioritized:
-            state = sharded.update_priority(state, batch, 1 + jnp.arange(size, dtype=jnp.float32))
-            batch = sharded.draw(state, jax.random.key(9), beta=1.0)[1]
-        for shard in range(0 if buffer.sampler.consumes else 2):
-            part = jax.tree.map(lambda leaf, at=batch.info["shard"] == shard: leaf[at], batch)
-            _expect_weights(buffer.sampler, part, 1.0, "weights of shards")
+            new = 1 + jnp.arange(2 * buffer.capacity, dtype=jnp.float32) % 13
+            own = jnp.broadcast_to(jnp.arange(buffer.capacity, dtype=jnp.int32), slots.shape)
+            state = sharded.update_priority(state, own, new[slots])
+            single = whole.update_priority(single, jnp.arange(new.size, dtype=jnp.int32), new)
+        batch = sharded.sample(state, key, 4096, 1.0)
+        other = whole.sample(single, key, 4096, 1.0)
+        shard = np.asarray(batch.info["shard"])
+        _expect_alike(slots[shard, np.asarray(batch.indices)], shard, batch, other)
+        _expect_weights_of_shards(buffer.sampler, shard, batch)
+
+
+def _expect_alike(slots: np.ndarray, shard: np.ndarray, batch: Sample, other: Sample) -> None:
+    """Raises unless shards draw anchors with the probabilities of a single buffer.
+
+    A sampler whose probabilities within a shard are not in proportion to those in a single buffer,
+    such as one by ranks, is left alone.
+
+    Args:
+        slots: int `[B]`, those of the batch, in the single buffer.
+        shard: int `[B]`, the shard of each.
+        batch: drawn from shards.
+        other: drawn from the single buffer.
+    """
+    drawn = np.asarray(other.probabilities) > 0
+    chances = dict(
+        zip(np.asarray(other.indices)[drawn], np.asarray(other.probabilities)[drawn], strict=True)
+    )
+    expected = np.array([chances.get(slot, 0) for slot in slots], np.float64)
+    both = (expected > 0) & (np.asarray(batch.probabilities) > 0)
+    ratio, shard = np.asarray(batch.probabilities)[both] / expected[both], shard[both]
+    in_proportion = all(np.ptp(ratio[shard == number]) < 1e-3 for number in set(shard))
+    if ratio.size and in_proportion:
+        text = f"divided by those of a single buffer they are {ratio.min()} to {ratio.max()}"
+        even = np.allclose(ratio, 1, rtol=1e-3)
+        _expect(even, "shards draw anchors with the probabilities of a single buffer", text)
+
+
+def _expect_weights_of_shards(sampler: Sampler, shard: np.ndarray, batch: Sample) -> None:
+    """Raises unless weights, of beta 1, undo the bias of a draw from shards.
+
+    Shards give equally many items, whatever their part of the mass: an item is drawn with P divided
+    by the part of its shard, so that weights are P^-beta times this part.
+    """
+    parts = {}
+    for number in set(shard.tolist()):
+        own = jax.tree.map(lambda leaf, at=shard == number: leaf[at], batch)
+        _expect_weights(sampler, own, 1.0, "weights of shards")
+        drawn = np.asarray(own.probabilities) > 0
+        chances = np.asarray(own.probabilities, np.float64)[drawn]
+        if chances.size:
+            power = float(sampler.exponent(1.0)) if isinstance(sampler, ShardedSampler) else 0.0
+            first = np.unique(np.asarray(own.indices)[drawn], return_index=True)[1]
+            part = chances[first].sum()  # of the mass of all
+            parts[number] = (
+                np.asarray(own.weights, np.float64)[drawn][0] * chances[0] ** power / part
+            )
+    values = list(parts.values())
+    even = not values or np.allclose(values, values[0], rtol=0.05)  # rare anchors may be missing
+    text = f"weights times P^beta over the shard's part of the mass are {values}"
+    _expect(even, "weights of shards are those of a single buffer", text)
 
 
 def check_stacked(buffer: ReplayBuffer, example: Item) -> None:
-    """Priorities go with the unit, and `jrb.FrameStack` around it; or they say why not."""
+    """Checks the unit, and `jrb.FrameStack` around it, with priorities, unless they refuse."""
     for unit in () if buffer.unit.one_row else (buffer.unit, FrameStack(2, unit=buffer.unit)):
         try:
             stacked = dataclasses.replace(buffer, unit=unit, sampler=Prioritized())
@@ -399,7 +467,7 @@ def check_stacked(buffer: ReplayBuffer, example: Item) -> None:
 
 
 def _filled(buffer: ReplayBuffer, example: Item) -> BufferState:
-    """A state with priorities that differ, of rows once around the ring and further."""
+    """Returns a state with different priorities, of more rows than the ring holds."""
     step, state = _stepper(buffer, example), buffer.init(example)
     for number, key in enumerate(jax.random.split(jax.random.key(5), 4)):
         state = step(state, jnp.float32(number), key)[0]
@@ -407,7 +475,7 @@ def _filled(buffer: ReplayBuffer, example: Item) -> BufferState:
 
 
 def _reads_other_rows(buffer: ReplayBuffer, state: BufferState) -> bool:
-    """Whether the unit reads other rows than those of the anchors."""
+    """Returns True if the unit reads other rows than those of the anchors."""
     context = context_of(buffer, state.writer)
     slots = buffer.sample(state, jax.random.key(10)).indices
     mask = jnp.ones(slots.shape, jnp.bool_)
@@ -417,30 +485,30 @@ def _reads_other_rows(buffer: ReplayBuffer, state: BufferState) -> bool:
 
 
 def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:
-    """What is drawn is held, and something is."""
+    """Raises unless all that is drawn is held, and exactly the anchors have priorities."""
     slots, count = buffer.in_order(state)
     held = set(slots[:count].tolist())
     if buffer.sampler.prioritized:
-        known = set(np.flatnonzero(np.asarray(buffer.priorities(state)) >= 0).tolist())
+        has_priority = set(np.flatnonzero(np.asarray(buffer.priorities(state)) >= 0).tolist())
         anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-        place = jnp.arange(max(int(anchors.count), 1), dtype=jnp.int32)
-        there = set(anchors.nth(place, jax.random.key(0))[0][: int(anchors.count)].tolist())
-        text = f"got others at the slots {sorted(known ^ there)}"
-        _expect(known == there, f"{when}, all anchors have priorities, and nothing else", text)
+        ranks = jnp.arange(max(int(anchors.count), 1), dtype=jnp.int32)
+        expected = set(anchors.nth(ranks, jax.random.key(0))[0][: int(anchors.count)].tolist())
+        right = has_priority == expected
+        text = f"got others at the slots {sorted(has_priority ^ expected)}"
+        _expect(right, f"{when}, all anchors have priorities, and nothing else", text)
     for key in jax.random.split(jax.random.key(12), 4 if buffer.can_sample(state) else 0):
         batch = buffer.sample(state, key)
         drawn = np.asarray(batch.mask).reshape(len(batch.indices), -1).any(axis=1)
-        found = set(np.asarray(batch.indices)[drawn].tolist())
-        text = f"got the slots {sorted(found - held)}, which hold nothing"
-        _expect(found <= held, f"{when}, only items that are held are drawn", text)
+        slots = set(np.asarray(batch.indices)[drawn].tolist())
+        text = f"got the slots {sorted(slots - held)}, which hold nothing"
+        _expect(slots <= held, f"{when}, only items that are held are drawn", text)
 
 
 def _expect_weights(sampler: Sampler, batch: Sample, beta: float, what: str) -> None:
-    """Weights are in proportion to P^-beta, and to nothing else."""
-    try:
-        power = float(sampler.exponent(beta))
-    except MissingMethodError:  # a sampler that is refused in shards
+    """Raises unless weights are in proportion to P^-beta."""
+    if not isinstance(sampler, ShardedSampler):  # only these have an exponent
         return
+    power = float(sampler.exponent(beta))
     drawn = np.asarray(batch.probabilities) > 0
     chances = np.asarray(batch.probabilities, np.float64)[drawn]
     constant = np.asarray(batch.weights, np.float64)[drawn] * chances**power
@@ -451,11 +519,12 @@ def _expect_weights(sampler: Sampler, batch: Sample, beta: float, what: str) -> 
 
 
 def _expect_scale(buffer: ReplayBuffer, state: BufferState, batch: Sample) -> None:
-    """Importance weights, of beta 1, are divided by what `normalize` says."""
+    """Raises unless importance weights, of beta 1, are divided as `normalize` says."""
     anchors = int(buffer.unit.anchors(context_of(buffer, state.writer), state.unit).count)
     most = {"batch": 1, None: 1 / (anchors * float(np.min(batch.probabilities)))}
-    kind = buffer.sampler.normalize
-    if buffer.sampler.prioritized and batch.mask.all() and kind in most:
+    sampler = buffer.sampler
+    if isinstance(sampler, PrioritizedSampler) and batch.mask.all() and sampler.normalize in most:
+        kind = sampler.normalize
         even = np.isclose(np.max(batch.weights), most[kind], rtol=1e-3)
         text = f"the greatest is {np.max(batch.weights)}"
         _expect(even, f"weights are divided as `normalize` says, {kind}", text)
@@ -464,7 +533,7 @@ def _expect_scale(buffer: ReplayBuffer, state: BufferState, batch: Sample) -> No
 def _expect_priorities(
     buffer: ReplayBuffer, before: tuple[Any, Any], after: tuple[Any, Any], verb: str
 ) -> None:
-    """Priorities of slots that were anchors, and are, stay; each of a state and its slots."""
+    """Raises unless slots that were anchors, and are, kept their priorities."""
     if not buffer.sampler.prioritized:
         return
     old, new = (np.asarray(buffer.priorities(*pair)) for pair in (before, after))
@@ -473,9 +542,9 @@ def _expect_priorities(
 
 
 def check_in_place(make: Make, example: Item) -> None:
-    """Nothing of the buffer's size is copied, alone and under vmap.
+    """Checks that nothing of the buffer's size is copied, for one buffer and under vmap.
 
-    A part may compute arrays of its own, of less than 64 bytes a slot, as to sort all priorities.
+    A part may compute arrays of less than 64 bytes a slot, such as to sort all priorities.
     """
 
     def add(buffer: ReplayBuffer, state: AnyState, total: jax.Array, key: jax.Array) -> Any:
@@ -516,7 +585,7 @@ def _lead(buffer: ReplayBuffer) -> tuple[int, ...]:
 
 
 def _stepper(buffer: ReplayBuffer, example: Item) -> Stepper:
-    """Add, draw, and update priorities where there are any; compiled once for all checks."""
+    """Returns a step that extends, draws, and updates priorities; compiled once for all checks."""
     leaves, structure = jax.tree.flatten(pytree.spec_of(example, "example"))
     return _step_of(buffer, tuple(leaves), structure)
 
@@ -535,8 +604,17 @@ def _step_of(buffer: ReplayBuffer, leaves: tuple[Any, ...], structure: Any) -> S
     return step
 
 
+def _raises(error: type[Exception], call: Callable[[], Any]) -> bool:
+    """Returns True if a call raises this error."""
+    try:
+        call()
+    except error:
+        return True
+    return False
+
+
 def _agree(got: PyTree, want: PyTree, contract: str) -> None:
-    """Integers and data exactly, computed floats to rounding."""
+    """Raises unless integers and data are equal, and computed floats are to rounding."""
     structures = jax.tree.structure(got), jax.tree.structure(want)
     _expect(
         structures[0] == structures[1], contract, f"expected {structures[1]}, got {structures[0]}"
@@ -562,6 +640,6 @@ def _expect_equal(got: np.ndarray, want: np.ndarray, where: str) -> None:
         _expect(False, where, f"{count}, at {at} expected {want[at]}, got {got[at]}")
 
 
-def _expect(kept: object, contract: str, found: str = "") -> None:
+def _expect(kept: object, contract: str, details: str = "") -> None:
     if not kept:
-        raise AssertionError(f"broken contract: {contract}{': ' if found else ''}{found}")
+        raise AssertionError(f"broken contract: {contract}{': ' if details else ''}{details}")

@@ -11,7 +11,7 @@ import pytest
 import jrb
 from jrb import sum_tree, testing, types
 from jrb._core import columns
-from jrb._util import pytree, tree
+from jrb._util import pytree
 from jrb.checkpoint import state_specs
 
 pytestmark = pytest.mark.slow
@@ -324,7 +324,7 @@ def test_a_denormal_priority_has_its_power_for_mass(alpha):
 def test_trees_whose_nodes_int32_cannot_number_are_refused(branching, most):
     with pytest.raises(ValueError, match=r"capacity: expected at most \d+, as a tree"):
         sum_tree.init(2**31 - 1, branching=branching)
-    limit = tree._most_leaves(branching)
+    limit = sum_tree._most_leaves(branching)
     assert most < limit < 2**31
     shape = tree.Tree(jnp.zeros(0), limit, branching, "sum")
     assert shape.leaf + limit < 2**31
@@ -342,7 +342,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(monkeypatch, tmp_path):
     for path in paths:
         jrb.save(path, buffer, state, layout=path.name)
         jax.tree.map(np.testing.assert_array_equal, jrb.load(path)[1], state)
-    monkeypatch.setitem(tree.BRANCHING, jax.default_backend(), 32)
+    monkeypatch.setitem(sum_tree._BRANCHING, jax.default_backend(), 32)
     state_specs._blank.cache_clear()
     jax.clear_caches()
     for path in paths:

@@ -23,7 +23,7 @@ from jrb._core import memory
 from jrb._store import files, generation
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
-from jrb._util import prng_keys, pytree, tree
+from jrb._util import prng_keys, pytree
 from jrb._xla import compat
 from jrb.checkpoint import snapshots
 
