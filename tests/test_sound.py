@@ -326,7 +326,7 @@ def test_trees_whose_nodes_int32_cannot_number_are_refused(branching, most):
         sum_tree.init(2**31 - 1, branching=branching)
     limit = sum_tree._most_leaves(branching)
     assert most < limit < 2**31
-    shape = tree.Tree(jnp.zeros(0), limit, branching, "sum")
+    shape = sum_tree.Tree(jnp.zeros(0), limit, branching, "sum")
     assert shape.leaf + limit < 2**31
     buffer = jrb.ReplayBuffer(2**31 - 64, sampler=jrb.Prioritized())
     with pytest.raises(ValueError, match="capacity: expected at most"):
@@ -349,7 +349,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(monkeypatch, tmp_path):
         other, loaded = jrb.load(path)
         assert loaded.sampler.masses.branching == 32
         for part in ("masses", "smallest", "largest"):
-            leaves = [tree.leaves(getattr(its.sampler, part)) for its in (loaded, state)]
+            leaves = [sum_tree.leaves(getattr(its.sampler, part)) for its in (loaded, state)]
             np.testing.assert_array_equal(*leaves)
         np.testing.assert_allclose(
             sum_tree.total(loaded.sampler.masses), sum_tree.total(state.sampler.masses), rtol=1e-5

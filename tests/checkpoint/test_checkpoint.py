@@ -554,7 +554,7 @@ def test_another_capacity_keeps_priorities(tmp_path):
     np.testing.assert_allclose(
         target.sampler.set_alpha(back.sampler, 0.9).masses.nodes, back.sampler.masses.nodes
     )
-    np.testing.assert_allclose(tree.leaves(back.sampler.masses), expected, rtol=1e-6)
+    np.testing.assert_allclose(jrb.sum_tree.leaves(back.sampler.masses), expected, rtol=1e-6)
 
 
 def test_a_queue_gives_nothing_twice_after_a_change(tmp_path):

@@ -263,6 +263,10 @@ def _reset_priorities(self, ring, state, entered, old, new):
     return state.replace(raw=jnp.where(state.raw < 0, state.raw, 1))
 
 
+def _stats_of_counts(self, ring, state, anchors):
+    return jrb.types.ShardStats.uniform(anchors)
+
+
 WRONG = {
     "refilled": [
         (
@@ -297,6 +301,16 @@ WRONG = {
             },
             "set of done flags keeps the priorities",
         )
+    ],
+    "sharded": [
+        (
+            {"sampler": broken(jrb.Prioritized, stats=_stats_of_counts)},
+            "shards draw anchors with the probabilities of a single buffer",
+        ),
+        (
+            {"sampler": broken(jrb.Prioritized, exponent=lambda self, beta: jnp.float32(0.5))},
+            "weights of shards undo the bias of the draw",
+        ),
     ],
     "rebuilt": [
         (
