@@ -418,22 +418,37 @@ def _expect_as_single(sampler: Sampler, slots: np.ndarray, batch: Sample, other:
     chances = np.asarray(batch.probabilities, np.float64)[drawn]
     first = np.unique(slots, return_index=True)[1]
     # Shards give equally many items, whatever their parts of all mass: an item is drawn with P over
-    # the part of its shard.
+    # the part of its shard, so that its weight is P^-beta times this part.
     part = np.bincount(shard[first], chances[first])[shard]
+    weights = np.asarray(batch.weights, np.float64)[drawn] / part
     power = float(sampler.exponent(1.0)) if isinstance(sampler, ShardedSampler) else 0.0
-    constant = np.asarray(batch.weights, np.float64)[drawn] * chances**power / part
-    even = not constant.size or np.allclose(constant, constant[0], rtol=1e-2)
-    _expect(even, "weights of shards undo the bias of the draw", f"got {np.unique(constant)}")
-    pairs = zip(np.asarray(other.indices), np.asarray(other.probabilities, np.float64), strict=True)
-    single = {slot: chance for slot, chance in pairs if chance > 0}
-    if single.keys() != set(slots):  # such as the newest half of an odd number
+    _expect_even(weights * chances**power, "weights of shards undo the bias of the draw")
+    single = {
+        slot: (chance, weight)
+        for slot, chance, weight in zip(
+            np.asarray(other.indices).tolist(),
+            np.asarray(other.probabilities, np.float64).tolist(),
+            np.asarray(other.weights, np.float64).tolist(),
+            strict=True,
+        )
+        if chance > 0
+    }
+    if not single or single.keys() != set(slots):  # such as the newest half of an odd number
         return
-    ratio = chances / np.array([single[slot] for slot in slots])
+    ratio = chances / np.array([single[slot][0] for slot in slots])
     # Left alone are samplers that draw otherwise within a shard, such as by ranks.
     if all(np.ptp(ratio[shard == number]) < 1e-3 for number in set(shard)):
         text = f"divided by those of a single buffer they are {np.unique(ratio.round(4))}"
         even = np.allclose(ratio, 1, rtol=1e-3)
         _expect(even, "shards draw anchors with the probabilities of a single buffer", text)
+        ratio = weights / np.array([single[slot][1] for slot in slots])
+        _expect_even(ratio, "weights of shards are those of a single buffer")
+
+
+def _expect_even(numbers: np.ndarray, contract: str) -> None:
+    if numbers.size:
+        text = f"got ratios from {numbers.min()} to {numbers.max()}"
+        _expect(np.allclose(numbers, numbers[0], rtol=1e-2), contract, text)
 
 
 def check_stacked(buffer: ReplayBuffer, example: Item) -> None:

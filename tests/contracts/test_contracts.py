@@ -309,7 +309,7 @@ WRONG = {
         ),
         (
             {"sampler": broken(jrb.Prioritized, exponent=lambda self, beta: jnp.float32(0.5))},
-            "weights of shards undo the bias of the draw",
+            "weights of shards are those of a single buffer",
         ),
     ],
     "rebuilt": [
