@@ -15,7 +15,7 @@ ROOT = pathlib.Path(jrb.__file__).parent
 
 ROOMS = [
     {"_store"},
-    {"_util", "_xla", "_saved"},
+    {"_util", "_xla"},
     {"keys", "ring", "sum_tree"},
     {"occupancy"},
     {"types", "layouts"},

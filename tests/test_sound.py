@@ -12,7 +12,7 @@ import jrb
 from jrb import sum_tree, testing, types
 from jrb._core import columns
 from jrb._util import pytree
-from jrb.checkpoint import state_specs
+from jrb.checkpoint import schema
 
 pytestmark = pytest.mark.slow
 
@@ -343,7 +343,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(monkeypatch, tmp_path):
         jrb.save(path, buffer, state, layout=path.name)
         jax.tree.map(np.testing.assert_array_equal, jrb.load(path)[1], state)
     monkeypatch.setitem(sum_tree._BRANCHING, jax.default_backend(), 32)
-    state_specs._blank.cache_clear()
+    schema._blank.cache_clear()
     jax.clear_caches()
     for path in paths:
         other, loaded = jrb.load(path)
@@ -355,7 +355,7 @@ def test_a_checkpoint_does_not_depend_on_the_branching(monkeypatch, tmp_path):
             sum_tree.total(loaded.sampler.masses), sum_tree.total(state.sampler.masses), rtol=1e-5
         )
         assert other.sample(loaded, KEY).mask.all()
-    state_specs._blank.cache_clear()
+    schema._blank.cache_clear()
     jax.clear_caches()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jrb._store.threads import Worker
-from jrb.checkpoint.parts import AnyPending
+from jrb.checkpoint.composite import AnyJob
 
 _running: dict[str, "Save"] = {}  # without a lock, as an interrupt could leave that taken
 
@@ -17,25 +17,25 @@ class Save:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._pending: AnyPending | int = 0
+        self._job: AnyJob | int = 0
         self._worker = Worker(self._finish, "jrb-save")
         self._is_told = False  # whether an error was raised by `wait`
 
-    def _begin(self, pending: Callable[[], AnyPending | int]) -> None:
+    def _begin(self, open_job: Callable[[], AnyJob | int]) -> None:
         """Finds out what will be written, and starts the thread if anything is left to be done."""
         try:
-            self._pending = pending()
-            if not isinstance(self._pending, int):
+            self._job = open_job()
+            if not isinstance(self._job, int):
                 self._worker.start()
         except BaseException:
-            if not self._worker.is_started and not isinstance(self._pending, int):
-                self._pending.close()
+            if not self._worker.is_started and not isinstance(self._job, int):
+                self._job.close()
             raise
 
     def _finish(self) -> None:
-        pending, self._pending = self._pending, 0
-        if not isinstance(pending, int):
-            pending.finish(self._keep)
+        job, self._job = self._job, 0
+        if not isinstance(job, int):
+            job.finish(self._keep)
 
     def done(self) -> bool:
         """Whether it is over."""
@@ -53,16 +53,16 @@ class Save:
             raise self._worker.error
 
 
-def start(path: str, pending: Callable[[], AnyPending | int], keep: int) -> Save:
-    """Begins a save, in the background but for what `pending` does.
+def start(path: str, open_job: Callable[[], AnyJob | int], keep: int) -> Save:
+    """Begins a save, in the background but for what `open_job` does.
 
     Args:
         path: where nothing else is under way.
-        pending: opens the save; returns what is left to be done, or a number if it is over.
+        open_job: opens the save; returns what is left to be done, or a number if it is over.
         keep: how many older generations stay.
     """
     save = _running[os.path.realpath(path)] = Save(keep)
-    save._begin(pending)
+    save._begin(open_job)
     atexit.unregister(_report)
     atexit.register(_report)  # called before the finalizers that close the files of the save
     return save

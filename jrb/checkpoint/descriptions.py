@@ -181,14 +181,16 @@ def upgraded(node: Json) -> Json:
     if cls is None or not pytree.is_component(cls):
         return node
     name, own = cls.__name__, {field.name: field for field in dataclasses.fields(cls)}
-    names = _RENAMED_OPTIONS.get(name, {}) | _RENAMED_OF_ANY_PART
+    names: dict[str, str] = _RENAMED_OPTIONS.get(name, {}) | _RENAMED_OF_ANY_PART
     removed, fields = _REMOVED.get(name, {}), {}
-    for old, value in node["fields"].items():
+    encoded: dict[str, Json] = node["fields"]
+    for old, value in encoded.items():
         new = names.get(old, old)
         if old in own or new in own:
             key = old if old in own else new
-            values = _RENAMED_VALUES.get(key, {})
-            fields[key] = upgraded(values.get(value, value) if isinstance(value, str) else value)
+            if isinstance(value, str):
+                value = _RENAMED_VALUES.get(key, {}).get(value, value)
+            fields[key] = upgraded(value)
         elif old not in removed or removed[old] not in (value, ...):
             fields[old] = value  # `decode` says that the part has no such option
     for key, field in own.items():

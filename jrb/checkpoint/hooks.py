@@ -11,16 +11,20 @@ import numpy as np
 
 from jrb._store import table
 from jrb._store.errors import DamagedError
+from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb._util import pytree
-from jrb.checkpoint import apart, descriptions, members, rows, state_specs
-from jrb.checkpoint.members import Several
-from jrb.checkpoint.opened import Opened
-from jrb.checkpoint.snapshots import Snapshot
+from jrb.checkpoint import descriptions, external_items, rows, schema
+from jrb.checkpoint.external_items import bytes_of
+from jrb.checkpoint.rows import StateRows
+from jrb.checkpoint.schema import Snapshot
 from jrb.types import Item
 
 Hook = Callable[[Any], Any]
+
+KIND = "encoded"
+"""The kind of items that a function was called for."""
 
 _BLANK = ".blank"
 _WITNESSES = 256
@@ -32,18 +36,13 @@ class Outward:
     """What becomes of items in a save.
 
     Attributes:
-        encode: a function from K items to what is written of them; None for themselves. Of several
-            buffers also a dict, by name.
+        encode: a function from K items to what is written of them; None for the items themselves.
+            Of several buffers also a dict, by name.
         items: whether they are written at all.
     """
 
     encode: Any = None
     items: bool = True
-
-    def of_each(self, buffer: Several) -> dict[str, "Outward"]:
-        """That of each of several buffers, by name."""
-        encodes = _of_each(buffer, self.encode, "save: encode functions")
-        return {name: Outward(encode, self.items) for name, encode in encodes.items()}
 
     def check(self) -> None:
         """Raises unless it makes sense."""
@@ -63,8 +62,8 @@ class Inward:
     """Where items come from in a load.
 
     Attributes:
-        decode: the inverse of what they were encoded by. Of several buffers also a dict.
-        items: themselves, where they were not saved. Of several buffers a dict or a tuple.
+        decode: the inverse of the function that encoded them. Of several buffers also a dict.
+        items: the items, where they were not saved. Of several buffers a dict or a tuple.
         verify: whether rows that stay where they are, in files, are all looked at.
         cast: whether leaves of 64 bits are converted to what JAX keeps.
     """
@@ -74,19 +73,8 @@ class Inward:
     verify: bool = True
     cast: bool = False
 
-    def of_each(self, buffer: Several) -> dict[str, "Inward"]:
-        """That of each of several buffers, by name."""
-        decodes = _of_each(buffer, self.decode, "load: decode functions")
-        items: dict[str, Any] = dict.fromkeys(decodes)
-        if self.items is not None:
-            items = members.of_each(buffer, self.items, "load: items")
-        return {
-            name: Inward(decodes[name], items[name], self.verify, self.cast) for name in decodes
-        }
-
-    def check(self, opened: Opened) -> None:
-        """Raises unless that is what a checkpoint needs."""
-        path, form = opened.path, opened.form
+    def check(self, path: str, form: dict[str, Any]) -> None:
+        """Raises unless a checkpoint whose items are of this form needs these arguments."""
         name = form.get("encode")
         if name is not None and self.decode is None:
             raise ValueError(
@@ -100,21 +88,14 @@ class Inward:
             )
         if name is not None and not callable(self.decode):
             raise TypeError(f"{path}: decode: expected a function, got {self.decode!r}.")
-        is_apart = form.get("kind") == apart.KIND
-        if is_apart and self.items is None:
+        is_needed = form.get("kind") == external_items.KIND
+        if is_needed and self.items is None:
             raise ValueError(
                 f"{path}: expected items=, as it was saved with items=False. Pass what "
                 "jrb.items(buffer, state) gave then: load(path, items=...)."
             )
-        if not is_apart and self.items is not None:
+        if not is_needed and self.items is not None:
             raise ValueError(f"{path}: items: expected None, as the items are there. Leave it out.")
-
-
-def _of_each(buffer: Several, hook: Any, what: str) -> dict[str, Any]:
-    """The function for each buffer: one for all, or those of a dict."""
-    if isinstance(hook, dict):
-        return members.of_each(members.each(buffer), hook, what)
-    return dict.fromkeys(members.each(buffer), hook)
 
 
 def name_of(hook: Any) -> str:
@@ -125,7 +106,7 @@ def name_of(hook: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoded(rows.Rows):
+class EncodedRows(StateRows):
     """Rows that are made of those of items by a function.
 
     They are written as what distinguishes them from the row that an item of zeros gives, by
@@ -138,23 +119,23 @@ class Encoded(rows.Rows):
         structure: of what it gives.
     """
 
-    items: apart.Items = dataclasses.field(kw_only=True)
+    items: external_items.Items = dataclasses.field(kw_only=True)
     encode: Hook = dataclasses.field(kw_only=True)
     blank: tuple[np.ndarray, ...] = dataclasses.field(kw_only=True)
     structure: Any = dataclasses.field(kw_only=True)
 
     def take(self, rows: np.ndarray) -> list[np.ndarray]:
         """The bytes of rows `[B]` of each column, uint8 `[B, width]`."""
-        found = self.items.take(rows)
-        if all(table.is_zero(apart.bytes_of(leaf)) for leaf in jax.tree.leaves(found)):
+        items = self.items.take(rows)
+        if all(table.is_zero(bytes_of(leaf)) for leaf in jax.tree.leaves(items)):
             return [np.zeros((len(rows), column.width), np.uint8) for column in self.columns]
-        leaves = _checked(self.encode(found), self.structure, len(rows), "encode")
-        pairs = zip(map(apart.bytes_of, leaves), self.blank, strict=True)
+        leaves = _checked(self.encode(items), self.structure, len(rows), "encode")
+        pairs = zip(map(bytes_of, leaves), self.blank, strict=True)
         return [_across(leaf, blank) for leaf, blank in pairs]
 
     def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
         """The bytes of the items `[B]`, which the function is not called for."""
-        return list(map(apart.bytes_of, jax.tree.leaves(self.items.take(rows))))
+        return list(map(bytes_of, jax.tree.leaves(self.items.take(rows))))
 
     def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
         """The newest rows and some others: another function of the same name changes most."""
@@ -167,7 +148,7 @@ class Encoded(rows.Rows):
         return max(super().width, pytree.nbytes(self.items.spec))
 
 
-def encoded(saved: Snapshot, encode: Hook) -> Encoded:
+def encoded(saved: Snapshot, encode: Hook) -> EncodedRows:
     """The items of a state as a function gives them.
 
     Raises:
@@ -175,19 +156,19 @@ def encoded(saved: Snapshot, encode: Hook) -> Encoded:
     """
     if not callable(encode):
         raise TypeError(f"encode: expected a function, got {encode!r}.")
-    items = apart.of(saved, "encode")
+    items = external_items.of(saved, "encode")
     one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), items.spec)
     given = jax.tree.map(np.asarray, encode(one))
     structure = _structure_of(given)
     leaves = _checked(given, structure, 1, "encode")
-    return Encoded(
-        columns(structure, items.count),
+    return EncodedRows(
+        columns(structure, items.rows.count),
         (),
-        items.held.buffers,
-        items.held.capacity,
+        items.rows.buffers,
+        items.rows.capacity,
         items=items,
         encode=encode,
-        blank=tuple(map(apart.bytes_of, leaves)),
+        blank=tuple(map(bytes_of, leaves)),
         structure=structure,
     )
 
@@ -200,7 +181,7 @@ def columns(structure: Any, count: int) -> tuple[Column, ...]:
             (descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])),
             leaf.size * leaf.dtype.itemsize,
         )
-        for name, leaf in state_specs.by_name(structure).items()
+        for name, leaf in schema.by_name(structure).items()
     )
 
 
@@ -247,38 +228,40 @@ def _across(leaf: np.ndarray, blank: np.ndarray) -> np.ndarray:
     return leaf if table.is_zero(blank) else leaf ^ blank
 
 
-def form_of(held: Encoded) -> dict[str, Any]:
+def form_of(held: EncodedRows) -> dict[str, Any]:
     """What a generation says of encoded items."""
     blank = b"".join(leaf.tobytes() for leaf in held.blank)
     return {
-        "kind": "encoded",
+        "kind": KIND,
         "encode": name_of(held.encode),
         "structure": descriptions.encode_structure(held.structure),
         "blank": zlib.crc32(blank),
     }
 
 
-def arrays_of(held: Encoded) -> dict[str, Any]:
+def arrays_of(held: EncodedRows) -> dict[str, Any]:
     """What must be written beside encoded items."""
     return {_BLANK: b"".join(leaf.tobytes() for leaf in held.blank)}
 
 
 def decoded(
-    opened: Opened, spec: Item, decode: Hook
+    path: str,
+    store: Store,
+    generation: Generation,
+    form: dict[str, Any],
+    spec: Item,
+    decode: Hook,
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Numbers of rows, and their items as leaves on the host; items of zeros are left out.
 
     Raises:
         TypeError, ValueError: the function gives something else than the items were.
     """
-    store, generation = opened.store, opened.generation
-    structure = descriptions.decode_structure(opened.form["structure"])
+    structure = descriptions.decode_structure(form["structure"])
     made, specs = columns(structure, store.slots), jax.tree.leaves(structure)
     if [column.leaves for column in made] != [column.leaves for column in generation.columns]:
-        raise DamagedError(
-            f"{opened.path}: expected encoded items like {structure}, found other columns."
-        )
-    wanted = apart.on_host(spec)
+        raise DamagedError(f"{path}: expected encoded items like {structure}, found other columns.")
+    wanted = external_items.host_spec(spec)
     blank = np.split(
         generation.array(_BLANK, np.uint8)[None], np.cumsum([c.width for c in made])[:-1], axis=1
     )
@@ -292,7 +275,7 @@ def decoded(
         return _checked(given, wanted, count, "decode")
 
     zero = back(blank, 1)
-    is_zero = all(table.is_zero(apart.bytes_of(leaf)) for leaf in zero)
+    is_zero = all(table.is_zero(bytes_of(leaf)) for leaf in zero)
     width = max(pytree.nbytes(wanted), pytree.nbytes(structure))
     for piece in rows.in_parts(np.arange(store.slots), width):
         if store.is_blank(piece):

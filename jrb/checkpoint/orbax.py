@@ -38,8 +38,8 @@ import numpy as np
 from jrb._core import memory
 from jrb._util import extras
 from jrb._util.pytree import Leaf
-from jrb.checkpoint import folder, snapshots
-from jrb.checkpoint.snapshots import Source
+from jrb.checkpoint import api, composite
+from jrb.checkpoint.composite import AnySnapshot
 
 ocp: Any = extras.require("orbax.checkpoint", "orbax")
 
@@ -56,7 +56,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: Any, args: "BufferSave") -> None:
         """Writes the state, and returns when that is done."""
-        folder.save(_path(directory), snapshots.taken(args.buffer, args.state), 0)
+        api.save_snapshot(_path(directory), composite.snapshot(args.buffer, args.state), 0)
 
     async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
         """Copies the state to host memory; then it may be donated.
@@ -64,7 +64,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
         Returns:
             What waits until the folder is there, and then writes the copy.
         """
-        copy = snapshots.taken(args.buffer, jax.tree.map(_copied, args.state))
+        copy = composite.snapshot(args.buffer, jax.tree.map(_copied, args.state))
         write = _write(_path(directory), copy)
         return [ocp.future.CommitFutureAwaitingContractedSignals(write, name="jrb-save")]
 
@@ -77,7 +77,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
             ValueError: another version, dtype, shape, structure or description.
         """
         how: Any = BufferRestore() if args is None else args
-        return folder.load(_path(directory), how.buffer, how.example, how.device)
+        return api.load_generation(_path(directory), how.buffer, how.example, how.device)
 
 
 @ocp.args.register_with_handler(BufferHandler, for_save=True)
@@ -103,7 +103,7 @@ class BufferSave(ocp.args.CheckpointArgs):
     state: Any
 
     def __post_init__(self) -> None:
-        folder.check(snapshots.taken(self.buffer, self.state))
+        api.check_snapshot(composite.snapshot(self.buffer, self.state))
         if jax.process_count() > 1:
             raise NotImplementedError(
                 f"save: expected a program of one process, got {jax.process_count()}. Save the "
@@ -139,5 +139,5 @@ def _copied(leaf: Leaf) -> Any:
     return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
 
 
-async def _write(path: str, saved: Source) -> None:
-    folder.save(path, saved, 0)
+async def _write(path: str, saved: AnySnapshot) -> None:
+    api.save_snapshot(path, saved, 0)

@@ -4,10 +4,10 @@ import importlib
 import os
 from typing import Any
 
-from jrb import _saved
 from jrb._store import generation
 from jrb._store.files import Folder
 from jrb._util import extras
+from jrb.checkpoint import manifest
 
 FOLDER, FILE, OTHER = "folder", "file", "other"
 """A checkpoint or a store in a folder; one in HDF5; what somebody else made, perhaps."""
@@ -49,7 +49,7 @@ def _is_ours(path: str) -> bool:
     h5py = importlib.import_module("h5py")  # which takes its time
     try:
         with h5py.File(path, "r", locking=False) as file:
-            return file.attrs.get("format") == _saved.H5
+            return file.attrs.get("format") == manifest.HDF5
     except OSError:
         return False
 
@@ -61,7 +61,7 @@ def dataset(path: str) -> Any:
         NotOursError: no format matches it.
     """
     if kind_of(path) == FOLDER:
-        _saved.meta_of(_saved.opened(path))  # raises of a damaged one, which no format matches
+        manifest.meta_of(manifest.opened(path))  # raises of a damaged one, which no format matches
     datasets = importlib.import_module("jrb.datasets")
     try:
         return datasets.open(path)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jrb import _saved
 from jrb._store import generation, table
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import Generation
+from jrb.checkpoint import manifest
 from jrb.cli import found
 
 _ROWS = "storage/"
@@ -92,7 +92,7 @@ def report(path: str) -> Report:
     """
     kind = found.kind_of(path)
     if kind == found.FOLDER:
-        return _of_folder(path, _saved.opened(path))
+        return _of_folder(path, manifest.opened(path))
     return _of_file(path) if kind == found.FILE else _of_dataset(path)
 
 
@@ -100,10 +100,10 @@ def report(path: str) -> Report:
 
 
 def _of_folder(path: str, opened: Generation) -> Report:
-    meta = _saved.meta_of(opened)
+    meta = manifest.meta_of(opened)
     facts, form = meta.get("facts") or {}, meta.get("form") or {}
     kind = {"buffer": "checkpoint", "None": "store"}.get(told := str(meta.get("kind")), told)
-    parts = _saved.generations(opened)
+    parts = manifest.generations(opened)
     arrays = list(_arrays(opened))
     rows = opened.body["table"]["slots"]
     leaves = [_row_leaf(location.leaf, rows, meta) for _, location in sorted(opened.leaves.items())]
@@ -127,7 +127,7 @@ def _of_folder(path: str, opened: Generation) -> Report:
 
 
 def _of_part(path: str, whole: Generation, name: str) -> Report:
-    return _of_folder(_saved.path_of(path, name), _saved.part(path, whole, name))
+    return _of_folder(manifest.path_of(path, name), manifest.part(path, whole, name))
 
 
 def _row_leaf(leaf: table.Leaf, rows: int, meta: dict[str, Any]) -> Leaf:
@@ -145,7 +145,7 @@ def _numbers(path: str) -> list[int]:
 def _saved_as(folder: Folder, number: int) -> Saved:
     """What a generation says first; a damaged one is said to be."""
     try:
-        meta = _saved.meta_of(Generation(folder, number))
+        meta = manifest.meta_of(Generation(folder, number))
     except (DamagedError, FileNotFoundError) as error:
         return Saved(number, damage=str(error))
     facts = meta.get("facts") or {}
@@ -166,7 +166,7 @@ def _type_of(kind: Any) -> tuple[str, list[int]]:
 
 
 def _extra(arrays: list[Leaf]) -> list[Leaf]:
-    begins = _saved.EXTRA
+    begins = manifest.EXTRA
     return [
         Leaf(leaf.name.removeprefix(begins), leaf.dtype, leaf.shape, leaf.nbytes)
         for leaf in arrays
@@ -198,7 +198,7 @@ def _of_file(path: str) -> Report:
     try:
         with h5py.File(path, "r", locking=False) as file:
             about = json.loads(file["jrb"][()].tobytes())
-            _saved.check(path, about, _saved.ABOUT_H5)
+            manifest.check(path, about, manifest.ABOUT_HDF5)
             facts = about.get("facts") or {}
             capacity, rows = facts.get("capacity"), about["rows"]
             envs = facts.get("num_envs")

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from jrb import _saved
 from jrb._store.opening import Progress
 from jrb._store.printing import printable
 from jrb._util import extras
+from jrb.checkpoint import manifest
 from jrb.cli import console, found
 
 typer: Any = extras.require("typer", "cli")
@@ -66,4 +66,4 @@ def _damages(read: Callable[[Any], Any], pieces: Sequence[Any], progress: Progre
     return list(lines)
 
 
-_CHECKS = {found.FOLDER: _saved.damages, found.FILE: _in_file, found.OTHER: _by_reading}
+_CHECKS = {found.FOLDER: manifest.damages, found.FILE: _in_file, found.OTHER: _by_reading}

@@ -14,7 +14,7 @@ import numpy as np
 from jrb import checkpoint
 from jrb._store.store import writing
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import matching
+from jrb.checkpoint import schema
 from jrb.datasets.filling import Streams, written
 from jrb.migrate import with_parts, writable
 from jrb.samplers import Uniform
@@ -115,7 +115,7 @@ def _loaded(
     for given in (buffer, plain, None):
         try:
             description, state, mark = checkpoint.load(path, given, extra=_MARK, verify=False)
-        except matching.OtherError:
+        except schema.OtherError:
             continue
         except ValueError as error:
             raise other from error

@@ -1,16 +1,15 @@
 """Removes datasets and checkpoints: the files of their layout, and nothing else.
 
-Whose files are whose is said by the layout: `Format.is_own`, and `jrb._saved.is_own` for our own.
+Whose files are whose is said by the layout: `Format.is_own`, and `manifest.is_own` for our own.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator
 
-from jrb import _saved
 from jrb._store import generation, removal
 from jrb._store.files import Folder
-from jrb.checkpoint import h5
+from jrb.checkpoint import hdf5, manifest
 from jrb.datasets import opening
 
 
@@ -26,14 +25,14 @@ def locked(path: str) -> Iterator[removal.IsOwn]:
         yield lambda path, name: False
     elif os.path.isdir(path):
         is_ours = generation.numbers(Folder(path))
-        is_own = _saved.is_own if is_ours else opening.chosen(path).is_own
+        is_own = manifest.is_own if is_ours else opening.chosen(path).is_own
         with removal.locked(path, is_own):
             yield is_own
     else:
-        is_ours = h5.is_own(path)
+        is_ours = hdf5.is_own(path)
         if not is_ours:
             opening.chosen(path)  # raises where it is no dataset
-        with h5.locked(path) if is_ours else contextlib.nullcontext():
+        with hdf5.locked(path) if is_ours else contextlib.nullcontext():
             yield lambda path, name: False
 
 

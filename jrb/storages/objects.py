@@ -61,9 +61,9 @@ class ListStorage(HostStorage):
     object, `extend` takes a sequence of T of them, and with `num_envs` each row is a sequence of E.
     Unlike those of other storages, states share their objects: an older state, of which something
     was overwritten since, may neither be written to nor draw that. The unit is `jrb.Transition()`.
-    `jrb.save` takes None, numbers, strings, bytes, arrays, and lists, tuples, dicts with str keys,
-    named tuples and dataclasses of these. Arrays come back as NumPy's or JAX's, which they were;
-    where several slots hold one object, each comes back with its own.
+    `jrb.save` takes None, numbers, strings, bytes, arrays, and lists, tuples and dicts with str
+    keys of these, and needs the extra `objects`. Arrays come back as NumPy's or JAX's, which they
+    were; where several slots hold one object, each comes back with its own.
 
     Attributes:
         collate: from a list of B objects to `Sample.data`; None for the list. Where nothing was

@@ -6,7 +6,7 @@ import zlib
 import h5py
 import numpy as np
 
-from jrb.checkpoint import seal
+from jrb.checkpoint import hdf5
 
 VALUES = [
     *(None, True, False, -1, 0, 1, -5, 2**31, 2**63, 10**30, 0.5, float("nan"), float("inf")),
@@ -72,7 +72,7 @@ def forge_h5(path, about=None, attributes=None):
             file["jrb"] = text
             file["jrb"].attrs["crc32"] = zlib.crc32(text)
     with open(path, "r+b") as file:
-        seal.put(file.fileno(), str(path))
+        hdf5.put_seal(file.fileno(), str(path))
 
 
 def generation_at(path):

@@ -25,7 +25,7 @@ from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb._util import prng_keys, pytree
 from jrb._xla import compat
-from jrb.checkpoint import snapshots
+from jrb.checkpoint import api, composite
 
 TED = {
     "observation": jnp.zeros(3),
@@ -423,7 +423,7 @@ def test_a_background_save_holds_what_the_state_was(tmp_path):
             state = add(state, testing.rows({"x": jnp.zeros(10_000)}, jnp.float32(number), 3))
         assert not save.done()
         with pytest.raises(checkpoint.LockedError):
-            checkpoint.folder.save(str(tmp_path), snapshots.taken(buffer, kept), 0)
+            api.save_snapshot(str(tmp_path), composite.snapshot(buffer, kept), 0)
         go.set()
         save.wait()
     finally:
@@ -1003,7 +1003,7 @@ def test_verify_reads_by_pieces_of_any_size(layout, piece, tmp_path, monkeypatch
     state = buffer.extend(buffer.init({"wide": jnp.zeros(3), "x": 0}), items)
     path = tmp_path / "a"
     jrb.save(path, buffer, state, layout=layout)
-    for module in ("jrb._store.table", "jrb._store.generation", "jrb.checkpoint.h5"):
+    for module in ("jrb._store.table", "jrb._store.generation", "jrb.checkpoint.hdf5"):
         monkeypatch.setattr(importlib.import_module(module), "_PIECE", piece)
     shares = []
     assert jrb.checkpoint.verify(path, shares.append) == []

@@ -16,7 +16,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb.checkpoint import host_items
+from jrb.checkpoint import schema
 from tests.storages.test_on_host import EXAMPLE, KEY, numbered, same, steps
 
 pytestmark = pytest.mark.slow
@@ -160,13 +160,11 @@ def test_a_mix_with_a_store(tmp_path):
 def test_a_save_elsewhere_notices_what_is_overwritten_meanwhile():
     buffer = jrb.ReplayBuffer(4, storage=jrb.MemmapStorage())
     state = buffer.extend(buffer.init({"x": jnp.zeros(2)}), numbered(1, 2, 3, 4))
-    leaf = host_items.items_of(state.storage)["x"]
-    np.testing.assert_array_equal(
-        leaf.rows(np.zeros(2, int), np.arange(2)).view(np.float32), [[1, -1], [2, -2]]
-    )
+    leaf = schema.snapshot(buffer, state).state.storage["x"]
+    np.testing.assert_array_equal(leaf.rows(np.arange(2)).view(np.float32), [[1, -1], [2, -2]])
     jax.block_until_ready(jax.jit(buffer.add)(state, {"x": jnp.zeros(2)}))
     with pytest.raises(jrb.StaleError):
-        leaf.rows(np.zeros(2, int), np.arange(2))
+        leaf.rows(np.arange(2))
 
 
 def test_nothing_was_saved_yet(tmp_path):

@@ -2,13 +2,11 @@
 
 import collections
 import dataclasses
-import json
 import math
 import os
 import random
 import struct
 
-import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -18,22 +16,11 @@ import pytest
 import jrb
 from jrb import checkpoint
 from jrb._xla import compat
-from jrb.checkpoint import objects
 from tests.checkpoint.test_checkpoint import written
 
 pytestmark = pytest.mark.slow
 
 KEY = jax.random.key(2)
-
-
-class Move(collections.namedtuple("Move", ["piece", "to"])):
-    """An object of a class of the program."""
-
-
-@chex.dataclass(frozen=True)
-class Board:
-    cells: jax.Array
-    name: str
 
 
 @dataclasses.dataclass
@@ -60,9 +47,6 @@ def same(one, other):
         assert list(one) == list(other)
         for key, value in other.items():
             same(one[key], value)
-    elif dataclasses.is_dataclass(other):
-        for field in dataclasses.fields(other):
-            same(getattr(one, field.name), getattr(other, field.name))
     elif isinstance(other, list | tuple):
         assert len(one) == len(other)
         for pair in zip(one, other, strict=True):
@@ -90,7 +74,7 @@ def there_and_back(path, buffer, state, **how):
 
 
 THINGS = [
-    *(None, True, False, 0, -1, 2**61, 2**62, -(2**62), 10**5000, -(2**200)),
+    *(None, True, False, 0, -1, 2**61, 2**62, -(2**62), 2**64 - 1, -(2**63)),
     *(0.0, -0.0, 1.5, 5e-324, 1e308, math.inf, -math.inf, math.nan),
     struct.unpack("<d", bytes.fromhex("010000000000f8ff"))[0],
     *("", "foo", "é", '\0\n"\\', "😀", "\ud83d", "\ud83d\ude00", b"", b"\0\xff"),
@@ -113,7 +97,6 @@ THINGS = [
     np.asarray(np.arange(6).reshape(2, 3), order="F"),
     *(jnp.arange(3), jnp.ones((2, 0)), jnp.arange(3, dtype=jnp.bfloat16), jnp.int4(3)),
     *(jax.random.key(3), jax.random.split(jax.random.key(0, impl="rbg"), 2)),
-    *(Move("K", (1, 2)), Board(cells=jnp.arange(4), name="x"), Note("a", about=[Note("b")])),
 ]
 
 
@@ -133,12 +116,12 @@ def thing(rng, depth=3):
     """A random object."""
     kinds = [
         lambda: rng.choice([None, True, math.nan, "a" * rng.randrange(300), rng.random()]),
-        lambda: rng.getrandbits(rng.randrange(1, 200)),
+        lambda: rng.getrandbits(rng.randrange(1, 64)),
         lambda: np.frombuffer(rng.randbytes(4 * rng.randrange(2000)), np.float32),
     ]
     if depth:
         inner = lambda: [thing(rng, depth - 1) for _ in range(rng.randrange(4))]
-        kinds += [inner, lambda: tuple(inner()), lambda: Move(*[inner(), inner()])]
+        kinds += [inner, lambda: tuple(inner())]
         kinds += [lambda: {chr(97 + n): one for n, one in enumerate(inner())}]
     return rng.choice(kinds)()
 
@@ -210,7 +193,9 @@ def test_what_no_file_can_hold_is_named_and_nothing_is_written(tmp_path):
         ((object(),), r"slot 1\[0\]: .* got builtins\.object"),
         ({1: 2}, r"got builtins\.dict with the key 1"),
         (local(3), "got .*local"),
-        (Note("a", about=[lambda: 3]), r"slot 1\.about\[0\]: .*function"),
+        ([lambda: 3], r"slot 1\[0\]: .*function"),
+        (Note("a"), "Note"),
+        (10**30, "int of more than 64 bits"),
         (Derived(1), "Derived"),
         (Text("x"), "Text"),
         (collections.OrderedDict(a=1), "OrderedDict"),
@@ -223,23 +208,6 @@ def test_what_no_file_can_hold_is_named_and_nothing_is_written(tmp_path):
         with pytest.raises((TypeError, ValueError), match=message):
             jrb.save(tmp_path / "x", buffer, state)
         assert not (tmp_path / "x").exists()
-
-
-def test_classes_have_to_be_there(tmp_path, monkeypatch):
-    buffer, state = made([Move(1, 2)])
-    jrb.save(tmp_path, buffer, state)
-    monkeypatch.delitem(globals(), "Move")
-    with pytest.raises(ValueError, match=r"tests\.checkpoint\.test_objects:Move"):
-        jrb.load(tmp_path)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:eval", "x:y"])
-def test_bytes_cannot_make_the_program_call_anything(name):
-    text = json.dumps([{"class": name, "fields": [["args", "true"]]}]).encode()
-    reader = objects._Reader(text + b"\n", None)
-    with pytest.raises(ValueError, match="expected the class"):
-        reader.value(reader.nodes[0])
 
 
 def test_a_function_has_to_be_brought_and_may_be_another(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import jrb
 from jrb import checkpoint
 from jrb._util import prng_keys
-from jrb.checkpoint import folder
+from jrb.checkpoint import api
 
 pytestmark = pytest.mark.slow
 
@@ -114,13 +114,13 @@ def test_another_program_restores_without_a_description(tmp_path):
 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path, monkeypatch):
-    go_on, save = threading.Event(), folder.save
+    go_on, save = threading.Event(), api.save_snapshot
 
     def late(*args):
         assert go_on.wait(60)
         save(*args)
 
-    monkeypatch.setattr(folder, "save", late)
+    monkeypatch.setattr(api, "save_snapshot", late)
     add = jax.jit(BUFFER.add, donate_argnums=0)
     state = filled()
     expected, structure = raw(state), jax.tree.structure(state)
@@ -232,7 +232,7 @@ def test_a_full_disk_is_told_and_leaves_the_older_step(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(folder, "save", full)
+            patch.setattr(api, "save_snapshot", full)
             manager.save(1, args=save_args(filled(start=9)))
             with pytest.raises(OSError, match="No space left"):
                 manager.wait_until_finished()

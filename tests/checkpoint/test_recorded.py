@@ -12,16 +12,6 @@ import jrb
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data" / "checkpoints"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
-OBJECTS = [
-    {
-        "text": f"line {t}",
-        "tokens": [t, t + 1],
-        "array": np.arange(3, dtype=np.int16) + t,
-        "key": None,
-        "pair": (1.5, b"x"),
-    }
-    for t in range(2, 8)
-]
 
 
 def restored(items):
@@ -61,7 +51,7 @@ def check(buffer, state, expected):
             np.testing.assert_allclose(sample.probabilities, expected["probabilities"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@pytest.mark.parametrize("name", sorted(EXPECTED.keys() - {"objects"}))
 def test_a_recorded_checkpoint_loads(name, tmp_path):
     path = tmp_path / name
     copy = shutil.copyfile if (FOLDER / name).is_file() else shutil.copytree
@@ -72,11 +62,7 @@ def test_a_recorded_checkpoint_loads(name, tmp_path):
     if name == "without_items":
         options["items"] = kept_items()
     buffer, state = jrb.load(path, **options)
-    if name == "objects":
-        for found, expected in zip(jrb.items(buffer, state), OBJECTS, strict=True):
-            np.testing.assert_array_equal(found.pop("array"), expected["array"])
-            assert found == {key: value for key, value in expected.items() if key != "array"}
-    elif name == "mix":
+    if name == "mix":
         assert len(buffer.buffers) == len(state) == 2
     elif name == "several":
         for part, expected in EXPECTED[name].items():
@@ -84,8 +70,14 @@ def test_a_recorded_checkpoint_loads(name, tmp_path):
     else:
         check(buffer, state, EXPECTED[name])
     assert jrb.checkpoint.verify(path) == []
-    if name != "objects" and not path.is_file():
+    if not path.is_file():
         jrb.save(tmp_path / "again", buffer, state)
+
+
+def test_recorded_objects_are_refused():
+    """They were in a format of jrb's own, which is gone."""
+    with pytest.raises(ValueError, match="Load them with that version"):
+        jrb.load(FOLDER / "objects")
 
 
 def test_what_was_saved_besides_a_recorded_checkpoint_loads():

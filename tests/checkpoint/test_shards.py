@@ -15,7 +15,9 @@ import jrb
 from jrb import checkpoint
 from jrb._core import memory
 from jrb._store import files, threads
-from jrb.checkpoint import crew, descriptions, parts, snapshots
+from jrb.checkpoint import api, composite, descriptions, process_group
+from jrb.checkpoint import extra as extra_data
+from jrb.checkpoint.extra import ExtraData
 from jrb.sharding import states as shard_states
 
 pytestmark = [
@@ -208,17 +210,17 @@ class Board:
             return self.told[name]
 
 
-class Process(crew.DistributedProcesses):
+class Process(process_group.DistributedProcesses):
     """One that works when no other does."""
 
     board: Board
 
-    def together(self, work):
+    def all_gather_json(self, work):
         def alone():
             with self.board.turn:
                 return work()
 
-        return super().together(alone)
+        return super().all_gather_json(alone)
 
 
 def saved_by(count, path, sharded, state, monkeypatch, **options):
@@ -235,7 +237,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
         each = whole(sharded, state)
         return {name: one for name, one in each.items() if name % count == local.number}
 
-    monkeypatch.setattr(crew, "of_program", of_this_process)
+    monkeypatch.setattr(process_group, "of_program", of_this_process)
     monkeypatch.setattr(shard_states, "split", mine)
 
     def in_turn(verb):
@@ -246,16 +248,16 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
         return alone
 
     for name in ("_expire_parts", "close"):
-        monkeypatch.setattr(parts.Pending, name, in_turn(getattr(parts.Pending, name)))
+        monkeypatch.setattr(composite.GroupJob, name, in_turn(getattr(composite.GroupJob, name)))
     monkeypatch.setattr(threads, "WORKERS", 1)
     told = [None] * count
 
     def run(number):
         local.number = number
         try:
-            saved = snapshots.taken(sharded, state)
-            extra = options.get("extra", checkpoint.beside.Beside())
-            told[number] = checkpoint.folder.save(str(path), saved, 0, extra)
+            saved = composite.snapshot(sharded, state)
+            extra = options.get("extra", ExtraData())
+            told[number] = api.save_snapshot(str(path), saved, 0, extra)
         except OSError as error:
             told[number] = error
 
@@ -269,7 +271,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
 
 
 def step(number):
-    return checkpoint.beside.of({"step": number}, copy=False)
+    return extra_data.of({"step": number}, copy=False)
 
 
 def there(path, sharded, states):
@@ -343,9 +345,9 @@ def test_one_that_fails_before_it_writes_says_so_to_the_others():
     told = []
 
     def run(number, work):
-        one = crew.DistributedProcesses(number, 2, board.leave, board.fetch, "save")
+        one = process_group.DistributedProcesses(number, 2, board.leave, board.fetch, "save")
         try:
-            told.append(one.together(work))
+            told.append(one.all_gather_json(work))
         except Exception as error:
             told.append(str(error))
 
@@ -397,11 +399,10 @@ def test_an_option_that_is_gone_and_changed_nothing_is_left_out():
     sharded = jrb.Sharded(BUFFER, S)
     node = descriptions.encode(sharded)
     node["fields"]["exchange"] = False
-    assert descriptions.decode(node) == sharded
-    assert descriptions.differences(node, descriptions.encode(sharded)) == []
+    assert descriptions.decode(descriptions.upgraded(node)) == sharded
     node["fields"]["exchange"] = True
     with pytest.raises(descriptions.UnknownError, match="has other fields"):
-        descriptions.decode(node)
+        descriptions.decode(descriptions.upgraded(node))
 
 
 @pytest.mark.parametrize(
@@ -415,5 +416,4 @@ def test_an_option_that_is_gone_and_changed_nothing_is_left_out():
 def test_removed_options_on_which_no_state_depends_are_left_out(part, option):
     node = descriptions.encode(part)
     old = {**node, "fields": {**node["fields"], **option}}
-    assert descriptions.differences(old, node) == []
-    assert descriptions.differences(node, old) == []
+    assert descriptions.upgraded(old) == node

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.checkpoint import snapshots
+from jrb.checkpoint import composite
 from jrb.sharding import states as shard_states
 
 ITEM = {"x": jnp.float32(0)}
@@ -53,7 +53,7 @@ def test_several_axes_are_told_from_items(tmp_path):
     buffer = jrb.ReplayBuffer(4)
     init = lambda _: buffer.init(ITEM)
     state = jax.vmap(jax.vmap(init))(jnp.zeros((2, 3)))
-    saved = snapshots.taken({"a": buffer}, {"a": state}).parts["a"]
+    saved = composite.snapshot({"a": buffer}, {"a": state}).parts["a"]
     assert saved.batch == (2, 3) and saved.spec["x"].shape == () and saved.views == []
     jrb.save(tmp_path / "x", buffer, state)
     jax.tree.map(np.testing.assert_array_equal, jrb.load(tmp_path / "x")[1], state)

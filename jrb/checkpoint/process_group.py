@@ -17,12 +17,12 @@ class ProcessGroup(Protocol):
     """Some processes, which all do the same in the same order."""
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is the first of them."""
         ...
 
-    def together(self, work: Callable[[], Any]) -> list[Any]:
-        """What the work of each gave, for JSON, when all have done it.
+    def all_gather_json(self, work: Callable[[], Any]) -> list[Any]:
+        """Returns what the work of each process gave, for JSON, when all have done it.
 
         Raises:
             OSError: the work of another one failed. What one's own raises comes through.
@@ -33,10 +33,10 @@ class ProcessGroup(Protocol):
 class SingleProcess:
     """A single process."""
 
-    leads = True
+    is_leader = True
 
-    def together(self, work: Callable[[], Any]) -> list[Any]:
-        """See `ProcessGroup.together`."""
+    def all_gather_json(self, work: Callable[[], Any]) -> list[Any]:
+        """See `ProcessGroup.all_gather_json`."""
         return [work()]
 
 
@@ -60,37 +60,37 @@ class DistributedProcesses:
     _step: int = 0
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is the first of them."""
         return self.number == 0
 
-    def together(self, work: Callable[[], Any]) -> list[Any]:
-        """See `ProcessGroup.together`."""
+    def all_gather_json(self, work: Callable[[], Any]) -> list[Any]:
+        """See `ProcessGroup.all_gather_json`."""
         self._step += 1
         place = f"{self.name}/{self._step}"
         try:
-            found = work()
+            result = work()
         except BaseException as error:
             self.leave(f"{place}/{self.number}", json.dumps({"error": repr(error)}))
             raise
-        self.leave(f"{place}/{self.number}", json.dumps({"found": found}))
-        told = [json.loads(self.fetch(f"{place}/{number}")) for number in range(self.count)]
-        for number, each in enumerate(told):
-            if "error" in each:
+        self.leave(f"{place}/{self.number}", json.dumps({"result": result}))
+        messages = [json.loads(self.fetch(f"{place}/{number}")) for number in range(self.count)]
+        for number, message in enumerate(messages):
+            if "error" in message:
                 raise OSError(
-                    f"save: process {number} of {self.count} failed: {each['error']}. What was "
+                    f"save: process {number} of {self.count} failed: {message['error']}. What was "
                     "saved before is still there."
                 )
-        return [each["found"] for each in told]
+        return [message["result"] for message in messages]
 
 
 _saves = itertools.count()
 
 
 def of_program() -> ProcessGroup:
-    """All processes of this program, for one save."""
-    found = compat.coordination()
-    if found is None:
+    """Returns all processes of this program, for one save."""
+    service = compat.coordination()
+    if service is None:
         return SingleProcess()
-    number, count, leave, fetch = found
+    number, count, leave, fetch = service
     return DistributedProcesses(number, count, leave, fetch, f"jrb/save/{next(_saves)}")

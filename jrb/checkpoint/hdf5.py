@@ -14,8 +14,10 @@ tells which. The file is written beside the old one, synced, and renamed.
 
 import contextlib
 import errno
+import io
 import json
 import os
+import struct
 import zlib
 from collections.abc import Iterator
 from typing import Any, cast
@@ -27,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jrb import _saved
 from jrb._core import eager, memory
 from jrb._store import files, opening
 from jrb._store.errors import DamagedError
@@ -37,17 +38,9 @@ from jrb._store.opening import Progress, nobody
 from jrb._util import prng_keys, pytree
 from jrb._util.pytree import Leaf
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import (
-    descriptions,
-    host_items,
-    matching,
-    narrowing,
-    native,
-    seal,
-    state_specs,
-)
-from jrb.checkpoint.shelter import Shelter
-from jrb.checkpoint.snapshots import Snapshot, Source
+from jrb.checkpoint import composite, descriptions, loading, manifest, saving, schema
+from jrb.checkpoint.composite import AnySnapshot
+from jrb.checkpoint.schema import Snapshot
 from jrb.layouts.flat import from_flat, to_flat
 from jrb.layouts.names import Leaves
 from jrb.layouts.nested import pieces as trajectories
@@ -57,15 +50,17 @@ from jrb.state import BufferState, Device
 from jrb.types import Item
 from jrb.types.messages import PartState
 
-FORMAT, VERSION = _saved.H5, 1
+FORMAT, VERSION = manifest.HDF5, 1
 _SAFE = " !#$&'()*+,:;=?@[]~<>|^`{}"
 _PIECE = 4 << 20  # bytes that are looked at a time
 _SMALLEST = 2000  # times smaller than the data is no compressed data
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _TRAJECTORIES, _STATE, _ABOUT = "trajectories", "state", "jrb"
+_SEAL = struct.Struct("<8sIQ")  # a mark, the CRC-32 of all before it, and how many bytes that is
+_MARK = b"jrb-crc1"
 
 
-def save(path: str, saved: Source, options: dict[str, Any]) -> None:
+def save(path: str, saved: AnySnapshot, options: dict[str, Any]) -> None:
     """Saves; see `jrb.checkpoint.save`."""
     refusal = ValueError(
         "layout: expected a single buffer of arrays with layout='h5', got several, objects, or "
@@ -87,7 +82,7 @@ def save(path: str, saved: Source, options: dict[str, Any]) -> None:
         )
     files.make_folder(os.path.dirname(path))
     with locked(path) as (folder, temporary):
-        _write_sheltered(folder, temporary, saved, options)
+        _write_safely(folder, temporary, saved, options)
         for damage in verify(folder.path_of(temporary)):
             raise OSError(errno.EIO, f"what was written is not what is there: {damage}", path)
         folder.replace(temporary, os.path.basename(path))
@@ -113,23 +108,23 @@ def is_own(path: str) -> bool:
     """Returns whether a file is a checkpoint in HDF5, even a damaged one."""
     if not os.path.isfile(path):
         return False
-    if seal.is_there(path):
+    if _has_seal(path):
         return True
     with contextlib.suppress(OSError, RuntimeError, ValueError), h5py.File(path, "r") as file:
-        return file.attrs.get("format") == _saved.H5
+        return file.attrs.get("format") == manifest.HDF5
     return False
 
 
-def _write_sheltered(folder: Folder, name: str, saved: Snapshot, options: dict[str, Any]) -> None:
+def _write_safely(folder: Folder, name: str, saved: Snapshot, options: dict[str, Any]) -> None:
     """Writes the file; HDF5 itself never sees what goes wrong on the disk."""
     opened = folder.open(name, os.O_RDWR)
     try:
         files.resize(opened, folder.path_of(name), 0, reserve=False)
-        shelter = Shelter(opened, folder.path_of(name))
-        with h5py.File(shelter, "w") as file:
+        safe_file = _SafeFile(opened, folder.path_of(name))
+        with h5py.File(safe_file, "w") as file:
             _write(file, saved, options)
-        shelter.check()
-        seal.put(opened, folder.path_of(name))
+        safe_file.check()
+        put_seal(opened, folder.path_of(name))
         files.sync(opened, folder.path_of(name))
     finally:
         os.close(opened)
@@ -138,7 +133,7 @@ def _write_sheltered(folder: Folder, name: str, saved: Snapshot, options: dict[s
 def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
     slots = _slots(saved)
     leaves = _items(saved, slots)
-    about = matching.about(native.KIND, saved) | {"rows": len(slots), "trajectories": []}
+    about = schema.about(saving.BUFFER, saved) | {"rows": len(slots), "trajectories": []}
     if len(slots):
         flat, links = to_flat(leaves, saved.buffer.keys, slots.shape[1], ())
         for number, (environment, length, rows) in enumerate(trajectories(flat, links.ends)):
@@ -147,9 +142,9 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
             about["trajectories"].append([environment, length])
             for name, leaf in rows.items():
                 _put(group, name, leaf, options)
-    rest = state_specs.packed(_parts(saved.state))
+    rest = schema.with_tree_leaves(_parts(saved.state))
     group = file.create_group(_STATE)
-    for name, leaf in state_specs.by_name(rest).items():
+    for name, leaf in schema.by_name(rest).items():
         _put(
             group,
             name,
@@ -217,9 +212,11 @@ def load(
     path: str, buffer: Description | None, example: Item, device: Device, cast: bool = False
 ) -> tuple[Any, Any]:
     """Loads; see `jrb.checkpoint.load`."""
-    seal.check(path)
+    if buffer is not None:
+        composite.check(buffer, "load")
+    _check_seal(path)
     read = lambda device: _load(path, buffer, example, device)
-    return narrowing.narrowed(read, path, buffer is not None, device, cast)
+    return loading.narrowed(read, path, buffer is not None, device, cast)
 
 
 def _load(path: str, buffer: Description | None, example: Item, device: Device) -> tuple[Any, Any]:
@@ -237,17 +234,16 @@ def _read(
     file: h5py.File, given: Description | None, example: Item, device: Device
 ) -> tuple[Any, Any]:
     about = _about(file)
-    saved, spec = matching.fitting(file.filename, about, given, example)
-    buffer = host_items.prepared(saved, given is not None)
-    want = state_specs.blank(buffer, spec)
+    saved, spec = schema.fitting(file.filename, about, given, example)
+    buffer = schema.loadable(saved, given is not None)
+    want = schema.blank(buffer, spec)
     state = _replayed(file, buffer, spec, about)
     rest = _parts(want)
-    packed = state_specs.packed(rest)
+    packed = schema.with_tree_leaves(rest)
     arrays = [
-        _restored(file, f"{_STATE}/{name}", leaf)
-        for name, leaf in state_specs.by_name(packed).items()
+        _restored(file, f"{_STATE}/{name}", leaf) for name, leaf in schema.by_name(packed).items()
     ]
-    parts = state_specs.unpacked(rest, jax.tree.unflatten(jax.tree.structure(packed), arrays))
+    parts = schema.with_trees(rest, jax.tree.unflatten(jax.tree.structure(packed), arrays))
     state = state.replace(**parts, ring=buffer.ring)
     return buffer, state if device is None else jax.device_put(state, device)
 
@@ -283,7 +279,7 @@ def _check_format(file: h5py.File) -> None:
 def _about(file: h5py.File) -> dict[str, Any]:
     _check_format(file)
     about = json.loads(_get(file, _ABOUT).tobytes())
-    _saved.check(file.filename, about, _saved.ABOUT_H5)
+    manifest.check(file.filename, about, manifest.ABOUT_HDF5)
     return about
 
 
@@ -408,7 +404,7 @@ def _unraw(words: np.ndarray, spec: jax.ShapeDtypeStruct) -> jax.Array:
 def verify(path: str, progress: Progress = nobody) -> list[str]:
     """All that is wrong with a file, a line each; see `jrb.checkpoint.verify`."""
     try:
-        seal.check(path)
+        _check_seal(path)
         _check_signature(path)
         with h5py.File(path, "r", locking=False) as file:
             _check_format(file)
@@ -454,3 +450,120 @@ def _sum_of(dataset: h5py.Dataset, progress: Progress) -> int:
         found = zlib.crc32(memory.view(np.asarray(dataset[start : start + step])), found)
         progress(min(start + step, rows) / rows)
     return found
+
+
+# The seal, a checksum behind the last byte. HDF5 may read a damaged file forever, so that this is
+# looked at first. HDF5 ignores what is behind the end of a file, and cuts it off when it writes to
+# the file: one that something else has changed has no seal.
+
+
+def put_seal(file: int, path: str) -> None:
+    """Puts a seal behind a file that is open to be read and written."""
+    size = os.fstat(file).st_size
+    files.write_at(file, path, size, _SEAL.pack(_MARK, _sum_of_file(file, path, size), size))
+
+
+def _has_seal(path: str) -> bool:
+    """Returns whether a file ends with a seal."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _SEAL.size))
+        return file.read().startswith(_MARK)
+
+
+def _check_seal(path: str) -> None:
+    """Raises `DamagedError` if a file with a seal is not what was sealed."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        whole = os.fstat(file).st_size
+        tail = os.pread(file, _SEAL.size, max(0, whole - _SEAL.size))
+        if _MARK not in tail:
+            return
+        mark, expected, size = _SEAL.unpack(tail.rjust(_SEAL.size))
+        if mark != _MARK or size != whole - _SEAL.size:
+            raise DamagedError(f"{path}: found {whole} bytes, of which the last ones are missing.")
+        found = _sum_of_file(file, path, size)
+        if found != expected:
+            raise DamagedError(
+                f"{path}: expected the checksum {expected:08x}, found {found:08x}: its bytes were "
+                "damaged."
+            )
+    finally:
+        os.close(file)
+
+
+def _sum_of_file(file: int, path: str, size: int) -> int:
+    """The CRC-32 of so many bytes."""
+    buffer, found = np.empty(min(_PIECE, size), np.uint8), 0
+    for start in range(0, size, _PIECE):
+        piece = buffer[: size - start].data
+        files.read_at(file, path, start, piece)
+        found = zlib.crc32(piece, found)
+    return found
+
+
+class _SafeFile(io.RawIOBase):
+    """An open file whose writes never fail; `check` raises what went wrong.
+
+    Args:
+        file: opened to be read and written.
+        path: of it.
+    """
+
+    def __init__(self, file: int, path: str) -> None:
+        self._file, self._path, self._at = file, path, 0
+        self._error: OSError | None = None
+
+    def check(self) -> None:
+        """Raises what went wrong first."""
+        if self._error is not None:
+            raise self._error
+
+    def write(self, data: Item) -> int:
+        """Writes all, where nothing has gone wrong yet."""
+        size = memoryview(data).nbytes
+        try:
+            if self._error is None:
+                files.write_at(self._file, self._path, self._at, memoryview(data))
+        except OSError as error:
+            self._error = error
+        self._at += size
+        return size
+
+    def readinto(self, target: Any) -> int:
+        """Reads; zeros where nothing is, as after a write that failed."""
+        view = memoryview(target).cast("B")
+        view[:] = bytes(len(view))
+        os.preadv(self._file, [view], self._at)
+        self._at += len(view)
+        return len(view)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Goes to a place."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: os.fstat(self._file).st_size}
+        self._at = start[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        """The place."""
+        return self._at
+
+    def truncate(self, size: int | None = None) -> int:
+        """Gives the file a size."""
+        size = self._at if size is None else size
+        try:
+            files.resize(self._file, self._path, size, reserve=False)
+        except OSError as error:
+            self._error = self._error or error
+        return size
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jrb._saved import EXTRA
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._util import prng_keys, pytree
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
-from jrb.checkpoint import descriptions, rows, state_specs
-from jrb.checkpoint.opened import Opened
+from jrb.checkpoint import descriptions, rows, schema
+from jrb.checkpoint.manifest import EXTRA
 from jrb.types import Item
 
 _NUMBER = bool | int | float | complex
@@ -29,7 +28,7 @@ _SORTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class ExtraData:
     """What stands in a generation besides the state.
 
     Attributes:
@@ -43,7 +42,7 @@ class Beside:
     arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def of(extra: Item, copy: bool) -> Beside:
+def of(extra: Item, copy: bool) -> ExtraData:
     """A pytree of arrays and numbers, to be saved.
 
     Args:
@@ -54,14 +53,14 @@ def of(extra: Item, copy: bool) -> Beside:
         TypeError: a leaf is neither.
     """
     if extra is None:
-        return Beside()
+        return ExtraData()
     kinds, arrays = {}, {}
-    for name, leaf in state_specs.by_name(extra).items():
+    for name, leaf in schema.by_name(extra).items():
         array = _array(name, leaf)
-        kinds[EXTRA + name] = list(rows.kind_of(array))
+        kinds[EXTRA + name] = list(schema.kind_of(array))
         held = rows.array_bytes(_whole(array))
         arrays[EXTRA + name] = bytes(held) if copy else held
-    return Beside({"extra": list(kinds)}, kinds, arrays)
+    return ExtraData({"extra": list(kinds)}, kinds, arrays)
 
 
 def _whole(array: Leaf) -> Any:
@@ -84,28 +83,28 @@ def _array(name: str, leaf: Leaf) -> Any:
     return array
 
 
-def restored(opened: Opened, example: Item) -> Any:
+def restored(path: str, opened: Generation, meta: dict[str, Any], example: Item) -> Any:
     """What was saved, in the structure of an example, whose leaves say what becomes of each.
 
     Raises:
         ValueError: other leaves, dtypes or shapes than were saved; or nothing was.
     """
-    path, told = opened.path, opened.meta.get("extra")
-    if told is None:
+    names = meta.get("extra")
+    if names is None:
         raise ValueError(
             f"{path}: extra: expected a checkpoint that was saved with extra=, got one without."
         )
-    wanted, entries = state_specs.by_name(example), opened.generation.arrays
-    odd = sorted(set(told) ^ {EXTRA + name for name in wanted})
+    wanted, entries = schema.by_name(example), opened.arrays
+    odd = sorted(set(names) ^ {EXTRA + name for name in wanted})
     if odd:
-        saved = [name.removeprefix(EXTRA) for name in told]
+        saved = [name.removeprefix(EXTRA) for name in names]
         raise ValueError(
             f"{path}: extra: leaf '{odd[0].removeprefix(EXTRA)}': expected the leaves {saved}, "
             f"got an example with {list(wanted)}."
         )
-    if not set(told) <= entries.keys():
-        raise DamagedError(f"{path}: extra: expected the arrays {told}, found {sorted(entries)}.")
-    leaves = [_restored(opened.generation, *leaf) for leaf in wanted.items()]
+    if not set(names) <= entries.keys():
+        raise DamagedError(f"{path}: extra: expected the arrays {names}, found {sorted(entries)}.")
+    leaves = [_restored(opened, *leaf) for leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(example), leaves)
 
 
@@ -113,10 +112,10 @@ def _restored(opened: Generation, name: str, example: Leaf) -> Any:
     """One leaf: a Python number, an array of NumPy, or one of JAX where the example lies."""
     entry = opened.arrays[EXTRA + name]
     wanted = example if _is_spec(example) else _array(name, _as_wide(example, entry["kind"]))
-    if entry["kind"] != list(rows.kind_of(wanted)):
+    if entry["kind"] != list(schema.kind_of(wanted)):
         raise ValueError(
             f"{opened.path}: extra: leaf '{name}': expected {entry['kind']} as it was saved, got "
-            f"an example of {list(rows.kind_of(wanted))}."
+            f"an example of {list(schema.kind_of(wanted))}."
         )
     raw = prng_keys.raw_spec(wanted)
     array = opened.array(EXTRA + name, raw.dtype).reshape(raw.shape)

@@ -19,7 +19,7 @@ from jrb._store.schema import NATURAL, Schema
 MIX, SEVERAL, SHARDED = "mix", "several", "sharded"
 """The kinds of checkpoints that consist of others."""
 
-H5 = "jrb-h5"
+HDF5 = "jrb-h5"
 """The format of checkpoints in one file of HDF5."""
 
 EXTRA = ".extra/"
@@ -118,7 +118,7 @@ _PARTS = {"parts": {...: lambda value: [NATURAL, str] if isinstance(value, list)
 ABOUT = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
 """The schema of what a file says of one buffer; see `jrb.checkpoint.matching.about`."""
 
-ABOUT_H5 = ABOUT | {"rows": _LENGTH, "trajectories": [[_LENGTH, range(1, 1 << 40)]]}
+ABOUT_HDF5 = ABOUT | {"rows": _LENGTH, "trajectories": [[_LENGTH, range(1, 1 << 40)]]}
 
 _OF_KIND: dict[str, dict[str, Any]] = {
     "buffer": ABOUT,
