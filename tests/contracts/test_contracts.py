@@ -308,7 +308,13 @@ WRONG = {
             "shards draw anchors with the probabilities of a single buffer",
         ),
         (
-            {"sampler": broken(jrb.Prioritized, exponent=lambda self, beta: jnp.float32(0.5))},
+            {
+                "sampler": broken(
+                    jrb.Prioritized,
+                    draw=lambda self, *args: jrb.Prioritized().draw(*args),
+                    exponent=lambda self, beta: jnp.float32(0.5),
+                )
+            },
             "weights of shards are those of a single buffer",
         ),
     ],
