@@ -1,5 +1,6 @@
 """Transforms of images, uint8 or floating, whose last axes are height, width and channels."""
 
+import abc
 from typing import Literal
 
 import jax
@@ -10,17 +11,18 @@ from jrb._xla import random_bits
 from jrb.transforms.leaves import Paths, check_paths, dtype_name, observations, rewritten
 from jrb.types import Item, Transform, TransformContext
 
+Axes = tuple[int, int]  # of height and width
 Layout = Literal["HWC", "CHW", "HW"]
 _LAYOUTS = ("HWC", "CHW", "HW")
 
 
 @pytree.component
 class ToFloat(Transform):
-    """uint8 images as floats: x * scale, from 0 to 1 by default.
+    """Turns uint8 images into floats: x * scale, from 0 to 1 by default.
 
     Attributes:
         paths: which leaves; None for those of the observation and the next that are uint8.
-        scale: what is multiplied with.
+        scale: the factor.
         dtype: of the result.
 
     Example:
@@ -41,20 +43,20 @@ class ToFloat(Transform):
         object.__setattr__(self, "dtype", dtype_name("ToFloat", self.dtype))
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with images as floats."""
+        """Returns the data, with images as floats."""
         paths = observations(data, batch.keys) if self.paths is None else self.paths
-        found = []
+        changed = []
 
         def change(name: str, leaf: jax.Array) -> jax.Array:
             if leaf.dtype != jnp.uint8:
                 if self.paths is None:
                     return leaf
                 raise TypeError(f"ToFloat: leaf '{name}': expected dtype uint8, got {leaf.dtype}.")
-            found.append(name)
+            changed.append(name)
             return (leaf.astype(jnp.float32) * self.scale).astype(jnp.dtype(self.dtype))
 
         out = rewritten(data, paths, "ToFloat", change)
-        if not found:
+        if not changed:
             raise ValueError(
                 f"ToFloat: expected a leaf of dtype uint8 in the observation, got the leaves "
                 f"{pytree.leaf_names(data)} without one. Name it with paths=."
@@ -62,15 +64,49 @@ class ToFloat(Transform):
         return out
 
 
+class _ImageTransform(Transform):
+    """Changes the images at `paths`, by default those of the observation and the next."""
+
+    paths: Paths | None
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        check_paths(type(self).__name__, self.paths)
+        checks.choice("layout", self.layout, _LAYOUTS)
+
+    def apply(self, data: Item, batch: TransformContext) -> Item:
+        """Returns the data, with changed images."""
+        what, names = type(self).__name__, pytree.leaf_names(data)
+        paths = observations(data, batch.keys) if self.paths is None else self.paths
+
+        def change(name: str, leaf: jax.Array) -> jax.Array:
+            if leaf.ndim < batch.mask.ndim + len(self.layout):
+                lead = "[B, ..., " if batch.mask.ndim == 1 else "[B, L, ..., "
+                raise ValueError(
+                    f"{what}: leaf '{name}': expected images {lead}{', '.join(self.layout)}], got "
+                    f"shape {leaf.shape}. Name the images with paths=, or their layout."
+                )
+            first = leaf.ndim - len(self.layout)
+            axes = first + self.layout.index("H"), first + self.layout.index("W")
+            key = random_bits.fold(batch.key, names.index(name))
+            return self._changed(name, leaf, axes, key)
+
+        return rewritten(data, paths, what, change)
+
+    @abc.abstractmethod
+    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        """Returns a leaf `[B, ..., *layout]`, changed along its axes of height and width."""
+
+
 @pytree.component
-class Resize(Transform):
-    """Another height and width; uint8 stays uint8, rounded.
+class Resize(_ImageTransform):
+    """Resizes images; uint8 stays uint8, rounded.
 
     Attributes:
         height: rows of the result.
         width: columns of the result.
         paths: which leaves; None for the observation and the next.
-        layout: what the last axes are.
+        layout: the last axes, in order.
         method: of `jax.image.resize`.
     """
 
@@ -83,29 +119,22 @@ class Resize(Transform):
     def __post_init__(self) -> None:
         checks.count("height", self.height)
         checks.count("width", self.width)
-        _check_images("Resize", self.paths, self.layout)
+        super().__post_init__()
 
-    def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with images of that size."""
-
-        def resize(name: str, leaf: jax.Array) -> jax.Array:
-            rows, columns = _axes(name, leaf, batch, self.layout, "Resize")
-            shape = list(leaf.shape)
-            shape[rows], shape[columns] = self.height, self.width
-            resized = jax.image.resize(pytree.wide(leaf), shape, self.method)
-            return _as(resized, leaf.dtype)
-
-        return rewritten(data, _paths(self.paths, data, batch), "Resize", resize)
+    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        shape = list(leaf.shape)
+        shape[axes[0]], shape[axes[1]] = self.height, self.width
+        return _as(jax.image.resize(pytree.wide(leaf), shape, self.method), leaf.dtype)
 
 
 @pytree.component
 class Grayscale(Transform):
-    """One channel for three: 0.299 red + 0.587 green + 0.114 blue; uint8 stays uint8, rounded.
+    """Turns colours into one channel: 0.299 red + 0.587 green + 0.114 blue; uint8 stays uint8.
 
     Attributes:
         paths: which leaves; None for the observation and the next.
         layout: "HWC" or "CHW".
-        keep: whether the axis of channels stays, with length 1.
+        keep: True to keep the axis of channels, with length 1.
 
     Reference: ITU-R BT.601.
     """
@@ -119,7 +148,8 @@ class Grayscale(Transform):
         checks.choice("layout", self.layout, ("HWC", "CHW"))
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with images of one channel."""
+        """Returns the data, with images of one channel."""
+        paths = observations(data, batch.keys) if self.paths is None else self.paths
 
         def gray(name: str, leaf: jax.Array) -> jax.Array:
             axis = leaf.ndim + (-1 if self.layout == "HWC" else -3)
@@ -133,12 +163,12 @@ class Grayscale(Transform):
             light = _as(light, leaf.dtype)
             return jnp.expand_dims(light, axis) if self.keep else light
 
-        return rewritten(data, _paths(self.paths, data, batch), "Grayscale", gray)
+        return rewritten(data, paths, "Grayscale", gray)
 
 
 @pytree.component
-class RandomShift(Transform):
-    """Every item moved by up to `most` pixels each way, its border repeated.
+class RandomShift(_ImageTransform):
+    """Moves the images of each item by up to `most` pixels each way, and repeats their border.
 
     All images of an item, of a window and of a stack, move alike; the observation and the next
     observation, and other leaves, move on their own.
@@ -146,7 +176,7 @@ class RandomShift(Transform):
     Attributes:
         most: pixels.
         paths: which leaves; None for the observation and the next.
-        layout: what the last axes are.
+        layout: the last axes, in order.
 
     Reference: Yarats et al., 2021, "Image augmentation is all you need", section 3.1.
     """
@@ -157,30 +187,22 @@ class RandomShift(Transform):
 
     def __post_init__(self) -> None:
         checks.count("most", self.most)
-        _check_images("RandomShift", self.paths, self.layout)
+        super().__post_init__()
 
-    def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with images moved."""
-        names = pytree.leaf_names(data)
-
-        def shift(name: str, leaf: jax.Array) -> jax.Array:
-            axes = _axes(name, leaf, batch, self.layout, "RandomShift")
-            offsets = _random(batch.key, names.index(name), leaf, 2 * self.most + 1) - self.most
-            sizes = [leaf.shape[axis] for axis in axes]
-            return _windows(leaf, axes, offsets, sizes)
-
-        return rewritten(data, _paths(self.paths, data, batch), "RandomShift", shift)
+    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        offsets = _random(key, leaf, 2 * self.most + 1) - self.most
+        return _windows(leaf, axes, offsets, [leaf.shape[axis] for axis in axes])
 
 
 @pytree.component
-class RandomCrop(Transform):
-    """A window of every image, at a random place, the same for all images of an item.
+class RandomCrop(_ImageTransform):
+    """Crops images to a window at a random position, the same for all images of an item.
 
     Attributes:
         height: rows of the window.
         width: columns of the window.
         paths: which leaves; None for the observation and the next.
-        layout: what the last axes are.
+        layout: the last axes, in order.
 
     Reference: Laskin et al., 2020, "Reinforcement learning with augmented data", section 4.
     """
@@ -193,30 +215,23 @@ class RandomCrop(Transform):
     def __post_init__(self) -> None:
         checks.count("height", self.height)
         checks.count("width", self.width)
-        _check_images("RandomCrop", self.paths, self.layout)
+        super().__post_init__()
 
-    def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with smaller images."""
-        names = pytree.leaf_names(data)
-
-        def crop(name: str, leaf: jax.Array) -> jax.Array:
-            axes = _axes(name, leaf, batch, self.layout, "RandomCrop")
-            room = _room(name, leaf, axes, (self.height, self.width), "RandomCrop")
-            places = [_random(batch.key, names.index(name), leaf, n + 1)[:, i] for i, n in room]
-            return _windows(leaf, axes, jnp.stack(places, axis=1), [self.height, self.width])
-
-        return rewritten(data, _paths(self.paths, data, batch), "RandomCrop", crop)
+    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        margins = _margins(name, leaf, axes, (self.height, self.width), "RandomCrop")
+        offsets = [_random(key, leaf, margin + 1)[:, way] for way, margin in enumerate(margins)]
+        return _windows(leaf, axes, jnp.stack(offsets, axis=1), [self.height, self.width])
 
 
 @pytree.component
-class CenterCrop(Transform):
-    """The middle of every image: what stands for `RandomCrop` where nothing is random.
+class CenterCrop(_ImageTransform):
+    """Crops images to their middle, such as for evaluation where training has `RandomCrop`.
 
     Attributes:
         height: rows of the window.
         width: columns of the window.
         paths: which leaves; None for the observation and the next.
-        layout: what the last axes are.
+        layout: the last axes, in order.
     """
 
     height: int
@@ -227,69 +242,35 @@ class CenterCrop(Transform):
     def __post_init__(self) -> None:
         checks.count("height", self.height)
         checks.count("width", self.width)
-        _check_images("CenterCrop", self.paths, self.layout)
+        super().__post_init__()
 
-    def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with smaller images."""
-
-        def crop(name: str, leaf: jax.Array) -> jax.Array:
-            axes, size = (
-                _axes(name, leaf, batch, self.layout, "CenterCrop"),
-                (self.height, self.width),
-            )
-            for i, n in _room(name, leaf, axes, size, "CenterCrop"):
-                leaf = jax.lax.slice_in_dim(leaf, n // 2, n // 2 + size[i], axis=axes[i])
-            return leaf
-
-        return rewritten(data, _paths(self.paths, data, batch), "CenterCrop", crop)
+    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        size = self.height, self.width
+        margins = _margins(name, leaf, axes, size, "CenterCrop")
+        for axis, margin, length in zip(axes, margins, size, strict=True):
+            leaf = jax.lax.slice_in_dim(leaf, margin // 2, margin // 2 + length, axis=axis)
+        return leaf
 
 
-def _check_images(name: str, paths: Paths | None, layout: str) -> None:
-    check_paths(name, paths)
-    checks.choice("layout", layout, _LAYOUTS)
-
-
-def _paths(paths: Paths | None, data: Item, batch: TransformContext) -> Paths:
-    return observations(data, batch.keys) if paths is None else paths
-
-
-def _axes(
-    name: str, leaf: jax.Array, batch: TransformContext, layout: str, what: str
-) -> tuple[int, int]:
-    """The axes of height and width, which come after those of the batch and the window."""
-    if leaf.ndim < batch.mask.ndim + len(layout):
-        lead = "[B, ..., " if batch.mask.ndim == 1 else "[B, L, ..., "
-        raise ValueError(
-            f"{what}: leaf '{name}': expected images {lead}{', '.join(layout)}], got shape "
-            f"{leaf.shape}. Name the images with paths=, or their layout."
-        )
-    first = leaf.ndim - len(layout)
-    return first + layout.index("H"), first + layout.index("W")
-
-
-def _room(
-    name: str, leaf: jax.Array, axes: tuple[int, int], size: tuple[int, int], what: str
-) -> list[tuple[int, int]]:
-    """How many pixels more than that an image has each way: (0, rows), (1, columns)."""
-    room = [leaf.shape[axis] - most for axis, most in zip(axes, size, strict=True)]
-    if min(room) < 0:
+def _margins(name: str, leaf: jax.Array, axes: Axes, size: tuple[int, int], what: str) -> list[int]:
+    """Returns how many pixels images exceed a size by, in height and width."""
+    margins = [leaf.shape[axis] - length for axis, length in zip(axes, size, strict=True)]
+    if min(margins) < 0:
         raise ValueError(
             f"{what}: leaf '{name}': expected images of at least {size}, got shape {leaf.shape}. "
             "Use Resize, or a smaller window."
         )
-    return list(enumerate(room))
+    return margins
 
 
-def _random(key: jax.Array, number: int, leaf: jax.Array, below: int) -> jax.Array:
-    """int32 `[B, 2]` in [0, below), other ones for every number."""
-    words = random_bits.bits(random_bits.fold(key, number), (2, leaf.shape[0], 2))
+def _random(key: jax.Array, leaf: jax.Array, below: int) -> jax.Array:
+    """Returns int32 `[B, 2]` in [0, below)."""
+    words = random_bits.bits(key, (2, leaf.shape[0], 2))
     return random_bits.below(jnp.int32(below), words[0], words[1])
 
 
-def _windows(
-    leaf: jax.Array, axes: tuple[int, int], offsets: jax.Array, sizes: list[int]
-) -> jax.Array:
-    """From each item the window at its offset, int32 `[B, 2]`; beyond the border, the border."""
+def _windows(leaf: jax.Array, axes: Axes, offsets: jax.Array, sizes: list[int]) -> jax.Array:
+    """Returns the window of each item at its offset, int32 `[B, 2]`, with the border repeated."""
 
     def window(item: jax.Array, offset: jax.Array) -> jax.Array:
         for axis, start, size in zip(axes, offset, sizes, strict=True):
@@ -301,7 +282,7 @@ def _windows(
 
 
 def _as(wide: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Floats in another dtype, rounded and kept in range for integers."""
+    """Returns floats in another dtype, rounded and kept in range for integers."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return wide.astype(dtype)
     info = jnp.iinfo(dtype)
