@@ -24,7 +24,7 @@ from jrb.datasets.format import Episode, rows_of
 from jrb.datasets.progress import track
 from jrb.datasets.reading.vectorized import is_set
 from jrb.datasets.recording.dataset_writer import DatasetWriter
-from jrb.datasets.writing.beside import new_folder
+from jrb.datasets.writing.atomic_write import new_folder
 from jrb.iterate import prefetch
 from jrb.layouts.names import Leaves, flatten
 

@@ -10,9 +10,8 @@ import numpy as np
 from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.writing.beside import new_file
-from jrb.datasets.writing.pieces import FLAGS, VALID, Piece, check_source, piece_of
-from jrb.datasets.writing.source import Source
+from jrb.datasets.writing.atomic_write import new_file
+from jrb.datasets.writing.source import FLAGS, VALID, Source
 from jrb.state import BufferState
 
 _NAMES = {
@@ -29,7 +28,7 @@ def write_d4rl(
     buffer: ReplayBuffer | Dataset,
     state: BufferState | None = None,
 ) -> None:
-    """Writes the episodes that a buffer holds, or a dataset, in D4RL's layout, one after the other.
+    """Writes the episodes of a buffer or a dataset in D4RL's layout, one after the other.
 
     Further leaves go below `infos/`. An episode that is still running, or that was cut by
     `truncate`, ends by a time-out. Attributes of the file count those that run (`running`), and
@@ -58,25 +57,18 @@ def write_d4rl(
         for name, leaf in shapes.items():
             file.create_dataset(name, (steps, *leaf.shape), leaf.dtype)
         place, running, cut, is_whole = 0, 0, 0, True
-        for held in source:
-            piece = piece_of(held)
-            _put(file, place, piece)
-            running += held.is_running
-            cut += held.is_cut
-            place += len(piece.terminated)
-            is_whole &= piece.has_last
+        for episode in source:
+            leaves, terminated, truncated, has_last = episode.piece()
+            arrays = {_in_file(name): leaf for name, leaf in leaves.items()}
+            for name, array in {**arrays, "terminals": terminated, "timeouts": truncated}.items():
+                cast(h5py.Dataset, file[name])[place : place + len(array)] = array
+            running += episode.is_running
+            cut += episode.is_cut
+            place += len(terminated)
+            is_whole &= has_last
         if not is_whole:
             del file["next_observations"]
         file.attrs.update(running=running, cut=cut)
-
-
-def _put(file: h5py.File, place: int, piece: Piece) -> None:
-    """Writes the steps of an episode from a place on."""
-    arrays = {_in_file(name): leaf for name, leaf in piece.leaves.items()}
-    arrays |= {"terminals": piece.terminated, "timeouts": piece.truncated}
-    for name, array in arrays.items():
-        column = cast(h5py.Dataset, file[name])
-        column[place : place + len(array)] = array
 
 
 def _in_file(name: str) -> str:
@@ -84,8 +76,8 @@ def _in_file(name: str) -> str:
 
 
 def _shapes(source: Source) -> dict[str, Any]:
-    """The shape and dtype of one step of each array in the file."""
-    check_source(source, "write_d4rl")
+    """Returns the shape and dtype of one step of each array in the file."""
+    source.check()
     leaves = source.leaves
     for name in _NAMES:
         if name not in leaves:

@@ -20,11 +20,9 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA, leaf_spaces, package
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.writing.beside import free, new_folder
-from jrb.datasets.writing.pieces import VALID
-from jrb.datasets.writing.source import Held, Source
+from jrb.datasets.writing.atomic_write import free, new_folder
+from jrb.datasets.writing.source import VALID, Source, SourceEpisode, first_break
 from jrb.keys import within
-from jrb.layouts import chain
 from jrb.layouts.names import Leaves, nest
 from jrb.state import BufferState
 
@@ -176,9 +174,9 @@ class _Episodes:
     def __iter__(self) -> Iterator[Any]:
         buffer = extras.require("minari.data_collector", "minari").EpisodeBuffer
         names = _names(self._source)
-        for held in self._source:
+        for episode in self._source:
             where = f"write_minari: episode {len(self.facts)}"
-            leaves = dict(zip(names, jax.tree.leaves(held.items), strict=True))
+            leaves = dict(zip(names, jax.tree.leaves(episode.items), strict=True))
             leaves.pop("next/done", None)
             leaves, num_invalid = _valid(where, leaves)
             self.notes[_LEFT_OUT] += num_invalid
@@ -190,9 +188,11 @@ class _Episodes:
                 if array.ndim == 1 and array.dtype.kind in "biu":
                     ends = [int(array.min()), int(array.max()), *self.bounds.get(name, ())]
                     self.bounds[name] = (min(ends), max(ends))
-            self.facts.append(_facts(len(self.facts), held, arrays["rewards"].astype(np.float64)))
-            self.notes[_RUNNING] += held.is_running
-            self.notes[_CUT] += held.is_cut
+            self.facts.append(
+                _facts(len(self.facts), episode, arrays["rewards"].astype(np.float64))
+            )
+            self.notes[_RUNNING] += episode.is_running
+            self.notes[_CUT] += episode.is_cut
             yield buffer(**{"infos": {}, **nest(arrays)})
 
     def metadata(self, spaces: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
     rest = {**leaves, "next/truncated": truncated}
     for name in [name for name in leaves if name.split("/")[0] in ("observation", "info")]:
         if f"next/{name}" in rest:
-            rest[name] = _joined(where, name, rest[name], rest.pop(f"next/{name}"))
+            rest[name] = _chained(where, name, rest[name], rest.pop(f"next/{name}"))
     names = [_minari_name(name) for name in rest]
     check_names(where, names)
     return dict(zip(names, rest.values(), strict=True))
@@ -300,26 +300,21 @@ def _minari_name(name: str) -> str:
     return "infos/" + name.removeprefix("info/")
 
 
-def _joined(where: str, name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+def _chained(where: str, name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Returns an array `[T + 1, ...]` from those before and after each step."""
-    if (before.dtype, before.shape) != (after.dtype, after.shape):
-        raise ValueError(
-            f"{where}: leaf 'next/{name}': expected rows like those before the action, "
-            f"{before.dtype} of shape {before.shape[1:]}, got {after.dtype} of {after.shape[1:]}."
-        )
-    breaks = np.flatnonzero(chain.differ(before[None], after[None])[0])
-    if len(breaks):
+    place = first_break(where, name, before, after)
+    if place is not None:
         raise ValueError(
             f"{where}: leaf 'next/{name}': expected what stands before the action of the next "
-            f"step, got another after step {breaks[0]}. Minari's sets hold every observation once: "
+            f"step, got another after step {place}. Minari's sets hold every observation once: "
             "end the episode there, or write transitions of one step."
         )
     return np.concatenate([before, after[-1:]])
 
 
-def _facts(number: int, held: Held, rewards: np.ndarray) -> dict[str, Any]:
+def _facts(number: int, episode: SourceEpisode, rewards: np.ndarray) -> dict[str, Any]:
     """Returns what Minari's collector says of an episode, and the facts that HDF5 can hold."""
-    facts = {name: hdf5.plain(fact) for name, fact in held.facts.items()}
+    facts = {name: hdf5.plain(fact) for name, fact in episode.facts.items()}
     statistics = {name: getattr(rewards, name)() for name in ("sum", "mean", "std", "max", "min")}
     return {
         **{name: fact for name, fact in facts.items() if isinstance(fact, str | int | float)},

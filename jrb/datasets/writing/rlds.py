@@ -12,11 +12,9 @@ from jrb._store.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.writing.pieces import Piece, check_source, piece_of
-from jrb.datasets.writing.source import Held, Source
+from jrb.datasets.writing.source import Source, SourceEpisode, first_break
 from jrb.keys import within
-from jrb.layouts import chain
-from jrb.layouts.names import Leaves, nest
+from jrb.layouts.names import nest
 from jrb.state import BufferState
 
 _SEEN, _AFTER = "observation", "next/observation"
@@ -26,7 +24,7 @@ _SEEN, _AFTER = "observation", "next/observation"
 def write_rlds(
     buffer: ReplayBuffer | Dataset, state: BufferState | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The episodes that a buffer holds, or a dataset, in RLDS's layout, one by one.
+    """Returns the episodes of a buffer or a dataset in RLDS's layout, one by one.
 
     An episode is a dict. `steps` has arrays `[L + 1, ...]`: the observations with the last one,
     `action`, `reward`, `is_first`, `is_last`, `is_terminal`, and further leaves under their names.
@@ -54,61 +52,41 @@ def write_rlds(
         TypeError: neither a buffer with its state nor a dataset.
     """
     source = Source("write_rlds", buffer, state)
-    check_source(source, "write_rlds")
-    return (_episode(number, held) for number, held in enumerate(source))
+    source.check()
+    return (_episode(number, episode) for number, episode in enumerate(source))
 
 
-def _episode(number: int, held: Held) -> dict[str, Any]:
-    piece = piece_of(held)
-    steps, leaves = len(piece.terminated), dict(piece.leaves)
-    leaves.setdefault("discount", (~piece.terminated).astype(np.float32))
+def _episode(number: int, episode: SourceEpisode) -> dict[str, Any]:
+    where = f"write_rlds: episode {number}"
+    leaves, terminated, _, has_last = episode.piece()
+    leaves = {"discount": (~terminated).astype(np.float32), **leaves}
     after = {name: leaves.pop(name) for name in list(leaves) if within(name, _AFTER)}
     after = {name.removeprefix("next/"): leaf for name, leaf in after.items()}
-    _check_chain(
-        number, {name: leaf for name, leaf in leaves.items() if within(name, _SEEN)}, after
-    )
-    rows = {"reward" if name == "next/reward" else name: leaf for name, leaf in leaves.items()}
-    if piece.has_last:
-        rows = {
-            name: np.concatenate([leaf, after[name][-1:] if name in after else _zero(leaf)])
-            for name, leaf in rows.items()
-        }
-    rows |= _flags(steps, piece)
-    check_names(f"write_rlds: episode {number}", rows)
-    return {
-        "steps": nest(rows),
-        "environment": np.int64(held.facts.get("environment", 0)),
-        "is_running": np.bool_(held.is_running),
-        "is_cut": np.bool_(held.is_cut),
-    }
-
-
-def _flags(steps: int, piece: Piece) -> Leaves:
-    first, last, terminal = (np.zeros(steps + piece.has_last, bool) for _ in range(3))
-    first[0], last[-1] = True, piece.has_last
-    terminal[-1] = piece.terminated[-1]
-    return {"is_first": first, "is_last": last, "is_terminal": terminal}
-
-
-def _zero(leaf: np.ndarray) -> np.ndarray:
-    return np.zeros_like(leaf[:1])
-
-
-def _check_chain(number: int, before: Leaves, after: Leaves) -> None:
-    """Refuses next observations that are not those of the next steps."""
-    kinds = [
-        {name: (leaf.shape, leaf.dtype) for name, leaf in each.items()} for each in (before, after)
-    ]
-    if kinds[0] != kinds[1]:
+    before = {name for name in leaves if within(name, _SEEN)}
+    if before != after.keys():
         raise ValueError(
-            f"write_rlds: leaf 'next/observation': expected what the observation is, {kinds[0]}, "
-            f"got {kinds[1]}. RLDS has each observation once."
+            f"{where}: leaf 'next/observation': expected what the observation is, {sorted(before)},"
+            f" got {sorted(after)}. RLDS has each observation once."
         )
     for name, leaf in after.items():
-        breaks = np.flatnonzero(chain.differ(before[name][None], leaf[None])[0])
-        if len(breaks):
+        place = first_break(where, name, leaves[name], leaf)
+        if place is not None:
             raise ValueError(
-                f"write_rlds: episode {number}: leaf 'next/{name}': expected the next step's "
-                f"'{name}', got another after step {breaks[0]}. RLDS has each observation once; "
-                "write_d4rl has both."
+                f"{where}: leaf 'next/{name}': expected the next step's '{name}', got another "
+                f"after step {place}. RLDS has each observation once; write_d4rl has both."
             )
+    rows = {"reward" if name == "next/reward" else name: leaf for name, leaf in leaves.items()}
+    if has_last:  # a last row, with zeros where it has nothing
+        last = {name: after[name][-1:] if name in after else np.zeros_like(leaf[:1])
+                for name, leaf in rows.items()}  # fmt: skip
+        rows = {name: np.concatenate([leaf, last[name]]) for name, leaf in rows.items()}
+    is_first, is_last, is_terminal = (np.zeros(len(terminated) + has_last, bool) for _ in range(3))
+    is_first[0], is_last[-1], is_terminal[-1] = True, has_last, terminated[-1]
+    rows |= {"is_first": is_first, "is_last": is_last, "is_terminal": is_terminal}
+    check_names(where, rows)
+    return {
+        "steps": nest(rows),
+        "environment": np.int64(episode.facts.get("environment", 0)),
+        "is_running": np.bool_(episode.is_running),
+        "is_cut": np.bool_(episode.is_cut),
+    }
