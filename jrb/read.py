@@ -253,7 +253,7 @@ def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, Any]:
     names = {*buffer.keys.flags(spec), *leaves_at(spec, buffer.keys.episode), *rewards}
     found = editing.leaves_of(buffer, context, state, names)
     slots = context.held.from_oldest(context.ring)
-    ends = editing.told(buffer, context, found) | buffer.unit.is_episode_end(
+    ends = editing.flagged_ends(buffer, context, found) | buffer.unit.is_episode_end(
         context, state.unit, slots
     )
     return ends, buffer.keys.get(found, "reward") if rewards else None

@@ -1,4 +1,4 @@
-"""Items that are edited where they lie, and what parts learn of it.
+"""Items that are edited in place, and what parts learn of it.
 
 N capacity, E environments, R = N / E rows, B batch. Called by `jrb._core.eager`, inside `jit`
 and outside.
@@ -27,12 +27,12 @@ Values = dict[str, jax.Array]
 """From names of leaves to what they become, `[B, ...]`."""
 
 
-def meant(
+def editable_slots(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array
 ) -> tuple[BufferState, jax.Array]:
-    """The slots that are meant, int32 `[B]`; N where nothing is held, or something else by now.
+    """Returns slots to edit, int32 `[B]`; N where nothing is held, or something else by now.
 
-    The state that comes with them is the same; it is written to after the sample was read.
+    Writes to the state that comes with them wait for what the sample was read from.
     """
     ring = buffer.ring
     if isinstance(where, Sample):
@@ -49,8 +49,8 @@ def meant(
 def edit_outside(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Values
 ) -> tuple[jax.Array, BufferState]:
-    """For items on the host: the slots that are meant, and the state without these items."""
-    _, slots = meant(buffer, state, where)
+    """Returns the slots to edit on the host, and the state without these items."""
+    _, slots = editable_slots(buffer, state, where)
     context = context_of(buffer, state.writer)
     storage = buffer.storage.edit(context, state.storage, slots, values)
     return slots, _edited(state.replace(storage=storage), slots, values)
@@ -60,11 +60,11 @@ def edit_outside(
 def edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array | None, values: Values
 ) -> BufferState:
-    """Other values for leaves of held items; of all slots, `[N, ...]`, where `where` is None."""
+    """Sets leaves of held items; of all slots, `[N, ...]`, where `where` is None."""
     context = context_of(buffer, state.writer)
     slots = None
     if where is not None:
-        state, slots = meant(buffer, state, where)
+        state, slots = editable_slots(buffer, state, where)
         slots = rows.last_of_equals(buffer.ring, slots)
     if buffer.storage.shares(context, state.storage, frozenset(values)):
         return _written_anew(buffer, context, state, slots, values)
@@ -75,7 +75,7 @@ def edit(
 
 
 def _edited(state: BufferState, slots: jax.Array | None, values: Values) -> BufferState:
-    """The state that says that items were edited.
+    """Returns the state that says that items were edited.
 
     The number tells one history of edits from another, so that a save knows when to compare.
     """
@@ -89,7 +89,7 @@ _ODD = np.uint32(0x9E3779B1)  # of no pattern: the golden ratio's
 
 
 def _first_words(leaf: jax.Array) -> jax.Array:
-    """Some bits of the first element of each row `[B, ...]`, uint32 `[B]`, some of them alike."""
+    """Returns some bits of the first element of each row `[B, ...]`, uint32 `[B]`."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if not leaf.size:
@@ -100,7 +100,7 @@ def _first_words(leaf: jax.Array) -> jax.Array:
 
 
 def flags(buffer: Buffer, state: BufferState) -> set[str]:
-    """The names of the leaves by which a unit tells ends of episodes; none if it asks for none."""
+    """Returns the leaves by which a unit tells ends of episodes; none if it asks for none."""
     if buffer.unit.one_row:
         return set()
     number = buffer.keys.episode
@@ -109,12 +109,12 @@ def flags(buffer: Buffer, state: BufferState) -> set[str]:
 
 
 def changes_ends(buffer: Buffer, state: BufferState, values: Iterable[str]) -> bool:
-    """Whether there are leaves among `values`, names, by which the unit tells ends of episodes."""
+    """Returns if there are leaves among `values`, names, that tell the unit ends of episodes."""
     return bool(flags(buffer, state) & set(values))
 
 
 def all_rows(ring: Ring, held: Occupancy) -> WritePlan:
-    """All rows that are held, oldest first, as if they were written now."""
+    """Returns the plan of a write of all rows that are held, oldest first."""
     slots, rows_held = held.oldest(ring, ring.rows), held.rows(ring)
     here = jnp.arange(ring.rows, dtype=jnp.int32)[:, None] < rows_held
     each = isinstance(held, PerEnvOccupancy)
@@ -130,7 +130,7 @@ def all_rows(ring: Ring, held: Occupancy) -> WritePlan:
 
 
 def leaves_of(buffer: Buffer, context: Context, state: BufferState, names: set[str] | None) -> Item:
-    """Leaves of all slots, `[R, E, ...]`, from the oldest row on; all others are empty."""
+    """Reads leaves of all slots, `[R, E, ...]`, from the oldest row on; others are empty."""
     slots = context.held.from_oldest(context.ring)
     none = slots[:, :, None][:, :, :0]
     where = lambda name: slots if names is None or name in names else none
@@ -141,7 +141,7 @@ def leaves_of(buffer: Buffer, context: Context, state: BufferState, names: set[s
 def places_of(
     buffer: Buffer, state: BufferState, names: tuple[str, ...], wanted: frozenset[str]
 ) -> tuple[jax.Array, Any]:
-    """For items on the host: all slots `[R, E]`, and where `leaves_of` of these names are read."""
+    """Returns all slots `[R, E]`, and where leaves of these names are read on the host."""
     context = context_of(buffer, state.writer)
     slots = context.held.from_oldest(context.ring)
     where = [slots if name in wanted else slots[:, :, None][:, :, :0] for name in names]
@@ -150,16 +150,16 @@ def places_of(
 
 @by_description()
 def cuts(buffer: Buffer, state: BufferState) -> jax.Array:
-    """After which rows time does not go on though no flag says so, bool `[R, E]`."""
+    """Returns the rows after which time does not go on though no flag says so, bool `[R, E]`."""
     context = context_of(buffer, state.writer)
     slots = context.held.from_oldest(context.ring)
     names, over = flags(buffer, state), buffer.unit.is_episode_end(context, state.unit, slots)
     items = leaves_of(buffer, context, state, names)
-    return over & ~told(buffer, context, items) if names else over
+    return over & ~flagged_ends(buffer, context, items) if names else over
 
 
-def told(buffer: Buffer, context: Context, items: Item) -> jax.Array:
-    """Which of all rows end an episode by what they say, leaves `[R, E, ...]`, oldest first."""
+def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
+    """Returns the rows that end an episode by their flags; of leaves `[R, E, ...]`."""
     every = all_rows(context.ring, context.held)
     if buffer.keys.episode is not None:
         first = buffer.keys.get(items, "episode")[0].reshape(-1)
@@ -170,13 +170,13 @@ def told(buffer: Buffer, context: Context, items: Item) -> jax.Array:
 
 @by_description()
 def with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array) -> BufferState:
-    """The state in which unit and sampler know of the ends that the flags tell now, and cuts."""
+    """Rebuilds unit and sampler from the ends that the flags tell now, and cuts."""
     context = context_of(buffer, state.writer)
     items = leaves_of(buffer, context, state, flags(buffer, state))
-    return relearned(buffer, context, state, items, cuts, all_rows(context.ring, context.held))
+    return rebuild_index(buffer, context, state, items, cuts, all_rows(context.ring, context.held))
 
 
-def relearned(
+def rebuild_index(
     buffer: Buffer,
     context: Context,
     state: BufferState,
@@ -184,7 +184,7 @@ def relearned(
     cuts: jax.Array,
     write: WritePlan,
 ) -> BufferState:
-    """The state whose unit and sampler were told of all rows anew.
+    """Rebuilds unit and sampler from all rows.
 
     Args:
         buffer: the description.
@@ -215,14 +215,14 @@ def relearned(
 
 
 def _emptied(context: Context) -> Context:
-    """The same before anything was written, in a ring that begins where it does."""
+    """Returns the context before anything was written, in a ring that begins where it does."""
     return dataclasses.replace(context, held=context.held.emptied())
 
 
 def _written_anew(
     buffer: Buffer, context: Context, state: BufferState, slots: jax.Array | None, values: Values
 ) -> BufferState:
-    """The state after an edit of what several rows share: all is read, edited and written again."""
+    """Edits what several rows share: all is read, edited and written again."""
     ring = context.ring
     slots = jnp.arange(ring.capacity, dtype=jnp.int32) if slots is None else slots
     safe = jnp.minimum(slots, ring.capacity - 1)
@@ -245,14 +245,14 @@ def _written_anew(
     storage, write = buffer.storage.write(_emptied(context), blank, every, items)
     writer = buffer.writer.evict_oldest(ring, state.writer, write.expired)
     state = _edited(state.replace(storage=storage, writer=writer), slots, values)
-    return relearned(buffer, context, state, items, before, write)
+    return rebuild_index(buffer, context, state, items, before, write)
 
 
 @by_description("function", "batch_size")
 def rewrite(
     buffer: Buffer, state: BufferState, function: Callable[[Item], Values], batch_size: int
 ) -> BufferState:
-    """The state in which a function from B items to `Values` has been put over all that is held."""
+    """Puts a function from B items to `Values` over all that is held."""
     context = context_of(buffer, state.writer)
     ring, held, capacity = context.ring, context.held, buffer.capacity
     trips = -(-capacity // batch_size)

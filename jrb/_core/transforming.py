@@ -20,7 +20,7 @@ _FIRST = 16  # the number that `fold` gets for the first transform; smaller ones
 def outward(
     transforms: tuple, data: Item, batch: TransformContext, first: int = 0, states: tuple = ()
 ) -> Any:
-    """The data on its way out, through all transforms.
+    """Returns the data after all transforms.
 
     Args:
         transforms: from first to last.
@@ -39,7 +39,7 @@ def outward(
 def _applied(
     transform: Any, number: int, data: Item, batch: TransformContext, state: PartState
 ) -> Any:
-    """The data after one transform, which is the `number`-th."""
+    """Returns the data after one transform, which is the `number`-th."""
     apply = method(transform, "apply")
     if apply is None:
         return transform(data)
@@ -48,12 +48,12 @@ def _applied(
 
 
 def method(transform: Any, name: str) -> Callable[..., Any] | None:
-    """A method of a transform; None for functions, and where it has none."""
+    """Returns a method of a transform; None for functions, and where it has none."""
     return getattr(transform, name, None)
 
 
 def fixed(transforms: tuple) -> int:
-    """How many transforms, from the first on, are descriptions, which never change.
+    """Returns how many transforms, from the first on, are descriptions, which never change.
 
     A function may close over a value that does. Outside `jit` it is therefore called each time, and
     not compiled with a draw.
@@ -63,25 +63,25 @@ def fixed(transforms: tuple) -> int:
 
 
 def inverses(transforms: tuple) -> list[Callable[[Any], Any]]:
-    """What undoes transforms on the way in, from last to first, where something does."""
+    """Returns the inverses of transforms, from last to first, of those that have one."""
     found = [method(transform, "inverse") for transform in reversed(transforms)]
     return [inverse for inverse in found if inverse is not None]
 
 
 def inward(transforms: tuple, item: Item) -> Any:
-    """An item on its way in, through the inverses."""
+    """Returns an item after all inverses, as it is stored."""
     for inverse in inverses(transforms):
         item = inverse(item)
     return item
 
 
 def learning(transforms: tuple) -> list[StatefulTransform]:
-    """Those that have a state."""
+    """Returns the transforms that have a state."""
     return [each for each in transforms if isinstance(each, StatefulTransform)]
 
 
 def _until_last(transforms: tuple) -> tuple:
-    """The transforms up to the last one that has a state."""
+    """Returns the transforms up to the last one that has a state."""
     count = len(transforms)
     while count and not isinstance(transforms[count - 1], StatefulTransform):
         count -= 1
@@ -105,7 +105,7 @@ def check(transforms: tuple, storage: Storage) -> None:
 
 
 def init(transforms: tuple, context: Context, spec: Item) -> tuple:
-    """The states before anything came; `spec` is of an item as it is stored."""
+    """Makes the states before any write; `spec` is of an item as it is stored."""
     seen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), spec)
     one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     states = []
@@ -122,7 +122,7 @@ def init(transforms: tuple, context: Context, spec: Item) -> tuple:
 def learned(
     transforms: tuple, states: tuple, context: Context, items: Item, write: WritePlan
 ) -> tuple:
-    """The states after a write of items, leaves `[T, E, ...]`.
+    """Returns the states after a write of items, leaves `[T, E, ...]`.
 
     Args:
         transforms: of the buffer.
@@ -151,18 +151,18 @@ def learned(
 
 
 def _of_rows(context: Context, count: int) -> TransformContext:
-    """What transforms may know of rows that are written: what is random is so in one way."""
+    """Makes the context of rows that are written, with a key that is always the same."""
     return TransformContext(jax.random.key(0), jnp.ones(count, jnp.bool_), context.keys)
 
 
 def truncated(transforms: tuple, states: tuple, which: jax.Array) -> tuple:
-    """The states when some environments, bool `[E]`, begin anew."""
+    """Returns the states when some environments, bool `[E]`, begin anew."""
     pairs = zip(learning(transforms), states, strict=True)
     return tuple(transform.truncate(state, which) for transform, state in pairs)
 
 
 def adopted(old: tuple[tuple, tuple], new: tuple[tuple, tuple]) -> tuple:
-    """The new states, with what the old ones had learned; both transforms and their states.
+    """Returns the new states, with what the old ones had learned.
 
     The n-th transform of a class takes over what the n-th one of that class had.
     """

@@ -134,7 +134,7 @@ def _columns(buffer: Buffer, state: BufferState) -> tuple[jax.Array | None, jax.
     ends = None
     if flags:
         slots = context.held.from_oldest(context.ring)
-        ends = editing.told(buffer, context, found) | buffer.unit.is_episode_end(
+        ends = editing.flagged_ends(buffer, context, found) | buffer.unit.is_episode_end(
             context, state.unit, slots
         )
     paid = [leaf for name, leaf in leaves_at(found, keys.reward).items() if name in rewards]
