@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import columns, eager, memory, steps
-from jrb._core.packed import PackedLeaves
+from jrb._core.orders import Order
 from jrb._core.steps import context_of
 from jrb._store import table
 from jrb._store.table import Column
@@ -36,6 +36,7 @@ KIND = "apart"
 
 MEND = "Pass what jrb.items(buffer, state) gave when it was saved."
 
+_BY_SLOT = Order()
 _WITNESSES = 64  # items that are compared to tell them from others
 
 Pieces = Iterable[tuple[np.ndarray, list[np.ndarray]]]
@@ -106,10 +107,10 @@ def of(saved: Snapshot, what: str) -> Items:
             places.append((packed[leaf.array], leaf.part))
             continue
         else:
-            array, part = rows.array_by_slot(storage, leaf.array), leaf.part
+            array, part = storage.arrays[leaf.array], leaf.part
             packed[leaf.array] = len(columns_of)
             column = Column.of(name, (), array.shape[-1] * array.dtype.itemsize)
-            source = rows.source_of(array, batch)
+            source = rows.packed_source(storage, leaf.array, saved.count)
         places.append((len(columns_of), part))
         columns_of.append(column)
         sources.append(source)
@@ -216,14 +217,15 @@ def joined(
     named = jax.tree.leaves(schema.named_storage(slotted))
     _check(buffer, named, spec, batch, "load")
     arrays = {id(leaf): rows.host_array(leaf, np.zeros) for leaf in jax.tree.leaves(slotted)}
-    if isinstance(slotted, PackedLeaves):
-        for leaf in slotted.arrays.values():
-            arrays[id(leaf)] = rows.host_array(leaf, np.zeros, slotted.order)
+    count = int(np.prod(batch, dtype=int))
     targets = []
     for leaf in named:
-        spec_of = slotted.arrays[leaf.array] if isinstance(leaf, PackedLeaf) else leaf
-        rows_of = rows.rows_of(arrays[id(spec_of)], batch)
-        targets.append(rows_of[..., leaf.part] if isinstance(leaf, PackedLeaf) else rows_of)
+        if isinstance(leaf, PackedLeaf):
+            array = arrays[id(slotted.arrays[leaf.array])]
+            data = array.reshape(count, -1, array.shape[-1]).view(np.uint8)
+            targets.append((data[..., leaf.part], slotted.order))
+        else:
+            targets.append((rows.rows_of(arrays[id(leaf)], batch), _BY_SLOT))
     _put(buffer, batch, state, spec, targets, pieces)
     own = iter(jax.tree.leaves(state.storage))
     place = lambda leaf: (
@@ -237,22 +239,25 @@ def _put(
     batch: tuple[int, ...],
     state: Any,
     spec: Item,
-    targets: list[np.ndarray],
+    targets: list[tuple[np.ndarray, Order]],
     pieces: Pieces,
 ) -> None:
-    """Puts the bytes of items into those of the storage's arrays, uint8 `[V, N or more, width]`."""
+    """Puts items into the bytes of the storage's arrays, uint8 `[V, N or more, width]`."""
     names, twins = pytree.leaf_names(spec), _twins(buffer, spec)
     source = _source(buffer, batch, state) if twins else None
+    capacity = buffer.capacity
     for which, leaves in pieces:
-        at = np.divmod(which, buffer.capacity)
+        at = np.divmod(which, capacity)
         for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             data = bytes_of(_words(leaf))
             if name not in twins:
-                targets[number][at] = data
+                target, order = targets[number]
+                target[np.divmod(order.places(which, capacity), capacity)] = data
             elif source is not None:
                 rows_of = source[at]
-                is_own = rows_of >= buffer.capacity  # else it is the next row's observation
-                targets[names.index(twins[name])][at[0][is_own], rows_of[is_own]] = data[is_own]
+                is_own = rows_of >= capacity  # else it is the next row's observation
+                target, _ = targets[names.index(twins[name])]
+                target[at[0][is_own], rows_of[is_own]] = data[is_own]
 
 
 # Items that the user keeps.

@@ -214,21 +214,29 @@ def _packed_arrays(
     of any other checkpoint are cut in one by one.
     """
     arrays, whole = {}, {}
-    store = opened.store
+    store, order = opened.store, storage.order
     for array, leaves in packed.items():
-        arrays[array] = rows.host_array(storage.arrays[array], order=storage.order)
+        arrays[array] = rows.host_array(storage.arrays[array])
         target = arrays[array].reshape(-1, arrays[array].shape[-1]).view(np.uint8)
+        capacity = len(target) // buffers
         own = [(leaf.name, leaf.width) for leaf in rows.packed_column(leaves).leaves]
         location = places[next(iter(leaves))]
         column = () if location is None else store.table.columns[location.column].leaves
         if location is not None and [(leaf.name, leaf.width) for leaf in column] == own:
-            whole[location.column] = target
-            continue
-        for name, leaf in leaves.items():
-            width = leaf.part.stop - leaf.part.start
-            for start, piece in _reader(opened, name, places[name], buffers)(None):
+            if order.envs is None:
+                whole[location.column] = target
+                continue
+            every = slice(0, target.shape[1])
+            parts = [(every, _in_pieces(store, location.column, every))]
+        else:
+            read = lambda name: _reader(opened, name, places[name], buffers)(None)
+            parts = [(leaf.part, read(name)) for name, leaf in leaves.items()]
+        for part, pieces in parts:
+            width = part.stop - part.start
+            for start, piece in pieces:
                 data = np.frombuffer(piece, np.uint8).reshape(-1, width)
-                target[start // width :, leaf.part][: len(data)] = data
+                numbers = np.arange(start // width, start // width + len(data))
+                target[order.places(numbers, capacity), part] = data
     if whole:
         store.read_columns(whole)
     return arrays
@@ -280,12 +288,12 @@ def _reader(
             beyond = saved.array(name + BEYOND, np.uint8) if is_long else None
             _fill(store, location.column, buffers, beyond, np.asarray(target, np.uint8))
         else:
-            for start, piece in _in_pieces(store, location):
+            for start, piece in _in_pieces(store, location.column, location.part):
                 target[start : start + len(piece)] = piece
 
     def pieces() -> Iterator[tuple[int, Any]]:
         if location is not None and not is_long:
-            yield from _in_pieces(store, location)
+            yield from _in_pieces(store, location.column, location.part)
             return
         size = saved.arrays[name if location is None else name + BEYOND]["size"]
         size += 0 if location is None else store.slots * location.leaf.width
@@ -296,12 +304,12 @@ def _reader(
     return lambda target: pieces() if target is None else fill(target)
 
 
-def _in_pieces(store: Store, location: Location) -> Iterator[tuple[int, Any]]:
-    """Yields a leaf's bytes in the rows of a column, after a look at all of them."""
-    store.sums.check_column(location.column)
-    width = location.leaf.width
+def _in_pieces(store: Store, column: int, part: slice) -> Iterator[tuple[int, Any]]:
+    """Yields a part of the rows of a column, after a look at all of them."""
+    store.sums.check_column(column)
+    width = part.stop - part.start
     for slots in rows.in_parts(np.arange(store.slots), width, memory.PIECE):
-        piece = store.take_column(store.version, location.column, slots, location.part)
+        piece = store.take_column(store.version, column, slots, part)
         yield int(slots[0]) * width, piece.reshape(-1).data
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jrb._core import memory
 from jrb._core.orders import Order
+from jrb._core.packed import PackedLeaves
 from jrb._store import table
 from jrb._store.store import Store
 from jrb._store.table import Column
@@ -30,13 +31,26 @@ BEYOND = "#beyond"
 
 
 @dataclasses.dataclass(frozen=True)
+class OrderedRows:
+    """The rows of a packed array that are in another order than that of slots.
+
+    Attributes:
+        source: the array, or its bytes on the host, `[V, N, width]` of uint8.
+        order: of its rows.
+    """
+
+    source: Any
+    order: Order
+
+
+@dataclasses.dataclass(frozen=True)
 class StateRows:
     """The leaves of a state that lie in rows.
 
     Attributes:
         columns: one for each packed array, and one for each leaf with an array of its own.
         sources: of each column on the host `[V, N or more, width]` of uint8, or a `HostLeaf`, or an
-            array of another device.
+            array of another device; or one of these as `OrderedRows`.
         buffers: V.
         capacity: N.
         in_slots: whether rows are slots, so that the writer's stamps tell which are new.
@@ -66,6 +80,10 @@ class StateRows:
     def take_column(self, number: int, buffer: np.ndarray, slot: np.ndarray) -> np.ndarray:
         """Returns rows of one column; slots may be N or more, where the source has them."""
         source, width = self.sources[number], self.columns[number].width
+        if isinstance(source, OrderedRows):  # not copied into the order of slots: it may be large
+            places = source.order.places(buffer * self.capacity + slot, self.capacity)
+            buffer, slot = np.divmod(places, self.capacity)
+            source = source.source
         if isinstance(source, HostLeaf):
             return source.rows(slot)
         if isinstance(source, np.ndarray):
@@ -91,9 +109,12 @@ class StateRows:
         """These rows, with four bytes in place of each row that is on another device."""
         columns, sources = list(self.columns), list(self.sources)
         for number, source in enumerate(sources):
-            if not isinstance(source, np.ndarray | HostLeaf):
-                hashes = memory.row_hashes(source, columns[number].width)
-                sources[number] = hashes.reshape(self.buffers, -1, 4)
+            array = source.source if isinstance(source, OrderedRows) else source
+            if not isinstance(array, np.ndarray | HostLeaf):
+                hashes = memory.row_hashes(array, columns[number].width)
+                hashes = hashes.reshape(self.buffers, -1, 4)
+                is_ordered = isinstance(source, OrderedRows)
+                sources[number] = OrderedRows(hashes, source.order) if is_ordered else hashes
         return dataclasses.replace(self, sources=tuple(sources))
 
     def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
@@ -136,7 +157,7 @@ def split(saved: Snapshot) -> tuple[StateRows, dict[str, Any], dict[str, list[st
                 kinds[name + BEYOND] = list(schema.kind_of(leaf))
     for array, leaves in packed.items():
         columns.append(packed_column(leaves))
-        sources.append(source_of(array_by_slot(state.storage, array), saved.batch))
+        sources.append(packed_source(state.storage, array, saved.count))
     rows = StateRows(tuple(columns), tuple(sources), saved.count, buffer.capacity)
     return rows, arrays, kinds
 
@@ -152,9 +173,14 @@ def packed_column(leaves: dict[str, PackedLeaf]) -> Column:
     )
 
 
-def array_by_slot(storage: Any, array: str) -> Any:
-    """Returns a packed array with its rows in the order of slots."""
-    return storage.order.by_slot(storage.arrays[array])
+def packed_source(storage: PackedLeaves, array: str, buffers: int) -> Any:
+    """Returns what the rows of a packed array are read from."""
+    source = storage.arrays[array]
+    if memory.on_host(source):
+        width = source.shape[-1] * source.dtype.itemsize
+        data = np.frombuffer(memory.view(np.asarray(source)), np.uint8)
+        source = data.reshape(buffers, -1, width)
+    return source if storage.order.envs is None else OrderedRows(source, storage.order)
 
 
 def array_bytes(leaf: Leaf) -> Any:
@@ -187,22 +213,12 @@ def rows_of(array: np.ndarray, batch: tuple[int, ...]) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(buffers, length, width)
 
 
-_BY_SLOT = Order()
-
-
-def host_array(spec: Any, make: Any = np.empty, order: Order = _BY_SLOT) -> np.ndarray:
-    """Returns memory on the host for an array of a state, whose rows are in the order of slots."""
+def host_array(spec: Any, make: Any = np.empty) -> np.ndarray:
+    """Returns memory on the host for an array of a state, which XLA takes without a copy."""
     raw = prng_keys.raw_spec(spec)
-    lead = raw.shape[: len(raw.shape) - 1 - order.axes]
-    shape = raw.shape if order.envs is None else (*lead, order.capacity(raw.shape), raw.shape[-1])
-    return table.aligned(shape, raw.dtype, make=make)
+    return table.aligned(raw.shape, raw.dtype, make=make)
 
 
 def placed(spec: Any, array: np.ndarray, device: Device) -> jax.Array:
     """Returns an array of a state, from one of the host that nobody else uses any more."""
-    shape = prng_keys.raw_spec(spec).shape
-    if array.shape != shape:  # rows go from the order of slots to one environment after the other
-        *batch, envs, count, width = shape
-        by_slot, array = array, table.aligned(shape, array.dtype)
-        array[...] = by_slot.reshape(*batch, count, envs, width).swapaxes(-3, -2)
     return prng_keys.wrapped(memory.placed(array, device), spec.dtype)
