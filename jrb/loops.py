@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
@@ -228,7 +228,11 @@ def _bind(self: Any, buffer: Any, verbs: dict[str, _Verb], is_on_host: bool) -> 
 def _prepared(
     self: Any, buffer: Any, name: str, verb: _Verb, run: Callable[..., Any]
 ) -> Callable[..., Any]:
-    prepare = MethodType(verb.prepare, self)  # a partial takes longer to call
+    # A copy with the name of the verb, which Python puts into errors about missing arguments.
+    code: Any = verb.prepare
+    own = FunctionType(code.__code__, globals(), name, code.__defaults__, code.__closure__)
+    own.__qualname__ = f"{type(self).__name__}.{name}"
+    prepare = MethodType(own, self)  # a partial takes longer to call
     if not verb.has_priorities:
         return lambda state, *args, **kwargs: run(state, *prepare(*args, **kwargs))
 

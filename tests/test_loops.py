@@ -456,3 +456,12 @@ def test_priorities_are_the_same_numbers_everywhere(storage):
         for wrong in (np.array(["a"]), np.array([1], "m8[s]"), np.array([1j])):
             with pytest.raises(TypeError, match="expected real numbers"):
                 verbs.update_priority(state, jnp.arange(1), wrong)
+
+
+def test_a_missing_argument_is_named_with_the_verb():
+    verbs = jrb.jitted(jrb.ReplayBuffer(4, batch_size=1))
+    state = verbs.init({"x": 0.0})
+    with pytest.raises(TypeError, match=r"Jitted\.sample\(\) missing .* 'key'"):
+        verbs.sample(state)
+    with pytest.raises(TypeError, match=r"Jitted\.newest\(\) missing .* 'n'"):
+        verbs.newest(state)
