@@ -1,4 +1,4 @@
-"""The replay buffer: five parts, one composition."""
+"""The replay buffer, a composition of five parts."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ from jrb.writers import RoundRobin
 
 @pytree.component
 class ReplayBuffer:
-    """What a buffer holds, how it writes, and how it draws.
+    """A replay buffer: describes what it holds, how it writes, and how it draws.
 
     The description is frozen, hashable and free of arrays; the arrays are in a `BufferState`, which
     every verb takes and those that change it return. All verbs are pure and work under `jit`,
@@ -144,7 +144,7 @@ class ReplayBuffer:
 
     @classmethod
     def rounded(cls, capacity: int, num_envs: int | None = None, **parts: Any) -> Self:
-        """A buffer of at most this capacity: rounded down to a multiple of `num_envs`.
+        """Returns a buffer of at most this capacity, rounded down to a multiple of `num_envs`.
 
         For capacities that come from a configuration, as most libraries take them.
 
@@ -176,7 +176,7 @@ class ReplayBuffer:
         return Ring(rows=self.capacity // envs, envs=envs)
 
     def init(self, example: Item, device: Device = None) -> BufferState:
-        """An empty state.
+        """Returns an empty state.
 
         Args:
             example: one transition, arrays or `jax.ShapeDtypeStruct`s without leading axes; only
@@ -197,7 +197,7 @@ class ReplayBuffer:
         return eager.init(self, spec, device)
 
     def nbytes(self, example: Item) -> int:
-        """The bytes in arrays and files that `init(example)` allocates, told without it."""
+        """Returns the bytes that `init(example)` would allocate in arrays and files."""
         if self.storage.of_objects:
             raise eager.refusal()
         return eager.nbytes(self, self._stored_spec(example))
@@ -417,7 +417,7 @@ class ReplayBuffer:
         return eager.update(self, state, sample_or_indices, priorities, donate)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> BufferState:
-        """Another exponent for a prioritized sampler.
+        """Sets the exponent alpha of a prioritized sampler.
 
         Costs O(N); the same one as before costs nothing on the CPU, unless under `vmap`.
 
@@ -431,7 +431,7 @@ class ReplayBuffer:
         return state.replace(sampler=sampler)
 
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
-        """The environments begin anew: nothing crosses from the newest row to the next one.
+        """Ends the episodes of environments: no item crosses from the newest row to the next one.
 
         No window, n-step return or stack of frames goes on from what is held now to what is added
         next, though no flag says that an episode ended: for environments that are reset in the
@@ -465,7 +465,7 @@ class ReplayBuffer:
         return eager.truncate(self, state, mask)
 
     def take(self, state: BufferState, indices: jax.Array) -> Item:
-        """The items at these slots, as they are stored: without unit and transforms.
+        """Returns the items at these slots, as they are stored: without unit and transforms.
 
         Args:
             state: is only read.
@@ -531,7 +531,7 @@ class ReplayBuffer:
     def map(
         self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
     ) -> BufferState:
-        """Puts a function over all items that are held, a batch at a time, where they lie.
+        """Applies a function to all items that are held, a batch at a time, in place.
 
         For relabelling rewards, or refreshing recurrent states: as `set` of what it returns.
 
@@ -554,7 +554,7 @@ class ReplayBuffer:
         return eager.rewrite(self, state, _Mapped(self, function), size)
 
     def drop(self, state: BufferState, where: Sample | jax.Array) -> BufferState:
-        """These anchors are drawn no more, until something else is written there.
+        """Excludes anchors from draws until their slots are overwritten.
 
         Args:
             state: may be donated.
@@ -647,7 +647,7 @@ class ReplayBuffer:
 
     @explained
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
-        """All slots in the order in which they were written, and how many hold something.
+        """Returns all slots in the order in which they were written, and how many hold items.
 
         Returns:
             int32 `[N]`, oldest first, those that hold nothing at the end; and int32 `[]`.
@@ -657,7 +657,7 @@ class ReplayBuffer:
 
     @explained
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
-        """The slots of the newest rows.
+        """Returns the slots of the newest rows.
 
         Args:
             state: is only read.
@@ -689,7 +689,7 @@ class ReplayBuffer:
 
     @explained
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
-        """The priorities as they were given, without alpha and eps.
+        """Returns the priorities as they were set, without alpha and eps.
 
         Args:
             state: is only read.
@@ -712,13 +712,13 @@ class ReplayBuffer:
 
     @explained
     def size(self, state: BufferState) -> jax.Array:
-        """The transitions held, int32 `[]`."""
+        """Returns the number of transitions held, int32 `[]`."""
         check_state(self, state)
         return eager.copy_if_owned(self.writer.held(self.ring, state.writer).size, state.writer)
 
     @explained
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
-        """Whether a draw gives at least one item, bool `[]`: where it is False, `sample` raises.
+        """Returns True if a draw gives at least one item, bool `[]`; if not, `sample` raises.
 
         One item is enough to draw a batch with replacement. A learner that is to wait for more says
         so by `ReplayBuffer(min_size=...)`.
@@ -731,11 +731,11 @@ class ReplayBuffer:
         return eager.ready(self, state, self.batch_size if batch_size is None else batch_size)
 
     def can_add(self, state: BufferState) -> jax.Array:
-        """Whether `add` would write, bool `[]`: not where `BlockWhenFull` is full or `ReadOnly`."""
+        """Returns True if `add` would write, bool `[]`: not if `ReadOnly`, or blocked when full."""
         return eager.can_add(self, state)
 
     def empty(self, state: BufferState) -> BufferState:
-        """The state without its items. Samples drawn before stay harmless."""
+        """Returns the state without its items. Later updates by earlier samples do nothing."""
         return eager.empty(self, state)
 
     @property
@@ -758,7 +758,7 @@ class ReplayBuffer:
         return spec
 
     def stored(self, state: BufferState) -> Item:
-        """The spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
+        """Returns the spec of one item as it is stored, `jax.ShapeDtypeStruct`s."""
         check_state(self, state)
         return self.storage.spec(state.storage)
 
@@ -797,7 +797,7 @@ class ReplayBuffer:
             warn_of_refused(self, verb, priorities, mask)
 
     def _prioritized(self, verb: str) -> PrioritizedSampler:
-        """The sampler, which has to have priorities."""
+        """Returns the sampler, or raises if it has no priorities."""
         if isinstance(self.sampler, PrioritizedSampler):
             return self.sampler
         raise TypeError(
@@ -807,7 +807,7 @@ class ReplayBuffer:
 
 
 def _has_axis(spec: Item, items: Item, lead: int, envs: int) -> bool:
-    """Whether the example had the axis of environments, as the items have it."""
+    """Returns True if the example had the axis of environments, as the items have it."""
     pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(items), strict=False)
     return all(
         want.shape[:1] == (envs,) and np.shape(leaf)[lead - 1 :] == want.shape

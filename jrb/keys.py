@@ -89,7 +89,7 @@ class Keys:
         return ", ".join(f"{role}={path}" for role, path in guesses.items())
 
     def flags(self, item: PyTree) -> dict[str, Any]:
-        """What says that an episode ends: those of done, terminated and truncated that there are.
+        """Returns the flags that end episodes: done, terminated and truncated, if present.
 
         Returns:
             From names of leaves to the leaves of `item`.
@@ -137,7 +137,7 @@ class Keys:
         return found
 
     def is_next(self, name: str) -> bool:
-        """Whether the leaf of this name tells what came after the action.
+        """Returns True if the leaf of this name tells what came after the action.
 
         That is what `Keys` names so, and all that lies beside a nested next observation, unless the
         observation or the action lies there too.
@@ -170,7 +170,7 @@ _USUAL = {  # names that leaves of other libraries have
 
 
 def within(name: str, prefix: str) -> bool:
-    """Whether the leaf `name` ("next/reward") is at or below `prefix` ("next")."""
+    """Returns True if the leaf `name` ("next/reward") is at or below `prefix` ("next")."""
     return name == prefix or name.startswith(prefix + "/")
 
 
@@ -215,7 +215,7 @@ def lookup(item: PyTree, path: Path | None) -> Any:
 
 
 def _entry(item: PyTree, name: str) -> Any:
-    """What a container holds under a name; what is no container holds nothing."""
+    """Returns the entry of a container under a name; None if there is none."""
     if pytree.is_mapping(item):
         return item.get(name)
     if hasattr(item, "_fields"):  # a named tuple has methods too

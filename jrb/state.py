@@ -1,4 +1,4 @@
-"""What a buffer is to those who work on it: its description, its arrays, and those of a batch."""
+"""The state of a buffer, a batch, and the protocol of descriptions."""
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
@@ -64,7 +64,7 @@ class BufferState(pytree.State):
         return f"{title} and {wording.bytes_text(host_bytes)} on the host" if host_bytes else title
 
     def _facts(self) -> dict[str, str]:
-        """What a person wants to know of it first."""
+        """Returns the facts that its text shows."""
         lead = jnp.shape(self.edits) if pytree.is_array(self.edits) else ()
         if lead:
             return {"states under vmap": " x ".join(map(str, lead))}
@@ -119,7 +119,7 @@ class Sample(pytree.State):
         return display.html(self, type(self).__name__, self._facts())
 
     def _facts(self) -> dict[str, str]:
-        """What a person wants to know of it first."""
+        """Returns the facts that its text shows."""
         if not pytree.is_array(self.mask):
             return {}
         return {
@@ -130,7 +130,7 @@ class Sample(pytree.State):
 
 
 def origin_of(buffer: "Buffer") -> str:
-    """What samples have for `origin` that a buffer drew."""
+    """Returns the `origin` of the samples that a buffer draws."""
     return identity(buffer, *_NOT_OF_SLOTS)
 
 

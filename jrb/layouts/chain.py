@@ -66,7 +66,7 @@ def pairs(leaves: Leaves, keys: Keys) -> dict[str, str]:
 
 
 def differ(before: Any, after: Any) -> np.ndarray:
-    """Which next observations are not, bit for bit, the observation of the next row.
+    """Finds the next observations that differ, in any bit, from the observation of the next row.
 
     Args:
         before: the observations, `[E, T, ...]`.

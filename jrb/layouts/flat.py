@@ -45,7 +45,7 @@ def ted_to_flat(
 
 
 def flat_to_ted(flat: Any, keys: Keys = TED) -> dict[str, Any]:
-    """The transitions that `ted_to_flat` was given."""
+    """Returns the transitions that `ted_to_flat` took."""
     leaves = flatten(flat, "flat_to_ted")
     if _ENDS not in leaves:
         raise ValueError(
@@ -58,7 +58,7 @@ def flat_to_ted(flat: Any, keys: Keys = TED) -> dict[str, Any]:
 def to_flat(
     leaves: Leaves, keys: Keys, num_envs: int | None, cuts: Sequence[int]
 ) -> tuple[Leaves, Chain]:
-    """The same on arrays by name; and where trajectories end."""
+    """Returns the flat layout of arrays by name, and where trajectories end."""
     leaves = {name: _by_env(name, leaf, num_envs) for name, leaf in leaves.items()}
     shape = _lead(leaves)
     links = chain(leaves, keys, _cuts(cuts, shape))
@@ -75,7 +75,7 @@ def to_flat(
 
 
 def from_flat(leaves: Leaves, ends: np.ndarray, keys: Keys) -> Leaves:
-    """The same on arrays by name; `ends` is bool `[T]` or `[E, T]`."""
+    """Returns the transitions of flat arrays by name; `ends` is bool `[T]` or `[E, T]`."""
     place = places(ends.reshape(-1))
     after, before = path_name(keys.next_observation), path_name(keys.observation)
     out = {}

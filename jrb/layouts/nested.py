@@ -49,7 +49,7 @@ def ted_to_nested(
 
 
 def nested_to_ted(nested: Any, keys: Keys = TED) -> dict[str, Any]:
-    """The transitions that `ted_to_nested` was given."""
+    """Returns the transitions that `ted_to_nested` took."""
     leaves = flatten(nested, "nested_to_ted")
     if _LENGTHS not in leaves:
         raise ValueError(
@@ -86,7 +86,7 @@ def split(
 
 
 def combine(trajectories: Iterable[Any], keys: Keys = TED) -> dict[str, Any]:
-    """The transitions that `split` was given."""
+    """Returns the transitions that `split` took."""
     parts = [flatten(trajectory, "combine") for trajectory in trajectories]
     if not parts:
         raise ValueError("combine: expected at least one trajectory, got none.")

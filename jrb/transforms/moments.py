@@ -37,7 +37,7 @@ class Moments(pytree.State):
 
 
 def start(shape: tuple[int, ...], dtype: pytree.DType) -> Moments:
-    """Those of nothing."""
+    """Returns the moments of no numbers."""
     fields = ("mean", "mean_rest", "var", "var_rest")
     zeros = {name: jnp.zeros(shape, dtype) for name in fields}
     none = lambda: jnp.zeros((), jnp.uint32)
@@ -45,7 +45,7 @@ def start(shape: tuple[int, ...], dtype: pytree.DType) -> Moments:
 
 
 def joined(moments: Moments, numbers: jax.Array, real: jax.Array) -> Moments:
-    """The moments of what came before and some of these numbers.
+    """Returns the moments of earlier numbers and some of these.
 
     Args:
         moments: of what came before.
@@ -80,7 +80,7 @@ def joined(moments: Moments, numbers: jax.Array, real: jax.Array) -> Moments:
 
 
 def can_count(numbers: jax.Array) -> jax.Array:
-    """Which numbers are so small, bool, that squares of the distances between them are finite."""
+    """Returns True for numbers so small that squares of their distances are finite."""
     largest = float(jnp.finfo(numbers.dtype).max) ** 0.5 / 4
     return jnp.abs(numbers) < jnp.asarray(largest, numbers.dtype)  # False for NaN
 
@@ -109,7 +109,7 @@ def _ratio(one: jax.Array, other: jax.Array, dtype: pytree.DType) -> jax.Array:
 
 
 def _sum(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rounded sum of two numbers, and exactly what it lacks (Knuth's two-sum)."""
+    """Returns the rounded sum of two numbers, and exactly what it lacks (Knuth's two-sum)."""
     total = one + other
     second = total - one
     return total, (one - (total - second)) + (other - second)

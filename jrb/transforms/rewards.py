@@ -35,7 +35,7 @@ class RewardToGo(Transform):
         checks.fraction("discount", self.discount)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with one leaf `[B, L, ...]` more for each leaf of the reward."""
+        """Returns the data, with one leaf `[B, L, ...]` more for each leaf of the reward."""
         reward = batch.keys.get(data, "reward")
         for leaf in jax.tree.leaves(reward):
             self._check(leaf, batch)

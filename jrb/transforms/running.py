@@ -68,7 +68,7 @@ class RunningNormalize(StatefulTransform):
         mask: jax.Array,
         ended: jax.Array,
     ) -> dict[str, Moments]:
-        """The moments with those of the new rows."""
+        """Returns the moments with the new rows."""
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
         found = self._leaves(items, context.keys)
         return {
@@ -86,7 +86,7 @@ class RunningNormalize(StatefulTransform):
         return {name: leaf for name, leaf in named if is_meant(name)}
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, normalized."""
+        """Returns the data, normalized."""
 
         def change(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)
@@ -105,7 +105,7 @@ class RunningNormalize(StatefulTransform):
 
 
 class Returns(pytree.State):
-    """What `RunningRewardScale` remembers of a reward.
+    """The state of `RunningRewardScale` for one reward.
 
     Attributes:
         moments: of the returns of single steps.
@@ -167,7 +167,7 @@ class RunningRewardScale(StatefulTransform):
     def _with_rewards(
         self, state: Returns, rewards: jax.Array, mask: jax.Array, ended: jax.Array
     ) -> Returns:
-        """The same for one leaf of the reward, `[T, E, ...]`."""
+        """Returns the state with one leaf of the reward, `[T, E, ...]`."""
         rewards = rewards.astype(state.running.dtype)
         lift = lambda flags: flags.reshape(*flags.shape, *(1,) * (rewards.ndim - 2))
         fits = moments.can_count(rewards).reshape(*mask.shape, -1).all(axis=2)
@@ -196,7 +196,7 @@ class RunningRewardScale(StatefulTransform):
         return jax.tree.map(begin, state, is_leaf=_is_returns)
 
     def adopt(self, state: Any, old: Any) -> Any:
-        """What was learned; the returns of running episodes where the environments are the same."""
+        """Takes over what was learned, and running returns if the environments are the same."""
         own, others = (jax.tree.flatten(each, is_leaf=_is_returns) for each in (state, old))
         if own[1] != others[1]:
             return state
@@ -209,7 +209,7 @@ class RunningRewardScale(StatefulTransform):
         return jax.tree.unflatten(own[1], list(map(one, own[0], others[0])))
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with rewards scaled."""
+        """Returns the data, with rewards scaled."""
         known = iter(jax.tree.leaves(batch.state, is_leaf=_is_returns))  # in the order of leaves
 
         def change(name: str, leaf: jax.Array) -> jax.Array:
@@ -223,7 +223,7 @@ def _is_returns(node: Any) -> bool:
 
 
 def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
-    """What an agent acts on: an observation as `RunningNormalize` gives it out.
+    """Returns an observation for an agent to act on, normalized as `RunningNormalize` does.
 
     Args:
         buffer: with `RunningNormalize` among its transforms; what others do is left out.
@@ -263,7 +263,7 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
 
 
 def _start(what: str, name: str, leaf: Any) -> Moments:
-    """Moments of nothing, for the spec of a leaf."""
+    """Returns moments of no numbers, for the spec of a leaf."""
     kind = pytree.dtype_of(leaf)
     real = (jnp.floating, jnp.integer, jnp.bool_)
     if kind is None or not any(jnp.issubdtype(kind, each) for each in real):

@@ -24,7 +24,7 @@ class Select(Transform):
         check_paths("Select", self.paths)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with fewer entries."""
+        """Returns the data, with fewer entries."""
         out: Any = {}
         for path in self.paths:
             out = with_leaf(out, path, find(data, path, "Select"), "Select")
@@ -41,7 +41,7 @@ class Exclude(Transform):
         check_paths("Exclude", self.paths)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with fewer entries."""
+        """Returns the data, with fewer entries."""
         for path in self.paths:
             find(data, path, "Exclude")
             data = _without(data, _names(path), "Exclude")
@@ -66,7 +66,7 @@ class Rename(Transform):
             )
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with the entries elsewhere."""
+        """Returns the data, with the entries elsewhere."""
         moved = [(to, find(data, path, "Rename")) for path, to in self.pairs]
         for path, _ in self.pairs:
             data = _without(data, _names(path), "Rename")
@@ -97,7 +97,7 @@ class Concatenate(Transform):
             raise ValueError(f"Concatenate: axis: expected a negative number, got {self.axis}.")
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, with one leaf for several."""
+        """Returns the data, with one leaf for several."""
         leaves = [find(data, path, "Concatenate") for path in self.paths]
         for path, leaf in zip(self.paths, leaves, strict=True):
             if not isinstance(leaf, jax.Array) or leaf.dtype != leaves[0].dtype:

@@ -28,7 +28,7 @@ class Cast(Transform):
         object.__setattr__(self, "dtype", dtype_name("Cast", self.dtype))
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, cast."""
+        """Returns the data, cast."""
         dtype = jnp.dtype(self.dtype)
         if self.paths is not None:
             return rewritten(data, self.paths, "Cast", lambda name, leaf: leaf.astype(dtype))
@@ -62,7 +62,7 @@ class Normalize(Transform):
             raise ValueError(f"Normalize: std: expected numbers other than 0, got {self.std}.")
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, normalized."""
+        """Returns the data, normalized."""
         paths = observations(data, batch.keys) if self.paths is None else self.paths
 
         def normalize(name: str, leaf: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ class Clip(Transform):
             raise ValueError(f"Clip: expected low <= high, got {self.low} and {self.high}.")
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, clipped."""
+        """Returns the data, clipped."""
         paths = (batch.keys.reward,) if self.paths is None else self.paths
 
         def clip(name: str, leaf: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ class Scale(Transform):
         check_paths("Scale", self.paths)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """The data, scaled."""
+        """Returns the data, scaled."""
         paths = (batch.keys.reward,) if self.paths is None else self.paths
         change = lambda name, leaf: pytree.wide(leaf) * self.factor + self.offset
         return rewritten(data, paths, "Scale", change)

@@ -1,4 +1,4 @@
-"""Which base a part of each kind has."""
+"""The base of each kind of part, and checks against it."""
 
 import difflib
 import inspect
@@ -13,7 +13,7 @@ BASES: dict[str, type] = {"sampler": Sampler, "unit": Unit, "writer": Writer, "s
 
 
 def _below(base: type) -> list[type]:
-    """All classes below one that have no abstract methods."""
+    """Returns all classes below one that have no abstract methods."""
     inner = [it for cls in base.__subclasses__() for it in (cls, *_below(cls))]
     return [cls for cls in inner if not inspect.isabstract(cls) and cls.__name__[0] != "_"]
 

@@ -10,7 +10,7 @@ from jrb.types.messages import Context, Item, PartState, TransformContext
 
 
 class Transform(abc.ABC):
-    """What happens to data on the way out.
+    """Changes data on the way out of a buffer.
 
     Any function from data to data will do as well; this is for those that must know more. One with
     a method `inverse(item)` is undone on the way in, item by item.
@@ -18,7 +18,7 @@ class Transform(abc.ABC):
 
     @abc.abstractmethod
     def apply(self, data: Item, batch: TransformContext) -> Item:
-        """From data, leaves `[B, ...]` or `[B, L, ...]`, to data."""
+        """Returns changed data; leaves are `[B, ...]` or `[B, L, ...]`."""
 
 
 class StatefulTransform(Transform):
@@ -36,7 +36,7 @@ class StatefulTransform(Transform):
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> PartState:
-        """The state before anything came; `spec` is of an item as `on_write` sees it."""
+        """Returns the state before any write; `spec` is of an item as `on_write` sees it."""
 
     @abc.abstractmethod
     def on_write(
@@ -47,7 +47,7 @@ class StatefulTransform(Transform):
         mask: jax.Array,
         ended: jax.Array,
     ) -> PartState:
-        """The state after a write; to rounding the same however rows are cut into calls.
+        """Returns the state after a write, to rounding the same however rows are cut into calls.
 
         Args:
             context: of the buffer before the write.
@@ -58,11 +58,11 @@ class StatefulTransform(Transform):
         """
 
     def truncate(self, state: PartState, which: jax.Array) -> Any:
-        """Some environments, bool `[E]`, begin anew; by default nothing follows from it."""
+        """Returns the state after some environments, bool `[E]`, were reset; the same by default."""
         return state
 
     def adopt(self, state: PartState, old: PartState) -> Any:
-        """What goes on in a buffer that was rebuilt, by default all that the old one had learned.
+        """Returns the state in a rebuilt buffer, by default all that the old one had learned.
 
         Args:
             state: learned from the items that came along.
