@@ -58,7 +58,7 @@ class StatefulTransform(Transform):
         """
 
     def truncate(self, state: PartState, which: jax.Array) -> Any:
-        """Returns the state after some environments, bool `[E]`, were reset; the same by default."""
+        """Returns the state after some environments, bool `[E]`, were reset; unchanged here."""
         return state
 
     def adopt(self, state: PartState, old: PartState) -> Any:
