@@ -227,24 +227,20 @@ class RecordWriter:
         envs = self._memory[1][: now.held]
         if schema.num_envs is not None:
             order = np.argsort(envs, kind="stable")
-            columns, begins, envs = (
-                [column[order] for column in columns],
-                begins[order],
-                envs[order],
-            )
+            columns = [column[order] for column in columns]
+            begins, envs = begins[order], envs[order]
             counts = np.bincount(envs, minlength=schema.num_envs)
         terminated, truncated = _flags(spec, columns)
         own_numbers = None if spec.episode is None else columns[spec.episode].reshape(-1)
         streams = now.streams or _no_streams(len(counts), own_numbers)
         is_over = terminated | truncated
-        begins = _episode_starts(counts, begins, is_over, own_numbers, streams)
         first = self._first_episode + now.episodes
-        episode, step = _numbered(counts, begins, first, streams)
-        episodes = now.episodes + int(begins.sum())
-        streams = _after(counts, streams, is_over, episode, step, own_numbers)
+        num_begun, episode, step, streams = _numbered(
+            counts, begins, is_over, own_numbers, streams, first
+        )
         own = dict(zip(parts.TYPES, (episode, step, envs, terminated, truncated), strict=True))
         named = {leaf.name: column for leaf, column in zip(spec.arrays, columns, strict=True)}
-        return schema.encode(own, named), episodes, streams
+        return schema.encode(own, named), now.episodes + num_begun, streams
 
     def close(self) -> None:
         """Seals what is in memory, and gives the right to write back."""
@@ -286,79 +282,58 @@ def _no_streams(num_envs: int, own_numbers: np.ndarray | None) -> StreamState:
     return StreamState(np.ones(num_envs, bool), zeros, zeros, own)
 
 
-def _episode_starts(
+def _numbered(
     counts: np.ndarray,
     begins: np.ndarray,
     is_over: np.ndarray,
     own_numbers: np.ndarray | None,
     streams: StreamState,
-) -> np.ndarray:
-    """Returns the rows that begin an episode, bool `[n]`.
+    first_episode: int,
+) -> tuple[int, np.ndarray, np.ndarray, StreamState]:
+    """Divides rows into episodes.
 
     Args:
         counts: int64 `[E]`, the rows of each environment, which follow each other.
-        begins: bool `[n]`, rows that begin one because `truncate` was called.
+        begins: bool `[n]`, rows that begin an episode because `truncate` was called.
         is_over: bool `[n]`, rows with flags that end one.
         own_numbers: `[n]`, the numbers of episodes that items have.
         streams: the last items before these.
+        first_episode: the number of the first episode that begins.
+
+    Returns:
+        The number of episodes that begin; for each row the number of its episode and its position
+        in it, int64 `[n]`; and where the streams end after these rows.
     """
-    env = np.flatnonzero(counts)
-    first = (np.cumsum(counts) - counts)[env]
+    env = np.flatnonzero(counts)  # those with rows
+    stops = np.cumsum(counts)
+    starts = stops - counts
     previous = np.roll(is_over, 1)
-    previous[first] = streams.is_over[env]
+    previous[starts[env]] = streams.is_over[env]
     begins = begins | previous
     if own_numbers is not None and streams.own_number is not None:
         previous = np.roll(own_numbers, 1)
-        previous[first] = streams.own_number[env]
+        previous[starts[env]] = streams.own_number[env]
         begins |= previous != own_numbers
-    return begins
 
-
-def _numbered(
-    counts: np.ndarray, begins: np.ndarray, first_episode: int, streams: StreamState
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the episode of each row, and the row's position in it, int64 `[n]` each.
-
-    Args:
-        counts: int64 `[E]`, the rows of each environment, which follow each other.
-        begins: bool `[n]`, rows that begin an episode.
-        first_episode: the number of the first episode that begins.
-        streams: the last items before these.
-    """
-    env = np.repeat(np.arange(len(counts)), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    row = np.arange(len(begins))
+    row, env_of, start = (
+        np.arange(len(begins)),
+        np.repeat(env, counts[env]),
+        np.repeat(starts, counts),
+    )
     begin = np.maximum.accumulate(np.where(begins, row, -1))
-    continues = begin < first  # the episode of an earlier part
-    episode = np.where(continues, streams.episode[env], first_episode - 1 + np.cumsum(begins))
-    step = np.where(continues, streams.step[env] + 1 + row - first, row - begin)
-    return episode, step
+    continues = begin < start  # the episode of an earlier part
+    episode = np.where(continues, streams.episode[env_of], first_episode - 1 + np.cumsum(begins))
+    step = np.where(continues, streams.step[env_of] + 1 + row - start, row - begin)
 
-
-def _after(
-    counts: np.ndarray,
-    streams: StreamState,
-    is_over: np.ndarray,
-    episode: np.ndarray,
-    step: np.ndarray,
-    own_numbers: np.ndarray | None,
-) -> StreamState:
-    """Returns where the streams end after these rows; those without a row stay as they are."""
-    env = np.flatnonzero(counts)
-    last = np.cumsum(counts)[env] - 1
-
-    def ends(before: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def last(before: np.ndarray, rows: np.ndarray) -> np.ndarray:
         after = before.copy()
-        after[env] = rows[last]
+        after[env] = rows[stops[env] - 1]
         return after
 
     own = streams.own_number
-    return StreamState(
-        ends(streams.is_over, is_over),
-        ends(streams.episode, episode),
-        ends(streams.step, step),
-        None if own is None or own_numbers is None else ends(own, own_numbers),
-    )
+    own = None if own is None or own_numbers is None else last(own, own_numbers)
+    ends = last(streams.is_over, is_over), last(streams.episode, episode), last(streams.step, step)
+    return int(begins.sum()), episode, step, StreamState(*ends, own)
 
 
 def _recording_folder(path: str) -> Folder:
