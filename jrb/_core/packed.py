@@ -28,7 +28,7 @@ from jrb._util import pytree
 from jrb._util.pytree import DType
 from jrb._xla import dependencies, gather
 from jrb.keys import Keys, path_name, within
-from jrb.types import AuxRead, ContiguousSlots, Item, SlotsForLeaf, WritePlan
+from jrb.types import AuxRead, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import PartState
 
 _SMALL = 1024
@@ -36,11 +36,11 @@ _SMALL = 1024
 
 _NARROW = 32
 """Bytes of the largest that is read together with others: cutting wider ones apart costs more than
-a gather for each."""
+a gather for each (1.3 times the time of a cycle of n-step returns, or of windows)."""
 
 _PIECE = 40
-"""Elements that are read together, and a few more: XLA's CPU compiler copies rows of 49 to 75 one
-element after the other, which takes two or three times as long."""
+"""Elements that are read together, and a few more. XLA's CPU compiler copies rows of 49 to 75 one
+element after the other: a cycle with rows of 63 takes 1.3 to 1.9 times as long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,10 +264,9 @@ def spec(state: PartState) -> Item:
 
 
 def put(state: PartState, write: WritePlan, items: Item) -> tuple[Any, WritePlan]:
-    """Rows `[T, E, ...]` at the slots of a write. Gradients stop here.
+    """Returns the state with rows `[T, E, ...]` at the slots of a write, and the write.
 
-    Returns:
-        The state, and the write, in line behind these.
+    The write waits for these rows (see `rows.in_line`). Gradients stop here.
     """
     found: dict[str, list[tuple[Place, jax.Array]]] = {name: [] for name in _arrays(state)}
 
@@ -320,10 +319,9 @@ def get(
     def found(times: int, *flat: jax.Array) -> tuple[Item, list[jax.Array]]:
         state, beside = jax.tree.unflatten(structure, flat[: len(arrays)])
         asked = [flat[len(arrays) :][which] for which in number]
-        return _read(state, beside, gathers(state, beside, asked, times))
+        return _read(state, beside, _gathers(state, beside, asked, times))
 
-    gathers = functools.partial(_gathers, isinstance(where, ContiguousSlots))
-    few = any(gather.is_few for gather in gathers(state, beside, asked, 1))
+    few = any(gather.is_few for gather in _gathers(state, beside, asked, 1))
     return gather.together(few, found, *arrays, *unique)
 
 
@@ -351,7 +349,6 @@ class _Gather:
         slots: of the items, int32 `[...]`.
         order: in which rows lie.
         is_few: whether one thread is to read them (see `jrb._xla.gather`).
-        in_runs: whether slots are `[B, L]`, and follow one another around the ring.
         entries: their places, or one column, by the numbers of the leaves.
     """
 
@@ -359,7 +356,6 @@ class _Gather:
     slots: jax.Array
     order: Order
     is_few: bool
-    in_runs: bool
     entries: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -372,8 +368,6 @@ class _Gather:
         if any(isinstance(it, Place) for it in self.entries.values()):
             stop = max(it.stop for it in self.entries.values())
             found = self.order.get(self.array, self.slots, self.first, stop)
-        elif self.in_runs and math.prod(self.array.shape[1:]) == 1:
-            found = rows.get_runs(self.array, self.slots)
         else:
             found = rows.get(self.array, self.slots)
         return found if self.is_few else self._cut(found)
@@ -396,7 +390,7 @@ class _Gather:
 
 
 def _gathers(
-    in_runs: bool, state: PartState, beside: list[jax.Array], asked: list[jax.Array], times: int
+    state: PartState, beside: list[jax.Array], asked: list[jax.Array], times: int
 ) -> list[_Gather]:
     """The gathers for all entries, each asked for at its slots, so many `times` at once.
 
@@ -404,7 +398,6 @@ def _gathers(
     together, and one for each of the others.
     """
     found: dict[Any, _Gather] = {}
-    runs = asked[: len(asked) - len(beside)] if in_runs else []  # those of the items are told
     entries = jax.tree.leaves((places(state), beside), is_leaf=columns.is_column)
     for number, (it, slots) in enumerate(zip(entries, asked, strict=True)):
         array, alone = _array_of(state, it), not isinstance(it, Place)
@@ -413,8 +406,7 @@ def _gathers(
         key: Any = number
         if not alone and (few or it.is_narrow):
             key = it.words, id(slots), None if few else (it.stop - 1) // _PIECE
-        is_run = any(slots is run for run in runs)
-        group = found.setdefault(key, _Gather(array, slots, _order(state), few, is_run))
+        group = found.setdefault(key, _Gather(array, slots, _order(state), few))
         group.entries[number] = it
     return list(found.values())
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,28 +83,22 @@ def put(array: jax.Array, write: WritePlan, rows: jax.Array) -> jax.Array:
 
 
 def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Blocks `[K, W, ...]` from `starts` (int32 `[K]`) on, in an array of any length, in order.
+    """Puts blocks `[K, W, ...]` from `starts` (int32 `[K]`) on, in an array of any length.
 
-    None where the start lies beyond the end. By slices on the CPU, where large rows cost less so.
+    None where the start lies beyond the end.
     """
-
-    def scatter() -> jax.Array:
-        at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
-        return array.at[at].set(blocks, mode="drop")
-
-    one_by_one = lambda: _put_one_by_one(array, starts, blocks)
-    return lax.platform_dependent(cpu=one_by_one, default=scatter)
+    # Tried on the CPU: a loop of slices, with a rule for vmap. No faster for frames of 84 x 84.
+    at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+    return array.at[at].set(blocks, mode="drop")
 
 
 def move(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-    """Rows of an array copied to other places of it, int32 `[K]` to int32 `[K]`.
+    """Copies rows of an array to other places of it, int32 `[K]` to int32 `[K]`.
 
     None where the target lies beyond the end. No target may be a source.
     """
-    scatter = lambda: array.at[targets].set(get(array, sources), mode="drop")
-    return lax.platform_dependent(
-        cpu=lambda: _move_one_by_one(array, sources, targets), default=scatter
-    )
+    moved = dependencies.read(lambda: get(array, sources))
+    return array.at[targets].set(moved, mode="drop")
 
 
 def last_of_equals(ring: Ring, slots: jax.Array) -> jax.Array:
@@ -150,10 +143,10 @@ def after(write: WritePlan, token: jax.Array) -> WritePlan:
 
 
 def in_line(write: WritePlan, array: jax.Array) -> WritePlan:
-    """The same write; in a program for it alone, one to be made after `array` was written.
+    """Returns the write, in a program for one verb made to wait until `array` was written.
 
-    XLA's CPU compiler hands kernels to another thread where more than nine could run at once, and
-    to wake it takes longer than they do.
+    XLA's CPU compiler hands kernels to another thread where more than nine could run at once. To
+    wake it takes longer than they do: adds take 2 to 5 times as long (see `jrb/_xla/README.md`).
     """
     if not (gather.is_by_itself() and array.size):
         return write
@@ -174,28 +167,6 @@ def where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
 def get(array: jax.Array, slots: jax.Array) -> jax.Array:
     """Whole items at slots, int32 `[...]`, all in range; to be called in `ordering.read`."""
     return gather.items_at(array, slots)
-
-
-def get_runs(array: jax.Array, slots: jax.Array) -> jax.Array:
-    """`get` of single elements, `[N, ...]`, at slots `[B, L]` that follow one another in a ring.
-
-    On the CPU a run is read at once, in less than half the time of its elements. Elsewhere that was
-    not measured, and programs of several devices would first bring the array together.
-    """
-    return lax.platform_dependent(
-        array, slots, cpu=_get_slices if slots.shape[1] > 1 else get, default=get
-    )
-
-
-def _get_slices(array: jax.Array, slots: jax.Array) -> jax.Array:
-    """Runs that go on at slot 0 come from a copy of the last and the first L - 1 elements."""
-    length, first = slots.shape[1], slots[:, 0]
-    flat, wraps = array.reshape(-1), array.size - length + 1
-    seam = jnp.concatenate([flat[wraps:], flat[: length - 1]])
-    whole = gather.rows_from(flat, first.astype(jnp.uint32), length)
-    cut = gather.rows_from(seam, (first - wraps).astype(jnp.uint32), length)
-    found = jnp.where((first < wraps)[:, None], whole, cut)
-    return found.reshape(*slots.shape, *array.shape[1:])
 
 
 def read(array: jax.Array, slots: jax.Array) -> jax.Array:
@@ -223,69 +194,3 @@ def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows `[T, E, ...]` at slots, int32 `[T, E]`; those of N are left out."""
     items = rows.reshape(slots.size, *rows.shape[2:])
     return leaf.at[slots.reshape(-1)].set(items, mode="drop")
-
-
-@jax.custom_batching.custom_vmap
-def _put_one_by_one(leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows `[T, E, ...]` at the slots from `starts` (int32 `[T]`) on, by slices; none where N."""
-    kept = (starts < leaf.shape[0]).astype(jnp.int32)
-
-    def put(t: jax.Array, leaf: jax.Array) -> jax.Array:
-        write = lambda _, leaf: lax.dynamic_update_slice_in_dim(leaf, rows[t], starts[t], axis=0)
-        return dependencies.loop(kept[t], write, leaf)  # once, or not at all
-
-    return dependencies.loop(rows.shape[0], put, leaf)
-
-
-@jax.custom_batching.custom_vmap
-def _move_one_by_one(leaf: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-    kept = (targets < leaf.shape[0]).astype(jnp.int32)
-
-    def move(k: jax.Array, leaf: jax.Array) -> jax.Array:
-        def one(_: jax.Array, leaf: jax.Array) -> jax.Array:
-            row = lax.dynamic_slice_in_dim(leaf, sources[k], 1, axis=0)
-            return lax.dynamic_update_slice_in_dim(leaf, row, targets[k], axis=0)
-
-        return dependencies.loop(kept[k], one, leaf)
-
-    return dependencies.loop(targets.size, move, leaf)
-
-
-@_move_one_by_one.def_vmap
-def _move_many(
-    size: int, batched: list, leaf: jax.Array, sources: jax.Array, targets: jax.Array
-) -> Any:
-    """Many buffers are one long one."""
-    leaf, sources, targets = _batched(size, batched, leaf, sources, targets)
-    flat, sources, targets = _flat(size, leaf, sources, targets)
-    return _move_one_by_one(flat, sources, targets).reshape(leaf.shape), True
-
-
-@_put_one_by_one.def_vmap
-def _put_many(size: int, batched: list, leaf: jax.Array, starts: jax.Array, rows: jax.Array) -> Any:
-    """Many buffers are one long one: a slice at an index of a batch would become a scatter."""
-    leaf, starts, rows = _batched(size, batched, leaf, starts, rows)
-    flat, starts = _flat(size, leaf, starts)
-    flat = _put_one_by_one(flat, starts, rows.reshape(starts.size, *rows.shape[2:]))
-    return flat.reshape(leaf.shape), True
-
-
-def _batched(size: int, batched: list, *arrays: jax.Array) -> list[jax.Array]:
-    """All arrays with an axis for the buffers."""
-    return [
-        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-        for x, is_batched in zip(arrays, batched, strict=True)
-    ]
-
-
-def _flat(size: int, leaf: jax.Array, *indices: jax.Array) -> list[jax.Array]:
-    """The array of all buffers in a row, and indices into it; those beyond its end stay so."""
-    length = leaf.shape[1]
-    if size * length >= 2**31:
-        raise ValueError(
-            f"vmap: expected {leaf.dtype} leaves of fewer than 2^31 slots, got {size} buffers "
-            f"of {length}. Use fewer buffers, or a dtype that NumPy has."
-        )
-    first = jnp.arange(size, dtype=jnp.int32)[:, None] * length
-    inside = [jnp.where(at < length, at + first, size * length).reshape(-1) for at in indices]
-    return [leaf.reshape(size * length, *leaf.shape[2:]), *inside]

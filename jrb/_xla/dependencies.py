@@ -55,7 +55,7 @@ def once(compute: Callable[[], T]) -> T:
 
     def never() -> Any:  # traced after the other, which then need not be traced twice
         like = known[0] if known else jax.eval_shape(compute)
-        return jax.tree.map(_anything, like)
+        return jax.tree.map(_zeros, like)
 
     return lax.cond(_always(), taken, never)
 
@@ -64,30 +64,6 @@ def once(compute: Callable[[], T]) -> T:
 def _always() -> jax.Array:
     """True, which XLA's CPU compiler does not know."""
     return opaque(1) == 1
-
-
-def _anything(like: Any) -> Any:
-    """Something of this type, which nobody sees: what takes the least time to compile.
-
-    XLA compiles a kernel to fill an array with zeros, some 3 ms each, but none for a constant whose
-    elements differ.
-    """
-    small = like.size > 1 and like.size * like.dtype.itemsize <= _SMALL
-    if not small or prng_keys.is_keys(like.dtype) or compat.in_shard_map():
-        return _zeros(like)
-    return _zeros_and_one(like.shape, like.dtype)
-
-
-_SMALL = 1 << 18  # bytes; a constant is part of the program
-
-
-def _zeros_and_one(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros, the last of them a one, which XLA computes while it compiles.
-
-    NumPy's array would not do: it would be made outside the branch, and copied at each step.
-    """
-    one = lax.broadcast(np.ones((), dtype), (1,) * len(shape))
-    return lax.pad(one, np.zeros((), dtype), [(size - 1, 0, 0) for size in shape])
 
 
 def _zeros(like: Any) -> Any:

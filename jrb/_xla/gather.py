@@ -79,7 +79,7 @@ def by_itself(function: F) -> F:
 
 
 def is_by_itself() -> bool:
-    """Whether the function that is being traced is one that Python calls for a verb alone."""
+    """Returns True where the function that is being traced is one that Python calls alone."""
     return few_now() == BY_ITSELF
 
 
@@ -127,8 +127,7 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
 def room_for(array: jax.Array, *shape: int) -> jax.Array:
     """Room for rows `[B, ...]` of this shape, and one row more.
 
-    It is of the array's dtype, on the mesh on which that lies, and not known before that is. Zeros
-    would wait for nothing: see `rows.in_line`.
+    It is of the array's dtype, on the mesh on which that lies, and not known before that is.
     """
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
     element = lax.squeeze(first, range(array.ndim))  # as array[0, ...], which takes long to trace

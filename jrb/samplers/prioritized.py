@@ -520,7 +520,7 @@ def _without(state: Priorities, slots: jax.Array) -> Priorities:
     if not slots.size:
         return state
     slots = scatter.column(slots)
-    # None of it known before the slots: a constant would wait for nothing (see `rows.in_line`).
+    # None of it known before the slots: a constant would wait for nothing.
     none = jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR)
     put = lambda tree, leaf: None if tree is None else sum_tree.set_leaves(tree, slots, leaf)
     return state.replace(

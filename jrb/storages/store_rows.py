@@ -174,7 +174,8 @@ class StoreArrays(HostArrays):
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
         """Creates files full of zeros. Raises if the disk has no space for them."""
         num_places = self._num_places(ring, spec, is_chronological)
-        store = create(self.path, columns(spec), ring.capacity, num_places, self.prealloc)
+        path = None if self.path is None else os.fspath(self.path)
+        store = create(path, columns(spec), ring.capacity, num_places, self.prealloc)
         return StoreRows(store, spec, is_chronological or self.path is None)
 
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:

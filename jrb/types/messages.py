@@ -28,23 +28,6 @@ SlotsForLeaf = Callable[[str], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class ContiguousSlots:
-    """Slots `[B, L]` of one leaf that follow one another around the ring.
-
-    A storage may read them as runs instead of one by one.
-
-    Attributes:
-        where: the slots.
-    """
-
-    where: SlotsForLeaf
-
-    def __call__(self, name: str) -> jax.Array:
-        """Returns the slots that a leaf is read at."""
-        return self.where(name)
-
-
-@dataclasses.dataclass(frozen=True)
 class Context:
     """The facts of a buffer that its parts may use.
 

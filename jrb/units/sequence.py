@@ -18,7 +18,6 @@ from jrb.types import (
     AnchorUpdate,
     AuxRead,
     Context,
-    ContiguousSlots,
     Item,
     ReadPlan,
     Sampler,
@@ -399,8 +398,6 @@ class Sequence(Unit):
         window = ring.slot_after(slots[:, None], ahead)
         start = window[:, :1] if cut else slots[:, None]
         where: SlotsForLeaf = lambda name: start if self._is_single(name) else window
-        if ring.envs == 1 and not cut:
-            where = ContiguousSlots(where)
         first, last = (window, window) if self.cross_episodes else (start, window[:, -1:])
         oldest, newest = (
             (True, True) if self.cross_episodes else (step == -before, step == after - 1)
