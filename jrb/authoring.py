@@ -1,4 +1,7 @@
-"""Functions for parts of your own: reads and writes that stay in place, ends of episodes, anchors.
+"""Functions for parts and dataset formats of your own.
+
+Parts: reads and writes that stay in place, ends of episodes, anchors. Formats: checks of arguments,
+paths and optional libraries, limits for files that declare more than they store, text for people.
 
 N capacity, E environments, T time, B batch.
 """
@@ -8,22 +11,46 @@ from jrb._core.episodes import lengths as episode_lengths
 from jrb._core.rows import last_of_equals
 from jrb._core.rows import put as put_rows
 from jrb._core.rows import read as read_rows
+from jrb._store.paths import absolute as absolute_path
+from jrb._store.printing import escaped_errors, printable
+from jrb._util import checks
+from jrb._util.display import table_html, table_text
+from jrb._util.expansion import MAX_EXPANSION
+from jrb._util.expansion import Limit as ExpansionLimit
+from jrb._util.expansion import nbytes as declared_nbytes
+from jrb._util.extras import require
 from jrb._util.pytree import leaf_name, leaf_names
+from jrb._util.pytree import nbytes as tree_nbytes
+from jrb._util.wording import bytes_text
+from jrb._xla.compat import enable_x64
 from jrb._xla.dependencies import emptied, overwrite
 from jrb._xla.dependencies import read as materialize
 from jrb.units.transition import all_held, every_slot
 
 __all__ = [
+    "MAX_EXPANSION",
+    "ExpansionLimit",
+    "absolute_path",
     "all_held",
+    "bytes_text",
+    "checks",
+    "declared_nbytes",
     "emptied",
+    "enable_x64",
     "episode_ends",
     "episode_lengths",
+    "escaped_errors",
     "every_slot",
     "last_of_equals",
     "leaf_name",
     "leaf_names",
     "materialize",
     "overwrite",
+    "printable",
     "put_rows",
     "read_rows",
+    "require",
+    "table_html",
+    "table_text",
+    "tree_nbytes",
 ]

@@ -13,9 +13,18 @@ from typing import Any, Self, overload
 import jax
 import numpy as np
 
-from jrb._store import paths
-from jrb._store.printing import escaped_errors, printable
-from jrb._util import checks, display, pytree, wording
+from jrb.authoring import (
+    absolute_path,
+    bytes_text,
+    checks,
+    escaped_errors,
+    leaf_name,
+    leaf_names,
+    printable,
+    table_html,
+    table_text,
+    tree_nbytes,
+)
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import into
 from jrb.datasets import preprocess as preprocessing
@@ -105,7 +114,7 @@ class Dataset(Sequence[Episode]):
     @property
     def nbytes(self) -> int:
         """How many bytes all steps take as arrays."""
-        return self.transitions * pytree.nbytes(self.spec)
+        return self.transitions * tree_nbytes(self.spec)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -168,7 +177,7 @@ class Dataset(Sequence[Episode]):
         if "reward" not in self.spec["next"]:
             raise ValueError(
                 f"returns: expected a leaf 'next/reward', got a set of format '{self.format.name}' "
-                f"without rewards, with the leaves {pytree.leaf_names(self.spec)}."
+                f"without rewards, with the leaves {leaf_names(self.spec)}."
             )
         rewards = self.format.rewards(self.source, self.numbers.tolist())
         lengths = self.lengths.tolist()
@@ -312,7 +321,7 @@ class Dataset(Sequence[Episode]):
         """
         plan = preprocessing.Plan(function, workers, num_frames, by, jit, cast, progress)
         preprocessing.preprocess(self, dest, plan)
-        path = paths.absolute(dest, "dest")
+        path = absolute_path(dest, "dest")
         format = Recorded().snapshot(path)
         description = format.describe(path)
         return Dataset(path, format, description, np.arange(len(description.lengths)))
@@ -322,13 +331,13 @@ class Dataset(Sequence[Episode]):
         return dataclasses.replace(self, numbers=np.asarray(numbers, np.int64))
 
     def __repr__(self) -> str:
-        return display.table_text(self._title(), _HEAD, self._cells(), self.notes)
+        return table_text(self._title(), _HEAD, self._cells(), self.notes)
 
     def _repr_html_(self) -> str:
-        return display.table_html(self._title(), _HEAD, self._cells(), self.notes)
+        return table_html(self._title(), _HEAD, self._cells(), self.notes)
 
     def _title(self) -> str:
-        size = wording.bytes_text(self.nbytes)
+        size = bytes_text(self.nbytes)
         where = self.source if isinstance(self.source, str) else type(self.source).__name__
         return (
             f"Dataset ({self.format.name}): {self.episodes} episodes, {self.transitions} "
@@ -337,10 +346,7 @@ class Dataset(Sequence[Episode]):
 
     def _cells(self) -> list[tuple[str, str, str]]:
         leaves = jax.tree_util.tree_leaves_with_path(self.spec)
-        return [
-            (pytree.leaf_name(path), str(leaf.dtype), str(list(leaf.shape)))
-            for path, leaf in leaves
-        ]
+        return [(leaf_name(path), str(leaf.dtype), str(list(leaf.shape))) for path, leaf in leaves]
 
     @property
     def _stored_lengths(self) -> np.ndarray:

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jrb._util.expansion import MAX_EXPANSION
-from jrb._util.pytree import PyTree
+from jrb.authoring import MAX_EXPANSION
 
 Episode = dict[str, Any]
 """An episode in TED: a nested dict of NumPy arrays `[T, ...]`.
@@ -43,7 +42,7 @@ class Description:
             taken for something.
     """
 
-    spec: PyTree
+    spec: Any
     lengths: np.ndarray
     cut: np.ndarray | None = None
     facts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)

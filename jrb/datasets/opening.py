@@ -8,9 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jrb._store import paths
-from jrb._store.printing import escaped_errors
-from jrb._util import checks
+from jrb.authoring import absolute_path, checks, escaped_errors
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Format, Source
 from jrb.datasets.formats import OURS
@@ -69,7 +67,7 @@ def _others() -> tuple[Format, ...]:
 def _settled(source: Source) -> Source:
     if not isinstance(source, str | os.PathLike):
         return source
-    path = os.fspath(source) and paths.absolute(source, "source")
+    path = os.fspath(source) and absolute_path(source, "source")
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
     if not (os.path.isfile(path) or os.path.isdir(path)):

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from jrb._util import expansion
+from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, npz
 from jrb.datasets.reading.columns import (
@@ -57,8 +57,8 @@ class Arrays(TableFormat):
             left_out |= texts.keys() - set(names)
             arrays |= {name: texts[name] for name in names}
             check_lengths(source, arrays)
-            limit = expansion.Limit(source, [source], self.max_expansion)
-            limit.add(expansion.nbytes(arrays))
+            limit = ExpansionLimit(source, [source], self.max_expansion)
+            limit.add(declared_nbytes(arrays))
             leaves = to_ted(arrays, self.mapping, source)
             columns = {leaves[name]: column for name, column in arrays.items()}
             check_roles_present(source, columns, leaves, ("observation", "action"))

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jrb
-from jrb._util import pytree
-from jrb._xla import compat
+from jrb.authoring import enable_x64, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import DamagedError
 from jrb.datasets.format import Description, Episode, Indexed, Source, shifted, spec_of
@@ -179,7 +178,7 @@ class _Loaded:
         # Reads are compiled for each length, so lengths are rounded up to powers of two.
         padding = (1 << (len(slots) - 1).bit_length()) - len(slots) if len(slots) else 0
         padded = np.pad(slots, (0, padding), mode="edge" if len(slots) else "constant")
-        with compat.enable_x64():  # every leaf in the dtype of the files
+        with enable_x64():  # every leaf in the dtype of the files
             items = self.buffer.take(self.state, jnp.asarray(padded, jnp.int32))
             leaves = [np.array(_raw(leaf))[: len(slots)] for leaf in jax.tree.leaves(items)]
         steps = dict(zip(self.names.values(), leaves, strict=True))
@@ -202,7 +201,7 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
     Raises:
         ValueError: the checkpoint is not of one buffer whose items are in episodes.
     """
-    with compat.enable_x64():
+    with enable_x64():
         options = {"generation": number, "verify": format.verify}
         buffer, state = jrb.load(path, format.buffer, **options)
         if not isinstance(buffer, ReplayBuffer):
@@ -216,7 +215,7 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
             keyed = dataclasses.replace(buffer, keys=keys, storage=jrb.DeviceStorage())
             buffer, state = keyed, jrb.rebuild(buffer, state, keyed)
         episodes = jrb.episodes(buffer, state)
-    own = pytree.leaf_names(buffer.stored(state))
+    own = leaf_names(buffer.stored(state))
     twice = [name for name in own if own.count(name) > 1]
     if twice:
         raise ValueError(

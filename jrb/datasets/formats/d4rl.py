@@ -12,7 +12,7 @@ from typing import ClassVar
 import h5py
 import numpy as np
 
-from jrb._util import checks, expansion
+from jrb.authoring import ExpansionLimit, checks, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.columns import (
@@ -74,7 +74,7 @@ class D4RL(TableFormat):
             arrays = {name: array for name, array in every.items() if array.is_numeric}
             check_names_present(source, arrays, _NEEDED)
             check_lengths(source, arrays)
-            expansion.Limit(source, [source], self.max_expansion).add(expansion.nbytes(arrays))
+            ExpansionLimit(source, [source], self.max_expansion).add(declared_nbytes(arrays))
             columns: dict[str, Column] = {
                 _NAMES.get(name) or "info" + name.removeprefix("infos"): array
                 for name, array in arrays.items()

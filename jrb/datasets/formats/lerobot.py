@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jrb._util import checks, expansion
+from jrb.authoring import ExpansionLimit, checks, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.formats import lerobot_meta
 from jrb.datasets.formats.lerobot_meta import LeRobotMeta
@@ -77,8 +77,8 @@ class LeRobot(TableFormat):
         names = to_ted(meta.features, own, source)
         features, notes = _columns(files, meta)
         columns = {names[name]: column for name, column in features.items()}
-        limit = expansion.Limit(source, meta.files, self.max_expansion)
-        limit.add(expansion.nbytes(columns))
+        limit = ExpansionLimit(source, meta.files, self.max_expansion)
+        limit.add(declared_nbytes(columns))
         for feature in meta.videos:
             reason = self._why_left_out(meta, feature, columns)
             if reason is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._util import extras
+from jrb.authoring import require
 from jrb.datasets.reading import arrow
 from jrb.datasets.reading.names import natural_order
 from jrb.datasets.reading.stat_cache import FileStamps, file_stamps
@@ -307,7 +307,7 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
 
 def _read_tables(path: str) -> list[dict[str, Any]]:
     """Reads the rows of a table, or of those in the folders of a folder, without statistics."""
-    parquet, rows = extras.require("pyarrow.parquet", "datasets"), list[dict[str, Any]]()
+    parquet, rows = require("pyarrow.parquet", "datasets"), list[dict[str, Any]]()
     for table in _tables(path):
         with arrow.refused(table):
             names = parquet.read_schema(table).names

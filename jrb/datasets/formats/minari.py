@@ -21,8 +21,7 @@ import h5py
 import jax
 import numpy as np
 
-from jrb._util import extras
-from jrb._util.expansion import Limit
+from jrb.authoring import ExpansionLimit, require
 from jrb.datasets.format import Description, Episode, Indexed, Source, shifted, spec_of
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names
@@ -178,7 +177,7 @@ def _scan(folder: str, max_expansion: float) -> _Scan:
     storage = _storage(folder, about)
     numbers = _numbers(folder, storage, about)
     files = [os.path.join(inner, name) for inner, _, names in os.walk(folder) for name in names]
-    limit = Limit(folder, files, max_expansion)
+    limit = ExpansionLimit(folder, files, max_expansion)
     (first,) = _stored(storage, numbers[:1])
     lengths, cuts = list[int](), list[bool]()
     names, in_all = set[str](), set(first.infos().items())
@@ -242,7 +241,7 @@ def _refused(where: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(where.split(": ")[0]):
             raise  # one of ours
-        version = extras.require("minari", "minari").__version__
+        version = require("minari", "minari").__version__
         raise ValueError(
             f"{where}: expected what minari {version} reads, got {type(error).__name__}: {error}. "
             "The files may be damaged, or of another version of Minari."
@@ -263,8 +262,8 @@ def _storage(folder: str, about: Mapping[str, Any]) -> Any:
 def package() -> ModuleType:
     """Returns the package's module of storages, all that it may import later being there."""
     for name in ("PIL.Image", "pyarrow.dataset"):
-        extras.require(name, "minari")
-    return extras.require("minari.dataset.minari_storage", "minari")
+        require(name, "minari")
+    return require("minari.dataset.minari_storage", "minari")
 
 
 def _images(storage: Any) -> dict[str, Any]:
@@ -347,7 +346,7 @@ def _in_hdf5(storage: Any, numbers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
 
 
 def _in_arrow(storage: Any, numbers: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-    datasets = extras.require("pyarrow.dataset", "minari")
+    datasets = require("pyarrow.dataset", "minari")
     for number in numbers:
         where = os.path.join(storage.data_path, str(number))
         with _refused(where):
@@ -368,7 +367,7 @@ def _in_arrow(storage: Any, numbers: Sequence[int]) -> Iterator[tuple[Any, ...]]
 
 def _arrow_shapes(name: str, kind: Any, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """Yields the names, shapes and dtypes of the arrays in a column."""
-    types = extras.require("pyarrow", "minari").types
+    types = require("pyarrow", "minari").types
     if types.is_struct(kind):
         for field in map(kind.field, range(kind.num_fields)):
             yield from _arrow_shapes(f"{name}/{field.name}", field.type, shape)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jrb._util import checks
+from jrb.authoring import checks
 from jrb.datasets.format import Description, Episode, Indexed, Source
 from jrb.datasets.reading import npz
 from jrb.datasets.reading.columns import (

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jrb._store.errors import DamagedError
-from jrb._util import expansion, extras
+from jrb.authoring import ExpansionLimit, declared_nbytes, require
+from jrb.checkpoint import DamagedError
 from jrb.datasets.format import Description, Format, Source
 from jrb.datasets.reading.arrow import refused, starts_of
 from jrb.datasets.reading.columns import Table, TableFormat
@@ -115,7 +115,7 @@ class _Rows:
         self.starts = starts_of(counts)
 
     def _opened(self, number: int) -> Any:
-        parquet, path = extras.require("pyarrow.parquet", "datasets"), self._paths[number]
+        parquet, path = require("pyarrow.parquet", "datasets"), self._paths[number]
         file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
         if not file.schema_arrow.equals(self._schema):
             raise ValueError(
@@ -214,7 +214,7 @@ def _opened(
     columns: dict[str, Any] = {
         leaf.name: _RecordedColumn(rows, leaf, order) for leaf in schemas[0].leaves
     }
-    expansion.Limit(path, paths, max_expansion).add(expansion.nbytes(columns))
+    ExpansionLimit(path, paths, max_expansion).add(declared_nbytes(columns))
     columns |= {name: rows.read_all(name)[order] for name in (TERMINATED, TRUNCATED)}
     episode, env, writer = rows.read_all(EPISODE)[order], env[order], writer[order]
     is_last = lambda *keys: sum(np.diff(key, append=key[-1:] + 1) != 0 for key in keys) > 0

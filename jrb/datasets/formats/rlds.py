@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._util import checks
+from jrb.authoring import checks
 from jrb.datasets.format import Description, Episode, Format, Source, shifted, spec_of
 from jrb.datasets.reading.columns import (
     TERMINATED,
@@ -124,7 +124,6 @@ class RLDS(Format):
             next one of the step before. "keep" takes it as a step with its action and reward, as
             rlds_dataset_builder and Open X-Embodiment write it; its next observation is in no file
             (`next/valid` is False). A note tells where "drop" leaves out more than zeros.
-        episodes_read: the episodes of the source; `jrb.datasets.open` fills it in.
     """
 
     name: ClassVar[str] = "rlds"
@@ -133,7 +132,6 @@ class RLDS(Format):
     )
 
     last: str = "drop"
-    episodes_read: RLDSEpisodes | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         checks.choice("last", self.last, ("drop", "keep"))
@@ -150,9 +148,9 @@ class RLDS(Format):
 
     def snapshot(self, source: Source) -> "RLDS":
         """Returns the format of these episodes; those of an iterator are taken into memory."""
-        if self.episodes_read is not None:
-            return self
-        return dataclasses.replace(self, episodes_read=self._episodes(source))
+        snapshot = dataclasses.replace(self)
+        vars(snapshot)["_snapshot"] = self._episodes(source)
+        return snapshot
 
     def describe(self, source: Source) -> Description:
         """Describes the dataset; reads all of it."""
@@ -193,7 +191,7 @@ class RLDS(Format):
             yield episode.items
 
     def _episodes(self, source: Source) -> RLDSEpisodes:
-        return self.episodes_read or RLDSEpisodes(source, self.last == "keep")
+        return vars(self).get("_snapshot") or RLDSEpisodes(source, self.last == "keep")
 
 
 def _dropped_note(dropped: Sequence[set[str]]) -> tuple[str, ...]:

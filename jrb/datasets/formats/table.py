@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from jrb._util import expansion
+from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.reading import arrow
 from jrb.datasets.reading.columns import Column, Table, TableFormat, check_roles_present, table_of
@@ -61,7 +61,7 @@ class Tables(TableFormat):
         }
         columns |= {leaves[name]: arrow.TextColumn(files, name) for name in texts}
         check_roles_present(source, columns, leaves, ("observation",))
-        expansion.Limit(source, paths, self.max_expansion).add(expansion.nbytes(columns))
+        ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(columns))
         notes = arrow.left_out([each for each in others if each.split(" (")[0] not in texts])
         key = tuple(sorted(leaves.items()))
         yield table_of(source, columns, files=paths, cache_key=key, notes=notes)

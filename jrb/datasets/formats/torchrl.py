@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jrb import interop
-from jrb._util import pytree
+from jrb.authoring import leaf_names
 from jrb.datasets.format import Source
 from jrb.datasets.reading.columns import DerivedColumn, Table, TableFormat
 from jrb.datasets.reading.stat_cache import StatCache, file_stamps
@@ -76,7 +76,7 @@ def _table(path: str, keys: Keys, max_expansion: float) -> Table:
     items = jax.tree.map(lambda leaf: leaf.reshape(count * envs, *leaf.shape[axes:]), items)
     has_lost = np.full(envs, info["write_count"] > count)
     order, ends, facts = episode_order(rows, _is_end(path, items, keys, rows), has_lost)
-    names, leaves = pytree.leaf_names(items), jax.tree.leaves(items)
+    names, leaves = leaf_names(items), jax.tree.leaves(items)
     columns = {name: _ordered(leaf, order) for name, leaf in zip(names, leaves, strict=True)}
     metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}
     return table_in_ted(path, columns, keys, ends, facts, metadata)
@@ -93,7 +93,7 @@ def _is_end(path: str, items: Any, keys: Keys, rows: np.ndarray) -> np.ndarray:
     if not flags:
         raise ValueError(
             f"{path}: done: expected flags such as next/done, got items with the leaves "
-            f"{pytree.leaf_names(items)}. Name them with keys=jrb.Keys(done=...)."
+            f"{leaf_names(items)}. Name them with keys=jrb.Keys(done=...)."
         )
     is_end = np.zeros(rows.shape, bool)
     for flag in flags.values():

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._util import extras
+from jrb.authoring import require
 from jrb.datasets.reading.names import natural_order
 
 _ENDINGS = (".parquet", ".arrow", ".feather")
@@ -47,7 +47,7 @@ def tables(path: Any) -> list[str]:
 @contextlib.contextmanager
 def refused(path: str) -> Iterator[None]:
     """Raises `ValueError` with the path for what pyarrow raises over damaged files."""
-    pa = extras.require("pyarrow", "datasets")
+    pa = require("pyarrow", "datasets")
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -78,7 +78,7 @@ class TableFile(abc.ABC):
 
 class _ParquetFile(TableFile):
     def __init__(self, path: str) -> None:
-        self._parquet = extras.require("pyarrow.parquet", "datasets")
+        self._parquet = require("pyarrow.parquet", "datasets")
         file = self._parquet.ParquetFile(path, memory_map=True)
         self.path, self.schema, self._metadata = path, file.schema_arrow, file.metadata
         groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
@@ -98,7 +98,7 @@ class _ArrowFile(TableFile):
     """An Arrow file, whose batches are its groups, or a stream, which is one group."""
 
     def __init__(self, path: str, is_stream: bool) -> None:
-        self._ipc = extras.require("pyarrow.ipc", "datasets")
+        self._ipc = require("pyarrow.ipc", "datasets")
         self.path, self._is_stream = path, is_stream
         self.schema = self._reader(None).schema
         flat = [number for number, each in enumerate(self.schema) if each.type.num_fields == 0]
@@ -113,7 +113,7 @@ class _ArrowFile(TableFile):
         """Opens a reader of one column, so that no other is decompressed."""
         opened = self._ipc.open_stream if self._is_stream else self._ipc.open_file
         options = self._ipc.IpcReadOptions(included_fields=[] if column is None else [column])
-        return opened(extras.require("pyarrow", "datasets").memory_map(self.path), options=options)
+        return opened(require("pyarrow", "datasets").memory_map(self.path), options=options)
 
     def _read(self, first: int, column: int) -> Iterator[Any]:
         if not len(self.schema):
@@ -244,7 +244,7 @@ def numeric_leaves(schema: Any) -> tuple[list[ArrowLeaf], list[str]]:
 def _collect(
     path: tuple[str, ...], arrow_type: Any, leaves: list[ArrowLeaf], others: list[str]
 ) -> None:
-    if extras.require("pyarrow", "datasets").types.is_struct(arrow_type):
+    if require("pyarrow", "datasets").types.is_struct(arrow_type):
         for field in arrow_type:
             _collect((*path, field.name), field.type, leaves, others)
     elif (leaf := _leaf(path, arrow_type)) is None:
@@ -255,7 +255,7 @@ def _collect(
 
 def _leaf(path: tuple[str, ...], arrow_type: Any) -> ArrowLeaf | None:
     """Returns the leaf of a type; None if it is not of numbers."""
-    pa = extras.require("pyarrow", "datasets")
+    pa = require("pyarrow", "datasets")
     shape, levels = None, list[int | None]()
     if isinstance(arrow_type, pa.FixedShapeTensorType):
         if arrow_type.permutation not in (None, sorted(arrow_type.permutation or ())):
@@ -289,7 +289,7 @@ def _storage(array: Any) -> Any:
 
 def text_columns(schema: Any) -> list[str]:
     """Returns the names of columns of texts."""
-    types, names = extras.require("pyarrow", "datasets").types, list[str]()
+    types, names = require("pyarrow", "datasets").types, list[str]()
     for field in schema:
         is_dictionary = types.is_dictionary(field.type)
         element = field.type.value_type if is_dictionary else field.type
@@ -440,5 +440,5 @@ class TextColumn(ArrowColumn):
 
 
 def _list_lengths(array: Any) -> np.ndarray:
-    compute = extras.require("pyarrow.compute", "datasets")
+    compute = require("pyarrow.compute", "datasets")
     return compute.list_value_length(array).to_numpy(zero_copy_only=False)

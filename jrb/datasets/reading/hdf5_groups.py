@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import h5py
 import numpy as np
 
-from jrb._util import expansion
+from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Description, Episode, Indexed, Source
 from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.columns import (
@@ -82,7 +82,7 @@ class GroupFormat(Indexed):
             raise ValueError(f"{source}: expected {self.looks_for}, got none.")
         facts, metadata, notes = self.episode_layout(source, groups)
         spec, lengths, is_cut, left_out = None, list[int](), list[bool](), set[str]()
-        limit = expansion.Limit(source, self.files(source), self.max_expansion)
+        limit = ExpansionLimit(source, self.files(source), self.max_expansion)
         for where, group in opened_groups(groups):
             table, others = self._table(where, group, limit)
             spec = table.spec if spec is None else spec
@@ -143,7 +143,7 @@ class GroupFormat(Indexed):
         return groups
 
     def _table(
-        self, where: EpisodeGroup, group: h5py.Group, limit: expansion.Limit | None = None
+        self, where: EpisodeGroup, group: h5py.Group, limit: ExpansionLimit | None = None
     ) -> tuple[Table, set[str]]:
         """Returns the steps of an episode, and the names of arrays that are not of its steps."""
         every = hdf5.below(group)
@@ -163,7 +163,7 @@ class GroupFormat(Indexed):
             )
         others = {name for name in every if self.leaf_of(name) not in columns}
         if limit is not None:  # before anything is read
-            limit.add(expansion.nbytes(columns))
+            limit.add(declared_nbytes(columns))
         terminated = flag_column(columns[TERMINATED], TERMINATED, where)[:]
         columns |= {TERMINATED: terminated, TRUNCATED: np.zeros_like(terminated)}
         return Table(columns, np.array([steps])), others

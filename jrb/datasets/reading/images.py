@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._util import extras
+from jrb.authoring import require
 from jrb.datasets.reading import arrow
 from jrb.datasets.reading.columns import Column
 
@@ -48,7 +48,7 @@ class ImageColumn(arrow.ArrowColumn):
 
     def _bytes(self, held: Any) -> list[bytes]:
         """What is stored for each row; paths are not followed."""
-        types = extras.require("pyarrow", "datasets").types
+        types = require("pyarrow", "datasets").types
         if types.is_struct(held.type):
             place = held.type.get_field_index("bytes")
             self._check(place >= 0, "a field 'bytes'", str(held.type))
@@ -68,7 +68,7 @@ class ImageColumn(arrow.ArrowColumn):
         return found
 
     def _decoded(self, data: bytes) -> np.ndarray:
-        pillow = extras.require("PIL.Image", "datasets")
+        pillow = require("PIL.Image", "datasets")
         try:
             with pillow.open(io.BytesIO(data)) as image:
                 found = np.array(image.convert("RGB") if image.mode == _PALETTE else image)
@@ -156,7 +156,7 @@ class _VideoFile:
     """A file of video, read on from the frame that was read last."""
 
     def __init__(self, path: str) -> None:
-        self._av = extras.require("av", "video")
+        self._av = require("av", "video")
         self.path = path
         with self._refused():
             self._container = self._av.open(path)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrb._util import expansion
+from jrb.authoring import MAX_EXPANSION, ExpansionLimit
 from jrb.datasets.reading.columns import Column
 from jrb.datasets.reading.names import check_names
 
@@ -51,7 +51,7 @@ class Archive(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(path: str, max_expansion: float = expansion.MAX_EXPANSION) -> Iterator[Archive]:
+def opened(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[Archive]:
     """Opens an archive for reading.
 
     Raises:
@@ -61,7 +61,7 @@ def opened(path: str, max_expansion: float = expansion.MAX_EXPANSION) -> Iterato
     with _archive(path) as archive:
         members = archive.infolist()
         # Nothing is decompressed before this: a kilobyte can hold gigabytes of zeros.
-        expansion.Limit(path, [path], max_expansion).add(sum(each.file_size for each in members))
+        ExpansionLimit(path, [path], max_expansion).add(sum(each.file_size for each in members))
         columns: dict[str, Column] = {}
         texts: dict[str, Column] = {}
         left_out: list[str] = []
