@@ -38,6 +38,8 @@ from jrb._xla import dependencies, gather, random_bits, scatter
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 """2^-126, the least number that arithmetic keeps."""
+LARGEST = float(np.finfo(np.float32).max)
+"""The neutral element of minima: an infinity would stop programs under `jax_debug_infs`."""
 
 _BRANCHING = {"cpu": 8}  # the fastest by backend, where it was measured
 _OTHER_BRANCHING = 32  # elsewhere: three levels fewer to launch at a million leaves
@@ -52,7 +54,7 @@ _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "min": lax.min,
     "max": lax.max,
 }
-_NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf")}
+_NEUTRAL = {"sum": 0.0, "min": LARGEST, "max": -LARGEST}
 
 
 @functools.partial(
@@ -308,7 +310,7 @@ def is_positive(numbers: jax.Array) -> jax.Array:
 
 
 def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree:
-    """Returns a tree whose leaves are all neutral: 0, or an infinity."""
+    """Returns a tree whose leaves are all neutral: 0, `LARGEST` or minus `LARGEST`."""
     if branching is None:
         branching = _BRANCHING.get(jax.default_backend(), _OTHER_BRANCHING)
     if capacity < 1:

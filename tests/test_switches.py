@@ -28,6 +28,9 @@ PARTS = {  # each sampler, unit, writer and storage at least once
         "sampler": jrb.Prioritized(stratified=False, count_draws=True),
         "writer": jrb.PerEnvironment(),
     },
+    "buffer's weights": {
+        "sampler": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer")
+    },
     "windows": {
         "sampler": jrb.WithoutReplacement(),
         "unit": jrb.Sequence(2),
@@ -60,7 +63,7 @@ SWITCHES = {
     "no transfers": {},
 }
 ALL = ["rank promotion"]  # every composition; of the others, some
-SOME = ["n-step", "windows", "counted"]
+SOME = ["n-step", "windows", "counted", "buffer's weights"]
 
 
 @contextlib.contextmanager

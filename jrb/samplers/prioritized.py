@@ -382,7 +382,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             num_anchors=anchors.count,
             mass=sum_tree.root(state.masses),
             num_drawable=jnp.where(state.dropped, 0, anchors.count),
-            min_mass=jnp.float32(jnp.inf) if smallest is None else sum_tree.root(smallest),
+            min_mass=jnp.float32(sum_tree.LARGEST) if smallest is None else sum_tree.root(smallest),
             max_priority=state.highest,
         )
 
@@ -429,7 +429,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         has_mass = raw >= 0 if self.eps else positive
         mass = sum_tree.bounded(state.masses, _power(raw, self.eps, state.alpha), has_mass)
         mass = jnp.where(raw < 0, 0.0, mass)
-        least = jnp.where(mass > 0, mass, jnp.inf)
+        least = jnp.where(mass > 0, mass, sum_tree.LARGEST)
         # A maximum may take what is below 2^-126 for 0, and a new item would get no mass.
         seen = jnp.where(positive, jnp.maximum(raw, sum_tree.SMALLEST), raw)
         return state.replace(
@@ -526,7 +526,7 @@ def _without(state: Priorities, slots: jax.Array) -> Priorities:
     return state.replace(
         raw=scatter.put(state.raw, slots, none),
         masses=put(state.masses, none - _NO_ANCHOR),
-        smallest=put(state.smallest, none + jnp.inf),
+        smallest=put(state.smallest, none + sum_tree.LARGEST),
         largest=put(state.largest, none),
     )
 
