@@ -6,8 +6,7 @@ paths and optional libraries, limits for files that declare more than they store
 N capacity, E environments, T time, B batch.
 """
 
-from jrb._core.episodes import ending as episode_ends
-from jrb._core.episodes import lengths as episode_lengths
+from jrb._core.episode_ends import ending as episode_ends
 from jrb._core.rows import last_of_equals
 from jrb._core.rows import put as put_rows
 from jrb._core.rows import read as read_rows
@@ -25,7 +24,8 @@ from jrb._util.wording import bytes_text
 from jrb._xla.compat import enable_x64
 from jrb._xla.dependencies import emptied, overwrite
 from jrb._xla.dependencies import read as materialize
-from jrb.units.transition import all_held, every_slot
+from jrb.units.anchors import all_held, every_slot
+from jrb.units.episodes import lengths as episode_lengths
 
 __all__ = [
     "MAX_EXPANSION",

@@ -15,8 +15,7 @@ import numpy as np
 from jrb._core import counting, eager, steps, transforming, validate
 from jrb._util import checks, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.occupancy import Occupancy
-from jrb.ring import Ring
+from jrb.ring import Occupancy, Ring
 from jrb.samplers.prioritized import DROPPED
 from jrb.sharding import Sharded
 from jrb.sharding import states as shard_states
@@ -362,7 +361,7 @@ def _transform_states(
     """Returns the states of the new transforms: from the old ones, else learned from the items."""
     if not transforming.learning(new.transforms):
         return ()
-    none = jnp.int32(0)
+    none = jnp.zeros(1, jnp.int32)
     context = Context(new.ring, new.keys, Occupancy(none, none))
     blank = transforming.init(new.transforms, context, old.stored(state))
     learned = transforming.adopted((new.transforms, made.transforms), (new.transforms, blank))

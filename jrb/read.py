@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import editing, validate
-from jrb._core import episodes as ends_of
+from jrb._core import editing, episode_ends, validate
 from jrb._core.steps import context_of
 from jrb._util import checks, prng_keys, pytree
 from jrb.buffer import ReplayBuffer, check_single
@@ -201,7 +200,7 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         raise ValueError(
             "episodes: expected items of arrays, got objects, whose flags nobody knows."
         )
-    ends_of.check(buffer.storage.spec(state.storage), buffer.keys)
+    episode_ends.check(buffer.storage.spec(state.storage), buffer.keys)
     ends, rewards = jax.device_get(_facts(buffer, state))
     held = buffer.writer.held(buffer.ring, state.writer)
     slots, envs = np.asarray(held.from_oldest(buffer.ring)), buffer.ring.envs

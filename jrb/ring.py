@@ -1,10 +1,12 @@
-"""Integer arithmetic of the ring: rows of time, slots, ages, generations.
+"""Integer arithmetic of the ring: rows of time, slots, generations, and which slots hold items.
 
 N is the capacity, E the number of environments, R = N / E the number of rows. Row r, environment e
-is slot r * E + e, so the successor of a slot is E further on. Either all environments advance
-together, or each of them by itself, in its own lane of R slots.
+is slot r * E + e, so the successor of a slot is E further on. The ring consists of S streams, and
+slot s belongs to stream s % S: S = 1 if all environments advance together, S = E if each advances
+by itself, around R slots of its own. Arrays `[S]` broadcast against arrays `[E]` in both cases.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -103,8 +105,8 @@ class Ring:
         return lax.rem(slots, np.int32(self.envs))
 
     def row_slots(self, starts: jax.Array) -> jax.Array:
-        """The slots (int32 `[T, E]`) of the rows that begin at `starts`; N where a start is N."""
-        starts = starts[:, None]
+        """The slots (int32 `[T, E]`) of rows that start at `starts`, `[T]` or `[T, E]`; N for N."""
+        starts = starts.reshape(starts.shape[0], -1)
         slots = starts + jnp.arange(self.envs, dtype=jnp.int32)[None, :]
         return jnp.where(starts < self.capacity, slots, self.capacity)
 
@@ -154,8 +156,157 @@ class Ring:
         return lap - ahead.astype(jnp.uint32)
 
 
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+    """Runs of slots around the ring, such as those that hold items, oldest first: one per stream.
+
+    The rank of a slot is its position in the order of all slots of the runs. With one stream, that
+    is the order of time. With several, stream follows stream, and within a full stream the order
+    begins at row 0 of the ring: the rank of a slot then does not change when it is overwritten.
+
+    Attributes:
+        first: int32 `[S]`, the first slot of each run.
+        count: int32 `[S]`, the slots of each run.
+    """
+
+    first: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of_clock(cls, ring: Ring, clock: Clock) -> "Occupancy":
+        """Returns the slots that hold items according to a clock, `[]` or `[E]`."""
+        oldest = ring.oldest_slot(clock)
+        if not clock.cursor.ndim:
+            return cls(first=oldest[None], count=(clock.count * ring.envs)[None])
+        return cls(first=oldest + jnp.arange(ring.envs, dtype=jnp.int32), count=clock.count)
+
+    @property
+    def streams(self) -> int:
+        """S, the number of runs."""
+        return self.first.shape[0]
+
+    @property
+    def size(self) -> jax.Array:
+        """The number of slots, int32 `[]`."""
+        return self.count[0] if self.streams == 1 else jnp.sum(self.count, dtype=jnp.int32)
+
+    def rows(self, ring: Ring) -> jax.Array:
+        """The rows of each environment, int32 `[S]`."""
+        return lax.div(self.count, np.int32(ring.envs // self.streams))
+
+    def next_row(self, ring: Ring) -> jax.Array:
+        """The row behind the newest one, int32 `[S]`."""
+        return ring.row_of(ring.slot_after(self.first, self.count * self.streams))
+
+    def newest(self, ring: Ring) -> jax.Array:
+        """The newest slot of each environment, int32 `[E]`; any slot where there is none."""
+        width, env = ring.envs // self.streams, np.arange(ring.envs, dtype=np.int32)
+        offset = jnp.maximum(self.count - width, 0) + env // self.streams
+        return ring.slot_after(self.first, offset * self.streams)
+
+    def oldest(self, ring: Ring, most: int) -> jax.Array:
+        """The slots of the first `most` rows, int32 `[most, E]`; N beyond the end."""
+        offset = self._offsets(ring, most)
+        slots = ring.slot_after(
+            self.first, offset.clip(max=ring.capacity // self.streams) * self.streams
+        )
+        return jnp.where(offset < self.count, slots, ring.capacity)
+
+    def from_oldest(self, ring: Ring) -> jax.Array:
+        """All slots of the ring from the oldest row on, int32 `[R, E]`, empty ones included."""
+        return ring.slot_after(self.first, self._offsets(ring, ring.rows) * self.streams)
+
+    def _offsets(self, ring: Ring, most: int) -> Any:
+        """How far behind the first slot of its stream each slot of `most` rows is, `[most, E]`."""
+        width, env = ring.envs // self.streams, np.arange(ring.envs, dtype=np.int32)
+        return first_places(most)[:, None] * width + env // self.streams
+
+    def run(self, ring: Ring, most: int) -> jax.Array:
+        """The first `most` slots of the only stream, int32 `[most]`; N beyond the end."""
+        step = first_places(most)
+        slots = ring.slot_after(self.first, step.clip(max=ring.capacity))
+        return jnp.where(step < self.count, slots, ring.capacity)
+
+    def holds(self, ring: Ring, slots: jax.Array) -> jax.Array:
+        """Which of these slots (all in range) are in a run, bool."""
+        return self._offset(ring, slots) < self._of_stream(self.count, slots)
+
+    def before(self, ring: Ring, slots: jax.Array) -> jax.Array:
+        """The number of rows of its environment before each slot, int32."""
+        return lax.div(self._offset(ring, slots), np.int32(ring.envs // self.streams))
+
+    def after(self, ring: Ring, slots: jax.Array) -> jax.Array:
+        """The number of rows of its environment after each slot, int32; negative beyond the end."""
+        behind = self._of_stream(self.count, slots) - 1 - self._offset(ring, slots)
+        width, length = ring.envs // self.streams, ring.capacity // self.streams
+        return lax.div(behind + length, np.int32(width)) - ring.rows  # `div` rounds towards 0
+
+    def rank(self, ring: Ring, slots: jax.Array) -> jax.Array:
+        """The ranks of slots, int32."""
+        if self.streams == 1:
+            return self._offset(ring, slots)
+        stream, counts = lax.rem(slots, np.int32(self.streams)), self.count
+        offset = self._offset_from(ring, self._order_start(ring), slots)
+        return (jnp.cumsum(counts, dtype=jnp.int32) - counts)[stream] + offset
+
+    def nth(self, ring: Ring, ranks: jax.Array) -> jax.Array:
+        """The slots (int32) of these ranks (int32)."""
+        if self.streams == 1:
+            return ring.slot_after(self.first, ranks)
+        stream, offset = locate(self.count, ranks)
+        offset = jnp.clip(offset, 0, ring.capacity // self.streams - 1)
+        return ring.slot_after(self._order_start(ring)[stream], offset * self.streams)
+
+    def _order_start(self, ring: Ring) -> jax.Array:
+        """The slot of each stream that has its lowest rank, int32 `[S]`."""
+        is_full = self.count >= ring.capacity // self.streams
+        return jnp.where(is_full, lax.rem(self.first, np.int32(self.streams)), self.first)
+
+    def _of_stream(self, values: jax.Array, slots: jax.Array) -> jax.Array:
+        """Of values `[S]`, the one for the stream of each slot."""
+        return values[0] if self.streams == 1 else values[lax.rem(slots, np.int32(self.streams))]
+
+    def _offset(self, ring: Ring, slots: jax.Array) -> jax.Array:
+        """How far each slot is behind the first one of its stream, in slots of that stream."""
+        return self._offset_from(ring, self.first, slots)
+
+    def _offset_from(self, ring: Ring, starts: jax.Array, slots: jax.Array) -> jax.Array:
+        """How far each slot is behind that of its stream in `starts`, int32 `[S]`."""
+        steps = ring.slot_after(slots, ring.capacity - self._of_stream(starts, slots))
+        return steps if self.streams == 1 else lax.div(steps, np.int32(self.streams))
+
+    def moved(self, ring: Ring, expired: jax.Array, passed: jax.Array) -> "Occupancy":
+        """The occupancy after `expired` rows left at the front and `passed` came, int32 `[S]`."""
+        row = ring.row_after(ring.row_of(self.first), expired)
+        return Occupancy(
+            first=row * ring.envs + ring.env_of(self.first),
+            count=self.count + (passed - expired) * (ring.envs // self.streams),
+        )
+
+    def emptied(self) -> "Occupancy":
+        """Empty runs at the same places."""
+        return dataclasses.replace(self, count=jnp.zeros_like(self.count))
+
+
+def locate(counts: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Finds ranks among groups that follow one another.
+
+    Args:
+        counts: int32 `[G]`, the sizes of the groups.
+        ranks: int32 `[B]`.
+
+    Returns:
+        The group of each rank and its offset in that group, int32 `[B]`; the last group for ranks
+        beyond the end.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    group = jnp.sum(ranks[:, None] >= ends, axis=1, dtype=jnp.int32)
+    group = jnp.minimum(group, ends.size - 1)
+    return group, ranks - (ends - counts)[group]
+
+
 def first_places(count: int) -> jax.Array | np.ndarray:
-    """0 to `count` - 1, int32; if they are few, a constant: what is made of it may be one too."""
+    """0 to `count` - 1, int32; a NumPy array if small, so that XLA folds what is computed of it."""
     numbers: Any = np if count <= _FEW else jnp
     return numbers.arange(count, dtype=np.int32)
 

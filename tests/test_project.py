@@ -17,7 +17,6 @@ ROOMS = [
     {"_store"},
     {"_util", "_xla"},
     {"keys", "ring", "sum_tree"},
-    {"occupancy"},
     {"types", "layouts"},
     {"state"},
     {"_core"},

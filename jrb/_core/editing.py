@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import episodes, rows, steps
+from jrb._core import episode_ends, rows, steps
 from jrb._core.compiling import by_description
 from jrb._core.steps import context_of
 from jrb._util import arguments, pytree
 from jrb._xla import dependencies
 from jrb.keys import path_name
-from jrb.occupancy import Occupancy, PerEnvOccupancy
-from jrb.ring import Ring
+from jrb.ring import Occupancy, Ring
 from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Context, Item, WritePlan
 
@@ -117,7 +116,7 @@ def all_rows(ring: Ring, held: Occupancy) -> WritePlan:
     """Returns the plan of a write of all rows that are held, oldest first."""
     slots, rows_held = held.oldest(ring, ring.rows), held.rows(ring)
     here = jnp.arange(ring.rows, dtype=jnp.int32)[:, None] < rows_held
-    each = isinstance(held, PerEnvOccupancy)
+    each = held.streams > 1
     here = here if each else here[:, 0]
     return WritePlan(
         starts=slots.reshape(-1) if each else slots[:, 0],
@@ -163,9 +162,9 @@ def flagged_ends(buffer: Buffer, context: Context, items: Item) -> jax.Array:
     every = all_rows(context.ring, context.held)
     if buffer.keys.episode is not None:
         first = buffer.keys.get(items, "episode")[0].reshape(-1)
-        found = episodes.changes(items, buffer.keys, every.times[0], first)
+        found = episode_ends.changes(items, buffer.keys, every.times[0], first)
         every = dataclasses.replace(every, cuts=found[0])
-    return episodes.ending(context, every, items)
+    return episode_ends.ending(context, every, items)
 
 
 @by_description()
@@ -201,7 +200,7 @@ def rebuild_index(
     if before is not None:
         blank = unit.init_mid_episode(blank, jnp.where(context.held.rows(ring) > 0, before, 0))
     if state.numbers is not None:
-        found = episodes.changes(items, buffer.keys, write.times[0], state.numbers)
+        found = episode_ends.changes(items, buffer.keys, write.times[0], state.numbers)
         cuts, state = cuts | found[0], state.replace(numbers=found[2])
     write = dataclasses.replace(write, cuts=cuts)
     after, change = unit.on_write(_emptied(context), blank, write, items)
@@ -226,7 +225,7 @@ def _written_anew(
     ring = context.ring
     slots = jnp.arange(ring.capacity, dtype=jnp.int32) if slots is None else slots
     safe = jnp.minimum(slots, ring.capacity - 1)
-    at = jnp.where(slots < ring.capacity, context.held.place(ring, safe), ring.capacity)
+    at = jnp.where(slots < ring.capacity, context.held.rank(ring, safe), ring.capacity)
     items = leaves_of(buffer, context, state, None)
     before = jnp.zeros((ring.rows, ring.envs), jnp.bool_)
     if not buffer.unit.one_row:

@@ -17,59 +17,40 @@ from jrb.ring import Clock, Ring
 from jrb.types import SlotsForLeaf, WritePlan
 
 
-def in_turn(
+def plan_rows(
     ring: Ring, clock: Clock, length: int, mask: jax.Array | None
 ) -> tuple[Clock, WritePlan]:
-    """T rows written one after the other around a ring; of more than R, the last R.
+    """Plans T rows of time around the ring, one after the other; of more than R, the last R.
 
     Args:
         ring: its shape.
-        clock: where it stands.
+        clock: where it stands, `[]`, or `[E]` if each environment advances by itself.
         length: T.
-        mask: bool `[T]`, the rows to write; None for all.
+        mask: bool `[T]`, the rows to write, or `[T, E]` with a clock `[E]`; None for all.
     """
-    single = mask is None and length == 1
-    written = jnp.ones(length, jnp.bool_) if mask is None else mask
-    if single:
+    each = clock.cursor.shape
+    single = mask is None and length == 1 and not each
+    if mask is None:
+        written = jnp.ones((length, *each), jnp.bool_)
+    else:
+        written = jnp.broadcast_to(mask.reshape(length, *[-1] * len(each)), (length, *each))
+    if single:  # the slot as it is, so that the write stays a slice without a condition
         passed, starts = jnp.ones(1, jnp.int32), clock.cursor[None] * ring.envs
     else:
-        passed = jnp.cumsum(written, dtype=jnp.int32)
+        passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
         kept = written & (passed > passed[-1] - ring.rows)
         starts = ring.row_after(clock.cursor, passed - 1) * ring.envs
         starts = jnp.where(kept, starts, ring.capacity)
+    slots = ring.row_slots(starts)
     write = WritePlan(
-        starts=starts,
-        slots=ring.row_slots(starts),
+        starts=slots.reshape(-1) if each else starts,
+        slots=slots,
         written=written,
         passed=passed,
         expired=jnp.maximum(clock.count - ring.rows + passed[-1], 0),
         consecutive=single,
     )
     return ring.advance(clock, write.rows), write
-
-
-def in_lanes(
-    ring: Ring, clocks: Clock, length: int, mask: jax.Array | None
-) -> tuple[Clock, WritePlan]:
-    """The same for each environment by itself; the mask may be bool `[T, E]`."""
-    shape = (length, ring.envs)
-    written = jnp.ones(shape, jnp.bool_)
-    if mask is not None:
-        written = jnp.broadcast_to(mask.reshape(length, -1), shape)
-    passed = jnp.cumsum(written, axis=0, dtype=jnp.int32)
-    kept = written & (passed > passed[-1] - ring.rows)
-    slots = ring.row_after(clocks.cursor, passed - 1) * ring.envs
-    slots = slots + jnp.arange(ring.envs, dtype=jnp.int32)
-    slots = jnp.where(kept, slots, ring.capacity)
-    write = WritePlan(
-        starts=slots.reshape(-1),
-        slots=slots,
-        written=written,
-        passed=passed,
-        expired=jnp.maximum(clocks.count - ring.rows + passed[-1], 0),
-        consecutive=False,
-    )
-    return ring.advance(clocks, write.rows), write
 
 
 def put(array: jax.Array, write: WritePlan, rows: jax.Array) -> jax.Array:

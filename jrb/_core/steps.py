@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._core import counting, episodes, rows, transforming
+from jrb._core import counting, episode_ends, rows, transforming
 from jrb._core.compiling import by_description
 from jrb._xla import dependencies, gather
 from jrb.ring import Ring
@@ -91,7 +91,9 @@ def write(
         state = state.replace(sampler=counting.written(state.sampler, plan))
     if state.numbers is not None:
         # Items carry the number of their episode: another number ends the one before.
-        changes, ended, numbers = episodes.changes(items, buffer.keys, plan.times[0], state.numbers)
+        changes, ended, numbers = episode_ends.changes(
+            items, buffer.keys, plan.times[0], state.numbers
+        )
         state = _truncated(buffer, context, state, ended & (context.held.rows(ring) > 0))
         state, cuts = state.replace(numbers=numbers), changes if cuts is None else changes | cuts
     plan = dataclasses.replace(plan, cuts=cuts)

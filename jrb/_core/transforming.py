@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._core import episodes
+from jrb._core import episode_ends
 from jrb._util import pytree
 from jrb._xla import random_bits
 from jrb.types import Context, Item, StatefulTransform, Storage, TransformContext, WritePlan
@@ -136,7 +136,7 @@ def learned(
         return states
     lead = jax.tree.leaves(items)[0].shape[:2]
     mask = jnp.broadcast_to(write.times[0], lead)
-    ended = mask & episodes.ending(context, write, items)
+    ended = mask & episode_ends.ending(context, write, items)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
     left, after = iter(states), []
     for number, transform in enumerate(first):

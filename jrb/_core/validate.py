@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import counting, episodes, transforming
+from jrb._core import counting, episode_ends, transforming
 from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, on_host
 from jrb._core.steps import context_of
 from jrb._util import pytree, wording
@@ -58,7 +58,7 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
         transforms=transforming.init(buffer.transforms, context, spec),
-        numbers=episodes.no_numbers(ring, spec, buffer.keys) if looks_at_ends else None,
+        numbers=episode_ends.no_numbers(ring, spec, buffer.keys) if looks_at_ends else None,
         ring=ring,
     )
 

@@ -104,11 +104,11 @@ def _rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
     ring = buffer.ring
     checks.together("write_torchrl", buffer.writer)
     held = buffer.writer.held(ring, state.writer)
-    first, count = int(held.first) // ring.envs, int(held.count) // ring.envs
-    if int(held.count) % ring.envs:
+    first, count = int(held.first[0]) // ring.envs, int(held.size) // ring.envs
+    if int(held.size) % ring.envs:
         raise ValueError(
             f"write_torchrl: expected items of all {ring.envs} environments in every row, got "
-            f"{int(held.count)} items. TorchRL counts whole rows: fill the buffer first."
+            f"{int(held.size)} items. TorchRL counts whole rows: fill the buffer first."
         )
     if count == ring.rows:
         lap = int(getattr(state.writer, "lap", 1))

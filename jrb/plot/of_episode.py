@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import episodes as ends_of
+from jrb._core import episode_ends
 from jrb._util import checks, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.keys import path_name, within
@@ -71,7 +71,7 @@ def _check(buffer: ReplayBuffer, state: BufferState, k: int) -> None:
         raise ValueError(
             "plot.episode: expected items of arrays, got objects, whose flags nobody knows."
         )
-    ends_of.check(buffer.storage.spec(state.storage), buffer.keys)
+    episode_ends.check(buffer.storage.spec(state.storage), buffer.keys)
 
 
 def _rows(buffer: ReplayBuffer, state: BufferState, found: Rows, spans: Spans, k: int) -> list[Row]:

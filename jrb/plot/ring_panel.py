@@ -9,7 +9,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.plot import canvas, facts, words
 from jrb.plot.canvas import Axes, Tone
 from jrb.state import Buffer, BufferState
-from jrb.writers.one_by_one import OneByOne
+from jrb.writers.ranked import OneByOne
 
 _COLUMNS, _LANES = 1000, 48
 

@@ -15,8 +15,7 @@ from jrb._core.compiling import by_description
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies, gather, random_bits, scatter
 from jrb.keys import Path, find, path_name
-from jrb.occupancy import Occupancy
-from jrb.ring import Ring
+from jrb.ring import Occupancy, Ring
 from jrb.sum_tree import Tree
 from jrb.types import (
     Anchors,
@@ -548,7 +547,7 @@ def _without_run(
         raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
         return sampler._put(state.replace(raw=raw), raw, sum_tree.set_all)
 
-    trips = (dependencies.at_least(expired.count) + chunk - 1) // chunk
+    trips = (dependencies.at_least(expired.size) + chunk - 1) // chunk
     return lax.platform_dependent(
         cpu=lambda: dependencies.loop(trips, clear, state),
         default=clear_at_once,  # the number of trips would be unknown

@@ -14,8 +14,7 @@ from jrb._core.host_proxy import HostStorageProxy
 from jrb._util import prng_keys, pytree
 from jrb._util.pytree import SpecKey
 from jrb._xla import dependencies
-from jrb.occupancy import Occupancy
-from jrb.ring import Ring
+from jrb.ring import Occupancy, Ring
 from jrb.storages import host_rows
 from jrb.storages.host_rows import HostRows, HostView
 from jrb.types import Context, HostStorage, Item, SlotsForLeaf, WritePlan

@@ -135,7 +135,7 @@ def write(
     new = {name: columns.packed(leaf) for name, leaf in columns.named(items).items()}
     old = columns.named(state.items)
     both = {name: (after, new[name], new[after]) for after, name in shared.items()}
-    before = context.held.count // context.ring.envs
+    before = context.held.rows(context.ring)[0]
     carry = ({name: columns.array(old[name]) for name in both}, state, before)
     step = lambda t, carry: _write_row(context, write, both, t, carry)
     if write.written.size == 1:
@@ -156,7 +156,7 @@ def write(
 def _shortened(context: Context, write: WritePlan, expired: jax.Array) -> WritePlan:
     """The write after which so many of the oldest rows are not held."""
     ring = context.ring
-    stays = ring.row_of(context.held.count) + write.passed > expired
+    stays = context.held.rows(ring)[0] + write.passed > expired
     drop = lambda slots, stays: jnp.where(stays, slots, ring.capacity)
     return WritePlan(
         starts=drop(write.starts, stays),
@@ -211,7 +211,7 @@ def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any
 def _slots(context: Context, write: WritePlan, t: Any) -> tuple[jax.Array, jax.Array]:
     """The slot at which row t begins, int32 `[]`, and those of the row before it, int32 `[E]`."""
     ring, held = context.ring, context.held
-    cursor = ring.row_of(ring.slot_after(held.first, held.count))  # of the first row of the call
+    cursor = held.next_row(ring)[0]  # of the first row of the call
     start = ring.row_after(cursor, write.passed[t] - 1 + ring.rows) * ring.envs
     return start, ring.slot_before(start, ring.envs) + jnp.arange(ring.envs, dtype=jnp.int32)
 

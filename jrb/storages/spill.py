@@ -15,8 +15,7 @@ from jrb._core.host_proxy import DeviceProxy, UniqueSlots
 from jrb._util import checks, pytree
 from jrb._xla import dependencies
 from jrb.keys import TED
-from jrb.occupancy import Occupancy
-from jrb.ring import Clock, Ring
+from jrb.ring import Clock, Occupancy, Ring
 from jrb.storages.host_rows import HostView
 from jrb.storages.store_rows import StoreArrays, StoreRows
 from jrb.types import Context, HostState, Item, SlotsForLeaf, WritePlan
@@ -82,7 +81,7 @@ class DeviceCache(DeviceProxy):
         """The slots, int32 `[T, E]`, and the last of the rows put where they belong."""
         mask = None if write.consecutive else write.written
         ring = self.ring(context.ring)
-        clock, put = rows.in_turn(ring, state.clock, write.passed.size, mask)
+        clock, put = rows.plan_rows(ring, state.clock, write.passed.size, mask)
         write_to = lambda column, new: columns.put(column, put, columns.packed(new))
         new = jax.tree.map(write_to, state.items, items, is_leaf=columns.is_column)
         return (write.slots, DeviceCacheState(items=new, clock=clock)), write
@@ -228,8 +227,8 @@ class SpillStorage(StoreArrays):
     def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> TieredState:
         """The state for rows that were there before: the newest ones are made hot again."""
         part, hot, known = self.device_part, self.device_part.ring(ring), held()
-        count = min(int(known.count) // ring.envs, hot.rows)
-        first = int(known.first) + int(known.count) - count * ring.envs
+        count = min(int(known.size) // ring.envs, hot.rows)
+        first = int(known.first[0]) + int(known.size) - count * ring.envs
         slots = (first + np.arange(count * ring.envs)) % ring.capacity
         newest = view.rows.fetch(view.version, [slots] * len(view.rows.names))
         state = part.init(Context(ring, TED, known), view.rows.spec)

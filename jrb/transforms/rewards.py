@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._core import episodes
+from jrb._core import episode_ends
 from jrb._util import checks, pytree
 from jrb.keys import Path, path_name
 from jrb.transforms.structure import with_leaf
@@ -41,7 +41,7 @@ class RewardToGo(Transform):
             self._check(leaf, batch)
         goes_on = batch.mask if batch.ends is None else batch.mask & ~batch.ends
         if batch.ends is None or batch.keys.flags(data):
-            goes_on = goes_on & ~episodes.ends(data, batch.keys)
+            goes_on = goes_on & ~episode_ends.ends(data, batch.keys)
         sums = jax.tree.map(lambda leaf: self._sums(leaf, batch.mask, goes_on), reward)
         return with_leaf(data, self.to, sums, "RewardToGo")
 

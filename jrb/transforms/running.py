@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._core import episodes, transforming, validate
+from jrb._core import episode_ends, transforming, validate
 from jrb._util import checks, pytree
 from jrb.keys import Keys, find, path_name, within
 from jrb.state import Buffer, BufferState
@@ -145,7 +145,7 @@ class RunningRewardScale(StatefulTransform):
 
     def init(self, context: Context, spec: Item) -> Any:
         """`Returns` of 0, for each leaf of the reward. Raises without one, or without flags."""
-        episodes.check(spec, context.keys)
+        episode_ends.check(spec, context.keys)
         prefix, envs = path_name(context.keys.reward), context.ring.envs
 
         def start(path: tuple, reward: Any) -> Returns:

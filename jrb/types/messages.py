@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from jrb._util import pytree
 from jrb.keys import Keys
-from jrb.occupancy import Occupancy
-from jrb.ring import Ring
+from jrb.ring import Occupancy, Ring
 
 
 class MissingMethodError(TypeError):

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from jrb.occupancy import Occupancy
-from jrb.ring import Ring
+from jrb.ring import Occupancy, Ring
 from jrb.types.messages import Item, MissingMethodError, PartState, WritePlan
 
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core import anchor_queue, episodes, rows
-from jrb._core.anchor_queue import Queue
+from jrb._core import episode_ends, rows
 from jrb._util import checks, prng_keys, pytree
 from jrb._xla import dependencies
 from jrb.keys import Keys, Path, path_name, within
@@ -29,6 +28,9 @@ from jrb.types import (
     Writer,
 )
 from jrb.types.parts import check_part
+from jrb.units import anchors as anchor_queue
+from jrb.units import episodes
+from jrb.units.anchors import AnchorQueue
 from jrb.units.transition import Transition
 
 
@@ -45,7 +47,7 @@ class FrameStackState(pytree.State):
 
     back: jax.Array
     length: jax.Array = pytree.tally()
-    queue: Queue
+    queue: AnchorQueue
     unit: Any
     k: int = pytree.static(default=0)
 
@@ -139,7 +141,7 @@ class FrameStack(Unit):
     def init(self, context: Context, spec: Item) -> FrameStackState:
         """No rows. Raises if the items have no done flag, or nothing at one of the paths."""
         ring, keys = context.ring, context.keys
-        episodes.check(spec, keys)
+        episode_ends.check(spec, keys)
         names = pytree.leaf_names(spec)
         for prefix in self._prefixes(keys):
             if self.paths is None and prefix == path_name(keys.next_observation):
@@ -189,7 +191,7 @@ class FrameStack(Unit):
     ) -> tuple[FrameStackState, AnchorUpdate]:
         """Anchors of the inner unit enter; they leave when the ring's tail cuts their stack."""
         inner, change = self.unit.on_write(context, state.unit, write, items)
-        done = episodes.ending(context, write, items)
+        done = episode_ends.ending(context, write, items)
         length, running = episodes.lengths(state.length, done, write, self.k)
         later = rows.after(write, anchor_queue.waited(state.queue))  # `back` was read for it
         back = rows.put(state.back, later, (length - 1).astype(state.back.dtype))
@@ -223,7 +225,7 @@ class FrameStack(Unit):
         if change is None:
             return state, None
         now, lookback = (
-            anchor_queue.look_back(context.ring),
+            anchor_queue.no_rows(context.ring),
             functools.partial(_back, state),
         )
         entered = _still_whole(context, now, change.entered, lookback)
@@ -242,11 +244,15 @@ class FrameStack(Unit):
         return begins | self.unit.is_episode_end(context, state.unit, slots)
 
     def episode_step(self, state: FrameStackState, slots: jax.Array) -> jax.Array | None:
-        """How many rows of its episode came before each slot, int32, as far as somebody counts."""
+        """The rows of its episode before each slot, int32, as far as this or the inner unit counts.
+
+        Where this unit counts to the end, the inner one knows nothing better: windows that cross
+        episodes count their stride.
+        """
         own, inner = _back(state, slots), self.unit.episode_step(state.unit, slots)
         if self.k == 1:
             return inner
-        return own if inner is None else jnp.maximum(own, inner)
+        return own if inner is None else jnp.where(own < self.k - 1, own, jnp.maximum(own, inner))
 
     def init_mid_episode(self, state: FrameStackState, before: jax.Array) -> FrameStackState:
         """An empty state whose next rows have so many rows of their episodes behind them.

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import episodes, rows
-from jrb._core.episodes import Episodes
+from jrb._core import episode_ends, rows
 from jrb._util import checks, permutation, pytree
 from jrb._xla import dependencies, random_bits
 from jrb.keys import Keys, Path, find, leaves_at, path_name, within
@@ -26,11 +25,13 @@ from jrb.types import (
     Writer,
 )
 from jrb.types.parts import check_part
+from jrb.units import episodes
+from jrb.units.episodes import EpisodeTable
 from jrb.units.frame_stack import FrameStack
 from jrb.units.sequence import Sequence
 from jrb.units.transition import Transition
 
-_WHICH, _WHERE = 2, 3  # the numbers that `bits.fold` gets
+_WHICH, _WHERE, _ROUNDING = 2, 3, 4  # the numbers that `random_bits.fold` gets
 
 
 class HindsightState(pytree.State):
@@ -42,7 +43,7 @@ class HindsightState(pytree.State):
         unit: the state of the unit whose goals are changed.
     """
 
-    episodes: Episodes
+    episodes: EpisodeTable
     which: jax.Array
     unit: Any
 
@@ -65,9 +66,9 @@ class Hindsight(Unit):
         strategy: which row g: "future", any of the episode from the transition on, or from the last
             row of the return or window; "final", its last that is held; "episode", any that is
             held; "random", any of the whole buffer.
-        ratio: from 0 to 1; `round(ratio * B)` items of each batch, at random places, are relabeled,
-            of those that are masked none. Of several shards, B is the part that each draws; an item
-            that is drawn alone is always relabeled, or never.
+        ratio: the share of each batch that is relabeled, from 0 to 1: ratio * B items at random
+            positions, rounded up or down at random so that the share is right on average. Of
+            several shards, B is the part that each draws. Masked items are not relabeled.
         achieved: the path to what was achieved.
         goal: the path to the goal.
         next_goal: the path to the goal in the next observation, None if there is none.
@@ -170,7 +171,7 @@ class Hindsight(Unit):
     def init(self, context: Context, spec: Item) -> HindsightState:
         """No rows. Raises if goals are missing, or not like what is achieved."""
         ring, keys = context.ring, context.keys
-        episodes.check(spec, keys)
+        episode_ends.check(spec, keys)
         keys.get(spec, "reward")
         self._check_flags(spec, keys)
         achieved = find(spec, self.achieved, "Hindsight: achieved")
@@ -199,7 +200,7 @@ class Hindsight(Unit):
         self, context: Context, state: HindsightState, write: WritePlan, items: Item
     ) -> tuple[HindsightState, AnchorUpdate]:
         """Anchors are those of the inner unit."""
-        done = episodes.ending(context, write, items)
+        done = episode_ends.ending(context, write, items)
         after, _, which = episodes.after_write(context, state.episodes, write, done, 1)
         inner, change = self.unit.on_write(context, state.unit, write, items)
         which = rows.put(state.which, write, which)
@@ -209,7 +210,7 @@ class Hindsight(Unit):
         self, context: Context, state: HindsightState, which: jax.Array
     ) -> tuple[HindsightState, AnchorUpdate | None]:
         """The running episodes end."""
-        after = episodes.truncated(state.episodes, which, 1)
+        after, _ = episodes.truncate(context, state.episodes, which, 1)
         inner, change = self.unit.truncate(context, state.unit, which)
         return state.replace(episodes=after, unit=inner), change
 
@@ -258,10 +259,21 @@ class Hindsight(Unit):
         return ReadPlan(where=where, mask=inner.mask, info=info, residuals=(inner, _spans(at)))
 
     def _which(self, key: jax.Array, size: int) -> jax.Array:
-        """Which of a batch are relabeled, bool `[B]`."""
+        """Which of a batch are relabeled, bool `[B]`: floor(ratio * B) or one more of them.
+
+        The number is rounded at random, so that the share is right on average for any B: of one
+        item, or of the few that each of many shards draws.
+        """
+        count, fraction = divmod(round(self.ratio * size * 2**20), 2**20)
         seed = random_bits.seed(random_bits.fold(key, _WHICH))
         place = jnp.arange(size, dtype=jnp.int32)
-        return permutation.permute(seed, jnp.int32(size), place) < round(self.ratio * size)
+        order = permutation.permute(seed, jnp.int32(size), place)
+        if not fraction:
+            return order < count
+        one_more = random_bits.bits(random_bits.fold(key, _ROUNDING), (1,)) < np.uint32(
+            fraction << 12
+        )
+        return order < count + one_more.astype(jnp.int32)
 
     def _rows(
         self, context: Context, state: HindsightState, slots: jax.Array, words: jax.Array

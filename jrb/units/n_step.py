@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._core import anchor_queue, episodes, rows
-from jrb._core.anchor_queue import Queue
+from jrb._core import episode_ends, rows
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies
 from jrb.keys import Keys, Path, leaves_at, path_name, within
@@ -24,7 +23,9 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
-from jrb.units.transition import all_held, every_slot
+from jrb.units import anchors as anchor_queue
+from jrb.units import episodes
+from jrb.units.anchors import AnchorQueue, all_held, every_slot
 
 _UNROLLED = (
     16  # rows of a return that are added up one by one in a program; more in a loop of these
@@ -43,7 +44,7 @@ class NStepState(pytree.State):
 
     ended: jax.Array
     length: jax.Array | None = pytree.tally()
-    queue: Queue | None
+    queue: AnchorQueue | None
     n: int | None = pytree.static(default=None)
 
     def summary(self, ring: Ring) -> dict[str, str]:
@@ -129,7 +130,7 @@ class NStep(Unit):
     def init(self, context: Context, spec: Item) -> NStepState:
         """No rows. Raises if the items have no done flag, or no real reward."""
         ring, keys = context.ring, context.keys
-        episodes.check(spec, keys)
+        episode_ends.check(spec, keys)
         keys.get(spec, "reward")
         for name, leaf in leaves_at(spec, keys.reward).items():
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -163,7 +164,7 @@ class NStep(Unit):
         self, context: Context, state: NStepState, write: WritePlan, items: Item
     ) -> tuple[NStepState, AnchorUpdate]:
         """Rows enter when written; if strict, when their return is complete."""
-        done = episodes.ending(context, write, items)
+        done = episode_ends.ending(context, write, items)
         ended = rows.put(state.ended, write, done)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), every_slot(context, write)
@@ -197,7 +198,7 @@ class NStep(Unit):
         ended = episodes.mark_newest(context, state.ended, which)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), None
-        now = anchor_queue.look_back(context.ring)
+        now = anchor_queue.no_rows(context.ring)
         back = jnp.arange(self.n - 2, -1, -1, dtype=jnp.int32)  # n - 1 back was complete before
         ends = which & (context.held.rows(context.ring) > 0)
         waiting = ends[:, None] & (back < state.length[:, None])

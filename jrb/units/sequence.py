@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import anchor_queue, episodes, rows, whole_episodes
-from jrb._core.anchor_queue import Queue
-from jrb._core.episodes import Episodes
+from jrb._core import episode_ends, rows
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies
 from jrb.keys import Keys, Path, find, path_name, within
@@ -26,7 +24,10 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
-from jrb.units.transition import all_held, every_slot
+from jrb.units import anchors as anchor_queue
+from jrb.units import episodes
+from jrb.units.anchors import AnchorQueue, all_held, every_slot
+from jrb.units.episodes import EpisodeTable
 
 _MANY = 2**30  # rows of an episode: so many are counted on from about half of it
 _UNKNOWN = _MANY // 2
@@ -34,27 +35,31 @@ _LONG = 1024
 
 
 class SequenceState(pytree.State):
-    """What windows must know before they read; what a description does not need is None.
+    """Facts that windows need before they read; None where a description does not need them.
 
     Attributes:
         ended: bool `[N]`, which slots end an episode.
-        before: the rows of its episode before each slot, `[N]`: uint8, 0 or 1 for more; int32 where
-            a stride is counted.
-        length: int32 `[E]`, the rows of the running episode, as far as it matters.
-        queue: the anchors, where not every row is one.
-        episodes: the episodes, where these are drawn.
-        rule: what anchors were counted for, no array; None where every row is one.
+        before: the rows of its episode before each slot, `[N]`: uint8, 0 or 1 for more; int32 if a
+            stride is counted. If that crosses episodes: 0 or less at first rows, else more, and
+            equal to `phase` modulo the stride.
+        length: int32 `[E]`, the rows of the running episode, as far as they matter.
+        phase: int32 `[E]`, the rows of the environment so far, modulo the stride; None unless the
+            stride crosses episodes.
+        queue: the anchors, unless every row is one or episodes are.
+        episodes: the episodes, if these are drawn.
+        rule: the options that anchors were chosen by, no array; None if every row is an anchor.
     """
 
     ended: jax.Array
     before: jax.Array
     length: jax.Array = pytree.tally()
-    queue: Queue | None
-    episodes: Episodes | None
+    phase: jax.Array | None = pytree.tally()
+    queue: AnchorQueue | None
+    episodes: EpisodeTable | None
     rule: tuple[Any, ...] | None = pytree.static(default=None)
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """How many episodes have ended."""
+        """Returns how many episodes have ended."""
         return {"ends of episodes": display.count(self.ended)}
 
 
@@ -84,8 +89,9 @@ class Sequence(Unit):
             w * max + (1 - w) * mean over the real rows without burn-in (eta in R2D2).
         first_only: paths to leaves that are read for the window's first row only, `[B, ...]`, such
             as the recurrent state that was stored with each row.
-        stride: only the rows 0, stride, 2 * stride, ... of an episode are anchors, counted from its
-            first row, or from the first one known where a buffer was filled with less. With stride
+        stride: only the rows 0, stride, 2 * stride, ... are anchors, counted from the first row of
+            the episode; with `cross_episodes` from the first row of the environment, across ends of
+            episodes; or from the first row known where a buffer was filled with less. With stride
             < L windows overlap by L - stride rows.
         cross_episodes: if True, windows run on into the next episode of the environment: a row is
             an anchor once L rows follow it in time. Items need no done flag then; without one
@@ -152,54 +158,51 @@ class Sequence(Unit):
             )
 
     @property
-    def _enough(self) -> int:
-        """The rows that must follow an anchor, itself included."""
-        return self.length if self.partial == "drop" and self.sample_by != "whole_episodes" else 1
-
-    @property
-    def _pads(self) -> bool:
+    def _is_padded(self) -> bool:
         return self.partial == "pad" or self.sample_by == "whole_episodes"
 
     @property
+    def _enough(self) -> int:
+        """The rows that must follow an anchor, itself included."""
+        return 1 if self._is_padded else self.length
+
+    @property
     def _is_queued(self) -> bool:
-        """Whether the anchors are rows, but not all of them."""
+        """True if the anchors are rows, but not all of them."""
         return self.sample_by == "windows" and (self.partial == "drop" or self.stride > 1)
 
     @property
-    def _rule(self) -> tuple[Any, ...] | None:
-        """What anchors are counted for; None where every row is one."""
-        if self.sample_by == "windows" and not self._is_queued:
-            return None
-        return self.sample_by, self._enough, self.stride, self.cross_episodes
+    def _crosses_in_strides(self) -> bool:
+        return self.cross_episodes and self.stride > 1
 
     @property
     def max_entry_delay(self) -> int | None:
-        """All whole windows wait for as many rows; episodes are no rows."""
+        """0: windows enter in the order of their first rows. Episodes are no rows."""
         return 0 if self.sample_by == "windows" else None
 
     @property
     def has_delayed_anchors(self) -> bool:
-        """First rows of whole windows wait for the last ones."""
+        """True if rows wait for the end of their windows or episodes."""
         return self.partial == "drop" or self.sample_by != "windows"
 
     @property
     def lookback(self) -> int:
-        """Burn-in."""
+        """The rows of burn-in."""
         return self.burn_in
 
     @property
     def info_follows_data(self) -> bool:
-        """All of it is looked up together with the data."""
+        """True: all of it is read together with the data."""
         return True
 
     @property
     def requires_contiguous_history(self) -> bool:
-        """Whole episodes do: a seam would make two of one."""
+        """True of whole episodes: a seam would make two of one."""
         return self.sample_by == "whole_episodes"
 
     @property
     def row_steps(self) -> np.ndarray:
-        """Burn-in lies before the anchor."""
+        """Burn-in comes before the anchor."""
         return np.arange(-self.burn_in, self.length, dtype=np.int32)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
@@ -223,116 +226,99 @@ class Sequence(Unit):
             checks.window("Sequence: burn_in + length + stride - 1", rows, ring.rows)
 
     def init(self, context: Context, spec: Item) -> SequenceState:
-        """No rows. Raises if the items have no done flag, unless windows run across ends."""
+        """Returns a state without rows.
+
+        Raises:
+            ValueError: the items have no done flag, unless windows cross episodes.
+        """
         ring = context.ring
-        episodes.check(spec, context.keys, is_needed=not self.cross_episodes)
+        episode_ends.check(spec, context.keys, is_needed=not self.cross_episodes)
         for path in self.first_only:
             find(spec, path, "Sequence: first_only")
+        table = None if self.sample_by == "windows" else episodes.init(ring, self._enough)
+        rule = self.sample_by, self._enough, self.stride, self.cross_episodes
         return SequenceState(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             before=jnp.zeros(ring.capacity, jnp.uint8 if self.stride == 1 else jnp.int32),
             length=jnp.zeros(ring.envs, jnp.int32),
+            phase=jnp.zeros(ring.envs, jnp.int32) if self._crosses_in_strides else None,
             queue=anchor_queue.init(context) if self._is_queued else None,
-            episodes=None if self.sample_by == "windows" else episodes.init(ring, self._enough),
-            rule=self._rule,
+            episodes=table,
+            rule=rule if self._is_queued or table is not None else None,
         )
 
     def on_write(
         self, context: Context, state: SequenceState, write: WritePlan, items: Item
     ) -> tuple[SequenceState, AnchorUpdate]:
-        """A row enters when written; whole windows and episodes do with their last row."""
-        done = episodes.ending(context, write, items)
-        most = self._most(context.ring)
+        """A row enters when written; windows and episodes do with the last row they wait for."""
+        done = episode_ends.ending(context, write, items)
+        if self.stride > 1:
+            most = 2**31 - 1
+        elif self.sample_by == "whole_episodes":
+            most = context.ring.rows + 1
+        else:
+            most = max(self._enough, 2)
         length, running = episodes.lengths(state.length, done, write, most)
-        state = self._marked(state, write, done, length - 1, running)
+        steps, state = self._steps(state, write, length)
+        ended = rows.put(state.ended, write, done)
+        if self.stride > 1:  # the counts stay below 2^31, and the same modulo the stride
+            surplus = _UNKNOWN // self.stride * self.stride
+            running = jnp.where(running >= _MANY, running - surplus, running)
+        before = rows.put(
+            state.before, rows.in_line(write, ended), steps.astype(state.before.dtype)
+        )
+        state = state.replace(ended=ended, before=before, length=running)
         if state.queue is not None:
-            entered = self._starts(context, state, write, length)
-            queue, change = anchor_queue.after_write(context, state.queue, write, entered, slack=0)
-            return state.replace(queue=queue), change
+            entered = self._entering(context, write, length, steps)
+            queue, update = anchor_queue.after_write(context, state.queue, write, entered, slack=0)
+            return state.replace(queue=queue), update
         if state.episodes is None:
             return state, every_slot(context, write)
-        if self.sample_by == "whole_episodes":
-            table, change = whole_episodes.after_write(context, state.episodes, write, done, length)
-        else:
-            table, change, _ = episodes.after_write(
-                context, state.episodes, write, done, self._enough
-            )
-        return state.replace(episodes=table), change
-
-    def _most(self, ring: Ring) -> int:
-        """Up to where the rows of an episode are counted."""
-        if self.stride > 1:
-            return 2**31 - 1
-        return ring.rows + 1 if self.sample_by == "whole_episodes" else max(self._enough, 2)
-
-    def _marked(
-        self,
-        state: SequenceState,
-        write: WritePlan,
-        done: jax.Array,
-        before: jax.Array,
-        running: jax.Array,
-    ) -> SequenceState:
-        """The state, but for its queue, that knows of these rows.
-
-        Args:
-            state: the one that does not.
-            write: the rows.
-            done: bool `[T, E]`, which end their episodes.
-            before: int32 `[T, E]`, the rows of its episode before each.
-            running: int32 `[E]`, the rows of the episode that goes on.
-        """
-        ended = rows.put(state.ended, write, done)
-        later = rows.in_line(write, ended)
-        if self.stride == 1:
-            before = jnp.minimum(before, 1)
-        else:
-            fewer = _UNKNOWN // self.stride * self.stride
-            running = jnp.where(running >= _MANY, running - fewer, running)
-        if self._reads_before and state.queue is not None:
-            later = rows.after(later, anchor_queue.waited(state.queue))  # `before` was read for it
-        return state.replace(
-            ended=ended,
-            before=rows.put(state.before, later, before.astype(state.before.dtype)),
-            length=running,
+        whole = length if self.sample_by == "whole_episodes" else None
+        table, update, _ = episodes.after_write(
+            context, state.episodes, write, done, self._enough, whole
         )
+        return state.replace(episodes=table), update
 
-    @property
-    def _reads_before(self) -> bool:
-        """Whether where a window begins in its episode is told by its first row only."""
-        return self.cross_episodes and self.stride > 1 and self.partial == "drop"
-
-    def _starts(
-        self, context: Context, state: SequenceState, write: WritePlan, length: jax.Array
-    ) -> jax.Array:
-        """The anchors that each row completes, int32 `[T * E]`; N where it does not.
+    def _steps(
+        self, state: SequenceState, write: WritePlan, length: jax.Array
+    ) -> tuple[jax.Array, SequenceState]:
+        """What `before` gets for each row, int32 `[T, E]`; and the state with the next phase.
 
         `length`, int32 `[T, E]`, are the rows of its episode up to each row.
         """
-        capacity = context.ring.capacity
-        if self.partial == "pad":
-            at = jnp.where((length - 1) % self.stride == 0, write.slots, capacity)
-            return at.reshape(-1)
-        whole = jnp.ones_like(length, jnp.bool_) if self.cross_episodes else length >= self.length
-        if self.stride > 1 and not self.cross_episodes:
-            whole = whole & ((length - self.length) % self.stride == 0)
-        back = jnp.full(1, self.length - 1, jnp.int32)
-        slots = anchor_queue.rows_back(context, write, back, whole[..., None])
-        if not self._reads_before:
-            return slots
-        safe = jnp.minimum(slots, capacity - 1)
-        before = rows.read(state.before, safe)
-        return jnp.where(before % self.stride == 0, slots, capacity)
+        if state.phase is None:
+            return jnp.minimum(length - 1, 1) if self.stride == 1 else length - 1, state
+        _, passed = write.times
+        to_next = -(state.phase + passed - 1) % self.stride  # rows until the stride is complete
+        phase = (state.phase + passed[-1]) % self.stride
+        return jnp.where(length == 1, 0, self.stride) - to_next, state.replace(phase=phase)
+
+    def _entering(
+        self, context: Context, write: WritePlan, length: jax.Array, steps: jax.Array
+    ) -> jax.Array:
+        """The anchors that each row completes, int32 `[T * E]`; N where it does not.
+
+        `length` and `steps`, int32 `[T, E]`: the rows of its episode up to each row, and those that
+        count for the stride before it, modulo the stride.
+        """
+        back = self._enough - 1
+        enters = jnp.ones_like(length, jnp.bool_) if self.cross_episodes else length > back
+        if self.stride > 1:
+            enters = enters & ((steps - back) % self.stride == 0)
+        if self._is_padded:
+            return jnp.where(enters, write.slots, context.ring.capacity).reshape(-1)
+        back = jnp.full(1, back, jnp.int32)
+        return anchor_queue.rows_back(context, write, back, enters[..., None])
 
     def truncate(
         self, context: Context, state: SequenceState, which: jax.Array
     ) -> tuple[SequenceState, AnchorUpdate | None]:
         """The newest rows end their episodes."""
         table, change = state.episodes, None
-        if table is not None and self.sample_by == "whole_episodes":
-            table, change = whole_episodes.truncated(context, table, which, state.length)
-        elif table is not None:
-            table = episodes.truncated(table, which, self._enough)
+        if table is not None:
+            whole = state.length if self.sample_by == "whole_episodes" else None
+            table, change = episodes.truncate(context, table, which, self._enough, whole)
         truncated = state.replace(
             ended=episodes.mark_newest(context, state.ended, which),
             length=jnp.where(which, 0, state.length),
@@ -341,27 +327,32 @@ class Sequence(Unit):
         return truncated, change
 
     def is_episode_end(self, context: Context, state: SequenceState, slots: jax.Array) -> jax.Array:
-        """Those that were written or truncated so."""
+        """True of rows that were written or truncated as ends."""
         return rows.get(state.ended, slots)
 
     def episode_step(self, state: SequenceState, slots: jax.Array) -> jax.Array:
-        """How many rows of its episode came before each slot, int32; up to 1 without a stride."""
+        """The rows of its episode before each slot, int32; up to 1 without a stride.
+
+        If a stride crosses episodes: 0 or less of first rows; equal to the phase modulo the stride.
+        """
         return state.before[slots].astype(jnp.int32)
 
     def init_mid_episode(self, state: SequenceState, before: jax.Array) -> SequenceState:
-        """An empty state whose next rows have so many rows of their episodes behind them.
+        """Returns an empty state whose next rows have so many rows of their episodes before them.
 
         Args:
             state: without rows.
-            before: int32 `[E]`; those rows are not held. Where they are more than anybody knows, a
-                stride is counted from the next row on.
+            before: int32 `[E]`, as from `episode_step`; those rows are not held. Where the number
+                is not known, it is large, and a stride is counted from the next row on.
         """
         unknown = _UNKNOWN // self.stride * self.stride
-        fits = before < (_MANY if self.stride > 1 else unknown)  # a stride goes on as it is counted
-        table = state.episodes
+        fits = before < (_MANY if self.stride > 1 else unknown)
+        before, table = jnp.where(fits, before, unknown), state.episodes
+        if state.phase is not None:
+            state = state.replace(phase=before % self.stride)
         if table is not None and self.sample_by == "whole_episodes":
             table = table.replace(length=jnp.minimum(before, 2))  # it runs, but is not in the table
-        return state.replace(length=jnp.where(fits, before, unknown), episodes=table)
+        return state.replace(length=jnp.maximum(before, 0), episodes=table)
 
     def anchors(self, context: Context, state: SequenceState) -> Anchors:
         """The first rows of windows."""
@@ -383,11 +374,11 @@ class Sequence(Unit):
     ) -> ReadPlan:
         """Every leaf at every row of the window."""
         ring, ended = context.ring, None if self.cross_episodes else state.ended
-        cut = self._pads or self.burn_in > 0
+        cut = self._is_padded or self.burn_in > 0
         # Of whole windows all is known while they are traced; long ones would be large constants.
         of: Any = jnp if cut or self.length > _LONG else np
         before, after = of.int32(0), of.int32(self.length)
-        if self._pads:
+        if self._is_padded:
             after = episodes.steps_ahead(context, ended, slots, self.length)[:, None]
         if self.burn_in:
             before = episodes.steps_back(context, ended, slots, self.burn_in)[:, None]
@@ -398,13 +389,13 @@ class Sequence(Unit):
         window = ring.slot_after(slots[:, None], ahead)
         start = window[:, :1] if cut else slots[:, None]
         where: SlotsForLeaf = lambda name: start if self._is_single(name) else window
-        first, last = (window, window) if self.cross_episodes else (start, window[:, -1:])
-        oldest, newest = (
-            (True, True) if self.cross_episodes else (step == -before, step == after - 1)
-        )
+        # Only the outermost real rows of a window can be an episode's first and last.
+        first, last, oldest, newest = start, window[:, -1:], step == -before, step == after - 1
+        if self.cross_episodes:
+            first, last, oldest, newest = window, window, True, True
         info: dict[str, Any] = {
-            "is_first": AuxRead(state.before, first, lambda found: real & oldest & (found == 0)),
-            "is_last": AuxRead(state.ended, last, lambda found: real & newest & found),
+            "is_first": AuxRead(state.before, first, lambda steps: real & oldest & (steps <= 0)),
+            "is_last": AuxRead(state.ended, last, lambda ends: real & newest & ends),
         }
         if self.slots:
             info["slots"] = window

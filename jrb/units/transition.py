@@ -5,10 +5,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jrb._core import lanes
 from jrb._util import checks, pytree
 from jrb.keys import Keys
-from jrb.occupancy import Occupancy
 from jrb.ring import Ring
 from jrb.types import (
     Anchors,
@@ -21,6 +19,7 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
+from jrb.units.anchors import all_held, every_slot
 
 
 @pytree.component
@@ -96,35 +95,3 @@ class Transition(Unit):
     ) -> jax.Array:
         """Nothing is known of ends."""
         return jnp.zeros(slots.shape, jnp.bool_)
-
-
-def all_held(context: Context) -> Anchors:
-    """Every slot that holds an item, oldest first."""
-    ring, held = context.ring, context.held
-
-    def nth(places: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return held.nth(ring, places), jnp.ones(places.shape, jnp.float32)
-
-    return Anchors(count=held.size, nth=nth, all_held=True)
-
-
-def every_slot(context: Context, write: WritePlan) -> AnchorUpdate:
-    """The change where every slot that holds an item is an anchor."""
-    if lanes.are_in(context):
-        return lanes.every_slot(context, write)
-    ring, held = context.ring, context.held
-    left = write.expired * ring.envs
-    overwritten = jnp.maximum(ring.row_of(held.count) + write.rows - ring.rows, 0)
-    early = write.expired - overwritten  # then places and slots do not go round together
-    expired = Occupancy(first=held.first, count=jnp.minimum(write.expired, ring.rows) * ring.envs)
-    return AnchorUpdate(
-        entered=write.slots.reshape(-1),
-        consecutive=write.consecutive,
-        expired=None if write.bounded else expired,
-        most=None,
-        removed=jnp.zeros(0, jnp.int32),
-        entered_count=write.rows * ring.envs,
-        departed_count=left,
-        departed_from=lambda place: jnp.maximum(left - place, 0),
-        reordered=early > 0 if not write.bounded else jnp.bool_(False),
-    )

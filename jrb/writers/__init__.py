@@ -1,10 +1,7 @@
-"""Writers: which slots do these rows go to?"""
+"""Writers decide to which slots rows go."""
 
-from jrb.writers.block_when_full import BlockWhenFull
-from jrb.writers.max_value import MaxValue
-from jrb.writers.per_environment import PerEnvironment
+from jrb.writers.ranked import MaxValue, Reservoir
 from jrb.writers.read_only import ReadOnly
-from jrb.writers.reservoir import Reservoir
-from jrb.writers.round_robin import RoundRobin
+from jrb.writers.ring import BlockWhenFull, PerEnvironment, RoundRobin
 
 __all__ = ["BlockWhenFull", "MaxValue", "PerEnvironment", "ReadOnly", "Reservoir", "RoundRobin"]

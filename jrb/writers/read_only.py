@@ -6,12 +6,11 @@ import jax
 
 from jrb._util import pytree
 from jrb._util.pytree import ArrayLike
-from jrb.occupancy import Occupancy
-from jrb.ring import Ring
+from jrb.ring import Occupancy, Ring
 from jrb.types import Item, WritePlan, Writer
 from jrb.types.messages import PartState
 from jrb.types.parts import check_part
-from jrb.writers.round_robin import RoundRobin
+from jrb.writers.ring import RoundRobin
 
 
 @pytree.component

@@ -497,7 +497,7 @@ def test_on_a_device_of_ones_choice(tmp_path):
 def contents(buffer, state):
     """What is held, oldest first, `[T, E]` of numbers."""
     held = buffer.writer.held(buffer.ring, state.writer)
-    slots = (int(held.first) + np.arange(int(held.count))) % buffer.capacity
+    slots = (int(held.first[0]) + np.arange(int(held.size))) % buffer.capacity
     return np.asarray(buffer.take(state, slots)["action"]).reshape(-1, buffer.ring.envs)
 
 

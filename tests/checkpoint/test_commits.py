@@ -229,7 +229,7 @@ def test_what_was_promised_but_overwritten_is_told_and_left_out(storage, unit, t
     size = int(again.size(back))
     assert 0 < size < 64
     held = again.writer.held(again.ring, back.writer)
-    slots = (int(held.first) + np.arange(int(held.count))) % 64
+    slots = (int(held.first[0]) + np.arange(int(held.size))) % 64
     frames = np.asarray(again.take(back, jnp.asarray(slots))["frame"])
     want = np.repeat(np.arange(40 - size // 2, 40), 2)
     np.testing.assert_array_equal(frames, np.broadcast_to(want[:, None], frames.shape))

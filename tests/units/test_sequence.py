@@ -321,7 +321,7 @@ def test_a_stored_state_is_read_for_the_first_row_only(burn_in, storage):
     np.testing.assert_array_equal(first.mask, whole.mask)
     text = str(jax.make_jaxpr(lambda key: buffer.sample(state, key).data)(jax.random.key(0)))
     assert f"f32[5,{4 + burn_in},7]" not in text
-    with pytest.raises(ValueError, match="Sequence: first: expected something at 'state'"):
+    with pytest.raises(ValueError, match="Sequence: first_only: expected something at 'state'"):
         jrb.from_items(items, unit=jrb.Sequence(4, first_only=("state",)))
-    with pytest.raises(TypeError, match="first: expected a tuple of paths"):
+    with pytest.raises(TypeError, match="first_only: expected a tuple of paths"):
         jrb.Sequence(4, first_only="hidden")

@@ -147,7 +147,7 @@ def test_an_epoch_is_over_all_anchors(unit, expected, envs):
     state = buffer.extend(buffer.init(EXAMPLE), arrays(written))
     anchors = [e for e in model.all() if expected(model, e, begins) is not None]
     name = {e["slot"]: (e["env"], e["episode"]) for e in anchors}
-    if getattr(unit, "over", "steps") == "steps":
+    if getattr(unit, "sample_by", "windows") == "windows":
         name = {slot: slot for slot in name}
     for epoch in range(2):
         seen = []

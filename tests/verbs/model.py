@@ -163,6 +163,8 @@ class Model:
             row.cut = row.cut and not self.unit.one_row
             if not self.rule.knows_past or (rule != self.rule and row.position):
                 row.position = MANY
+            if not self.rule.knows_past or rule != self.rule:
+                row.count = 0
             if not (buffer.sampler.count_draws and self.buffer.sampler.count_draws):
                 row.draws = 0
             if not (buffer.sampler.prioritized and self.buffer.sampler.prioritized):

@@ -19,6 +19,7 @@ class Facts:
         ended: whether its episode has ended.
         older: how many rows of its environment are held before it.
         position: how many rows of its episode came before it.
+        count: how many rows of its environment came before it.
     """
 
     ahead: int
@@ -26,6 +27,7 @@ class Facts:
     ended: bool
     older: int
     position: int
+    count: int
 
     def whole(self, k):
         """Whether a stack of k frames is held."""
@@ -74,7 +76,7 @@ RULES = {
     ),
     "windows across": Rule(
         jrb.Sequence(2, cross_episodes=True, stride=2),
-        lambda row: row.following >= 2 and row.position % 2 == 0,
+        lambda row: row.following >= 2 and row.count % 2 == 0,
         lambda row: 1,
     ),
     "whole episodes": Rule(
@@ -109,7 +111,12 @@ def anchors(rule, writer):
             row = lane[number]
             stop = number if row.ends else stop
             facts = Facts(
-                stop - number + 1, len(lane) - number, lane[stop].ends, number, row.position
+                stop - number + 1,
+                len(lane) - number,
+                lane[stop].ends,
+                number,
+                row.position,
+                row.count,
             )
             if rule.is_anchor(facts):
                 found.append((row, (number + rule.late(facts), env, number)))

@@ -18,6 +18,7 @@ class Row:
     slot: int = -1
     priority: Any = None
     position: int = 0
+    count: int = 0
     draws: int = 0
     cut: bool = False
 
@@ -53,6 +54,7 @@ class InTurn:
             lane, cursor = self.lanes[row.env], self.cursor
             row.slot = cursor[row.env] * self.envs + row.env
             row.position = lane[-1].position + 1 if lane and not lane[-1].ends else 0
+            row.count = lane[-1].count + 1 if lane else 0
             cursor[row.env] = (cursor[row.env] + 1) % self.size
             lane.append(row)
             del lane[: -self.size]
@@ -75,6 +77,7 @@ class InTurn:
         for lane in self.lanes:
             for before, row in itertools.pairwise(lane):
                 row.position = 0 if before.ends else before.position + 1
+                row.count = before.count + 1
 
     def into(self, other):
         """Moves all to an empty writer."""

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrb._core import anchor_queue
 from jrb.ring import Ring
+from jrb.units import anchors as anchor_queue
 
 
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 130])

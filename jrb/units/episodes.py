@@ -1,0 +1,330 @@
+"""Where a unit is within episodes, and a table of episodes whose anchors are drawn by episode.
+
+N capacity, E environments, R = N / E rows, T time, B batch.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jrb._core import rows
+from jrb._util import pytree
+from jrb._xla import dependencies, random_bits
+from jrb.ring import Ring, locate
+from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
+from jrb.units import anchors as anchor_queue
+
+_STARTS = 1  # the number that `random_bits.fold` gets for starts within episodes
+
+
+def lengths(
+    before: jax.Array, done: jax.Array, write: WritePlan, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the length of the running episode at each row, that row included, and after the call.
+
+    Args:
+        before: int32 `[E]`, rows of the running episode before the call.
+        done: bool `[T, E]`, which rows end an episode.
+        write: which rows are written.
+        most: greater lengths are given as this.
+
+    Returns:
+        int32 `[T, E]`, undefined for rows that are not written; and int32 `[E]`, `before` of the
+        next call.
+    """
+    written, passed = write.times
+    start = jnp.broadcast_to(-before, done.shape[1:])
+    ends = lax.cummax(jnp.where(done & written, passed, start), axis=0)
+    began = jnp.concatenate([start[None], ends[:-1]]) if len(done) > 1 else start[None]
+    return jnp.minimum(passed - began, most), jnp.minimum(passed[-1] - ends[-1], most)
+
+
+def mark_newest(context: Context, ended: jax.Array, which: jax.Array) -> jax.Array:
+    """Returns `ended`, bool `[N]`, with the newest rows of environments, bool `[E]`, set too."""
+    ring, held = context.ring, context.held
+    newest = jnp.where(which & (held.rows(ring) > 0), held.newest(ring), ring.capacity)
+    return ended.at[newest].set(True, mode="drop")
+
+
+def steps_ahead(
+    context: Context, ended: jax.Array | None, slots: jax.Array, most: int
+) -> jax.Array:
+    """Returns how many rows there are from each slot to the end of its episode, itself included.
+
+    Args:
+        context: of the buffer.
+        ended: bool `[N]`, which slots end an episode; None if none does.
+        slots: int32 `[B]`.
+        most: greater counts are given as this.
+
+    Returns:
+        int32 `[B]`, from 1 to `most`.
+    """
+    ring, newest = context.ring, context.held.after(context.ring, slots)
+    if ended is None:
+        return jnp.clip(newest + 1, 1, most)
+    step = jnp.arange(most - 1, dtype=jnp.int32)
+    at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
+    last = rows.read(ended, at)
+    first = jnp.min(jnp.where(last, step, most - 1), axis=1, initial=most - 1)
+    return jnp.maximum(jnp.minimum(first, newest) + 1, 1)
+
+
+def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most: int) -> jax.Array:
+    """Returns how many rows of the same episode are held before each slot, int32 `[B]`, 0 to most.
+
+    Arguments are those of `steps_ahead`.
+    """
+    ring, oldest = context.ring, context.held.before(context.ring, slots)
+    if ended is None:
+        return jnp.minimum(oldest, most)
+    step = jnp.arange(most, dtype=jnp.int32)
+    at = ring.slot_before(slots[:, None], jnp.minimum(step + 1, ring.rows) * ring.envs)
+    last = rows.read(ended, at)
+    first = jnp.min(jnp.where(last, step, most), axis=1, initial=most)
+    return jnp.minimum(first, oldest)
+
+
+class EpisodeTable(pytree.State):
+    """The episodes of which enough rows are held, for each environment from old to new.
+
+    `enough` is an argument of all functions on it, and so is whether *whole* episodes are anchors:
+    complete ones whose first row is held. The table has room for M. Times count rows since the
+    start, modulo 2^32.
+
+    Attributes:
+        first: uint32 `[M, E]`, when the episode began.
+        last: uint32 `[M, E]`, when it ended; undefined for the running one.
+        head: int32 `[E]`, the position of the oldest episode.
+        count: int32 `[E]`, how many there are, including the running one.
+        length: int32 `[E]`, the rows of the running episode, up to `enough + 1`.
+        now: uint32 `[E]`, the time of the next row.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    head: jax.Array = pytree.cursor()
+    count: jax.Array = pytree.tally()
+    length: jax.Array = pytree.tally()
+    now: jax.Array
+
+    @property
+    def running(self) -> tuple[jax.Array, jax.Array]:
+        """The position of the newest episode of each environment, as an index."""
+        room, envs = self.first.shape
+        return (self.head + self.count - 1) % room, jnp.arange(envs, dtype=jnp.int32)
+
+    def num_anchors(self, whole: bool) -> jax.Array:
+        """The number of episodes that are anchors, int32 `[E]`."""
+        if not whole:
+            return self.count
+        return jnp.maximum(self.count - (self.length > 0).astype(jnp.int32), 0)
+
+
+def init(ring: Ring, enough: int) -> EpisodeTable:
+    """Returns a table without episodes. `enough`: the least number of rows that counts."""
+    zeros = lambda dtype, *shape: jnp.zeros((*shape, ring.envs), dtype)
+    room = ring.rows // enough + 2
+    return EpisodeTable(
+        first=zeros(jnp.uint32, room),
+        last=zeros(jnp.uint32, room),
+        head=zeros(jnp.int32),
+        count=zeros(jnp.int32),
+        length=zeros(jnp.int32),
+        now=zeros(jnp.uint32),
+    )
+
+
+def after_write(
+    context: Context,
+    table: EpisodeTable,
+    write: WritePlan,
+    done: jax.Array,
+    enough: int,
+    length: jax.Array | None = None,
+) -> tuple[EpisodeTable, AnchorUpdate, jax.Array]:
+    """Lets episodes grow, begin, end, and leave when too few of their rows are held.
+
+    Args:
+        context: of the buffer, before the write.
+        table: the episodes before.
+        write: which rows are written and which leave.
+        done: bool `[T, E]`, which rows end an episode.
+        enough: as for `init`.
+        length: if whole episodes are anchors, the rows of its episode up to each row, int32
+            `[T, E]`; above R, any number above. Else None: every episode is one anchor.
+
+    Returns:
+        The episodes after; the update of the anchors; and the position in the table of the episode
+        of each row, int32 `[T, E]`.
+    """
+    ring, (expired, came) = context.ring, write.lengths
+    written, passed = write.times
+    size, running = lengths(table.length, done, write, enough + 1)
+    begins = written & (size == enough)
+    number = jnp.cumsum(begins, axis=0, dtype=jnp.int32)
+    room, env = table.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
+    position = (table.head + table.count - 1 + number) % room
+    time = table.now + passed.astype(jnp.uint32) - 1
+
+    def put(array: jax.Array, which: jax.Array, value: jax.Array) -> jax.Array:
+        lasting = which & (number > number[-1] - room)  # of more than there is room for, the last
+        return array.at[jnp.where(lasting, position, room), env].set(value, mode="drop")
+
+    count = table.count + number[-1]
+    surplus = jnp.maximum(count - room, 0)
+    ends = written & done & (size >= enough)
+    after = EpisodeTable(
+        first=put(table.first, begins, time - np.uint32(enough - 1)),
+        last=put(table.last, ends, jnp.broadcast_to(time, done.shape)),
+        head=(table.head + surplus) % room,
+        count=count - surplus,
+        length=running,
+        now=table.now + came.astype(jnp.uint32),
+    )
+    rows_held, whole = context.held.rows(ring) + came - expired, length is not None
+    after = _clipped(_without_lost(ring, after, rows_held, write, enough, whole), ring)
+    arrived = jnp.sum(done & written, axis=0, dtype=jnp.int32) if whole else number[-1]
+    update = _update(ring, table, after, arrived, whole)
+    if length is not None:
+        departures = anchor_queue.departures(context, write)  # no row that leaves is an anchor
+        entered = _first_rows(context, write, done, length)
+        update = dataclasses.replace(update, entered=entered, **departures)
+    return after, update, position
+
+
+def truncate(
+    context: Context,
+    table: EpisodeTable,
+    which: jax.Array,
+    enough: int,
+    length: jax.Array | None = None,
+) -> tuple[EpisodeTable, AnchorUpdate | None]:
+    """Ends the running episodes of some environments, bool `[E]`, with the newest row.
+
+    `length`: if whole episodes are anchors, the rows of the running ones, int32 `[E]`.
+    """
+    at, env = table.running
+    at = jnp.where(which & (table.length >= enough), at, table.first.shape[0])
+    last = table.last.at[at, env].set(table.now - 1, mode="drop")
+    after = table.replace(last=last, length=jnp.where(which, 0, table.length))
+    if length is None:
+        return after, None
+    ring, now, runs = context.ring, anchor_queue.no_rows(context.ring), which & (table.length > 0)
+    after = _without_lost(ring, after, context.held.rows(ring), now, enough, whole=True)
+    update = _update(ring, table, after, runs.astype(jnp.int32), whole=True)
+    entered = _first_rows(context, now, runs[None], length[None])
+    return after, dataclasses.replace(update, entered=entered)
+
+
+def _first_rows(
+    context: Context, write: WritePlan, ends: jax.Array, length: jax.Array
+) -> jax.Array:
+    """The first rows of the episodes that end, int32 `[T * E]`; N where none does or is held."""
+    back = jnp.maximum(length - 1, 0)[..., None]
+    return anchor_queue.rows_back(context, write, back, ends[..., None])
+
+
+def _update(
+    ring: Ring, before: EpisodeTable, after: EpisodeTable, arrived: jax.Array, whole: bool
+) -> AnchorUpdate:
+    """The update if so many episodes, int32 `[E]`, became anchors; their slots are left out."""
+    departed = before.num_anchors(whole) + arrived - after.num_anchors(whole)
+    count, none = jnp.sum(departed, dtype=jnp.int32), jnp.zeros(0, jnp.int32)
+    arrived = jnp.sum(arrived, dtype=jnp.int32)
+    return AnchorUpdate(
+        entered=none,
+        consecutive=False,
+        expired=None,
+        most=None,
+        removed=none,
+        entered_count=arrived,
+        departed_count=count,
+        departed_from=lambda rank: jnp.maximum(count - rank, 0),
+        reordered=(arrived + count > 0) & (ring.envs > 1),
+    )
+
+
+def _without_lost(
+    ring: Ring,
+    table: EpisodeTable,
+    rows_held: jax.Array,
+    write: WritePlan,
+    enough: int,
+    whole: bool,
+) -> EpisodeTable:
+    """The episodes of which `enough` rows are among the last `rows_held`; all rows if `whole`.
+
+    A running episode stays in any case.
+    """
+    room, env = table.first.shape[0], jnp.arange(ring.envs, dtype=jnp.int32)
+
+    def drop(table: EpisodeTable, most: int) -> EpisodeTable:
+        offset = jnp.arange(most, dtype=jnp.int32)[:, None]
+        edge = table.first if whole else table.last
+        edge = dependencies.read(lambda: edge[(table.head + offset) % room, env])
+        runs = (offset == table.count - 1) & (table.length >= enough)
+        age = table.now - 1 - edge
+        lost = (offset < table.count) & ~runs & (age + enough > rows_held.astype(jnp.uint32))
+        lost = jnp.sum(lost, axis=0, dtype=jnp.int32)
+        return table.replace(head=(table.head + lost) % room, count=table.count - lost)
+
+    few = min(write.length, ring.rows) // enough + 2
+    if write.bounded:
+        return drop(table, few)
+    expired = jnp.max(write.expired)
+    return anchor_queue.in_passes(drop, table, expired, max(1, (few - 2) * enough), few, room)
+
+
+def _clipped(table: EpisodeTable, ring: Ring) -> EpisodeTable:
+    """The table in which running episodes are at most R + 1 rows long: ages never overflow."""
+    at, most = table.running, np.uint32(ring.rows + 1)
+    first = dependencies.read(lambda: table.first[at])
+    begin = jnp.where(table.now - first > most, table.now - most, first)
+    return table.replace(first=table.first.at[at].set(begin))
+
+
+def anchors(context: Context, table: EpisodeTable, enough: int, whole: bool = False) -> Anchors:
+    """Returns every episode as an anchor, equally likely, for a row of it.
+
+    That is any row from which `enough` rows follow, equally likely; or its first, if `whole`.
+    """
+    ring, held = context.ring, context.held
+    counts = jnp.where(held.rows(ring) < enough, 0, table.num_anchors(whole))
+    total, newest = jnp.sum(counts, dtype=jnp.int32), held.newest(ring)
+
+    def nth(ranks: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        env, index = locate(counts, ranks)
+        at = (table.head[env] + index) % table.first.shape[0]
+        age, num_rows = extent(context, table, env, at, enough)
+        starts = jnp.ones_like(age) if whole else jnp.maximum(num_rows - (enough - 1), 1)
+        words = random_bits.words(random_bits.fold(key, _STARTS), ranks.size)
+        back = age + num_rows - 1 - random_bits.below(starts, *words)
+        slots = ring.slot_before(newest[env], back * ring.envs)
+        return jnp.where(ranks < total, slots, newest[0]), 1 / starts.astype(jnp.float32)
+
+    return Anchors(count=total, nth=nth)
+
+
+def extent(
+    context: Context, table: EpisodeTable, env: jax.Array, at: jax.Array, enough: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns how many rows ago an episode ended, and how many of its rows are held, int32 `[B]`.
+
+    Args:
+        context: of the buffer.
+        table: the episodes.
+        env: int32 `[B]`.
+        at: int32 `[B]`, the position of the episode in the table.
+        enough: as for `init`.
+    """
+    rows_held = jnp.broadcast_to(context.held.rows(context.ring), table.head.shape)[env]
+    first, last = dependencies.read(lambda: (table.first[at, env], table.last[at, env]))
+    runs = (at == table.running[0][env]) & (table.length[env] >= enough)
+    newest = table.now[env] - 1
+    last = jnp.where(runs, newest, last)
+    age = (newest - last).astype(jnp.int32)
+    return age, jnp.minimum((last - first + 1).astype(jnp.int32), rows_held - age)
