@@ -13,6 +13,7 @@ from jrb.buffer import ReplayBuffer
 from jrb.loops import Jitted
 from jrb.migrate import pieces, writable
 from jrb.state import BufferState
+from jrb.types import PrioritizedSampler
 
 
 class Dump(NamedTuple):
@@ -87,7 +88,8 @@ class Dump(NamedTuple):
         self, buffer: ReplayBuffer, state: BufferState, order: np.ndarray, start: int
     ) -> BufferState:
         """The same, with the priorities of the rows in `order`, which begin at row `start`."""
-        if "priorities" not in self.info or not buffer.sampler.prioritized:
+        sampler = buffer.sampler
+        if "priorities" not in self.info or not isinstance(sampler, PrioritizedSampler):
             return state
         if not buffer.writer.is_chronological:
             raise ValueError(
@@ -100,7 +102,7 @@ class Dump(NamedTuple):
         slots = rows[:, None] * ring.envs + np.arange(ring.envs)
         values = np.asarray(self.info["priorities"], np.float32)[order].reshape(slots.shape)
         most = self.info.get("max_priority")
-        sampler = buffer.sampler.assign(
+        assigned = sampler.assign(
             state.sampler, jnp.asarray(slots.reshape(-1)), jnp.asarray(values.reshape(-1)), most
         )
-        return state.replace(sampler=sampler)
+        return state.replace(sampler=assigned)

@@ -19,7 +19,7 @@ from jrb.sharding.mesh import Cut, LocalShards, merged
 from jrb.state import Buffer, BufferState, Sample
 
 
-def blank(here: LocalShards, part: Buffer, structure: Any, leaves: tuple) -> BufferState:
+def blank(here: LocalShards, part: Buffer, structure: Any, leaves: tuple[Any, ...]) -> BufferState:
     """Makes empty states for items of this structure and these specs."""
     spec = jax.tree.unflatten(structure, leaves)
 
@@ -34,7 +34,7 @@ def each(
     here: LocalShards,
     part: Buffer,
     verb: Callable[..., Any],
-    options: tuple,
+    options: tuple[Any, ...],
     cuts: tuple[Cut, ...],
     splits: bool,
     returns_items: bool,

@@ -142,7 +142,12 @@ Body = Callable[..., Any]
 
 
 def run(
-    layout: Layout, body: Body, static: tuple, cuts: tuple[Cut, ...], out: Cuts, arrays: tuple
+    layout: Layout,
+    body: Body,
+    static: tuple[Any, ...],
+    cuts: tuple[Cut, ...],
+    out: Cuts,
+    arrays: tuple,
 ) -> Any:
     """Calls a body for the shards of every device.
 
@@ -163,11 +168,11 @@ def run(
 def _run(
     layout: Layout,
     body: Body,
-    static: tuple,
+    static: tuple[Any, ...],
     cuts: tuple[Cut, ...],
     out: Cuts,
     few: gather.Few,
-    arrays: tuple,
+    arrays: tuple[Any, ...],
 ) -> Any:
     """`run` from outside a `jax.shard_map`, compiled for what is few now."""
     del few
@@ -183,7 +188,9 @@ def _run(
 _WHOLE = PartitionSpec()
 
 
-def _call(layout: Layout, body: Body, static: tuple, devices: int | None, *arrays: PyTree) -> Any:
+def _call(
+    layout: Layout, body: Body, static: tuple[Any, ...], devices: int | None, *arrays: PyTree
+) -> Any:
     """Calls a body with the numbers of the shards on this device."""
     some = layout.shards // (devices or 1)
     numbers, axis = jnp.arange(some, dtype=jnp.int32), None

@@ -414,7 +414,7 @@ class Sharded:
         verb: _Verb,
         state: BufferState,
         *pairs: tuple[PyTree, Cut],
-        options: tuple = (),
+        options: tuple[Any, ...] = (),
         splits: bool = True,
     ) -> Any:
         """Calls a verb in each shard.
