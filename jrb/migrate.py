@@ -300,7 +300,7 @@ def _refill(source: _Source, new: ReplayBuffer, selection: _Selection) -> Buffer
     if not selection.mask.any():
         return made
     if type(old.writer.writable()) is type(new.writer.writable()):
-        made = made.replace(writer=new.writer.adopt(new.ring, made.writer, state.writer))
+        made = made.replace(writer=new.writer.import_state(new.ring, made.writer, state.writer))
     slots, places = jnp.asarray(selection.slots[selection.mask]), jnp.asarray(selection.new_slots)
     samplers = [each.sampler for each in source.states]
     sampler = _sampler_state(old.sampler, samplers, new, made, slots, places)

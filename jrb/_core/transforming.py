@@ -172,6 +172,6 @@ def adopted(old: tuple[tuple, tuple], new: tuple[tuple, tuple]) -> tuple:
 
     def adopted_by(transform: StatefulTransform, state: PartState) -> Any:
         left = known.get(type(transform))
-        return transform.adopt(state, left.pop(0)) if left else state
+        return transform.import_state(state, left.pop(0)) if left else state
 
     return tuple(map(adopted_by, learning(new[0]), new[1]))

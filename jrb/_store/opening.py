@@ -253,7 +253,7 @@ def store_of(opened: Generation) -> Store:
     rows = Table(folder, folder_of(body["folder"]), opened.columns, body["room"], writable=False)
     places = Places(opened.runs(), body["slots"], body["room"], opened.body["rows"])
     store = Store(folder, rows, places, opened.number, body["folder"], most=body["most"])
-    store.adopt(opened)
+    store.load_generation(opened)
     return store
 
 

@@ -92,9 +92,9 @@ class Store:
         self.lost = np.zeros(0, np.int64)
         self._turn, self._writer = threading.RLock(), 0
 
-    def adopt(self, opened: Generation) -> None:
+    def load_generation(self, opened: Generation) -> None:
         """Takes over the sums of the generation that is open, and leaves out rows that went."""
-        self.sums.adopt(opened.sums(), self._places.named)
+        self.sums.load_checksums(opened.sums(), self._places.named)
         self.leave_out_gone()
 
     def leave_out_gone(self) -> bool:

@@ -34,7 +34,7 @@ class Sums:
         self._touched = np.zeros(table.room, bool)  # written since
         self._unsynced = np.zeros(table.room, bool)  # summed, but a sync failed since
 
-    def adopt(self, columns: list[np.ndarray], named: Callable[[], np.ndarray]) -> None:
+    def load_checksums(self, columns: list[np.ndarray], named: Callable[[], np.ndarray]) -> None:
         """Takes over sums; a function says over which places, once that is asked."""
         self.columns, self._named = columns, named
 

@@ -195,7 +195,7 @@ class RunningRewardScale(StatefulTransform):
 
         return jax.tree.map(begin, state, is_leaf=_is_returns)
 
-    def adopt(self, state: Any, old: Any) -> Any:
+    def import_state(self, state: Any, old: Any) -> Any:
         """Takes over what was learned, and running returns if the environments are the same."""
         own, others = (jax.tree.flatten(each, is_leaf=_is_returns) for each in (state, old))
         if own[1] != others[1]:

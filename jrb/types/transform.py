@@ -61,7 +61,7 @@ class StatefulTransform(Transform):
         """Returns the state after some environments, bool `[E]`, were reset; unchanged here."""
         return state
 
-    def adopt(self, state: PartState, old: PartState) -> Any:
+    def import_state(self, state: PartState, old: PartState) -> Any:
         """Returns the state in a rebuilt buffer, by default all that the old one had learned.
 
         Args:

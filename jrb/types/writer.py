@@ -101,7 +101,7 @@ class Writer(abc.ABC):
             f"{type(self).__name__}. See jrb.types.Writer."
         )
 
-    def adopt(self, ring: Ring, state: PartState, old: PartState) -> Any:
+    def import_state(self, ring: Ring, state: PartState, old: PartState) -> Any:
         """Takes over what another buffer's writer of this kind knew, after its items were written.
 
         Args:

@@ -297,7 +297,9 @@ class Reservoir(OneByOne):
             came=jnp.zeros_like(state.came),
         )
 
-    def adopt(self, ring: Ring, state: ReservoirState, old: ReservoirState) -> ReservoirState:
+    def import_state(
+        self, ring: Ring, state: ReservoirState, old: ReservoirState
+    ) -> ReservoirState:
         """Items are counted on; but a larger one that is not full counts what it holds only."""
         full = state.count >= ring.capacity
         return state.replace(came=jnp.where(full, jnp.maximum(state.came, old.came), state.came))

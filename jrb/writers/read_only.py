@@ -22,45 +22,45 @@ class ReadOnly(Writer):
         buffer = dataclasses.replace(buffer, writer=jrb.ReadOnly())
 
     Attributes:
-        of: the writer that filled it.
+        writer: the writer that filled the buffer.
     """
 
     writes: ClassVar[bool] = False
 
-    of: Writer = RoundRobin()
+    writer: Writer = RoundRobin()
 
     def __post_init__(self) -> None:
-        check_part("writer", self.of)
+        check_part("writer", self.writer)
         for name in ("is_chronological", "per_env"):
-            object.__setattr__(self, name, getattr(self.of, name))
+            object.__setattr__(self, name, getattr(self.writer, name))
 
     def init(self, ring: Ring, spec: Item) -> Any:
         """That of the writer it was filled by."""
-        return self.of.init(ring, spec)
+        return self.writer.init(ring, spec)
 
     def held(self, ring: Ring, state: PartState) -> Occupancy:
         """What was written."""
-        return self.of.held(ring, state)
+        return self.writer.held(ring, state)
 
     def has_lost(self, ring: Ring, state: PartState) -> jax.Array:
         """As the writer it was filled by."""
-        return self.of.has_lost(ring, state)
+        return self.writer.has_lost(ring, state)
 
     def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """Those of the writer it was filled by."""
-        return self.of.generation_of(ring, state, slots)
+        return self.writer.generation_of(ring, state, slots)
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
         """All slots, in the order in which they were written."""
-        return self.of.in_order(ring, state)
+        return self.writer.in_order(ring, state)
 
     def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:
         """As the writer it was filled by."""
-        return self.of.best(ring, state, count)
+        return self.writer.best(ring, state, count)
 
-    def adopt(self, ring: Ring, state: PartState, old: PartState) -> Any:
+    def import_state(self, ring: Ring, state: PartState, old: PartState) -> Any:
         """As the writer it was filled by."""
-        return self.of.adopt(ring, state, old)
+        return self.writer.import_state(ring, state, old)
 
     def plan(
         self, ring: Ring, state: PartState, items: Item, mask: ArrayLike | None
@@ -82,7 +82,7 @@ class ReadOnly(Writer):
 
     def writable(self) -> Writer:
         """What fills a buffer that is then only read."""
-        return self.of
+        return self.writer
 
 
 def _refusal(verb: str) -> TypeError:
