@@ -44,7 +44,7 @@ def test_a_batch_of_any_unit_can_be_read(kind):
     assert any(title.startswith(said.split(" of 20")[0]) for title in titles)
     mask = np.asarray(batch.mask)
     if mask.ndim > 1:
-        axes = next(axes for axes in figure.axes if "SequenceState" in axes.get_title(loc="left"))
+        axes = next(axes for axes in figure.axes if "Windows" in axes.get_title(loc="left"))
         shown = np.asarray(axes.collections[0].get_array())
         np.testing.assert_array_equal(shown > 0, mask)
         np.testing.assert_array_equal(shown == 3, np.asarray(batch.info["is_last"]))

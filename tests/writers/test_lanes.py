@@ -12,6 +12,7 @@ import pytest
 import jrb
 from jrb._core import steps
 from jrb._core.steps import context_of
+from jrb.types import Draw
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +101,10 @@ def seen(buffer, state):
     slots, _ = anchors.nth(jnp.minimum(place, jnp.maximum(anchors.count - 1, 0)), jax.random.key(0))
     there = jnp.zeros(buffer.capacity, bool)
     there = there.at[jnp.where(place < anchors.count, slots, N)].set(True, mode="drop")
-    data, info = steps.finish(buffer, state, place, there, jax.random.key(0))
+    ones = jnp.ones(buffer.capacity)
+    drawn = Draw(slots=place, probabilities=ones, weights=ones, mask=there)
+    batch = steps.assemble(buffer, state, drawn, jax.random.key(0))
+    data, info = batch.data, batch.info
     held = context.held.holds(buffer.ring, place)
     found = {"there": there, "held": held, "data": data, "info": info}
     if buffer.sampler.prioritized:

@@ -352,7 +352,7 @@ def test_it_is_read_while_another_thread_writes(tmp_path):
 
     def work():
         number = 0
-        while not opened.is_set() or number < 50:
+        while number < 50 or not (opened.is_set() or number == 300):  # a file for each
             recorder.add(item(number))
             number += 1
         recorder.close()
