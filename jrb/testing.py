@@ -475,9 +475,9 @@ def _reads_other_rows(buffer: ReplayBuffer, state: BufferState) -> bool:
     context = context_of(buffer, state.writer)
     slots = buffer.sample(state, jax.random.key(10)).indices
     mask = jnp.ones(slots.shape, jnp.bool_)
-    plan_read = buffer.unit.plan_read(context, state.unit, slots, mask, jax.random.key(11))
+    plan = buffer.unit.plan_read(context, state.unit, slots, mask, jax.random.key(11))
     names = pytree.leaf_names(buffer.stored(state))
-    return any((slots != plan_read.where(name).T).any() for name in names)
+    return any((slots != plan.where(name).T).any() for name in names)
 
 
 def _expect_held(buffer: ReplayBuffer, state: BufferState, when: str) -> None:

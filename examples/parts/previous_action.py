@@ -132,20 +132,18 @@ class PreviousAction(Unit):
             residuals=follows & is_held,
         )
 
-    def reduce(
-        self, raw: Item, plan_read: ReadPlan, keys: Keys
-    ) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """Actions are `[B, 2, ...]` here: the previous ones go to `info`."""
 
         def previous(leaf: jax.Array) -> jax.Array:
-            known = plan_read.residuals.reshape(-1, *(1,) * (leaf.ndim - 2))
+            known = plan.residuals.reshape(-1, *(1,) * (leaf.ndim - 2))
             return jnp.where(known, leaf[:, 0], jnp.zeros((), leaf.dtype))
 
         action = path_name(keys.action)
         own = lambda path, leaf: leaf[:, 1] if within(leaf_name(path), action) else leaf
         data = jax.tree_util.tree_map_with_path(own, raw)
         info = {"previous_action": jax.tree.map(previous, keys.get(raw, "action"))}
-        return data, {**plan_read.info, **info}
+        return data, {**plan.info, **info}
 
     def reset(
         self, ring: Ring, state: PreviousActionState, token: jax.Array

@@ -99,7 +99,7 @@ def edit(column: Column, slots: jax.Array | None, values: jax.Array) -> Column:
 
 
 def get(column: Column, slots: jax.Array) -> jax.Array:
-    """Items at slots `[...]`, all in range, in their own dtype; to be called in `ordering.read`."""
+    """Returns items at slots `[...]`, all in range; to be called in `dependencies.read`."""
     return unpacked(rows.get(array(column), slots), column.dtype)
 
 

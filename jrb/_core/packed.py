@@ -364,7 +364,7 @@ class _Gather:
         return min(it.start for it in self.entries.values())
 
     def read(self) -> Any:
-        """The leaves, or few rows of all of them; to be called in `ordering.read`."""
+        """The leaves, or few rows of all of them; to be called in `dependencies.read`."""
         if any(isinstance(it, Place) for it in self.entries.values()):
             stop = max(it.stop for it in self.entries.values())
             found = self.order.get(self.array, self.slots, self.first, stop)

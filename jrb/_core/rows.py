@@ -146,7 +146,7 @@ def where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
 
 
 def get(array: jax.Array, slots: jax.Array) -> jax.Array:
-    """Whole items at slots, int32 `[...]`, all in range; to be called in `ordering.read`."""
+    """Whole items at slots, int32 `[...]`, all in range; to be called in `dependencies.read`."""
     return gather.items_at(array, slots)
 
 

@@ -1,10 +1,10 @@
 """Reads of few rows from a large array, which XLA's CPU compiler is to leave to one thread.
 
-It spreads a gather over threads where the array is large, however little is read of it, and to wake
-a thread takes 2 to 5 us in a loop, 40 to 90 in a call by itself. Not so where what is read is
-written into a slice of a small array, the room, at a place that the compiler does not know, and the
-room is a result: of `ordering.read`, or of a step of a loop. Taken out of the room within it, the
-rows would be gathered there after all.
+It spreads a gather over threads where the array is large, however little is read of it, and to
+wake a thread takes 2 to 5 us in a loop, 40 to 90 in a call by itself. Not so where what is read
+is written into a slice of a small array, the room, at a place that the compiler does not know,
+and the room is a result: of `dependencies.read`, or of a step of a loop. Taken out of the room
+within it, the rows would be gathered there after all.
 """
 
 import contextvars
@@ -263,7 +263,7 @@ def rows_in(room: jax.Array) -> jax.Array:
 
 
 def read(*gathers: tuple[Callable[[], jax.Array], bool]) -> list[jax.Array]:
-    """What each of some functions gathers, read just once (see `ordering.read`).
+    """What each of some functions gathers, read just once (see `dependencies.read`).
 
     Args:
         gathers: functions, each with whether it gathers few rows.

@@ -109,15 +109,15 @@ class DeviceCache(DeviceProxy):
     def planned(
         self, plan: tuple[jax.Array, DeviceCacheState]
     ) -> tuple[jax.Array, DeviceCacheState]:
-        """The slots, and the hot rows."""
+        """The slots, and the cached rows."""
         return plan
 
     def slots_of(self, plan: tuple[jax.Array, DeviceCacheState]) -> tuple[jax.Array, None]:
-        """The slots, without the hot rows."""
+        """The slots, without the cached rows."""
         return plan[0], None
 
     def where(self, context: Context, state: DeviceCacheState, slots: jax.Array) -> Any:
-        """For slots, int32 `[...]`: their places among the hot rows, and whether they are there."""
+        """Returns offsets of slots, int32 `[...]`, among the cached rows, and which are cached."""
         ring, held, hot = context.ring, context.held, self.ring(context.ring)
         back = held.after(ring, slots)
         here = (back >= 0) & (back < state.clock.count)
@@ -127,7 +127,7 @@ class DeviceCache(DeviceProxy):
     def locate(
         self, context: Context, state: DeviceCacheState, where: list[jax.Array]
     ) -> UniqueSlots:
-        """The slots at which leaves are read, their places among the hot rows, and which are."""
+        """The slots at which leaves are read, their places among the cached rows, and which are."""
         return UniqueSlots.of(where, lambda slots: (slots, *self.where(context, state, slots)))
 
     def reset(self, ring: Ring, state: DeviceCacheState, token: jax.Array) -> DeviceCacheState:
@@ -213,7 +213,7 @@ class SpillStorage(StoreArrays):
         return DeviceCache(self.device_capacity)
 
     def device_state(self, state: TieredState) -> DeviceCacheState:
-        """The hot rows."""
+        """The cached rows."""
         return state.hot
 
     def view(self, state: TieredState) -> HostView:
@@ -221,7 +221,7 @@ class SpillStorage(StoreArrays):
         return state.view
 
     def joined(self, view: HostView, device_state: DeviceCacheState) -> TieredState:
-        """The state of all rows and of the hot ones."""
+        """The state of all rows and of the cached ones."""
         return TieredState(hot=device_state, view=view)
 
     def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> TieredState:
@@ -240,7 +240,7 @@ class SpillStorage(StoreArrays):
         return TieredState(hot=DeviceCacheState(items=items, clock=clock), view=view)
 
     def fetch(self, state: TieredState, slots: jax.Array, places: Any) -> Item:
-        """The items there: hot ones on the device, which the host does not wait for."""
+        """The items there: cached ones on the device, which the host does not wait for."""
         view, each = state.view, places.each(lambda one: one)
         hot = _gathered(jax.tree.leaves(state.hot.items), [row for _, row, _ in each])
         at = places.each(lambda one: _cold(np.asarray(one[0]), np.asarray(one[2])))
@@ -268,7 +268,7 @@ class SpillStorage(StoreArrays):
         return jax.tree.unflatten(structure, unpacked)
 
     def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:
-        """No hot rows."""
+        """No cached rows."""
         hot = self.device_part.reset(ring, state.hot, token)
         return dependencies.after(state.replace(hot=hot), token)
 

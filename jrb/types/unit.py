@@ -122,12 +122,10 @@ class Unit(abc.ABC):
         """
 
     @abc.abstractmethod
-    def reduce(
-        self, raw: Item, plan_read: ReadPlan, keys: Keys
-    ) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """From what was read to `Sample.data` and `Sample.info`.
 
-        An `AuxRead` in `plan_read.info` is left there: its value comes into
+        An `AuxRead` in `plan.info` is left there: its value comes into
         `Sample.info` afterwards.
         """
 

@@ -43,7 +43,8 @@ class Writer(abc.ABC):
             ring: the ring's shape.
             state: the writer's state.
             items: what will be written, leaves `[T, E, ...]`.
-            mask: bool `[T]`, the rows to write, in lanes perhaps `[T, E]`; None for all.
+            mask: bool `[T]`, the rows to write, or `[T, E]` where each environment has a clock;
+                None for all.
         """
 
     @abc.abstractmethod
@@ -79,7 +80,7 @@ class Writer(abc.ABC):
         return held.nth(ring, place), held.size
 
     def evict_oldest(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
-        """The same without so many of the oldest rows, int32 `[]`, in lanes `[E]`.
+        """The same without so many of the oldest rows, int32 `[]` or `[E]`.
 
         Asked where a storage had no room for them.
 

@@ -351,12 +351,10 @@ class FrameStack(Unit):
             step <= back[..., None],
         )
 
-    def reduce(
-        self, raw: Item, plan_read: ReadPlan, keys: Keys
-    ) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """Frames that were read once are put together; the rest is the inner unit's."""
-        inner, real = plan_read.residuals
-        axis, last = plan_read.mask.ndim, self.k - 1
+        inner, real = plan.residuals
+        axis, last = plan.mask.ndim, self.k - 1
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
         cut = lambda leaf, start, stop: lax.slice_in_dim(leaf, start, stop, axis=axis)
         frames = lambda name: self._filled(named[name], real)

@@ -293,11 +293,9 @@ class Hindsight(Unit):
         back = age + random_bits.below(jnp.maximum(choices[self.strategy], 1), *words)
         return ring.slot_before(held.newest(ring)[env], back * ring.envs)
 
-    def reduce(
-        self, raw: Item, plan_read: ReadPlan, keys: Keys
-    ) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """Other goals where it was so decided, and the rewards that they give."""
-        (inner, spans), changed = plan_read.residuals, plan_read.info["relabeled"]
+        (inner, spans), changed = plan.residuals, plan.info["relabeled"]
         reached = find(raw, self.achieved, "Hindsight: achieved")
         own, paid, flagged, goal = (
             jax.tree.map(lambda leaf, span=span: leaf[:, span], reached)
@@ -321,7 +319,7 @@ class Hindsight(Unit):
         for name, flag in flags.items():
             new[name] = [_chosen(changed, flag, keys.flags(raw)[name])]
         data, info = self.unit.reduce(_with_leaves(raw, new), inner, keys)
-        return data, {**info, **plan_read.info}
+        return data, {**info, **plan.info}
 
     def _anew(
         self, function: Callable, what: str, reached: Any, goal: Any, old: Any, lead: int

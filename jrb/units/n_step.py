@@ -247,17 +247,13 @@ class NStep(Unit):
         """Whether a leaf is read at all rows of the return."""
         return within(name, path_name(keys.reward)) or self._is_discount(name)
 
-    def reduce(
-        self, raw: Item, plan_read: ReadPlan, keys: Keys
-    ) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """The rewards become their discounted sum."""
-        steps, reward = plan_read.info["steps"], path_name(keys.reward)
+        steps, reward = plan.info["steps"], path_name(keys.reward)
         named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
-        discounts, info = self._discounts(named, plan_read.mask, steps), dict(plan_read.info)
+        discounts, info = self._discounts(named, plan.mask, steps), dict(plan.info)
         if discounts is not None:
-            info["discount"] = jnp.where(plan_read.mask, _product(discounts), 0.0).astype(
-                jnp.float32
-            )
+            info["discount"] = jnp.where(plan.mask, _product(discounts), 0.0).astype(jnp.float32)
 
         def reduced(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)

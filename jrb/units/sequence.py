@@ -405,17 +405,15 @@ class Sequence(Unit):
         """Whether a leaf is read for the first row only."""
         return any(within(name, path_name(path)) for path in self.first_only)
 
-    def reduce(
-        self, raw: Item, plan_read: ReadPlan, keys: Keys
-    ) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """The windows as they are; of leaves that are read once, that one."""
         if not self.first_only:
-            return raw, plan_read.info
+            return raw, plan.info
 
         def single(path: tuple, leaf: jax.Array) -> jax.Array:
             return leaf[:, 0] if self._is_single(pytree.leaf_name(path)) else leaf
 
-        return jax.tree_util.tree_map_with_path(single, raw), plan_read.info
+        return jax.tree_util.tree_map_with_path(single, raw), plan.info
 
     def reset(self, ring: Ring, state: SequenceState, token: jax.Array) -> SequenceState:
         """No rows; flags of slots that hold nothing are not looked at."""

@@ -78,11 +78,9 @@ class Transition(Unit):
         """Every leaf at the anchor."""
         return ReadPlan(where=lambda name: slots, mask=mask, info={})
 
-    def reduce(
-        self, raw: Item, plan_read: ReadPlan, keys: Keys
-    ) -> tuple[Item, dict[str, jax.Array]]:
+    def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
         """The items as they are."""
-        return raw, plan_read.info
+        return raw, plan.info
 
     def truncate(
         self, context: Context, state: dict[str, Any], which: jax.Array

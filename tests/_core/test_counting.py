@@ -43,7 +43,7 @@ def test_draws_of_random_programs_are_counted(parts):
     rng, envs = np.random.default_rng(1), 2
     buffer = jrb.ReplayBuffer(12, num_envs=envs, batch_size=5, **parts)
     extend, draw, empty = map(jax.jit, (buffer.extend, buffer.draw, buffer.empty))
-    plan_read = jax.jit(buffer.sample)
+    peek_at = jax.jit(buffer.sample)
     stamps = jax.jit(
         lambda state: buffer.writer.generation_of(buffer.ring, state.writer, jnp.arange(12))
     )
@@ -55,7 +55,7 @@ def test_draws_of_random_programs_are_counted(parts):
             state = empty(state)
         now = np.asarray(stamps(state))  # another one for another item
         counts[now != before], before = 0, now
-        peek = plan_read(state, jax.random.key(number))
+        peek = peek_at(state, jax.random.key(number))
         state, sample = draw(state, jax.random.key(number))
         slots, real = np.asarray(sample.indices), np.asarray(sample.weights) > 0
         assert sample.info["draws"].tolist() == np.where(real, counts[slots], 0).tolist()
