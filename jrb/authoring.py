@@ -10,8 +10,8 @@ from jrb._core.episode_ends import ending as episode_ends
 from jrb._core.rows import last_of_equals
 from jrb._core.rows import put as put_rows
 from jrb._core.rows import read as read_rows
-from jrb._store.paths import absolute as absolute_path
-from jrb._store.printing import escaped_errors, printable
+from jrb._store.errors import escaped_errors, printable
+from jrb._store.files import absolute as absolute_path
 from jrb._util import checks
 from jrb._util.display import table_html, table_text
 from jrb._util.expansion import MAX_EXPANSION

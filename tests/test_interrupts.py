@@ -18,12 +18,12 @@ import pytest
 
 import jrb
 from jrb import checkpoint, iterate
-from jrb._store import files, gate, threads
+from jrb._store import files, threads
 from jrb.checkpoint import background
 from tests import interrupts
 
 SCRIPT = interrupts.__file__
-OURS = [module.__file__ for module in (background, gate, iterate, threads)]
+OURS = [module.__file__ for module in (background, iterate, threads)]
 THEIRS = [threading.__file__, os.path.join(os.path.dirname(threading.__file__), "queue.py")]
 MEMORY = "/dev/shm"
 AT_MOST = 60  # seconds, where what is waited for never comes
@@ -158,7 +158,7 @@ def test_an_interrupt_of_shared_work_leaves_nothing_going_on():
 
 
 def test_an_interrupt_of_a_write_that_waits_for_draws_holds_nobody_up():
-    one, inside, over = gate.Gate(), threading.Semaphore(0), threading.Event()
+    one, inside, over = threads.Gate(), threading.Semaphore(0), threading.Event()
 
     def draw():
         while not over.is_set():

@@ -26,7 +26,6 @@ from jrb._core.validate import (
     explained,
     warn_of_copies,
 )
-from jrb._store import extremes
 from jrb._util import checks, owned, pytree
 from jrb._util.pytree import Leaf, SpecKey
 from jrb._xla import gather
@@ -494,7 +493,7 @@ def _collated(
 ) -> Any:
     """Makes the data of a sample of objects, None where nothing was drawn."""
     drawn, collate = np.asarray(mask), buffer.storage.collate
-    if not extremes.least(drawn):
+    if not drawn.all():
         objects = [item if real else None for item, real in zip(objects, drawn, strict=True)]
     data = objects if collate is None else collate(objects)
     if not program.inside:

@@ -15,8 +15,6 @@ back by `settle`; what may be done twice, or left out until places line up anew,
 
 import numpy as np
 
-from jrb._store import extremes
-
 NEVER, LOST = -1, -2
 """What stands for the place of a slot that was never written, and of one whose row is gone."""
 
@@ -157,7 +155,7 @@ class Places:
         """
         self.settle()
         new, old, count = self.next(len(slots)), self.at(slots), len(slots)
-        reach = max(self.reach, extremes.greatest(slots) + 1)
+        reach = max(self.reach, slots.item(slots.argmax()) + 1)
         self._extend(reach)
         self._widen(self.free + count)  # or the first places would be lost to `_revert`
         self._before = (slots, old, self._marks())

@@ -22,17 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store import extremes
 from jrb._store import generation as generations
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
-from jrb._store.gate import Gate
 from jrb._store.generation import Body, Generation
 from jrb._store.lock import Lock
 from jrb._store.places import LOST, NEVER, Places, by_place, named_by, within
 from jrb._store.sums import Sums, longer
 from jrb._store.table import NUMBERS, Stretch, Table
-from jrb._store.threads import share
+from jrb._store.threads import Gate, share
 
 writing: "weakref.WeakValueDictionary[str, Store]" = weakref.WeakValueDictionary()
 """The stores that this process writes to, by their folders."""
@@ -163,7 +161,7 @@ class Store:
     def _there(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The places of slots; and at which of them none was written, bool `[B]`, None if all."""
         places = self._places.at(slots)
-        if not places.size or extremes.least(places) >= 0:
+        if not places.size or places.item(places.argmin()) >= 0:
             return places, None
         if (places == LOST).any():
             raise self._stale()

@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from jrb._store import extremes, files
+from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.threads import share
@@ -240,7 +240,10 @@ class Table:
 
     def newest_number(self, places: np.ndarray) -> int:
         """The highest number of the rows at some places; 0 if of none."""
-        return extremes.greatest(self._words.take(places)) >> 16 if len(places) else 0
+        if not len(places):
+            return 0
+        words = self._words.take(places)
+        return words.item(words.argmax()) >> 16  # `max` of an array takes 3 to 6 us more
 
     def check_numbers(self) -> None:
         """Raises `DamagedError` unless all numbers are what was written."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._store.printing import printable
+from jrb._store.errors import printable
 from jrb._util import hints
 
 T = TypeVar("T")

@@ -10,11 +10,10 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 
+from jrb._store import files, opening
 from jrb._store import generation as generation_files
-from jrb._store import opening, paths
-from jrb._store.errors import DamagedError, StaleError
+from jrb._store.errors import DamagedError, StaleError, escaped_errors, printable
 from jrb._store.opening import Progress, nobody
-from jrb._store.printing import escaped_errors, printable
 from jrb._util import checks
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import background, composite, descriptions, manifest, saving, schema
@@ -465,7 +464,7 @@ def _settled(path: Path) -> str:
     """The path, absolute, when nothing is under way for it."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected a path, got {path!r}. The order is (path, buffer, state).")
-    absolute = paths.absolute(path)
+    absolute = files.absolute(path)
     background.settle(absolute)
     return absolute
 

@@ -28,7 +28,7 @@ from jrb.checkpoint.schema import PackedLeaf, WideError
 from jrb.mix import Description
 from jrb.state import Buffer, BufferState, Device
 from jrb.storages import host_rows
-from jrb.storages.store_rows import StoreRows, columns
+from jrb.storages.memmap import StoreRows, columns
 from jrb.types import Item
 
 

@@ -9,12 +9,10 @@ from typing import Any
 from urllib.parse import quote
 
 from jrb._store import generation, opening, removal
-from jrb._store import schema as schemas
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
-from jrb._store.generation import Generation
+from jrb._store.generation import NATURAL, Generation, Schema, check_json
 from jrb._store.opening import Progress, nobody
-from jrb._store.schema import NATURAL, Schema
 
 MIX, SEVERAL, SHARDED = "mix", "several", "sharded"
 """The kinds of checkpoints that consist of others."""
@@ -52,7 +50,7 @@ def meta_of(opened: Generation) -> dict[str, Any]:
 def check(path: str, meta: Any, schema: Schema) -> None:
     """Raises `DamagedError` unless what a file says of its buffers is as a schema says."""
     try:
-        schemas.check(meta, schema, "meta")
+        check_json(meta, schema, "meta")
     except ValueError as error:
         raise DamagedError(f"{path}: {error}.") from error
 

@@ -24,7 +24,7 @@ from jrb.checkpoint.rows import StateRows
 from jrb.checkpoint.schema import Snapshot
 from jrb.state import Buffer
 from jrb.storages import host_rows
-from jrb.storages.store_rows import StoreRows
+from jrb.storages.memmap import StoreRows
 from jrb.types.messages import PartState
 
 BUFFER, STORE = "buffer", "store"

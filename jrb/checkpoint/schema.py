@@ -33,7 +33,7 @@ from jrb.mix import Description
 from jrb.state import Buffer, BufferState
 from jrb.storages import DeviceStorage, HostArrays
 from jrb.storages.host_rows import HostView
-from jrb.storages.store_rows import StoreArrays
+from jrb.storages.memmap import StoreArrays
 from jrb.types import Context, Item, StatefulTransform, Storage
 from jrb.types.messages import PartState
 

@@ -3,7 +3,7 @@
 import sys
 from typing import Annotated, Any
 
-from jrb._store.printing import printable
+from jrb._store.errors import printable
 from jrb._util import extras
 from jrb.cli import bench, convert, data, demo, found, inspect, stats, verify
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jrb._store.errors import printable
 from jrb._store.opening import Progress, nobody
-from jrb._store.printing import printable
 from jrb._util import extras
 
 rich_box: Any = extras.require("rich.box", "cli")

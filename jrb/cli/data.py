@@ -3,7 +3,7 @@
 import importlib
 from typing import Annotated, Any
 
-from jrb._store.printing import printable
+from jrb._store.errors import printable
 from jrb._util import extras
 from jrb._util.wording import bytes_text
 from jrb.cli import console, found

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+from jrb._store.errors import printable
 from jrb._store.opening import Progress
-from jrb._store.printing import printable
 from jrb._util import extras
 from jrb.checkpoint import manifest
 from jrb.cli import console, found

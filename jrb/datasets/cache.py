@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jrb._store import paths
+from jrb._store import files
 from jrb._store.errors import LockedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
@@ -41,7 +41,7 @@ def root_of(root: Path | None) -> str:
         ModuleNotFoundError: platformdirs is not installed, and there is no root.
     """
     if root is not None:
-        return paths.absolute(root, "root")
+        return files.absolute(root, "root")
     return extras.require("platformdirs", "datasets").user_cache_dir("jrb", appauthor=False)
 
 

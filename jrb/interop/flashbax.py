@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._store import paths
-from jrb._store.printing import escaped_errors
+from jrb._store import files
+from jrb._store.errors import escaped_errors
 from jrb._util import extras
 from jrb._util.pytree import Leaf
 from jrb.interop.dump import Dump
@@ -195,7 +195,7 @@ def read_vault(
         ModuleNotFoundError: flashbax or tensorstore is not installed.
     """
     library = extras.require("flashbax.vault", "flashbax")
-    vault = _opened(library, paths.absolute(path), example)
+    vault = _opened(library, files.absolute(path), example)
     rows = vault.vault_index if newest is None else min(newest, vault.vault_index)
     items = jax.tree.map(_time_first, vault.read(timesteps=rows).experience)
     envs = jax.tree.leaves(items)[0].shape[1]

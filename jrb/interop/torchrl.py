@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrb._store.printing import escaped_errors
+from jrb._store.errors import escaped_errors
 from jrb._util.expansion import MAX_EXPANSION
 from jrb.interop import torchrl_files as dump
 from jrb.interop.dump import Dump

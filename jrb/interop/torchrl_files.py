@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._store import files, paths
+from jrb._store import files
 from jrb._store.errors import DamagedError
 
 Key = tuple[str, ...]
@@ -64,7 +64,7 @@ class Folder:
     root: str
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.root = os.path.realpath(paths.absolute(path))
+        self.root = os.path.realpath(files.absolute(path))
         if not os.path.isdir(self.root):
             raise FileNotFoundError(f"{self.root}: expected a dump, found no folder there.")
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import memory
-from jrb._store import files, paths
-from jrb._store.printing import escaped_errors
+from jrb._store import files
+from jrb._store.errors import escaped_errors
 from jrb._util import checks, pytree
 from jrb._util.pytree import Leaf
 from jrb.buffer import ReplayBuffer
@@ -80,7 +80,7 @@ def write_torchrl(
             f"write_torchrl: expected a ReplayBuffer, got {type(buffer).__name__}. The order is "
             "write_torchrl(path, buffer, state)."
         )
-    target = os.path.realpath(paths.absolute(path))
+    target = os.path.realpath(files.absolute(path))
     _check_target(target)
     rows = _rows(buffer, state)
     leaves = _gathered(buffer, state, rows)

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._store import paths
+from jrb._store import files
 from jrb._util import casting, checks, prng_keys, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.samplers import Prioritized, Uniform
 from jrb.state import origin_of
 from jrb.storages import MemmapStorage, SpillStorage
-from jrb.storages.store_rows import StoreArrays
+from jrb.storages.memmap import StoreArrays
 from jrb.types import Item, PrioritizedSampler
 from jrb.writers import PerEnvironment, RoundRobin
 
@@ -156,7 +156,7 @@ def _check_parts(buffer: ReplayBuffer, shards: int) -> None:
 
 def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | None:
     """Where is saved: what was given, or where the storage has its files."""
-    given = None if path is None else paths.absolute(path)
+    given = None if path is None else files.absolute(path)
     own = buffer.storage.path if isinstance(buffer.storage, StoreArrays) else None
     own = None if own is None else os.fspath(own)
     if given is not None and own is not None and given != own:

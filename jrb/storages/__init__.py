@@ -1,10 +1,9 @@
 """Storages: put rows at slots, get rows at slots."""
 
 from jrb.storages.device import DeviceStorage
-from jrb.storages.host_rows import HostRows, PlainRows
+from jrb.storages.host_rows import HostArrays, HostRows, PlainRows
 from jrb.storages.memmap import MemmapStorage
 from jrb.storages.objects import ListStorage
-from jrb.storages.on_host import HostArrays
 from jrb.storages.spill import SpillStorage
 
 __all__ = [

@@ -1,9 +1,205 @@
-"""Rows in memory-mapped files on the host."""
+"""Rows in memory-mapped files on the host (see `jrb._store`)."""
 
+import contextlib
+import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Self
 
-from jrb._util import pytree
-from jrb.storages.store_rows import StoreArrays
+import jax
+import numpy as np
+
+from jrb._store import files
+from jrb._store.errors import StaleError
+from jrb._store.opening import create
+from jrb._store.store import Store
+from jrb._store.table import Column
+from jrb._util import checks, prng_keys, pytree
+from jrb.ring import Ring
+from jrb.storages.host_rows import (
+    VERSION,
+    HostArrays,
+    HostRows,
+    Version,
+    bytes_of,
+    number,
+    words,
+)
+from jrb.types import Item
+
+
+class StoreRows(HostRows):
+    """The rows of a store.
+
+    Attributes:
+        store: where they are.
+        expiring: whether rows that a commit has promised may go when the ring comes round to them.
+    """
+
+    store: Store
+    expiring: bool
+    path: str | None
+
+    def __init__(self, store: Store, spec: Item, expiring: bool) -> None:
+        super().__init__(store.slots, spec)
+        self.store, self.expiring = store, expiring
+        self.path = store.path
+
+    @property
+    def reach(self) -> int:
+        """See `HostRows.reach`."""
+        return self.store.reach
+
+    def put(
+        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+    ) -> np.ndarray:
+        """See `HostRows.put`."""
+        return self._put(version, slots, leaves, self.expiring, patient)
+
+    def put_again(self, version: Version, slots: np.ndarray, *leaves: Any) -> np.ndarray:
+        """See `HostRows.put_again`; the table grows rather than that a row which is saved goes."""
+        return self._put(version, slots, leaves, expiring=False, patient=True)
+
+    def _put(
+        self, version: Version, slots: np.ndarray, leaves: tuple, expiring: bool, patient: bool
+    ) -> np.ndarray:
+        at = np.asarray(slots).reshape(-1).astype(np.int64)
+        rows = [bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]
+        kept = at < self.capacity
+        if not kept.all():
+            at, rows = at[kept], [leaf[kept] for leaf in rows]
+        return words(self.store.put(number(version), at, rows, expiring, patient))
+
+    def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
+        """See `HostRows.read`."""
+        return self.store.take(self.number(version), slots)
+
+    def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
+        """See `HostRows.read_leaf`."""
+        return self.store.take_column(number(version), leaf, slots)
+
+    def check_newest(self, version: Version) -> None:
+        """See `HostRows.check_newest`."""
+        self.store.check_newest(number(version))
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """A time during which other threads overwrite nothing."""
+        return self.store.drawing.entered()
+
+    @contextlib.contextmanager
+    def writing(self, version: Version) -> Iterator[None]:
+        """A time after which, if something interrupts it, this version is the newest again."""
+        before = number(version)
+        is_newest = before == self.store.version
+        try:
+            yield
+        except StaleError:
+            raise  # another was faster
+        except BaseException:
+            if is_newest:
+                self.store.take_back(before)
+            raise
+
+
+_ATOMIC_BYTES = 8 << 20
+"""Writes of fewer bytes happen completely or not at all."""
+
+
+def columns(spec: Item) -> tuple[Column, ...]:
+    """The columns of a store for such items.
+
+    Raises:
+        ValueError: names of leaves that cannot be told apart as files, or are too long.
+    """
+    found, files, folders = [], set[str](), set[str]()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
+        raw = prng_keys.raw_spec(leaf)
+        kind = (str(leaf.dtype), str(list(leaf.shape)))
+        name = "/".join(map(_part, path)) if path else "."
+        found.append(Column.of(name, kind, raw.size * raw.dtype.itemsize))
+        file = found[-1].file
+        parts = file.split("/")
+        above = {"/".join(parts[:end]) for end in range(1, len(parts))}
+        is_taken = file in files or file in folders or not above.isdisjoint(files)
+        if is_taken or max(map(len, parts)) > 250:
+            raise ValueError(
+                f"init: leaf '{pytree.leaf_name(path)}': expected a name that no other leaf has, "
+                f"and that a file can have, got {file[:80]!r}. Rename it."
+            )
+        files.add(file)
+        folders |= above
+    return tuple(found)
+
+
+def _part(key: Any) -> str:
+    """A part of a name, without what has a meaning in it."""
+    name = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
+    return "%2E" if name == "." else name
+
+
+class StoreArrays(HostArrays):
+    """A storage whose rows are in the files of a store.
+
+    Attributes:
+        path: of its folder; None for a temporary one.
+        prealloc: whether the space on the disk is allocated at once.
+        spare_fraction: additional rows for what is written between two commits, as a fraction of N.
+    """
+
+    path: str | os.PathLike[str] | None
+    prealloc: bool
+    spare_fraction: float
+    unbound: ClassVar[tuple[str, ...]] = ("path", "device_capacity", "prealloc", "spare_fraction")
+    takes_back: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """Checks these fields, and makes the path absolute, so that a later `chdir` is harmless."""
+        if self.path is not None:
+            try:
+                path = files.absolute(self.path, f"{type(self).__name__}: path")
+            except (TypeError, ValueError) as error:
+                error.add_note("None stands for a temporary folder.")
+                raise
+            object.__setattr__(self, "path", path)
+        checks.flag("prealloc", self.prealloc)
+        fraction = self.spare_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not fraction >= 0:
+            raise ValueError(
+                "spare_fraction: expected a number of at least 0, the additional rows as a "
+                f"fraction of N, got {fraction!r}."
+            )
+
+    def at(self, path: str | os.PathLike[str] | None) -> Self:
+        """Returns this storage with another folder."""
+        return dataclasses.replace(self, path=path)  # pyright: ignore[reportArgumentType]: it is one
+
+    def elsewhere(self) -> Self:
+        """Returns this storage with a temporary folder."""
+        return self.at(None)
+
+    def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
+        """Creates files full of zeros. Raises if the disk has no space for them."""
+        num_places = self._num_places(ring, spec, is_chronological)
+        path = None if self.path is None else os.fspath(self.path)
+        store = create(path, columns(spec), ring.capacity, num_places, self.prealloc)
+        return StoreRows(store, spec, is_chronological or self.path is None)
+
+    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
+        """The bytes of all files when they are full, of the numbers of rows, and of the version."""
+        width = 8 + sum(column.width for column in columns(spec))
+        return width * self._num_places(ring, spec, is_chronological) + pytree.nbytes(VERSION)
+
+    def _num_places(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
+        """Returns P, how many rows the files hold when they are full."""
+        width = max(sum(column.width for column in columns(spec)), 1)
+        spare = max(ring.envs, min(_ATOMIC_BYTES // width, ring.capacity))
+        if self.path is not None:
+            # Committed rows are not overwritten. In the order of time the oldest may be, when no
+            # place is free; otherwise any committed row may have to stay.
+            fraction = int(self.spare_fraction * ring.capacity)
+            spare = max(spare, fraction if is_chronological else ring.capacity)
+        return ring.capacity + spare
 
 
 @pytree.component

@@ -17,7 +17,7 @@ from jrb._xla import dependencies
 from jrb.keys import TED
 from jrb.ring import Clock, Occupancy, Ring
 from jrb.storages.host_rows import HostView
-from jrb.storages.store_rows import StoreArrays, StoreRows
+from jrb.storages.memmap import StoreArrays, StoreRows
 from jrb.types import Context, HostState, Item, SlotsForLeaf, WritePlan
 
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from jrb._store import gate
-from jrb._store.gate import Gate
+from jrb._store import threads as gate
+from jrb._store.threads import Gate
 
 AT_MOST = 60  # seconds, where what is waited for never comes
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jrb._store import paths
+from jrb._store import files
 from jrb._util import prng_keys
 from jrb._util.pytree import ArrayLike, PyTree
 from jrb.datasets.recording.items import (
@@ -94,7 +94,7 @@ class Recorder:
         name: str | None = None,
     ) -> None:
         check_options(num_envs, keys, chunk, name)
-        self._path = paths.absolute(path)
+        self._path = files.absolute(path)
         self._num_envs, self._keys, self._spec = num_envs, keys, None
         self._metadata = json_metadata(metadata)
         spec = None if example is None else item_spec(example, 0, keys, "Recorder: example")

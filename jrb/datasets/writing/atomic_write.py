@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
-from jrb._store import files, paths
+from jrb._store import files
 
 Path = str | os.PathLike[str]
 
@@ -16,7 +16,7 @@ def free(path: Path) -> str:
     Raises:
         ValueError: there is something.
     """
-    whole = paths.absolute(path)
+    whole = files.absolute(path)
     if os.path.lexists(whole):
         raise ValueError(
             f"{whole}: expected nothing there, found something. Remove it, or choose another path."

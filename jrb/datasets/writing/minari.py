@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._store.printing import escaped_errors
+from jrb._store.errors import escaped_errors
 from jrb._util import extras, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
