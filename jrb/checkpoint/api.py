@@ -47,7 +47,6 @@ def save(
     keep: int = 0,
     layout: str = "native",
     compression: str | None = None,
-    fletcher32: bool = False,
 ) -> int:
     """Saves a buffer and its state.
 
@@ -88,7 +87,6 @@ def save(
         keep: how many older generations stay; see `generations`.
         layout: "native", or "h5": one file, a group for each trajectory, written whole each time.
         compression: with "h5", of its datasets, such as "gzip".
-        fletcher32: with "h5", whether its datasets have checksums.
 
     Returns:
         The number of the generation; 0 for a file.
@@ -121,9 +119,9 @@ def save(
     if layout == "h5":
         _check_hdf5(keep, extra is None, out)
         with composite.reading(saved):
-            _hdf5().save(path, saved, {"compression": compression, "fletcher32": fletcher32})
+            _hdf5().save(path, saved, compression)
         return 0
-    _check_native(layout, compression, fletcher32, keep)
+    _check_native(layout, compression, keep)
     return save_snapshot(path, saved, keep, extra_data.of(extra, copy=False), out)
 
 
@@ -182,7 +180,7 @@ def save_async(
     """
     path, out = _settled(path), _outward(encode, items)
     saved = composite.snapshot(buffer, state, "save_async")
-    _check_native("native", None, False, keep)
+    _check_native("native", None, keep)
     copied = extra_data.of(extra, copy=True)
     opened = functools.partial(_open_job, path, saved, keep, True, copied, out)
     return background.start(path, opened, keep)
@@ -249,14 +247,11 @@ def _hdf5() -> ModuleType:
     return importlib.import_module("jrb.checkpoint.hdf5")
 
 
-def _check_native(layout: str, compression: Any, fletcher32: bool, keep: int) -> None:
+def _check_native(layout: str, compression: Any, keep: int) -> None:
     if layout != "native":
         raise ValueError(f"layout: expected 'native' or 'h5', got {layout!r}.")
-    if compression is not None or fletcher32:
-        raise ValueError(
-            "compression, fletcher32: expected none with layout='native', which checks every block "
-            "anyway. They are for layout='h5'."
-        )
+    if compression is not None:
+        raise ValueError("compression: expected none with layout='native'. It is for layout='h5'.")
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"keep: expected a number of at least 0, got {keep!r}.")
 

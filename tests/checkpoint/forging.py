@@ -70,7 +70,7 @@ def forge_h5(path, about=None, attributes=None):
             del file["jrb"]
             text = np.frombuffer(json.dumps(about).encode(), np.uint8)
             file["jrb"] = text
-            file["jrb"].attrs["crc32"] = zlib.crc32(text)
+            file["jrb"].attrs["dtype"] = "uint8"
     with open(path, "r+b") as file:
         hdf5.put_seal(file.fileno(), str(path))
 

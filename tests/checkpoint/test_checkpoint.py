@@ -617,14 +617,13 @@ def test_only_a_single_buffer_changes_its_size(tmp_path):
 def test_an_h5_file_is_read_without_us(tmp_path):
     buffer, state = numbered(9, 2, 20)
     path = tmp_path / "file.h5"
-    jrb.save(path, buffer, state, layout="h5", compression="gzip", fletcher32=True)
+    jrb.save(path, buffer, state, layout="h5", compression="gzip")
     with h5py.File(path) as file:
         first = file["trajectories/000000"]
         assert first["action"][:].tolist() == [0, 1, 2, 3, 4, 5, 6]
         assert first["observation"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
         assert first["next/done"][:].tolist() == [False] * 6 + [True]
         assert first["action"].compression == "gzip"
-        assert first["action"].fletcher32
         assert [group.attrs["environment"] for group in file["trajectories"].values()] == [
             0,
             0,
@@ -681,15 +680,15 @@ def test_hdf5_never_sees_a_damaged_file(tmp_path, monkeypatch):
         assert "its bytes were damaged" in checkpoint.verify(path)[0]
 
 
-def test_a_changed_number_in_an_h5_file_is_named(tmp_path):
+def test_an_h5_file_that_another_program_has_changed_is_refused(tmp_path):
     buffer, state = numbered(9, 2, 20)
     path = tmp_path / "file.h5"
     jrb.save(path, buffer, state, layout="h5")
     with h5py.File(path, "r+") as file:
         file["trajectories/000001/action"][0] = 77
-    with pytest.raises(checkpoint.DamagedError, match="trajectories/000001/action"):
+    with pytest.raises(checkpoint.DamagedError, match="another program has changed it"):
         jrb.load(path)
-    assert "trajectories/000001/action" in checkpoint.verify(path)[0]
+    assert "another program has changed it" in checkpoint.verify(path)[0]
 
 
 def test_an_h5_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
