@@ -22,7 +22,7 @@ SAMPLERS = [
     jrb.Prioritized(count_draws=True),
     jrb.Prioritized(),
     jrb.Prioritized(normalize=None, new_priority=2.0, stratified=False),
-    jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer"),
+    jrb.Prioritized(normalize="buffer"),
 ]
 EXAMPLE = {"x": jnp.zeros(16), "flag": jnp.bool_(False), "next": {"reward": jnp.float32(0)}}
 

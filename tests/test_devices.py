@@ -42,7 +42,7 @@ SAMPLERS = {
     "epochs": jrb.WithoutReplacement(),
     "queue": jrb.Queue(),
     "prioritized": jrb.Prioritized(),
-    "buffer": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer", stratified=False),
+    "buffer": jrb.Prioritized(normalize="buffer", stratified=False),
 }
 HINDSIGHT = jrb.Hindsight(
     lambda achieved, goal: -jnp.abs(achieved[0] - goal[0]),

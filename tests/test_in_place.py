@@ -32,7 +32,7 @@ SAMPLERS = {
     "stack": jrb.Lifo(),
     "counted": jrb.Prioritized(count_draws=True),
     "prioritized": jrb.Prioritized(),
-    "buffer": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer", stratified=False),
+    "buffer": jrb.Prioritized(normalize="buffer", stratified=False),
 }
 PRIORITIZED = ("prioritized", "buffer", "counted")
 

@@ -28,9 +28,7 @@ PARTS = {  # each sampler, unit, writer and storage at least once
         "sampler": jrb.Prioritized(stratified=False, count_draws=True),
         "writer": jrb.PerEnvironment(),
     },
-    "buffer's weights": {
-        "sampler": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer")
-    },
+    "buffer's weights": {"sampler": jrb.Prioritized(normalize="buffer")},
     "windows": {
         "sampler": jrb.WithoutReplacement(),
         "unit": jrb.Sequence(2),

@@ -21,7 +21,6 @@ from jrb.types import (
     Draw,
     IncomingPriorities,
     Item,
-    PrioritizedSampler,
     ReadPlan,
     ShardedSampler,
     ShardStats,
@@ -100,7 +99,12 @@ def write(
     if state.transforms:
         learned = transforming.learned(buffer.transforms, state.transforms, context, items, plan)
         state = state.replace(transforms=learned)
-    incoming = _incoming(buffer, plan, items, priorities)
+    incoming = IncomingPriorities(
+        slots=plan.slots.reshape(-1),
+        row_mask=plan.times[0],
+        priorities=None if priorities is None else priorities.astype(jnp.float32).reshape(-1),
+        first_slot=plan.starts[0] if plan.consecutive else None,
+    )
     return _indexed(buffer, context, state, writer, plan, items, incoming)
 
 
@@ -155,27 +159,6 @@ def can_write(buffer: Buffer, state: BufferState) -> jax.Array:
     if buffer.writer.blocks_when_full:
         return room(buffer, state) > 0
     return jnp.bool_(buffer.writer.writes)
-
-
-def _incoming(
-    buffer: Buffer, plan: WritePlan, items: Item, priorities: jax.Array | None
-) -> IncomingPriorities:
-    """Returns the priorities that were passed, or those that the items have."""
-    sampler, from_items = buffer.sampler, None
-    if isinstance(sampler, PrioritizedSampler):
-        from_items = sampler.priorities_from_items(items)
-    if priorities is not None and from_items is not None:
-        raise ValueError(
-            "priorities: expected none beside those that the items bring along, as the sampler has "
-            "priority_key. Leave one of them out."
-        )
-    values = from_items if priorities is None else priorities
-    return IncomingPriorities(
-        slots=plan.slots.reshape(-1),
-        row_mask=plan.times[0],
-        priorities=None if values is None else values.astype(jnp.float32).reshape(-1),
-        first_slot=plan.starts[0] if plan.consecutive else None,
-    )
 
 
 def _indexed(

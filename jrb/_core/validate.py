@@ -25,7 +25,7 @@ from jrb._util.pytree import Leaf, PyTree, SpecKey
 from jrb._xla import compat
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.types import HostState, Item
+from jrb.types import HostState, Item, PrioritizedSampler
 from jrb.types.messages import PartState
 from jrb.types.parts import BASES
 
@@ -65,7 +65,8 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
 
 def _attached(buffer: Buffer, sampler: PartState) -> Any:
     """Returns a new state of the sampler as part of a state of the buffer."""
-    sampler = buffer.sampler.attach(sampler, buffer.unit.has_delayed_anchors)
+    if isinstance(buffer.sampler, PrioritizedSampler):
+        sampler = buffer.sampler.attach(sampler, buffer.unit.has_delayed_anchors)
     return (
         counting.init(buffer.sampler, buffer.ring, sampler)
         if buffer.sampler.count_draws

@@ -24,14 +24,12 @@ class LifoState(DrawCounts):
         bottom: int32 `[]`, the index of the oldest of them.
         count: int32 `[]`, how many there are.
         following: uint32 `[]`, the number of the next anchor.
-        is_attached: True if it belongs to a buffer, which reports every anchor; no array.
     """
 
     numbers: jax.Array
     bottom: jax.Array = pytree.cursor()
     count: jax.Array = pytree.tally()
     following: jax.Array
-    is_attached: bool = pytree.static(default=False)
 
 
 @pytree.component

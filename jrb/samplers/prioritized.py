@@ -1,6 +1,5 @@
 """Prioritized experience replay: anchors are drawn in proportion to their priority^alpha."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +13,6 @@ from jrb import sum_tree
 from jrb._core.compiling import by_description
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies, gather, random_bits, scatter
-from jrb.keys import Path, find, path_name
 from jrb.ring import Occupancy, Ring
 from jrb.sum_tree import Tree
 from jrb.types import (
@@ -22,8 +20,6 @@ from jrb.types import (
     AnchorUpdate,
     Draw,
     DrawCounts,
-    IncomingPriorities,
-    Item,
     PrioritizedSampler,
     ShardedSampler,
     ShardStats,
@@ -45,25 +41,21 @@ class Priorities(DrawCounts):
         waiting: float32 `[N]`, the priorities that came with rows which may become anchors later,
             -1 for none; None for units whose rows are anchors at once.
         masses: a sum-tree over (p + eps)^alpha, 0 where there is no anchor.
-        smallest: a tree of the least positive mass, or None: for `normalize="buffer"`.
-        largest: a tree of the greatest p, or None: for `new_priority="max_in_buffer"`.
+        smallest: a tree of the least positive mass; None unless `normalize="buffer"`.
         highest: float32 `[]`, the greatest p seen so far, 1 at first.
         alpha: float32 `[]`.
         refused: uint32 `[]`, how many priorities were NaN, infinite or negative.
         dropped: bool `[]`, True if anchors were dropped since the buffer was empty.
-        is_attached: True if it belongs to a buffer, which reports every anchor; no array.
     """
 
     raw: jax.Array
     waiting: jax.Array | None = None
     masses: Tree
     smallest: Tree | None
-    largest: Tree | None
     highest: jax.Array
     alpha: jax.Array
     refused: jax.Array
     dropped: jax.Array
-    is_attached: bool = pytree.static(default=False)
 
     def summary(self, ring: Ring) -> dict[str, str]:
         """Returns the spread of the priorities of anchors, and how many were refused."""
@@ -86,11 +78,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         stratified: one draw from each of B equal parts of the mass, for less variance.
         normalize: the divisor of the weights: the largest in the "batch", the largest that any
             anchor in the "buffer" would get, or None for no division.
-        new_priority: the priority p of new items: "max", the largest seen so far (1 at first);
-            "max_in_buffer", the largest held when they are written (1 if nothing is held); or a
-            number.
-        priority_key: the path to a leaf of the items, a real number each, that is the priority of
-            new items; None to use `new_priority`. `add(..., priorities=)` needs no leaf.
+        new_priority: the priority p of new items: "max", the largest seen so far (1 at first), or a
+            number. `add(..., priorities=)` passes one for each item.
         count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
 
     Reference: Schaul et al., 2016, "Prioritized experience replay", section 3.3 and 3.4.
@@ -111,16 +100,13 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     eps: float = 1e-6
     stratified: bool = True
     normalize: Literal["batch", "buffer"] | None = "batch"
-    new_priority: Literal["max", "max_in_buffer"] | float = "max"
-    priority_key: Path | None = None
+    new_priority: Literal["max"] | float = "max"
     count_draws: bool = False
     takes_priorities: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "eps"):
             _check_number(name, getattr(self, name))
-        if self.priority_key is not None:
-            checks.path("priority_key", self.priority_key)
         if 0 < self.eps < sum_tree.SMALLEST:
             raise ValueError(
                 f"eps: expected 0, or at least {sum_tree.SMALLEST:.3g}, got {self.eps}."
@@ -129,18 +115,17 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             raise ValueError(
                 f"normalize: expected 'batch', 'buffer' or None, got {self.normalize!r}."
             )
-        if self.new_priority not in ("max", "max_in_buffer"):
-            _check_number("new_priority", self.new_priority, "'max', 'max_in_buffer' or ")
+        if self.new_priority != "max":
+            _check_number("new_priority", self.new_priority, "'max' or ")
         checks.flag("count_draws", self.count_draws)
 
     def init(self, ring: Ring) -> Priorities:
         """Returns the state of no anchors."""
-        tree = functools.partial(sum_tree.neutral, ring.capacity)
+        is_buffer = self.normalize == "buffer"
         return Priorities(
             raw=jnp.full(ring.capacity, _NO_ANCHOR, jnp.float32),
-            masses=tree("sum"),
-            smallest=tree("min") if self.normalize == "buffer" else None,
-            largest=tree("max") if self.new_priority == "max_in_buffer" else None,
+            masses=sum_tree.neutral(ring.capacity, "sum"),
+            smallest=sum_tree.neutral(ring.capacity, "min") if is_buffer else None,
             highest=jnp.ones((), jnp.float32),
             alpha=jnp.full((), self.alpha, jnp.float32),
             refused=jnp.zeros((), jnp.uint32),
@@ -148,59 +133,71 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         )
 
     def attach(self, state: Priorities, has_delayed_anchors: bool) -> Priorities:
-        """Marks the state as one that has seen every anchor, with room for waiting priorities."""
-        waiting = jnp.full_like(state.raw, _NO_ANCHOR) if has_delayed_anchors else None
-        return state.replace(is_attached=True, waiting=waiting)
-
-    # Writes.
-
-    def priorities_from_items(self, items: Item) -> jax.Array | None:
-        """Returns the priorities at `priority_key`."""
-        if self.priority_key is None:
-            return None
-        leaf = find(items, self.priority_key, "Prioritized: priority_key")
-        where = f"Prioritized: priority_key: leaf '{path_name(self.priority_key)}'"
-        if not pytree.is_array(leaf) or leaf.shape[2:] not in ((), (1,)):
-            raise ValueError(
-                f"{where}: expected one number for each item, got "
-                f"{leaf.shape[2:] if pytree.is_array(leaf) else pytree.leaf_names(leaf)}."
-            )
-        return checks.real_numbers(where, leaf).reshape(leaf.shape[:2])
+        """Makes room for the priorities of rows that become anchors later."""
+        if not has_delayed_anchors:
+            return state
+        return state.replace(waiting=jnp.full_like(state.raw, _NO_ANCHOR))
 
     def on_write(
         self, ring: Ring, state: Priorities, change: AnchorUpdate, anchors: Anchors
     ) -> Priorities:
         """Removes the masses of anchors that departed, then sets those of anchors that entered."""
-        default = self._default_priority(state, change.incoming)
+        state, new = self._entering(state, change)
         departed = change.removed
         if change.expired is not None and change.most is not None:
             departed = jnp.concatenate([change.expired.run(ring, change.most), departed])
         elif change.expired is not None:
             state = _without_run(self, ring, state, change.expired)
-        state, new = _entering(state, change, default)
-        if change.consecutive:  # a slice of the tree's leaves, which needs no scatter
-            state, first = _without(state, departed), change.entered[0]
-            raw = lax.dynamic_update_slice_in_dim(state.raw, new, first, axis=0)
-            put = lambda tree, leaves: sum_tree.set_run(tree, first, leaves)
-            return self._put(state.replace(raw=raw), new, put)
-        return self._set(state, (departed, _none_at(departed)), (change.entered, new))
+        # Not a constant, which would be known before the slots: its writes would wait for nothing.
+        none = jnp.minimum(departed.astype(jnp.float32), _NO_ANCHOR)
+        if not change.consecutive:
+            return self._set(state, (departed, none), (change.entered, new))
+        state = self._set(state, (departed, none))
+        first = change.entered[0]  # a slice of the tree's leaves, which needs no scatter
+        raw = lax.dynamic_update_slice_in_dim(state.raw, new, first, axis=0)
+        put = lambda tree, leaves: sum_tree.set_run(tree, first, leaves)
+        return self._put(state.replace(raw=raw), new, put)
 
-    def _default_priority(
-        self, state: Priorities, incoming: IncomingPriorities | None
-    ) -> jax.Array:
-        """Returns the priority of new items, float32 `[]`, or `[T]` for those of each row."""
-        if self.new_priority == "max":
-            if incoming is None or incoming.priorities is None or len(incoming.row_mask) == 1:
-                return state.highest
-            # However rows are cut into calls, a row gets the greatest priority before it.
-            by_row = _greatest(incoming.priorities, incoming.row_mask)
-            return lax.cummax(jnp.concatenate([state.highest[None], by_row[:-1]]))
-        if state.largest is None:
-            return jnp.float32(self.new_priority and max(self.new_priority, sum_tree.SMALLEST))
-        held = sum_tree.root(state.largest)
-        return jnp.where(held < 0, 1.0, held)
+    def _entering(self, state: Priorities, change: AnchorUpdate) -> tuple[Priorities, jax.Array]:
+        """Returns the state, and the priorities of anchors that enter, float32 `[K]`."""
+        incoming, waiting, own = change.incoming, state.waiting, None
+        default = state.highest if self.new_priority == "max" else self._fixed_priority()
+        if incoming is not None and incoming.priorities is not None:
+            good = _is_priority(incoming.priorities)
+            own = jnp.where(good, incoming.priorities, _NO_ANCHOR)
+            by_row = lambda array: array.reshape(len(incoming.row_mask), -1)
+            seen = jnp.where(incoming.row_mask, by_row(jnp.where(good, own, 0.0)), 0.0).max(axis=1)
+            if self.new_priority == "max" and seen.size > 1:
+                # However rows are cut into calls, a row gets the greatest priority before it.
+                default = lax.cummax(jnp.concatenate([state.highest[None], seen[:-1]]))
+            refused = jnp.sum(by_row(~good) & incoming.row_mask, dtype=jnp.uint32)
+            highest = jnp.maximum(state.highest, jnp.max(seen))
+            state = state.replace(highest=highest, refused=state.refused + refused)
+        if waiting is not None:  # rows become anchors later: note their priorities, then take some
+            entered = scatter.column(change.entered)
+            if incoming is not None:
+                none = jnp.full(incoming.slots.shape, _NO_ANCHOR, jnp.float32)
+                new = none if own is None else own
+                if incoming.first_slot is None:
+                    waiting = scatter.put(waiting, incoming.slots, new)
+                else:
+                    waiting = lax.dynamic_update_slice_in_dim(
+                        waiting, new, incoming.first_slot, axis=0
+                    )
+            own = gather.read_at(waiting, entered)
+            none = jnp.minimum(own, _NO_ANCHOR)  # always -1, but known only once `own` was read
+            state = state.replace(waiting=scatter.put(waiting, entered, none))
+            own = own.reshape(-1)
+        if own is None:
+            return state, jnp.broadcast_to(default, change.entered.shape)
+        if default.ndim:  # one for each row of time; as many anchors enter with each
+            default = jnp.repeat(default, own.size // default.size)
+        # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes what is below 2^-126.
+        return state, jnp.where(own == _NO_ANCHOR, default, own)
 
-    # Draws.
+    def _fixed_priority(self) -> jax.Array:
+        number = self.new_priority
+        return jnp.float32(max(number, sum_tree.SMALLEST) if number else 0.0)
 
     def draw(
         self,
@@ -222,7 +219,13 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         alike = anchors.uniform_draw(random_bits.below(anchors.count, *words), mask, key)
         # Equation 1: P(i) = m_i / M. Section 3.4: w_i = (N P(i))^-beta, over the largest of them:
         # N and M cancel, which leaves (m_i / m)^-beta for the divisor m.
-        divisor = self._divisor(state, anchors, mass, total)
+        if self.normalize == "batch":
+            divisor = jnp.min(mass)
+        elif state.smallest is not None:
+            divisor = sum_tree.root(state.smallest)
+        else:
+            divisor = total / jnp.maximum(anchors.count, 1).astype(jnp.float32)
+        divisor = jnp.where(has_mass, divisor, 1.0)
         log_ratio = jnp.log(jnp.where(has_mass, mass, 1.0)) - jnp.log(divisor)
         # At least 2^-126: a weight of 0 is for padding.
         weights = jnp.maximum(jnp.exp(-self.exponent(beta) * log_ratio), sum_tree.SMALLEST)
@@ -237,18 +240,6 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             mask=mask,
         )
 
-    def _divisor(
-        self, state: Priorities, anchors: Anchors, mass: jax.Array, total: jax.Array
-    ) -> jax.Array:
-        """Returns the mass m for which (mass / m)^-beta is the weight; 1 if there is no mass."""
-        if self.normalize == "batch":
-            divisor = jnp.min(mass)
-        elif state.smallest is not None:
-            divisor = sum_tree.root(state.smallest)
-        else:
-            divisor = total / jnp.maximum(anchors.count, 1).astype(jnp.float32)
-        return jnp.where(total > 0, divisor, 1.0)
-
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
         """Returns beta, float32 `[]`."""
         return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
@@ -256,8 +247,6 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def ready(self, state: Priorities, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if there is an anchor that was not dropped."""
         return (anchors.count > 0) & (~state.dropped | (sum_tree.root(state.masses) > 0))
-
-    # Priorities.
 
     def priorities(self, state: Priorities) -> jax.Array:
         """Returns the priorities p."""
@@ -317,7 +306,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     ) -> Priorities:
         """Sets priorities that come from elsewhere, as `PrioritizedSampler.assign`; costs O(N)."""
         new = jnp.asarray(checks.real_numbers("assign: priorities", priorities))
-        valid = (state.raw[slots] >= 0) & jnp.isfinite(new) & (new >= 0)
+        valid = (state.raw[slots] >= 0) & _is_priority(new)
         raw = state.raw.at[jnp.where(valid, slots, state.raw.size)].set(new, mode="drop")
         if highest is None:
             highest = jnp.maximum(state.highest, jnp.max(new, initial=0.0, where=valid))
@@ -334,45 +323,36 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         state = state.replace(alpha=old.alpha, refused=old.refused, waiting=waiting)
         state = self.assign(state, new_slots, priorities, old.highest)
         is_dropped = priorities == DROPPED
-        raw = state.raw.at[jnp.where(is_dropped, new_slots, state.raw.size)].set(
-            DROPPED, mode="drop"
-        )
+        index = jnp.where(is_dropped, new_slots, state.raw.size)
+        raw = state.raw.at[index].set(DROPPED, mode="drop")
         return self._put(state.replace(raw=raw, dropped=is_dropped.any()), raw, sum_tree.set_all)
 
     def rebuild_index(
         self, ring: Ring, state: Priorities, entered: jax.Array, old: Anchors, new: Anchors
     ) -> Priorities:
         """Keeps the priorities of anchors that stay; others get that of new items. Costs O(N)."""
-        none = jnp.full_like(state.raw, _NO_ANCHOR)
-        fresh = jnp.broadcast_to(self._default_priority(state, None), none.shape)
-        waiting = state.waiting
+        none, waiting = jnp.full_like(state.raw, _NO_ANCHOR), state.waiting
+        is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
+        fresh = state.highest if self.new_priority == "max" else self._fixed_priority()
         if waiting is not None:
             fresh = jnp.where(waiting == _NO_ANCHOR, fresh, waiting)
-        fresh = jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw)
-        is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
-        raw = jnp.where(is_anchor, fresh, none)
-        if waiting is not None:
             waiting = jnp.where(is_anchor, none, waiting)
+        raw = jnp.where(is_anchor, jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw), none)
         return self._put(state.replace(raw=raw, waiting=waiting), raw, sum_tree.set_all)
 
     def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
         """Returns the state of no anchors; only alpha stays."""
-        clear = lambda tree: None if tree is None else sum_tree.cleared(tree, token)
-        waiting = state.waiting
-        if waiting is not None:
-            waiting = dependencies.overwrite(waiting, _NO_ANCHOR, token)
+        clear = lambda raw: dependencies.overwrite(raw, _NO_ANCHOR, token)
+        smallest = state.smallest
         return state.replace(
-            raw=dependencies.overwrite(state.raw, _NO_ANCHOR, token),
-            waiting=waiting,
-            masses=clear(state.masses),
-            smallest=clear(state.smallest),
-            largest=clear(state.largest),
+            raw=clear(state.raw),
+            waiting=None if state.waiting is None else clear(state.waiting),
+            masses=sum_tree.cleared(state.masses, token),
+            smallest=None if smallest is None else sum_tree.cleared(smallest, token),
             highest=jnp.ones_like(state.highest),
             refused=jnp.zeros_like(state.refused),
             dropped=jnp.zeros_like(state.dropped),
         )
-
-    # Shards.
 
     def stats(self, ring: Ring, state: Priorities, anchors: Anchors) -> ShardStats:
         """Returns the roots of the trees, and the greatest priority so far."""
@@ -400,8 +380,6 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             refused=jnp.sum(jnp.stack([jnp.asarray(one.refused) for one in states])),
         )
 
-    # Masses.
-
     def _set(self, state: Priorities, *sets: tuple[jax.Array, jax.Array]) -> Priorities:
         """Sets priorities at slots, one set after the other.
 
@@ -424,40 +402,29 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         self, state: Priorities, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
     ) -> Priorities:
         """Puts the leaves of each tree for the priorities `raw` into it."""
-        positive = sum_tree.is_positive(raw)
-        has_mass = raw >= 0 if self.eps else positive
-        mass = sum_tree.bounded(state.masses, _power(raw, self.eps, state.alpha), has_mass)
-        mass = jnp.where(raw < 0, 0.0, mass)
+        if self.eps:
+            has_mass, power = raw >= 0, (jnp.maximum(raw, 0.0) + self.eps) ** state.alpha
+        else:
+            # Arithmetic takes numbers below 2^-126 for 0. Such a number is m 2^-149, with its bits
+            # for m: so (m 2^-23)^alpha is scaled by 2^(-126 alpha).
+            has_mass, bits = sum_tree.is_positive(raw), lax.bitcast_convert_type(raw, jnp.int32)
+            is_tiny = (bits > 0) & (bits < 1 << 23)
+            base = jnp.where(is_tiny, bits.astype(jnp.float32) * 2.0**-23, jnp.maximum(raw, 0.0))
+            power = base**state.alpha * jnp.where(is_tiny, jnp.exp2(-126.0 * state.alpha), 1.0)
+        mass = jnp.where(raw < 0, 0.0, sum_tree.bounded(state.masses, power, has_mass))
+        state = state.replace(masses=put(state.masses, mass))
+        if state.smallest is None:
+            return state
         least = jnp.where(mass > 0, mass, sum_tree.LARGEST)
-        # A maximum may take what is below 2^-126 for 0, and a new item would get no mass.
-        seen = jnp.where(positive, jnp.maximum(raw, sum_tree.SMALLEST), raw)
-        return state.replace(
-            masses=put(state.masses, mass),
-            smallest=None if state.smallest is None else put(state.smallest, least),
-            largest=None if state.largest is None else put(state.largest, seen),
-        )
-
-
-def _power(raw: jax.Array, eps: float, alpha: jax.Array) -> jax.Array:
-    """Returns (raw + eps)^alpha, also of numbers below 2^-126, which arithmetic takes for 0.
-
-    Such a number is m 2^-149, with its bits for m: so (m 2^-23)^alpha is scaled by 2^(-126 alpha).
-    """
-    if eps:
-        return (jnp.maximum(raw, 0.0) + eps) ** alpha
-    bits = lax.bitcast_convert_type(raw, jnp.int32)
-    is_tiny = (bits > 0) & (bits < 1 << 23)
-    base = jnp.where(is_tiny, bits.astype(jnp.float32) * 2.0**-23, jnp.maximum(raw, 0.0))
-    return base**alpha * jnp.where(is_tiny, jnp.exp2(-126.0 * alpha), 1.0)
+        return state.replace(smallest=put(state.smallest, least))
 
 
 @by_description()
 def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
-    """Computes all masses anew, on the CPU a run at a time and only if alpha changed."""
+    """Computes all masses anew: on the CPU in place, a run at a time, and only if alpha changed."""
     alpha = jnp.where(jnp.isfinite(alpha) & (alpha >= 0), alpha, state.alpha)
     changed = (alpha != state.alpha).astype(jnp.int32)
-    largest, state = state.largest, state.replace(alpha=alpha, largest=None)  # of no masses
-    capacity = state.raw.size
+    state, capacity = state.replace(alpha=alpha), state.raw.size
     size = min(_RUN, capacity)
 
     def set_masses(
@@ -477,70 +444,23 @@ def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Pr
         return after.replace(raw=scatter.put(after.raw, nowhere, jnp.zeros(1, jnp.float32)))
 
     at_once = lambda: sampler._put(state, state.raw, sum_tree.set_all)  # its trips are not known
-    return lax.platform_dependent(cpu=in_runs, default=at_once).replace(largest=largest)
-
-
-def _entering(
-    state: Priorities, change: AnchorUpdate, default: jax.Array
-) -> tuple[Priorities, jax.Array]:
-    """Returns the state, and the priorities of anchors that enter: incoming ones or `default`."""
-    incoming, waiting, own = change.incoming, state.waiting, None
-    if incoming is not None and incoming.priorities is not None:
-        good = _is_priority(incoming.priorities)
-        own = jnp.where(good, incoming.priorities, _NO_ANCHOR)
-        bad = ~good.reshape(len(incoming.row_mask), -1) & incoming.row_mask
-        greatest = jnp.max(_greatest(incoming.priorities, incoming.row_mask))
-        state = state.replace(
-            highest=jnp.maximum(state.highest, greatest),
-            refused=state.refused + jnp.sum(bad, dtype=jnp.uint32),
-        )
-    if waiting is not None:  # rows become anchors later: note their priorities, then take some
-        entered = scatter.column(change.entered)
-        if incoming is not None:
-            new = _none_at(incoming.slots) if own is None else own
-            if incoming.first_slot is None:
-                waiting = scatter.put(waiting, incoming.slots, new)
-            else:
-                waiting = lax.dynamic_update_slice_in_dim(waiting, new, incoming.first_slot, axis=0)
-        own = gather.read_at(waiting, entered)
-        none = jnp.minimum(own, _NO_ANCHOR)  # always -1, but known only once `own` was read
-        state = state.replace(waiting=scatter.put(waiting, entered, none))
-        own = own.reshape(-1)
-    if own is None:
-        return state, jnp.broadcast_to(default, change.entered.shape)
-    if default.ndim:  # one for each row of time; as many anchors enter with each
-        default = jnp.repeat(default, own.size // default.size)
-    # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes what is below 2^-126.
-    return state, jnp.where(own == _NO_ANCHOR, default, own)
-
-
-def _without(state: Priorities, slots: jax.Array) -> Priorities:
-    """Removes anchors at slots, int32 `[K]`, N for padding."""
-    if not slots.size:
-        return state
-    slots = scatter.column(slots)
-    # None of it known before the slots: a constant would wait for nothing.
-    none = jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR)
-    put = lambda tree, leaf: None if tree is None else sum_tree.set_leaves(tree, slots, leaf)
-    return state.replace(
-        raw=scatter.put(state.raw, slots, none),
-        masses=put(state.masses, none - _NO_ANCHOR),
-        smallest=put(state.smallest, none + sum_tree.LARGEST),
-        largest=put(state.largest, none),
-    )
+    return lax.platform_dependent(cpu=in_runs, default=at_once)
 
 
 def _without_run(
     sampler: Prioritized, ring: Ring, state: Priorities, expired: Occupancy
 ) -> Priorities:
-    """Removes anchors in a run of any length."""
+    """Removes anchors in a run of any length: on the CPU in chunks, elsewhere all at once.
+
+    A loop of unknown length would not be compiled for a GPU without asking the host at each trip.
+    """
     chunk = min(ring.capacity, _CHUNK)
 
     def clear(trip: jax.Array, state: Priorities) -> Priorities:
         done = jnp.minimum(trip * chunk, expired.count)
         following = ring.slot_after(expired.first, done)
-        part = Occupancy(first=following, count=expired.count - done)
-        return _without(state, part.run(ring, chunk))
+        slots = Occupancy(first=following, count=expired.count - done).run(ring, chunk)
+        return sampler._set(state, (slots, jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR)))
 
     def clear_at_once() -> Priorities:
         slots = jnp.arange(ring.capacity, dtype=jnp.int32)
@@ -549,27 +469,18 @@ def _without_run(
 
     trips = (dependencies.at_least(expired.size) + chunk - 1) // chunk
     return lax.platform_dependent(
-        cpu=lambda: dependencies.loop(trips, clear, state),
-        default=clear_at_once,  # the number of trips would be unknown
+        cpu=lambda: dependencies.loop(trips, clear, state), default=clear_at_once
     )
 
 
-def _greatest(priorities: jax.Array, row_mask: jax.Array) -> jax.Array:
-    """Returns the greatest priority that came with each row of time, float32 `[T]`."""
-    seen = jnp.where(_is_priority(priorities), priorities, 0.0)
-    return jnp.where(row_mask, seen.reshape(len(row_mask), -1), 0.0).max(axis=1)
-
-
-def _is_priority(number: Any) -> jax.Array:
+def _is_priority(number: jax.Array) -> jax.Array:
     return jnp.isfinite(number) & (number >= 0)
 
 
-def _none_at(slots: jax.Array) -> jax.Array:
-    return jnp.full(slots.shape, _NO_ANCHOR, jnp.float32)
-
-
-def _check_number(name: str, value: object, also: str = "") -> None:
+def _check_number(name: str, value: Any, alternative: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected {also}a number, got {value!r}.")
+        raise TypeError(f"{name}: expected {alternative}a number, got {value!r}.")
     if not 0 <= value <= float(np.finfo(np.float32).max):
-        raise ValueError(f"{name}: expected {also}a finite number of at least 0, got {value}.")
+        raise ValueError(
+            f"{name}: expected {alternative}a finite number of at least 0, got {value}."
+        )

@@ -14,7 +14,7 @@ from jrb.types.messages import PartState
 class OnceInOrder(Sampler):
     """Draws each anchor once, in the order in which they entered, or in reverse.
 
-    Its state has `count`, int32 `[]`, the anchors that were not drawn yet, and `is_attached`.
+    Its state has `count`, int32 `[]`, the anchors that were not drawn yet.
     """
 
     in_order: ClassVar[bool] = True
@@ -22,10 +22,6 @@ class OnceInOrder(Sampler):
 
     def __post_init__(self) -> None:
         checks.flag("count_draws", self.count_draws)
-
-    def attach(self, state: PartState, has_delayed_anchors: bool) -> PartState:
-        """Marks the state as one that has seen every anchor."""
-        return state.replace(is_attached=True)
 
     def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if an anchor was not drawn yet."""
@@ -37,11 +33,9 @@ class QueueState(DrawCounts):
 
     Attributes:
         count: int32 `[]`, the anchors not drawn yet, always the newest ones.
-        is_attached: True if it belongs to a buffer, which reports every anchor; no array.
     """
 
     count: jax.Array = pytree.tally()
-    is_attached: bool = pytree.static(default=False)
 
 
 @pytree.component

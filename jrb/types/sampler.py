@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jrb._util import pytree
 from jrb._xla import dependencies
 from jrb.ring import Ring
 from jrb.types.messages import (
@@ -19,7 +18,6 @@ from jrb.types.messages import (
     AnchorUpdate,
     Draw,
     DrawCounts,
-    Item,
     MissingMethodError,
     PartState,
     ShardStats,
@@ -52,15 +50,6 @@ class Sampler(abc.ABC):
     def init(self, ring: Ring) -> Any:
         """Returns the state of a buffer without anchors; by default it keeps counts at most."""
         return DrawCounts() if self.count_draws else {}
-
-    def attach(self, state: PartState, has_delayed_anchors: bool) -> Any:
-        """Returns the state that `init` made, as part of a buffer that reports every anchor.
-
-        Args:
-            state: the state that `init` made.
-            has_delayed_anchors: True if rows may become anchors later than they are written.
-        """
-        return state
 
     def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
         """Returns the state after anchors entered and departed.
@@ -149,13 +138,9 @@ class Sampler(abc.ABC):
 
         Overwrite large arrays after the token, an int32 zero, by `jrb.authoring.overwrite`.
 
-        Raises:
-            MissingMethodError: by default, if `attach` has added arrays to those of `init`.
         """
         draws = state.draws if isinstance(state, DrawCounts) else None  # 0 again when written
         own = state if draws is None else state.replace(draws=None)
-        if not pytree.same_arrays(own, jax.eval_shape(lambda: self.init(ring))):
-            raise missing_method(self, "reset", "empty")
         own = dependencies.restored(own, lambda: self.init(ring), token)
         return own if draws is None else own.replace(draws=draws)
 
@@ -201,6 +186,15 @@ class PrioritizedSampler(Sampler):
 
         Anchors that enter get the priority of new items.
         """
+
+    def attach(self, state: PartState, has_delayed_anchors: bool) -> Any:
+        """Returns the state that `init` made, perhaps with room for the priorities of rows.
+
+        Args:
+            state: the state that `init` made.
+            has_delayed_anchors: True if rows may become anchors later than they are written.
+        """
+        return state
 
     @abc.abstractmethod
     def priorities(self, state: PartState) -> jax.Array:
@@ -281,14 +275,6 @@ class PrioritizedSampler(Sampler):
             MissingMethodError: by default.
         """
         raise missing_method(self, "drop", "drop", "PrioritizedSampler")
-
-    def priorities_from_items(self, items: Item) -> jax.Array | None:
-        """Returns priorities that are part of the items, real `[T, E]`; None if there are none.
-
-        Args:
-            items: the items to be written, leaves `[T, E, ...]`.
-        """
-        return None
 
 
 class ShardedSampler(Sampler):

@@ -86,7 +86,7 @@ BUFFERS = {
     "uniform": {},
     "one stream": {"envs": None},
     "partial": {"rows": 5},
-    "prioritized": {"sampler": jrb.Prioritized(normalize="buffer", new_priority="max_in_buffer")},
+    "prioritized": {"sampler": jrb.Prioritized(normalize="buffer")},
     "epochs": {"sampler": jrb.WithoutReplacement()},
     "queue": {"sampler": jrb.Queue()},
     "n-step": {"unit": jrb.NStep(3, 0.9, strict=True), "sampler": jrb.Prioritized()},

@@ -96,17 +96,6 @@ def test_empty_overwrites_a_samplers_arrays_in_place():
     assert step.memory_analysis().temp_size_in_bytes < 2**12
 
 
-def test_a_sampler_whose_arrays_were_added_later_names_reset():
-    @component
-    class Joins(Draws):
-        def attach(self, state, has_delayed_anchors):
-            return {"more": jnp.zeros(3)}
-
-    buffer, state = filled(sampler=Joins())
-    with pytest.raises(MissingMethodError, match="a method reset, got Joins"):
-        buffer.empty(state)
-
-
 def test_shards_need_what_a_sampler_says_of_its_weights():
     sharded = jrb.Sharded(jrb.ReplayBuffer(8, 2, batch_size=4, sampler=component(Draws)()), 2)
     state = sharded.extend(sharded.init(EXAMPLE), rows(3, 2))

@@ -216,7 +216,6 @@ def test_alpha_can_change():
     ("rule", "raw"),
     [
         ("max", [0.5, 0.25, 0.5, 9, 9]),
-        ("max_in_buffer", [0.5, 0.25, 0.5, 0.5, 0.5]),
         (3.0, [0.5, 0.25, 0.5, 3, 3]),
     ],
 )
@@ -229,24 +228,12 @@ def test_new_items_enter_with_their_priority(rule, raw):
     assert state.sampler.raw.tolist() == raw
 
 
-@pytest.mark.parametrize(("rule", "new"), [("max", 9), ("max_in_buffer", 2)])
-def test_a_priority_that_another_one_of_the_batch_replaced_was_seen(rule, new):
-    buffer, state = filled(jrb.Prioritized(new_priority=rule), 2, 3)
+def test_a_priority_that_another_one_of_the_batch_replaced_was_seen():
+    buffer, state = filled(jrb.Prioritized(), 2, 3)
     slots, given = np.array([0, 1, 0]), np.array([9, 2, 1], np.float32)
     state = buffer.update_priority(state, slots, given)
     state = buffer.add(state, jnp.int32(0))
-    assert state.sampler.raw.tolist() == [1, 2, new]
-
-
-def test_max_in_buffer_forgets_what_was_overwritten():
-    buffer, state = filled(jrb.Prioritized(new_priority="max_in_buffer"), 3)
-    state = priorities(buffer, state, [9, 2, 3])
-    state = buffer.add(state, jnp.int32(0))
-    state = priorities(buffer, state, [1])
-    state = buffer.add(state, jnp.int32(0))
-    assert state.sampler.raw.tolist() == [1, 3, 3]
-    state = buffer.add(buffer.empty(state), jnp.int32(0))
-    assert state.sampler.raw.tolist() == [1, -1, -1]
+    assert state.sampler.raw.tolist() == [1, 2, 9]
 
 
 @pytest.mark.filterwarnings("ignore::jrb.PriorityWarning")
@@ -407,7 +394,7 @@ def test_epochs_in_order_go_from_the_oldest_to_the_newest():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"normalize": "buffer", "new_priority": "max_in_buffer"}])
+@pytest.mark.parametrize("options", [{}, {"normalize": "buffer"}])
 def test_an_alpha_that_follows_a_schedule_is_that_of_a_new_buffer(options):
     """More slots than are laid at once, and not a multiple of them."""
     buffer, state = filled(jrb.Prioritized(alpha=0.5, **options), 9000, 10_000)
@@ -470,7 +457,6 @@ def test_verbs_of_priorities_are_refused_where_there_are_none(sampler):
         buffer.add(state, {"x": 1}, priorities=jnp.float32(1))
 
 
-@pytest.mark.parametrize("new_priority", [0.0, "max_in_buffer"])
 @pytest.mark.parametrize(
     ("alpha", "eps", "priority"),
     [
@@ -482,8 +468,8 @@ def test_verbs_of_priorities_are_refused_where_there_are_none(sampler):
         (1.0, 0.0, np.float64(1e-60)),
     ],
 )
-def test_a_positive_priority_is_drawn_however_small(alpha, eps, priority, new_priority):
-    sampler = jrb.Prioritized(alpha, eps=eps, new_priority=new_priority, normalize="buffer")
+def test_a_positive_priority_is_drawn_however_small(alpha, eps, priority):
+    sampler = jrb.Prioritized(alpha, eps=eps, new_priority=0.0, normalize="buffer")
     buffer = jrb.ReplayBuffer(8, batch_size=4, sampler=sampler)
     state = buffer.add(buffer.init(jnp.int32(0)), jnp.int32(0), priorities=np.float32(0))
     if not eps:  # so that an item of priority 0 has no mass
@@ -499,8 +485,6 @@ def test_a_positive_priority_is_drawn_however_small(alpha, eps, priority, new_pr
         batch = buffer.sample(held, KEY, 64)
         assert 1 in batch.data.tolist() and set(batch.data.tolist()) <= drawable
         assert (batch.probabilities > 0).all() and jnp.isfinite(batch.weights).all()
-    if new_priority == "max_in_buffer":
-        assert (buffer.priorities(buffer.add(given, jnp.int32(2)))[2] > 0) == (priority > 0)
 
 
 def test_so_is_one_in_a_shard():
