@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Self
@@ -867,3 +868,69 @@ def check_single(buffer: object, who: str) -> None:
     }
     kind = type(buffer).__name__
     raise TypeError(f"{who}: expected a ReplayBuffer, got {kind}.{cure.get(kind, '')}")
+
+
+def from_items(
+    data: Item, *, capacity: int | None = None, num_envs: int | None = None, **parts: Any
+) -> tuple[ReplayBuffer, BufferState]:
+    """Returns a buffer that holds these items, and its state.
+
+    N capacity, E environments, T time.
+
+    Args:
+        data: arrays `[T, ...]`, or `[T, E, ...]` with `num_envs`, time first. Of objects, with
+            `storage=jrb.ListStorage()`, a sequence.
+        capacity: N; None for what the items take. Of more, the last ones stay.
+        num_envs: E, or None for one stream.
+        parts: what else `jrb.ReplayBuffer` takes; with `cast=True` NumPy's float64 will do, and
+            with `writer=jrb.ReadOnly()` nothing is written later.
+
+    Raises:
+        ValueError, TypeError: as `ReplayBuffer`, `init` and `extend`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer, state = jrb.from_items({"x": jnp.arange(5)}, batch_size=2)
+        >>> buffer.capacity, jrb.items(buffer, state)["x"].tolist()
+        (5, [0, 1, 2, 3, 4])
+    """
+    of_objects = parts.get("storage", DeviceStorage()).of_objects
+    data = data if of_objects else casting.arrays(data, "from_items")
+    length = len(data) if of_objects else _common_length(data)
+    if not length:
+        raise ValueError("from_items: expected at least one item, got none.")
+    size = length * (num_envs or 1) if capacity is None else capacity
+    buffer = ReplayBuffer(capacity=size, num_envs=num_envs, **parts)
+    target = dataclasses.replace(buffer, writer=buffer.writer.writable())
+    if of_objects:
+        return buffer, target.extend(target.init(None), data)
+    axes = len(buffer._lead()) + 1
+    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), data)
+    state = target.init(example)
+    # In pieces of some megabytes: what is on the host need not fit the device twice.
+    step = max(1, _PIECE_BYTES // max(pytree.nbytes(example) * buffer.ring.envs, 1))
+    for start in range(0, length, step):
+        piece = jax.tree.map(operator.itemgetter(slice(start, start + step)), data)
+        lead = (min(step, length - start), *buffer._lead())
+        rows = target._to_stored(state, piece, lead, "extend")
+        state = eager.fill(target, state, rows)
+    return buffer, state
+
+
+_PIECE_BYTES = 32 << 20
+
+
+def _common_length(data: Item) -> int:
+    """T, the same for all leaves."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(data):
+        if not pytree.is_array(leaf) or not leaf.shape:
+            raise TypeError(
+                f"from_items: leaf '{pytree.leaf_name(path)}': expected an array with an axis of "
+                f"time, got {leaf!r}."
+            )
+    lengths = {leaf.shape[0] for leaf in jax.tree.leaves(data)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"from_items: expected leaves of one length, time first, got {sorted(lengths)}."
+        )
+    return lengths.pop() if lengths else 0

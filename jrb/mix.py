@@ -16,10 +16,9 @@ from jrb._util import (
     display,
     hints,
     owned,
-    permutation,
     pytree,
 )
-from jrb._xla import random_bits
+from jrb._xla import permutation, random_bits
 from jrb.buffer import ReplayBuffer
 from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device, Sample, check_origin

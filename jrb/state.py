@@ -7,9 +7,12 @@ import jax.numpy as jnp
 
 from jrb._util import display, hints, pytree, wording
 from jrb._util.identity import identity
+from jrb._util.pytree import HostState
 from jrb.keys import Keys
 from jrb.ring import Ring
-from jrb.types import HostState, Sampler, Unit, Writer
+
+if TYPE_CHECKING:
+    import jrb
 
 
 class BufferState(pytree.State):
@@ -64,13 +67,13 @@ class BufferState(pytree.State):
         return f"{title} and {wording.bytes_text(host_bytes)} on the host" if host_bytes else title
 
     def _facts(self) -> dict[str, str]:
-        """Returns the facts that its text shows."""
         lead = jnp.shape(self.edits) if pytree.is_array(self.edits) else ()
         if lead:
             return {"states under vmap": " x ".join(map(str, lead))}
-        parts = (self.writer, self.sampler, self.unit)
-        told = [part.summary(self.ring) for part in parts if isinstance(part, pytree.State)]
-        return {name: fact for facts in told for name, fact in facts.items()}
+        facts = {}
+        for part in (self.writer, self.sampler, self.unit):
+            facts |= part.summary(self.ring) if isinstance(part, pytree.State) else {}
+        return facts
 
 
 class Sample(pytree.State):
@@ -119,7 +122,6 @@ class Sample(pytree.State):
         return display.html(self, type(self).__name__, self._facts())
 
     def _facts(self) -> dict[str, str]:
-        """Returns the facts that its text shows."""
         if not pytree.is_array(self.mask):
             return {}
         return {
@@ -131,11 +133,8 @@ class Sample(pytree.State):
 
 def origin_of(buffer: "Buffer") -> str:
     """Returns the `origin` of the samples that a buffer draws."""
-    return identity(buffer, *_NOT_OF_SLOTS)
-
-
-_NOT_OF_SLOTS = ("batch_size", "transforms", "storage", "min_size", "cast")
-"""Fields of a description that say nothing of what a slot is, or of which are drawn."""
+    # Without the fields that say nothing of what a slot is, or of which slots are drawn.
+    return identity(buffer, "batch_size", "transforms", "storage", "min_size", "cast")
 
 
 def check_origin(verb: str, sample: Sample, origin: str) -> None:
@@ -159,9 +158,9 @@ class Buffer(Protocol):
     capacity: Final[int]
     num_envs: Final[int | None]
     batch_size: Final[int | None]
-    sampler: Final[Sampler]
-    unit: Final[Unit]
-    writer: Final[Writer]
+    sampler: Final["jrb.types.Sampler"]
+    unit: Final["jrb.types.Unit"]
+    writer: Final["jrb.types.Writer"]
     storage: Final[Any]
     transforms: Final[tuple[Any, ...]]
     keys: Final[Keys]

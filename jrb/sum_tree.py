@@ -32,9 +32,9 @@ import numpy as np
 from jax import lax
 
 from jrb._util import checks
-from jrb._util.arguments import entry
 from jrb._util.pytree import PyTree
 from jrb._xla import dependencies, gather, random_bits, scatter
+from jrb._xla.arguments import entry
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 """2^-126, the least number that arithmetic keeps."""

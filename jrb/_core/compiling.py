@@ -6,8 +6,8 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from jrb._util.arguments import entry
 from jrb._xla import gather
+from jrb._xla.arguments import entry
 
 F = TypeVar("F", bound=Callable[..., Any])
 

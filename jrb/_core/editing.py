@@ -15,8 +15,8 @@ import numpy as np
 from jrb._core import episode_ends, rows, steps
 from jrb._core.compiling import by_description
 from jrb._core.steps import context_of
-from jrb._util import arguments, pytree
-from jrb._xla import dependencies
+from jrb._util import pytree
+from jrb._xla import arguments, dependencies
 from jrb.keys import path_name
 from jrb.ring import Occupancy, Ring
 from jrb.state import Buffer, BufferState, Sample

@@ -1,61 +1,15 @@
-r"""What can be wrong with files, and how text that comes from files is made fit to be shown.
+"""What can be wrong with files: the errors and warnings of a store."""
 
-A terminal obeys control characters, shows text between bidirectional ones in another order, and
-cannot print lone surrogates. They are shown as Python writes them: `\x1b`, `\u202e`. Text for
-people goes through `printable`, and errors of functions that read files through `escaped_errors`.
-"""
-
-import contextlib
-import re
-import unicodedata
-from collections.abc import Iterator
-
-_HIDDEN = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}  # controls, formats, surrogates, separators
-_INVISIBLE = re.compile(  # of other categories, such as variation selectors and fillers
-    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
-)
-
-
-def printable(text: str, keep: str = "\n") -> str:
-    """Returns a text without characters that steer a terminal or cannot be seen.
-
-    Args:
-        text: any string.
-        keep: characters that stay; "" for a text of one line.
-    """
-    if text.isprintable() and not _INVISIBLE.search(text):
-        return text
-    characters = []
-    for character in text:
-        is_hidden = unicodedata.category(character) in _HIDDEN or _INVISIBLE.match(character)
-        if is_hidden and character not in keep:
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
-
-
-def _escaped(args: tuple[object, ...]) -> tuple[object, ...]:
-    return tuple(printable(it) if isinstance(it, str) else it for it in args)
-
-
-@contextlib.contextmanager
-def escaped_errors() -> Iterator[None]:
-    """Makes the messages of errors printable, also those of what caused them."""
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            cause.args = _escaped(cause.args)
-            cause = cause.__cause__
-        raise
+from jrb._util.printing import escaped_errors as escaped_errors
+from jrb._util.printing import printable as printable
+from jrb._util.printing import printable_args
 
 
 class _FileError(Exception):
     """An error whose message may hold names that come from a file."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*_escaped(args))
+        super().__init__(*printable_args(args))
 
 
 class DamagedError(_FileError, ValueError):

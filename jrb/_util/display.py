@@ -9,8 +9,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._store.errors import printable
 from jrb._util import pytree, wording
+from jrb._util.printing import printable
 from jrb._util.pytree import Leaf, PyTree
 
 Row = tuple[str, ...]

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._store.errors import printable
 from jrb._util import hints
+from jrb._util.printing import printable
 
 T = TypeVar("T")
 
@@ -170,6 +170,15 @@ class State:
             odd, names = sorted(changes.keys() - vars(self).keys()), sorted(vars(self))
             raise TypeError(f"{type(self).__name__}: expected fields {names}, got {odd}.")
         return made
+
+
+class HostState:
+    """The base class of the states of storages on the host."""
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that all rows take on the host, in files or memory; 0 if that is not known."""
+        return 0
 
 
 class SpecKey:

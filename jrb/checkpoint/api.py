@@ -12,9 +12,10 @@ import jax
 
 from jrb._store import files, opening
 from jrb._store import generation as generation_files
-from jrb._store.errors import DamagedError, StaleError, escaped_errors, printable
+from jrb._store.errors import DamagedError, StaleError
 from jrb._store.opening import Progress, nobody
 from jrb._util import checks
+from jrb._util.printing import escaped_errors, printable
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import background, composite, descriptions, manifest, saving, schema
 from jrb.checkpoint import extra as extra_data

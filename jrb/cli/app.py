@@ -3,8 +3,8 @@
 import sys
 from typing import Annotated, Any
 
-from jrb._store.errors import printable
 from jrb._util import extras
+from jrb._util.printing import printable
 from jrb.cli import bench, convert, data, demo, found, inspect, stats, verify
 
 typer: Any = extras.require("typer", "cli")

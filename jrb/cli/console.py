@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jrb._store.errors import printable
 from jrb._store.opening import Progress, nobody
 from jrb._util import extras
+from jrb._util.printing import printable
 
 rich_box: Any = extras.require("rich.box", "cli")
 rich_console: Any = extras.require("rich.console", "cli")

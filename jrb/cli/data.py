@@ -3,8 +3,8 @@
 import importlib
 from typing import Annotated, Any
 
-from jrb._store.errors import printable
 from jrb._util import extras
+from jrb._util.printing import printable
 from jrb._util.wording import bytes_text
 from jrb.cli import console, found
 

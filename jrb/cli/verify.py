@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from jrb._store.errors import printable
 from jrb._store.opening import Progress
 from jrb._util import extras
+from jrb._util.printing import printable
 from jrb.checkpoint import manifest
 from jrb.cli import console, found
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 
-from jrb._store.errors import escaped_errors
+from jrb._util.printing import escaped_errors
 from jrb.datasets import cache, opening, removing
 from jrb.datasets.dataset import Dataset
 

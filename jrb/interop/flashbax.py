@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._store import files
-from jrb._store.errors import escaped_errors
 from jrb._util import extras
+from jrb._util.printing import escaped_errors
 from jrb._util.pytree import Leaf
 from jrb.interop.dump import Dump
 from jrb.mix import AnyState

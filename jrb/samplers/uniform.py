@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jrb._util import checks, permutation, pytree
-from jrb._xla import random_bits
+from jrb._util import checks, pytree
+from jrb._xla import permutation, random_bits
 from jrb.ring import Ring
 from jrb.types import Anchors, Draw, ShardedSampler, ShardStats
 

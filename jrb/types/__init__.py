@@ -9,7 +9,7 @@ What it must remember is a state that the buffer hands to it and takes back: arr
 of `State`. An abstract method is what every part of the kind has, all others have defaults.
 """
 
-from jrb._util.pytree import State, component, cursor, static, tally
+from jrb._util.pytree import HostState, State, component, cursor, static, tally
 from jrb.types.messages import (
     Anchors,
     AnchorUpdate,
@@ -27,7 +27,7 @@ from jrb.types.messages import (
     WritePlan,
 )
 from jrb.types.sampler import PrioritizedSampler, Sampler, ShardedSampler
-from jrb.types.storage import HostState, HostStorage, Storage
+from jrb.types.storage import HostStorage, Storage
 from jrb.types.transform import StatefulTransform, Transform
 from jrb.types.unit import Unit
 from jrb.types.writer import Writer

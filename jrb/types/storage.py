@@ -99,15 +99,6 @@ class Storage(abc.ABC):
         return ()
 
 
-class HostState:
-    """What every state of a storage on the host is below."""
-
-    @property
-    def host_bytes(self) -> int:
-        """The bytes that all rows take on the host, in files or memory; 0 if that is not known."""
-        return 0
-
-
 _NO_ARRAYS = SpecKey({})
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import episode_ends, rows
-from jrb._util import checks, permutation, pytree
-from jrb._xla import dependencies, random_bits
+from jrb._util import checks, pytree
+from jrb._xla import dependencies, permutation, random_bits
 from jrb.keys import Keys, Path, find, leaves_at, path_name, within
 from jrb.ring import Ring
 from jrb.types import (

@@ -7,7 +7,7 @@ import h5py
 import jax
 import numpy as np
 
-from jrb._store.errors import escaped_errors
+from jrb._util.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.writing.atomic_write import new_file

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._store.errors import escaped_errors
 from jrb._util import extras, pytree
+from jrb._util.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA, leaf_spaces, package

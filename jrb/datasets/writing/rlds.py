@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store.errors import escaped_errors
+from jrb._util.printing import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.reading.names import check_names

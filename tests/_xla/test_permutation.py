@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrb._util import permutation
-from jrb._xla import random_bits
+from jrb._xla import permutation, random_bits
 
 SMALL = 300
 SEED = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
