@@ -159,7 +159,7 @@ _REMOVED: dict[str, dict[str, Json]] = {
     "DeviceStorage": {"layout": ...},
     "Hindsight": {"exact": ...},
     "NStep": {"keep": {"tuple": []}},
-    "Prioritized": {"branching": ...},
+    "Prioritized": {"branching": ..., "priority_key": None},
     "Sharded": {"exchange": False},
 }
 """Removed options, with the value that did not change the state; `...` for any value."""
