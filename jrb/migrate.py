@@ -5,7 +5,7 @@ N capacity, E environments, T rows of time, K items.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jrb.samplers.prioritized import DROPPED
 from jrb.sharding import Sharded
 from jrb.sharding import states as shard_states
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, Item, PrioritizedSampler, Sampler, ShardedSampler
+from jrb.types import Context, PrioritizedSampler, ShardedSampler
 from jrb.types.messages import PartState
 from jrb.types.sampler import missing_method
 
@@ -76,13 +76,17 @@ def rebuild(
         >>> jrb.items(new, state)["x"].tolist(), new.priorities(state).tolist()
         ([4, 5, 6, 7], [1.0, 1.0, 1.0, 1.0])
     """
-    if isinstance(old, Sharded) or isinstance(new, Sharded):
-        return _rebuild_shards(old, state, new)
-    _check_single(old, state, new)
-    selection = _select(old, new, state)
-    if selection.is_redealt:
-        _check_redealt(old, state, new)
-    return _refill(_Source(old, (state,)), new, selection)
+    if not isinstance(old, Sharded) and not isinstance(new, Sharded):
+        _check_single(old, state, new)
+        return _refill(old, (state,), new, _select(old, state, new))
+    states = {0: state}
+    if isinstance(old, Sharded):
+        shards = shard_states.split(old, state)
+        states = {number: jax.tree.map(jnp.asarray, one) for number, one in shards.items()}
+    if not isinstance(new, Sharded):
+        return regrouped(old, states, new, 0)
+    numbers = new.layout.numbers_here()
+    return shard_states.join(new, {n: regrouped(old, states, new, n) for n in numbers})
 
 
 # Copies that keep the order of rows; datasets and readers of other formats use these too.
@@ -110,16 +114,16 @@ def pieces(order: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
         yield order[start : start + step]
 
 
-def _iter_rows(buffer: Buffer, state: BufferState) -> Iterator[tuple[Item, jax.Array]]:
+def _iter_rows(buffer: Buffer, state: BufferState) -> Iterator[tuple[Any, jax.Array]]:
     """Yields all rows of a storage on the host that was filled once, from slot 0 on.
 
-    All pieces have one length, so that a write of them is compiled once: items `[T, ...]` or
-    `[T, E, ...]` as they are stored, and which of them are real, bool `[T]`, or `[T, E]` where each
-    environment has its own clock.
+    Items are `[T, ...]` or `[T, E, ...]` as they are stored. A mask, bool `[T]`, or `[T, E]` where
+    each environment has its own clock, says which are real.
     """
     ring, envs = buffer.ring, buffer.ring.envs
     counts = np.broadcast_to(buffer.writer.held(ring, state.writer).rows(ring), envs)
     row_bytes = pytree.nbytes(buffer.storage.spec(state.storage)) * envs
+    # All pieces have one length, so that the write of them is compiled once.
     size = min(max(1, 2 * _PIECE // max(1, row_bytes)), max(1, int(counts.max())))
     for start in range(0, int(counts.max()), size):
         row = np.arange(start, start + size)
@@ -159,42 +163,6 @@ def with_storage(old: Buffer, state: BufferState, new: Buffer) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source:
-    """The old states: one, or those of several shards. Slot s of state k has number k N + s."""
-
-    buffer: ReplayBuffer
-    states: tuple[BufferState, ...]
-
-    @property
-    def state(self) -> BufferState:
-        """The first state, for what all of them have in common."""
-        return self.states[0]
-
-    def read(
-        self, slots: np.ndarray, read: Callable[[BufferState, jax.Array], Any], axis: int
-    ) -> Any:
-        """Reads slots `[..., E]`; each environment lies in one state. Results have E at `axis`."""
-        number = slots.reshape(-1, slots.shape[-1])[0] // self.buffer.capacity
-        parts = [
-            read(self.states[k], jnp.asarray(slots[..., number == k] - k * self.buffer.capacity))
-            for k in np.unique(number)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        order = np.argsort(np.argsort(number, kind="stable"))
-        join = lambda *leaves: jnp.concatenate(leaves, axis=axis).take(order, axis=axis)
-        return jax.tree.map(join, *parts)
-
-    def take(self, slots: np.ndarray) -> Item:
-        """Returns the items at slots `[T, E]`."""
-        return self.read(slots, self.buffer.take, axis=1)
-
-    def episode_step(self, slots: np.ndarray) -> np.ndarray | None:
-        """Returns `Unit.episode_step` of the rows at slots `[E]`."""
-        return self.read(slots, lambda state, at: self.buffer.unit.episode_step(state.unit, at), 0)
-
-
-@dataclasses.dataclass(frozen=True)
 class _Selection:
     """The rows that are kept, as rows of the new buffer.
 
@@ -202,44 +170,40 @@ class _Selection:
         slots: int32 `[T, E]`, the old slots, oldest row first.
         mask: bool `[T, E]`, which of them are real.
         cuts: bool `[T, E]`, the rows after which time does not go on; None without order of time.
-        is_redealt: whether environments are not those of the old buffer.
     """
 
     slots: np.ndarray
     mask: np.ndarray
     cuts: np.ndarray | None
-    is_redealt: bool
-
-    @property
-    def new_slots(self) -> np.ndarray:
-        """Returns the new slots of the kept items, int32 `[K]`."""
-        row, env = np.cumsum(self.mask, axis=0) - 1, np.arange(self.mask.shape[1])
-        return (row * len(env) + env)[self.mask].astype(np.int32)
 
 
-def _all_of(slots: np.ndarray, cuts: np.ndarray | None, is_redealt: bool) -> _Selection:
-    return _Selection(slots.astype(np.int32), np.ones(slots.shape, bool), cuts, is_redealt)
-
-
-def _select(buffer: ReplayBuffer, target: ReplayBuffer, state: BufferState) -> _Selection:
+def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _Selection:
     """Returns the newest rows that fit, or the best items of a writer without order of time."""
     old, new = buffer.ring, target.ring
+    is_redealt, cuts, mask = old.envs != new.envs, None, None
     if not buffer.writer.is_chronological:
         best = np.asarray(buffer.writer.best(old, state.writer, target.capacity))
         order = np.asarray(buffer.in_order(state)[0])
-        kept = order[np.isin(order, best)][: len(best)]
+        slots = order[np.isin(order, best)][: len(best), None]
+        if target.writer.is_chronological:
+            slots = slots[len(slots) % new.envs :].reshape(-1, new.envs)
+            cuts = np.ones(slots.shape, bool)  # each item is an episode of its own
+    else:
+        slots, mask = _newest_rows(old, buffer.writer.held(old, state.writer), target.capacity)
         if not target.writer.is_chronological:
-            return _all_of(kept[:, None], None, old.envs != new.envs)
-        kept = kept[len(kept) % new.envs :].reshape(-1, new.envs)  # each an episode of its own
-        return _all_of(kept, np.ones(kept.shape, bool), old.envs != new.envs)
-    occupancy = buffer.writer.held(old, state.writer)
-    slots, mask = _newest_rows(old, occupancy, target.capacity)
-    if not target.writer.is_chronological:
-        return _all_of(slots[mask][:, None], None, old.envs != new.envs)
-    ends = _unit_ends(buffer, state.writer, state.unit, slots)
-    if old.envs != new.envs or not (mask.all() or target.writer.per_env):
-        return _all_of(*_redeal(slots, ends, mask, new.envs), True)
-    return _Selection(slots[-new.rows :], mask[-new.rows :], ends[-new.rows :], False)
+            slots, mask = slots[mask][:, None], None
+        else:
+            cuts = _episode_ends(buffer, state, slots)
+            if not is_redealt and (mask.all() or target.writer.per_env):
+                slots, mask, cuts = (each[-new.rows :] for each in (slots, mask, cuts))
+            else:
+                is_redealt = True
+                slots, cuts = _redeal(slots, cuts, mask, new.envs)
+                mask = None
+    if is_redealt:
+        _check_redealt(buffer, state, target)
+    mask = np.ones(slots.shape, bool) if mask is None else mask
+    return _Selection(slots.astype(np.int32), mask, cuts)
 
 
 def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -256,18 +220,19 @@ def _newest_rows(ring: Ring, occupancy: Occupancy, limit: int) -> tuple[np.ndarr
     return np.where(mask, slots, slots[mask][:1]) if mask.any() else slots, mask
 
 
-def _unit_ends(
-    buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: np.ndarray
-) -> np.ndarray:
-    """Returns the rows after which time does not go on; the unit may know more than flags say."""
-    return np.array(_compiled_ends(buffer, writer, unit, slots))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _call(function: Callable[..., Any], part: Any, *args: Any) -> Any:
+    """Calls a function of a description and of arrays, compiled once for each description."""
+    return function(part, *args)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _compiled_ends(
-    buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: jax.Array
-) -> jax.Array:
+def _is_episode_end(buffer: ReplayBuffer, writer: PartState, unit: PartState, slots: Any) -> Any:
     return buffer.unit.is_episode_end(steps.context_of(buffer, writer), unit, slots)
+
+
+def _episode_ends(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.ndarray:
+    """Returns the rows after which time does not go on; the unit may know more than flags say."""
+    return np.array(_call(_is_episode_end, buffer, state.writer, state.unit, slots))
 
 
 def _redeal(
@@ -275,55 +240,93 @@ def _redeal(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Joins streams `[T, E]` end to end and cuts them into `envs` equal ones; also the seams."""
     surplus = int(mask.sum()) % envs  # items that do not fill a row: dropped from the oldest one
+    first = surplus if surplus <= slots.shape[1] else 0
     ends[-1:] = True
-    in_line = lambda rows: np.concatenate(
-        [
-            stream[real][number < surplus :] if surplus <= slots.shape[1] else stream[real]
-            for number, (stream, real) in enumerate(zip(rows.T, mask.T, strict=True))
-        ]
+    line, seams = (
+        np.concatenate([stream[real][env < first :] for env, (stream, real) in enumerate(pairs)])
+        for pairs in (zip(slots.T, mask.T, strict=True), zip(ends.T, mask.T, strict=True))
     )
-    line, seams = in_line(slots), in_line(ends)
     over = line.size % envs  # not 0 only where a row had fewer items than there are environments
-    streams = seams[over:].reshape(envs, -1)
-    streams[:, -1:] = True
-    return line[over:].reshape(streams.shape).T, streams.T
+    seams = seams[over:].reshape(envs, -1)
+    seams[:, -1:] = True
+    return line[over:].reshape(seams.shape).T, seams.T
 
 
-# The new state.
+# The new state. Slot s of old state k has number k N + s.
 
 
-def _refill(source: _Source, new: ReplayBuffer, selection: _Selection) -> BufferState:
-    """Returns a state of the new description that holds the selection."""
-    old, state = source.buffer, source.state
-    made = _write_items(source, new, selection)
-    made = made.replace(transforms=_transform_states(old, state, new, made))
-    if not selection.mask.any():
+def _read(
+    buffer: ReplayBuffer,
+    states: Sequence[BufferState],
+    slots: np.ndarray,
+    read: Callable[[BufferState, jax.Array], Any],
+    axis: int,
+) -> Any:
+    """Reads slots `[..., E]`; each environment lies in one state. Results have E at `axis`."""
+    number = slots.reshape(-1, slots.shape[-1])[0] // buffer.capacity
+    parts = [
+        read(states[k], jnp.asarray(slots[..., number == k] - k * buffer.capacity))
+        for k in np.unique(number)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    order = np.argsort(np.argsort(number, kind="stable"))
+    join = lambda *leaves: jnp.concatenate(leaves, axis=axis).take(order, axis=axis)
+    return jax.tree.map(join, *parts)
+
+
+def _refill(
+    old: ReplayBuffer, states: Sequence[BufferState], new: ReplayBuffer, kept: _Selection
+) -> BufferState:
+    """Returns a state of the new description that holds a selection of the old items."""
+    made, state, transforms = _write_items(old, states, new, kept), states[0], ()
+    if transforming.learning(new.transforms):  # their state is the old one, or learned from items
+        none = jnp.zeros(1, jnp.int32)
+        context = Context(new.ring, new.keys, Occupancy(none, none))
+        blank = transforming.init(new.transforms, context, old.stored(state))
+        learned = transforming.adopted((new.transforms, made.transforms), (new.transforms, blank))
+        before = old.transforms, state.transforms
+        transforms = transforming.adopted(before, (new.transforms, learned))
+    made = made.replace(transforms=transforms)
+    if not kept.mask.any():
         return made
     if type(old.writer.writable()) is type(new.writer.writable()):
         made = made.replace(writer=new.writer.import_state(new.ring, made.writer, state.writer))
-    slots, places = jnp.asarray(selection.slots[selection.mask]), jnp.asarray(selection.new_slots)
-    samplers = [each.sampler for each in source.states]
-    sampler = _sampler_state(old.sampler, samplers, new, made, slots, places)
-    return made.replace(sampler=counting.adopted(sampler, samplers, slots, places))
+    row, env = np.cumsum(kept.mask, axis=0) - 1, np.arange(kept.mask.shape[1])
+    new_slots = jnp.asarray((row * len(env) + env)[kept.mask].astype(np.int32))
+    slots = jnp.asarray(kept.slots[kept.mask])
+    samplers = [each.sampler for each in states]
+    sampler = _sampler_state(old, samplers, new, made, slots, new_slots)
+    return made.replace(sampler=counting.adopted(sampler, samplers, slots, new_slots))
 
 
-def _write_items(source: _Source, new: ReplayBuffer, selection: _Selection) -> BufferState:
-    """Writes the selection to an empty state."""
-    buffer, state, slots, cuts = source.buffer, source.state, selection.slots, selection.cuts
-    target = replay_target(new)
-    mask = None if selection.mask.all() else jnp.asarray(selection.mask)
+def _write_items(
+    old: ReplayBuffer, states: Sequence[BufferState], new: ReplayBuffer, kept: _Selection
+) -> BufferState:
+    """Writes a selection to an empty state."""
+    slots, cuts, target = kept.slots, kept.cuts, replay_target(new)
+    mask = None if kept.mask.all() else jnp.asarray(kept.mask)
     if new.storage.of_objects:
-        objects = buffer.take(state, jnp.asarray(slots.reshape(-1)))
+        objects = old.take(states[0], jnp.asarray(slots.reshape(-1)))
         if target.num_envs is not None:
-            objects = [list(row) for row in _by_rows(objects, slots.shape[1])]
+            envs = slots.shape[1]
+            objects = [objects[start : start + envs] for start in range(0, len(objects), envs)]
         return target.extend(target.init(None), objects, mask).replace(ring=new.ring)
-    spec = buffer.stored(state)
+    spec = old.stored(states[0])
     made = eager.init(target, spec, None)
-    if len(slots) and cuts is not None and buffer.writer.is_chronological:
-        steps_before = _first_episode_steps(source, new, selection)
-        made = made.replace(unit=target.unit.init_mid_episode(made.unit, steps_before))
+    if len(slots) and cuts is not None and old.writer.is_chronological:
+        # The rows of its episode before the first row of each environment, int32 `[E]`.
+        first = np.take_along_axis(slots, kept.mask.argmax(axis=0)[None], axis=0)[0]
+        episode_step = lambda state, at: old.unit.episode_step(state.unit, at)
+        before = _read(old, states, first, episode_step, 0)
+        if before is None:
+            before = _UNKNOWN
+        elif old.unit != new.unit:
+            before = np.where(before > 0, _UNKNOWN, 0)  # each unit counts up to a limit of its own
+        before = jnp.asarray(np.where(kept.mask.any(axis=0), before, 0), jnp.int32)
+        made = made.replace(unit=target.unit.init_mid_episode(made.unit, before))
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
-        items = source.take(slots[piece])
+        items = _read(old, states, slots[piece], old.take, 1)
         seams = None if cuts is None else jnp.asarray(cuts[piece])
         if target.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
@@ -337,102 +340,32 @@ def _write_items(source: _Source, new: ReplayBuffer, selection: _Selection) -> B
     return made.replace(ring=new.ring)
 
 
-def _by_rows(objects: list[Any], width: int) -> Iterator[list[Any]]:
-    return (objects[start : start + width] for start in range(0, len(objects), width))
-
-
-def _first_episode_steps(source: _Source, new: ReplayBuffer, selection: _Selection) -> jax.Array:
-    """Returns the rows of its episode before the first row of each environment, int32 `[E]`.
-
-    `_UNKNOWN` if nobody knows; 0 for an environment without rows.
-    """
-    first = selection.mask.argmax(axis=0)[None]
-    before = source.episode_step(np.take_along_axis(selection.slots, first, axis=0)[0])
-    if before is None:
-        before = _UNKNOWN
-    elif source.buffer.unit != new.unit:
-        before = np.where(before > 0, _UNKNOWN, 0)  # each unit counts up to a limit of its own
-    return jnp.asarray(np.where(selection.mask.any(axis=0), before, 0), jnp.int32)
-
-
-def _transform_states(
-    old: ReplayBuffer, state: BufferState, new: ReplayBuffer, made: BufferState
-) -> tuple:
-    """Returns the states of the new transforms: from the old ones, else learned from the items."""
-    if not transforming.learning(new.transforms):
-        return ()
-    none = jnp.zeros(1, jnp.int32)
-    context = Context(new.ring, new.keys, Occupancy(none, none))
-    blank = transforming.init(new.transforms, context, old.stored(state))
-    learned = transforming.adopted((new.transforms, made.transforms), (new.transforms, blank))
-    return transforming.adopted((old.transforms, state.transforms), (new.transforms, learned))
-
-
 def _sampler_state(
-    old: Sampler,
+    buffer: ReplayBuffer,
     states: list[PartState],
     new: ReplayBuffer,
     made: BufferState,
     slots: jax.Array,
-    places: jax.Array,
+    new_slots: jax.Array,
 ) -> Any:
     """Returns the new sampler's state, with what the old states say of the items at `slots`."""
-    is_alike = type(old) is type(new.sampler) and not new.sampler.prioritized
-    if is_alike or old == new.sampler:
-        state = states[0] if len(states) == 1 else _concatenated(old, states)
-        return _adopted(new.sampler, made.sampler, state, slots, places)
-    if not (isinstance(old, PrioritizedSampler) and isinstance(new.sampler, PrioritizedSampler)):
+    old, sampler = buffer.sampler, new.sampler
+    if old == sampler or (type(old) is type(sampler) and not sampler.prioritized):
+        state = states[0]
+        if len(states) > 1 and isinstance(old, ShardedSampler):
+            state = old.concat_shard_states(states)
+        elif len(states) > 1 and not old.consumes:  # a queue of which nothing is pending is any
+            raise missing_method(old, "concat_shard_states", "rebuild", "ShardedSampler")
+        import_state = type(sampler).import_state
+        return _call(import_state, sampler, made.sampler, state, slots, new_slots)
+    if not (isinstance(old, PrioritizedSampler) and isinstance(sampler, PrioritizedSampler)):
         return made.sampler
     raw = jnp.concatenate([old.priorities(state) for state in states])[slots]
-    assigned = _assigned(new.sampler, made.sampler, places, raw)
-    dropped = places[np.asarray(raw == DROPPED)]
+    assigned = _call(type(sampler).assign, sampler, made.sampler, new_slots, raw, None)
+    dropped = new_slots[np.asarray(raw == DROPPED)]
     if not dropped.size:
         return assigned
-    return new.sampler.drop(new.ring, assigned, dropped, jnp.ones(dropped.shape, jnp.bool_))
-
-
-def _concatenated(sampler: Sampler, states: list[PartState]) -> Any:
-    """Returns the states of several shards as one."""
-    if isinstance(sampler, ShardedSampler):
-        return sampler.concat_shard_states(states)
-    if sampler.consumes:  # shards are put together when nothing is pending
-        return states[0]
-    raise missing_method(sampler, "concat_shard_states", "rebuild", "ShardedSampler")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _adopted(
-    sampler: Sampler, made: PartState, old: PartState, slots: jax.Array, places: jax.Array
-) -> Any:
-    return sampler.import_state(made, old, slots, places)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _assigned(
-    sampler: PrioritizedSampler, made: PartState, places: jax.Array, raw: jax.Array
-) -> Any:
-    return sampler.assign(made, places, raw, None)
-
-
-# Shards.
-
-
-def _rebuild_shards(
-    old: ReplayBuffer | Sharded, state: BufferState, new: ReplayBuffer | Sharded
-) -> BufferState:
-    """Rebuilds from shards, or to them."""
-    states = {0: state}
-    if isinstance(old, Sharded):
-        states = {
-            number: jax.tree.map(jnp.asarray, one)
-            for number, one in shard_states.split(old, state).items()
-        }
-    if not isinstance(new, Sharded):
-        return regrouped(old, states, new, 0)
-    numbers = new.layout.numbers_here()
-    return shard_states.join(
-        new, {number: regrouped(old, states, new, number) for number in numbers}
-    )
+    return sampler.drop(new.ring, assigned, dropped, jnp.ones(dropped.shape, jnp.bool_))
 
 
 def regrouped(
@@ -455,22 +388,22 @@ def regrouped(
             2^31 - 1 slots in the shards that the new one is made of.
     """
     part, target = (one.part if isinstance(one, Sharded) else one for one in (old, new))
-    _check_shards(old, part, states, new)
+    _check_shards(old, states, new)
     first = number * target.ring.envs  # environments are dealt to shards in their order
     stop = first + target.ring.envs
     needed = list(range(first // part.ring.envs, -(-stop // part.ring.envs)))
     validate.check_slots(len(needed) * part.capacity)
     columns = slice(first - needed[0] * part.ring.envs, stop - needed[0] * part.ring.envs)
-    each = []
-    for place, k in enumerate(needed):
-        occupancy = part.writer.held(part.ring, states[k].writer)
+    selections = []
+    for k, shard in enumerate(needed):
+        occupancy = part.writer.held(part.ring, states[shard].writer)
         slots, mask = _newest_rows(part.ring, occupancy, target.ring.rows * part.ring.envs)
-        ends = _unit_ends(part, states[k].writer, states[k].unit, slots)
-        each.append((slots + place * part.capacity, mask, ends))
-    rows = max(len(slots) for slots, _, _ in each)
+        ends = _episode_ends(part, states[shard], slots)
+        selections.append((slots + k * part.capacity, mask, ends))
+    rows = max(len(slots) for slots, _, _ in selections)
     slots, mask, cuts = (
         np.concatenate([np.pad(x, ((rows - len(x), 0), (0, 0))) for x in field], axis=1)[:, columns]
-        for field in zip(*each, strict=True)
+        for field in zip(*selections, strict=True)
     )
     if not (mask.all() or target.writer.per_env):
         raise ValueError(
@@ -479,8 +412,8 @@ def regrouped(
             f"{sorted(set(mask.sum(axis=0).tolist()))} rows of their environments."
         )
     slots = np.where(mask, slots, np.max(np.where(mask, slots, 0), axis=0))  # any slot of its own
-    source = _Source(part, tuple(states[k] for k in needed))
-    return _refill(source, target, _Selection(slots.astype(np.int32), mask, cuts, False))
+    kept = _Selection(slots.astype(np.int32), mask, cuts)
+    return _refill(part, [states[k] for k in needed], target, kept)
 
 
 # Checks.
@@ -520,10 +453,7 @@ def _check_redealt(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> 
 
 
 def _check_shards(
-    old: ReplayBuffer | Sharded,
-    part: ReplayBuffer,
-    states: Mapping[int, BufferState],
-    new: ReplayBuffer | Sharded,
+    old: ReplayBuffer | Sharded, states: Mapping[int, BufferState], new: ReplayBuffer | Sharded
 ) -> None:
     before, after = (each.buffer if isinstance(each, Sharded) else each for each in (old, new))
     for each in (before, after):
