@@ -144,7 +144,7 @@ if not TYPE_CHECKING:  # or every misspelt name would have a type
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:
-            hint = importlib.import_module(f"{__name__}._util.hints").hint(name, __all__)
+            hint = importlib.import_module(f"{__name__}._util.wording").hint(name, __all__)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
         home = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
         value = home if name == _MODULE_OF[name] else getattr(home, name)

@@ -9,21 +9,18 @@ N capacity, E environments, T time, B batch.
 from jrb._core.episode_ends import ending as episode_ends
 from jrb._core.rows import last_of_equals
 from jrb._core.rows import put as put_rows
-from jrb._core.rows import read as read_rows
 from jrb._store.files import absolute as absolute_path
 from jrb._util import checks
+from jrb._util.checks import MAX_EXPANSION, ExpansionLimit, declared_nbytes
 from jrb._util.display import table_html, table_text
-from jrb._util.expansion import MAX_EXPANSION
-from jrb._util.expansion import Limit as ExpansionLimit
-from jrb._util.expansion import nbytes as declared_nbytes
 from jrb._util.extras import require
 from jrb._util.printing import escaped_errors, printable
 from jrb._util.pytree import leaf_name, leaf_names
 from jrb._util.pytree import nbytes as tree_nbytes
 from jrb._util.wording import bytes_text
 from jrb._xla.compat import enable_x64
-from jrb._xla.dependencies import emptied, overwrite
-from jrb._xla.dependencies import read as materialize
+from jrb._xla.dependencies import emptied, materialize, overwrite
+from jrb._xla.gather import read as read_rows
 from jrb.units.anchors import all_held, every_slot
 from jrb.units.episodes import lengths as episode_lengths
 

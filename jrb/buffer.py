@@ -13,14 +13,7 @@ import numpy as np
 
 from jrb._core import eager, steps, transforming
 from jrb._core.validate import check_state, explained, warn_of_refused
-from jrb._util import (
-    casting,
-    checks,
-    display,
-    hints,
-    owned,
-    pytree,
-)
+from jrb._util import casting, checks, display, pytree, wording
 from jrb._util.pytree import Leaf
 from jrb.keys import TED, Keys
 from jrb.ring import Ring
@@ -89,7 +82,7 @@ class ReplayBuffer:
     if not TYPE_CHECKING:  # or every misspelt name would have a type
 
         def __getattr__(self, name: str) -> Any:
-            raise hints.no_attribute(self, name)
+            raise wording.no_attribute(self, name)
 
     def __repr__(self) -> str:
         return display.laid_out(self)
@@ -295,7 +288,7 @@ class ReplayBuffer:
             return state
         return eager.write(self, state, rows, mask, None, priorities, donate)
 
-    @hints.takes_state
+    @wording.takes_state
     def sample(
         self,
         state: BufferState,
@@ -321,7 +314,7 @@ class ReplayBuffer:
         """
         return self._drawn(state, key, batch_size, beta, moves=False)[1]
 
-    @hints.takes_state
+    @wording.takes_state
     def draw(
         self,
         state: BufferState,
@@ -428,7 +421,7 @@ class ReplayBuffer:
         """
         prioritized = self._prioritized("set_alpha")
         check_state(self, state)
-        sampler = prioritized.set_alpha(state.sampler, owned.copy(alpha))
+        sampler = prioritized.set_alpha(state.sampler, casting.copy_array(alpha))
         return state.replace(sampler=sampler)
 
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
@@ -770,7 +763,7 @@ class ReplayBuffer:
             items = casting.kept(items, verb)
         if transforming.inverses(self.transforms):
             checks.lead(items, lead, verb)
-            items = owned.copied(items)
+            items = casting.copy_arrays(items)
             inverse = functools.partial(transforming.inward, self.transforms)
             for _ in lead:
                 inverse = jax.vmap(inverse)

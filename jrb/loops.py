@@ -13,8 +13,9 @@ import numpy as np
 from jrb._core.host_proxy import on_host
 from jrb._core.validate import explained, warn_of_refused
 from jrb._util import casting, checks
-from jrb._util.owned import copied, copy
-from jrb._xla import gather
+from jrb._util.casting import copy_array as copy
+from jrb._util.casting import copy_arrays as copied
+from jrb._xla import compiling
 from jrb.buffer import ReplayBuffer
 from jrb.mix import Description, Mix
 from jrb.sharding import Sharded
@@ -68,7 +69,7 @@ def _writes(verb: Callable[..., Any], static: tuple[int, ...]) -> Callable[..., 
     """Compiles a verb that writes items; the state is donated."""
     # Inside another compiled function, the verb may be part of a loop: see `gather.by_itself`.
     inside = jax.jit(verb, donate_argnums=0, static_argnums=static)
-    outside = jax.jit(gather.by_itself(verb), donate_argnums=0, static_argnums=static)
+    outside = jax.jit(compiling.standalone_program(verb), donate_argnums=0, static_argnums=static)
 
     def called(state: Any, *args: Any) -> Any:
         return (inside if _is_traced(state) else outside)(state, *args)
@@ -84,7 +85,7 @@ def _reads(verb: Callable[..., Any], static: tuple[int, ...]) -> Callable[..., A
 def _draws(verb: Callable[..., Any], static: tuple[int, ...]) -> Callable[..., Any]:
     """Compiles a verb that reads items, and leaves the state as it is."""
     inside = jax.jit(verb, static_argnums=static)
-    outside = jax.jit(gather.by_itself(verb), static_argnums=static)
+    outside = jax.jit(compiling.standalone_program(verb), static_argnums=static)
 
     def called(states: Any, key: jax.Array, *args: Any) -> Any:
         first = states[0] if isinstance(states, (tuple, list)) and states else states
@@ -110,7 +111,7 @@ def _moves(
         return state.sampler, *sample
 
     numbers = tuple(number + 1 for number in static)
-    function = gather.by_itself(moved) if by_itself else moved
+    function = compiling.standalone_program(moved) if by_itself else moved
     compiled = jax.jit(function, donate_argnums=0, static_argnums=numbers)
 
     def called(state: BufferState, *args: Any) -> Any:

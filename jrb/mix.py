@@ -11,14 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import counting, eager
-from jrb._util import (
-    checks,
-    display,
-    hints,
-    owned,
-    pytree,
-)
-from jrb._xla import permutation, random_bits
+from jrb._util import casting, checks, display, pytree, wording
+from jrb._xla import random_bits
 from jrb.buffer import ReplayBuffer
 from jrb.sharding import Sharded
 from jrb.state import Buffer, BufferState, Device, Sample, check_origin
@@ -114,7 +108,7 @@ class Mix:
         ]
         return jnp.all(jnp.stack(ready))
 
-    @hints.takes_state
+    @wording.takes_state
     def sample(
         self,
         states: States,
@@ -126,7 +120,7 @@ class Mix:
         """Draws a batch and leaves the states as they are; see `draw`."""
         return self._draw(states, key, batch_size, beta, proportions)[1]
 
-    @hints.takes_state
+    @wording.takes_state
     def draw(
         self,
         states: States,
@@ -259,7 +253,7 @@ class Mix:
         """Returns how many of a batch each buffer gives, int32 `[K]`, for proportions of a call."""
         if not isinstance(proportions, jax.core.Tracer):
             _check_proportions(np.asarray(proportions, np.float64), len(self.buffers))
-        values = jnp.asarray(owned.copy(proportions)).astype(jnp.float32)
+        values = jnp.asarray(casting.copy_array(proportions)).astype(jnp.float32)
         if values.shape != (len(self.buffers),):
             raise ValueError(
                 f"proportions: expected shape ({len(self.buffers)},), got {values.shape}."
@@ -367,7 +361,7 @@ def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
     source = jnp.minimum(source, len(parts) - 1)
     within = place - (ends - shares)[source]
     seeds = random_bits.bits(key, (len(parts), 2))
-    mixed = jnp.stack([permutation.permute(seed, jnp.int32(size), place) for seed in seeds])
+    mixed = jnp.stack([random_bits.permute(seed, jnp.int32(size), place) for seed in seeds])
     row = source * size + mixed[source, within]
     return jax.tree.map(lambda leaf: leaf[row], _joined(parts))
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 import jax
 import jax.numpy as jnp
 
-from jrb._util import display, hints, pytree, wording
-from jrb._util.identity import identity
+from jrb._util import display, pytree, wording
+from jrb._util.display import identity
 from jrb._util.pytree import HostState
 from jrb.keys import Keys
 from jrb.ring import Ring
@@ -52,7 +52,7 @@ class BufferState(pytree.State):
     if not TYPE_CHECKING:  # or every misspelt name would have a type
 
         def __getattr__(self, name: str) -> Any:
-            raise hints.no_attribute(self, name)
+            raise wording.no_attribute(self, name)
 
     def __repr__(self) -> str:
         return display.text(self, self._title(), self._facts())
@@ -110,7 +110,7 @@ class Sample(pytree.State):
     if not TYPE_CHECKING:  # or every misspelt name would have a type
 
         def __getattr__(self, name: str) -> Any:
-            raise hints.no_attribute(self, name)
+            raise wording.no_attribute(self, name)
 
         def __getitem__(self, name: object) -> Any:
             raise TypeError(f"sample[...]: the items are in sample.data, such as data[{name!r}].")

@@ -34,7 +34,7 @@ from jax import lax
 from jrb._util import checks
 from jrb._util.pytree import PyTree
 from jrb._xla import dependencies, gather, random_bits, scatter
-from jrb._xla.arguments import entry
+from jrb._xla.compiling import entry
 
 SMALLEST = float(np.finfo(np.float32).tiny)
 """2^-126, the least number that arithmetic keeps."""
@@ -274,7 +274,7 @@ def draw(
         The random bits, uint32 `[2, B]`; the leaves, int32 `[B]`; their masses, float32 `[B]`; the
         total, float32 `[]`. If that is 0, the leaves and their masses mean nothing.
     """
-    words, mass = dependencies.once(
+    words, mass = dependencies.evaluate_once(
         lambda: (
             random_bits.bits(key, (2, batch_size)),
             lax.optimization_barrier(reduce_rows(tree, _top_row(tree))),
@@ -363,7 +363,7 @@ def is_tree(thing: PyTree) -> bool:
 
 def root(tree: Tree) -> jax.Array:
     """Returns the reduction of all leaves, float32 `[]`."""
-    return dependencies.read(lambda: reduce_rows(tree, _top_row(tree)))
+    return dependencies.materialize(lambda: reduce_rows(tree, _top_row(tree)))
 
 
 def leaf_values(tree: Tree) -> jax.Array:
@@ -374,12 +374,14 @@ def leaf_values(tree: Tree) -> jax.Array:
 def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
     """Returns the least leaf of a "min" tree, float32 `[]`, and the first index of it, int32."""
     least = root(tree)
-    row = dependencies.read(lambda: _top_row(tree))
+    row = dependencies.materialize(lambda: _top_row(tree))
     node = jnp.argmin(row).astype(jnp.int32)
 
     def descend(_: jax.Array, node: jax.Array) -> jax.Array:
         first = (node - tree.shift) << tree.bits
-        row = dependencies.read(lambda: lax.dynamic_slice_in_dim(tree.nodes, first, tree.branching))
+        row = dependencies.materialize(
+            lambda: lax.dynamic_slice_in_dim(tree.nodes, first, tree.branching)
+        )
         return first + jnp.argmin(row).astype(jnp.int32)
 
     return least, dependencies.loop(tree.depth, descend, node) - tree.leaf

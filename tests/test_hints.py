@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._util import extras, hints
+from jrb._util import extras, wording
 
 EXAMPLE = {
     "observation": jnp.zeros(4),
@@ -93,8 +93,8 @@ def test_hints_are_in_nobodys_way():
     same = copy.copy(copy.deepcopy(jax.device_get(sample)))
     np.testing.assert_array_equal(jax.jit(lambda it: it.indices)(same), sample.indices)
     classes = (jrb.ReplayBuffer, jrb.BufferState, jrb.Sample)
-    shadowed = {name for cls in classes for name in hints.NAMES if hasattr(cls, name)}
-    assert not shadowed & {"experience", "push"} and not hints.NAMES.keys() & set(jrb.__all__)
+    shadowed = {name for cls in classes for name in wording.NAMES if hasattr(cls, name)}
+    assert not shadowed & {"experience", "push"} and not wording.NAMES.keys() & set(jrb.__all__)
 
 
 def test_an_example_with_the_axis_of_environments_is_told():

@@ -303,7 +303,7 @@ def test_a_bare_sample_before_a_write_is_what_copies(name):
 
 
 def test_the_tie_of_draw_is_what_keeps_draw_then_add_in_place(monkeypatch):
-    monkeypatch.setattr(dependencies, "token", lambda reads: jnp.int32(0))
+    monkeypatch.setattr(dependencies, "zero_depending_on", lambda reads: jnp.int32(0))
     jax.clear_caches()
     some = ("uniform", "epochs", "queue", "prioritized")
     grown = {name: growth(name, draw_add) for name in some}
@@ -330,8 +330,8 @@ def test_no_dtype_is_widened_and_copied(dtype, agents):
 
 def test_a_read_is_not_repeated_after_a_write():
     def step(array, i):
-        value = dependencies.read(lambda: array[i])
-        array = array.at[i + dependencies.token(value)].set(value + 1)
+        value = dependencies.materialize(lambda: array[i])
+        array = array.at[i + dependencies.zero_depending_on(value)].set(value + 1)
         return array, jnp.sin(value) + jnp.cos(value)
 
     def temporaries(size):
@@ -347,5 +347,5 @@ def test_a_read_is_not_repeated_after_a_write():
 def test_a_token_is_zero_whatever_was_read(dtype):
     for value in (0, 1, -1, 3):
         leaf = jnp.full((2, 3), value).astype(dtype)
-        assert int(jax.jit(dependencies.token)((leaf, jnp.zeros((0, 2))))) == 0
-    assert int(dependencies.token(jax.random.split(jax.random.key(1), 3))) == 0
+        assert int(jax.jit(dependencies.zero_depending_on)((leaf, jnp.zeros((0, 2))))) == 0
+    assert int(dependencies.zero_depending_on(jax.random.split(jax.random.key(1), 3))) == 0

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.mlir import ir
 
 import jrb
-from jrb._xla import gather
+from jrb._xla import compiling
 from tests import test_devices as devices
 
 pytestmark = pytest.mark.slow
@@ -238,7 +238,7 @@ def test_a_write_that_python_calls_wakes_no_thread(verb, envs, sampler, unit, ex
     parts = {"sampler": devices.SAMPLERS[sampler], "unit": devices.UNITS[unit]}
     buffer, lead = jrb.ReplayBuffer(2**14, num_envs=envs, **parts), (2, envs)[verb == "add" :]
     rows = jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), example)
-    write = jax.jit(gather.by_itself(getattr(buffer, verb)), donate_argnums=0)
+    write = jax.jit(compiling.standalone_program(getattr(buffer, verb)), donate_argnums=0)
     as_users_do = {"xla_cpu_use_fusion_emitters": True}  # the tests go without: see `conftest`
     compiled = write.lower(buffer.init(example), rows).compile(as_users_do)
     assert not is_handed_over(compiled.as_text())

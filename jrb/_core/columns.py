@@ -16,6 +16,7 @@ from jax import lax
 from jrb._core import rows
 from jrb._util import pytree
 from jrb._util.pytree import DType, PyTree
+from jrb._xla import gather
 from jrb.types import Item, WritePlan
 
 
@@ -99,8 +100,8 @@ def edit(column: Column, slots: jax.Array | None, values: jax.Array) -> Column:
 
 
 def get(column: Column, slots: jax.Array) -> jax.Array:
-    """Returns items at slots `[...]`, all in range; to be called in `dependencies.read`."""
-    return unpacked(rows.get(array(column), slots), column.dtype)
+    """Returns items at slots `[...]`, all in range; to be called in `dependencies.materialize`."""
+    return unpacked(gather.items_at(array(column), slots), column.dtype)
 
 
 def is_small(dtype: DType) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._core import rows
-from jrb._xla import dependencies, scatter
+from jrb._xla import dependencies, gather, scatter
 from jrb.ring import Ring
 from jrb.state import Sample
 from jrb.types import Draw, DrawCounts, Sampler, WritePlan
@@ -45,7 +45,7 @@ def drawn(sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
     if not isinstance(sampler, DrawCounts) or sampler.draws is None:
         return sampler, draw
     draws, slots = sampler.draws, jnp.where(draw.mask, draw.slots, 0)
-    before = jnp.where(draw.mask, rows.read(draws, slots), 0)
+    before = jnp.where(draw.mask, gather.read(draws, slots), 0)
     counted = _counted(draws, draw.slots, draw.mask, before)
     return sampler.replace(draws=counted), draw.replace(draws=before)
 
@@ -68,7 +68,7 @@ def drawn_of(before: PartState, after: PartState, sample: Sample, mask: jax.Arra
 def _counted(draws: jax.Array, slots: jax.Array, mask: jax.Array, before: jax.Array) -> jax.Array:
     """Counts slots, int32 `[B]`, where `mask`, drawn so often `before`; near 2^31 it stops."""
     counts = mask & (before < _MOST - slots.size)
-    at = jnp.where(counts, slots, draws.size) + dependencies.token(before)
+    at = jnp.where(counts, slots, draws.size) + dependencies.zero_depending_on(before)
     one = jnp.ones(slots.shape, jnp.int32)
     return scatter.put(draws, at, one, lax.scatter_add)
 

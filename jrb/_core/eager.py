@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import editing, steps, transforming
-from jrb._core.compiling import per_description
 from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, on_host, without_items
 from jrb._core.validate import (
     blank,
@@ -26,9 +25,10 @@ from jrb._core.validate import (
     explained,
     warn_of_copies,
 )
-from jrb._util import checks, owned, pytree
+from jrb._util import casting, checks, pytree
 from jrb._util.pytree import Leaf, SpecKey
-from jrb._xla import gather
+from jrb._xla import compiling
+from jrb._xla.compiling import per_description
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item, TransformContext
 from jrb.types.messages import PartState
@@ -150,7 +150,7 @@ def write(
     if is_one_step(buffer, state, items, rest):
         if not is_traced(state, items, rest):
             warn_of_copies(buffer, state, 6)
-        return steps.write(buffer, state, owned.copied(items), *rest)
+        return steps.write(buffer, state, casting.copy_arrays(items), *rest)
     after = _put(buffer, state, items, items, rest, donate)
     return steps.write(buffer, state, items, *rest) if after is None else after
 
@@ -365,7 +365,7 @@ def _program_of(buffer: Buffer) -> _DrawProgram:
 
 
 @per_description("batch_size", "moves")
-@gather.by_itself
+@compiling.standalone_program
 def _draw_compiled(
     buffer: Buffer,
     state: BufferState,
@@ -404,7 +404,7 @@ def _draw_on_device(
 
 
 @per_description("batch_size", "names", "moves", "is_plain", "spec")
-@gather.by_itself
+@compiling.standalone_program
 def _choose_compiled(
     buffer: Buffer,
     state: BufferState,
@@ -588,7 +588,7 @@ def _light(where: Sample | jax.Array | None) -> Any:
     """Returns a sample without its items: fewer arrays to hand over."""
     if not isinstance(where, Sample):
         return where
-    return owned.copied(where.replace(data=None))
+    return casting.copy_arrays(where.replace(data=None))
 
 
 @explained
@@ -639,7 +639,7 @@ def edit(
         if not is_traced(state, where, values):
             warn_of_copies(buffer, state)
             where = _light(where)
-        return editing.edit(buffer, state, where, owned.copied(values))
+        return editing.edit(buffer, state, where, casting.copy_arrays(values))
     names = () if buffer.storage.of_objects else tuple(values)
     ends = bool(names) and editing.changes_ends(buffer, state, names)
     before = editing.cuts(*_with_flags(buffer, state)) if ends else None

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import episode_ends, rows, steps
-from jrb._core.compiling import by_description
 from jrb._core.steps import context_of
 from jrb._util import pytree
-from jrb._xla import arguments, dependencies
+from jrb._xla import compiling, dependencies
+from jrb._xla.compiling import by_description
 from jrb.keys import path_name
 from jrb.ring import Occupancy, Ring
 from jrb.state import Buffer, BufferState, Sample
@@ -194,7 +194,7 @@ def rebuild_index(
         write: `all_rows`, perhaps without some of the oldest.
     """
     ring, unit = context.ring, buffer.unit
-    token = dependencies.token((items, cuts))
+    token = dependencies.zero_depending_on((items, cuts))
     before = unit.episode_step(state.unit, context.held.from_oldest(ring)[0])
     blank = unit.reset(ring, state.unit, token)
     if before is not None:
@@ -239,7 +239,7 @@ def _written_anew(
         return flat.at[at].set(new, mode="drop").reshape(leaf.shape)
 
     items = jax.tree_util.tree_map_with_path(changed, items)
-    blank = buffer.storage.reset(ring, state.storage, dependencies.token(items))
+    blank = buffer.storage.reset(ring, state.storage, dependencies.zero_depending_on(items))
     every = all_rows(ring, context.held)
     storage, write = buffer.storage.write(_emptied(context), blank, every, items)
     writer = buffer.writer.evict_oldest(ring, state.writer, write.expired)
@@ -259,7 +259,7 @@ def rewrite(
     def new(number: jax.Array, state: BufferState) -> tuple[jax.Array, Values]:
         place = number * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
         slots = held.nth(ring, jnp.minimum(place, capacity - 1))
-        values = arguments.admitted(function(steps.take(buffer, state, slots)))
+        values = compiling.admitted(function(steps.take(buffer, state, slots)))
         return jnp.where(place < held.size, slots, capacity), values
 
     names = frozenset(jax.eval_shape(new, 0, state)[1])
@@ -271,7 +271,7 @@ def rewrite(
 
     def chunk(number: jax.Array, state: BufferState) -> BufferState:
         slots, values = new(number, state)
-        later = slots + dependencies.token(values)
+        later = slots + dependencies.zero_depending_on(values)
         storage = buffer.storage.edit(context, state.storage, later, values)
         return _edited(state.replace(storage=storage), slots, values)
 

@@ -322,14 +322,14 @@ def get(
         return _read(state, beside, _gathers(state, beside, asked, times))
 
     few = any(gather.is_few for gather in _gathers(state, beside, asked, 1))
-    return gather.together(few, found, *arrays, *unique)
+    return gather.scaled_by_vmap(few, found, *arrays, *unique)
 
 
 def _read(
     state: PartState, beside: list[jax.Array], gathers: list["_Gather"]
 ) -> tuple[Item, list[jax.Array]]:
     """The leaves, and what is beside them, that some gathers read, together."""
-    read = dependencies.read(
+    read = dependencies.materialize(
         lambda: [gather.read() for gather in gathers],
         lambda found: [gather.laid(rows) for gather, rows in zip(gathers, found, strict=True)],
     )
@@ -364,21 +364,21 @@ class _Gather:
         return min(it.start for it in self.entries.values())
 
     def read(self) -> Any:
-        """The leaves, or few rows of all of them; to be called in `dependencies.read`."""
+        """The leaves, or few rows of all of them; to be called in `dependencies.materialize`."""
         if any(isinstance(it, Place) for it in self.entries.values()):
             stop = max(it.stop for it in self.entries.values())
             found = self.order.get(self.array, self.slots, self.first, stop)
         else:
-            found = rows.get(self.array, self.slots)
+            found = gather.items_at(self.array, self.slots)
         return found if self.is_few else self._cut(found)
 
     def laid(self, found: Any) -> Any:
         """What was read, if it is few rows in a room."""
-        return gather.in_room(found) if self.is_few else found
+        return gather.into_scratch(found) if self.is_few else found
 
     def leaves(self, read: Any) -> list[jax.Array]:
         """The leaves, of what was read and laid."""
-        return self._cut(gather.rows_in(read)) if self.is_few else read
+        return self._cut(gather.from_scratch(read)) if self.is_few else read
 
     def _cut(self, found: jax.Array) -> list[jax.Array]:
         return [

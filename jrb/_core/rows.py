@@ -4,15 +4,12 @@ N capacity, E environments, T time.
 """
 
 import dataclasses
-import functools
-import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._xla import dependencies, gather
+from jrb._xla import compiling, dependencies, gather
 from jrb.ring import Clock, Ring
 from jrb.types import SlotsForLeaf, WritePlan
 
@@ -60,7 +57,8 @@ def put(array: jax.Array, write: WritePlan, rows: jax.Array) -> jax.Array:
     """
     if write.consecutive:
         return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
-    return _put_items(array, write.slots, rows)
+    items = rows.reshape(write.slots.size, *rows.shape[2:])
+    return array.at[write.slots.reshape(-1)].set(items, mode="drop")
 
 
 def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -78,7 +76,7 @@ def move(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
 
     None where the target lies beyond the end. No target may be a source.
     """
-    moved = dependencies.read(lambda: get(array, sources))
+    moved = dependencies.materialize(lambda: gather.items_at(array, sources))
     return array.at[targets].set(moved, mode="drop")
 
 
@@ -129,7 +127,7 @@ def in_line(write: WritePlan, array: jax.Array) -> WritePlan:
     XLA's CPU compiler hands kernels to another thread where more than nine could run at once. To
     wake it takes longer than they do: adds take 2 to 5 times as long (see `jrb/_xla/README.md`).
     """
-    if not (gather.is_by_itself() and array.size):
+    if not (compiling.is_standalone() and array.size):
         return write
     return after(write, dependencies.zero_after(array))
 
@@ -143,35 +141,3 @@ def where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
         return known.setdefault(id(slots), (slots, slots + token))[1]
 
     return later
-
-
-def get(array: jax.Array, slots: jax.Array) -> jax.Array:
-    """Whole items at slots, int32 `[...]`, all in range; to be called in `dependencies.read`."""
-    return gather.items_at(array, slots)
-
-
-def read(array: jax.Array, slots: jax.Array) -> jax.Array:
-    """Whole items at slots, int32 `[...]`, all in range, read just once."""
-    return read_each((array, slots))[0]
-
-
-def read_each(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-    """`read` of several arrays, each at its slots, together."""
-
-    def few(times: int, *flat: jax.Array) -> list[bool]:
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        width = lambda array: math.prod(array.shape[1:])
-        return [gather.is_few(array, at, width(array), times) for array, at in pairs]
-
-    def found(times: int, *flat: jax.Array) -> list[jax.Array]:
-        gets = map(functools.partial, itertools.repeat(get), flat[::2], flat[1::2])
-        return gather.read(*zip(gets, few(times, *flat), strict=True))
-
-    flat = list(itertools.chain(*pairs))
-    return gather.together(any(few(1, *flat)), found, *flat)
-
-
-def _put_items(leaf: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows `[T, E, ...]` at slots, int32 `[T, E]`; those of N are left out."""
-    items = rows.reshape(slots.size, *rows.shape[2:])
-    return leaf.at[slots.reshape(-1)].set(items, mode="drop")

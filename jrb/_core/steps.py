@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jrb._core import counting, episode_ends, rows, transforming
-from jrb._core.compiling import by_description
-from jrb._xla import dependencies, gather
+from jrb._xla import compiling, dependencies, gather
+from jrb._xla.compiling import by_description
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample, origin_of
 from jrb.types import (
@@ -109,14 +109,14 @@ def write(
 
 
 @by_description()
-@gather.by_itself
+@compiling.standalone_program
 def planned(buffer: Buffer, state: BufferState, items: Item, *rest: jax.Array | None) -> Any:
     """Returns where `write` writes to a storage on the host; XLA leaves out all other results."""
     return buffer.storage.slots_of(write(buffer, state, items, *rest).storage)
 
 
 @by_description(donated=("state",))
-@gather.by_itself
+@compiling.standalone_program
 def write_in_place(
     buffer: Buffer, state: BufferState, items: Item, *rest: jax.Array | None
 ) -> BufferState:
@@ -325,14 +325,14 @@ def _read(
         return both
     # Read one after the other, so that whoever waits for the items waits for the rest too.
     values = _looked_up(plan)
-    where = rows.where_after(plan.where, dependencies.token(values))
+    where = rows.where_after(plan.where, dependencies.zero_depending_on(values))
     return storage.read(context, state.storage, where), values
 
 
 def _looked_up(plan: ReadPlan) -> list[jax.Array]:
     """Reads what is looked up for `info` in arrays of the unit."""
     lookups = plan.aux_reads.values()
-    return rows.read_each(*((it.array, it.slots) for it in lookups)) if lookups else []
+    return gather.read_items(*((it.array, it.slots) for it in lookups)) if lookups else []
 
 
 def locate(
@@ -357,12 +357,12 @@ def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Arr
 
 def wait(buffer: Buffer, state: BufferState, sample: Sample) -> BufferState:
     """Returns the state, to which later writes wait for what the sample was read from."""
-    return _after(state, dependencies.token((_reads_of(buffer, sample), sample.mask)))
+    return _after(state, dependencies.zero_depending_on((_reads_of(buffer, sample), sample.mask)))
 
 
 def _after(state: BufferState, token: jax.Array) -> BufferState:
     """Returns the state, in which no slot to write to is known before the token."""
-    parts = dependencies.after((state.storage, state.writer, state.unit), token)
+    parts = dependencies.delay_writes_until((state.storage, state.writer, state.unit), token)
     return state.replace(storage=parts[0], writer=parts[1], unit=parts[2])
 
 
@@ -412,7 +412,7 @@ def target_slots(
         buffer.writer.generation_of(buffer.ring, state.writer, where.indices) == where.stamp
     )
     mask = is_current & where.mask.reshape(where.mask.shape[0], -1).any(axis=1)
-    token = dependencies.token((_reads_of(buffer, where), mask))
+    token = dependencies.zero_depending_on((_reads_of(buffer, where), mask))
     return _after(state, token), where.indices + token, mask
 
 
@@ -446,7 +446,7 @@ def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Item:
 @by_description()
 def empty(buffer: Buffer, state: BufferState) -> BufferState:
     """Returns the state without its items."""
-    ring, token = buffer.ring, dependencies.token(state.writer)
+    ring, token = buffer.ring, dependencies.zero_depending_on(state.writer)
     return state.replace(
         storage=buffer.storage.reset(ring, state.storage, token),
         writer=buffer.writer.reset(ring, state.writer, token),

@@ -22,7 +22,7 @@ from jrb._core.steps import context_of
 from jrb._util import pytree, wording
 from jrb._util.pytree import Leaf, PyTree, SpecKey
 from jrb._xla import compat
-from jrb._xla.arguments import entry
+from jrb._xla.compiling import entry
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
 from jrb.types import HostState, Item, PrioritizedSampler

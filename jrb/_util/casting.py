@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._util import owned, pytree
+from jrb._util import pytree
 from jrb._util.pytree import DType, Leaf, PyTree
 
 _NUMPY = (np.ndarray, np.generic)
@@ -78,7 +78,7 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
     """Items for `jit`, which would change some dtypes of NumPy without a word.
 
     Returns:
-        Items, NumPy's arrays copied (see `jrb._util.owned`).
+        Items, NumPy's arrays copied.
 
     Raises:
         TypeError: there is one of these, and nobody asked to cast them.
@@ -90,8 +90,8 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
     if not all(map(is_kept, leaves)):
         if not cast:
             pytree.spec_of(items, what)  # raises
-        return owned.copied(kept(items, what))
-    return structure.unflatten(map(owned.copy, leaves))
+        return copy_arrays(kept(items, what))
+    return structure.unflatten(map(copy_array, leaves))
 
 
 def _kept(path: Any, leaf: Leaf, what: str) -> Any:
@@ -160,3 +160,17 @@ def _goes_into(dtype: DType, target: Any) -> bool:
     if rank(dtype) == rank(target) and jnp.issubdtype(target, jnp.integer):
         return np.can_cast(dtype, target)
     return rank(dtype) <= rank(target)
+
+
+def copy_arrays(tree: PyTree) -> Any:
+    """Copies NumPy's arrays, to which whoever passes them may write as soon as a verb returns.
+
+    JAX reads an array of NumPy where it lies, and not always before a call returns: an environment
+    may have put its next observation there by then.
+    """
+    return jax.tree.map(copy_array, tree)
+
+
+def copy_array(leaf: Leaf) -> Any:
+    """Returns an array of NumPy copied, anything else as it is."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

@@ -1,7 +1,9 @@
 """Checks of what users pass to the verbs, made before anything is written."""
 
 import functools
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._util import owned, pytree
+from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf, PyTree
 
 _INTEGERS = int | np.integer
@@ -70,7 +72,7 @@ def _old_style_shape(implementation: str) -> tuple[int, ...]:
 
 def mask(verb: str, value: object, shape: tuple[int, ...], meaning: str) -> jax.Array:
     """A bool array of this shape."""
-    array = jnp.asarray(owned.copy(value))
+    array = jnp.asarray(casting.copy_array(value))
     if array.dtype != jnp.bool_:
         raise TypeError(
             f"{verb}: mask: expected dtype bool, got {array.dtype}. Compare, do not cast."
@@ -86,7 +88,7 @@ def number(name: str, value: Leaf) -> jax.Array:
     """A single real number, traced or not, as float32 `[]`."""
     if isinstance(value, str) or jnp.shape(value):
         raise TypeError(f"{name}: expected a single number, got {value!r}.")
-    return jnp.asarray(owned.copy(value)).astype(jnp.float32)
+    return jnp.asarray(casting.copy_array(value)).astype(jnp.float32)
 
 
 def indices(verb: str, value: object) -> jax.Array:
@@ -277,3 +279,51 @@ def lead(items: PyTree, axes: tuple[int, ...], verb: str) -> None:
                 f"{verb}: leaf '{pytree.leaf_name(path)}': expected a shape from {axes} on, "
                 f"got {leaf.shape}. Time comes first, then the environments."
             )
+
+
+MAX_EXPANSION = 100.0
+_ALWAYS = 32 << 20  # bytes that are taken whatever the ratio
+
+
+class ExpansionLimit:
+    """The most bytes that arrays may take in memory, as a multiple of the bytes of their files.
+
+    A kilobyte of a compressed or sparse file can declare gigabytes of zeros: it is refused before
+    memory is allocated.
+
+    Args:
+        source: the dataset, for the message.
+        paths: its files.
+        max_expansion: the multiple.
+    """
+
+    def __init__(self, source: object, paths: Iterable[str], max_expansion: float) -> None:
+        self._source, self._max_expansion = source, max_expansion
+        self._stored = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
+        self._declared = 0
+
+    def add(self, declared: int) -> None:
+        """Counts the bytes of further arrays, before any of them is read.
+
+        Raises:
+            ValueError: it is too much; the message has both numbers and the argument that raises
+                the limit.
+        """
+        self._declared += declared
+        most = max(self._max_expansion * self._stored, _ALWAYS)
+        if self._declared > most:
+            ratio = math.ceil(self._declared / max(self._stored, 1))
+            raise ValueError(
+                f"{self._source}: expected arrays of at most {self._max_expansion:g} times the "
+                f"{self._stored} bytes of the files, got {self._declared} declared bytes. The "
+                "files may be damaged. If the data are right, raise the limit: "
+                f"max_expansion={ratio}."
+            )
+
+
+def declared_nbytes(columns: Mapping[str, Any]) -> int:
+    """Returns the bytes that arrays take by their shapes and dtypes."""
+    return sum(
+        math.prod(map(int, column.shape)) * np.dtype(column.dtype).itemsize
+        for column in columns.values()
+    )

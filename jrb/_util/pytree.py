@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._util import hints
+from jrb._util import wording
 from jrb._util.printing import printable
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def _explained(init: Callable[..., None]) -> Callable[..., None]:
         try:
             init(self, *args, **kwargs)
         except TypeError as error:
-            other = hints.wrong_arguments(type(self), error, kwargs)
+            other = wording.wrong_arguments(type(self), error, kwargs)
             if other is error:
                 raise
             raise other from None

@@ -1,11 +1,97 @@
-"""Numbers as people read them; without JAX."""
+"""Words for people, without JAX: sizes, and hints in errors about names of other libraries."""
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+_MAKE = "jrb.ReplayBuffer(capacity, num_envs=, batch_size=, sampler=, unit=)"
+
+_GROUPS = {  # flashbax, TorchRL, Stable-Baselines3, cpprb
+    "capacity, the transitions over all environments": "max_length max_size buffer_size maxsize",
+    "batch_size": "sample_batch_size batch",
+    "num_envs": "add_batch_size n_envs num_environments",
+    "min_size": "min_length min_length_time_axis learning_starts",
+    "unit=jrb.Sequence(length)": "sample_sequence_length sequence_length slice_len num_slices",
+    "unit=jrb.NStep(n, discount)": "n_step nstep n_steps add_sequences",
+    "discount": "gamma",
+    "alpha, of jrb.Prioritized": "priority_exponent",
+    "beta, of jrb.Prioritized": "importance_sampling_exponent",
+    "storage=jrb.DeviceStorage(share_next_observations=True)": "optimize_memory_usage",
+    "keys=jrb.Keys(terminated=..., truncated=...)": "handle_timeout_termination",
+    "init(example), which tells shapes and dtypes": "observation_space action_space env_dict",
+    "transforms": "transform collate_fn",
+    "jrb.prefetch": "pin_memory",
+    "add": "push append store insert put",
+    "update_priority": "update_priorities set_priorities update_tensordict_priority",
+    "empty": "reset clear",
+    "jrb.save and jrb.load": "state_dict load_state_dict dumps loads dump",
+    "size(state)": "is_full full pos ptr current_index",
+    "data": "experience observations next_observations actions rewards dones obs next_obs",
+    "weights": "is_weights _weight importance_weights",
+    "indices": "index idxs idx",
+    _MAKE: "make_flat_buffer make_item_buffer make_trajectory_buffer TensorDictReplayBuffer",
+    f"{_MAKE} with sampler=jrb.Prioritized()": (
+        "make_prioritised_flat_buffer make_prioritised_trajectory_buffer PrioritizedReplayBuffer "
+        "TensorDictPrioritizedReplayBuffer PrioritizedSampler"
+    ),
+    "jrb.DeviceStorage": "LazyTensorStorage TensorStorage",
+    "jrb.MemmapStorage": "LazyMemmapStorage",
+    "jrb.Sequence": "SliceSampler make_trajectory_queue",
+    "jrb.WithoutReplacement": "SamplerWithoutReplacement",
+    "jrb.Uniform": "RandomSampler",
+}
+NAMES = {name: mend for mend, names in _GROUPS.items() for name in names.split()}
+"""From a name elsewhere to what does it here."""
+
+
+def hint(name: str, known: Iterable[str] = ()) -> str:
+    """Returns what to use instead of an unknown name, or nothing."""
+    if name in NAMES:
+        return f" {name} is {NAMES[name]} here."
+    close = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def takes_state(verb: Verb) -> Verb:
+    """A verb whose error says what is missing where only the key is given."""
+
+    @functools.wraps(verb)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) + len(kwargs) == 1:
+            raise TypeError(
+                f"{verb.__name__}: expected (state, key), got one argument. The items are in the "
+                f"state that init and add return: buffer.{verb.__name__}(state, key)."
+            )
+        return verb(self, *args, **kwargs)
+
+    return called  # pyright: ignore[reportReturnType]: the same arguments
+
+
+def no_attribute(thing: Any, name: str) -> AttributeError:
+    """Makes the error for an attribute that there is not."""
+    text = f"{type(thing).__name__!r} object has no attribute {name!r}"
+    text += f".{hint(name)}" if name in NAMES else ""
+    return AttributeError(text, name=name, obj=thing)
+
+
+def wrong_arguments(cls: type, error: TypeError, names: Iterable[str]) -> TypeError:
+    """Makes the error for a call of a class; the same one where all arguments have its names."""
+    fields = list(inspect.signature(cls).parameters)
+    odd = [name for name in names if name not in fields]
+    if not odd:
+        return error
+    mends = "".join(hint(name, fields) for name in odd)
+    return TypeError(f"{cls.__name__}: expected {', '.join(fields)}, got {', '.join(odd)}.{mends}")
 
 
 def bytes_text(count: float) -> str:
-    """`1.5 MB` for 1500000."""
+    """Returns `1.5 MB` for 1500000."""
+    units = ("B", "kB", "MB", "GB", "TB")
     unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
+    while count >= 1000 and unit < len(units) - 1:
         count, unit = count / 1000, unit + 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+    return f"{count:.0f} {units[unit]}" if unit == 0 else f"{count:.1f} {units[unit]}"

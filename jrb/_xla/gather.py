@@ -1,107 +1,52 @@
-"""Reads of few rows from a large array, which XLA's CPU compiler is to leave to one thread.
+"""Gathers of few rows from a large array, which XLA's CPU compiler is to leave to one thread.
 
 It spreads a gather over threads where the array is large, however little is read of it, and to
-wake a thread takes 2 to 5 us in a loop, 40 to 90 in a call by itself. Not so where what is read
-is written into a slice of a small array, the room, at a place that the compiler does not know,
-and the room is a result: of `dependencies.read`, or of a step of a loop. Taken out of the room
-within it, the rows would be gathered there after all.
+wake a thread takes 2 to 5 us in a loop, 40 to 90 in a call by itself. Not so where the rows are
+written into a slice of a small array, the scratch, at a place that the compiler does not know, and
+the scratch is a result: of `dependencies.materialize`, or of a step of a loop. Taken out of the
+scratch within it, the rows would be gathered there after all. `tests/_xla/test_gather.py` guards
+this.
 """
 
-import contextvars
 import functools
+import itertools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jrb._util import prng_keys
-from jrb._xla import compat, dependencies
+from jrb._xla import compat, compiling, dependencies
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
-_LARGE = 1 << 19
-"""Bytes of an array from which on XLA spreads a gather."""
-
-_OF_A_ROW = 8
-"""To find a row takes as long as to read so many bytes."""
-
-_HUGE = 1 << 26
-"""Bytes of an array that lies in no cache: from there on one thread waits for each row."""
-
-
-class Few(NamedTuple):
-    """The most that one thread has read before another one would be awake.
-
-    Attributes:
-        nbytes: of any array.
-        rows: of one that lies in no cache.
-    """
-
-    nbytes: int
-    rows: int
-
-
-IN_A_LOOP = Few(nbytes=24 << 10, rows=64)
-BY_ITSELF = Few(nbytes=48 << 10, rows=256)
-
-_few = contextvars.ContextVar("few", default=IN_A_LOOP)
-
-
-def few_now() -> Few:
-    """What is few for the function that is being traced: mostly it is part of a loop, or larger.
-
-    A `jax.jit` that is called for both kinds of functions has to be told this as a static argument:
-    it would go on with whichever it traced first.
-    """
-    return _few.get()
-
-
-def traced_for(few: Few, function: F) -> F:
-    """The same function, for which this is few while it is traced."""
-
-    @functools.wraps(function)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        before = _few.set(few)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _few.reset(before)
-
-    return cast(F, traced)
-
-
-def by_itself(function: F) -> F:
-    """The same function, to be compiled as one that Python calls for a verb alone."""
-    return traced_for(BY_ITSELF, function)
-
-
-def is_by_itself() -> bool:
-    """Returns True where the function that is being traced is one that Python calls alone."""
-    return few_now() == BY_ITSELF
+_LARGE = 1 << 19  # bytes of an array from which on XLA spreads a gather
+_OF_A_ROW = 8  # to find a row takes as long as to read so many bytes
+_HUGE = 1 << 26  # bytes of an array in no cache: from there on one thread waits for each row
 
 
 def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -> bool:
-    """Whether rows of so many elements, at slots of an array, had better be read by one thread.
+    """Returns if rows of `width` elements, at slots `[...]`, had better be read by one thread.
 
     Args:
         array: that is read.
-        slots: of the rows, `[...]`.
+        slots: of the rows.
         width: of a row, in elements.
-        times: how many such reads are made at once (see `together`).
+        times: how many such reads are made at once (see `scaled_by_vmap`).
     """
     if not slots.ndim or prng_keys.is_keys(array.dtype):
         return False
-    size, count, most = array.dtype.itemsize, slots.size * times, few_now()
-    whole, found = array.size * size, count * (width * size + _OF_A_ROW)
-    near = whole < _HUGE or count <= most.rows
-    return near and whole >= _LARGE and 0 < found <= most.nbytes
+    size, count, limits = array.dtype.itemsize, slots.size * times, compiling.current_limits()
+    whole, nbytes = array.size * size, count * (width * size + _OF_A_ROW)
+    near = whole < _HUGE or count <= limits.rows
+    return near and whole >= _LARGE and 0 < nbytes <= limits.nbytes
 
 
-def together(is_few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
-    """`read(times, *arrays)`, with the number of such reads that are made at once.
+def scaled_by_vmap(is_few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
+    """Returns `read(times, *arrays)`, with the number of such reads that are made at once.
 
     That is 1, and under `vmap` the size of its axis, or the product of all: rows that are few for
     one buffer are many for 64 of them. Where rows are not even few for one, nobody asks.
@@ -118,16 +63,16 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
         read_all = lambda times, *arrays: jax.vmap(
             functools.partial(read, times), axes, axis_size=size
         )(*arrays)
-        found = _read_times(read_all, times * size)(*arrays)
-        return found, jax.tree.map(lambda _: True, found)
+        result = _read_times(read_all, times * size)(*arrays)
+        return result, jax.tree.map(lambda _: True, result)
 
     return run
 
 
-def room_for(array: jax.Array, *shape: int) -> jax.Array:
-    """Room for rows `[B, ...]` of this shape, and one row more.
+def scratch(array: jax.Array, *shape: int) -> jax.Array:
+    """Makes room for rows `[B, ...]` of this shape, and one row more, in the array's dtype.
 
-    It is of the array's dtype, on the mesh on which that lies, and not known before that is.
+    It is on the mesh on which the array lies, and not known before the array is.
     """
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
     element = lax.squeeze(first, range(array.ndim))  # as array[0, ...], which takes long to trace
@@ -135,11 +80,10 @@ def room_for(array: jax.Array, *shape: int) -> jax.Array:
 
 
 def put(room: jax.Array, rows: jax.Array) -> jax.Array:
-    """The room with these rows, `[B, ...]`, in it."""
-    at = dependencies.opaque(
-        0, jnp.uint32
-    )  # of a signed one JAX asks whether it counts from the end
-    return _put_slice(room, rows, (at, *[jnp.zeros_like(at)] * (rows.ndim - 1)))
+    """Returns the scratch with rows, `[B, ...]`, in it."""
+    # Unsigned: of a signed start JAX asks whether it counts from the end.
+    start = dependencies.opaque(0, jnp.uint32)
+    return _put_slice(room, rows, (start, *[jnp.zeros_like(start)] * (rows.ndim - 1)))
 
 
 @jax.custom_batching.custom_vmap
@@ -149,23 +93,22 @@ def _put_slice(room: jax.Array, rows: jax.Array, starts: tuple[jax.Array, ...]) 
 
 @_put_slice.def_vmap
 def _put_slices(
-    size: int,
-    batched: list[Any],
-    room: jax.Array,
-    rows: jax.Array,
-    starts: tuple[jax.Array, ...],
+    size: int, batched: list[Any], room: jax.Array, rows: jax.Array, starts: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, bool]:
-    """One axis more, from its beginning on; JAX would scatter, as if each place were another."""
-    whole = lambda leaf, is_batched: (
-        leaf if is_batched else jnp.broadcast_to(leaf, (size, *leaf.shape))
-    )
-    starts = (jnp.zeros_like(starts[0]), *starts)
-    return _put_slice(whole(room, batched[0]), whole(rows, batched[1]), starts), True
+    # One axis more, from its beginning on; JAX would scatter, as if each place were another.
+    room = room if batched[0] else jnp.broadcast_to(room, (size, *room.shape))
+    rows = rows if batched[1] else jnp.broadcast_to(rows, (size, *rows.shape))
+    return _put_slice(room, rows, (jnp.zeros_like(starts[0]), *starts)), True
 
 
-def in_room(rows: jax.Array) -> jax.Array:
-    """A room with these rows in it."""
-    return put(jnp.zeros_like(room_for(rows, *rows.shape)), rows)
+def into_scratch(rows: jax.Array) -> jax.Array:
+    """Returns a scratch with these rows in it."""
+    return put(jnp.zeros_like(scratch(rows, *rows.shape)), rows)
+
+
+def from_scratch(room: jax.Array) -> jax.Array:
+    """Returns the rows that were put into a scratch, `[B, ...]`."""
+    return room[:-1]
 
 
 def loop(
@@ -176,7 +119,10 @@ def loop(
     count: int,
     width: int,
 ) -> tuple[T, jax.Array]:
-    """Steps, each of which reads rows of an array once.
+    """Runs steps, each of which reads rows of an array once.
+
+    On the CPU it is a loop with the scratch in its carry. Elsewhere, where each turn of a loop
+    would be kernels of its own, the steps follow one another.
 
     Args:
         trips: how many steps.
@@ -188,25 +134,22 @@ def loop(
 
     Returns:
         The carry; and the rows that the last step read.
-
-    On the CPU a loop, with the room in its carry. Elsewhere, where each turn of a loop would be
-    kernels of its own, the steps one after the other.
     """
 
     def run(hold: Callable, unroll: int | None, carry: T) -> tuple[T, jax.Array]:
         def turn(number: jax.Array, both: tuple[T, jax.Array]) -> tuple[T, jax.Array]:
             carry, room = both
-            read: list[jax.Array] = []
+            rooms: list[jax.Array] = []
 
             def rows_at(array: jax.Array, first: jax.Array) -> jax.Array:
-                read.append(hold(room, rows_from(array, first, width)))
-                return rows_in(read[0])
+                rooms.append(hold(room, rows_from(array, first, width)))
+                return from_scratch(rooms[0])
 
-            return step(number, carry, rows_at), read[0]
+            return step(number, carry, rows_at), rooms[0]
 
-        start = carry, room_for(array, count, width)
+        start = carry, scratch(array, count, width)
         carry, room = dependencies.loop(trips, turn, start, unroll)
-        return carry, rows_in(room)
+        return carry, from_scratch(room)
 
     return lax.platform_dependent(
         carry,
@@ -216,12 +159,12 @@ def loop(
 
 
 def _put_in_new(room: jax.Array, rows: jax.Array) -> jax.Array:
-    """A new room with these rows in it; XLA sees through it, and none is left."""
+    """Returns a new scratch with these rows; XLA sees through it, and none is left."""
     return lax.pad(rows, jnp.zeros((), rows.dtype), [(0, 1, 0)] + [(0, 0, 0)] * (rows.ndim - 1))
 
 
 def rows_from(array: jax.Array, first: jax.Array, width: int) -> jax.Array:
-    """The rows `[B, W]` of an array `[N]` that begin at `first`, uint32 `[B]` or `[B, 1]`.
+    """Returns the rows `[B, W]` of an array `[N]` that begin at `first`, uint32 `[B]` or `[B, 1]`.
 
     A row that would reach over the end begins earlier.
     """
@@ -235,55 +178,70 @@ def rows_from(array: jax.Array, first: jax.Array, width: int) -> jax.Array:
 
 
 def items_at(array: jax.Array, *index: jax.Array, mode: str = "promise_in_bounds") -> jax.Array:
-    """`array.at[index].get(mode=mode)`, by `lax`, which is traced in a third of the time.
+    """Returns `array.at[index].get(mode=mode)`, by `lax`, which is traced in a third of the time.
 
     Args:
-        array: `[N, M, ..., *rest]`: an axis for each index, and any others.
+        array: `[N, M, ..., *item]`: an axis for each index, and any others.
         index: integers `[...]` of one shape, none negative; one array for each of the first axes.
         mode: what becomes of indices that are out of range.
 
     Returns:
-        `[..., *rest]`.
+        `[..., *item]`.
     """
     count, lead = len(index), index[0].ndim
-    axes, rest = tuple(range(count)), array.shape[count:]
+    axes, item = tuple(range(count)), array.shape[count:]
     dims = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(lead, lead + len(rest))),
+        offset_dims=tuple(range(lead, lead + len(item))),
         collapsed_slice_dims=axes,
         start_index_map=axes,
     )
     columns = [lax.expand_dims(one.astype(compat.INDEX), (lead,)) for one in index]
     places = lax.concatenate(columns, lead)
-    return lax.gather(array, places, dims, (*[1] * count, *rest), mode=mode)
+    return lax.gather(array, places, dims, (*[1] * count, *item), mode=mode)
 
 
-def rows_in(room: jax.Array) -> jax.Array:
-    """The rows that were put there, `[B, ...]`."""
-    return room[:-1]
+Gather = tuple[Callable[[], jax.Array], bool, Callable[[jax.Array], Any]]
+"""A function that gathers rows; if they are few; and a function of the rows."""
 
 
-def read(*gathers: tuple[Callable[[], jax.Array], bool]) -> list[jax.Array]:
-    """What each of some functions gathers, read just once (see `dependencies.read`).
+def read_each(gathers: list[Gather]) -> list[Any]:
+    """Returns the function of the rows of each gather, all read exactly once."""
 
-    Args:
-        gathers: functions, each with whether it gathers few rows.
-    """
-    few = [is_few for _, is_few in gathers]
+    def get() -> list[Any]:
+        return [rows() if is_few else change(rows()) for rows, is_few, change in gathers]
 
-    def changed(change: Callable, rows: list[jax.Array]) -> list[jax.Array]:
-        return [change(it) if is_few else it for it, is_few in zip(rows, few, strict=True)]
+    def place(results: list[Any]) -> list[Any]:
+        pairs = zip(results, gathers, strict=True)
+        return [into_scratch(rows) if is_few else rows for rows, (_, is_few, _) in pairs]
 
-    found = dependencies.read(
-        lambda: [get() for get, _ in gathers], lambda it: changed(in_room, it)
-    )
-    return changed(rows_in, found)
+    pairs = zip(dependencies.materialize(get, place), gathers, strict=True)
+    return [change(from_scratch(rows)) if is_few else rows for rows, (_, is_few, change) in pairs]
+
+
+def read_items(*pairs: tuple[jax.Array, jax.Array], mode: str = "promise_in_bounds") -> list[Any]:
+    """Returns `array[slots]` for each pair, int32 slots `[...]`, all read exactly once together."""
+
+    def few(times: int, *flat: jax.Array) -> list[bool]:
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return [is_few(array, at, math.prod(array.shape[1:]), times) for array, at in pairs]
+
+    def read(times: int, *flat: jax.Array) -> list[jax.Array]:
+        gets = [
+            functools.partial(items_at, array, at, mode=mode)
+            for array, at in zip(flat[::2], flat[1::2], strict=True)
+        ]
+        same = itertools.repeat(lambda rows: rows)
+        return read_each(list(zip(gets, few(times, *flat), same, strict=False)))
+
+    flat = list(itertools.chain(*pairs))
+    return scaled_by_vmap(any(few(1, *flat)), read, *flat)
 
 
 def read_at(array: jax.Array, index: jax.Array) -> jax.Array:
     """Returns `array[index]`, read once: `[N]` at indices `[B]`, which are clipped to [0, N)."""
+    return read_items((array, index), mode="clip")[0]
 
-    def found(times: int, array: jax.Array, index: jax.Array) -> jax.Array:
-        clipped = lambda: items_at(array, index, mode="clip")
-        return read((clipped, is_few(array, index, times=times)))[0]
 
-    return together(is_few(array, index), found, array, index)
+def read(array: jax.Array, slots: jax.Array) -> jax.Array:
+    """Returns whole items at slots, int32 `[...]`, all in range, read exactly once."""
+    return read_items((array, slots))[0]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrb._util.expansion import MAX_EXPANSION
+from jrb._util.checks import MAX_EXPANSION
 from jrb._util.printing import escaped_errors
 from jrb.interop import torchrl_files as dump
 from jrb.interop.dump import Dump

@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from jrb._util.expansion import Limit
+from jrb._util.checks import ExpansionLimit as Limit
 from jrb.interop import torchrl_files as dump
 from jrb.interop.torchrl_files import Key, Leaves
 

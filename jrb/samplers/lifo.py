@@ -111,13 +111,13 @@ class Lifo(OnceInOrder):
         mask = offset < state.count
         numbers = _read_numbers(ring, state, jnp.where(mask, state.count - 1 - offset, 0))
         ranks = _ranks(state, anchors.count, numbers)
-        taken = jnp.minimum(state.count, batch_size) + dependencies.token(numbers)
+        taken = jnp.minimum(state.count, batch_size) + dependencies.zero_depending_on(numbers)
         after = state.replace(count=state.count - taken)
         return after, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
 
     def num_pending(self, state: LifoState, anchors: Anchors) -> jax.Array:
         """Returns the number of anchors from the oldest that was not drawn on."""
-        oldest = dependencies.read(lambda: state.numbers[state.bottom])
+        oldest = dependencies.materialize(lambda: state.numbers[state.bottom])
         return jnp.where(state.count > 0, (state.following - oldest).astype(jnp.int32), 0)
 
     def rebuild_index(
@@ -169,7 +169,7 @@ def _read_numbers(ring: Ring, state: LifoState, height: jax.Array) -> jax.Array:
     index = ring.slot_after(state.bottom, height)
     dims = lax.GatherDimensionNumbers((), (0,), (0,))
     read = lambda: lax.gather(state.numbers, index[:, None], dims, (1,), mode="clip")
-    return dependencies.read(read)
+    return dependencies.materialize(read)
 
 
 def _ranks(state: LifoState, num_anchors: jax.Array, numbers: jax.Array) -> jax.Array:

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from jrb import sum_tree
-from jrb._core.compiling import by_description
 from jrb._util import checks, display, pytree
 from jrb._xla import dependencies, gather, random_bits, scatter
+from jrb._xla.compiling import by_description
 from jrb.ring import Occupancy, Ring
 from jrb.sum_tree import Tree
 from jrb.types import (
@@ -231,7 +231,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         weights = jnp.maximum(jnp.exp(-self.exponent(beta) * log_ratio), sum_tree.SMALLEST)
         slots = jnp.where(has_mass, slots, alike.slots)
         if self.normalize == "buffer":  # later writes wait for the read of the divisor
-            slots = slots + dependencies.token(divisor)
+            slots = slots + dependencies.zero_depending_on(divisor)
         inverse = 1 / jnp.where(has_mass, total, 1.0)  # a quotient may be rounded in two ways
         return state, Draw(
             slots=slots,
@@ -432,12 +432,12 @@ def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Pr
     ) -> tuple[Priorities, jax.Array]:
         state, token = carry
         first = jnp.minimum(trip * size, capacity - size)
-        raw = dependencies.read(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
+        raw = dependencies.materialize(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
         state = sampler._put(state, raw, lambda tree, leaf: sum_tree.set_run(tree, first, leaf))
-        return state, token + dependencies.token(raw)
+        return state, token + dependencies.zero_depending_on(raw)
 
     def in_runs() -> Priorities:
-        trips = -(-capacity // size) * dependencies.alone(changed)
+        trips = -(-capacity // size) * dependencies.unbatched_flag(changed)
         after, token = dependencies.loop(trips, set_masses, (state, jnp.zeros_like(changed)))
         # Nothing is put there: it is for later writes, which have to wait for these reads.
         nowhere = (capacity + token)[None]
@@ -467,7 +467,7 @@ def _without_run(
         raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
         return sampler._put(state.replace(raw=raw), raw, sum_tree.set_all)
 
-    trips = (dependencies.at_least(expired.size) + chunk - 1) // chunk
+    trips = (dependencies.max_over_batch(expired.size) + chunk - 1) // chunk
     return lax.platform_dependent(
         cpu=lambda: dependencies.loop(trips, clear, state), default=clear_at_once
     )

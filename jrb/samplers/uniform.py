@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._util import checks, pytree
-from jrb._xla import permutation, random_bits
+from jrb._xla import random_bits
 from jrb.ring import Ring
 from jrb.types import Anchors, Draw, ShardedSampler, ShardStats
 
@@ -53,7 +53,7 @@ class Uniform(ShardedSampler):
             offset = jnp.arange(batch_size, dtype=jnp.int32)
             mask = offset < anchors.count
             offset = jnp.where(mask, offset, 0)
-            ranks = permutation.permute(random_bits.seed(key), anchors.count, offset)
+            ranks = random_bits.permute(random_bits.seed(key), anchors.count, offset)
         return state, anchors.uniform_draw(ranks, mask, key)
 
     def stats(self, ring: Ring, state: Any, anchors: Anchors) -> ShardStats:

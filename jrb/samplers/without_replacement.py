@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jrb._util import checks, pytree
-from jrb._xla import permutation, random_bits
+from jrb._xla import random_bits
 from jrb.ring import Ring
 from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, Sampler
 
@@ -110,7 +110,7 @@ class WithoutReplacement(Sampler):
             inside = inside & (epoch.position + batch_size <= epoch.length)
         first_rank = jnp.where(inside, offset, 0)  # at the beginning of the epoch
         if self.shuffle:
-            first_rank = permutation.permute(epoch.seed, epoch.length, first_rank)
+            first_rank = random_bits.permute(epoch.seed, epoch.length, first_rank)
         turn = _turn(ring, epoch, anchors).astype(jnp.int32)
         ranks = first_rank - epoch.left
         ranks = jnp.where(ranks < 0, ranks + turn, ranks)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jrb._core import steps, validate
 from jrb._util.pytree import PyTree
 from jrb._xla import random_bits
-from jrb._xla.arguments import entry
+from jrb._xla.compiling import entry
 from jrb.sharding import joint
 from jrb.sharding.mesh import Cut, LocalShards, merged
 from jrb.state import Buffer, BufferState, Sample

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._util.pytree import PyTree
-from jrb._xla import compat, gather
+from jrb._xla import compat, compiling
 from jrb.types.messages import ShardStats
 
 _MAX_INT32 = 2**31 - 1
@@ -161,7 +162,7 @@ def run(
     """
     if layout.is_inside():
         return _call(layout, body, static, layout.devices() or 1, *arrays)
-    return _run(layout, body, static, cuts, out, gather.few_now(), arrays)
+    return _run(layout, body, static, cuts, out, compiling.current_limits(), arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
@@ -171,7 +172,7 @@ def _run(
     static: tuple[Any, ...],
     cuts: tuple[Cut, ...],
     out: Cuts,
-    few: gather.Few,
+    few: compiling.SerialLimits,
     arrays: tuple[Any, ...],
 ) -> Any:
     """`run` from outside a `jax.shard_map`, compiled for what is few now."""
@@ -198,3 +199,39 @@ def _call(
         axis = layout.axis
         numbers = numbers + lax.axis_index(axis) * some
     return body(LocalShards(numbers, axis), *static, *arrays)
+
+
+NamedMesh = tuple[str, list, tuple[str, ...], Any]
+"""A mesh without its devices: their platform, their numbers, and the names and types of axes."""
+
+
+def named_mesh(mesh: jax.sharding.Mesh | None) -> NamedMesh | None:
+    """Returns which mesh it is, so that it can be pickled."""
+    if mesh is None:
+        return None
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
+    return mesh.devices.flat[0].platform, ids, tuple(mesh.axis_names), mesh.axis_types
+
+
+def mesh_of(named: NamedMesh | None) -> jax.sharding.Mesh | None:
+    """Returns the mesh of these devices of this program.
+
+    Raises:
+        ValueError: it has no such devices.
+    """
+    if named is None:
+        return None
+    platform, ids, names, types = named
+    try:
+        devices = {device.id: device for device in jax.devices(platform)}
+    except RuntimeError:  # no such platform
+        devices = {}
+    missing = sorted({*np.ravel(ids).tolist()} - devices.keys())
+    if missing:
+        raise ValueError(
+            f"mesh: expected the devices {missing} of {platform!r} that it was made of, got "
+            f"a program with {sorted(devices)}. Pickle the description with mesh=None, and give it "
+            "a mesh where it is used: dataclasses.replace(sharded, mesh=mesh)."
+        )
+    chosen = np.vectorize(devices.get, otypes=[object])(np.array(ids))
+    return jax.sharding.Mesh(chosen, names, axis_types=types)

@@ -12,11 +12,11 @@ import numpy as np
 from jrb._core import eager, transforming
 from jrb._core.host_proxy import on_host
 from jrb._core.validate import check_donated, explained, warn_of_copies
-from jrb._util import casting, checks, display, hints, meshes, owned, pytree
+from jrb._util import casting, checks, display, pytree, wording
 from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
 from jrb.sharding import bodies, mesh
-from jrb.sharding.mesh import Cut, Cuts, Layout
+from jrb.sharding.mesh import Cut, Cuts, Layout, NamedMesh, mesh_of, named_mesh
 from jrb.state import BufferState, Sample, check_origin, origin_of
 from jrb.types import Item, ShardedSampler
 
@@ -109,7 +109,7 @@ class Sharded:
         return display.tree_html(self)
 
     def __reduce__(self) -> Any:
-        return _unpickled, (self.buffer, self.shards, meshes.named(self.mesh), self.axis)
+        return _unpickled, (self.buffer, self.shards, named_mesh(self.mesh), self.axis)
 
     def __post_init__(self) -> None:
         if not isinstance(self.buffer, ReplayBuffer):
@@ -224,7 +224,7 @@ class Sharded:
         pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
         return self._call(verb, state, *pairs)
 
-    @hints.takes_state
+    @wording.takes_state
     def sample(
         self,
         state: BufferState,
@@ -235,7 +235,7 @@ class Sharded:
         """Draws a batch and leaves the state as it is; see `draw`."""
         return self._draw(state, key, batch_size, beta, moves=False)[1]
 
-    @hints.takes_state
+    @wording.takes_state
     def draw(
         self,
         state: BufferState,
@@ -433,7 +433,9 @@ class Sharded:
             returns_items = verb.changes == "items"
             if returns_items:
                 warn_of_copies(self, state, 5)
-        arguments = tuple(self._argument(verb, owned.copy(argument)) for argument, _ in pairs)
+        arguments = tuple(
+            self._argument(verb, casting.copy_array(argument)) for argument, _ in pairs
+        )
         is_shared = self.buffer.num_envs is None and verb.per_env
         cuts = tuple(None if argument is None or is_shared else cut for argument, cut in pairs)
         static = self.part, verb.method, options, cuts, splits, returns_items
@@ -471,9 +473,9 @@ class Sharded:
             )
 
 
-def _unpickled(buffer: ReplayBuffer, shards: int, mesh: meshes.Named | None, axis: str) -> Sharded:
+def _unpickled(buffer: ReplayBuffer, shards: int, mesh: NamedMesh | None, axis: str) -> Sharded:
     """Makes the description, on the devices of this program that have the same numbers."""
-    return Sharded(buffer, shards, meshes.found(mesh), axis)
+    return Sharded(buffer, shards, mesh_of(mesh), axis)
 
 
 _run = explained(mesh.run)

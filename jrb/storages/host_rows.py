@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 
 from jrb._core.host_proxy import HostStorageProxy
 from jrb._store import table
 from jrb._store.errors import StaleError
-from jrb._util import host_calls, prng_keys, pytree
+from jrb._util import prng_keys, pytree
 from jrb._util.pytree import SpecKey
 from jrb._xla import compat, dependencies
 from jrb.ring import Occupancy, Ring
@@ -350,16 +351,21 @@ def call(function: Callable[..., Any], shapes: Any, *args: Any) -> Any:
     Raises:
         TypeError: under `vmap`.
     """
-    return host_calls.call(function, shapes, _single, *args)
+    return io_callback(function, shapes, *map(_single, args), ordered=True)
 
 
-_single = host_calls.refusing(
-    lambda size: (
+@jax.custom_batching.custom_vmap
+def _single(argument: jax.Array) -> jax.Array:
+    return argument
+
+
+@_single.def_vmap
+def _refuse(size: int, batched: Any, argument: jax.Array) -> Any:
+    raise TypeError(
         f"vmap: expected a storage on the device, got one on the host for {size} buffers or draws "
         "at once, whose rows lie in one place. Use one buffer with num_envs=E in place of E "
         "buffers, a larger batch in place of several draws, or jrb.DeviceStorage()."
     )
-)
 
 
 class HostArrays(HostStorage):
@@ -509,4 +515,4 @@ class HostArrays(HostStorage):
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
         """The same rows: what they hold is not looked at again."""
-        return dependencies.after(state, token)
+        return dependencies.delay_writes_until(state, token)

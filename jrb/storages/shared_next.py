@@ -21,7 +21,7 @@ from jax import lax
 from jrb._core import columns, rows
 from jrb._util import pytree
 from jrb._util.pytree import Leaf
-from jrb._xla import dependencies
+from jrb._xla import dependencies, gather
 from jrb.keys import Keys, path_name
 from jrb.ring import Ring
 from jrb.types import AuxRead, Context, Item, SlotsForLeaf, WritePlan
@@ -113,14 +113,14 @@ def read(
         return columns.get(named[shared.get(name, name)], at[name])
 
     every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
-    beside = lambda: [rows.get(it.array, it.slots) for it in lookups]
-    return dependencies.read(lambda: (every(get, state.items), beside()))
+    beside = lambda: [gather.items_at(it.array, it.slots) for it in lookups]
+    return dependencies.materialize(lambda: (every(get, state.items), beside()))
 
 
 def source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
     """The row of the arrays of observations that holds the next observation of each slot."""
     ring, held = context.ring, context.held
-    pointer = rows.read(state.pointer, slots)
+    pointer = gather.read(state.pointer, slots)
     newest = held.after(ring, slots) <= 0
     tail = ring.capacity + state.owner.size + ring.env_of(slots)
     later = jnp.where(pointer < 0, ring.slot_after(slots, ring.envs), ring.capacity + pointer)
@@ -219,7 +219,7 @@ def _slots(context: Context, write: WritePlan, t: Any) -> tuple[jax.Array, jax.A
 def _any_differs(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     """For which environments any of these pairs of rows `[E, ...]` differs, bool `[E]`."""
     differ = lambda: jnp.any(jnp.stack([_differ(*pair) for pair in pairs]), axis=0)
-    return dependencies.read(differ)
+    return dependencies.materialize(differ)
 
 
 def _settled(
@@ -282,7 +282,7 @@ def _make_room(
     """
     room = state.owner.size
     first = jnp.arange(min(3 * ring.envs, room), dtype=jnp.int32)
-    owners = rows.read(state.owner, (state.head + first) % room)
+    owners = gather.read(state.owner, (state.head + first) % room)
     # How many rows older than the new one an owner is, 1 to R.
     age = (start - owners - 1 + ring.capacity) % ring.capacity // ring.envs + 1
     entries = first < state.count

@@ -13,7 +13,7 @@ import numpy as np
 from jrb._core import columns, rows
 from jrb._core.host_proxy import DeviceProxy, UniqueSlots
 from jrb._util import checks, pytree
-from jrb._xla import dependencies
+from jrb._xla import dependencies, gather
 from jrb.keys import TED
 from jrb.ring import Clock, Occupancy, Ring
 from jrb.storages.host_rows import HostView
@@ -138,7 +138,7 @@ class DeviceCache(DeviceProxy):
 @jax.jit
 def _gathered(leaves: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
     """Rows of each leaf, `[*slots, ...]`."""
-    return [rows.get(leaf, row) for leaf, row in zip(leaves, at, strict=True)]
+    return [gather.items_at(leaf, row) for leaf, row in zip(leaves, at, strict=True)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -259,7 +259,7 @@ class SpillStorage(StoreArrays):
         slots = found.each(lambda one: jnp.where(one[2], -1, one[0]))
         leaves, structure = jax.tree.flatten(view.rows.items(view.rows.call(view.version, slots)))
         pairs = list(zip(jax.tree.leaves(state.hot.items), at, strict=True))
-        hot = rows.read_each(*((words, row) for words, (_, row, _) in pairs))
+        hot = gather.read_items(*((words, row) for words, (_, row, _) in pairs))
         merged = [
             jnp.where(_over(here, warm), warm, columns.packed(cold))
             for warm, cold, (_, _, here) in zip(hot, leaves, at, strict=True)
@@ -270,7 +270,7 @@ class SpillStorage(StoreArrays):
     def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:
         """No cached rows."""
         hot = self.device_part.reset(ring, state.hot, token)
-        return dependencies.after(state.replace(hot=hot), token)
+        return dependencies.delay_writes_until(state.replace(hot=hot), token)
 
 
 def _over(here: jax.Array, rows: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ class Storage(abc.ABC):
     def read_with(
         self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]] | None:
-        """The same together with what is looked up beside it, in one `dependencies.read`.
+        """The same together with what is looked up beside it, in one `dependencies.materialize`.
 
         Returns:
             The items, and what is in each array at its slots; None from a storage that cannot, of

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core import rows
 from jrb._util import pytree
-from jrb._xla import dependencies, scatter
+from jrb._xla import dependencies, gather, scatter
 from jrb.ring import Occupancy, Ring, first_places, locate
 from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
 
@@ -140,7 +139,7 @@ def anchors(ring: Ring, queue: AnchorQueue) -> Anchors:
             at = stream * ring.rows + ring.row_after(queue.head[stream], offset)
         else:
             at = ring.slot_after(queue.head, ranks)
-        return rows.read(queue.slots, at), jnp.ones(ranks.shape, jnp.float32)
+        return gather.read(queue.slots, at), jnp.ones(ranks.shape, jnp.float32)
 
     return Anchors(count=jnp.sum(queue.count, dtype=jnp.int32), nth=nth)
 
@@ -275,7 +274,7 @@ def remove(
     offset = first_places(min(first, ring.rows if per_env else ring.capacity))
     offset = offset[:, None] if per_env else offset
     at = queue.positions(ring, offset)
-    slots = rows.read(queue.slots, at)
+    slots = gather.read(queue.slots, at)
     exists = offset < queue.count
     leaving = exists & leaves(slots)
     count = jnp.sum(leaving, axis=0, dtype=jnp.int32)
@@ -305,7 +304,7 @@ def _remove_prefix(
     def pass_over(queue: AnchorQueue, size: int) -> AnchorQueue:
         offset = jnp.arange(size, dtype=jnp.int32)
         offset = offset[:, None] if queue.head.ndim else offset
-        slots = rows.read(queue.slots, queue.positions(ring, offset))
+        slots = gather.read(queue.slots, queue.positions(ring, offset))
         stays = (offset >= queue.count) | ~leaves(slots)
         return queue.without_first(ring, jnp.min(jnp.where(stays, offset, size), axis=0))
 
@@ -328,7 +327,7 @@ def in_passes(
 
     In a loop on the CPU. Elsewhere in one step of size `room`, as the number of trips is unknown.
     """
-    trips = dependencies.at_least(most) // each + 1
+    trips = dependencies.max_over_batch(most) // each + 1
     return lax.platform_dependent(
         cpu=lambda: dependencies.loop(trips, lambda _, carry: step(carry, size), carry),
         default=lambda: step(carry, room),

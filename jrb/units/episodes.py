@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core import rows
 from jrb._util import pytree
-from jrb._xla import dependencies, random_bits
+from jrb._xla import dependencies, gather, random_bits
 from jrb.ring import Ring, locate
 from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
 from jrb.units import anchors as anchor_queue
@@ -68,7 +67,7 @@ def steps_ahead(
         return jnp.clip(newest + 1, 1, most)
     step = jnp.arange(most - 1, dtype=jnp.int32)
     at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
-    last = rows.read(ended, at)
+    last = gather.read(ended, at)
     first = jnp.min(jnp.where(last, step, most - 1), axis=1, initial=most - 1)
     return jnp.maximum(jnp.minimum(first, newest) + 1, 1)
 
@@ -83,7 +82,7 @@ def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most
         return jnp.minimum(oldest, most)
     step = jnp.arange(most, dtype=jnp.int32)
     at = ring.slot_before(slots[:, None], jnp.minimum(step + 1, ring.rows) * ring.envs)
-    last = rows.read(ended, at)
+    last = gather.read(ended, at)
     first = jnp.min(jnp.where(last, step, most), axis=1, initial=most)
     return jnp.minimum(first, oldest)
 
@@ -265,7 +264,7 @@ def _without_lost(
     def drop(table: EpisodeTable, most: int) -> EpisodeTable:
         offset = jnp.arange(most, dtype=jnp.int32)[:, None]
         edge = table.first if whole else table.last
-        edge = dependencies.read(lambda: edge[(table.head + offset) % room, env])
+        edge = dependencies.materialize(lambda: edge[(table.head + offset) % room, env])
         runs = (offset == table.count - 1) & (table.length >= enough)
         age = table.now - 1 - edge
         lost = (offset < table.count) & ~runs & (age + enough > rows_held.astype(jnp.uint32))
@@ -282,7 +281,7 @@ def _without_lost(
 def _clipped(table: EpisodeTable, ring: Ring) -> EpisodeTable:
     """The table in which running episodes are at most R + 1 rows long: ages never overflow."""
     at, most = table.running, np.uint32(ring.rows + 1)
-    first = dependencies.read(lambda: table.first[at])
+    first = dependencies.materialize(lambda: table.first[at])
     begin = jnp.where(table.now - first > most, table.now - most, first)
     return table.replace(first=table.first.at[at].set(begin))
 
@@ -322,7 +321,7 @@ def extent(
         enough: as for `init`.
     """
     rows_held = jnp.broadcast_to(context.held.rows(context.ring), table.head.shape)[env]
-    first, last = dependencies.read(lambda: (table.first[at, env], table.last[at, env]))
+    first, last = dependencies.materialize(lambda: (table.first[at, env], table.last[at, env]))
     runs = (at == table.running[0][env]) & (table.length[env] >= enough)
     newest = table.now[env] - 1
     last = jnp.where(runs, newest, last)

@@ -11,7 +11,7 @@ from jax import lax
 
 from jrb._core import episode_ends, rows
 from jrb._util import checks, prng_keys, pytree
-from jrb._xla import dependencies
+from jrb._xla import dependencies, gather
 from jrb.keys import Keys, Path, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
@@ -195,13 +195,13 @@ class FrameStack(Unit):
         length, running = episodes.lengths(state.length, done, write, self.k)
         later = rows.after(write, anchor_queue.waited(state.queue))  # `back` was read for it
         back = rows.put(state.back, later, (length - 1).astype(state.back.dtype))
-        lookback = lambda slots: rows.get(back, slots).astype(jnp.int32)
+        lookback = lambda slots: gather.items_at(back, slots).astype(jnp.int32)
         entered = _still_whole(context, write, change.entered, lookback)
         anchors, own = anchor_queue.after_write(
             context, state.queue, write, entered, self.max_entry_delay, lookback
         )
         cut = self._cut(context, write, lookback)
-        anchors = dependencies.after(anchors, jnp.minimum(jnp.min(cut, initial=0), 0))
+        anchors = dependencies.delay_writes_until(anchors, jnp.minimum(jnp.min(cut, initial=0), 0))
         own = AnchorUpdate(
             entered=entered,
             consecutive=change.consecutive and write.bounded,
@@ -270,7 +270,7 @@ class FrameStack(Unit):
         slots = held.moved(ring, *write.lengths).oldest(ring, self.k - 1)
         row = jnp.arange(self.k - 1, dtype=jnp.int32)[:, None]
         safe = jnp.minimum(slots, ring.capacity - 1)
-        cut = dependencies.read(lambda: lookback(safe)) > row
+        cut = dependencies.materialize(lambda: lookback(safe)) > row
         return jnp.where(cut, slots, ring.capacity).reshape(-1)
 
     def anchors(self, context: Context, state: FrameStackState) -> Anchors:
@@ -341,7 +341,7 @@ class FrameStack(Unit):
             frames are of the episode, bool `[..., k]`.
         """
         ring, held = context.ring, context.held
-        back = rows.read(state.back, slots).astype(jnp.int32)
+        back = gather.read(state.back, slots).astype(jnp.int32)
         oldest = held.before(ring, slots)
         step = jnp.arange(self.k - 1, -1, -1, dtype=jnp.int32)
         near = jnp.minimum(step, jnp.minimum(back, oldest)[..., None])
@@ -416,6 +416,6 @@ def _still_whole(context: Context, write: WritePlan, slots: jax.Array, lookback:
     ring, held = context.ring, context.held
     safe = jnp.minimum(slots, ring.capacity - 1)
     after = held.moved(ring, *write.lengths)
-    fits = dependencies.read(lambda: lookback(safe)) <= after.before(ring, safe)
+    fits = dependencies.materialize(lambda: lookback(safe)) <= after.before(ring, safe)
     whole = fits & after.holds(ring, safe)
     return jnp.where(whole, slots, ring.capacity)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jrb._core import episode_ends, rows
 from jrb._util import checks, pytree
-from jrb._xla import dependencies, permutation, random_bits
+from jrb._xla import dependencies, gather, random_bits
 from jrb.keys import Keys, Path, find, leaves_at, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
@@ -267,7 +267,7 @@ class Hindsight(Unit):
         count, fraction = divmod(round(self.ratio * size * 2**20), 2**20)
         seed = random_bits.seed(random_bits.fold(key, _WHICH))
         place = jnp.arange(size, dtype=jnp.int32)
-        order = permutation.permute(seed, jnp.int32(size), place)
+        order = random_bits.permute(seed, jnp.int32(size), place)
         if not fraction:
             return order < count
         one_more = random_bits.bits(random_bits.fold(key, _ROUNDING), (1,)) < np.uint32(
@@ -286,7 +286,7 @@ class Hindsight(Unit):
         if self.strategy == "random":
             return held.nth(ring, random_bits.below(held.size, *words))
         env = ring.env_of(slots)
-        at = rows.read(state.which, slots)
+        at = gather.read(state.which, slots)
         age, part = episodes.extent(context, state.episodes, env, at, 1)
         own = held.after(ring, slots)
         choices = {"future": own - age + 1, "final": jnp.ones_like(age), "episode": part}

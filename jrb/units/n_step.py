@@ -9,7 +9,7 @@ from jax import lax
 
 from jrb._core import episode_ends, rows
 from jrb._util import checks, display, pytree
-from jrb._xla import dependencies
+from jrb._xla import dependencies, gather
 from jrb.keys import Keys, Path, leaves_at, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
@@ -213,7 +213,7 @@ class NStep(Unit):
 
     def is_episode_end(self, context: Context, state: NStepState, slots: jax.Array) -> jax.Array:
         """Those that were written or truncated so."""
-        return rows.get(state.ended, slots)
+        return gather.items_at(state.ended, slots)
 
     def anchors(self, context: Context, state: NStepState) -> Anchors:
         """All that is held; if strict, the rows with a complete return."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from jrb._core import episode_ends, rows
 from jrb._util import checks, display, pytree
-from jrb._xla import dependencies
+from jrb._xla import dependencies, gather
 from jrb.keys import Keys, Path, find, path_name, within
 from jrb.ring import Ring
 from jrb.types import (
@@ -328,7 +328,7 @@ class Sequence(Unit):
 
     def is_episode_end(self, context: Context, state: SequenceState, slots: jax.Array) -> jax.Array:
         """True of rows that were written or truncated as ends."""
-        return rows.get(state.ended, slots)
+        return gather.items_at(state.ended, slots)
 
     def episode_step(self, state: SequenceState, slots: jax.Array) -> jax.Array:
         """The rows of its episode before each slot, int32; up to 1 without a stride.

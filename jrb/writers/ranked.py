@@ -34,7 +34,7 @@ class OneByOne(Writer):
 
     def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
         """The number of the item."""
-        return dependencies.read(lambda: state.stamps.at[slots].get(mode="clip"))
+        return dependencies.materialize(lambda: state.stamps.at[slots].get(mode="clip"))
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
         """By the numbers of the items."""
@@ -136,10 +136,12 @@ class MaxValue(OneByOne):
         slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
         state, slots = dependencies.loop(ranks.size, place, (state, slots))
         number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
-        here = dependencies.read(lambda: state.stamps.at[slots].get(mode="fill", fill_value=0))
+        here = dependencies.materialize(
+            lambda: state.stamps.at[slots].get(mode="fill", fill_value=0)
+        )
         slots = jnp.where(here == number, slots, ring.capacity)
         waited = jnp.minimum(jnp.min(slots), 0)
-        state = dependencies.after(state, waited)  # later writes wait for `here`
+        state = dependencies.delay_writes_until(state, waited)  # later writes wait for `here`
         state = state.replace(number=state.number + np.uint32(ranks.size))
         return state, write_of(ring, slots, written)
 

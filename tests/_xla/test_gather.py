@@ -8,8 +8,7 @@ from jax import lax
 
 import jrb
 from jrb import testing
-from jrb._core import rows
-from jrb._xla import dependencies, gather
+from jrb._xla import compiling, dependencies, gather
 
 N, E = 2**17, 4  # the fewest elements of 4 bytes that are spread over threads
 EXAMPLE = {
@@ -40,7 +39,7 @@ def is_spread(function, *args):
 def test_rows_are_those_of_the_array(dtype, shape, lead):
     array = numbers(dtype, N, *shape)
     slots = jax.random.randint(jax.random.key(0), lead, 0, N)
-    read = jax.jit(rows.read)(array, slots)
+    read = jax.jit(gather.read)(array, slots)
     assert read.dtype == array.dtype
     assert np.array_equal(read, array[slots])
 
@@ -61,15 +60,15 @@ def test_an_item_beyond_the_end_is_the_last_one_if_so_wanted():
 
 def test_each_agent_reads_its_own():
     arrays, slots = numbers("float32", 3, N), jnp.array([[0, 5], [N - 1, 7], [7, 7]])
-    read = jax.jit(jax.vmap(rows.read))(arrays, slots)
+    read = jax.jit(jax.vmap(gather.read))(arrays, slots)
     assert np.array_equal(read, np.take_along_axis(np.asarray(arrays), np.asarray(slots), 1))
 
 
 def test_few_rows_are_read_by_one_thread():
     array, slots = jnp.zeros((N, 8)), jnp.arange(16, dtype=jnp.int32)
-    if not is_spread(rows.get, array, slots):
+    if not is_spread(gather.items_at, array, slots):
         pytest.skip("nothing is spread where there is one thread, and on other devices")
-    assert not is_spread(rows.read, array, slots)
+    assert not is_spread(gather.read, array, slots)
 
 
 def test_many_rows_and_small_arrays_are_read_as_they_are():
@@ -87,7 +86,7 @@ def test_more_is_few_for_a_call_by_itself():
     width, huge = 40, jax.ShapeDtypeStruct((2**20, 40), jnp.float32)
     array, slots = jax.ShapeDtypeStruct((N, width), jnp.float32), jnp.zeros(512, jnp.int32)
     few = lambda array, count: gather.is_few(array, slots[:count], width)
-    alone = gather.by_itself(few)
+    alone = compiling.standalone_program(few)
     assert few(array, 128) and alone(array, 256) and not few(array, 256)
     assert few(huge, 64) and alone(huge, 256) and not few(huge, 65)
     assert not alone(array, 512) and not alone(huge, 512)
@@ -102,7 +101,7 @@ def test_a_draw_is_compiled_anew_for_a_call_by_itself():
         pytest.skip("nothing is spread where there is one thread, and on other devices")
     draws = lambda *args: buffer.draw(*args)[1]
     for verb in (buffer.sample, draws):
-        assert not is_spread(gather.by_itself(verb), state, key)
+        assert not is_spread(compiling.standalone_program(verb), state, key)
         assert is_spread(verb, state, key), "not what was traced for the other"
 
 
@@ -132,25 +131,27 @@ def test_shards_are_compiled_anew_for_a_call_by_itself():
         "dynamic_update_slice"
     )
     plain = rooms(buffer.sample)
-    assert rooms(gather.by_itself(buffer.sample)) > plain == rooms(buffer.sample)
+    assert rooms(compiling.standalone_program(buffer.sample)) > plain == rooms(buffer.sample)
 
 
 def test_rows_that_are_few_for_one_are_many_for_all():
     arrays, slots = jnp.zeros((64, N, 8)), jnp.zeros((64, 16), jnp.int32)
-    many = jax.vmap(lambda array, slots: dependencies.read(lambda: rows.get(array, slots)))
+    many = jax.vmap(
+        lambda array, slots: dependencies.materialize(lambda: gather.items_at(array, slots))
+    )
     if not is_spread(many, arrays, slots):
         pytest.skip("nothing is spread there with one thread, elsewhere, and by older compilers")
-    assert not is_spread(jax.vmap(rows.read), arrays[:2], slots[:2])
-    assert is_spread(jax.vmap(rows.read), arrays, slots)
-    assert is_spread(jax.vmap(rows.read, in_axes=(None, 0)), arrays[0], slots)
-    assert is_spread(jax.vmap(rows.read, in_axes=(0, None)), arrays, slots[0])
+    assert not is_spread(jax.vmap(gather.read), arrays[:2], slots[:2])
+    assert is_spread(jax.vmap(gather.read), arrays, slots)
+    assert is_spread(jax.vmap(gather.read, in_axes=(None, 0)), arrays[0], slots)
+    assert is_spread(jax.vmap(gather.read, in_axes=(0, None)), arrays, slots[0])
 
 
 def test_how_many_reads_are_made_together():
     def read(times, x, y):
         return {"sum": x + y, "times": jnp.int32(times)}
 
-    both = lambda x, y: gather.together(True, read, x, y)
+    both = lambda x, y: gather.scaled_by_vmap(True, read, x, y)
     x, y = jnp.arange(6).reshape(2, 3), jnp.arange(3)
     assert int(both(x[0, 0], y[0])["times"]) == 1
     found = jax.jit(jax.vmap(jax.vmap(both), in_axes=(0, None)))(x, y)
@@ -169,13 +170,13 @@ def test_all_read_their_own_whether_few_or_many(lead, axes, monkeypatch):
         array = array[(0,) * len(lead)]
     if axes[1] is None:
         slots = slots[(0,) * len(lead)]
-    run = rows.read
+    run = gather.read
     for _ in lead:
         run = jax.vmap(run, in_axes=axes)
     plain = run(array, slots)
     monkeypatch.setattr(gather, "_LARGE", 0)
     for few in (0, 1 << 10, 1 << 30):
-        again = gather.traced_for(gather.Few(few, few), run)
+        again = compiling.traced_with(compiling.SerialLimits(few, few), run)
         assert np.array_equal(jax.jit(again)(array, slots), plain)
 
 

@@ -5,26 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrb._xla import permutation, random_bits
+from jrb._xla import random_bits
 
 SMALL = 300
 SEED = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
 
-permute = jax.jit(permutation.permute)
+permute = jax.jit(random_bits.permute)
 
 
 @jax.jit
 @jax.vmap
 def small_orders(seed, n):
     """The order of 0 .. n - 1, and its last element again up to 300."""
-    return permutation.permute(seed, n, jnp.minimum(jnp.arange(SMALL), jnp.maximum(n, 1) - 1))
+    return random_bits.permute(seed, n, jnp.minimum(jnp.arange(SMALL), jnp.maximum(n, 1) - 1))
 
 
 @jax.jit
 def many_orders(seeds, n):
     """The orders of 0 .. 9, or of fewer."""
     i = jnp.minimum(jnp.arange(10), n - 1)
-    return jax.vmap(lambda seed: permutation.permute(seed, n, i))(seeds)
+    return jax.vmap(lambda seed: random_bits.permute(seed, n, i))(seeds)
 
 
 def seeds_of(count):
@@ -77,8 +77,8 @@ def test_distinct_and_in_range_for_huge_n(n):
 
 def test_n_of_0_is_taken_for_1():
     zero = jnp.zeros(3, jnp.int32)
-    assert permutation.permute(SEED, jnp.int32(0), zero).tolist() == [0, 0, 0]
-    assert permutation.permute(SEED, jnp.int32(1), zero).tolist() == [0, 0, 0]
+    assert random_bits.permute(SEED, jnp.int32(0), zero).tolist() == [0, 0, 0]
+    assert random_bits.permute(SEED, jnp.int32(1), zero).tolist() == [0, 0, 0]
 
 
 def test_different_seeds_give_different_orders():
@@ -128,7 +128,7 @@ def test_all_orders_of_four_are_alike():
 def test_jit_with_traced_n_equals_eager():
     i = jnp.arange(50)
     for n in (50, 51, 1000):
-        eager = permutation.permute(SEED, jnp.int32(n), i)
+        eager = random_bits.permute(SEED, jnp.int32(n), i)
         assert np.array_equal(eager, permute(SEED, jnp.int32(n), i))
 
 
@@ -138,7 +138,7 @@ def test_a_second_n_does_not_retrace():
     @jax.jit
     def order(seed, n, i):
         traces.append(None)
-        return permutation.permute(seed, n, i)
+        return random_bits.permute(seed, n, i)
 
     for n in (5, 6, 2**31 - 1):
         order(SEED, jnp.int32(n), jnp.arange(5))
