@@ -16,10 +16,26 @@ import optax
 
 import jrb
 
+# [buffer]
+HEIGHT, WIDTH, ENVS = 8, 5, 8
+
+buffer = jrb.ReplayBuffer(
+    capacity=8_000,  # transitions, over all environments
+    num_envs=ENVS,
+    batch_size=64,
+    sampler=jrb.Prioritized(alpha=0.6, beta=0.4),
+    unit=jrb.NStep(3, discount=0.95),
+    min_size=500,
+)
+board = jnp.zeros(HEIGHT * WIDTH)
+example = {
+    "observation": board,
+    "action": jnp.int32(0),
+    "next": {"observation": board, "reward": jnp.float32(0), "done": False},
+}
+
+
 # [environment]
-HEIGHT, WIDTH = 8, 5
-
-
 def begun(key):
     """A ball falls from the top row; the paddle waits in the middle of the bottom row."""
     ball = jax.random.randint(key, (), 0, WIDTH)
@@ -42,25 +58,6 @@ def stepped(world, action, key):
     after = {"observation": seen(world), "reward": reward, "done": done}
     fresh = begun(key)
     return jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, world), after
-
-
-# [buffer]
-ENVS = 8
-
-buffer = jrb.ReplayBuffer(
-    capacity=8_000,  # transitions, over all environments
-    num_envs=ENVS,
-    batch_size=64,
-    sampler=jrb.Prioritized(alpha=0.6, beta=0.4),
-    unit=jrb.NStep(3, discount=0.95),
-    min_size=500,
-)
-board = jnp.zeros(HEIGHT * WIDTH)
-example = {
-    "observation": board,
-    "action": jnp.int32(0),
-    "next": {"observation": board, "reward": jnp.float32(0), "done": False},
-}
 
 
 # [network]
@@ -152,11 +149,12 @@ def main(folder="quick_start", parts=10):
 
     # [load]
     again, restored, agent = jrb.load(folder / "replay", extra=agent)
-    print(restored)
+    print(f"Saved {int(again.size(restored)):,} transitions and the agent: {folder / 'replay'}")
 
     # [plot]
     figure = jrb.plot.state(again, restored)
     figure.savefig(folder / "priorities.png", dpi=110)
+    print(f"Picture of the buffer: {folder / 'priorities.png'}")
     # [end]
     return float(caught)
 
