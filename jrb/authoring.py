@@ -9,7 +9,9 @@ N capacity, E environments, T time, B batch.
 from jrb._core.episode_ends import ending as episode_ends
 from jrb._core.rows import last_of_equals
 from jrb._core.rows import put as put_rows
+from jrb._store.files import Folder
 from jrb._store.files import absolute as absolute_path
+from jrb._store.lock import Lock
 from jrb._util import checks
 from jrb._util.checks import MAX_EXPANSION, ExpansionLimit, declared_nbytes
 from jrb._util.display import table_html, table_text
@@ -27,6 +29,8 @@ from jrb.units.episodes import lengths as episode_lengths
 __all__ = [
     "MAX_EXPANSION",
     "ExpansionLimit",
+    "Folder",
+    "Lock",
     "absolute_path",
     "all_held",
     "bytes_text",

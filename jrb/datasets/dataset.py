@@ -319,8 +319,7 @@ class Dataset(Sequence[Episode]):
             ValueError: there is something at `dest`; or no step was left.
             TypeError: with `jit`, numbers of 64 bits.
         """
-        plan = preprocessing.Plan(function, workers, num_frames, by, jit, cast, progress)
-        preprocessing.preprocess(self, dest, plan)
+        preprocessing.preprocess(self, function, dest, workers, num_frames, by, jit, cast, progress)
         path = absolute_path(dest, "dest")
         format = Recorded().snapshot(path)
         description = format.describe(path)

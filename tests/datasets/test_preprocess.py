@@ -317,7 +317,7 @@ def without(*path):
         ),
         (
             lambda step: {**step, **({"x": 1} if step["next"]["terminated"] else {})},
-            "expected the leaves .*, as before, got",
+            "leaf 'x': expected .*, as before, got",
         ),
         (
             lambda step: {**step, "next": {**step["next"], "truncated": np.zeros(2, bool)}},

@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from jrb._store.errors import DamagedError
-from jrb._util import extras
+from jrb.authoring import require
+from jrb.checkpoint import DamagedError
 from jrb.datasets.reading.arrow import refused
 
 EPISODE, STEP, ENV = "episode_index", "step_index", "env_index"
@@ -37,14 +37,14 @@ TERMINATED, TRUNCATED = "next/terminated", "next/truncated"
 TYPES = {EPISODE: "int64", STEP: "int64", ENV: "int32", TERMINATED: "bool", TRUNCATED: "bool"}
 """Dtypes of the columns that a recorder adds to the leaves."""
 
-_KEY, _VERSION = b"jrb.recording", 1  # of the metadata
 PART_BYTES = 16 << 20
+_KEY, _VERSION = b"jrb.recording", 1  # of the metadata
 _MOST_NUMBERS = 64  # that a list column has per step
 _GROUP = 64 << 10, 1 << 20  # bytes of a row group, at least and at most
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError)
 _WRITER = r"\d{8}T\d{12}-[\w.-]+-[0-9a-f]{8}"
 _PART = re.compile(rf"({_WRITER})-(\d{{6,}})\.parquet")
-_HIDDEN = re.compile(rf"\.({_WRITER})(-\d{{6,}}\.parquet\.new|\.lock)")
+HIDDEN = re.compile(rf"\.({_WRITER})(-\d{{6,}}\.parquet\.new|\.lock)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +78,16 @@ class RecordedLeaf:
         """Bytes of one item."""
         return math.prod(self.shape) * self.numpy.itemsize
 
-    @functools.cached_property
+    @property
     def is_bytes(self) -> bool:
         """True if the column holds the bytes of the numbers."""
-        is_known = self.numpy.kind in "biuf" and self.numpy.isbuiltin == 1
-        return not is_known or math.prod(self.shape) > _MOST_NUMBERS
+        has_type = self.numpy.kind in "biuf" and self.numpy.isbuiltin == 1
+        return not has_type or math.prod(self.shape) > _MOST_NUMBERS
 
     @functools.cached_property
     def column_type(self) -> Any:
         """The type of the column in Arrow."""
-        pa = extras.require("pyarrow", "datasets")
+        pa = require("pyarrow", "datasets")
         if self.is_bytes:
             return pa.binary(self.width)
         number = pa.from_numpy_dtype(self.numpy)
@@ -95,7 +95,7 @@ class RecordedLeaf:
 
     def encode(self, values: np.ndarray) -> Any:
         """Returns `values` `[n, ...]` as an array of Arrow."""
-        pa, count, flat = extras.require("pyarrow", "datasets"), len(values), values.reshape(-1)
+        pa, count, flat = require("pyarrow", "datasets"), len(values), values.reshape(-1)
         if self.is_bytes:
             raw = pa.py_buffer(np.ascontiguousarray(flat).view(np.uint8))
             return pa.Array.from_buffers(self.column_type, count, [None, raw])
@@ -140,7 +140,7 @@ class RecordingSchema:
     @functools.cached_property
     def arrow(self) -> Any:
         """The schema in Arrow. Leaves without numbers have no column, as Parquet has none."""
-        pa = extras.require("pyarrow", "datasets")
+        pa = require("pyarrow", "datasets")
         types = {name: pa.from_numpy_dtype(dtype) for name, dtype in TYPES.items()}
         types |= {leaf.column: leaf.column_type for leaf in self.leaves if leaf.width}
         fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
@@ -154,13 +154,11 @@ class RecordingSchema:
 
         Args:
             own: arrays `[n]` by the names in `TYPES`.
-            leaves: arrays `[n, ...]` by the names of leaves.
+            leaves: arrays `[n, ...]` by the names of leaves; others are ignored.
         """
-        pa = extras.require("pyarrow", "datasets")
-        parquet = extras.require("pyarrow.parquet", "datasets")
+        pa, parquet = require("pyarrow", "datasets"), require("pyarrow.parquet", "datasets")
         columns = {name: pa.array(array) for name, array in own.items()}
-        encode = lambda leaf: leaf.encode(leaves[leaf.name])
-        columns |= {leaf.column: encode(leaf) for leaf in self.leaves if leaf.width}
+        columns |= {it.column: it.encode(leaves[it.name]) for it in self.leaves if it.width}
         arrays = [columns[name] for name in self.arrow.names]
         table = pa.Table.from_arrays(arrays, schema=self.arrow)
         # A reader of one environment decodes whole groups, so a group is at most one of those.
@@ -188,25 +186,24 @@ def schema_of(path: str) -> RecordingSchema:
     Raises:
         ValueError: the file is damaged, no part of a recording, or written by a newer version.
     """
-    parquet = extras.require("pyarrow.parquet", "datasets")
     with refused(path):
-        found = parquet.read_schema(path)
+        arrow = require("pyarrow.parquet", "datasets").read_schema(path)
     try:
-        body = json.loads((found.metadata or {})[_KEY])
+        body = json.loads((arrow.metadata or {})[_KEY])
         version = body.pop("version")
         if version == _VERSION:
-            shapes = [tuple(map(_natural, leaf["shape"])) for leaf in body["leaves"]]
-            leaves = zip(body.pop("leaves"), shapes, strict=True)
-            body["leaves"] = tuple(RecordedLeaf(**{**leaf, "shape": s}) for leaf, s in leaves)
-            body["notes"] = tuple(map(str, body["notes"]))
-            body["metadata"] = dict(body["metadata"])
-            if body["facts"] is not None:
-                facts = {name: np.array(it[1], it[0]) for name, it in body["facts"].items()}
-                body["facts"] = {name: fact.reshape(-1) for name, fact in facts.items()}
-            schema = RecordingSchema(**body)
-            if schema.num_envs is not None:
-                _natural(schema.num_envs)
-            if found.equals(schema.arrow) and schema.leaves:
+            leaves = [{**leaf, "shape": tuple(leaf["shape"])} for leaf in body.pop("leaves")]
+            sizes = [0 if body["num_envs"] is None else body["num_envs"]]
+            sizes += [size for leaf in leaves for size in leaf["shape"]]
+            if any(type(size) is not int or not 0 <= size < 1 << 40 for size in sizes):
+                raise ValueError(f"sizes {sizes}")
+            facts = body.pop("facts")
+            if facts is not None:
+                facts = {name: np.array(it[1], it[0]).reshape(-1) for name, it in facts.items()}
+            body |= {"notes": tuple(map(str, body["notes"])), "metadata": dict(body["metadata"])}
+            specs = tuple(RecordedLeaf(**leaf) for leaf in leaves)
+            schema = RecordingSchema(leaves=specs, facts=facts, **body)
+            if arrow.equals(schema.arrow) and leaves:
                 return schema
             raise ValueError(f"columns that are not those of {leaves}")
     except _NONSENSE as error:
@@ -217,32 +214,11 @@ def schema_of(path: str) -> RecordingSchema:
     )
 
 
-def _natural(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 40:
-        raise ValueError(repr(value))
-    return value
-
-
 def new_writer_name(name: str) -> str:
     """Returns a name for a writer that no other one has."""
     now = time.time_ns() // 1000
     moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 1_000_000))
     return f"{moment}{now % 1_000_000:06d}-{name}-{secrets.token_hex(4)}"
-
-
-def json_part(value: Any) -> Any:
-    """Returns the entries of a value that JSON has."""
-    if isinstance(value, Mapping):
-        return {str(key): json_part(entry) for key, entry in value.items() if _is_json(entry)}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def part_name(writer: str, number: int) -> str:
@@ -252,15 +228,7 @@ def part_name(writer: str, number: int) -> str:
 
 def is_own(name: str) -> bool:
     """Returns True for the names of files that recorders write, below the path of a recording."""
-    return bool(_PART.fullmatch(name) or _HIDDEN.fullmatch(name))
-
-
-def hidden_files(names: list[str]) -> dict[str, list[str]]:
-    """Returns the unfinished parts and the locks among `names`, by writer."""
-    by_writer: dict[str, list[str]] = {}
-    for match in filter(None, map(_HIDDEN.fullmatch, names)):
-        by_writer.setdefault(match[1], []).append(match[0])
-    return by_writer
+    return bool(_PART.fullmatch(name) or HIDDEN.fullmatch(name))
 
 
 def part_counts(path: str) -> dict[str, int]:
@@ -272,7 +240,7 @@ def part_counts(path: str) -> dict[str, int]:
     numbers: dict[str, set[int]] = {}
     for match in filter(None, map(_PART.fullmatch, sorted(os.listdir(path)))):
         numbers.setdefault(match[1], set()).add(int(match[2]))
-    counts = {}
+    counts: dict[str, int] = {}
     for writer, parts in numbers.items():
         count = 0
         # A listing may miss a part that is written meanwhile, and show the next one.
@@ -292,9 +260,9 @@ def is_recording(path: str) -> bool:
     name = next(filter(_PART.fullmatch, sorted(os.listdir(path))), None)
     if name is None:
         return False
-    parquet = extras.require("pyarrow.parquet", "datasets")
-    with contextlib.suppress(ValueError, OSError), refused(os.path.join(path, name)):
-        return _KEY in (parquet.read_schema(os.path.join(path, name)).metadata or {})
+    parquet, part = require("pyarrow.parquet", "datasets"), os.path.join(path, name)
+    with contextlib.suppress(ValueError, OSError), refused(part):
+        return _KEY in (parquet.read_schema(part).metadata or {})
     return False
 
 
@@ -303,10 +271,11 @@ def check_same_leaves(
 ) -> None:
     """Raises `ValueError` unless `schema` has the leaves that another writer has."""
     if other.leaves != schema.leaves:
-        text = lambda one: [
-            (leaf.name, leaf.key_impl or leaf.dtype, leaf.shape) for leaf in one.leaves
-        ]
+        theirs, ours = (
+            [(leaf.name, leaf.key_impl or leaf.dtype, leaf.shape) for leaf in each.leaves]
+            for each in (other, schema)
+        )
         raise ValueError(
-            f"{path}: expected items as the writer '{writer}' has them, the leaves {text(other)}, "
-            f"got {text(schema)}. Record them to another path."
+            f"{path}: expected items as the writer '{writer}' has them, the leaves {theirs}, got "
+            f"{ours}. Record them to another path."
         )

@@ -8,8 +8,10 @@ are more. `flush` seals them at once.
 T time, E environments.
 """
 
+import json
 import math
 import os
+import re
 import weakref
 from typing import Any, Self
 
@@ -19,18 +21,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jrb._store import files
-from jrb._util import prng_keys
-from jrb._util.pytree import ArrayLike, PyTree
-from jrb.datasets.recording.items import (
-    ItemSpec,
-    check_mask,
-    check_options,
-    item_spec,
-    json_metadata,
-)
+from jrb.authoring import absolute_path, checks
+from jrb.datasets.recording.items import ItemSpec, is_keys, item_spec
 from jrb.datasets.recording.parts import RecordingSchema
-from jrb.datasets.recording.writer import RecordWriter, check_same_leaves
+from jrb.datasets.recording.writer import RecordWriter
 from jrb.keys import TED, Keys
 
 
@@ -93,18 +87,41 @@ class Recorder:
         metadata: dict[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
-        check_options(num_envs, keys, chunk, name)
-        self._path = files.absolute(path)
-        self._num_envs, self._keys, self._spec = num_envs, keys, None
-        self._metadata = json_metadata(metadata)
-        spec = None if example is None else item_spec(example, 0, keys, "Recorder: example")
-        if spec is not None and os.path.isdir(self._path):
-            check_same_leaves(self._path, self._schema(spec))
+        if num_envs is not None:
+            checks.count("num_envs", num_envs, 2**31 - 1)
+        if chunk is not None:
+            checks.count("chunk", chunk)
+        if not isinstance(keys, Keys):
+            raise TypeError(f"keys: expected jrb.Keys(...), got {keys!r}.")
+        if name is not None and not (
+            isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name)
+        ):
+            raise ValueError(
+                f"name: expected at most 100 letters, digits, dots and dashes, got {name!r}."
+            )
+        try:
+            if not isinstance(metadata, dict | None):
+                raise TypeError(type(metadata).__name__)
+            self._metadata = json.loads(json.dumps(metadata or {}))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"metadata: expected a dict that JSON can hold, got {error}."
+            ) from error
+        if "writers" in self._metadata:
+            raise ValueError("metadata: expected other names than 'writers', which has a meaning.")
+        self._path = absolute_path(path)
+        self._num_envs, self._keys = num_envs, keys
+        self._lead: tuple[int, ...] = () if num_envs is None else (num_envs,)
         self._every = np.arange(num_envs or 1, dtype=np.int32)
+        spec = None if example is None else item_spec(example, 0, keys, "Recorder: example")
         self._writer = RecordWriter(self._path, name or str(os.getpid()), chunk)
         self._end = weakref.finalize(self, self._writer.close)
         if spec is not None:
-            self._begin(spec)
+            try:
+                self._begin(spec)
+            except BaseException:
+                self._end()
+                raise
 
     @property
     def path(self) -> str:
@@ -126,7 +143,7 @@ class Recorder:
         """The number of items in memory."""
         return self._writer.progress.held
 
-    def add(self, item: PyTree, mask: ArrayLike | None = None) -> None:
+    def add(self, item: Any, mask: Any = None) -> None:
         """Takes one timestep, as a buffer's `add` does.
 
         Args:
@@ -142,7 +159,7 @@ class Recorder:
         """
         self._take(item, self._lead, mask, "add")
 
-    def append(self, items: PyTree, mask: ArrayLike | None = None) -> None:
+    def append(self, items: Any, mask: Any = None) -> None:
         """Takes T timesteps, time first, as a buffer's `extend` does.
 
         Args:
@@ -160,7 +177,7 @@ class Recorder:
             )
         self._take(items, (shapes[0][0], *self._lead), mask, "append")
 
-    def record(self, items: PyTree, mask: ArrayLike | None = None) -> None:
+    def record(self, items: Any, mask: Any = None) -> None:
         """Takes one timestep or several, in their order, from inside `jit`, `scan` and `grad`.
 
         Without an example, something must have been added before. Errors of the disk are raised by
@@ -174,19 +191,25 @@ class Recorder:
             ValueError: as `add`; no items were given before; or under `vmap`, which has no order.
             TypeError: as `add`; or a dtype that JAX would change.
         """
-        spec = self._spec
+        spec = self._writer.spec
         if spec is None:
             raise ValueError(
                 "record: expected a recorder that knows its items, got one without an example. "
                 "Make it with Recorder(path, example)."
             )
-        spec.check_kept_by_jax("record")
-        axes = spec.lead_of(items, "record")
-        lead = (*axes[:1], *self._lead) if len(axes) > len(self._lead) else self._lead
-        leaves = [prng_keys.raw(leaf) for leaf in spec.check(items, lead, "record")]
+        for leaf_name, leaf in zip(spec.names, spec.specs, strict=True):
+            if not is_keys(leaf.dtype) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+                raise TypeError(
+                    f"record: leaf '{leaf_name}': expected a dtype that JAX keeps, got "
+                    f"{leaf.dtype}. Set jax_enable_x64, or record other dtypes."
+                )
+        first, lead = jax.tree.leaves(items)[:1], self._lead
+        if first and np.ndim(first[0]) - len(spec.specs[0].shape) > len(lead):
+            lead = (np.shape(first[0])[0], *lead)
+        leaves = list(map(_raw, spec.check(items, lead, "record")))
         if mask is not None:
             mask = jnp.asarray(mask)
-            check_mask(mask, lead, self._lead, "record")
+            _check_mask(mask, lead, self._lead, "record")
         masks = () if mask is None else (mask,)
 
         def put(*arrays: Any) -> None:
@@ -195,7 +218,7 @@ class Recorder:
 
         io_callback(put, None, *map(lax.stop_gradient, (*leaves, *masks)), ordered=True)
 
-    def truncate(self, mask: ArrayLike | None = None) -> None:
+    def truncate(self, mask: Any = None) -> None:
         """Begins an episode with the next item, though no flag has ended the one before.
 
         For environments that were reset in the middle of one, as a buffer's `truncate` is.
@@ -205,7 +228,7 @@ class Recorder:
         """
         self._writer.check()
         which = np.ones((), bool) if mask is None else np.asarray(mask)
-        check_mask(which, self._lead, self._lead, "truncate")
+        _check_mask(which, self._lead, self._lead, "truncate")
         self._writer.truncate(np.broadcast_to(which, self._every.shape))
 
     def flush(self) -> None:
@@ -245,23 +268,23 @@ class Recorder:
         state = "closed" if self._writer.is_closed else f"{self.held} in memory"
         return f"Recorder({self.path}: {self.sealed} items sealed, {state})"
 
-    @property
-    def _lead(self) -> tuple[int, ...]:
-        return () if self._num_envs is None else (self._num_envs,)
-
-    def _take(
-        self, items: PyTree, lead: tuple[int, ...], mask: ArrayLike | None, verb: str
-    ) -> None:
-        spec = self._spec
-        if spec is None:
-            spec = item_spec(items, len(lead), self._keys, verb)
-        arrays = spec.to_numpy(items, lead, verb)
+    def _take(self, items: Any, lead: tuple[int, ...], mask: Any, verb: str) -> None:
+        spec = self._writer.spec or item_spec(items, len(lead), self._keys, verb)
+        leaves = spec.check(items, lead, verb)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.core.Tracer):
+                raise TypeError(
+                    f"{verb}: leaf '{spec.names[number]}': expected an array, got a tracer. Inside "
+                    "jit, scan and grad there is record."
+                )
+            if not isinstance(leaf, np.ndarray | np.generic):
+                leaves[number] = np.asarray(_raw(leaf))
         if mask is not None:
             mask = np.asarray(mask)
-            check_mask(mask, lead, self._lead, verb)
-        if self._spec is None:
+            _check_mask(mask, lead, self._lead, verb)
+        if self._writer.spec is None:
             self._begin(spec)
-        self._put(arrays, lead, mask)
+        self._put(leaves, lead, mask)
 
     def _put(self, arrays: list[np.ndarray], lead: tuple[int, ...], mask: Any) -> None:
         """Takes the checked leaves `[*lead, ...]` of items."""
@@ -278,10 +301,22 @@ class Recorder:
         if count:
             self._writer.put(arrays, count, envs)
 
-    def _schema(self, spec: ItemSpec) -> RecordingSchema:
-        return RecordingSchema(self._num_envs, spec.leaves, spec.notes, self._metadata)
-
     def _begin(self, spec: ItemSpec) -> None:
         """Writes down what items look like."""
-        self._writer.begin(spec, self._schema(spec))
-        self._spec = spec
+        schema = RecordingSchema(self._num_envs, spec.leaves, spec.notes, self._metadata)
+        self._writer.begin(spec, schema)
+
+
+def _raw(leaf: Any) -> Any:
+    """Returns an array, or the words of an array of PRNG keys."""
+    return jax.random.key_data(leaf) if is_keys(leaf.dtype) else leaf
+
+
+def _check_mask(mask: Any, lead: tuple[int, ...], envs: tuple[int, ...], verb: str) -> None:
+    """Raises unless a mask is of shape `[T]`, or `[T, E]`; without the T if `lead` has none."""
+    time = lead[: len(lead) - len(envs)]
+    if mask.dtype != np.bool_:
+        raise TypeError(f"{verb}: mask: expected dtype bool, got {mask.dtype}. Compare, not cast.")
+    if mask.shape not in (time, lead):
+        shapes = " or ".join(map(str, dict.fromkeys((time, lead))))
+        raise ValueError(f"{verb}: mask: expected shape {shapes}, got {mask.shape}.")

@@ -509,7 +509,7 @@ def bad_examples():
     yield "another", {**good, "next": {"done": 1}, "over": 1}, other, ValueError, "place of its own"
     ids = jrb.Keys(reward="r", episode="id")
     yield "ids", {**good, "id": np.float32(1)}, ids, TypeError, "expected integers"
-    yield "no ids", good, ids, ValueError, "expected something at 'id'"
+    yield "no ids", good, ids, ValueError, "'id': expected one number for each item.*no such leaf"
     yield "strings", {**good, "x": np.array("a")}, keys, TypeError, "expected numbers, got dtype"
     yield "objects", {**good, "x": np.array([{}])}, keys, TypeError, "expected numbers, got dtype"
 
