@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jrb.authoring import leaf_name, leaf_names
@@ -24,7 +25,7 @@ _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 def is_keys(dtype: Any) -> bool:
     """Returns True for the dtype of typed PRNG keys."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,12 +140,12 @@ def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
     for role in (*_FLAGS, "episode"):
         path = path_name(getattr(keys, role))
         if (role == "episode" and path) or any(within(name, path) for name in names):
-            place = names.index(path) if path in names else None
-            spec = None if place is None else specs[place]
-            if place is None or spec.shape not in ((), (1,)) or is_keys(spec.dtype):
+            place = names.index(path) if path in names else -1
+            spec = specs[place]
+            if place < 0 or spec.shape not in ((), (1,)) or is_keys(spec.dtype):
                 raise ValueError(
                     f"{verb}: leaf '{path}': expected one number for each item, of shape () or "
-                    f"(1,), got {'no such leaf' if spec is None else spec}."
+                    f"(1,), got {'no such leaf' if place < 0 else spec}."
                 )
             if role == "episode" and spec.dtype.kind not in "iu":
                 raise TypeError(

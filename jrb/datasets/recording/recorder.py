@@ -16,6 +16,7 @@ import weakref
 from typing import Any, Self
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
