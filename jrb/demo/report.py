@@ -7,7 +7,8 @@ import numpy as np
 
 from jrb._util import extras
 from jrb.demo import training
-from jrb.plot import canvas, priority_panels
+from jrb.plot import canvas
+from jrb.plot.of_state import priority_spread
 
 rich_console: Any = extras.require("rich.console", "demo")
 rich_progress: Any = extras.require("rich.progress", "demo")
@@ -84,7 +85,7 @@ def _curve(config: training.Config, curves: np.ndarray, axes: Any, tone: canvas.
         canvas.legend(axes, tone, "upper left")
     axes.set_ylim(bottom=min(0.0, float(np.nanmin(curves, initial=0))))
     canvas.whole_numbers(axes.xaxis)
-    canvas.label(axes, "thousands of environment steps", "mean return")
+    axes.set(xlabel="thousands of environment steps", ylabel="mean return")
     more = "the episodes that ended since the point before"
     canvas.say(axes, tone, f"{config.env}: {_last(curves)} at the end", more)
 
@@ -99,5 +100,5 @@ def _last(curves: np.ndarray) -> str:
 def _spread(raw: np.ndarray, config: training.Config, axes: Any, tone: canvas.Tone) -> None:
     """The priorities at the end, and what share of the mass the largest hold."""
     masses = (raw.astype(np.float64) + config.eps) ** config.alpha
-    priority_panels.spread(raw, masses, axes, tone)
+    priority_spread(raw, masses, axes, tone)
     axes.set_xlabel("priority: |TD error| when last drawn, or the largest so far")

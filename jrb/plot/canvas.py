@@ -1,45 +1,35 @@
-"""A sheet that is cut into panels, and how a panel looks on it.
+"""Figures cut into rows of panels, the look of a panel, and numbers as text.
 
-Colours are those of Okabe and Ito, 2008, which everybody can tell apart. A sheet has a ground of
-its own, opaque, so that its labels can be read on any page.
+Colours are those of Okabe and Ito, 2008, which people with any colour vision can tell apart. A
+figure has an opaque ground, so that its labels can be read on any page.
 """
 
-import dataclasses
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrb._util import extras
+from jrb.authoring import require
 
-_axes = extras.require("matplotlib.axes", "plot")
-_cm = extras.require("matplotlib.cm", "plot")
-_colors = extras.require("matplotlib.colors", "plot")
-_figure: Any = extras.require("matplotlib.figure", "plot")
-_ticker = extras.require("matplotlib.ticker", "plot")
+_axes: Any = require("matplotlib.axes", "plot")
+_cm: Any = require("matplotlib.cm", "plot")
+_colors: Any = require("matplotlib.colors", "plot")
+_figure: Any = require("matplotlib.figure", "plot")
+_ticker: Any = require("matplotlib.ticker", "plot")
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 SKY, YELLOW, GREY = "#56b4e9", "#e69f00", "#999999"
 CYCLE = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY)
-AGES = _colors.LinearSegmentedColormap.from_list("ages", ["#0b4f7d", "#56b4e9", "#d6ecf9"])
+AGES: Any = _colors.LinearSegmentedColormap.from_list("ages", ["#0b4f7d", "#56b4e9", "#d6ecf9"])
 VALUES = "cividis"
 
 WIDTH = 9.0
 """Inches."""
-_EDGE = 0.25  # inches above and below all panels
 
 
-@dataclasses.dataclass(frozen=True)
-class Tone:
-    """The colours of what is no data.
-
-    Attributes:
-        ink: of titles.
-        faint: of labels and numbers.
-        line: of axes, and of what is not there.
-        ground: what is behind it.
-    """
+class Tone(NamedTuple):
+    """The colours of titles (ink), of labels and numbers (faint), of axes, and of the ground."""
 
     ink: str
     faint: str
@@ -47,129 +37,88 @@ class Tone:
     ground: str
 
 
-_LIGHT = Tone(ink="#1f2328", faint="#4d565f", line="#c5ccd3", ground="#ffffff")
-_DARK = Tone(ink="#f0f3f6", faint="#b8c0c8", line="#565e67", ground="#16181b")
+_LIGHT = Tone("#1f2328", "#4d565f", "#c5ccd3", "#ffffff")
+_DARK = Tone("#f0f3f6", "#b8c0c8", "#565e67", "#16181b")
 
 Axes = Any
 """An axes of matplotlib, in which a panel is drawn."""
 
-Draw = Callable[[Any, Tone], None]
-"""Draws a panel into its axes."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Panels side by side.
+class Row(NamedTuple):
+    """Panels beside each other.
 
     Attributes:
         height: inches, with titles and labels.
-        panels: from left to right.
-        widths: of the panels, relative to each other; None for all alike.
-        around: inches of the height for titles and labels.
+        panels: from left to right; each draws into its axes.
+        widths: of the panels, relative to each other; None for equal ones.
+        around: inches of the height for title and labels.
     """
 
     height: float
-    panels: Sequence[Draw]
+    panels: Sequence[Callable[[Axes, Tone], None]]
     widths: Sequence[float] | None = None
     around: float = 0.85
 
-    @property
-    def inner(self) -> float:
-        """The height that the grid is told: without what is around, where panels are its cells."""
-        return self.height if len(self.panels) > 1 else max(self.height - self.around, 0.1)
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
-class Sheet(_figure.Figure):
-    """A figure that a notebook shows, whether or not pyplot was imported."""
-
-    def _repr_png_(self) -> bytes:
-        file = io.BytesIO()
-        self.savefig(file, format="png")
-        return file.getvalue()
+# A notebook shows it, even if pyplot was never imported. A class statement would have a base
+# without types, as matplotlib is an extra.
+Sheet: Any = type("Sheet", (_figure.Figure,), {"_repr_png_": _png, "__module__": __name__})
 
 
-def drawn(rows: Sequence[Row], ax: Any, who: str) -> Any:
-    """The figure with these rows of panels: a new one, or that of `ax`, in whose place they are.
+def drawn(rows: Sequence[Row], ax: Axes | None, who: str) -> Any:
+    """Returns a new figure with these rows of panels, or that of `ax`, which they replace.
 
     Raises:
-        TypeError: `ax` is no axes of matplotlib; the message begins with `who`.
+        TypeError: `ax` is no axes of a grid; the message begins with `who`.
     """
+    # One panel alone is a cell of the grid, and its title and labels come on top of the cell's
+    # height. Several have a grid of their own, which includes them.
+    heights = [max(row.height - row.around * (len(row.panels) == 1), 0.1) for row in rows]
     if ax is None:
-        height = sum(row.height for row in rows) + _EDGE
-        sheet = Sheet(figsize=(WIDTH, height), layout="constrained", facecolor=_LIGHT.ground)
-        sheet.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
-        places, tone = _cut(sheet.add_gridspec, sheet, rows), _LIGHT
+        size, mark, tone = (WIDTH, sum(row.height for row in rows) + 0.25), "", _LIGHT
+        figure = Sheet(figsize=size, layout="constrained", facecolor=tone.ground)
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
+        grid = figure.add_gridspec(len(rows), 1, height_ratios=heights)
     else:
-        sheet, tone, places = *_tone_of(ax, who), _within(ax, rows)
-    for row, cells in zip(rows, places, strict=True):
-        for panel, axes in zip(row.panels, cells, strict=True):
+        spec = ax.get_subplotspec() if isinstance(ax, _axes.Axes) else None
+        figure = None if spec is None else ax.get_figure(root=True)
+        if spec is None or figure is None:
+            raise TypeError(
+                f"{who}: ax: expected an axes of a figure's grid, got {type(ax).__name__}. Make "
+                "one with figure.add_subplot(), or leave it out for a new figure."
+            )
+        mark = f"jrb-{id(ax)}"
+        for other in figure.axes:
+            if other.get_gid() == mark:  # of the last picture that was drawn here
+                other.remove()
+        ax.set_axis_off()
+        red, green, blue, opacity = _colors.to_rgba(figure.get_facecolor())
+        is_dark = opacity > 0.5 and 0.3 * red + 0.6 * green + 0.1 * blue < 0.4
+        tone = _DARK if is_dark else _LIGHT
+        space = {} if figure.get_layout_engine() is not None else {"hspace": 0.9, "wspace": 0.25}
+        grid = spec.subgridspec(len(rows), 1, height_ratios=heights, **space)
+    before = len(figure.axes)
+    for number, row in enumerate(rows):
+        cells = [grid[number]]
+        if len(row.panels) > 1:
+            cells = grid[number].subgridspec(1, len(row.panels), width_ratios=row.widths)
+        for place, panel in enumerate(row.panels):
+            axes = figure.add_subplot(cells[place])
             style(axes, tone)
             panel(axes, tone)
-    return sheet
-
-
-def _tone_of(ax: Any, who: str) -> tuple[Any, Tone]:
-    """The figure that an axes belongs to, and what can be read on its ground."""
-    if not isinstance(ax, _axes.Axes):
-        raise TypeError(
-            f"{who}: ax: expected an axes of matplotlib, got {type(ax).__name__}. Make one with "
-            "figure.add_subplot(), or leave it out for a new figure."
-        )
-    sheet = ax.get_figure(root=True)
-    if sheet is None:
-        raise TypeError(f"{who}: ax: expected an axes of a figure, got one that was removed.")
-    red, green, blue, opacity = _colors.to_rgba(sheet.get_facecolor())
-    is_dark = opacity > 0.5 and 0.3 * red + 0.6 * green + 0.1 * blue < 0.4
-    return sheet, _DARK if is_dark else _LIGHT
-
-
-def _within(ax: Any, rows: Sequence[Row]) -> list[list[Any]]:
-    """Axes for all panels in the place of `ax`, which is hidden."""
-    mark, sheet = f"jrb-{id(ax)}", ax.get_figure(root=True)
-    for other in [*sheet.axes, *ax.child_axes]:
-        if other.get_gid() == mark:  # of the last picture that was drawn here
-            other.remove()
-    ax.set_axis_off()
-    spec = ax.get_subplotspec()
-    if spec is None:
-        places = _inset(ax, rows)
-    else:
-        room = {} if sheet.get_layout_engine() is not None else {"hspace": 0.9, "wspace": 0.25}
-        places = _cut(lambda *a, **k: spec.subgridspec(*a, **k, **room), sheet, rows)
-    for axes in [axes for cells in places for axes in cells]:
+    for axes in figure.axes[before:] if mark else ():
         axes.set_gid(mark)
-    return places
-
-
-def _cut(grid: Callable[..., Any], sheet: Any, rows: Sequence[Row]) -> list[list[Any]]:
-    """Axes in a grid of rows, of which each is cut for itself."""
-    lines = grid(len(rows), 1, height_ratios=[row.inner for row in rows])
-
-    def cells(line: Any, row: Row) -> list[Any]:
-        if len(row.panels) == 1:  # in the grid itself: then they stand below each other
-            return [line]
-        cut = line.subgridspec(1, len(row.panels), width_ratios=row.widths)
-        return [cut[place] for place in range(len(row.panels))]
-
-    found = [cells(lines[number], row) for number, row in enumerate(rows)]
-    return [[sheet.add_subplot(place) for place in line] for line in found]
-
-
-def _inset(ax: Any, rows: Sequence[Row]) -> list[list[Any]]:
-    """Axes within one that is in no grid; each leaves room for its title and labels."""
-    places, top, whole = [], 1.0, sum(row.height for row in rows)
-    for row in rows:
-        tall, wide, cells = row.height / whole, 1 / len(row.panels), []
-        for number in range(len(row.panels)):
-            bounds = (wide * (number + 0.1), top - 0.72 * tall, 0.8 * wide, 0.44 * tall)
-            cells.append(ax.inset_axes(bounds))
-        places.append(cells)
-        top -= tall
-    return places
+    return figure
 
 
 def style(axes: Axes, tone: Tone) -> None:
-    """How the axes of a panel look."""
+    """Sets the look of a panel."""
     axes.set_facecolor("none")
     axes.grid(visible=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -181,139 +130,132 @@ def style(axes: Axes, tone: Tone) -> None:
 
 
 def _plain(value: float, _: int | None = None) -> str:
-    """A number at a tick."""
     return f"{value:,.10g}"
 
 
 def say(axes: Axes, tone: Tone, title: str, more: str = "") -> None:
-    """A title, and a line below it; however long, no panel is made narrower for them."""
+    """Sets a title, and a line below it; no panel is made narrower for long ones."""
     axes.set_title(title, loc="left", fontsize=10, color=tone.ink, pad=19 if more else 7)
     if more:
-        line = axes.annotate(
-            more,
-            (0, 1),
-            (0, 6),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            fontsize=8.5,
-            color=tone.faint,
-        )
+        place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        line = axes.annotate(more, (0, 1), (0, 6), fontsize=8.5, color=tone.faint, **place)
         line.set_in_layout(False)
 
 
-def heading(axes: Axes, tone: Tone, title: str, more: str) -> None:
-    """A panel that is a title alone, within it."""
-    axes.set_axis_off()
-    axes.set_title(title, loc="left", fontsize=11, color=tone.ink, y=1, pad=-11)
-    place = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(more, (0, 1), (0, -27), fontsize=8.5, color=tone.faint, **place)
-
-
-def label(axes: Axes, x: str = "", y: str = "") -> None:
-    """What is along the axes."""
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-
-
 def whole_numbers(axis: Any, most: int = 6) -> None:
-    """Ticks at integers, with a comma between thousands."""
+    """Puts ticks at integers, with a comma between thousands."""
     axis.set_major_locator(_ticker.MaxNLocator(most, integer=True))
     axis.set_major_formatter(_ticker.StrMethodFormatter("{x:,.0f}"))
 
 
-def before(axis: Any) -> None:
-    """Ticks at integers up to 0, as how long ago they were."""
-    whole_numbers(axis, 8)
-    axis.set_major_formatter(_ticker.FuncFormatter(_distance))
+def time_axis(axes: Axes) -> None:
+    """Labels an axis of rows up to 0 by how long ago they were."""
+    axes.set_xlabel("time steps before the newest")
+    whole_numbers(axes.xaxis, 8)
+    axes.xaxis.set_major_formatter(_ticker.FuncFormatter(_distance))
 
 
 def _distance(value: float, _: int | None = None) -> str:
-    return f"{abs(value):,.0f}"
+    return f"{abs(value):,.0f}"  # a lambda could not be pickled with the figure
 
 
-def few(axis: Any, most: int) -> None:
-    """At most so many ticks."""
-    axis.set_major_locator(_ticker.MaxNLocator(most))
+def few_ticks(axis: Any, is_log: bool = False) -> None:
+    """Puts few ticks, at plain numbers; on a logarithmic axis when everything is drawn."""
+    axis.set_major_locator(_ticker.MaxNLocator(4))
+    if is_log:
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        low, high = axis.get_view_interval()
+        steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
+        axis.set_major_locator(_ticker.LogLocator(subs=steps, numticks=6))
+        axis.set_minor_locator(_ticker.NullLocator())
+        axis.set_major_formatter(_ticker.FuncFormatter(_plain))
 
 
-def powers(axis: Any) -> None:
-    """A logarithmic axis whose ticks are few and plain numbers; to be called when all is drawn."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    low, high = axis.get_view_interval()
-    steps = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
-    axis.set_major_locator(_ticker.LogLocator(subs=steps, numticks=6))
-    axis.set_minor_locator(_ticker.NullLocator())
-    axis.set_major_formatter(_ticker.FuncFormatter(_plain))
-
-
-def scale(
-    axes: Axes, tone: Tone, colors: Any, what: str, whole: bool = False, tall: bool = True
-) -> None:
-    """What the colours mean, to the right of a panel."""
+def scale(axes: Axes, tone: Tone, colors: Any, name: str, ticks: int = 3) -> None:
+    """Explains the colours to the right of a panel."""
     place = axes.inset_axes((1.012, 0, 0.012, 1))
     bar = axes.get_figure(root=True).colorbar(colors, cax=place)
     bar.outline.set_visible(False)
-    bar.locator = _ticker.MaxNLocator(3 if tall else 1, integer=whole)
+    bar.locator = _ticker.MaxNLocator(ticks)
     bar.update_ticks()
     place.tick_params(color=tone.line, labelcolor=tone.faint, labelsize=8)
-    place.set_ylabel(what, color=tone.faint, fontsize=8.5)
-    low, high = colors.get_clim()
-    if max(abs(low), abs(high)) >= 1000:
+    place.set_ylabel(name, color=tone.faint, fontsize=8.5)
+    if np.max(np.abs(colors.get_clim())) >= 1000:
         place.yaxis.set_major_formatter(_ticker.StrMethodFormatter("{x:,.0f}"))
 
 
 def legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
-    """The names of what is drawn."""
-    look = {"fontsize": 8, "labelcolor": tone.faint, "frameon": False, "borderaxespad": 0.2}
-    axes.legend(loc=place, ncols=columns, **look).set_in_layout(False)
+    """Names what is drawn; "beside" puts the names to the right of a panel that is full."""
+    look: dict[str, Any] = {"fontsize": 8, "labelcolor": tone.faint, "frameon": False}
+    if place == "beside":
+        look |= {"bbox_to_anchor": (1.005, 1), "handlelength": 1.2}
+        place, columns = "upper left", 1
+    names = axes.legend(loc=place, ncols=columns, borderaxespad=0.2, **look)
+    names.set_in_layout("bbox_to_anchor" in look)
 
 
 def note(title: str, more: str) -> list[Row]:
-    """A picture of words alone, where there is nothing to see."""
+    """Returns a picture of words alone, where there is nothing to see."""
 
     def draw(axes: Axes, tone: Tone) -> None:
         axes.set_axis_off()
         axes.text(0.5, 0.62, title, ha="center", fontsize=12, color=tone.ink)
         axes.text(0.5, 0.36, more, ha="center", fontsize=9, color=tone.faint)
-        axes.set(xlim=(0, 1), ylim=(0, 1))
 
     return [Row(1.4, [draw], around=0)]
 
 
-def mapped(values: np.ndarray) -> Any:
-    """What gives values their colours, from the least finite one to the greatest."""
-    known = values[np.isfinite(values)]
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+def color_scale(values: np.ndarray) -> Any:
+    """Returns the colours of values, from the least finite one to the greatest."""
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     norm = _colors.Normalize(low, high if high > low else low + max(1.0, abs(low)))
-    found = _cm.ScalarMappable(norm, VALUES)
-    found.set_array(values)
-    return found
+    colors = _cm.ScalarMappable(norm, VALUES)
+    colors.set_array(values)
+    return colors
 
 
-rgba = _colors.to_rgba
-"""A colour as its parts from 0 to 1, the last one the opacity."""
+palette: Any = _colors.ListedColormap
+"""Makes a colour map that has one colour for each of some kinds."""
 
 
-def palette(colors: Sequence[str]) -> Any:
-    """A colour for each of some kinds."""
-    return _colors.ListedColormap(list(colors))
+def bars(axes: Axes, borders: np.ndarray, heights: np.ndarray, color: str, **look: Any) -> None:
+    """Draws bars without gaps."""
+    widths = np.diff(borders)
+    axes.bar(borders[:-1], heights, widths, align="edge", color=color, linewidth=0, **look)
 
 
-def legend_right(axes: Axes, tone: Tone) -> None:
-    """The names of what is drawn, beside a panel that is full."""
-    axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(1.005, 1),
-        fontsize=8,
-        labelcolor=tone.faint,
-        frameon=False,
-        borderaxespad=0.2,
-        handlelength=1.2,
-    )
+# Numbers and names as text.
 
 
-def bars(axes: Axes, borders: np.ndarray, heights: np.ndarray, color: str, **more: Any) -> None:
-    """Bars that stand side by side."""
-    axes.bar(
-        borders[:-1], heights, np.diff(borders), align="edge", color=color, linewidth=0, **more
-    )
+def number(value: Any) -> str:
+    """Returns `1,234`, `0.0123`, `1.2e-07`: three digits that matter, and all of an integer."""
+    value = float(value)
+    if value.is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
+
+
+def span(values: np.ndarray) -> str:
+    """Returns `1 to 5`: the least and the greatest of some numbers; one if they are equal."""
+    low, high = number(values.min()), number(values.max())
+    return low if low == high else f"{low} to {high}"
+
+
+def percent(share: float) -> str:
+    """Returns `34 %` for 0.34; one digit more below 10 %; `below 0.1 %` for what is not zero."""
+    if 0 < share < 0.001:
+        return "below 0.1 %"
+    if 0.999 < share < 1:
+        return "above 99.9 %"
+    return f"{100 * share:.{0 if share >= 0.1 or share == 0 else 1}f} %"
+
+
+def count(amount: int, one: str, many: str = "") -> str:
+    """Returns `1 episode`, `1,234 episodes`."""
+    return f"{amount:,} {one if amount == 1 else many or one + 's'}"
+
+
+def leaf_label(name: str) -> str:
+    """Returns the name of a leaf as it is shown; the whole item has no name."""
+    return "the item" if name == "." else name.replace("/", " / ")

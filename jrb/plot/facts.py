@@ -1,28 +1,27 @@
-"""What pictures need to know of a state, read with as little of the items as will do.
+"""Reads from a state what pictures show: a few leaves, not whole items.
 
-N capacity, E environments, R = N / E rows, K rows held at most by any environment, M episodes.
+N capacity, E environments, K rows stored at most by any environment.
 """
 
-import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb import read
-from jrb._core import editing, validate
-from jrb._core.steps import context_of
-from jrb._util import pytree
-from jrb._util.pytree import DType, PyTree
+from jrb.authoring import leaf_name
 from jrb.buffer import ReplayBuffer, check_single
-from jrb.keys import leaves_at, path_name
+from jrb.keys import leaves_at
+from jrb.read import Episodes, episodes
+from jrb.samplers import Prioritized
 from jrb.state import Buffer, BufferState
+from jrb.types import Anchors, Context, Item
 
 
 def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
-    """Raises unless it is a state of this buffer, known, and a single one.
+    """Raises unless it is a single state of this buffer, outside `jit`.
 
     Raises:
         TypeError: no buffer, a state of another one, or one inside `jit`.
@@ -30,7 +29,7 @@ def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
     """
     check_single(buffer, who)
     if isinstance(state, BufferState):
-        check_known(state, f"{who}: state")
+        check_concrete(state, f"{who}: state")
         lead = jnp.shape(state.edits)
         if lead:
             raise ValueError(
@@ -38,214 +37,108 @@ def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
                 "under vmap. Pick one with jax.tree.map(lambda x: x[0], state)."
             )
     try:
-        validate.check_state(buffer, state)
+        buffer.size(state)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{who}: state: {error}") from None
 
 
-def check_known(tree: PyTree, what: str) -> None:
-    """Raises where arrays cannot be looked at; the message begins with `what`."""
+def check_concrete(tree: Any, what: str) -> None:
+    """Raises where arrays have no values to look at; the message begins with `what`."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
-                f"{what}: expected arrays that are known, got traced ones. Draw the picture "
-                "outside jit, of what the jitted function returns."
+                f"{what}: expected arrays with values, got traced ones. Draw the picture outside "
+                "jit, of what the jitted function returns."
             )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(
-                f"{what}: expected arrays that are there, got donated ones. Pass what the function "
+                f"{what}: expected arrays with values, got donated ones. Pass what the function "
                 "returned to which they were donated."
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Flags and rewards in the order of time, the newest row of each environment last.
+def stored_slots(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the slots of all stored items by time, int32 `[K, E]`, and which are stored, bool.
 
-    Where rows are in no order of time, they are in that of slots.
-
-    Attributes:
-        counts: int `[E]`, the rows that each environment holds, the last ones of K.
-        ends: bool `[K, E]`, after which of them an episode ends; None if nobody knows.
-        rewards: real `[K, E, ...]`; None if items have none.
-        newest: int `[E]`, the slots of the newest rows.
-        lost: bool `[E]`, whether the first row of the oldest episode may be lost.
+    The newest row of each environment is the last one. Where a writer does not keep the order of
+    time, all items are in one column, `[K, 1]`, oldest first.
     """
-
-    counts: np.ndarray
-    ends: np.ndarray | None
-    rewards: np.ndarray | None
-    newest: np.ndarray
-    lost: np.ndarray
-
-    @property
-    def held(self) -> np.ndarray | None:
-        """Bool `[K, E]`, which rows are held; None for all."""
-        most = self.counts.max(initial=0)
-        if (self.counts == most).all():
-            return None
-        return np.arange(most)[:, None] >= most - self.counts
+    if not buffer.writer.is_chronological:
+        slots, size = buffer.in_order(state)
+        column = np.asarray(slots)[: int(size), None]
+        return column, np.ones(column.shape, bool)
+    rows = int(buffer.writer.held(buffer.ring, state.writer).rows(buffer.ring).max())
+    slots, stored = map(np.asarray, buffer.newest(state, max(rows, 1)))
+    return slots.reshape(-1, buffer.ring.envs), stored.reshape(-1, buffer.ring.envs)
 
 
-def rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
-    """Flags and rewards of all that is held; nothing else of the items is read."""
-    ring = buffer.ring
-    counts, size, newest = jax.device_get(_held(buffer, state.replace(storage=None)))
-    counts = np.broadcast_to(counts, ring.envs)
-    lost = np.zeros(ring.envs, bool)
-    if buffer.writer.is_chronological:
-        lost = read.has_lost_beginning(buffer, state.writer, state.unit)
-    else:  # the last row may be there in part
-        counts = np.full(ring.envs, -(-int(size) // ring.envs))
-    if buffer.storage.of_objects:
-        return Rows(counts, None, None, newest, lost)
-    ends, rewards = _columns(buffer, state)
-    cut = lambda column: None if column is None else _aligned(np.asarray(column), counts)
-    return Rows(counts, cut(ends), cut(rewards), newest, lost)
-
-
-def _aligned(column: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """From `[R, E, ...]`, the oldest row of each environment first, to `[K, E, ...]`."""
-    most = int(counts.max(initial=0))
-    if (counts == most).all():
-        return column[:most]
-    later = np.arange(most)[:, None] - (most - counts)
-    later = np.maximum(later, 0).reshape(*later.shape, *(1,) * (column.ndim - 2))
-    return np.take_along_axis(column, later, axis=0)
-
-
-@jax.jit
-def _held(buffer: Buffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
+def context_of(buffer: Buffer, state: BufferState) -> Context:
+    """Returns what the unit and the storage are told of the buffer."""
     held = buffer.writer.held(buffer.ring, state.writer)
-    return held.rows(buffer.ring), held.size, held.newest(buffer.ring)
+    return Context(buffer.ring, buffer.keys, held, buffer.unit.row_steps is not None)
 
 
-@jax.jit
-def _columns(buffer: Buffer, state: BufferState) -> tuple[jax.Array | None, jax.Array | None]:
-    """Ends, bool `[R, E]`, and rewards, `[R, E, ...]`, from the oldest row on; None without."""
-    context, keys = context_of(buffer, state.writer), buffer.keys
-    spec = buffer.storage.spec(state.storage)
-    flags = {*keys.flags(spec)} if buffer.writer.is_chronological else set()
-    if keys.episode is not None and buffer.writer.is_chronological:
-        flags.add(path_name(keys.episode))
-    rewards = leaves_at(spec, keys.reward)
-    rewards = {name for name, leaf in rewards.items() if is_real(leaf.dtype)}
-    found = editing.leaves_of(buffer, context, state, flags | rewards)
-    ends = None
-    if flags:
-        slots = context.held.from_oldest(context.ring)
-        ends = editing.flagged_ends(buffer, context, found) | buffer.unit.is_episode_end(
-            context, state.unit, slots
-        )
-    paid = [leaf for name, leaf in leaves_at(found, keys.reward).items() if name in rewards]
-    if len(paid) > 1:  # of several agents, side by side
-        flat = [leaf.astype(jnp.float32).reshape(*leaf.shape[:2], -1) for leaf in paid]
-        paid = [jnp.concatenate(flat, axis=2)]
-    return ends, paid[0] if paid else None
+def anchors_of(buffer: Buffer, state: BufferState) -> Anchors:
+    """Returns the valid start slots."""
+    return buffer.unit.anchors(context_of(buffer, state), state.unit)
+
+
+def masses(buffer: ReplayBuffer, state: BufferState, raw: np.ndarray) -> np.ndarray:
+    """Returns the masses, by which draws are proportional, of priorities `[N]`; 0 for no anchor."""
+    known = np.maximum(raw, 0).astype(np.float64)
+    if isinstance(buffer.sampler, Prioritized):
+        known = (known + buffer.sampler.eps) ** float(state.sampler.alpha)
+    return np.where(raw < 0, 0.0, known)
+
+
+def specs(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
+    """Returns dtype and shape of each leaf of an item, by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(buffer.stored(state))
+    return {leaf_name(path): leaf for path, leaf in leaves}
 
 
 def leaves(
     buffer: ReplayBuffer, state: BufferState, slots: np.ndarray, names: set[str]
 ) -> dict[str, np.ndarray]:
-    """The leaves of these names at slots, int32 `[L]`; nothing else of the items is read."""
+    """Reads the leaves of these names at slots, int32 `[...]`, and nothing else of the items."""
     if not names:
         return {}
-    found = _leaves(buffer, state, jnp.asarray(slots), tuple(sorted(names)))
-    return {name: np.asarray(leaf) for name, leaf in found.items()}
+    items = _read(buffer, state, jnp.asarray(slots), tuple(sorted(names)))
+    named = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(items)}
+    values = {name: np.asarray(named[name]) for name in sorted(names)}
+    # NumPy and matplotlib compute with few of the dtypes that it has from JAX, such as bfloat16.
+    return {
+        name: leaf if leaf.dtype.kind in "biuf" else leaf.astype(np.float32)
+        for name, leaf in values.items()
+    }
 
 
 @functools.partial(jax.jit, static_argnames="names")
-def _leaves(
-    buffer: Buffer, state: BufferState, slots: jax.Array, names: tuple[str, ...]
-) -> dict[str, jax.Array]:
-    context = context_of(buffer, state.writer)
-    where = lambda name: slots if name in names else slots[:0]
-    found = jax.tree_util.tree_leaves_with_path(buffer.storage.read(context, state.storage, where))
-    return {name: leaf for path, leaf in found if (name := pytree.leaf_name(path)) in names}
+def _read(buffer: Buffer, state: BufferState, slots: jax.Array, names: tuple[str, ...]) -> Item:
+    where = lambda name: slots if name in names else slots[..., None][..., :0]
+    return buffer.storage.read(context_of(buffer, state), state.storage, where)
 
 
-def is_real(dtype: DType) -> bool:
-    """Whether its values are real numbers, or bool."""
+def stored_episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
+    """Returns `jrb.episodes`, without a warning of returns that are not finite."""
+    with np.errstate(invalid="ignore"):
+        return episodes(buffer, state)
+
+
+def rewards(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> np.ndarray | None:
+    """Reads the rewards at slots `[K, E]`, real `[K, E, parts]`; None if items have none."""
+    if buffer.storage.of_objects:
+        return None
+    spec = leaves_at(buffer.stored(state), buffer.keys.reward)
+    names = {name for name, leaf in spec.items() if is_real(leaf.dtype) and leaf.size}
+    parts = list(leaves(buffer, state, slots, names).values())
+    if not parts:
+        return None
+    # Several leaves are the rewards of several agents; none is copied if there is one.
+    parts = [part.reshape(*slots.shape, -1) for part in parts]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1, dtype=np.float32)
+
+
+def is_real(dtype: Any) -> bool:
+    """Returns True if values of this dtype are real numbers, or bool."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
-
-
-@dataclasses.dataclass(frozen=True)
-class Spans:
-    """Where episodes lie among the rows, environment by environment. M episodes.
-
-    Attributes:
-        env: int `[M]`.
-        start: int `[M]`, the first row of K.
-        stop: int `[M]`, the row behind the last.
-        returns: float64 `[M]`, sums of rewards, perhaps NaN or infinite; None unless an item has
-            one number.
-        ended: bool `[M]`, whether it has ended.
-        cut: bool `[M]`, whether its first rows may be lost.
-    """
-
-    env: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    returns: np.ndarray | None
-    ended: np.ndarray
-    cut: np.ndarray
-
-    @property
-    def complete(self) -> np.ndarray:
-        """Bool `[M]`, as `jrb.read.Episode.complete`."""
-        return self.ended & ~self.cut
-
-    def order(self) -> np.ndarray:
-        """The episodes as `jrb.episodes` has them: as they began, and then by environment."""
-        return np.lexsort((self.env, self.since))
-
-    @property
-    def since(self) -> np.ndarray:
-        """Int `[M]`: the rows of its environment before each episode that are held."""
-        first = np.concatenate([[True], self.env[1:] != self.env[:-1]])[: len(self.env)]
-        begin = self.start[np.maximum.accumulate(np.where(first, np.arange(len(first)), 0))]
-        return self.start - begin
-
-
-def spans(buffer: ReplayBuffer, found: Rows) -> Spans | None:
-    """The episodes; None where nobody knows of ends."""
-    if found.ends is None:
-        return None
-    most, counts, held = int(found.counts.max(initial=0)), found.counts, found.held
-    last = found.ends.copy() if held is None else found.ends & held
-    last[most - 1 :, counts > 0] = True
-    at = np.flatnonzero(last.T)
-    env, stop = at // max(most, 1), at % max(most, 1) + 1
-    begin = most - counts[env]
-    goes_on = np.concatenate([[False], env[1:] == env[:-1]])[: len(env)]
-    start = np.where(goes_on, np.concatenate([[0], stop[:-1]])[: len(stop)], begin)
-    return Spans(
-        env=env,
-        start=start,
-        stop=stop,
-        returns=_returns(found.rewards, most, env, start, stop),
-        ended=found.ends[stop - 1, env],
-        cut=(start == begin) & found.lost[env],
-    )
-
-
-def _returns(
-    rewards: np.ndarray | None, most: int, env: np.ndarray, start: np.ndarray, stop: np.ndarray
-) -> np.ndarray | None:
-    if rewards is None or rewards[:1, :1].size != 1:
-        return None
-    line = rewards.reshape(most, -1).T.astype(np.float64).reshape(-1)
-    edges = np.stack([env * most + start, env * most + stop], axis=1).reshape(-1)
-    with np.errstate(invalid="ignore"):  # of infinities of both signs the sum is NaN
-        return np.add.reduceat(np.append(line, 0.0), edges)[::2]
-
-
-def even(count: int, most: int) -> np.ndarray:
-    """The borders, int `[bins + 1]`, of at most so many equal parts; the last may be smaller."""
-    return np.append(np.arange(0, count, -(-count // most)), count)
-
-
-def edges(count: int, most: int) -> np.ndarray:
-    """The borders, int `[bins + 1]`, of at most so many about equal parts of `count`."""
-    bins = max(1, min(count, most))
-    return np.arange(bins + 1) * count // bins

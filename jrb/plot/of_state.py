@@ -1,31 +1,44 @@
-"""The picture of what a buffer holds."""
+"""The picture of what a buffer holds: the ring, episodes, rewards, priorities, counts of draws.
+
+N capacity, E environments, K rows stored at most by any environment, M episodes, S lines.
+"""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb.authoring import require
 from jrb.buffer import ReplayBuffer
-from jrb.plot import canvas, episodes_panel, facts, priority_panels, reward_panel, ring_panel
-from jrb.plot.canvas import Axes, Row
+from jrb.plot import binned, canvas, facts
+from jrb.plot.canvas import Axes, Row, Tone
+from jrb.read import has_episodes
 from jrb.state import BufferState
+
+_collections: Any = require("matplotlib.collections", "plot")
+
+_RING_COLUMNS, _RING_LINES = 1000, 48
+_EPISODE_BARS, _EPISODE_LINES, _EPISODE_COLUMNS = 1500, 64, 400
+_REWARD_BINS, _REWARD_LINES, _FEW_ROWS = 250, 6, 8
+_PRIORITY_BINS = 400
 
 
 def state(buffer: ReplayBuffer, state: BufferState, ax: Axes | None = None) -> Any:
     """Shows what a buffer holds.
 
-    Panels, as far as they apply: occupancy and age around the ring; episodes as bars, a line for
-    each environment, coloured by return; rewards over time; priorities over slots, and how they
-    spread, with the share of the mass that the top 1 % of the anchors hold, mass being what draws
-    are proportional to; and how often items were drawn, where that is counted.
+    Panels, if they apply: occupancy and age around the ring; episodes as bars, a line for each
+    environment, coloured by return; rewards over time; priorities over slots, and their histogram,
+    with the share of the mass that the top 1 % of the anchors have, where draws are proportional to
+    mass; and how often items were drawn, if that is counted.
 
-    Of the items, only flags and rewards are read. Large buffers are binned; 10^7 slots take about a
-    second.
+    Of the items, only flags and rewards are read. Large buffers are binned; 10^7 slots take a few
+    seconds.
 
     Args:
         buffer: the description.
         state: is only read.
-        ax: an axes of matplotlib in whose place the picture is drawn; None for a new figure.
+        ax: an axes of matplotlib that the picture replaces; None for a new figure.
 
     Returns:
         The figure.
@@ -49,53 +62,289 @@ def state(buffer: ReplayBuffer, state: BufferState, ax: Axes | None = None) -> A
         'The top 1 % hold 25 % of the mass'
     """
     facts.check(buffer, state, "plot.state")
-    size = int(buffer.size(state))
-    if not size:
+    if not int(buffer.size(state)):
         more = f"there is room for {buffer.capacity:,}"
         return canvas.drawn(canvas.note("The buffer is empty", more), ax, "plot.state")
-    rows = [
-        Row(ring_panel.height(buffer), [lambda *at: ring_panel.draw(buffer, state, *at)]),
-        *_of_items(buffer, state, size),
-        *_of_sampler(buffer, state),
-    ]
+    slots, stored = facts.stored_slots(buffer, state)
+    in_time, envs = buffer.writer.is_chronological, buffer.ring.envs
+    lines = min(envs, _RING_LINES) if buffer.writer.per_env else 0
+    rows = [Row(1.45 + lines / 30, [lambda *at: _ring(buffer, state, slots, stored, *at)])]
+    if has_episodes(buffer, state):
+        table = _episode_table(buffer, state, stored)
+        height = 1.6 + min(envs, _EPISODE_LINES) / 28
+        rows.append(Row(height, [lambda *at: _episodes(table, stored, *at)]))
+    at_slots = slots if in_time else np.sort(slots, axis=0)
+    rewards = facts.rewards(buffer, state, at_slots)
+    if rewards is not None:
+        rows.append(Row(1.9, [lambda *at: _rewards(rewards, stored, in_time, *at)]))
+    if buffer.sampler.prioritized:
+        raw = np.asarray(buffer.priorities(state))
+        is_anchor = raw >= 0
+        masses = facts.masses(buffer, state, raw)
+        if is_anchor.any():
+            over_slots = lambda *at: _priorities(raw, *at)
+            spread = lambda *at: priority_spread(raw[is_anchor], masses[is_anchor], *at)
+            rows.append(Row(2.3, [over_slots, spread], (1.15, 1)))
+    if buffer.sampler.count_draws:
+        counts = np.asarray(state.sampler.draws)[slots[stored]]
+        rows.append(Row(1.9, [lambda *at: _draw_counts(counts, *at)]))
     return canvas.drawn(rows, ax, "plot.state")
 
 
-def _of_items(buffer: ReplayBuffer, state: BufferState, size: int) -> list[Row]:
-    """Episodes and rewards."""
-    found, panels = facts.rows(buffer, state), []
-    spans = facts.spans(buffer, found)
-    if spans is not None:
-        height = episodes_panel.height(found)
-        panels.append(Row(height, [lambda *at: episodes_panel.draw(found, spans, *at)]))
-    rewards, held = found.rewards, found.held
-    if rewards is not None and rewards.size:
-        if not buffer.writer.is_chronological:
-            rewards, held = rewards.reshape(-1, 1, *rewards.shape[2:])[:size], None
-        is_chronological = buffer.writer.is_chronological
-        panels.append(
-            Row(1.9, [lambda *at: reward_panel.draw(rewards, held, is_chronological, *at)])
-        )
-    return panels
+def _ring(
+    buffer: ReplayBuffer,
+    state: BufferState,
+    slots: np.ndarray,
+    stored: np.ndarray,
+    axes: Axes,
+    tone: Tone,
+) -> None:
+    """Draws a strip of the ring, or of each environment's own; dark is new, and pale is old."""
+    ring, in_time, per_env = buffer.ring, buffer.writer.is_chronological, buffer.writer.per_env
+    ages = np.full(buffer.capacity, np.nan, np.float32)
+    steps = np.broadcast_to(np.arange(len(slots))[::-1, None], slots.shape)
+    ages[slots[stored]] = steps[stored]
+    grid = ages.reshape(ring.rows, ring.envs) if in_time else ages[:, None]
+    lines = binned.edges(ring.envs, _RING_LINES) if per_env else np.arange(2)
+    columns = binned.edges(len(grid), _RING_COLUMNS)
+    means = binned.block_means(grid.T[: lines[-1]], columns, lines)
+    axes.set_facecolor(tone.line + "55")
+    look = {"cmap": canvas.AGES, "vmin": 0, "vmax": max(np.nanmax(means), 1)}
+    borders = np.arange(len(lines)) - 0.5
+    drawn = axes.pcolormesh(columns, borders, np.ma.masked_invalid(means), **look)
+    axes.set(xlim=(0, columns[-1]), ylim=(borders[-1], -0.5))
+    axes.spines[:].set_visible(False)
+    canvas.whole_numbers(axes.xaxis, 8)
+    tall, unit = len(means) > 1, "rows" if in_time else "items"
+    canvas.scale(axes, tone, drawn, f"age ({unit})" if tall else "age", 3 if tall else 1)
+    is_rows = in_time and ring.envs > 1
+    each = f" ({ring.envs:,} environments each)" if is_rows else ""
+    axes.set_xlabel(("row" if is_rows else "slot") + " of the ring" + each)
+    _label_lines(axes, lines[:-1], 5)
+    size = int(buffer.size(state))
+    share = canvas.percent(size / buffer.capacity)
+    title = f"Holds {canvas.count(size, 'item')} in {buffer.capacity:,} slots ({share})"
+    notes, num_anchors = [], int(_num_anchors(buffer, state.replace(storage=None)))
+    if per_env:
+        rows = stored.sum(axis=0)
+        notes.append(f"environments hold {rows.min():,} to {rows.max():,} rows")
+    elif in_time:
+        row = (int(slots[-1, 0]) // ring.envs + 1) % ring.rows
+        x = row + 0.5 if ring.rows <= _RING_COLUMNS else row
+        where = axes.get_xaxis_transform()
+        axes.plot([x], [0], "^", color=canvas.ORANGE, markersize=6, clip_on=False, transform=where)
+        notes.append(f"the next write goes to {'row' if ring.envs > 1 else 'slot'} {row:,}")
+    if num_anchors != size:
+        notes.append(canvas.count(num_anchors, "anchor") + " can be drawn")
+    canvas.say(axes, tone, title, "; ".join(notes))
 
 
-def _of_sampler(buffer: ReplayBuffer, state: BufferState) -> list[Row]:
-    """Priorities, and counts of draws."""
-    panels = []
-    if buffer.sampler.prioritized:
-        raw, masses = priority_panels.read(buffer, state)
-        known = priority_panels.anchors_of(raw, raw)
-        if len(known):
-            slots = lambda *at: priority_panels.over_slots(raw, *at)
-            spread = lambda *at: priority_panels.spread(known, masses, *at)
-            panels.append(Row(2.3, [slots, spread], (1.15, 1)))
-    if buffer.sampler.count_draws:
-        counts = np.asarray(state.sampler.draws)[_held(buffer, state)]
-        panels.append(Row(1.9, [lambda *at: priority_panels.draws(counts, *at)]))
-    return panels
+@jax.jit
+def _num_anchors(buffer: ReplayBuffer, state: BufferState) -> jax.Array:
+    return jnp.asarray(facts.anchors_of(buffer, state).count)
 
 
-def _held(buffer: ReplayBuffer, state: BufferState) -> np.ndarray:
-    """Which slots hold something, bool `[N]`."""
-    held = buffer.writer.held(buffer.ring, state.writer)
-    return np.asarray(held.holds(buffer.ring, jnp.arange(buffer.capacity, dtype=jnp.int32)))
+def _label_lines(axes: Axes, envs: np.ndarray, most: int) -> None:
+    """Names some of the lines by the number of their first environment."""
+    shown = np.unique(np.linspace(0, len(envs) - 1, min(len(envs), most)).astype(int))
+    axes.set_yticks(shown, [f"{envs[line]:,}" for line in shown] if len(envs) > 1 else [""])
+    axes.set_ylabel("environment" if len(envs) > 1 else "")
+    axes.tick_params(axis="y", length=3.5 if len(envs) > 1 else 0)
+
+
+def _episode_table(
+    buffer: ReplayBuffer, state: BufferState, stored: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Returns the episodes environment by environment, arrays `[M]`.
+
+    `stop` and `start` count rows, up to 0 behind the newest one; `value` is the return if that is
+    one number, else the length.
+    """
+    found = sorted(facts.stored_episodes(buffer, state), key=lambda episode: episode.environment)
+    env = np.array([episode.environment for episode in found])
+    length = np.array([len(episode) for episode in found])
+    counts = stored.sum(axis=0)
+    stop = np.cumsum(length) - np.cumsum(counts)[env]
+    returns = [jax.tree.leaves(episode.return_) for episode in found]
+    has_return = all(len(parts) == 1 and np.size(parts[0]) == 1 for parts in returns)
+    value = np.array([parts[0] for parts in returns]) if has_return else length
+    return {
+        "env": env,
+        "start": stop - length,
+        "stop": stop,
+        "value": value.reshape(-1).astype(np.float64),
+        "has_return": np.array(has_return),
+        "ended": np.array([episode.ended for episode in found]),
+        "complete": np.array([episode.complete for episode in found]),
+    }
+
+
+def _episodes(table: dict[str, np.ndarray], stored: np.ndarray, axes: Axes, tone: Tone) -> None:
+    """Draws a bar for each episode, coloured by its return; of very many, means."""
+    most, envs = stored.shape
+    start, stop, value, ended = (table[name] for name in ("start", "stop", "value", "ended"))
+    few = len(value) <= _EPISODE_BARS and envs <= _EPISODE_LINES
+    lines = np.arange(envs + 1)
+    if few:
+        gap = 0.1 if len(value) * 6 > most else min(most / 500, 0.4)
+        low, high = table["env"] - 0.38, table["env"] + 0.38
+        x = np.stack([start + gap, stop - gap, stop - gap, start + gap], axis=1)
+        y = np.stack([low, low, high, high], axis=1)
+        colors = canvas.color_scale(value)
+        faces = colors.to_rgba(value)
+        faces[~np.isfinite(value), :3] = 0.6
+        faces[~ended, 3] = 0.45
+        corners = np.stack([x, y], axis=2)
+        axes.add_collection(_collections.PolyCollection(corners, facecolors=faces, linewidths=0))
+    else:
+        # Each row has the value of its episode; a cell is the mean of its rows.
+        dense = np.full((envs, most), np.nan, np.float32)
+        with np.errstate(over="ignore"):
+            dense[stored.T] = np.repeat(value.astype(np.float32), stop - start)
+        columns, lines = binned.edges(most, _EPISODE_COLUMNS), binned.edges(envs, _EPISODE_LINES)
+        means = np.ma.masked_invalid(binned.block_means(dense, columns, lines))
+        norm = canvas.color_scale(means.compressed()).norm
+        borders = np.arange(len(lines)) - 0.5
+        colors = axes.pcolormesh(columns - most, borders, means, norm=norm, cmap=canvas.VALUES)
+    axes.set(xlim=(-most, 0), ylim=(len(lines) - 1.4, -0.6))
+    axes.spines["left"].set_visible(False)
+    canvas.time_axis(axes)
+    _label_lines(axes, lines[:-1], 6)
+    name = "return" if table["has_return"] else "length (rows)"
+    canvas.scale(axes, tone, colors, name if few else f"mean {name}")
+    complete, notes = table["complete"], []
+    title = f"{canvas.count(len(value), 'episode')}, {int(complete.sum()):,} complete"
+    if complete.any():
+        length = (stop - start)[complete].mean()
+        notes.append(f"complete ones: {canvas.number(length)} rows long on average")
+        if table["has_return"] and np.isfinite(value[complete]).all():
+            notes.append(f"mean return {canvas.number(value[complete].mean())}")
+    if not few:
+        notes.append("a cell is the mean of its rows")
+    elif not ended.all():
+        notes.append("pale: still running")
+    if not np.isfinite(value).all():
+        notes.append("grey: return is not finite" if few else "some returns are not finite")
+    canvas.say(axes, tone, title, ", ".join(notes))
+
+
+def _rewards(
+    rewards: np.ndarray, stored: np.ndarray, in_time: bool, axes: Axes, tone: Tone
+) -> None:
+    """Draws means, and a band from the least to the greatest of the rows of a bin.
+
+    NaN and infinite rewards are counted, and left out of everything else.
+
+    Args:
+        rewards: real `[K, E, parts]`, by time; by slot if not `in_time`.
+        stored: bool `[K, E]`.
+        in_time: whether rows are in the order of time.
+        axes: of matplotlib.
+        tone: of the panel.
+    """
+    rows, envs, parts = rewards.shape
+    borders = binned.edges(rows, _REWARD_BINS)
+    x = borders - rows if in_time else borders
+    each = envs * rows / (len(borders) - 1)
+    few = each <= _FEW_ROWS
+    for part in range(min(parts, _REWARD_LINES)):
+        values = rewards[..., part]
+        values = values if stored.all() else np.where(stored, values, np.nan)
+        mean, low, high = binned.mean_and_bounds(values.reshape(-1), borders * envs)
+        color = canvas.CYCLE[part]
+        if parts == 1 and few and (low < high).any():
+            axes.stairs(high, x, baseline=low, fill=True, color=color, alpha=0.22, linewidth=0)
+        axes.stairs(mean, x, baseline=None, color=color, linewidth=1.3, label=f"{part}")
+    axes.set(xlim=(x[0], x[-1]), xlabel="slot", ylabel="reward")
+    canvas.whole_numbers(axes.xaxis, 8)
+    if in_time:
+        canvas.time_axis(axes)
+    if parts > 1:
+        canvas.legend(axes, tone, columns=min(parts, _REWARD_LINES))
+    values = rewards[stored].reshape(-1)
+    finite = values[np.isfinite(values)]
+    odd = len(values) - len(finite)
+    if not len(finite):
+        canvas.say(axes, tone, "Rewards: none is finite")
+        return
+    if finite.min() == finite.max():
+        more = f"{odd:,} others are not finite" if odd else ""
+        canvas.say(axes, tone, f"Rewards: all {canvas.number(finite.min())}", more)
+        return
+    notes, zeros = [f"from {canvas.span(finite)}"], float(np.mean(finite == 0))
+    if zeros:
+        notes.append(f"{canvas.percent(zeros)} are 0")
+    if odd:
+        notes.append(f"{odd:,} are not finite")
+    if parts > _REWARD_LINES:
+        notes.append(f"{_REWARD_LINES} of {parts} parts are shown")
+    elif parts == 1 and each > 1:
+        notes.append("line: mean" + ("; band: least to greatest" if few else ""))
+    mean = canvas.number(finite.mean(dtype=np.float64))
+    canvas.say(axes, tone, f"Rewards: {mean} on average", "; ".join(notes))
+
+
+def _priorities(raw: np.ndarray, axes: Axes, tone: Tone) -> None:
+    """Draws the mean and the greatest priority of the slots of a bin."""
+    borders, anchors = binned.edges(len(raw), _PRIORITY_BINS), raw[raw >= 0]
+    mean, _, high = map(
+        np.nan_to_num, binned.mean_and_bounds(np.where(raw < 0, np.nan, raw), borders)
+    )
+    single = len(mean) == len(raw)
+    if not single:
+        look = {"color": canvas.SKY, "alpha": 0.45, "label": "greatest"}
+        axes.stairs(high, borders, fill=True, **look)
+    axes.stairs(mean, borders, fill=single, color=canvas.BLUE, linewidth=1.2, label="mean")
+    axes.set(xlim=(0, len(raw)), xlabel="slot", ylabel="priority")
+    axes.set_ylim(bottom=0)
+    canvas.whole_numbers(axes.xaxis, 5)
+    if not single:
+        axes.set_ylim(top=1.22 * max(float(high.max()), 1e-30))
+        canvas.legend(axes, tone, columns=2)
+    varies = anchors.min() < anchors.max()
+    notes = [f"from {canvas.span(anchors)}" if varies else "all the same"]
+    zeros, dropped = int((anchors == 0).sum()), int((raw < -1.5).sum())
+    if zeros and varies:
+        notes.append(f"{zeros:,} are 0")
+    if dropped:
+        notes.append(f"{dropped:,} dropped")
+    mean = canvas.number(float(anchors.mean(dtype=np.float64)))
+    canvas.say(axes, tone, f"Priorities: {mean} on average", "; ".join(notes))
+
+
+def priority_spread(raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone) -> None:
+    """Draws a histogram of priorities of anchors `[K]`, and the largest ones' share of the mass."""
+    borders, is_log = binned.bins(raw)
+    canvas.bars(axes, borders, binned.histogram(raw, borders), canvas.BLUE)
+    axes.set(xlim=(borders[0], borders[-1]), xlabel="priority", ylabel="anchors")
+    axes.set_yscale("log", nonpositive="clip")
+    canvas.few_ticks(axes.xaxis, is_log)
+    canvas.few_ticks(axes.yaxis, is_log=True)
+    axes.set_ylim(bottom=0.6)
+    total = masses.sum(dtype=np.float64)
+    if not total:
+        canvas.say(axes, tone, "No anchor has mass", "all are drawn alike")
+        return
+    count = -(-len(raw) // 100)
+    top = np.partition(masses, len(raw) - count)[len(raw) - count :]
+    least = float(np.partition(raw, len(raw) - count)[len(raw) - count])
+    title = f"The top 1 % hold {canvas.percent(top.sum(dtype=np.float64) / total)} of the mass"
+    more = f"{count:,} of {canvas.count(len(raw), 'anchor')}"
+    if raw.min() < raw.max():
+        axes.axvline(least, color=canvas.ORANGE, linewidth=1.2, linestyle=(0, (4, 2)))
+        more += f", from {canvas.number(least)} up (line)"
+    canvas.say(axes, tone, title, more)
+
+
+def _draw_counts(counts: np.ndarray, axes: Axes, tone: Tone) -> None:
+    """Draws how often each item was drawn, integers `[K]`."""
+    borders, _ = binned.bins(counts)
+    if counts.max() - counts.min() < 60:
+        borders = np.arange(counts.min(), counts.max() + 2) - 0.5
+    canvas.bars(axes, borders, binned.histogram(counts, borders), canvas.GREEN)
+    axes.set(xlim=(borders[0], borders[-1]), xlabel="times drawn", ylabel="items")
+    canvas.whole_numbers(axes.xaxis)
+    canvas.whole_numbers(axes.yaxis, 4)
+    never = canvas.percent(float(np.mean(counts == 0)))
+    mean = canvas.number(float(counts.mean()))
+    canvas.say(axes, tone, f"{never} of the items were never drawn", f"{mean} times on average")

@@ -77,7 +77,7 @@ def test_what_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"done: expected a leaf"):
         jrb.plot.episode(bare, bare.init(0), 0)
     best = jrb.ReplayBuffer(9, writer=jrb.Reservoir())
-    with pytest.raises(ValueError, match=r"plot.episode: expected a writer that keeps rows"):
+    with pytest.raises(ValueError, match=r"episodes: expected a writer that keeps rows"):
         jrb.plot.episode(best, buffers.filled(best, 3, observation=SMALL), 0)
 
 

@@ -18,7 +18,7 @@ UNITS = {
     "rows": (jrb.Transition(), buffers.IMAGE, "observation: 16 of 20"),
     "colour": (jrb.NStep(3, 0.9), COLOR, "observation: 16 of 20"),
     "windows": (jrb.Sequence(6, burn_in=2, partial="pad"), buffers.IMAGE, "observation: 6 of 20"),
-    "stacks": (jrb.FrameStack(4), GREY, "observation: stacks of 4 frames, oldest first"),
+    "stacks": (jrb.FrameStack(4), GREY, "observation: 18 of 20"),
     "stacks of windows": (jrb.FrameStack(2, unit=jrb.Sequence(3)), buffers.IMAGE, "observation: "),
 }
 
@@ -103,12 +103,12 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_images_are_told_by_their_shape(shape):
-    kind, want = images.kind_of(shape), SHAPES[shape]
+    order, want = images.axes_order(shape), SHAPES[shape]
     if want is None:
-        assert kind is None
+        assert order is None
         return
     values = np.random.default_rng(0).integers(0, 255, (2, *shape)).astype(np.uint8)
-    frames = kind.frames(values, 1)
+    frames = images.frames(values, order, 1)
     assert frames.shape == (2, *want)
     assert sorted(frames.ravel()) == sorted(values.ravel())
     shown, _ = images.colored(frames)

@@ -12,7 +12,7 @@ import pytest
 
 import jrb
 from jrb._util import pytree
-from jrb.plot import binned, facts
+from jrb.plot import binned
 from jrb.storages import store_rows
 from tests.plot import buffers, pictures
 
@@ -74,6 +74,13 @@ def test_every_kind_of_buffer_has_a_picture_that_can_be_read(kind, length):
     assert any("never drawn" in title for title in said) == buffer.sampler.count_draws
 
 
+def bars_of(figure):
+    """The bars of episodes."""
+    every = [each for axes in figure.axes for each in axes.collections]
+    (bars,) = [each for each in every if type(each) is collections.PolyCollection]
+    return bars
+
+
 def _check_episodes(buffer, state, figure, said):
     told = [title for title in said if "episode" in title]
     if not buffer.writer.is_chronological:
@@ -83,8 +90,7 @@ def _check_episodes(buffer, state, figure, said):
     complete = sum(each.complete for each in found)
     one = "episode" if len(found) == 1 else "episodes"
     assert told == [f"{len(found)} {one}, {complete} complete"]
-    axes = next(axes for axes in figure.axes if axes.get_title(loc="left") == told[0])
-    (bars,) = [each for each in axes.collections if isinstance(each, collections.PolyCollection)]
+    bars = bars_of(figure)
     assert len(bars.get_paths()) == len(found)
     wide = [np.ptp(path.vertices[:, 0]) for path in bars.get_paths()]
     assert sum(wide) == pytest.approx(int(buffer.size(state)), abs=0.21 * len(found))
@@ -95,7 +101,7 @@ def _check_episodes(buffer, state, figure, said):
 )
 @pytest.mark.parametrize("length", [1, 7, 33])
 @pytest.mark.parametrize("envs", [1, 3])
-def test_spans_are_the_episodes_that_jrb_reads(writer, length, envs):
+def test_bars_are_the_episodes_that_jrb_reads(writer, length, envs):
     buffer = jrb.ReplayBuffer(10 * envs, envs, writer=writer, unit=jrb.NStep(2, 0.9))
     mask = None
     if writer.per_env:
@@ -104,14 +110,17 @@ def test_spans_are_the_episodes_that_jrb_reads(writer, length, envs):
     state = buffer.truncate(state, jnp.arange(envs) == 0)
     if not int(buffer.size(state)):
         return
-    rows = facts.rows(buffer, state)
-    spans, want = facts.spans(buffer, rows), jrb.episodes(buffer, state)
-    order = spans.order()
-    assert spans.env[order].tolist() == [each.environment for each in want]
-    assert (spans.stop - spans.start)[order].tolist() == [each.length for each in want]
-    assert spans.complete[order].tolist() == [each.complete for each in want]
-    assert spans.cut[order].tolist() == [each.cut for each in want]
-    np.testing.assert_allclose(spans.returns[order], [each.return_ for each in want], rtol=1e-6)
+    bars = bars_of(jrb.plot.state(buffer, state))
+    shown = {}
+    for path, color in zip(bars.get_paths(), bars.get_facecolors(), strict=True):
+        (left, low), (right, high) = path.get_extents().get_points()
+        shown[round((low + high) / 2), round(right)] = round(right - left), color[3] == 1
+    want, stops = {}, [0] * envs
+    for each in reversed(jrb.episodes(buffer, state)):  # of an environment, the newest first
+        env = each.environment
+        want[env, stops[env]] = each.length, each.ended
+        stops[env] -= each.length
+    assert shown == want
 
 
 def test_the_share_of_the_top_is_that_of_the_masses():
@@ -129,7 +138,7 @@ def test_the_share_of_the_top_is_that_of_the_masses():
     assert sum(bar.get_height() for bar in spread.patches) == 700
     over = next(axes for axes in figure.axes if axes.get_title(loc="left").startswith("Priorities"))
     means = over.patches[-1].get_data().values
-    borders = facts.edges(1000, 400)
+    borders = binned.edges(1000, 400)
     first = raw[borders[0] : borders[1]].mean()
     assert means[0] == pytest.approx(first, rel=1e-5)
 
@@ -160,25 +169,21 @@ def test_a_large_state_is_binned_exactly():
     value = np.empty((rows, envs))
     for each in jrb.episodes(buffer, state):
         value[each.slots // envs, each.environment] = each.return_
-    columns, lines = facts.edges(rows, 400), facts.edges(envs, 64)
+    columns, lines = binned.edges(rows, 400), binned.edges(envs, 64)
     part = value[columns[7] : columns[8], lines[5] : lines[6]]
     assert cells[5, 7] == pytest.approx(part.mean(), rel=1e-4)
     means = figure.axes[2].patches[0].get_data().values
-    borders = facts.edges(rows, len(means))
+    borders = binned.edges(rows, len(means))
     assert means[3] == pytest.approx(reward[borders[3] : borders[4]].mean(), rel=1e-4)
 
 
-@pytest.mark.parametrize("place", ["grid", "anywhere"])
 @pytest.mark.parametrize("ground", ["white", "#131416"])
-def test_a_picture_goes_where_it_is_told_to_and_replaces_itself(place, ground):
+def test_a_picture_goes_where_it_is_told_to_and_replaces_itself(ground):
     buffer = jrb.ReplayBuffer(40, sampler=jrb.Prioritized())
     state = buffers.filled(buffer, 20, observation=SMALL)
     figure = matplotlib.figure.Figure((18, 9), layout="constrained", facecolor=ground)
-    if place == "grid":
-        ax, other = figure.subplots(1, 2)
-        other.set_xlabel("mine")
-    else:
-        ax = figure.add_axes((0.1, 0.1, 0.8, 0.8))
+    ax, other = figure.subplots(1, 2)
+    other.set_xlabel("mine")
     assert jrb.plot.state(buffer, state, ax=ax) is figure
     once = len(pictures.every_axes(figure))
     jrb.plot.state(buffer, state, ax=ax)
@@ -188,8 +193,9 @@ def test_a_picture_goes_where_it_is_told_to_and_replaces_itself(place, ground):
     ink = next(axes for axes in pictures.every_axes(figure) if axes.get_title(loc="left")).xaxis
     light = sum(matplotlib.colors.to_rgb(ink.label.get_color())) > 1.5
     assert light == (ground != "white")
-    if place == "grid":
-        pictures.check(figure)
+    pictures.check(figure)
+    with pytest.raises(TypeError, match="expected an axes of a figure's grid, got Axes"):
+        jrb.plot.state(buffer, state, ax=figure.add_axes((0.1, 0.1, 0.8, 0.8)))
 
 
 def test_items_of_any_form():
@@ -246,10 +252,6 @@ def test_bins_hold_every_number(seed):
         borders, _ = binned.bins(each)
         assert (np.diff(borders) > 0).all()
         assert binned.histogram(each, borders).sum() == len(each)
-        share, count, least = binned.share_of_top(np.abs(each))
-        top = np.sort(np.abs(each))[-count:]
-        assert share == pytest.approx(top.sum() / max(np.abs(each).sum(dtype=float), 1e-30))
-        assert least == top[0]
 
 
 ODD = {
@@ -331,5 +333,5 @@ def test_a_picture_can_be_pickled_and_an_axes_that_was_removed_is_refused():
     assert "Holds 20 items in 40 slots (50 %)" in pictures.titles(figure)
     ax = matplotlib.figure.Figure().subplots()
     ax.remove()
-    with pytest.raises(TypeError, match=r"plot.state: ax: expected an axes of a figure, got one"):
+    with pytest.raises(TypeError, match=r"plot.state: ax: expected an axes of a figure's grid"):
         jrb.plot.state(buffer, state, ax=ax)
