@@ -25,7 +25,7 @@ from jrb.datasets.progress import track
 from jrb.datasets.reading.vectorized import is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
-from jrb.datasets.writing.atomic_write import new_folder
+from jrb.datasets.writing.atomic_write import new_path
 from jrb.layouts.names import Leaves, flatten
 
 _BLOCK = 4 << 20  # bytes of steps that are mapped together
@@ -95,7 +95,8 @@ def preprocess(
         mapped = _by_step(dataset, run, rows, num_frames, progress)
     else:
         mapped = _by_episode(dataset, run, num_frames, progress)
-    with new_folder(dest) as folder, contextlib.closing(mapped):
+    with new_path(dest) as folder, contextlib.closing(mapped):
+        os.mkdir(folder)
         _write(folder, mapped, dataset)
 
 

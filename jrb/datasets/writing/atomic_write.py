@@ -2,87 +2,58 @@
 
 import contextlib
 import os
-import tempfile
+import secrets
+import shutil
 from collections.abc import Iterator
 
-from jrb._store import files
-
-Path = str | os.PathLike[str]
+from jrb.authoring import Folder, absolute_path
 
 
-def free(path: Path) -> str:
-    """The absolute path of a place where nothing is.
+def absent(path: str | os.PathLike[str]) -> str:
+    """Returns the absolute path of a place where nothing is.
 
     Raises:
         ValueError: there is something.
     """
-    whole = files.absolute(path)
-    if os.path.lexists(whole):
+    target = absolute_path(path)
+    if os.path.lexists(target):
         raise ValueError(
-            f"{whole}: expected nothing there, found something. Remove it, or choose another path."
+            f"{target}: expected nothing there, found something. Remove it, or choose another path."
         )
-    return whole
+    return target
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[str]:
-    """The path of an empty file, which is synced and renamed to `path`, or removed after an error.
+def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yields a path for a new file or folder, which is synced and renamed to `path`.
+
+    Folders above it are made. After an error nothing is left at either path.
 
     Raises:
         ValueError: there is something at `path`.
-        FileNotFoundError: there is no folder for it.
     """
-    whole = free(path)
-    folder, name = os.path.split(whole)
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{folder}: expected a folder to write {name!r} in. Make it first.")
-    handle, temporary = tempfile.mkstemp(".new", f".{name}.", folder)
+    target = absent(path)
+    above, name = os.path.split(target)
+    os.makedirs(above, exist_ok=True)
+    folder, temporary = Folder(above), f".{name}.{secrets.token_hex(4)}.new"
+    new = folder.path_of(temporary)
     try:
-        yield temporary
-        os.chmod(temporary, 0o666 & ~_mask())
-        files.sync(handle, temporary)
-        files.replace(temporary, free(whole))
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+        yield new
+        for inner, _, names in os.walk(new):
+            for each in names:
+                _sync_file(os.path.join(inner, each))
+            Folder(inner).sync()
+        if os.path.isfile(new):
+            _sync_file(new)
+        absent(target)  # something may have come meanwhile
+        folder.replace(temporary, name)
+        folder.sync()
     finally:
-        os.close(handle)
+        shutil.rmtree(new, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
 
 
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[str]:
-    """The same of a folder, and of all that is put into it; folders above it are made.
-
-    Raises:
-        ValueError: there is something at `path`.
-    """
-    whole = free(path)
-    above, name = os.path.split(whole)
-    files.make_folder(above)
-    with tempfile.TemporaryDirectory(".new", f".{name}.", above) as beside:
-        folder = os.path.join(beside, name)
-        files.make_folder(folder)
-        yield folder
-        _sync(folder)
-        files.replace(folder, free(whole))
-
-
-def _sync(folder: str) -> None:
-    """All files below are on the disk afterwards."""
-    for inner, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(inner, name)
-            file = os.open(path, os.O_RDONLY)
-            try:
-                files.sync(file, path)
-            finally:
-                os.close(file)
-        files.Folder(inner).sync()
-
-
-def _mask() -> int:
-    """The permissions that new files lack."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _sync_file(path: str) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

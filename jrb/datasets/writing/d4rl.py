@@ -1,17 +1,16 @@
 """D4RL: one HDF5 file, arrays of all steps."""
 
 import os
-from typing import Any, cast
+from typing import cast
 
 import h5py
-import jax
 import numpy as np
 
-from jrb._util.printing import escaped_errors
+from jrb.authoring import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.writing.atomic_write import new_file
-from jrb.datasets.writing.source import FLAGS, VALID, Source
+from jrb.datasets.writing.atomic_write import new_path
+from jrb.datasets.writing.source import FLAGS, VALID, Source, check_roles
 from jrb.state import BufferState
 
 _NAMES = {
@@ -46,51 +45,42 @@ def write_d4rl(
     Raises:
         ValueError: there is something at the path, there are no steps or no such arrays, or they
             have a dtype that HDF5 lacks.
-        FileNotFoundError: there is no folder for it.
         TypeError: neither a buffer with its state nor a dataset.
     """
     source = Source("write_d4rl", buffer, state)
-    shapes, steps = _shapes(source), int(source.lengths.sum())
-    if not steps:
-        raise ValueError("write_d4rl: expected a buffer that holds steps, got an empty one.")
-    with new_file(path) as temporary, h5py.File(temporary, "w") as file:
-        for name, leaf in shapes.items():
-            file.create_dataset(name, (steps, *leaf.shape), leaf.dtype)
-        place, running, cut, is_whole = 0, 0, 0, True
-        for episode in source:
-            leaves, terminated, truncated, has_last = episode.piece()
-            arrays = {_in_file(name): leaf for name, leaf in leaves.items()}
-            for name, array in {**arrays, "terminals": terminated, "timeouts": truncated}.items():
-                cast(h5py.Dataset, file[name])[place : place + len(array)] = array
-            running += episode.is_running
-            cut += episode.is_cut
-            place += len(terminated)
-            is_whole &= has_last
-        if not is_whole:
-            del file["next_observations"]
-        file.attrs.update(running=running, cut=cut)
-
-
-def _in_file(name: str) -> str:
-    return _NAMES.get(name) or "infos/" + name.removeprefix("info/")
-
-
-def _shapes(source: Source) -> dict[str, Any]:
-    """Returns the shape and dtype of one step of each array in the file."""
-    source.check()
-    leaves = source.leaves
+    check_roles("write_d4rl", source.specs)
     for name in _NAMES:
-        if name not in leaves:
+        if name not in source.specs:
             raise ValueError(
-                f"write_d4rl: expected one array '{name}', got leaves {list(leaves)}. "
+                f"write_d4rl: expected one array '{name}', got leaves {list(source.specs)}. "
                 "write_rlds takes nested ones."
             )
-    for name, leaf in leaves.items():
+    for name, leaf in source.specs.items():
         if np.dtype(leaf.dtype).kind not in "biufc":
             raise ValueError(
                 f"write_d4rl: leaf '{name}': expected a dtype that HDF5 has, got {leaf.dtype}. "
                 "Convert it."
             )
-    shapes = {_in_file(name): leaf for name, leaf in leaves.items() if name not in (*FLAGS, VALID)}
-    flag = jax.ShapeDtypeStruct((), np.dtype(bool))
-    return {**shapes, "terminals": flag, "timeouts": flag}
+    steps = int(source.lengths.sum())
+    if not steps:
+        raise ValueError("write_d4rl: expected a buffer that holds steps, got an empty one.")
+    in_file = lambda name: _NAMES.get(name) or "infos/" + name.removeprefix("info/")
+    with new_path(path) as temporary, h5py.File(temporary, "w") as file:
+        for name, leaf in source.specs.items():
+            if name not in (*FLAGS, VALID):
+                file.create_dataset(in_file(name), (steps, *leaf.shape), leaf.dtype)
+        for name in ("terminals", "timeouts"):
+            file.create_dataset(name, (steps,), bool)
+        start, running, cut, is_whole = 0, 0, 0, True
+        for episode in source:
+            leaves, terminated, truncated, has_last = episode.split_flags()
+            arrays = {in_file(name): leaf for name, leaf in leaves.items()}
+            for name, array in {**arrays, "terminals": terminated, "timeouts": truncated}.items():
+                cast(h5py.Dataset, file[name])[start : start + len(array)] = array
+            running += episode.is_running
+            cut += episode.is_cut
+            start += len(terminated)
+            is_whole &= has_last
+        if not is_whole:
+            del file["next_observations"]
+        file.attrs.update(running=running, cut=cut)

@@ -10,18 +10,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
-from jrb._util import extras, pytree
-from jrb._util.printing import escaped_errors
+from jrb.authoring import escaped_errors, leaf_name, require
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA, leaf_spaces, package
-from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.writing.atomic_write import free, new_folder
-from jrb.datasets.writing.source import VALID, Source, SourceEpisode, first_break
+from jrb.datasets.writing.atomic_write import absent, new_path
+from jrb.datasets.writing.source import VALID, Source, first_break
 from jrb.keys import within
 from jrb.layouts.names import Leaves, nest
 from jrb.state import BufferState
@@ -35,6 +32,7 @@ _NAMES = {
     "next/terminated": "terminations",
     "next/truncated": "truncations",
 }
+_KINDS = {"next/reward": "biuf", "next/terminated": "b", "next/truncated": "b"}
 _RUNNING = "{} of {} episodes had not ended when they were written: their last steps are truncated."
 _CUT = "The beginning of {} of {} episodes may have been overwritten before they were written."
 _LEFT_OUT = "{} steps whose next observation is not known were left out."
@@ -92,13 +90,23 @@ def write_minari(
             not what stands before the action of the next step, which a set cannot hold.
         TypeError: neither a buffer with its state nor a dataset.
     """
-    target = free(path)
+    target = absent(path)
     name = os.path.basename(target) if dataset_id is None else dataset_id
     if not isinstance(name, str) or not _ID.fullmatch(name):
         raise ValueError(
             f"dataset_id: expected <namespace>/<name>-v<number> (the namespace may lack), got "
             f"{name!r}."
         )
+    serialization = require("minari.serialization", "minari")
+    spaces = {"observations": observation_space, "actions": action_space}
+    for role, space in spaces.items():
+        if isinstance(space, str) or (isinstance(space, dict) and "type" in space):
+            try:
+                spaces[role] = serialization.deserialize_space(space)
+            except Exception as error:  # whatever the package raises over JSON that is no space
+                raise ValueError(
+                    f"{role[:-1]}_space: expected JSON of a space, got {space!r}."
+                ) from error
     about: dict[str, Any] = {
         "dataset_id": name,
         "author": [author] if isinstance(author, str) else list(author),
@@ -107,19 +115,78 @@ def write_minari(
         "code_permalink": code_permalink,
         "description": description,
         "env_spec": _env_spec(env_spec),
-        "minari_version": extras.require("minari", "minari").__version__,
+        "minari_version": require("minari", "minari").__version__,
     }
-    given = {"observations": observation_space, "actions": action_space}
-    spaces = {role: _space(f"{role[:-1]}_space", each) for role, each in given.items()}
-    episodes = _Episodes(Source("write_minari", buffer, state, roles=_ROLES))
-    with new_folder(target) as folder:
+    source = Source("write_minari", buffer, state, roles=_ROLES)
+    facts: list[dict[str, Any]] = []
+    notes: collections.Counter[str] = collections.Counter()
+    arrays: Leaves = {}  # of the last episode
+    bounds: dict[str, tuple[int, int]] = {}  # of single integers
+
+    def episodes() -> Iterator[Any]:
+        names = _names(source)
+        episode_buffer = require("minari.data_collector", "minari").EpisodeBuffer
+        for episode in source:
+            where = f"write_minari: episode {len(facts)}"
+            leaves = dict(zip(names, episode.leaves.values(), strict=True))
+            leaves.pop("next/done", None)
+            steps = len(leaves["next/reward"])
+            valid = np.asarray(leaves.pop(VALID, np.ones(steps)), bool).reshape(steps)
+            if not valid[:-1].all():
+                raise ValueError(
+                    f"{where}: leaf '{VALID}': expected False in the last step of an episode only, "
+                    f"got it in steps {np.flatnonzero(~valid)[:5].tolist()} of {steps}."
+                )
+            notes[_LEFT_OUT] += int(np.sum(~valid))
+            if not valid.any():
+                continue
+            arrays.update(_arrays(where, {name: leaf[valid] for name, leaf in leaves.items()}))
+            for name, array in arrays.items():
+                if array.ndim == 1 and array.dtype.kind in "biu":
+                    ends = [int(array.min()), int(array.max()), *bounds.get(name, ())]
+                    bounds[name] = (min(ends), max(ends))
+            rewards = arrays["rewards"].astype(np.float64)
+            plain = {
+                name: fact.item() if isinstance(fact, np.generic) else fact
+                for name, fact in episode.facts.items()
+            }
+            facts.append(
+                {
+                    **{n: fact for n, fact in plain.items() if isinstance(fact, str | int | float)},
+                    "id": len(facts),
+                    "total_steps": len(rewards),
+                    "rewards_sum": rewards.sum(),
+                    "rewards_mean": rewards.mean(),
+                    "rewards_std": rewards.std(),
+                    "rewards_max": rewards.max(),
+                    "rewards_min": rewards.min(),
+                }
+            )
+            notes[_RUNNING] += episode.is_running
+            notes[_CUT] += episode.is_cut
+            yield episode_buffer(**{"infos": {}, **nest(arrays)})
+
+    with new_path(target) as folder:
         data = os.path.join(folder, "data")
+        os.makedirs(data)
         # The spaces are known after the last episode; without JPEG the package does not use them.
-        any_space = extras.require("gymnasium.spaces", "minari").Discrete(1)
+        any_space = require("gymnasium.spaces", "minari").Discrete(1)
         storage = package().MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
-        storage.update_episodes(episodes)
-        about |= episodes.metadata(spaces)
-        storage.update_episode_metadata(episodes.facts)
+        storage.update_episodes(episodes())
+        if not facts:
+            raise ValueError("write_minari: expected at least one episode, got none.")
+        for role, given in spaces.items():
+            space = _derived(role, nest(arrays)[role], bounds) if given is None else given
+            got = {leaf: getattr(each, "shape", None) for leaf, each in leaf_spaces(role, space)}
+            want = {leaf: it.shape[1:] for leaf, it in arrays.items() if within(leaf, role)}
+            if got != want:
+                raise ValueError(
+                    f"{role[:-1]}_space: expected a space of arrays of the shapes {want}, got one "
+                    f"of {got}."
+                )
+            about[f"{role[:-1]}_space"] = serialization.serialize_space(space)
+        about["notes"] = [text.format(n, len(facts)) for text, n in notes.items() if n]
+        storage.update_episode_metadata(facts)
         about = {**storage.read_raw_metadata(data), **about}
         about = {name: value for name, value in about.items() if value is not None}
         with open(os.path.join(data, METADATA), "w", encoding="utf-8") as file:
@@ -133,125 +200,31 @@ def _env_spec(given: Any) -> str | None:
     try:
         text = given.to_json() if hasattr(given, "to_json") else given
         text = json.dumps(dict(text)) if isinstance(text, Mapping) else text
-        is_spec = "id" in dict(json.loads(text))
+        if "id" in dict(json.loads(text)):
+            return text
     except (ValueError, TypeError):
-        text, is_spec = "", False
-    if not is_spec:
-        raise ValueError(
-            f"env_spec: expected Gymnasium's spec of an environment (env.spec), or its JSON, got "
-            f"{given!r}."
-        )
-    return text
-
-
-def _space(name: str, given: Any) -> Any:
-    """Returns Gymnasium's space that somebody gave as such, or as Minari's JSON; None for none."""
-    if not isinstance(given, str) and not (isinstance(given, dict) and "type" in given):
-        return given
-    try:
-        return extras.require("minari.serialization", "minari").deserialize_space(given)
-    except Exception as error:  # whatever the package raises over JSON that is no space
-        raise ValueError(f"{name}: expected JSON of a space, got {given!r}.") from error
-
-
-class _Episodes:
-    """The episodes of a source as the package's buffers, and what is known of those given out.
-
-    Attributes:
-        forms: shape and dtype of a row of each array, by name.
-        bounds: the least and the greatest of single integers, by name.
-        facts: of each episode.
-        notes: how often something was cut or left out, by the sentence that tells it.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.forms: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
-        self.bounds: dict[str, tuple[int, int]] = {}
-        self.facts: list[dict[str, Any]] = []
-        self.notes: collections.Counter[str] = collections.Counter()
-
-    def __iter__(self) -> Iterator[Any]:
-        buffer = extras.require("minari.data_collector", "minari").EpisodeBuffer
-        names = _names(self._source)
-        for episode in self._source:
-            where = f"write_minari: episode {len(self.facts)}"
-            leaves = dict(zip(names, jax.tree.leaves(episode.items), strict=True))
-            leaves.pop("next/done", None)
-            leaves, num_invalid = _valid(where, leaves)
-            self.notes[_LEFT_OUT] += num_invalid
-            if not len(leaves["next/reward"]):
-                continue
-            arrays = _arrays(where, leaves)
-            for name, array in arrays.items():
-                self.forms[name] = array.shape[1:], array.dtype
-                if array.ndim == 1 and array.dtype.kind in "biu":
-                    ends = [int(array.min()), int(array.max()), *self.bounds.get(name, ())]
-                    self.bounds[name] = (min(ends), max(ends))
-            self.facts.append(
-                _facts(len(self.facts), episode, arrays["rewards"].astype(np.float64))
-            )
-            self.notes[_RUNNING] += episode.is_running
-            self.notes[_CUT] += episode.is_cut
-            yield buffer(**{"infos": {}, **nest(arrays)})
-
-    def metadata(self, spaces: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the spaces as Minari's JSON, and what a reader has to know.
-
-        Args:
-            spaces: those of Gymnasium that were given, or None, by "observations" and "actions".
-
-        Raises:
-            ValueError: there is no episode, or a space is not that of the arrays.
-        """
-        if not self.facts:
-            raise ValueError("write_minari: expected at least one episode, got none.")
-        as_json = extras.require("minari.serialization", "minari").serialize_space
-        about: dict[str, Any] = {}
-        for role, given in spaces.items():
-            form = nest(self.forms)[role]
-            space = _derived(role, form, self.bounds) if given is None else given
-            found = {name: getattr(each, "shape", None) for name, each in leaf_spaces(role, space)}
-            expected = {name: form[0] for name, form in self.forms.items() if within(name, role)}
-            if found != expected:
-                raise ValueError(
-                    f"{role[:-1]}_space: expected a space of arrays of the shapes {expected}, got "
-                    f"one of {found}."
-                )
-            about[f"{role[:-1]}_space"] = as_json(space)
-        notes = [text.format(each, len(self.facts)) for text, each in self.notes.items() if each]
-        return {**about, "notes": notes}
+        pass
+    raise ValueError(
+        f"env_spec: expected Gymnasium's spec of an environment (env.spec), or its JSON, got "
+        f"{given!r}."
+    )
 
 
 def _names(source: Source) -> list[str]:
     """Returns the leaves' names in TED, in which entries of a tuple are `_index_0` and so on."""
     names: list[str] = []
-    for path, _ in jax.tree_util.tree_leaves_with_path(source.spec):
-        parts = source.names[pytree.leaf_name(path)].split("/")
-        if any("/" in pytree.part_name(part) for part in path):
+    for path, name in zip(source.paths, source.specs, strict=True):
+        parts = name.split("/")
+        if any("/" in leaf_name((part,)) for part in path):
             raise ValueError(f"write_minari: expected names without a slash, got {parts}.")
         for place in range(1, min(len(parts), len(path)) + 1):
             if parts[-place] == str(getattr(path[-place], "idx", None)):
                 parts[-place] = f"_index_{parts[-place]}"
         names.append("/".join(parts))
-    check_names("write_minari", names)
-    for name in ("next/reward", "next/terminated", "next/truncated"):
+    for name in _KINDS:
         if name not in names:
             raise ValueError(f"write_minari: leaf '{name}': expected an array, got {names}.")
     return names
-
-
-def _valid(where: str, leaves: Leaves) -> tuple[Leaves, int]:
-    """Returns the steps that have next observations, all or all but the last; how many have not."""
-    steps = len(leaves["next/reward"])
-    valid = np.asarray(leaves.pop(VALID, np.ones(steps)), bool).reshape(steps)
-    if not valid[:-1].all():
-        raise ValueError(
-            f"{where}: leaf '{VALID}': expected False in the last step of an episode only, got it "
-            f"in steps {np.flatnonzero(~valid)[:5].tolist()} of {steps}."
-        )
-    left_out = int(np.sum(~valid))
-    return {name: leaf[: steps - left_out] for name, leaf in leaves.items()}, left_out
 
 
 def _arrays(where: str, leaves: Leaves) -> Leaves:
@@ -262,7 +235,7 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
             not what stands before the action of the next step.
     """
     for name, leaf in leaves.items():
-        kinds = {"next/reward": "biuf", "next/terminated": "b", "next/truncated": "b"}.get(name)
+        kinds = _KINDS.get(name)
         if kinds and (leaf.ndim != 1 or leaf.dtype.kind not in kinds):
             raise ValueError(
                 f"{where}: leaf '{name}': expected one {'bool' if kinds == 'b' else 'number'} for "
@@ -273,71 +246,54 @@ def _arrays(where: str, leaves: Leaves) -> Leaves:
                 f"{where}: leaf '{name}': expected a dtype that HDF5 has, got {leaf.dtype}. Store "
                 "it as another."
             )
-    seen, after = (
+    before, after = (
         {name.removeprefix("next/") for name in leaves if within(name, role)}
         for role in ("observation", "next/observation")
     )
-    if seen != after:
+    if before != after:
         raise ValueError(
-            f"{where}: expected next observations like those before the action, {sorted(seen)}, "
+            f"{where}: expected next observations like those before the action, {sorted(before)}, "
             f"got {sorted(after)}."
         )
     truncated = leaves["next/truncated"].copy()
     truncated[-1] |= ~leaves["next/terminated"][-1]
-    rest = {**leaves, "next/truncated": truncated}
+    leaves = {**leaves, "next/truncated": truncated}
     for name in [name for name in leaves if name.split("/")[0] in ("observation", "info")]:
-        if f"next/{name}" in rest:
-            rest[name] = _chained(where, name, rest[name], rest.pop(f"next/{name}"))
-    names = [_minari_name(name) for name in rest]
+        if f"next/{name}" not in leaves:
+            continue
+        # Both become one array `[T + 1, ...]`.
+        following = leaves.pop(f"next/{name}")
+        step = first_break(where, name, leaves[name], following)
+        if step is not None:
+            raise ValueError(
+                f"{where}: leaf 'next/{name}': expected what stands before the action of the next "
+                f"step, got another after step {step}. Minari's sets hold every observation once: "
+                "end the episode there, or write transitions of one step."
+            )
+        leaves[name] = np.concatenate([leaves[name], following[-1:]])
+    names: list[str] = []
+    for name in leaves:
+        role = next((role for role in _NAMES if within(name, role)), None)
+        inside = "infos/" + name.removeprefix("info/")
+        names.append(inside if role is None else _NAMES[role] + name.removeprefix(role))
     check_names(where, names)
-    return dict(zip(names, rest.values(), strict=True))
+    return dict(zip(names, leaves.values(), strict=True))
 
 
-def _minari_name(name: str) -> str:
-    for role, minari in _NAMES.items():
-        if within(name, role):
-            return minari + name.removeprefix(role)
-    return "infos/" + name.removeprefix("info/")
-
-
-def _chained(where: str, name: str, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Returns an array `[T + 1, ...]` from those before and after each step."""
-    place = first_break(where, name, before, after)
-    if place is not None:
-        raise ValueError(
-            f"{where}: leaf 'next/{name}': expected what stands before the action of the next "
-            f"step, got another after step {place}. Minari's sets hold every observation once: "
-            "end the episode there, or write transitions of one step."
-        )
-    return np.concatenate([before, after[-1:]])
-
-
-def _facts(number: int, episode: SourceEpisode, rewards: np.ndarray) -> dict[str, Any]:
-    """Returns what Minari's collector says of an episode, and the facts that HDF5 can hold."""
-    facts = {name: hdf5.plain(fact) for name, fact in episode.facts.items()}
-    statistics = {name: getattr(rewards, name)() for name in ("sum", "mean", "std", "max", "min")}
-    return {
-        **{name: fact for name, fact in facts.items() if isinstance(fact, str | int | float)},
-        "id": number,
-        "total_steps": len(rewards),
-        **{f"rewards_{name}": value for name, value in statistics.items()},
-    }
-
-
-def _derived(name: str, form: Any, bounds: Mapping[str, tuple[int, int]]) -> Any:
-    """Returns the space of arrays: nested dicts of the shape and the dtype of a row.
+def _derived(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> Any:
+    """Returns the space of arrays `[T, ...]` in nested dicts.
 
     Single integers are `Discrete`, up to the greatest that there is; flags `MultiBinary`; all else
     is a `Box`, as wide as the dtype.
     """
-    spaces = extras.require("gymnasium.spaces", "minari")
-    if isinstance(form, dict):
-        inner = {part: _derived(f"{name}/{part}", each, bounds) for part, each in form.items()}
+    spaces = require("gymnasium.spaces", "minari")
+    if isinstance(array, dict):
+        inner = {part: _derived(f"{name}/{part}", each, bounds) for part, each in array.items()}
         numbered = [f"_index_{number}" for number in range(len(inner))]
         if inner.keys() == set(numbered):  # a tuple, or what was one when it was read
             return spaces.Tuple([inner[part] for part in numbered])
         return spaces.Dict(inner)
-    shape, dtype = form
+    shape, dtype = array.shape[1:], array.dtype
     if dtype.kind == "b" and shape:
         return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
     if not shape and dtype.kind in "biu":

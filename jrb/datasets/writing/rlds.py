@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from jrb._util.printing import escaped_errors
+from jrb.authoring import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.writing.source import Source, SourceEpisode, first_break
+from jrb.datasets.writing.source import Source, SourceEpisode, check_roles, first_break
 from jrb.keys import within
 from jrb.layouts.names import nest
 from jrb.state import BufferState
-
-_SEEN, _AFTER = "observation", "next/observation"
 
 
 @escaped_errors()
@@ -52,34 +50,37 @@ def write_rlds(
         TypeError: neither a buffer with its state nor a dataset.
     """
     source = Source("write_rlds", buffer, state)
-    source.check()
+    check_roles("write_rlds", source.specs)
     return (_episode(number, episode) for number, episode in enumerate(source))
 
 
 def _episode(number: int, episode: SourceEpisode) -> dict[str, Any]:
     where = f"write_rlds: episode {number}"
-    leaves, terminated, _, has_last = episode.piece()
+    leaves, terminated, _, has_last = episode.split_flags()
     leaves = {"discount": (~terminated).astype(np.float32), **leaves}
-    after = {name: leaves.pop(name) for name in list(leaves) if within(name, _AFTER)}
-    after = {name.removeprefix("next/"): leaf for name, leaf in after.items()}
-    before = {name for name in leaves if within(name, _SEEN)}
+    after = {
+        name.removeprefix("next/"): leaves.pop(name)
+        for name in list(leaves)
+        if within(name, "next/observation")
+    }
+    before = {name for name in leaves if within(name, "observation")}
     if before != after.keys():
         raise ValueError(
             f"{where}: leaf 'next/observation': expected what the observation is, {sorted(before)},"
             f" got {sorted(after)}. RLDS has each observation once."
         )
     for name, leaf in after.items():
-        place = first_break(where, name, leaves[name], leaf)
-        if place is not None:
+        step = first_break(where, name, leaves[name], leaf)
+        if step is not None:
             raise ValueError(
                 f"{where}: leaf 'next/{name}': expected the next step's '{name}', got another "
-                f"after step {place}. RLDS has each observation once; write_d4rl has both."
+                f"after step {step}. RLDS has each observation once; write_d4rl has both."
             )
     rows = {"reward" if name == "next/reward" else name: leaf for name, leaf in leaves.items()}
     if has_last:  # a last row, with zeros where it has nothing
-        last = {name: after[name][-1:] if name in after else np.zeros_like(leaf[:1])
-                for name, leaf in rows.items()}  # fmt: skip
-        rows = {name: np.concatenate([leaf, last[name]]) for name, leaf in rows.items()}
+        for name, leaf in rows.items():
+            last = after[name][-1:] if name in after else np.zeros_like(leaf[:1])
+            rows[name] = np.concatenate([leaf, last])
     is_first, is_last, is_terminal = (np.zeros(len(terminated) + has_last, bool) for _ in range(3))
     is_first[0], is_last[-1], is_terminal[-1] = True, has_last, terminated[-1]
     rows |= {"is_first": is_first, "is_last": is_last, "is_terminal": is_terminal}

@@ -6,14 +6,14 @@ K episodes, T steps of one.
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jrb import read
-from jrb._util import prng_keys, pytree
-from jrb._util.pytree import PyTree
+from jrb.authoring import leaf_name, leaf_names, tree_nbytes
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.reading.columns import combined_flags
@@ -30,42 +30,18 @@ VALID = "next/valid"
 _PIECE = 32 << 20  # bytes of items that are read at a time
 
 
-class Piece(NamedTuple):
-    """An episode with both flags.
-
-    Attributes:
-        leaves: arrays `[T, ...]` by their names in TED, without flags and `next/valid`.
-        terminated: bool `[T]`.
-        truncated: bool `[T]`; the last step of an episode that did not terminate is.
-        has_last: False if the observation after the last step is not there, though it is needed.
-    """
-
-    leaves: Leaves
-    terminated: np.ndarray
-    truncated: np.ndarray
-    has_last: bool
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourceEpisode:
     """An episode.
 
     Attributes:
-        items: a tree of NumPy arrays `[T, ...]`, as they are stored.
-        names: the leaf in TED of each leaf of them.
+        leaves: arrays `[T, ...]` by their names in TED, in the order of the source's leaves.
         facts: of the dataset. Of a buffer's episode, `environment`, `complete` (as
             `jrb.read.Episode`), `running` (it had not ended) and `cut` (its beginning may be lost).
     """
 
-    items: PyTree
-    names: dict[str, str]
+    leaves: Leaves
     facts: dict[str, Any]
-
-    @property
-    def leaves(self) -> Leaves:
-        """The arrays by their names in TED."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.items)
-        return {self.names[pytree.leaf_name(path)]: leaf for path, leaf in leaves}
 
     @property
     def is_running(self) -> bool:
@@ -77,17 +53,23 @@ class SourceEpisode:
         """True if the beginning of the episode may be lost."""
         return bool(self.facts.get("cut", self.facts.get("is_cut", False)))
 
-    def piece(self) -> Piece:
-        """Returns the episode with both flags; done is terminated unless it says truncated."""
-        leaves = self.leaves
+    def split_flags(self) -> tuple[Leaves, np.ndarray, np.ndarray, bool]:
+        """Returns the leaves without flags and `next/valid`, and these.
+
+        Returns:
+            The leaves; bool `[T]`, the steps that terminated; bool `[T]`, those that were
+            truncated, such as the last one if it did not terminate; and False if the observation
+            after the last step is not there, though it is needed. Done is terminated unless it
+            says truncated.
+        """
+        leaves = dict(self.leaves)
         steps = len(next(iter(leaves.values())))
         flag = lambda name: (leaves.pop(name) != 0).reshape(steps) if name in leaves else None
         done, terminated, truncated = map(flag, FLAGS)
         terminated, truncated = combined_flags(steps, done, terminated, truncated)
         truncated[-1] |= ~terminated[-1]
         valid = flag(VALID)
-        has_last = valid is None or bool((valid | terminated).all())
-        return Piece(leaves, terminated, truncated, has_last)
+        return leaves, terminated, truncated, valid is None or bool((valid | terminated).all())
 
 
 class Source:
@@ -102,108 +84,91 @@ class Source:
         roles: fields of `jrb.Keys` that items have to have.
 
     Attributes:
-        spec: of one step, PRNG keys as such.
-        names: the leaf in TED of each leaf of items.
+        paths: of JAX, of the leaves of one step.
+        specs: shapes and dtypes of the leaves of one step by their names in TED, in the same
+            order; of PRNG keys, those of their words.
         lengths: int64 `[K]`.
 
     Raises:
         TypeError: something else.
-        ValueError: a writer that keeps no order of time, or items without flags or what is needed.
+        ValueError: a writer that keeps no order of time, items without flags or what is needed, or
+            leaves whose names a file cannot tell apart.
     """
 
     def __init__(
-        self,
-        who: str,
-        source: ReplayBuffer | Dataset,
-        state: BufferState | None,
-        roles: tuple[str, ...] = (),
+        self, who: str, source: Any, state: BufferState | None, roles: tuple[str, ...] = ()
     ) -> None:
-        self._who = who
+        self._source, self._state = source, state
         if isinstance(source, Dataset) and state is None:
-            keys, self.spec = TED, source.spec
-            kept = source.only(source.numbers[source.lengths > 0])
-            self.lengths, self._items, facts = kept.lengths, lambda: iter(kept), kept.facts
-            self._facts = [
-                {name: fact[number] for name, fact in facts.items()} for number in range(len(kept))
-            ]
+            keys, spec = TED, source.spec
         elif isinstance(source, ReplayBuffer) and state is not None:
-            keys, self.spec = source.keys, source.stored(state)
+            keys, spec = source.keys, source.stored(state)
         else:
             raise TypeError(
                 f"{who}: expected a ReplayBuffer and its state, or a Dataset, got "
                 f"{type(source).__name__} and {type(state).__name__}."
             )
         for role in roles:
-            keys.get(self.spec, role)
-        if isinstance(source, ReplayBuffer) and state is not None:
-            episodes = read.episodes(source, state)
-            self.lengths = np.array([len(each) for each in episodes], np.int64)
-            self._items = lambda: _items_of(source, state, list(episodes))
-            self._facts = [_facts_of(each) for each in episodes]
-        self.names = ted_names(pytree.leaf_names(self.spec), keys)
-
-    def __len__(self) -> int:
-        """K."""
-        return len(self.lengths)
+            keys.get(spec, role)
+        in_ted = ted_names(leaf_names(spec), keys)
+        leaves = jax.tree_util.tree_leaves_with_path(spec)
+        names = [in_ted[leaf_name(path)] for path, _ in leaves]
+        check_names(who, names)
+        words = lambda leaf: jax.eval_shape(jax.random.key_data, leaf)
+        is_keys = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        specs = [words(leaf) if is_keys(leaf) else leaf for _, leaf in leaves]
+        self.paths: list[Any] = [path for path, _ in leaves]
+        self.specs: dict[str, Any] = dict(zip(names, specs, strict=True))
+        self._episodes: Any
+        self._facts: list[dict[str, Any]]
+        if isinstance(source, Dataset):
+            self._episodes = source.only(source.numbers[source.lengths > 0])
+            facts = self._episodes.facts
+            self._facts = [
+                {name: fact[number] for name, fact in facts.items()}
+                for number in range(len(self._episodes))
+            ]
+            self.lengths: np.ndarray = self._episodes.lengths
+        else:
+            self._episodes = list(read.episodes(source, state))
+            self._facts = [
+                {
+                    "environment": each.environment,
+                    "complete": each.complete,
+                    "running": not each.ended,
+                    "cut": each.cut,
+                }
+                for each in self._episodes
+            ]
+            self.lengths = np.array([len(each) for each in self._episodes], np.int64)
 
     def __iter__(self) -> Iterator[SourceEpisode]:
-        for items, facts in zip(self._items(), self._facts, strict=True):
-            yield SourceEpisode(items, self.names, facts)
+        items = iter(self._episodes) if self._state is None else self._read()
+        for one, facts in zip(items, self._facts, strict=True):
+            leaves = dict(zip(self.specs, jax.tree.leaves(one), strict=True))
+            yield SourceEpisode(leaves, facts)
 
-    @property
-    def leaves(self) -> dict[str, Any]:
-        """The specs of leaves of one step by their names in TED, PRNG keys as their words."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.spec)
-        return {
-            self.names[pytree.leaf_name(path)]: prng_keys.raw_spec(leaf) for path, leaf in leaves
-        }
-
-    def check(self) -> None:
-        """Refuses items that files of arrays cannot hold.
-
-        Raises:
-            ValueError: two leaves would have one name, or there is no observation, action or next
-                observation.
-        """
-        check_names(self._who, self.names.values())
-        for role in ("observation", "action", "next/observation"):
-            if not any(within(name, role) for name in self.names.values()):
-                raise ValueError(
-                    f"{self._who}: expected items with '{role}', got leaves {list(self.names)}. "
-                    "Name them with keys=jrb.Keys(...)."
-                )
+    def _read(self) -> Iterator[Any]:
+        """Yields the items of a buffer's episodes. One read alone would be compiled per length."""
+        row_bytes = max(tree_nbytes(self._source.stored(self._state)), 1)
+        piece = np.cumsum(self.lengths) * row_bytes // _PIECE
+        for _, numbers in itertools.groupby(range(len(piece)), lambda number: piece[number]):
+            group = [self._episodes[number] for number in numbers]
+            slots = np.concatenate([each.slots for each in group])
+            items = read.taken(self._source, self._state, slots)
+            bounds = np.cumsum([0, *map(len, group)]).tolist()
+            for start, stop in itertools.pairwise(bounds):
+                yield jax.tree.map(lambda leaf, part=slice(start, stop): leaf[part], items)
 
 
-def _facts_of(episode: read.Episode) -> dict[str, Any]:
-    return {
-        "environment": episode.environment,
-        "complete": episode.complete,
-        "running": not episode.ended,
-        "cut": episode.cut,
-    }
-
-
-def _items_of(
-    buffer: ReplayBuffer, state: BufferState, episodes: list[read.Episode]
-) -> Iterator[Any]:
-    """Returns the items of episodes, of which several are read at once.
-
-    One alone would be compiled for each length.
-    """
-    most = _PIECE // max(pytree.nbytes(buffer.stored(state)), 1)
-    start = 0
-    while start < len(episodes):
-        stop, held = start + 1, len(episodes[start])
-        while stop < len(episodes) and held + len(episodes[stop]) <= most:
-            held += len(episodes[stop])
-            stop += 1
-        group = episodes[start:stop]
-        items = read.taken(buffer, state, np.concatenate([each.slots for each in group]))
-        bounds = np.cumsum([0, *map(len, group)])
-        for first, last in itertools.pairwise(bounds):
-            part = slice(int(first), int(last))
-            yield jax.tree.map(lambda leaf, part=part: leaf[part], items)
-        start = stop
+def check_roles(who: str, names: Any) -> None:
+    """Raises `ValueError` unless there are leaves of observations, actions, next observations."""
+    for role in ("observation", "action", "next/observation"):
+        if not any(within(name, role) for name in names):
+            raise ValueError(
+                f"{who}: expected items with '{role}', got leaves {list(names)}. Name them with "
+                "keys=jrb.Keys(...)."
+            )
 
 
 def first_break(where: str, name: str, before: np.ndarray, after: np.ndarray) -> int | None:

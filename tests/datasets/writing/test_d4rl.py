@@ -148,8 +148,6 @@ def test_what_is_there_stays(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="found something"):
         jrb.datasets.write_d4rl(tmp_path / "link", *filled(episodes_of(0)))
-    with pytest.raises(FileNotFoundError, match="Make it first"):
-        jrb.datasets.write_d4rl(tmp_path / "no" / "a.hdf5", *filled(episodes_of(0)))
 
 
 @pytest.mark.faults

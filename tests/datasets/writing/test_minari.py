@@ -20,7 +20,6 @@ from gymnasium import spaces
 
 import jrb
 import jrb.datasets
-from jrb._store import files
 from jrb.datasets.formats.minari import Minari
 from tests.datasets.formats import minari_sets as sets
 
@@ -360,31 +359,35 @@ def test_minari_goes_on_with_a_set(tmp_path):
     assert found.facts["seed"].tolist()[:2] == [0, 1]
 
 
-def test_whatever_fails_nothing_is_left(tmp_path):
-    """Every call of the system fails once; the set is whole, or nothing is there."""
+def test_whatever_fails_nothing_is_left(tmp_path, monkeypatch):
+    """Every sync and renaming fails once; the set is whole, or nothing is there."""
 
-    def fail(*event):
-        calls.append(event[0])
-        if len(calls) == number:
-            raise OSError(errno.ENOSPC, "no room")
+    def failing(name, call):
+        def act(*args, **options):
+            calls.append(name)
+            if len(calls) == number:
+                raise OSError(errno.ENOSPC, "no room")
+            return call(*args, **options)
 
-    number = 0
+        return act
+
+    for name in ("fsync", "replace", "mkdir"):
+        monkeypatch.setattr(os, name, failing(name, getattr(os, name)))
+    calls, tried, number = [], 0, 0
     while True:
-        number += 1
-        calls, path = [], tmp_path / str(number) / "name-v0"
+        number, tried = 0, tried + 1
+        path = tmp_path / str(tried) / "name-v0"
         path.parent.mkdir()
-        files.hook = fail
-        try:
-            with contextlib.suppress(OSError):
-                written(path, plain())
-                break
-        finally:
-            files.hook = None
-        if calls[-1] == "fsync" and path.exists():  # of the folder, after the renaming
+        calls, number = [], tried
+        with contextlib.suppress(OSError):
+            written(path, plain())
+        if path.exists():  # all went well, or only the last sync, of the folder, failed
             assert len(jrb.datasets.open(path)) == 1
         else:
             assert os.listdir(path.parent) == []
-    assert number > 8
+        if len(calls) < tried:
+            break
+    assert tried > 6
     assert len(jrb.datasets.open(path)) == 1
 
 
