@@ -98,7 +98,8 @@ class Source:
     def __init__(
         self, who: str, source: Any, state: BufferState | None, roles: tuple[str, ...] = ()
     ) -> None:
-        self._source, self._state = source, state
+        self._source: Any = source
+        self._state: Any = state
         if isinstance(source, Dataset) and state is None:
             keys, spec = TED, source.spec
         elif isinstance(source, ReplayBuffer) and state is not None:
@@ -130,7 +131,7 @@ class Source:
             ]
             self.lengths: np.ndarray = self._episodes.lengths
         else:
-            self._episodes = list(read.episodes(source, state))
+            self._episodes = list(read.episodes(source, self._state))
             self._facts = [
                 {
                     "environment": each.environment,
