@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jrb._store.errors import LostWarning, StaleError
     from jrb.buffer import ReplayBuffer, from_items
     from jrb.checkpoint import load, save
+    from jrb.environments import from_brax, from_gymnasium, from_gymnax, from_jaxmarl, transition
     from jrb.iterate import epochs, prefetch, steps
     from jrb.keys import TED, Keys
     from jrb.loops import jitted
@@ -53,6 +54,7 @@ _HOMES = {
     "buffer": "ReplayBuffer from_items",
     "checkpoint": "checkpoint load save",
     "datasets": "datasets",
+    "environments": "from_brax from_gymnasium from_gymnax from_jaxmarl transition",
     "interop": "interop",
     "iterate": "epochs prefetch steps",
     "keys": "TED Keys",
@@ -116,7 +118,11 @@ __all__ = [
     "datasets",
     "episodes",
     "epochs",
+    "from_brax",
+    "from_gymnasium",
+    "from_gymnax",
     "from_items",
+    "from_jaxmarl",
     "interop",
     "items",
     "jitted",
@@ -136,6 +142,7 @@ __all__ = [
     "to_arrow",
     "to_pandas",
     "transforms",
+    "transition",
     "types",
 ]
 

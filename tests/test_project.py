@@ -20,7 +20,7 @@ ROOMS = [
     {"_core"},
     {"writers", "storages", "samplers", "units", "transforms"},
     {"authoring", "buffer"},
-    {"sharding"},
+    {"sharding", "environments"},
     {"mix"},
     {"loops", "read", "migrate"},
     {"interop", "tables"},

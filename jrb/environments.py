@@ -1,0 +1,276 @@
+"""Buffers for environments: the description and one item, made from the environment itself.
+
+E environments.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrb.buffer import ReplayBuffer
+from jrb.types import Item
+from jrb.writers import PerEnvironment
+
+
+def transition(
+    observation: Item,
+    action: Item,
+    next_observation: Item,
+    reward: Any,
+    terminated: Any = None,
+    truncated: Any = None,
+    info: Mapping[str, Any] | None = None,
+    *,
+    done: Any = None,
+    **leaves: Any,
+) -> dict[str, Any]:
+    """Returns the item, keyed as TED, for one step of an environment or of E environments.
+
+    The arguments after `action` are in the order in which gymnasium's `step` returns them, so
+    `jrb.transition(observation, action, *env.step(action))` is the row to `add`. Environments that
+    reset in the step in which an episode ends return the first observation of the next episode; the
+    last one of the old episode is taken from `info`: `final_obs` (gymnasium, `SAME_STEP`) or
+    `final_observation` (gymnax). With gymnasium's `NEXT_STEP`, the step after an end is no
+    transition: pass `mask=~ended` to `add`, where `ended` are the flags of the step before.
+
+    Args:
+        observation: what the policy saw, leaves `[...]` or `[E, ...]`.
+        action: what it did.
+        next_observation: the observation that the step returned.
+        reward: `[]` or `[E]`; a dict of agents if there are several.
+        terminated: whether a final state was reached, or None to leave the leaf out.
+        truncated: whether the episode was cut, such as by a time limit, or None.
+        info: the last result of the step.
+        done: one flag in place of the two, for environments that do not tell them apart.
+        leaves: further leaves of the item, such as `hidden=...`.
+
+    Raises:
+        ValueError: there is no flag at all.
+
+    Example:
+        >>> import jrb
+        >>> row = jrb.transition([0.0], 1, [0.5], 1.0, False, False, {}, log_prob=-0.7)
+        >>> row["log_prob"], sorted(row["next"])
+        (-0.7, ['observation', 'reward', 'terminated', 'truncated'])
+    """
+    flags = {"terminated": terminated, "truncated": truncated, "done": done}
+    flags = {name: flag for name, flag in flags.items() if flag is not None}
+    if not flags:
+        raise ValueError("transition: expected terminated, truncated or done, got none of them.")
+    last = _last_observation(next_observation, info or {})
+    after = {"observation": last, "reward": reward, **flags}
+    return {"observation": observation, "action": action, "next": after, **leaves}
+
+
+def _last_observation(observation: Item, info: Mapping[str, Any]) -> Item:
+    """Returns the observation that the action led to, also where an environment was reset since."""
+    name = next((name for name in ("final_obs", "final_observation") if name in info), None)
+    if name is None:
+        return observation
+    final = info[name]
+    if not (isinstance(final, np.ndarray) and final.dtype.hasobject):
+        return final  # of all environments, as gymnax gives it
+    observation = jax.tree.map(np.array, observation)  # the environment may use the old one again
+    for env, one in enumerate(final):
+        if one is not None:
+            jax.tree.map(lambda rows, row: rows.__setitem__(env, row), observation, one)  # noqa: B023
+    return observation
+
+
+def from_gymnasium(
+    env: Any, capacity: int, *, extra: Item | None = None, **options: Any
+) -> tuple[ReplayBuffer, dict[str, Any]]:
+    """Returns a buffer for a gymnasium environment, or a vector of E, and an example item.
+
+    `num_envs` and the leaves come from the environment; float64 and int64 are converted
+    (`cast=True`). If a vector of environments resets in the step after an end (`NEXT_STEP`,
+    gymnasium's default), the writer is `PerEnvironment()`, so that these steps can be masked out of
+    single environments; see `transition`.
+
+    Args:
+        env: a `gymnasium.Env` or `gymnasium.vector.VectorEnv`.
+        capacity: over all environments; rounded down to a multiple of E.
+        extra: further leaves of one item, such as `{"hidden": jnp.zeros(128)}`.
+        options: what else `jrb.ReplayBuffer` takes: `batch_size`, `sampler`, `unit`, ...
+
+    Returns:
+        The buffer, and the example to pass to `init`: zeros, without the axis of environments.
+
+    Raises:
+        TypeError: a space is not one of arrays, such as `Text` or `Graph`.
+
+    Example:
+        >>> import gymnasium, jrb
+        >>> envs = gymnasium.make_vec("CartPole-v1", num_envs=4)
+        >>> buffer, example = jrb.from_gymnasium(envs, 10_000, batch_size=32)
+        >>> state = jrb.jitted(buffer).init(example)
+        >>> buffer.num_envs, buffer.writer, example["observation"].shape
+        (4, PerEnvironment(), (4,))
+    """
+    num_envs = getattr(env, "num_envs", None)
+    vector = "" if num_envs is None else "single_"
+    observation = _zeros_of_space(getattr(env, f"{vector}observation_space"), "observation")
+    action = _zeros_of_space(getattr(env, f"{vector}action_space"), "action")
+    if num_envs is not None:
+        mode = getattr(env, "metadata", {}).get("autoreset_mode")
+        if str(getattr(mode, "name", mode)).upper().replace("_", "") in ("NONE", "NEXTSTEP"):
+            options = {"writer": PerEnvironment()} | options
+    example = transition(
+        observation, action, observation, jnp.zeros(()), jnp.zeros((), bool), jnp.zeros((), bool)
+    )
+    options = {"num_envs": num_envs, "cast": True} | options
+    return ReplayBuffer.rounded(capacity, **options), example | dict(extra or {})
+
+
+def _zeros_of_space(space: Any, path: str) -> Item:
+    """Returns zeros of one element of a space of gymnasium, in the dtype that JAX keeps."""
+    spaces = getattr(space, "spaces", None)
+    if isinstance(spaces, Mapping):
+        return {name: _zeros_of_space(one, f"{path}/{name}") for name, one in spaces.items()}
+    if isinstance(spaces, tuple):
+        return tuple(_zeros_of_space(one, f"{path}/{i}") for i, one in enumerate(spaces))
+    shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
+    if shape is None or dtype is None or np.dtype(dtype).kind not in "biuf":
+        raise TypeError(
+            f"leaf {path!r}: expected a space of arrays, got {space}. Encode it as numbers, in a "
+            "wrapper of the environment, or make the buffer and its example yourself."
+        )
+    return jnp.zeros(shape, jax.dtypes.canonicalize_dtype(dtype))
+
+
+def from_gymnax(
+    env: Any,
+    env_params: Any,
+    capacity: int,
+    *,
+    num_envs: int | None = None,
+    extra: Item | None = None,
+    **options: Any,
+) -> tuple[ReplayBuffer, dict[str, Any]]:
+    """Returns a buffer for a gymnax environment, and an example item.
+
+    Nothing is computed: shapes and dtypes come from `jax.eval_shape` of a step. The rows to `add`
+    are `jrb.transition(observation, action, next_observation, reward, terminated, truncated, info)`
+    of what `env.step` returns, of `num_envs` environments under `vmap`. Versions of gymnax before
+    1.0 return one flag: `jrb.transition(observation, action, next_observation, reward, done=done)`.
+
+    Args:
+        env: the environment, as `gymnax.make` returns it.
+        env_params: its parameters.
+        capacity: over all environments; rounded down to a multiple of E.
+        num_envs: E, or None for one environment.
+        extra: further leaves of one item.
+        options: what else `jrb.ReplayBuffer` takes.
+
+    Returns:
+        The buffer, and the example to pass to `init`: zeros, without the axis of environments.
+
+    Example:
+        >>> import gymnax, jrb
+        >>> env, env_params = gymnax.make("CartPole-v1")
+        >>> buffer, example = jrb.from_gymnax(env, env_params, 10_000, num_envs=8, batch_size=32)
+        >>> sorted(example["next"]), example["action"].dtype.name
+        (['observation', 'reward', 'terminated', 'truncated'], 'int32')
+    """
+
+    def item(key: jax.Array) -> Item:
+        observation, state = env.reset(key, env_params)
+        action = env.action_space(env_params).sample(key)
+        after, _, reward, *flags, info = env.step(key, state, action, env_params)
+        if len(flags) == 1:
+            return transition(observation, action, after, reward, done=flags[0])
+        terminated, truncated = flags
+        return transition(observation, action, after, reward, terminated, truncated, info)
+
+    return _described(item, capacity, num_envs, extra, options)
+
+
+def from_brax(
+    env: Any,
+    capacity: int,
+    *,
+    num_envs: int | None = None,
+    extra: Item | None = None,
+    **options: Any,
+) -> tuple[ReplayBuffer, dict[str, Any]]:
+    """Returns a buffer for a brax or MuJoCo Playground environment, and an example item.
+
+    brax's `done` is also set at a time limit, for which its `EpisodeWrapper` sets
+    `info["truncation"]`. The rows to `add`, for the states `before` and `after` a step, are
+
+        cut = after.info["truncation"]
+        jrb.transition(before.obs, action, after.obs, after.reward, after.done * (1 - cut), cut)
+
+    Args:
+        env: the environment, with or without brax's wrappers.
+        capacity: over all environments; rounded down to a multiple of E.
+        num_envs: E, or None for one environment.
+        extra: further leaves of one item.
+        options: what else `jrb.ReplayBuffer` takes.
+
+    Returns:
+        The buffer, and the example to pass to `init`: zeros, without the axis of environments.
+    """
+    env = getattr(env, "unwrapped", env)  # wrappers add the axis of environments
+
+    def item(key: jax.Array) -> Item:
+        state = env.reset(key)
+        action = jnp.zeros(env.action_size)
+        after = env.step(state, action)
+        flag = jnp.zeros_like(after.done)
+        return transition(state.obs, action, after.obs, after.reward, flag, flag)
+
+    return _described(item, capacity, num_envs, extra, options)
+
+
+def from_jaxmarl(
+    env: Any,
+    capacity: int,
+    *,
+    num_envs: int | None = None,
+    extra: Item | None = None,
+    **options: Any,
+) -> tuple[ReplayBuffer, dict[str, Any]]:
+    """Returns a buffer for a JaxMARL environment, and an example item.
+
+    Leaves are dicts of agents. The rows to `add` are
+    `jrb.transition(observation, action, next_observation, reward, done=done)` of what `env.step`
+    returns; an episode ends where `done["__all__"]` is True. JaxMARL resets in the step in which an
+    episode ends, so the next observation of that step belongs to the next episode: do not
+    bootstrap there.
+
+    Args:
+        env: the environment, as `jaxmarl.make` returns it.
+        capacity: over all environments; rounded down to a multiple of E.
+        num_envs: E, or None for one environment.
+        extra: further leaves of one item.
+        options: what else `jrb.ReplayBuffer` takes.
+
+    Returns:
+        The buffer, and the example to pass to `init`: zeros, without the axis of environments.
+    """
+
+    def item(key: jax.Array) -> Item:
+        observation, state = env.reset(key)
+        action = {agent: env.action_space(agent).sample(key) for agent in env.agents}
+        after, _, reward, done, _ = env.step(key, state, action)
+        return transition(observation, action, after, reward, done=done)
+
+    return _described(item, capacity, num_envs, extra, options)
+
+
+def _described(
+    item: Callable[[jax.Array], Item],
+    capacity: int,
+    num_envs: int | None,
+    extra: Item | None,
+    options: dict[str, Any],
+) -> tuple[ReplayBuffer, dict[str, Any]]:
+    """Returns a buffer for items like those that a function of a key makes, and zeros like one."""
+    with jax.numpy_dtype_promotion("standard"):  # few environments are written for the strict one
+        spec = jax.eval_shape(item, jax.random.key(0))
+    example = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec)
+    return ReplayBuffer.rounded(capacity, num_envs=num_envs, **options), example | dict(extra or {})

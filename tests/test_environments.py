@@ -1,0 +1,203 @@
+"""Buffers made from environments, and rows made from their steps."""
+
+import types
+
+import gymnasium
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import jrb
+
+
+class Counting(gymnasium.Env):
+    """Observations count steps since the reset; episodes end after a given number of steps."""
+
+    def __init__(self, length, is_dict):
+        self.length, self.is_dict = length, is_dict
+        box = spaces.Box(0, 100, (1,), np.float64)
+        self.observation_space = spaces.Dict(t=box, k=spaces.Discrete(3)) if is_dict else box
+        self.action_space = spaces.Tuple([spaces.Discrete(4), spaces.MultiBinary(2)])
+
+    def _seen(self):
+        t = np.array([self.t], np.float64)
+        return {"t": t, "k": 1} if self.is_dict else t
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self._seen(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self._seen(), float(self.t), self.t == self.length, False, {}
+
+
+LENGTHS = (2, 5, 3)
+ACTION = (np.zeros(3, np.int64), np.zeros((3, 2), np.int8))
+
+
+def count_of(observation, is_dict):
+    return np.asarray(observation["t"] if is_dict else observation)
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+def test_rows_of_vectors_are_true_transitions(mode, is_dict):
+    makers = [lambda n=n: Counting(n, is_dict) for n in LENGTHS]
+    envs = SyncVectorEnv(makers, autoreset_mode=mode)
+    buffer, example = jrb.from_gymnasium(envs, 100, batch_size=4, unit=jrb.NStep(2, 0.9))
+    assert (buffer.num_envs, buffer.capacity) == (3, 99)
+    is_next = mode == AutoresetMode.NEXT_STEP
+    assert isinstance(buffer.writer, jrb.PerEnvironment if is_next else jrb.RoundRobin)
+    methods = jrb.jitted(buffer)
+    state, ended = methods.init(example), np.zeros(3, bool)
+    observation, _ = envs.reset()
+    for _ in range(30):
+        stepped = envs.step(ACTION)
+        row = jrb.transition(observation, ACTION, *stepped)
+        state = methods.add(state, row, **({"mask": ~ended} if is_next else {}))
+        observation, ended = stepped[0], stepped[2] | stepped[3]
+    rows = jrb.items(buffer, state)
+    before = count_of(rows["observation"], is_dict)
+    after = count_of(rows["next"]["observation"], is_dict)
+    assert (after == before + 1).all()
+    np.testing.assert_array_equal(after[..., 0], rows["next"]["reward"])
+    lengths = {
+        (one.environment, len(one.slots)) for one in jrb.episodes(buffer, state) if one.complete
+    }
+    assert lengths == set(enumerate(LENGTHS))
+
+
+def test_a_single_environment_has_no_axis_of_environments():
+    env = Counting(4, True)
+    buffer, example = jrb.from_gymnasium(env, 50, batch_size=2, extra={"hidden": jnp.zeros(3)})
+    assert buffer.num_envs is None
+    assert example["observation"]["k"].dtype == jnp.int32
+    assert example["observation"]["t"].dtype == jnp.float32
+    observation, _ = env.reset()
+    stepped = env.step((0, np.zeros(2, np.int8)))
+    row = jrb.transition(observation, (0, np.zeros(2, np.int8)), *stepped, hidden=np.zeros(3))
+    state = buffer.add(buffer.init(example), row)
+    assert jrb.items(buffer, state)["next"]["reward"].tolist() == [1.0]
+
+
+def test_options_replace_what_the_environment_says():
+    envs = SyncVectorEnv([lambda: Counting(2, False)] * 2)
+    buffer, _ = jrb.from_gymnasium(envs, 10, writer=jrb.RoundRobin(), cast=False)
+    assert isinstance(buffer.writer, jrb.RoundRobin)
+    assert not buffer.cast
+
+
+def test_spaces_without_arrays_are_refused():
+    env = Counting(2, False)
+    env.observation_space = spaces.Dict(text=spaces.Text(5))
+    with pytest.raises(TypeError, match="leaf 'observation/text': expected a space of arrays"):
+        jrb.from_gymnasium(env, 10)
+
+
+def test_a_transition_needs_a_flag():
+    with pytest.raises(ValueError, match="terminated, truncated or done"):
+        jrb.transition(0, 0, 0, 0.0)
+
+
+def test_the_caller_keeps_arrays_that_the_environment_uses_again():
+    after, final = np.zeros((2, 1)), np.array([np.ones(1), None], object)
+    flags = np.array([True, False])
+    row = jrb.transition(after, 0, after, np.ones(2), flags, ~flags, {"final_obs": final})
+    assert row["next"]["observation"].tolist() == [[1.0], [0.0]]
+    assert after.tolist() == [[0.0], [0.0]]
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_rows_of_gymnax_inside_jit():
+    env, params = gymnax.make("CartPole-v1")
+    params = params.replace(max_steps_in_episode=7)
+    buffer, example = jrb.from_gymnax(env, params, 103, num_envs=4, batch_size=8)
+    assert buffer.capacity == 100
+    one = jax.vmap(env.step, (0, 0, 0, None))
+
+    def step(carry, key):
+        observation, worlds, state = carry
+        keys = jax.random.split(key, 4)
+        action = jax.vmap(env.action_space(params).sample)(keys)
+        after, worlds, *rest = one(keys, worlds, action, params)
+        row = jrb.transition(observation, action, after, *rest)
+        return (after, worlds, buffer.add(state, row)), None
+
+    observation, worlds = jax.vmap(env.reset, (0, None))(
+        jax.random.split(jax.random.key(1), 4), params
+    )
+    keys = jax.random.split(jax.random.key(0), 20)
+    (_, _, state), _ = jax.jit(lambda *c: jax.lax.scan(step, c, keys))(
+        observation, worlds, buffer.init(example)
+    )
+    episodes = [one for one in jrb.episodes(buffer, state) if one.complete]
+    assert len(episodes) >= 8
+    for one in episodes:
+        rows = jax.tree.map(np.asarray, buffer.take(state, one.slots))
+        before, after = rows["observation"], rows["next"]["observation"]
+        assert len(before) == 7
+        assert rows["next"]["truncated"].tolist() == [False] * 6 + [True]
+        np.testing.assert_array_equal(after[:-1], before[1:])
+        assert 0 < np.abs(after[-1] - before[-1]).max() < 1
+
+
+def fake_brax():
+    """What brax's environments return, in the form of `brax.envs.State`."""
+
+    def state(number):
+        info = {"truncation": jnp.zeros(())}
+        return types.SimpleNamespace(
+            obs=jnp.full(5, number), reward=jnp.ones(()), done=jnp.zeros(()), info=info
+        )
+
+    env = types.SimpleNamespace(
+        action_size=2, reset=lambda key: state(0.0), step=lambda s, a: state(1.0)
+    )
+    return types.SimpleNamespace(unwrapped=env)
+
+
+def test_brax():
+    buffer, example = jrb.from_brax(fake_brax(), 100, num_envs=3, unit=jrb.NStep(3, 0.9))
+    assert buffer.capacity == 99
+    assert jax.tree.map(jnp.shape, example) == {
+        "observation": (5,),
+        "action": (2,),
+        "next": {"observation": (5,), "reward": (), "terminated": (), "truncated": ()},
+    }
+    state = buffer.init(example)
+    rows = jax.tree.map(lambda leaf: jnp.zeros((3, *leaf.shape), leaf.dtype), example)
+    assert int(buffer.size(buffer.add(state, rows))) == 3
+
+
+class FakeMarl:
+    """Two agents, as JaxMARL has them."""
+
+    agents = ("a", "b")
+
+    def action_space(self, agent):
+        return types.SimpleNamespace(sample=lambda key: jax.random.randint(key, (), 0, 3))
+
+    def reset(self, key):
+        return {agent: jnp.zeros(4) for agent in self.agents}, 0
+
+    def step(self, key, state, action):
+        done = dict.fromkeys((*self.agents, "__all__"), jnp.zeros((), bool))
+        return self.reset(key)[0], 0, dict.fromkeys(self.agents, jnp.ones(())), done, {}
+
+
+def test_several_agents():
+    buffer, example = jrb.from_jaxmarl(
+        FakeMarl(), 64, num_envs=2, unit=jrb.NStep(2, 0.5), batch_size=4
+    )
+    assert sorted(example["next"]["done"]) == ["__all__", "a", "b"]
+    rows = jax.tree.map(lambda leaf: jnp.ones((6, 2, *leaf.shape), leaf.dtype), example)
+    rows["next"]["done"] = jax.tree.map(jnp.zeros_like, rows["next"]["done"])
+    state = buffer.extend(buffer.init(example), rows)
+    batch = buffer.sample(state, jax.random.key(0))
+    assert batch.data["next"]["reward"]["b"].max() == 1.5
