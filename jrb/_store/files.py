@@ -1,8 +1,8 @@
 """Every operation on files that must survive a fault, one function each.
 
 `hook`, where it is set, is called before every operation that changes something, with its name, the
-path, and what else it takes; it may count, note down, raise an `OSError`, or kill the process.
-Tests set it.
+path, and its other arguments; it may count, note, raise an `OSError`, or kill the process. Tests
+set it.
 """
 
 import contextlib
@@ -19,38 +19,58 @@ Bytes = bytes | bytearray | memoryview
 
 hook: Callable[..., Any] | None = None
 
+# Links are not followed, forked programs get no files, and a pipe is not waited for.
 _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-def announce(operation: str, path: str, *rest: Any) -> None:
+def announce(operation: str, path: str, *arguments: Any) -> None:
     """Calls the hook."""
     if hook is not None:
-        hook(operation, path, *rest)
+        hook(operation, path, *arguments)
+
+
+def absolute(path: Any, name: str = "path") -> str:
+    """Returns the absolute path that a user means, in which `~` is the home folder.
+
+    Paths are read once, where they come in: a later `chdir` changes nothing.
+
+    Args:
+        path: a string or an `os.PathLike`.
+        name: of the argument, for messages.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: it is empty, which would be the working folder.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name}: expected a path, got {path!r}.")
+    text = os.fsdecode(os.fspath(path))
+    if not text:
+        raise ValueError(f"{name}: expected a path, got {path!r}.")
+    return os.path.abspath(os.path.expanduser(text))
 
 
 class Folder:
-    """An open folder: what is done in it is done there, wherever somebody moves it meanwhile.
+    """An open folder: its methods act on it wherever somebody moves it meanwhile.
 
     Names may have several parts, such as `rows/next/observation.bin`. Links are never followed.
 
     Args:
-        path: of a folder that is there.
+        path: of an existing folder.
     """
 
-    path: str
-
     def __init__(self, path: str) -> None:
-        self.path = os.path.realpath(path)
+        self.path: str = os.path.realpath(path)
         self._file = os.open(self.path, _FOLDER)
         weakref.finalize(self, os.close, self._file)
 
     def path_of(self, name: str) -> str:
-        """The whole path of a name."""
+        """Returns the whole path of a name."""
         return os.path.join(self.path, name)
 
     def check(self) -> None:
-        """Raises unless the path still leads here.
+        """Raises unless the path still leads to this folder.
 
         Raises:
             OSError: the folder was renamed, removed, or replaced by another.
@@ -66,82 +86,72 @@ class Folder:
         )
 
     def check_free(self, size: int) -> None:
-        """Raises `OSError` unless the file system has room for so many bytes."""
-        found = os.fstatvfs(self._file)
-        if found.f_bavail * found.f_frsize < size:
-            free = found.f_bavail * found.f_frsize
+        """Raises `OSError` unless the file system has this many bytes free."""
+        status = os.fstatvfs(self._file)
+        free = status.f_bavail * status.f_frsize
+        if free < size:
             raise OSError(
                 errno.ENOSPC, f"expected room for {size} bytes on the disk, found {free}", self.path
             )
 
     def is_same(self, other: "Folder") -> bool:
-        """Whether both are one folder."""
+        """Returns whether both are one folder."""
         return os.path.samestat(os.fstat(self._file), os.fstat(other._file))
 
     def names(self, name: str = ".") -> list[str]:
-        """What is in the folder, or in one below it; nothing where there is none."""
+        """Returns the names in this folder, or in one below it; none where there is no folder."""
         try:
-            with self._at(name) as (folder, last):
-                inside = os.open(last, _FOLDER | _PLAIN, dir_fd=folder)
-        except (FileNotFoundError, NotADirectoryError):
+            with self._at(f"{name}/.") as (folder, _):
+                return sorted(os.listdir(folder))
+        except (FileNotFoundError, DamagedError):
             return []
-        try:
-            return sorted(os.listdir(inside))
-        finally:
-            os.close(inside)
 
     @contextlib.contextmanager
     def _at(self, name: str) -> Iterator[tuple[int, str]]:
-        """The open folder in which the last part of a name is, and that part."""
+        """Opens the folder of the last part of a name; gives its descriptor, and that part."""
         *folders, last = name.split("/")
-        opened = [self._file]
-        try:
+        with contextlib.ExitStack() as stack:
+            folder = self._file
             for part in folders:
-                opened.append(self._inside(part, opened[-1], name))
-            yield opened[-1], last
-        finally:
-            for file in opened[1:]:
-                os.close(file)
+                try:
+                    folder = os.open(part, _FOLDER | _PLAIN, dir_fd=folder)
+                except OSError as error:
+                    if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                        raise
+                    raise DamagedError(
+                        f"{self.path_of(name)}: expected folders on the way, found '{part}', a "
+                        "link or a file."
+                    ) from error
+                stack.callback(os.close, folder)
+            yield folder, last
 
-    def _inside(self, part: str, folder: int, name: str) -> int:
-        try:
-            return os.open(part, _FOLDER | _PLAIN, dir_fd=folder)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise DamagedError(
-                    f"{self.path_of(name)}: expected folders on the way, found '{part}', a link or "
-                    "a file."
-                ) from error
-            raise
-
-    def open(self, name: str, how: int = os.O_RDONLY) -> int:
-        """A plain file, opened.
+    def open(self, name: str, flags: int = os.O_RDONLY) -> int:
+        """Opens a plain file.
 
         Raises:
             DamagedError: it is a link, or no plain file.
             OSError: it is not there, or may not be opened so.
         """
+        path = self.path_of(name)
         with self._at(name) as (folder, last):
             try:
-                file = os.open(last, how | _PLAIN, 0o666, dir_fd=folder)
+                file = os.open(last, flags | _PLAIN, 0o666, dir_fd=folder)
             except OSError as error:
                 if error.errno == errno.ELOOP:
-                    path = self.path_of(name)
                     raise DamagedError(f"{path}: expected a plain file, found a link.") from error
                 raise
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            path = self.path_of(name)
             raise DamagedError(f"{path}: expected a plain file, found something else.")
         return file
 
     def read(self, name: str) -> bytes:
-        """All of a file."""
+        """Returns all of a file."""
         with os.fdopen(self.open(name), "rb") as file:
             return file.read()
 
     def make(self, name: str) -> None:
-        """A new folder, and those on the way to it, where there are none."""
+        """Makes a folder, and those on the way to it, where there are none."""
         parts = name.split("/")
         for count in range(1, len(parts) + 1):
             path = "/".join(parts[:count])
@@ -152,12 +162,12 @@ class Folder:
             self.sync(os.path.dirname(path) or ".")
 
     def create(self, name: str) -> int:
-        """A new file, opened to be read and written; what stood there is gone."""
+        """Opens a new file to be read and written, in the place of an older one."""
         announce("create", self.path_of(name))
         return self.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
     def write_new(self, name: str, parts: list[Bytes]) -> None:
-        """A new file with these bytes, synced; what stood there is gone."""
+        """Writes a new file with these bytes, synced, in the place of an older one."""
         file, path = self.create(name), self.path_of(name)
         try:
             offset = 0
@@ -182,16 +192,15 @@ class Folder:
     def clear(self, name: str, sign: str = "") -> None:
         """Removes the files of columns in a folder, and the folder if nothing else is in it.
 
-        One file may be its sign, the last that goes: until then the folder can be told by it.
+        One file may be its sign, which goes last: until then the folder can be recognised by it.
         """
         inside = self.names(name)
-        for inner in [one for one in inside if one != sign]:
-            path = f"{name}/{inner}"
+        for path in [f"{name}/{inner}" for inner in inside if inner != sign]:
             with self._at(path) as (folder, last):
-                found = os.stat(last, dir_fd=folder, follow_symlinks=False)
-            if stat.S_ISDIR(found.st_mode):
+                mode = os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode
+            if stat.S_ISDIR(mode):
                 self.clear(path)
-            elif inner.endswith(".bin"):
+            elif path.endswith(".bin"):
                 self.remove(path)
         if sign in inside:
             self.sync(name)
@@ -205,34 +214,28 @@ class Folder:
                 raise
 
     def sync(self, name: str = ".") -> None:
-        """What was created, renamed and removed in a folder is on the disk afterwards."""
-        path = os.path.normpath(self.path_of(name))
-        announce("fsync", path)
-        with self._at(name) as (folder, last):
-            inside = os.open(last, _FOLDER | _PLAIN, dir_fd=folder)
-        try:
-            os.fsync(inside)
-        finally:
-            os.close(inside)
+        """Takes names that were created, renamed and removed in a folder to the disk."""
+        announce("fsync", os.path.normpath(self.path_of(name)))
+        with self._at(f"{name}/.") as (folder, _):
+            os.fsync(folder)
 
 
 def make_folder(path: str) -> None:
-    """A new folder, if there is none."""
+    """Makes a folder, if there is none."""
     if not os.path.isdir(path):
         announce("mkdir", path)
         os.makedirs(path, exist_ok=True)
-        above = Folder(os.path.dirname(os.path.abspath(path)))
-        above.sync()
+        _above(path).sync()
 
 
 def write_at(file: int, path: str, offset: int, data: Bytes) -> int:
-    """Writes all of the data at an offset; a write that falls short goes on, or raises."""
-    left = memoryview(data).cast("B")
-    announce("pwrite", path, offset, left)
-    size = len(left)
-    while left:
-        written = os.pwrite(file, left, offset)
-        offset, left = offset + written, left[written:]
+    """Writes all of the data at an offset, and returns how many bytes that are."""
+    piece = memoryview(data).cast("B")
+    announce("pwrite", path, offset, piece)
+    size = len(piece)
+    while piece:  # a write that falls short is continued, or raises
+        count = os.pwrite(file, piece, offset)
+        offset, piece = offset + count, piece[count:]
     return size
 
 
@@ -253,7 +256,7 @@ def read_at(file: int, path: str, offset: int, target: memoryview) -> None:
 
 
 def sync(file: int, path: str) -> None:
-    """What was written to an open file is on the disk afterwards."""
+    """Takes all that was written to an open file to the disk."""
     announce("fsync", path)
     os.fsync(file)
 
@@ -281,21 +284,21 @@ def resize(file: int, path: str, size: int, reserve: bool) -> None:
         raise
 
 
-# The same for single files, by their paths.
+# Single files, by their paths.
 
 
 def read_all(path: str) -> bytes:
-    """All of a file."""
+    """Returns all of a file."""
     return _above(path).read(os.path.basename(path))
 
 
 def write_new(path: str, parts: list[Bytes]) -> None:
-    """A new file with these bytes, synced; what stood there is gone."""
+    """Writes a new file with these bytes, synced, in the place of an older one."""
     _above(path).write_new(os.path.basename(path), parts)
 
 
 def replace(source: str, target: str) -> None:
-    """Renames a file or a folder, over what stood there, and syncs the folder."""
+    """Renames a file or a folder, over an older one, and syncs the folder."""
     announce("replace", source, target)
     os.replace(source, target)
     _above(target).sync()
@@ -303,24 +306,3 @@ def replace(source: str, target: str) -> None:
 
 def _above(path: str) -> Folder:
     return Folder(os.path.dirname(os.path.abspath(path)))
-
-
-def absolute(path: Any, name: str = "path") -> str:
-    """Returns the absolute path that a user means, in which `~` is the home folder.
-
-    It is read once, where it comes in: a later `chdir` changes nothing.
-
-    Args:
-        path: a string or an `os.PathLike`.
-        name: of the argument, for messages.
-
-    Raises:
-        TypeError: it is no path.
-        ValueError: it is empty, which would be the working folder.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{name}: expected a path, got {path!r}.")
-    text = os.fsdecode(os.fspath(path))
-    if not text:
-        raise ValueError(f"{name}: expected a path, got {path!r}.")
-    return os.path.abspath(os.path.expanduser(text))

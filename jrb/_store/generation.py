@@ -1,17 +1,17 @@
 """The file of one generation: what a commit has promised.
 
 `generation-000000000007` begins with a line of JSON, `format`, `version`, and length and checksum
-of what follows: a line of JSON, the body; then the bytes of arrays, one after the other. The body
-has
+of the body; then comes the body, another line of JSON; then the bytes of arrays, one after the
+other. The body has
 
 * `generation`, the number of the commit; `rows`, the number of the newest row;
-* `meta`, what the owner of the store writes there; None before the first commit;
+* `meta`, of the owner of the store; None before the first commit;
 * `table`: `folder`, the generation that made it; `slots`, N; `room`, for how many rows there is
   room so far; `most`, P, up to which it grows (before version 4 that was `room`); and `columns`,
   each with the rows of a `block` and its `leaves`, of which each has a `name`, its `kind`, and its
   `width` in bytes (in version 2 a column was its one leaf);
 * `arrays`: `name`, `kind`, `size` in bytes, and `sum`, CRC-32, of each. Those whose names begin
-  with a dot are the store's: where the rows lie, and the checksums of their blocks.
+  with a dot are the store's: the places of rows, and the checksums of their blocks.
 
 It is written beside the others, synced, and renamed; the newest is the one with the largest number.
 """
@@ -44,21 +44,21 @@ Body = dict[str, Any]
 
 
 def name_of(generation: int) -> str:
-    """The name of the file."""
+    """Returns the name of the file."""
     return f"{PREFIX}{generation:012d}"
 
 
 def numbers(folder: Folder) -> list[int]:
-    """The generations that are there, oldest first; 0 is a store to which nothing was saved."""
-    there = folder.names()
-    ends = [name.removeprefix(PREFIX) for name in there if name.startswith(PREFIX)]
-    numbers = [int(end) for end in ends if end.isascii() and end.isdigit()]
-    return sorted(number for number in set(numbers) if name_of(number) in there)
+    """Returns the generations in a folder, oldest first; 0 is a store without a commit."""
+    names = folder.names()
+    ends = {name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
+    some = [int(end) for end in ends if end.isascii() and end.isdigit()]
+    return sorted(number for number in some if name_of(number) in names)
 
 
 def last(folder: Folder) -> int | None:
-    """The newest of them; None if there is none."""
-    return next(reversed(numbers(folder)), None)
+    """Returns the newest of them; None if there is none."""
+    return max(numbers(folder), default=None)
 
 
 def is_own(folder: Folder, name: str) -> bool:
@@ -86,30 +86,22 @@ def check_own(folder: Folder) -> None:
     Raises:
         ValueError: there is such a file, which would be lost.
     """
-    names = (lock.NAME, _NEW, *map(name_of, numbers(folder)))
-    there = folder.names()
-    for name in names:
-        if name in there and not is_own(folder, name):
+    own = {lock.NAME, _NEW, *map(name_of, numbers(folder))}
+    for name in folder.names():
+        if name in own and not is_own(folder, name):
             raise ValueError(
                 f"{folder.path_of(name)}: expected a file of a checkpoint, or none, found one that "
                 "jrb has not written, and that would be lost. Move it away, or choose another path."
             )
 
 
-def blank(columns: tuple[Column, ...], slots: int, room: int) -> Body:
-    """The body of a store to which nothing was saved."""
-    return body_of(0, 0, None, table_of(0, slots, room, room, columns), [])
-
-
-def body_of(number: int, rows: int, meta: Any, table: Body, arrays: list[Body]) -> Body:
-    """A body; of arrays the names and kinds."""
-    return {"generation": number, "rows": rows, "meta": meta, "table": table, "arrays": arrays}
-
-
-def table_of(folder: int, slots: int, room: int, most: int, columns: tuple[Column, ...]) -> Body:
-    """What a body says of a table."""
-    entries = [dataclasses.asdict(column) for column in columns]
-    return {"folder": folder, "slots": slots, "room": room, "most": most, "columns": entries}
+def body_of(
+    number: int, rows: int, meta: Any, kinds: dict[str, list[Any]], columns: Any, **table: int
+) -> Body:
+    """Returns a body without sizes and sums of arrays; `table` is its entry but for the columns."""
+    about = {**table, "columns": list(map(dataclasses.asdict, columns))}
+    arrays = [{"name": name, "kind": kind} for name, kind in kinds.items()]
+    return {"generation": number, "rows": rows, "meta": meta, "table": about, "arrays": arrays}
 
 
 def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
@@ -120,7 +112,7 @@ def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
         body: without the sizes and sums of arrays, which are filled in.
         arrays: the bytes of each of `body["arrays"]`, by name.
     """
-    check_own(folder)  # what is there now is written over
+    check_own(folder)  # a file of that name is overwritten
     data = [memoryview(arrays[entry["name"]]) for entry in body["arrays"]]
     for entry, array in zip(body["arrays"], data, strict=True):
         entry.update(size=array.nbytes, sum=zlib.crc32(array))
@@ -133,10 +125,10 @@ def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where a leaf lies.
+    """The position of a leaf in the rows.
 
     Attributes:
-        leaf: what it is.
+        leaf: its name, kind and width.
         column: the number of the column.
         part: its bytes in a row of that.
     """
@@ -162,23 +154,21 @@ class Generation:
         ValueError: it is of a newer version.
     """
 
-    folder: Folder
-    path: str
-    number: int
-    body: dict[str, Any]
-    identity: str
-
     def __init__(self, folder: Folder, number: int) -> None:
-        self.folder, self.path = folder, folder.path_of(name_of(number))
-        self._file, self.number = folder.open(name_of(number)), number
-        weakref.finalize(self, os.close, self._file)  # what is open stays when its name goes
+        self.folder: Folder = folder
+        self.path: str = folder.path_of(name_of(number))
+        self.number: int = number
+        self._file = folder.open(name_of(number))
+        weakref.finalize(self, os.close, self._file)  # an open file stays when its name goes
+        self.body: Body
+        self.identity: str
         self.body, self._begin, self.identity = _read(self._file, self.path)
-        size = os.fstat(self._file).st_size
         if self.body["generation"] != number:
             raise DamagedError(f"{self.path}: is generation {self.body['generation']}, renamed.")
-        wanted = self._begin + sum(entry["size"] for entry in self.body["arrays"])
-        if size != wanted:
-            raise DamagedError(f"{self.path}: expected {wanted} bytes, found {size}.")
+        size = os.fstat(self._file).st_size
+        expected = self._begin + sum(entry["size"] for entry in self.body["arrays"])
+        if size != expected:
+            raise DamagedError(f"{self.path}: expected {expected} bytes, found {size}.")
 
     @property
     def arrays(self) -> dict[str, Body]:
@@ -188,14 +178,15 @@ class Generation:
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of the table."""
+        leaf_of = lambda one: Leaf(one["name"], tuple(map(str, one["kind"])), one["width"])
         return tuple(
-            Column(tuple(map(_leaf, _leaves(entry))), entry["block"])
+            Column(tuple(map(leaf_of, _leaves(entry))), entry["block"])
             for entry in self.body["table"]["columns"]
         )
 
     @property
     def leaves(self) -> dict[str, Location]:
-        """Where every leaf lies that is in a column, by name."""
+        """The locations of all leaves that are in columns, by name."""
         return {
             leaf.name: Location(leaf, number, part)
             for number, column in enumerate(self.columns)
@@ -208,29 +199,29 @@ class Generation:
         Raises:
             DamagedError: it is not what was written.
         """
-        offset, entry = self._found(name)
+        offset, entry = self._find(name)
         files.read_at(self._file, self.path, offset, target)
         self._compare(name, offset, entry["sum"], zlib.crc32(target))
 
     def check(self, name: str) -> None:
         """Raises as `read`; an array of any size takes little memory."""
-        offset, entry = self._found(name)
-        buffer, found = bytearray(min(_PIECE, entry["size"])), 0
+        offset, entry = self._find(name)
+        buffer, checksum = bytearray(min(_PIECE, entry["size"])), 0
         for start in range(0, entry["size"], _PIECE):
             piece = memoryview(buffer)[: entry["size"] - start]
             files.read_at(self._file, self.path, offset + start, piece)
-            found = zlib.crc32(piece, found)
-        self._compare(name, offset, entry["sum"], found)
+            checksum = zlib.crc32(piece, checksum)
+        self._compare(name, offset, entry["sum"], checksum)
 
-    def _compare(self, name: str, offset: int, expected: int, found: int) -> None:
-        if found != expected:
+    def _compare(self, name: str, offset: int, expected: int, checksum: int) -> None:
+        if checksum != expected:
             raise DamagedError(
                 f"{self.path}: leaf '{name}': expected the checksum {expected:08x}, found "
-                f"{found:08x}: the bytes from {offset} on were damaged."
+                f"{checksum:08x}: the bytes from {offset} on were damaged."
             )
 
-    def _found(self, name: str) -> tuple[int, Body]:
-        """Where an array begins, and its entry."""
+    def _find(self, name: str) -> tuple[int, Body]:
+        """Returns the offset of an array, and its entry."""
         offset = self._begin
         for entry in self.body["arrays"]:
             if entry["name"] == name:
@@ -239,19 +230,19 @@ class Generation:
         raise DamagedError(f"{self.path}: leaf '{name}': expected an array, found none.")
 
     def array(self, name: str, dtype: Any) -> np.ndarray:
-        """An array, as numbers of a dtype.
+        """Returns an array, as numbers of a dtype.
 
         Raises:
             DamagedError: it is not there, or not what was written.
         """
-        target = bytearray(self._found(name)[1]["size"])
+        target = bytearray(self._find(name)[1]["size"])
         self.read(name, memoryview(target))
         if len(target) % np.dtype(dtype).itemsize:
             raise DamagedError(f"{self.path}: leaf '{name}': expected whole numbers.")
         return np.frombuffer(target, dtype)
 
     def runs(self) -> np.ndarray:
-        """The places of slots as runs, int64 `[K, 3]`: a slot, its place, and how many follow both.
+        """Returns the places of slots as runs, int64 `[K, 3]`; see `jrb._store.places.runs_of`.
 
         Raises:
             DamagedError: they do not fit into the table.
@@ -265,48 +256,46 @@ class Generation:
         return runs
 
     def sums(self) -> list[np.ndarray]:
-        """The checksums of the blocks of each column, uint32."""
-        room, found = self.body["table"]["room"], []
+        """Returns the checksums of the blocks of each column, uint32."""
+        room, sums = self.body["table"]["room"], []
         for number, column in enumerate(self.columns):
-            found.append(self.array(f".sums/{number}", np.uint32))
-            if len(found[-1]) != -(-room // column.block):
-                raise DamagedError(f"{self.path}: {column.told}: other blocks than rows.")
-        return found
+            sums.append(self.array(f".sums/{number}", np.uint32))
+            if len(sums[-1]) != -(-room // column.block):
+                raise DamagedError(f"{self.path}: {column.display_name}: other blocks than rows.")
+        return sums
 
 
 def newest(folder: Folder) -> Generation:
-    """The newest generation.
+    """Returns the newest generation.
 
     Raises:
         FileNotFoundError: there is none.
         DamagedError: it is not what was written; the message names the one before it.
     """
     while True:
-        there = numbers(folder)
-        if not there:
+        some = numbers(folder)
+        if not some:
             raise FileNotFoundError(
                 f"{folder.path}: expected a checkpoint, found none there. Save one first, or look "
                 "at the path."
             )
         try:
-            return Generation(folder, there[-1])
+            return Generation(folder, some[-1])
         except FileNotFoundError:
             continue  # a newer one has come, and it was removed
         except DamagedError as error:
-            if len(there) > 1:
-                error.add_note(f"There is an older one: load(path, generation={there[-2]}).")
+            if len(some) > 1:
+                error.add_note(f"There is an older one: load(path, generation={some[-2]}).")
             raise
 
 
 def _read(file: int, path: str) -> tuple[Body, int, str]:
-    """The body, where the arrays begin, and the identity."""
-    size = os.fstat(file).st_size
-    start = os.pread(file, _LARGEST_HEAD, 0)
-    first, line, _ = start.partition(b"\n")
+    """Returns the body, where the arrays begin, and the identity."""
+    first, line, _ = os.pread(file, _LARGEST_HEAD, 0).partition(b"\n")
     try:
         head = json.loads(first)
         check_json(head, _FIRST_LINE, "first line")
-        if head["format"] != FORMAT or not line or head["size"] > size:
+        if head["format"] != FORMAT or not line or head["size"] > os.fstat(file).st_size:
             raise ValueError("its first line is another")
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: expected a generation of a store, got {error!r}.") from error
@@ -315,20 +304,22 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
             f"{path}: expected version {VERSION} or older, got version {head['version']}. A newer "
             "jrb wrote this; install that one."
         )
-    length, checksum = head["size"], head["sum"]
-    text = os.pread(file, length, len(first) + 1)
-    if zlib.crc32(text) != checksum:
+    text = os.pread(file, head["size"], len(first) + 1)
+    if zlib.crc32(text) != head["sum"]:
         raise DamagedError(
-            f"{path}: expected the checksum {checksum!r}, found {zlib.crc32(text)}: it was damaged,"
-            " or edited by hand."
+            f"{path}: expected the checksum {head['sum']!r}, found {zlib.crc32(text)}: it was "
+            "damaged, or edited by hand."
         )
     try:
         body = json.loads(text)
-        _check(body)
+        _check_body(body)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: expected the body of a generation, got {error!r}.") from error
-    return body, len(first) + 1 + length, hashlib.blake2b(text, digest_size=16).hexdigest()
+    identity = hashlib.blake2b(text, digest_size=16).hexdigest()
+    return body, len(first) + 1 + head["size"], identity
 
+
+# Checks of JSON that was read from a file, before anything relies on it.
 
 NATURAL = range(1 << 62)
 """Numbers of rows, bytes and generations."""
@@ -339,13 +330,12 @@ _Kind = type | range
 Schema = (
     _Kind | re.Pattern[str] | tuple[_Kind, ...] | list[Any] | dict[Any, Any] | Callable[..., Any]
 )
-"""What a value has to be.
+"""Says what a value has to be.
 
 A type, and no other, so that True is no number; a range of whole numbers; a pattern of a whole
-text; a tuple of types and ranges;
-`[schema]` for a list of any length, `[schema, schema]` for one of two; `{name: schema}` for an
-object that may have further entries, where a name that ends in `?` may be missing, and `...` stands
-for all names; or a function from the value to its schema.
+text; a tuple of types and ranges; `[schema]` for a list of any length, `[schema, schema]` for one
+of two; `{name: schema}` for an object that may have further entries, where a name that ends in `?`
+may be missing, and `...` stands for all names; or a function from the value to its schema.
 """
 
 
@@ -377,15 +367,15 @@ def check_json(value: Any, schema: Schema, where: str, depth: int = _DEEPEST) ->
             type(value) is int and value in kind if isinstance(kind, range) else type(value) is kind
             for kind in kinds
         )
-        _expect(fits, where, " or ".join(map(_name, kinds)), value)
+        _expect(fits, where, " or ".join(map(_kind_name, kinds)), value)
 
 
-def _expect(fits: bool, where: str, wanted: str, value: Any) -> None:
+def _expect(fits: bool, where: str, expected: str, value: Any) -> None:
     if not fits:
-        raise ValueError(f"{where}: expected {wanted}, got {repr(value)[:80]}")
+        raise ValueError(f"{where}: expected {expected}, got {repr(value)[:80]}")
 
 
-def _name(kind: _Kind) -> str:
+def _kind_name(kind: _Kind) -> str:
     if isinstance(kind, range):
         return f"a number from {kind.start} to {kind.stop - 1}"
     return "nothing" if kind is type(None) else f"a {kind.__name__}"
@@ -410,13 +400,12 @@ _BODY = {
 }
 
 
-def _check(body: Body) -> None:
+def _check_body(body: Body) -> None:
     """Raises `ValueError` unless all is of the right type, and all numbers fit together."""
     check_json(body, _BODY, "body")
-    columns = body["table"]["columns"]
+    table, columns = body["table"], body["table"]["columns"]
     leaves = [leaf for entry in columns for leaf in _leaves(entry)]
     check_json(leaves, [_LEAF], "leaves")
-    table = body["table"]
     if table["slots"] > table.setdefault("most", table["room"]):
         raise ValueError("more slots than room")
     if not all(map(_leaves, columns)) or len({entry["block"] for entry in columns}) > 1:
@@ -427,9 +416,5 @@ def _check(body: Body) -> None:
 
 
 def _leaves(column: Body) -> Any:
-    """The leaves of a column."""
-    return column.get("leaves", [column])  # that of version 2 is its leaf
-
-
-def _leaf(entry: Body) -> Leaf:
-    return Leaf(entry["name"], tuple(map(str, entry["kind"])), entry["width"])
+    """Returns the leaves of a column; in version 2 it is its leaf."""
+    return column.get("leaves", [column])

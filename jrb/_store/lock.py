@@ -19,7 +19,7 @@ class Lock:
     does not have it.
 
     Args:
-        folder: what is written in.
+        folder: in which files are written.
         name: of the file that is locked.
 
     Raises:
@@ -32,40 +32,36 @@ class Lock:
         files.announce("lock", folder.path_of(name))
         weakref.finalize(self, _release, self._files, self._process)
         try:
-            self._take()
-            _held.add(self)
+            import fcntl
+        except ImportError as error:  # Windows
+            raise OSError(errno.ENOSYS, "expected a system that has flock", folder.path) from error
+        try:
+            while not self._files:
+                self._files.append(folder.open(name, os.O_RDWR | os.O_CREAT))
+                try:
+                    fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise LockedError(
+                        f"{folder.path}: expected no other writer, but {_holder(self._files[0])} "
+                        "holds the lock. Wait until it is done, or choose another path."
+                    ) from error
+                if not self._is_in_place():
+                    self.release()  # it was renamed or removed meanwhile
+            _locks.add(self)
         except BaseException:
             self.release()
             raise
 
-    def _take(self) -> None:
+    def _is_in_place(self) -> bool:
+        """Returns if the file that is locked still has its name."""
         try:
-            import fcntl
-        except ImportError as error:  # Windows
-            path = self._folder.path
-            raise OSError(errno.ENOSYS, "expected a system that has flock", path) from error
-        while True:
-            self._files.append(self._folder.open(self._name, os.O_RDWR | os.O_CREAT))
-            try:
-                fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise LockedError(
-                    f"{self._folder.path}: expected no other writer, but {_holder(self._files[0])} "
-                    "holds the lock. Wait until it is done, or choose another path."
-                ) from error
-            if self._is_there():
-                return
-            self.release()  # it was renamed or removed meanwhile
-
-    def _is_there(self) -> bool:
-        try:
-            now = self._folder.open(self._name)
+            file = self._folder.open(self._name)
         except OSError:
             return False
         try:
-            return os.path.samestat(os.fstat(now), os.fstat(self._files[0]))
+            return os.path.samestat(os.fstat(file), os.fstat(self._files[0]))
         finally:
-            os.close(now)
+            os.close(file)
 
     def check(self) -> None:
         """Raises unless the lock is still held, and the folder still where it was.
@@ -80,18 +76,13 @@ class Lock:
                 "was forked off from it. Write in one process only."
             )
         self._folder.check()
-        if not self._is_there():
+        if not self._is_in_place():
             path = self._folder.path_of(self._name)
             raise OSError(errno.ESTALE, "expected the lock that was taken, found it gone", path)
 
     def release(self) -> None:
         """Gives it back; after an interrupt it may be called again."""
         _release(self._files, self._process)
-
-    def forget(self) -> None:
-        """In a process that was forked off: lets go of the file, the lock stays with the other."""
-        while self._files:
-            os.close(self._files.pop())
 
 
 def _holder(file: int) -> str:
@@ -113,13 +104,15 @@ def _release(locked: list[int], process: int) -> None:
         os.close(locked.pop())  # popped first: a number that is closed may soon be another file's
 
 
-_held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+_locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
-def _forget_all() -> None:
-    for lock in list(_held):
-        lock.forget()
+def _close_all() -> None:
+    """Closes the files in a process that was forked off; the locks stay with the other one."""
+    for lock in list(_locks):
+        while lock._files:
+            os.close(lock._files.pop())
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+    os.register_at_fork(after_in_child=_close_all)

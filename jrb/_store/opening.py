@@ -1,4 +1,4 @@
-"""Makes stores, opens them, and says what is wrong with them."""
+"""Makes stores, opens them, and finds their damage."""
 
 import contextlib
 import itertools
@@ -21,25 +21,25 @@ from jrb._store.table import Column, Table
 from jrb._store.threads import share
 
 Progress = Callable[[float], None]
-"""What is told the share of some work that is done, from 0 to 1."""
+"""Takes the share of some work that is done, from 0 to 1."""
 
 _TEMPORARY = "jrb-temporary-"
 """How the folders of temporary stores are called; each process removes those of dead ones."""
 
 
-def nobody(share: float) -> None:
-    """Is told, and says nothing."""
+def no_progress(share: float) -> None:
+    """Does nothing."""
 
 
 def steps(progress: Progress, count: int) -> list[Progress]:
-    """What each of some tasks calls, which are taken to be of one length."""
+    """Returns the progress of each of some tasks, which are taken to be of one length."""
     return [lambda share, done=done: progress((done + share) / count) for done in range(count)]
 
 
 def create(
     path: str | None, columns: tuple[Column, ...], slots: int, room: int, reserve: bool
 ) -> Store:
-    """A new store, to which nothing is saved yet, and which this process writes.
+    """Makes a new store, to which nothing is saved yet, and which this process writes.
 
     Args:
         path: of the folder; None for a temporary one that goes with the store.
@@ -55,11 +55,11 @@ def create(
     """
     columns = table.blocked(columns, slots, room)
     if path is not None:
-        return _made(os.path.realpath(path), columns, slots, room, reserve)
+        return _new_store(os.path.realpath(path), columns, slots, room, reserve)
     removal.discard_stale(tempfile.gettempdir(), _TEMPORARY)
     path = os.path.realpath(tempfile.mkdtemp(prefix=_TEMPORARY))
     try:
-        store = _made(path, columns, slots, room, reserve)
+        store = _new_store(path, columns, slots, room, reserve)
     except BaseException:
         _discard(path, os.getpid())
         raise
@@ -73,7 +73,9 @@ def _discard(path: str, process: int) -> None:
             removal.discard(path, removal.is_of_store)
 
 
-def _made(path: str, columns: tuple[Column, ...], slots: int, room: int, reserve: bool) -> Store:
+def _new_store(
+    path: str, columns: tuple[Column, ...], slots: int, room: int, reserve: bool
+) -> Store:
     if path in writing and os.path.exists(path):
         raise ValueError(
             f"{path}: expected nothing there, found a store that a state of this process is in. "
@@ -85,7 +87,7 @@ def _made(path: str, columns: tuple[Column, ...], slots: int, room: int, reserve
     lock = Lock(folder)
     try:
         _check_free(path)  # another process may have made one meanwhile
-        store = writing[path] = _begun(folder, columns, slots, room, reserve, lock)
+        store = writing[path] = _with_table(folder, columns, slots, room, reserve, lock)
         return store
     except BaseException:
         writing.pop(path, None)
@@ -101,28 +103,18 @@ def _check_free(path: str) -> None:
         raise ValueError(f"{path}: expected nothing there, found a file.")
     folder = Folder(path)
     generation.check_own(folder)
-    there = generation.numbers(folder)
-    if there and there != [0]:
+    numbers, names = generation.numbers(folder), set(folder.names())
+    if numbers and numbers != [0]:
         raise ValueError(
             f"{path}: expected nothing there, found a store. Open it with jrb.load(path), or "
             "remove it."
         )
-    others = set(folder.names()) - {"lock", "generation.new", "rows", generation.name_of(0)}
-    if others or (not there and "rows" in folder.names()):
+    own = {"lock", "generation.new", generation.name_of(0)} | ({"rows"} if numbers else set())
+    if names - own:
         raise ValueError(
-            f"{path}: expected an empty folder, found '{min(others or {'rows'})}' in it. Choose "
+            f"{path}: expected an empty folder, found '{min(names - own)}' in it. Choose "
             "another path."
         )
-
-
-def _begun(
-    folder: Folder, columns: tuple[Column, ...], slots: int, room: int, reserve: bool, lock: Lock
-) -> Store:
-    """A store with an empty table, in a folder where there is none."""
-    folder.clear(folder_of(0), sign=table.NUMBERS)
-    generation.write(folder, generation.blank(columns, slots, room), {})
-    folder.sync()
-    return _with_table(folder, columns, slots, room, reserve, lock, 0, 0)
 
 
 def _with_table(
@@ -132,20 +124,30 @@ def _with_table(
     room: int,
     reserve: bool,
     lock: Lock,
-    number: int,
-    table_folder: int,
+    number: int | None = None,
 ) -> Store:
+    """Makes a store with an empty table.
+
+    Its columns are others than those of the generation `number`; without a number, the folder is
+    empty, or has a store to which nothing was saved.
+    """
+    table_folder = 0 if number is None else number + 1
+    folder.clear(folder_of(table_folder), sign=table.NUMBERS)
+    if number is None:
+        about = {"folder": 0, "slots": slots, "room": room, "most": room}
+        generation.write(folder, generation.body_of(0, 0, None, {}, columns, **about), {})
+        folder.sync()
     first = table.first_room(columns, room)
-    places = Places(np.zeros((0, 3), np.int64), slots, first)
     table.make(folder, folder_of(table_folder), columns, room if reserve else first, reserve)
     rows = Table(folder, folder_of(table_folder), columns, first, writable=True)
-    store = Store(folder, rows, places, number, table_folder, reserve, lock, room)
+    places = Places(np.zeros((0, 3), np.int64), slots, first)
+    store = Store(folder, rows, places, number or 0, table_folder, reserve, lock, room)
     store.keep_all()
     return store
 
 
 def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[str] = ()) -> Store:
-    """The store at a path, made if there is none, with a table of these columns; it has the lock.
+    """Opens the store at a path, made if there is none, with a table of these columns and its lock.
 
     Where the last save had other columns, or is damaged, the table is a new one.
 
@@ -162,12 +164,12 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
     columns = table.blocked(columns, slots, slots)
     files.make_folder(path)
     folder = Folder(path)
-    _check_names(folder, parts)  # before there is a lock of ours among what is not
+    _check_names(folder, parts)  # before a lock of ours is among files of others
     lock = Lock(folder)
     try:
-        there = generation.numbers(folder)
-        if there in ([], [0]):
-            return _begun(folder, columns, slots, slots, False, lock)
+        numbers = generation.numbers(folder)
+        if numbers in ([], [0]):
+            return _with_table(folder, columns, slots, slots, False, lock)
         with contextlib.suppress(DamagedError):
             last = generation.newest(folder)
             if last.columns == columns and last.body["table"]["slots"] == slots:
@@ -176,9 +178,7 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
                 if not len(store.lost):
                     store.begin(lock)
                     return store
-        number = there[-1]
-        folder.clear(folder_of(number + 1), sign=table.NUMBERS)
-        return _with_table(folder, columns, slots, slots, False, lock, number, number + 1)
+        return _with_table(folder, columns, slots, slots, False, lock, numbers[-1])
     except BaseException:
         lock.release()
         raise
@@ -187,12 +187,12 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
 def _check_names(folder: Folder, parts: Iterable[str]) -> None:
     """Raises unless the folder has a checkpoint, or nothing; and if a name of ours is another's."""
     generation.check_own(folder)
-    names, there = folder.names(), generation.numbers(folder)
-    if there:
-        following = folder_of(there[-1] + 1)
-        foreign = [following] * (following in names and not is_table(folder, following))
-    else:
+    names, last = folder.names(), generation.last(folder)
+    if last is None:
         foreign = sorted({*names} - {"lock", "generation.new", *parts})
+    else:
+        following = folder_of(last + 1)
+        foreign = [following] * (following in names and not is_table(folder, following))
     if foreign:
         raise ValueError(
             f"{folder.path}: expected a checkpoint, or an empty folder, found {foreign[0]!r}, "
@@ -200,15 +200,8 @@ def _check_names(folder: Folder, parts: Iterable[str]) -> None:
         )
 
 
-def check(store: Store, rows: bool) -> None:
-    """Raises `DamagedError` unless the numbers of the rows, and the rows, are what was written."""
-    store.table.check_numbers()
-    for damage in _damages(store) if rows else ():
-        raise DamagedError(damage)
-
-
 def folder_at(path: str) -> Folder:
-    """The folder of a store.
+    """Returns the folder of a store.
 
     Raises:
         FileNotFoundError: there is none.
@@ -223,7 +216,7 @@ def folder_at(path: str) -> Folder:
 
 
 def at(folder: Folder, number: int) -> Generation:
-    """A generation.
+    """Returns a generation.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -238,73 +231,78 @@ def at(folder: Folder, number: int) -> Generation:
 
 
 def store_of(opened: Generation) -> Store:
-    """The store as a generation has it; no rows are looked at.
+    """Returns the store as a generation has it; no rows are looked at.
 
     Raises:
         FileNotFoundError: it is of a store to which nothing was saved.
         DamagedError: a file is not what was written.
     """
-    folder, body = opened.folder, opened.body["table"]
+    folder, about = opened.folder, opened.body["table"]
     if not opened.number:
         raise FileNotFoundError(
             f"{folder.path}: expected a store with something saved, found one to which nothing "
             "was. jrb.save(path, buffer, state) does that."
         )
-    rows = Table(folder, folder_of(body["folder"]), opened.columns, body["room"], writable=False)
-    places = Places(opened.runs(), body["slots"], body["room"], opened.body["rows"])
-    store = Store(folder, rows, places, opened.number, body["folder"], most=body["most"])
+    rows = Table(folder, folder_of(about["folder"]), opened.columns, about["room"], writable=False)
+    places = Places(opened.runs(), about["slots"], about["room"], opened.body["rows"])
+    store = Store(folder, rows, places, opened.number, about["folder"], most=about["most"])
     store.load_generation(opened)
     return store
 
 
-def damages(path: str, progress: Progress = nobody) -> list[str]:
-    """All that is wrong with a store and its older generations, a line each.
+def check(store: Store, rows: bool) -> None:
+    """Raises `DamagedError` unless the numbers of the rows, and the rows, are what was written."""
+    store.table.check_numbers()
+    for damage in _damages(store) if rows else ():
+        raise DamagedError(damage)
+
+
+def damages(path: str, progress: Progress = no_progress) -> list[str]:
+    """Returns all that is wrong with a store and its older generations, a line each.
 
     Args:
         path: of the folder.
-        progress: is told how far it is, perhaps from other threads, one at a time.
+        progress: is called with the share that is done, perhaps by other threads, one at a time.
     """
     folder = folder_at(path)
     while True:
-        there = generation.numbers(folder)
-        if not there:
+        numbers = generation.numbers(folder)
+        if not numbers:
             generation.newest(folder)  # raises
-        found = []
-        for number, step in zip(reversed(there), steps(progress, len(there)), strict=True):
-            found += _damages_of(folder, number, step)
-        if not found or generation.numbers(folder)[-1:] == there[-1:]:
+        lines: list[str] = []
+        for number, step in zip(reversed(numbers), steps(progress, len(numbers)), strict=True):
+            try:
+                opened = Generation(folder, number)
+                if not number:
+                    continue
+                for entry in opened.body["arrays"]:
+                    opened.check(entry["name"])
+                store = store_of(opened)
+                store.table.check_numbers()
+                lines += _damages(store, step)
+            except (DamagedError, OSError) as error:
+                lines.append(str(error))
+        # A newer generation may have come meanwhile, with which files of these were removed.
+        if not lines or generation.numbers(folder)[-1:] == numbers[-1:]:
             progress(1.0)
-            return list(dict.fromkeys(found))
+            return list(dict.fromkeys(lines))
 
 
-def _damages_of(folder: Folder, number: int, progress: Progress) -> list[str]:
-    try:
-        opened = Generation(folder, number)
-        if not number:
-            return []
-        for entry in opened.body["arrays"]:
-            opened.check(entry["name"])
-        store = store_of(opened)
-        store.table.check_numbers()
-        return list(_damages(store, progress))
-    except (DamagedError, OSError) as error:
-        return [str(error)]
-
-
-def _damages(store: Store, progress: Progress = nobody) -> Iterator[str]:
-    found: list[tuple[int, int, str]] = []
+def _damages(store: Store, progress: Progress = no_progress) -> Iterator[str]:
+    """Yields the damages of rows, in order."""
+    damages: list[tuple[int, int, str]] = []
     blocks = store.sums.blocks()
-    done, turn = itertools.count(1), threading.Lock()
+    count, turn = itertools.count(1), threading.Lock()
 
     def check(task: tuple[int, int]) -> None:
         damage = store.sums.damage(*task)
         if damage:
-            found.append((*task, damage))
+            damages.append((*task, damage))
         with turn:
-            progress(next(done) / len(blocks))
+            progress(next(count) / len(blocks))
 
     share(check, blocks)
-    if found and store.leave_out_gone():
+    if damages and store.leave_out_lost():  # another process overwrote rows meanwhile
         yield from _damages(store)
     else:
-        yield from (damage for *_, damage in sorted(found))
+        yield from (damage for *_, damage in sorted(damages))

@@ -29,7 +29,7 @@ def is_of_store(path: str, name: str) -> bool:
 
 
 def remove(path: str, is_own: IsOwn) -> None:
-    """Removes a folder; see `locked`. What is put there meanwhile stays."""
+    """Removes a folder; see `locked`. Files that come into it meanwhile stay."""
     with locked(path, is_own):
         discard(path, is_own)
 
@@ -43,12 +43,12 @@ def locked(path: str, is_own: IsOwn) -> Iterator[None]:
         LockedError: a store or a recording in it is being written to.
     """
     with contextlib.ExitStack() as stack:
-        signs = (lock.NAME, generation.PREFIX)  # of folders in which a writer takes a lock
         own = _checked(path, is_own)
-        locks = {
-            os.path.join(os.path.dirname(n), lock.NAME) for n in own if _last(n).startswith(signs)
-        }
-        locks |= {name for name in own if name.endswith(_LOCK)}
+        locks = {name for name in own if name.endswith(_LOCK)}
+        for name in own:  # of folders in which a writer takes a lock
+            folder, last = os.path.split(name)
+            if last.startswith((lock.NAME, generation.PREFIX)):
+                locks.add(os.path.join(folder, lock.NAME))
         for folder, name in sorted(map(os.path.split, locks)):
             stack.callback(Lock(Folder(os.path.join(path, folder)), name).release)
         _checked(path, is_own)  # somebody may have written before the locks were taken
@@ -58,10 +58,17 @@ def locked(path: str, is_own: IsOwn) -> Iterator[None]:
 def discard(path: str, is_own: IsOwn) -> None:
     """Removes the files in a folder that are its format's own, then the folders that are empty.
 
-    Locks go last: as long as one is there, nobody else begins to write, or to remove.
+    The files by which a store is recognised go after its rows. Locks go last: as long as one is
+    there, no other process begins to write, or to remove.
     """
+
+    def turn(name: str) -> tuple[int, str]:
+        last = os.path.basename(name)
+        is_lock = last == lock.NAME or name.endswith(_LOCK)
+        return 2 if is_lock else int(last.startswith(generation.PREFIX)), name
+
     names, folders = _below(path)
-    for name in sorted((name for name in names if is_own(path, name)), key=_turn):
+    for name in sorted((name for name in names if is_own(path, name)), key=turn):
         files.announce("unlink", os.path.join(path, name))
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(path, name))
@@ -74,7 +81,7 @@ def discard_stale(folder: str, prefix: str) -> None:
     """Removes the temporary stores of this user whose processes have died.
 
     The system takes the lock of a process back when it ends, however it ends. So whoever gets the
-    lock of a temporary store knows that nobody uses it, and that nobody else is removing it.
+    lock of a temporary store knows that no process uses it, and that none is removing it.
     """
     for path in glob.glob(os.path.join(glob.escape(folder), f"{prefix}*")):
         with contextlib.suppress(OSError, ValueError, LockedError), contextlib.ExitStack() as stack:
@@ -86,13 +93,6 @@ def discard_stale(folder: str, prefix: str) -> None:
                 discard(path, is_of_store)
 
 
-def _turn(name: str) -> tuple[int, str]:
-    """Orders files: what a store is recognised by goes after its rows, and its lock last."""
-    if _last(name) == lock.NAME or name.endswith(_LOCK):
-        return 2, name
-    return int(_last(name).startswith(generation.PREFIX)), name
-
-
 def _checked(path: str, is_own: IsOwn) -> list[str]:
     """Returns the files in a folder, all of which are its format's own."""
     if _leads_away(path):
@@ -100,10 +100,10 @@ def _checked(path: str, is_own: IsOwn) -> list[str]:
     names, folders = _below(path)
     own = [name for name in names if is_own(path, name)]
     used = {above for name in own for above in _above(name)}
-    # An empty folder is nobody's: who made it may need it.
+    # An empty folder belongs to no format: whoever made it may need it.
     others = {*names, *folders} - {*own, *used}
     if others:
-        # Of a folder that is nobody's, only the outermost one is named.
+        # Of a folder without files of the format, only the outermost one is named.
         tops = sorted(
             {next(up for up in (*_above(name), name) if up not in used) for name in others}
         )
@@ -120,10 +120,6 @@ def _above(name: str) -> list[str]:
     """Returns the folders in which a file or a folder is, the outermost first."""
     parts = name.split("/")
     return ["/".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _last(name: str) -> str:
-    return name.rpartition("/")[2]
 
 
 def _below(path: str) -> tuple[list[str], list[str]]:

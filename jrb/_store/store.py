@@ -3,18 +3,19 @@
 ```
 generation-000000000007     what the last commit has promised (see `jrb._store.generation`)
 rows/next/observation.bin   the rows of a leaf, or of several (see `jrb._store.table`)
-rows/.numbers               which row lies at which place, or will
+rows/.numbers               the number of the row at each place
 lock                        of the process that writes
 ```
 
-A row is written to a free place (see `jrb._store.places`), so what the last commit names stays as
-it is, and a commit has nothing to do but to sync the rows and to write one file. There is nothing
-to be undone after a crash. Only where a ring has no free place left since the last commit, the
-oldest rows that it promised go, after the numbers of their places have changed on the disk: a
-reader, and whoever opens the store after a crash, finds by the numbers which rows are gone.
+A row is written to a free place (see `jrb._store.places`), so the rows that the last commit names
+stay as they are, and a commit has nothing to do but to sync the rows and to write one file. There
+is nothing to be undone after a crash. Only where a ring has no free place left since the last
+commit, the oldest rows that it promised go, after the numbers of their places have changed on the
+disk: a reader, and whoever opens the store after a crash, finds by the numbers which rows are lost.
 """
 
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,15 +26,21 @@ import numpy as np
 from jrb._store import generation as generations
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
-from jrb._store.generation import Body, Generation
+from jrb._store.generation import Generation
 from jrb._store.lock import Lock
-from jrb._store.places import LOST, NEVER, Places, by_place, named_by, within
+from jrb._store.places import LOST, NEVER, Places, named_by
 from jrb._store.sums import Sums, longer
-from jrb._store.table import NUMBERS, Stretch, Table
+from jrb._store.table import NUMBERS, Table, checksum_of
 from jrb._store.threads import Gate, share
 
 writing: "weakref.WeakValueDictionary[str, Store]" = weakref.WeakValueDictionary()
 """The stores that this process writes to, by their folders."""
+
+_OUTCOMES = (
+    "It has not happened: what was saved before is still there.",
+    "It has happened, but may not survive a loss of power before the next save.",
+    "It has happened, and lasts; what it makes superfluous is still there.",
+)
 
 
 class Store:
@@ -46,7 +53,7 @@ class Store:
     Args:
         folder: where it is.
         table: the rows.
-        places: where they lie.
+        places: where they are.
         number: of the generation that is open.
         table_folder: the generation that made the table.
         reserve: whether room is set aside on the disk when the table grows.
@@ -55,18 +62,12 @@ class Store:
 
     Attributes:
         drawing: lets draws in, which writes of other threads wait for.
-        sums: of what was committed or opened.
-        lost: int64, the slots whose rows were promised, but are gone.
-        promised: says which generation is the one to go on from, where not the newest is: of a
-            store that is part of a whole, which names it. Later ones go with the first write.
+        sums: of the rows that were committed or opened.
+        lost: int64, the slots whose rows were promised, but are lost.
+        promised: returns the generation to go on from, where that is not the newest: of a store
+            that is part of a whole, which names it. Later ones go with the first write.
     """
 
-    folder: Folder
-    table: Table
-    generation: int
-    sums: Sums
-    lost: np.ndarray
-    drawing: Gate
     promised: Callable[[], int | None] | None = None
 
     def __init__(
@@ -80,37 +81,46 @@ class Store:
         lock: Lock | None = None,
         most: int = 0,
     ) -> None:
-        self.folder, self.table, self.generation = folder, table, number
-        self.drawing = Gate()
+        self.folder: Folder = folder
+        self.table: Table = table
+        self.generation: int = number
+        self.drawing: Gate = Gate()
+        self.sums: Sums = Sums(table)
+        self.lost: np.ndarray = np.zeros(0, np.int64)
         self._places, self._table_folder = places, table_folder
-        self._reserve, self._lock, self._ousted, self._most = reserve, lock, False, most
-        self.sums = Sums(table)
+        self._reserve, self._lock, self._is_ousted, self._most = reserve, lock, False, most
         self._kept: dict[int, np.ndarray] = {}  # places by generation
         self._folders: dict[int, int] = {}  # those of tables, by generation
-        self.lost = np.zeros(0, np.int64)
         self._turn, self._writer = threading.RLock(), 0
 
     def load_generation(self, opened: Generation) -> None:
-        """Takes over the sums of the generation that is open, and leaves out rows that went."""
-        self.sums.load_checksums(opened.sums(), self._places.named)
-        self.leave_out_gone()
+        """Loads the sums of the generation that is open, and leaves out rows that are lost."""
+        self.sums.columns, self.sums.named = opened.sums(), self._places.named()
+        self.leave_out_lost()
 
-    def leave_out_gone(self) -> bool:
-        """Leaves out the rows that went since this was done last; whether there were any.
+    def leave_out_lost(self) -> bool:
+        """Leaves out the rows that were overwritten since the last call; returns if any were.
 
-        They went because the ring came round to them before the next commit. As the rest of their
-        block cannot be checked any more, that goes too.
+        The ring came round to them before the next commit. As the other rows of their block cannot
+        be checked any more, these go too.
         """
-        gone = self.gone()
-        if not len(gone):
+        slots = self._overwritten()
+        if not len(slots):
             return False
-        of = self._places.used
-        blocks = np.unique(of[gone] // self.sums.block)
-        gone = np.flatnonzero((of >= 0) & np.isin(of // self.sums.block, blocks))
-        self._places.mark(gone, NEVER)
+        places = self._places.used
+        blocks = np.unique(places[slots] // self.sums.block)
+        slots = np.flatnonzero((places >= 0) & np.isin(places // self.sums.block, blocks))
+        self._places.mark(slots, NEVER)
         self.sums.forget(blocks)
-        self.lost = np.concatenate([self.lost, gone])
+        self.lost = np.concatenate([self.lost, slots])
         return True
+
+    def _overwritten(self) -> np.ndarray:
+        """Returns the slots whose rows this store has promised, but that were overwritten."""
+        if self.table.highest() <= self.version:  # as mostly, and quicker found
+            return np.zeros(0, np.int64)
+        places = self._places.used
+        return np.flatnonzero((places >= 0) & self.table.newer(places, self.version))
 
     @property
     def path(self) -> str:
@@ -135,50 +145,64 @@ class Store:
     # Reading.
 
     def take(self, version: int, slots: list[np.ndarray]) -> list[np.ndarray]:
-        """Rows of every column, uint8 `[B, width]`, at slots `[B]`; zeros where none was written.
+        """Returns rows of every column, uint8 `[B, width]`, at slots `[B]`.
+
+        They are zeros where none was written.
 
         Raises:
             StaleError: one of them was overwritten after this version.
         """
-        found, looked = [], {}
+        rows, places = [], {}
         for number, at in enumerate(slots):
-            if id(at) not in looked:
-                looked[id(at)] = self._there(at)
-            found.append(self._rows(number, *looked[id(at)]))
-        for places, blank in looked.values():  # meanwhile one may have been overwritten
-            self._check_there(version, places, blank)
-        return found
+            if id(at) not in places:  # mostly, all columns are read at the same slots
+                places[id(at)] = self._places_at(at)
+            rows.append(self._rows(number, *places[id(at)]))
+        for pair in places.values():
+            self._check_unchanged(version, *pair)
+        return rows
 
     def take_column(
         self, version: int, number: int, slots: np.ndarray, part: slice | None = None
     ) -> np.ndarray:
-        """The same of one column, or of a part of its bytes."""
-        places, blank = self._there(slots)
-        rows = self._rows(number, places, blank, part)
-        self._check_there(version, places, blank)
+        """Returns rows as `take`, of one column or of a part of its bytes."""
+        places, is_written = self._places_at(slots)
+        rows = self._rows(number, places, is_written, part)
+        self._check_unchanged(version, places, is_written)
         return rows
 
-    def _there(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """The places of slots; and at which of them none was written, bool `[B]`, None if all."""
+    def _places_at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the places of slots; and at which a row was written, bool `[B]`, None if at all.
+
+        Raises:
+            StaleError: a row is lost.
+        """
         places = self._places.at(slots)
         if not places.size or places.item(places.argmin()) >= 0:
             return places, None
         if (places == LOST).any():
             raise self._stale()
-        return places, places < 0
+        return places, places >= 0
 
-    def _check_there(
-        self, version: int, places: np.ndarray, blank: np.ndarray | None = None
+    def _rows(
+        self,
+        number: int,
+        places: np.ndarray,
+        is_written: np.ndarray | None,
+        part: slice | None = None,
+    ) -> np.ndarray:
+        if is_written is None:
+            return self.table.take(number, places, part)
+        written = self.table.take(number, places[is_written], part)  # reading a hole may take disk
+        rows = np.zeros((len(places), written.shape[1]), np.uint8)
+        rows[is_written] = written
+        return rows
+
+    def _check_unchanged(
+        self, version: int, places: np.ndarray, is_written: np.ndarray | None = None
     ) -> None:
-        """Raises `StaleError` if a row was overwritten after this version.
-
-        Args:
-            version: of the state.
-            places: of the rows, as `_there` gives them.
-            blank: at which of them there is none, bool `[B]`; None if at all there is one.
-        """
-        written = places if blank is None else places[~blank]
-        if self._ousted or self.table.newest_number(written) > version:
+        """Raises `StaleError` if a row that was read may be of a later version."""
+        places = places if is_written is None else places[is_written]
+        if self._is_ousted or self.table.newest_number(places) > version:
             raise self._stale()
 
     def _stale(self) -> StaleError:
@@ -187,16 +211,6 @@ class Store:
             "that were asked for were overwritten since. Draw from the state that the last "
             "write returned, or load the path again."
         )
-
-    def _rows(
-        self, number: int, places: np.ndarray, blank: np.ndarray | None, part: slice | None = None
-    ) -> np.ndarray:
-        if blank is None:
-            return self.table.take(number, places, part)
-        written = self.table.take(number, places[~blank], part)  # reading a hole may take disk
-        rows = np.zeros((len(places), written.shape[1]), np.uint8)
-        rows[~blank] = written
-        return rows
 
     def read_columns(self, targets: dict[int, np.ndarray]) -> None:
         """Fills targets, uint8 `[N, width]` by the numbers of columns, with all rows, checked.
@@ -208,54 +222,57 @@ class Store:
             DamagedError: a block is not what was written.
             StaleError: some of it was overwritten meanwhile.
         """
-        lying, size = by_place(self._places.runs), self.sums.block
+        slots_at, size = self._places.slots_at(), self.sums.block
 
         def read(blocks: range) -> None:
-            inside = within(lying, blocks.start * size, blocks.stop * size)
-            stretch = Stretch(blocks, size, inside)
+            slots = slots_at[blocks.start * size : blocks.stop * size]
+            is_named = slots >= 0
+            slots = slots[is_named]
+            # Rows of a ring that were written in order are read to where they belong, and others
+            # are copied once more.
+            in_order = is_named.all() and bool((np.diff(slots) == 1).all())
             for number, target in targets.items():
-                found = self.table.read_blocks(number, stretch, target)
-                wanted = self.sums.columns[number][blocks.start : blocks.stop].tolist()
-                for block, expected, its in zip(blocks, wanted, found, strict=True):
-                    if its != expected:
-                        raise DamagedError(self.table.damage(number, block, expected, its))
+                is_direct = in_order and target.flags.c_contiguous
+                shape = len(is_named), target.shape[1]
+                rows = target[slots[0] :][: len(slots)] if is_direct else np.empty(shape, np.uint8)
+                self.table.read(number, blocks.start * size, rows)
+                for start, block in zip(range(0, len(rows), size), blocks, strict=True):
+                    part = slice(start, start + size)
+                    checksum = checksum_of(rows[part], is_named[part])
+                    expected = int(self.sums.columns[number][block])
+                    if checksum != expected:
+                        raise DamagedError(self.table.damage(number, block, expected, checksum))
+                if not is_direct:
+                    target[slots] = rows[is_named]
 
         try:
             share(read, self.sums.runs(list(targets)))
         except DamagedError:
-            of = self._places.used
-            self._check_there(self.version, of[of >= 0])
+            places = self._places.used
+            self._check_unchanged(self.version, places, places >= 0)
             raise
-        never = self._places.never()
+        blank = np.flatnonzero(self._places.used < 0)
         for target in targets.values():
-            target[never] = 0
-            target[self._places.reach :] = 0
+            target[blank] = 0
+            target[self.reach :] = 0
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
-        """The numbers of rows, those of slots that were never written 0."""
+        """Returns the numbers of rows; 0 for slots that were never written."""
         places = self._places.at(slots)
         return np.where(places >= 0, self.table.numbers_at(places), 0)
 
     def is_new_table(self) -> bool:
-        """Whether no generation has this table yet."""
+        """Returns if no generation has this table yet."""
         return self._folders.get(self.generation) != self._table_folder
 
     def is_blank(self, slots: np.ndarray) -> bool:
-        """Whether none of some slots was ever written."""
+        """Returns if none of some slots was ever written."""
         return bool((self._places.at(slots) == NEVER).all())
-
-    def gone(self) -> np.ndarray:
-        """The slots whose rows this store has promised, but that are there no more."""
-        later = self.table.places_after(self.version)
-        if not len(later) or not self._places.named()[later].any():  # as mostly
-            return np.zeros(0, np.int64)
-        of = self._places.used
-        return np.flatnonzero((of >= 0) & self.table.newer(of, self.version))
 
     def check_newest(self, version: int) -> None:
         """Raises `StaleError` unless this is the version of the newest state."""
         self._places.settle()
-        if self._ousted or version != self.version:
+        if self._is_ousted or version != self.version:
             raise StaleError(
                 f"{self.path}: expected the newest state, got one that has been written to before. "
                 "States share their rows on the host: go on with the state that the last write "
@@ -281,7 +298,7 @@ class Store:
             version: of the state; it must be the newest.
             slots: int64.
             rows: of every column.
-            expiring: whether rows that were promised may go where the line is empty, because the
+            expiring: whether rows that were promised may go where no place is free, because the
                 ring has come round to them; otherwise the table grows.
             patient: whether draws of other threads that are under way are waited for.
 
@@ -309,29 +326,21 @@ class Store:
             self._places.assign(slots, expiring)
             return self.version
 
-    def resize(self, slots: int) -> None:
-        """Makes N another number, for rows whose number nobody knows beforehand.
-
-        Slots from there on are no more. To be called before anything was committed.
-        """
-        with self._turn:
-            self._places.resize(slots)
-
     def take_back(self, version: int) -> None:
         """Makes this version the newest again, if this thread made the last write to it.
 
-        For one that was interrupted after it had happened: nobody has the state that knows of it.
+        For a write that was interrupted after it had happened: no state knows of it.
         """
         with self._turn:
             if self._writer == threading.get_ident():
                 self._places.take_back(version)
 
     def _make_room(self, slots: np.ndarray, expiring: bool) -> None:
-        """Sees to it that there are free places, and that their numbers are known."""
+        """Frees as many places as there are slots, and writes the numbers of the next rows."""
         places, count = self._places, len(slots)
         if places.free < count and places.room < self._most:
-            wanted = max(2 * places.room, places.room + count - places.free)
-            self._grow(min(wanted, self._most))
+            room = max(2 * places.room, places.room + count - places.free)
+            self._grow(min(room, self._most))
         chunk = max(count, places.room // 16)
         if places.free < count and expiring:
             places.give_up(chunk - places.free)
@@ -340,15 +349,13 @@ class Store:
         if places.free < count:
             self._grow(places.room + max(count - places.free, places.room // 8))
         if places.numbered < count:
-            self._number(min(chunk, places.free))
-
-    def _number(self, count: int) -> None:
-        """Numbers the places at the head of the line, for good where a generation names them."""
-        places = self._places
-        line = places.next(count)[places.numbered :]
-        numbers = places.following + np.arange(places.numbered, count)
-        self.table.number(line, numbers, lasting=bool(places.kept[line].any()))
-        places.kept[line], places.numbered = False, count
+            # Some places ahead at a time, as a sync takes longer than all else. The numbers are on
+            # the disk before the rows change where a generation names these places.
+            count = min(chunk, places.free)
+            line = places.next(count)[places.numbered :]
+            numbers = places.following + np.arange(places.numbered, count)
+            self.table.number(line, numbers, lasting=bool(places.kept[line].any()))
+            places.kept[line], places.numbered = False, count
 
     def _grow(self, room: int) -> None:
         self.table.grow(room, self._reserve)
@@ -363,14 +370,14 @@ class Store:
             self._places.grow(room)
 
     def own(self) -> None:
-        """Makes this the one that writes.
+        """Makes this the store that writes.
 
         Raises:
             LockedError: another process writes.
             StaleError: another has committed since this one was opened.
         """
         with self._turn:
-            if self._lock is not None and not self._ousted:
+            if self._lock is not None and not self._is_ousted:
                 self._lock.check()
                 return
             self.folder.check()
@@ -385,84 +392,82 @@ class Store:
                 self.begin(lock)
             except BaseException:
                 self._lock = None
-                lock.release() if rival is None else rival.reinstate(lock)
+                if rival is None:
+                    lock.release()
+                else:
+                    rival._lock, rival._is_ousted = lock, False
                 raise
             writing[self.path] = self
 
-    def _check_generation(self) -> None:
-        there = generations.last(self.folder) if self.promised is None else self.promised()
-        if self._ousted or there != self.generation:
-            raise StaleError(
-                f"{self.path}: expected generation {self.generation}, which was loaded, found "
-                f"{there}: somebody has saved since. Load it again."
-            )
-
-    def begin(self, lock: Lock) -> None:
-        """Opens the files to write, and finds out what is free."""
-        folder, old = folder_of(self._table_folder), self.table
-        self.table = Table(self.folder, folder, old.columns, old.room, writable=True)
-        self.sums.table = self.table
-        generations.check_own(self.folder)
-        places, _ = self._places, self.sums.named  # as long as all that went is known
-        places.mark(self.gone(), LOST)
-        places.following = max(self.table.highest(), places.version) + 1
-        used = places.used
-        places.last = self.table.newest(used[used >= 0])
-        self._lock = lock
-        self._undo_later()
-        self.keep_all()
-
-    def _undo_later(self) -> None:
-        """Removes generations that were written, but that the whole never came to name."""
-        later = [one for one in generations.numbers(self.folder) if one > self.generation]
-        for number in later:
-            self.folder.remove(generations.name_of(number))
-        if later:
-            self.folder.sync()
-
-    def keep_all(self) -> None:
-        """Notes down which places the generations name that are there."""
-        for number in generations.numbers(self.folder):
-            try:
-                kept = Generation(self.folder, number)
-            except DamagedError:
-                continue  # nothing of it can be kept
-            self._folders[number] = kept.body["table"]["folder"]
-            if self._folders[number] == self._table_folder and number:
-                self._kept[number] = self._named_by(kept)
-        self._free()
-
-    def _named_by(self, kept: Generation) -> np.ndarray:
-        """The places that a generation names and whose rows are still there, bool `[P]`."""
-        if kept.number == self.generation:
-            return self.sums.named.copy()
-        named = named_by(kept.runs(), self.table.room)
-        places = np.flatnonzero(named)
-        named[places[self.table.newer(places, kept.body["rows"])]] = False
-        return named
-
-    def _free(self) -> None:
-        """Puts places into the line that nothing names any more."""
-        kept = np.zeros(self.table.room, bool)
-        for mask in self._kept.values():
-            kept |= mask
-        self._places.line_up(kept)
-
     def oust(self) -> Lock:
-        """Gives the lock to another that is opened in the same process; this one is of no use."""
+        """Returns the lock for another store of the same process; this one is stale from now on."""
         with self._turn:
-            self._ousted = True
+            self._is_ousted = True
             if self._lock is None:
                 raise StaleError(f"{self.path}: expected a store that writes.")
             lock, self._lock = self._lock, None
             return lock
 
-    def reinstate(self, lock: Lock) -> None:
-        """Takes the lock back from one that could not be opened after all."""
-        self._lock, self._ousted = lock, False
+    def _check_generation(self) -> None:
+        newest = generations.last(self.folder) if self.promised is None else self.promised()
+        if self._is_ousted or newest != self.generation:
+            raise StaleError(
+                f"{self.path}: expected generation {self.generation}, which was loaded, found "
+                f"{newest}: somebody has saved since. Load it again."
+            )
+
+    def begin(self, lock: Lock) -> None:
+        """Opens the files to write, and finds out which places are free."""
+        folder, old = folder_of(self._table_folder), self.table
+        self.table = Table(self.folder, folder, old.columns, old.room, writable=True)
+        self.sums.table = self.table
+        generations.check_own(self.folder)
+        places = self._places
+        places.mark(self._overwritten(), LOST)
+        places.following = max(self.table.highest(), places.version) + 1
+        used = places.used
+        places.last = self.table.newest(used[used >= 0])
+        self._lock = lock
+        # Generations that were written, but that the whole never came to name, are undone.
+        later = [one for one in generations.numbers(self.folder) if one > self.generation]
+        self._remove(later)
+        self.keep_all()
+
+    def _remove(self, numbers: list[int]) -> None:
+        """Removes generations; they are gone for good afterwards."""
+        for number in numbers:
+            self.folder.remove(generations.name_of(number))
+        if numbers:
+            self.folder.sync()
+
+    def keep_all(self) -> None:
+        """Reads which places the generations name that are in the folder."""
+        for number in generations.numbers(self.folder):
+            try:
+                generation = Generation(self.folder, number)
+            except DamagedError:
+                continue  # nothing of it can be kept
+            self._folders[number] = generation.body["table"]["folder"]
+            if self._folders[number] != self._table_folder or not number:
+                continue
+            if number == self.generation:
+                self._kept[number] = self.sums.named.copy()
+                continue
+            is_named = named_by(generation.runs(), self.table.room)
+            places = np.flatnonzero(is_named)
+            is_named[places[self.table.newer(places, generation.body["rows"])]] = False
+            self._kept[number] = is_named
+        self._free()
+
+    def _free(self) -> None:
+        """Queues the places that nothing names any more."""
+        kept = np.zeros(self.table.room, bool)
+        for mask in self._kept.values():
+            kept |= mask
+        self._places.line_up(kept)
 
     def forked(self) -> None:
-        """In a process that was forked off: forgets what other threads held then."""
+        """Forgets, in a process that was forked off, which locks other threads had taken."""
         self._turn, self.drawing = threading.RLock(), Gate()
 
     def close(self) -> None:
@@ -487,7 +492,7 @@ class Store:
 
         Args:
             version: of the state; it must be the newest.
-            meta: what the owner wants to know, for JSON.
+            meta: of the owner, for JSON.
             kinds: of its other arrays, for JSON, by name.
             arrays: their bytes.
             keep: how many older generations stay; None for all, until `expire`.
@@ -503,66 +508,64 @@ class Store:
         with self._turn:
             self.own()
             self.check_newest(version)
-            self._check_whole()
+            if self._places.has_lost():
+                raise StaleError(
+                    f"{self.path}: expected whole rows, found some that were lost: a write failed, "
+                    "or another process went on from what was loaded here. Make that write again, "
+                    "or load the path to go on from what was saved last."
+                )
             self._fit()
-            number, named = self.generation + 1, self._places.named()
+            number, is_named = self.generation + 1, self._places.named()
             try:
-                self.sums.settle(named)
-                body, inner = self._body(number, meta, kinds)
-                generations.write(self.folder, body, {**arrays, **inner})
-                self._moved_on(number, named)
+                self.sums.settle(is_named)
+                # From the renaming of its file on it has happened; with the sync it lasts.
+                self._write_generation(number, meta, kinds, arrays)
+                self._move_on(number, is_named)
                 self.folder.sync()
             except BaseException as error:
                 happened = number in generations.numbers(self.folder)
                 if happened:
-                    self._moved_on(number, named)
+                    self._move_on(number, is_named)
                 error.add_note(_OUTCOMES[happened])
                 raise
             try:
                 self.folder.check()
                 if keep is not None:
-                    newest = generations.numbers(self.folder)[-1 - keep :]
-                    self.expire(set(newest))
+                    self.expire(set(generations.numbers(self.folder)[-1 - keep :]))
             except BaseException as error:
                 error.add_note(_OUTCOMES[2])
                 raise
             return number
 
-    def _check_whole(self) -> None:
-        if self._places.has_lost():
-            raise StaleError(
-                f"{self.path}: expected whole rows, found some that were lost: a write failed, or "
-                "another process went on from what was loaded here. Make that write again, or load "
-                "the path to go on from what was saved last."
-            )
-
-    def _body(self, number: int, meta: Any, kinds: dict[str, list]) -> tuple[Body, dict[str, Any]]:
-        """What the generation's file says of it, and the store's own arrays."""
-        inner: dict[str, Any] = {".places": self._places.runs.tobytes()}
-        inner |= {f".sums/{n}": column.tobytes() for n, column in enumerate(self.sums.columns)}
-        entries = [{"name": name, "kind": kind} for name, kind in kinds.items()]
-        entries += [{"name": name, "kind": []} for name in inner]
-        table = self.table
-        most = max(self._most, table.room)
-        about = generations.table_of(
-            self._table_folder, self.slots, table.room, most, table.columns
+    def _write_generation(
+        self, number: int, meta: Any, kinds: dict[str, list[Any]], arrays: dict[str, Any]
+    ) -> None:
+        """Writes the file of a generation: arrays of the owner and those of the store."""
+        own: dict[str, Any] = {".places": self._places.runs.tobytes()}
+        own |= {f".sums/{n}": column.tobytes() for n, column in enumerate(self.sums.columns)}
+        body = generations.body_of(
+            number,
+            self.version,
+            meta,
+            kinds | {name: [] for name in own},
+            self.table.columns,
+            folder=self._table_folder,
+            slots=self.slots,
+            room=self.table.room,
+            most=max(self._most, self.table.room),
         )
-        body = generations.body_of(number, self.version, meta, about, entries)
-        return body, inner
+        generations.write(self.folder, body, {**arrays, **own})
 
-    def _moved_on(self, number: int, named: np.ndarray) -> None:
-        self._kept[number], self._folders[number] = named, self._table_folder
-        self._places.kept |= named
+    def _move_on(self, number: int, is_named: np.ndarray) -> None:
+        self._kept[number], self._folders[number] = is_named, self._table_folder
+        self._places.kept |= is_named
         self.generation = number
 
     def expire(self, kept: set[int]) -> None:
         """Removes the generations that need not stay, and frees what only they named."""
-        known = {*generations.numbers(self.folder), *self._kept, *self._folders}
-        expired = sorted(known - kept)
-        for number in expired:
-            self.folder.remove(generations.name_of(number))
-        if expired:
-            self.folder.sync()
+        numbers = {*generations.numbers(self.folder), *self._kept, *self._folders}
+        expired = sorted(numbers - kept)
+        self._remove(expired)
         for number in expired:
             self._kept.pop(number, None)
             self._folders.pop(number, None)
@@ -573,31 +576,21 @@ class Store:
         self._free()
 
 
-_OUTCOMES = (
-    "It has not happened: what was saved before is still there.",
-    "It has happened, but may not survive a loss of power before the next save.",
-    "It has happened, and lasts; what it makes superfluous is still there.",
-)
-
-
 def is_table(folder: Folder, name: str) -> bool:
-    """Whether a folder in a store's is that of a table, or what is left of one."""
-    inside = folder.names(name) if is_for_table(name) else ["another"]
+    """Returns if a folder in a store's is that of a table, or a remainder of one."""
+    if not re.fullmatch(r"rows(-[0-9]+)?", name):
+        return False
+    inside = folder.names(name)
     return not inside or NUMBERS in inside
 
 
-def is_for_table(name: str) -> bool:
-    """Whether a table's folder may have this name."""
-    return name == folder_of(0) or (name.startswith("rows-") and name[5:].isdecimal())
-
-
 def folder_of(generation: int) -> str:
-    """The folder of the table that a generation has made."""
+    """Returns the name of the folder of the table that a generation has made."""
     return f"rows-{generation}" if generation else "rows"
 
 
 def _forget_writers() -> None:
-    """In a process that was forked off, which writes nowhere."""
+    """Lets a process that was forked off write nowhere."""
     for store in list(writing.values()):
         store.forked()
     writing.clear()

@@ -10,17 +10,19 @@ taken, or the wait for it raises. `tests/test_interrupts.py` guards this.
 import _thread
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
-
 WORKERS: int = 2
 """Threads that compute, write or read at a time; where it is one, all happens in order."""
+
+PATIENCE: float = 1.0
+"""Seconds that a write waits for draws of other threads; those that take longer come too late."""
 
 
 def taken_lock() -> threading.Lock:
@@ -42,10 +44,8 @@ class Worker:
         error: what the function raised, or None.
     """
 
-    error: BaseException | None
-
     def __init__(self, work: Callable[[], None], name: str, daemon: bool = False) -> None:
-        self.error = None
+        self.error: BaseException | None = None
         self._work = [work]
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
         self._starters: list[int] = []
@@ -74,7 +74,7 @@ class Worker:
     def _run(self) -> None:
         error = None
         try:
-            self._work.pop()()  # what it holds is free before anybody hears that it is over
+            self._work.pop()()  # the function is freed before anybody hears that it is over
         except BaseException as raised:
             error = raised
         self._end(error)
@@ -85,7 +85,7 @@ class Worker:
 
     @property
     def is_started(self) -> bool:
-        """Whether the function is called, or was, or will be at once."""
+        """True if the function is called, or was, or will be at once."""
         return bool(self._starters)
 
     def is_alive(self) -> bool:
@@ -106,25 +106,57 @@ class Worker:
 def share(
     work: Callable[[T], None],
     tasks: Iterable[T],
-    beside: Iterable[Callable[[], None]] = (),
+    others: Iterable[Callable[[], None]] = (),
     most: int = 1,
 ) -> None:
-    """Does all tasks; what a task raises comes out after the threads have ended.
+    """Does all tasks by a few threads; an error of a task is raised after the threads have ended.
 
     The executors of the standard library take no work any more once the program is ending, and a
     save has to end well then.
 
     Args:
-        work: what is done with a task.
+        work: is called with each task.
         tasks: in any order, but for a single worker.
-        beside: what one more thread does meanwhile, one after the other: it waits for the disk. A
-            single worker does it first.
+        others: are called one after the other by one more thread, which waits for the disk; a
+            single worker calls them first.
         most: how many times as many threads as usual, where tasks wait for the disk.
     """
     errors: list[BaseException] = []
-    run = functools.partial(_share, work, iter(tasks), list(beside), most, errors)
+
+    def drain(calls: Iterator[Callable[[], None]], lock: threading.Lock) -> None:
+        while not errors:
+            try:
+                with lock:
+                    call = next(calls, None)
+                if call is None:
+                    return
+                call()
+            except BaseException as error:
+                errors.append(error)
+
+    calls = map(functools.partial, itertools.repeat(work), tasks)
+    do_tasks = functools.partial(drain, calls, threading.Lock())
+    others = list(others)
+    do_others = functools.partial(drain, iter(others), threading.Lock())
+
+    def run() -> None:
+        threads: list[threading.Thread] = []
+        if WORKERS == 1:
+            do_others()
+        else:
+            targets = [do_tasks] * (most * WORKERS - 1) + [do_others] * bool(others)
+            threads = [threading.Thread(target=target) for target in targets]
+        with contextlib.suppress(RuntimeError):  # no more threads: this one does all that remains
+            for thread in threads:
+                thread.start()
+        do_tasks()
+        for thread in threads:
+            if thread.ident is not None:  # it was started
+                thread.join()
+        do_others()
+
     if threading.get_ident() != threading.main_thread().ident:
-        run()  # no interrupt comes here
+        run()  # no interrupt comes outside the main thread
     else:
         worker = Worker(run, "jrb-share")
         try:
@@ -149,103 +181,37 @@ def _wait_for(worker: Worker) -> None:
         raise
 
 
-def _share(
-    work: Callable[[T], None],
-    tasks: Iterator[T],
-    others: list[Callable[[], None]],
-    most: int,
-    errors: list[BaseException],
-) -> None:
-    """Does all tasks, in this thread and in some more; not for the main thread."""
-    do_tasks = functools.partial(_drain, work, tasks, threading.Lock(), errors)
-    do_others = functools.partial(_drain, _call, iter(others), threading.Lock(), errors)
-    works = [do_tasks] * (most * WORKERS - 1) + [do_others] * bool(others)
-    threads = [threading.Thread(target=one) for one in works]
-    if WORKERS == 1:
-        threads.clear()
-        do_others()
-    with contextlib.suppress(RuntimeError):  # no more threads: this one does what is left
-        for thread in threads:
-            thread.start()
-    do_tasks()
-    for thread in threads:
-        if thread.ident is not None:  # it was started
-            thread.join()
-    do_others()
-
-
-_NOTHING: Any = object()
-
-
-def _drain(
-    work: Callable[[T], None], left: Iterator[T], lock: threading.Lock, errors: list[BaseException]
-) -> None:
-    """Takes one task after the other until there is none, or something went wrong."""
-    while not errors:
-        try:
-            with lock:
-                task = next(left, _NOTHING)
-            if task is _NOTHING:
-                return
-            work(task)
-        except BaseException as error:
-            errors.append(error)
-
-
-def _call(task: Callable[[], None]) -> None:
-    task()
-
-
-PATIENCE = 1.0
-"""Seconds that a write waits for draws of other threads; those that take longer come too late."""
-
-
 class Gate:
     """Lets threads in, and another wait until those that are in have left.
 
     A thread that an interrupt has thrown out without its leaving holds one writer up, for a second.
 
     Attributes:
-        inside: the visits of threads that are in, by their numbers.
+        inside: a lock for each thread that is in, by its number, which it releases when it leaves.
     """
 
-    inside: dict[int, "Visit"]
-
     def __init__(self) -> None:
-        self.inside = {}
+        self.inside: dict[int, threading.Lock] = {}
 
-    def entered(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
         """A time during which this thread is in."""
-        return Visit(self.inside)
+        thread, lock = threading.get_ident(), taken_lock()
+        is_outer = self.inside.setdefault(thread, lock) is lock  # an inner visit does not count
+        try:
+            yield
+        finally:
+            if is_outer:
+                self.inside.pop(thread, None)
+            lock.release()
 
     def wait(self) -> None:
         """Returns when all other threads that are in now have left, or after a second."""
         end = time.monotonic() + PATIENCE
-        for thread, visit in list(self.inside.items()):
+        for thread, lock in list(self.inside.items()):
             if thread == threading.get_ident():
                 continue
-            if visit.lock.acquire(timeout=max(0.0, end - time.monotonic())):
-                visit.lock.release()
+            if lock.acquire(timeout=max(0.0, end - time.monotonic())):
+                lock.release()
             else:
                 self.inside.pop(thread, None)
-
-
-class Visit:
-    """A time during which a thread is in; each draw is one, so that it has to be quick.
-
-    Attributes:
-        lock: is taken until the thread leaves.
-    """
-
-    __slots__ = ("_inside", "_thread", "lock")
-
-    def __init__(self, inside: dict[int, "Visit"]) -> None:
-        self._inside, self._thread, self.lock = inside, threading.get_ident(), taken_lock()
-
-    def __enter__(self) -> None:
-        self._inside.setdefault(self._thread, self)  # within another visit it does not count
-
-    def __exit__(self, *error: object) -> None:
-        if self._inside.get(self._thread) is self:
-            del self._inside[self._thread]
-        self.lock.release()

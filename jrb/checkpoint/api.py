@@ -13,7 +13,7 @@ import jax
 from jrb._store import files, opening
 from jrb._store import generation as generation_files
 from jrb._store.errors import DamagedError, StaleError
-from jrb._store.opening import Progress, nobody
+from jrb._store.opening import Progress, no_progress
 from jrb._util import checks
 from jrb._util.printing import escaped_errors, printable
 from jrb.buffer import ReplayBuffer
@@ -503,7 +503,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 @escaped_errors()
-def verify(path: Path, progress: Progress = nobody) -> list[str]:
+def verify(path: Path, progress: Progress = no_progress) -> list[str]:
     """Reads all of a checkpoint, older generations too, and says what is wrong, a line each.
 
     It takes some megabytes of memory, whatever the size.

@@ -35,7 +35,7 @@ from jrb._store import files
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
-from jrb._store.opening import Progress, nobody
+from jrb._store.opening import Progress, no_progress
 from jrb._util import prng_keys, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import composite, descriptions, loading, manifest, saving, schema
@@ -337,7 +337,7 @@ def _items(
     return [items[name] for name in raw_specs]
 
 
-def verify(path: str, progress: Progress = nobody) -> list[str]:
+def verify(path: str, progress: Progress = no_progress) -> list[str]:
     """Returns all that is wrong with a file, a line each; see `jrb.checkpoint.verify`."""
     try:
         _check_seal(path, progress)
@@ -363,7 +363,7 @@ def put_seal(file: int, path: str) -> None:
     files.write_at(file, path, size, _SEAL.pack(_MARK, _sum_of(file, path, size, nobody), size))
 
 
-def _check_seal(path: str, progress: Progress = nobody) -> None:
+def _check_seal(path: str, progress: Progress = no_progress) -> None:
     """Raises unless a file is what was sealed.
 
     Raises:

@@ -12,7 +12,7 @@ from jrb._store import generation, opening, removal
 from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.generation import NATURAL, Generation, Schema, check_json
-from jrb._store.opening import Progress, nobody
+from jrb._store.opening import Progress, no_progress
 
 MIX, SEVERAL, SHARDED = "mix", "several", "sharded"
 """The kinds of checkpoints that consist of others."""
@@ -241,7 +241,7 @@ def _metadata(path: str, found: Generation) -> dict[str, Any]:
     }
 
 
-def damages(path: str, progress: Progress = nobody) -> list[str]:
+def damages(path: str, progress: Progress = no_progress) -> list[str]:
     """All that is wrong, also with the parts and theirs, a line each.
 
     Args:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jrb._store.opening import Progress, nobody
+from jrb._store.opening import Progress, no_progress
 from jrb._util import extras
 from jrb._util.printing import printable
 
@@ -95,7 +95,7 @@ def bar(text: str) -> Iterator[Progress]:
     """
     console = rich_console.Console(stderr=True)
     if not console.is_terminal:
-        yield nobody
+        yield no_progress
         return
     rich = extras.require("rich.progress", "cli")
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn()

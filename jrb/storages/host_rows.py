@@ -1,4 +1,4 @@
-"""Rows that lie on the host: what a state knows of them, and how jitted code reaches them."""
+"""Storages of arrays on the host, whatever keeps their rows: outside jitted code and inside."""
 
 import abc
 import contextlib
@@ -33,31 +33,25 @@ VERSION = jax.ShapeDtypeStruct((2,), jnp.uint32)
 class HostRows(abc.ABC):
     """The rows of one buffer, which all its states share.
 
-    Each write makes another version, and belongs to the state that it returns. Versions are uint32
-    `[2]`, high and low word.
+    Each write makes another version, uint32 `[2]`, which belongs to the state that it returns.
 
     Attributes:
         capacity: N.
         spec: one item, `jax.ShapeDtypeStruct`s.
-        spec_key: the same, to be looked up by.
+        spec_key: the spec as a key of a dict.
         names: of its leaves.
-        raw: the specs of its leaves as they lie on the host, keys as their words.
+        raw: the specs of its leaves as they are stored on the host, keys as their words.
+        path: where a save is a commit of the rows themselves; None for nowhere.
     """
 
-    capacity: int
-    spec: Item
-    spec_key: SpecKey
-    names: tuple[str, ...]
-    raw: list[jax.ShapeDtypeStruct]
-
     path: str | None = None
-    """Where a save is a commit of the rows themselves; None for nowhere."""
 
     def __init__(self, capacity: int, spec: Item) -> None:
-        self.capacity, self.spec, self.spec_key = capacity, spec, SpecKey(spec)
-        self.names = tuple(pytree.leaf_names(spec))
-        self.raw = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
-        self._asked: tuple[Version, int] = (None, 0)
+        self.capacity: int = capacity
+        self.spec: Item = spec
+        self.spec_key: SpecKey = SpecKey(spec)
+        self.names: tuple[str, ...] = tuple(pytree.leaf_names(spec))
+        self.raw: list[jax.ShapeDtypeStruct] = list(map(prng_keys.raw_spec, jax.tree.leaves(spec)))
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -67,7 +61,12 @@ class HostRows(abc.ABC):
 
     @abc.abstractmethod
     def put(
-        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+        self,
+        version: Version,
+        slots: np.ndarray,
+        *leaves: Any,
+        patient: bool = False,
+        replace: bool = False,
     ) -> np.ndarray:
         """Writes leaves `[T, E, ...]` at slots `[T, E]`, those of N or more left out.
 
@@ -76,6 +75,7 @@ class HostRows(abc.ABC):
             slots: where.
             leaves: in the order of the items' leaves, keys as their words.
             patient: whether draws that are under way are waited for.
+            replace: whether the rows are those at these slots with other values, and not new ones.
 
         Returns:
             The version of the state after the write, uint32 `[2]`.
@@ -84,48 +84,16 @@ class HostRows(abc.ABC):
             StaleError: the state is not the newest.
         """
 
-    def edit(
-        self, version: Version, slots: np.ndarray, names: tuple[str, ...], *leaves: Any
-    ) -> np.ndarray:
-        """Writes some leaves `[B, ...]` at slots `[B]`, those of N or more left out.
-
-        Args:
-            version: of the state, uint32 `[2]`.
-            slots: where; of those that stand twice, the last one counts.
-            names: of the leaves.
-            leaves: keys as their words.
-
-        Returns:
-            The version of the state after that, uint32 `[2]`.
-
-        Raises:
-            StaleError: the state is not the newest.
-        """
-        self.check_newest(version)
-        every = np.asarray(slots).reshape(-1)
-        distinct, last = np.unique(every[::-1], return_index=True)
-        which = (len(every) - 1 - last)[distinct < self.capacity]
-        at = every[which]
-        rows = self.take(version, [at] * len(self.names))
-        for name, leaf in zip(names, leaves, strict=True):
-            number = self.names.index(name)
-            rows[number] = np.asarray(leaf).reshape(len(every), *self.raw[number].shape)[which]
-        return self.put_again(version, at, *rows)
-
-    def put_again(self, version: Version, slots: np.ndarray, *leaves: Any) -> np.ndarray:
-        """As `put`, of rows that keep their place in time, leaves `[B, ...]` at slots `[B]`."""
-        return self.put(version, slots, *leaves)
-
     @abc.abstractmethod
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """The leaf of this number at slots, integers `[B]`, as bytes, uint8 `[B, width]`.
+        """Returns the leaf of this number at slots, integers `[B]`, as bytes, uint8 `[B, width]`.
 
         Raises:
-            StaleError: something there was overwritten after this version.
+            StaleError: a row there was overwritten after this version.
         """
 
     def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
-        """Each leaf at slots of its own, as `read_leaf`."""
+        """Returns each leaf at slots of its own, as `read_leaf`."""
         return [self.read_leaf(version, leaf, at) for leaf, at in enumerate(slots)]
 
     @abc.abstractmethod
@@ -134,16 +102,8 @@ class HostRows(abc.ABC):
 
     @property
     def reach(self) -> int:
-        """Slots from this one on were never written, and hold zeros."""
+        """The slot from which on none was ever written; rows there are zeros."""
         return self.capacity
-
-    def number(self, version: Version) -> int:
-        """The number of a write, from its words; draws ask for that of one version many times."""
-        last, found = self._asked
-        if last is not version:
-            found = number(version)
-            self._asked = version, found
-        return found
 
     def drawing(self) -> AbstractContextManager[None]:
         """A time during which other threads overwrite nothing."""
@@ -153,57 +113,68 @@ class HostRows(abc.ABC):
         """A time after which, if something interrupts it, this version is the newest again."""
         return contextlib.nullcontext()
 
-    def take(self, version: Version, places: list[Any]) -> list[np.ndarray]:
-        """The leaves at slots of any shape, one array of slots for each; zeros at -1."""
-        every = {id(slots): np.asarray(slots).reshape(-1) for slots in places}
-        known = {which: _known(slots) for which, slots in every.items()}
-        rows = self.read(version, [known[id(slots)] for slots in places])
-        found = []
-        for leaf, spec, slots in zip(rows, self.raw, places, strict=True):
-            if len(leaf) < slots.size:
-                leaf = _spread(leaf, every[id(slots)] >= 0)
-            found.append(leaf.view(spec.dtype).reshape((*slots.shape, *spec.shape)))
-        return found
+    def edit(
+        self, version: Version, slots: np.ndarray, names: tuple[str, ...], *leaves: Any
+    ) -> np.ndarray:
+        """Writes some leaves `[B, ...]`, by their names, at slots `[B]`, as `put`.
 
-    def at(self, version: Version, slots: np.ndarray) -> list[np.ndarray]:
-        """The same of all leaves at slots `[B]`, of which none is -1, in less time."""
-        rows = self.read(version, [slots] * len(self.raw))
-        return [
-            leaf.view(spec.dtype).reshape((len(slots), *spec.shape))
-            for leaf, spec in zip(rows, self.raw, strict=True)
-        ]
-
-    def fetch(self, version: Version, places: list[Any], device: Device = None) -> Item:
-        """The items at slots of any shape, on a device; None for the default one."""
-        return self.items(jax.device_put(self.take(version, places), device))
-
-    def drawn(self, leaves: list[np.ndarray], device: Device) -> Item:
-        """The items of these leaves on a device, for draws, which are of few shapes.
-
-        Small arguments of a compiled function come to the default device five times as fast as by
-        `device_put`; but for every shape it is compiled, and large ones it copies.
+        Of slots that are given twice, the last one counts.
         """
+        self.check_newest(version)
+        flat, which = _distinct(slots, self.capacity)
+        at = flat[which]
+        rows = self.take(version, [at] * len(self.names))
+        for name, leaf in zip(names, leaves, strict=True):
+            number = self.names.index(name)
+            rows[number] = np.asarray(leaf).reshape(len(flat), *self.raw[number].shape)[which]
+        return self.put(version, at, *rows, patient=True, replace=True)
+
+    def take(self, version: Version, slots: list[Any]) -> list[np.ndarray]:
+        """Returns the leaves at slots of any shape, an array of slots for each; zeros at -1."""
+        # Mostly, one array stands for all leaves: it is looked at once.
+        flat = {id(at): np.asarray(at).reshape(-1) for at in slots}
+        blank = {key: bool(at.size) and at.item(at.argmin()) < 0 for key, at in flat.items()}
+        some = {key: at[at >= 0] if blank[key] else at for key, at in flat.items()}
+        rows = self.read(version, [some[id(at)] for at in slots])
+        leaves = []
+        for row_bytes, spec, at in zip(rows, self.raw, slots, strict=True):
+            if blank[id(at)]:
+                every = np.zeros((at.size, row_bytes.shape[1]), np.uint8)
+                every[flat[id(at)] >= 0] = row_bytes
+                row_bytes = every
+            leaves.append(row_bytes.view(spec.dtype).reshape((*at.shape, *spec.shape)))
+        return leaves
+
+    def fetch(self, version: Version, slots: list[Any], device: Device = None) -> Item:
+        """Returns the items at slots of any shape, on a device; None for the default one."""
+        return self.items(jax.device_put(self.take(version, slots), device))
+
+    def fetch_draw(self, version: Version, slots: list[Any], device: Device) -> Item:
+        """Returns items as `fetch`, in less time for draws, which are of few shapes."""
+        leaves = self.take(version, slots)
+        # Small arguments of a compiled function come to the default device five times as fast as by
+        # `device_put`; but for every shape it is compiled, and large ones it copies.
         if device is None and all(leaf.nbytes < table.SMALL for leaf in leaves):
             return _handed_over(leaves, spec=self.spec_key)
         return self.items(jax.device_put(leaves, device))
 
-    def call(self, version: jax.Array, places: list[jax.Array]) -> list[jax.Array]:
-        """The same as `take`, from jitted code."""
-        unique = {id(slots): slots for slots in places}
-        index = [list(unique).index(id(slots)) for slots in places]
+    def call(self, version: jax.Array, slots: list[jax.Array]) -> list[jax.Array]:
+        """Returns the leaves as `take`, from jitted code."""
+        unique = {id(at): at for at in slots}
+        index = [list(unique).index(id(at)) for at in slots]
         shapes = [
-            jax.ShapeDtypeStruct((*slots.shape, *spec.shape), spec.dtype)
-            for slots, spec in zip(places, self.raw, strict=True)
+            jax.ShapeDtypeStruct((*at.shape, *spec.shape), spec.dtype)
+            for at, spec in zip(slots, self.raw, strict=True)
         ]
 
-        def fetch(version: Version, *slots: np.ndarray) -> list[np.ndarray]:
-            arrays = [np.asarray(one) for one in slots]
+        def fetch(version: Version, *arrays: np.ndarray) -> list[np.ndarray]:
+            arrays = tuple(map(np.asarray, arrays))
             return self.take(version, [arrays[number] for number in index])
 
         return call(fetch, shapes, version, *unique.values())
 
     def items(self, leaves: list[Any]) -> Item:
-        """The items of these leaves, keys wrapped again."""
+        """Returns the items of these leaves, keys wrapped again."""
         return _items(leaves, self.spec)
 
 
@@ -218,11 +189,21 @@ def _handed_over(leaves: list[jax.Array], spec: SpecKey) -> Item:
     return _items(leaves, spec.spec)
 
 
+def _distinct(slots: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns slots in one line, int64 `[B]`, and which of them are distinct and below N.
+
+    Of equal ones it is the last.
+    """
+    flat = np.asarray(slots).reshape(-1).astype(np.int64)
+    distinct, last = np.unique(flat[::-1], return_index=True)
+    return flat, (len(flat) - 1 - last)[distinct < capacity]
+
+
 class PlainRows(HostRows):
     """Rows anywhere, for which two methods say how they are written and read.
 
-    A subclass has `write_rows(slots, leaves)` and `read_rows(leaf, slots)`. What was overwritten
-    is told from what a state may still see by the number of the write, kept for every slot.
+    A subclass has `write_rows(slots, leaves)` and `read_rows(leaf, slots)`. The number of the last
+    write to every slot shows which rows are newer than the state that reads them.
     """
 
     def __init__(self, capacity: int, spec: Item) -> None:
@@ -235,23 +216,26 @@ class PlainRows(HostRows):
 
     @abc.abstractmethod
     def read_rows(self, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """The leaf of this number at slots, integers `[B]`, in any order and more than once."""
+        """Returns the leaf of this number at slots, integers `[B]`, in any order and repeated."""
 
     def put(
-        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+        self,
+        version: Version,
+        slots: np.ndarray,
+        *leaves: Any,
+        patient: bool = False,
+        replace: bool = False,
     ) -> np.ndarray:
         """See `HostRows.put`; of rows that go to one slot, the last one is written."""
         self.check_newest(version)
-        at = np.asarray(slots).reshape(-1).astype(np.int64)
-        distinct, last = np.unique(at[::-1], return_index=True)
-        rows = (len(at) - 1 - last)[distinct < self.capacity]
-        found = [
-            np.asarray(leaf).reshape(len(at), *spec.shape)[rows]
+        flat, which = _distinct(slots, self.capacity)
+        rows = [
+            np.asarray(leaf).reshape(len(flat), *spec.shape)[which]
             for leaf, spec in zip(leaves, self.raw, strict=True)
         ]
         self._newest += 1
-        self._written[at[rows]] = self._newest
-        self.write_rows(at[rows], found)
+        self._written[flat[which]] = self._newest
+        self.write_rows(flat[which], rows)
         return words(self._newest)
 
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
@@ -274,11 +258,11 @@ def _stale(text: str) -> StaleError:
 
 
 class HostView(pytree.State, HostState):
-    """What a state knows of its rows.
+    """The part of a state that refers to rows on the host.
 
     Attributes:
         version: uint32 `[2]`, the number of the write that made it, high and low word.
-        rows: where they are.
+        rows: of all states of the buffer.
     """
 
     version: jax.Array = pytree.cursor()
@@ -295,58 +279,41 @@ class HostView(pytree.State, HostState):
         return self.rows.capacity * pytree.nbytes(self.rows.spec)
 
     def after(self, version: Version) -> "HostView":
-        """That of the state after a write."""
+        """Returns the view of the state after a write."""
         return self.replace(version=_on_device(version))
 
 
 @functools.partial(jax.jit, inline=True)
 def _on_device(version: Version) -> jax.Array:
-    """The same, in a fifth of the time of `jnp.asarray`."""
+    """Returns its argument as an array of JAX, in a fifth of the time of `jnp.asarray`."""
     return version
 
 
 def view(rows: HostRows, version: int = 0) -> HostView:
-    """What a state knows that has a version of these rows."""
+    """Returns the view of a state that has a version of these rows."""
     return HostView(version=jnp.asarray(words(version)), rows=rows)
 
 
-def device_of(array: jax.Array) -> Any:
-    """Where an array has to stay; None if nowhere in particular."""
-    return array.sharding if compat.is_committed(array) else None
-
-
 def number(version: Version) -> int:
-    """The number of a write, from its words."""
+    """Returns the number of a write, from its words."""
     high, low = np.asarray(version).tolist()
     return high << 32 | low
 
 
 def words(version: int) -> np.ndarray:
-    """The words of a number, uint32 `[2]`."""
+    """Returns the words of a number, uint32 `[2]`."""
     return np.array([version >> 32, version & 0xFFFFFFFF], np.uint32)
 
 
-def _known(slots: np.ndarray) -> np.ndarray:
-    """Those that are not -1."""
-    return slots[slots >= 0] if slots.size and slots.item(slots.argmin()) < 0 else slots
-
-
-def _spread(rows: np.ndarray, here: np.ndarray) -> np.ndarray:
-    """A row for each place, these ones where they are, zeros elsewhere."""
-    whole = np.zeros((len(here), rows.shape[1]), np.uint8)
-    whole[here] = rows
-    return whole
-
-
 def bytes_of(leaf: np.ndarray, count: int) -> np.ndarray:
-    """Rows as bytes, uint8 `[B, width]`."""
+    """Returns rows as bytes, uint8 `[B, width]`."""
     if not leaf.size:
         return np.zeros((count, 0), np.uint8)
     return np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8)
 
 
 def call(function: Callable[..., Any], shapes: Any, *args: Any) -> Any:
-    """A function of NumPy arrays, called from jitted code in the order of the program.
+    """Calls a function of NumPy arrays from jitted code, in the order of the program.
 
     Raises:
         TypeError: under `vmap`.
@@ -375,7 +342,7 @@ class HostArrays(HostStorage):
 
     @abc.abstractmethod
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> HostRows:
-        """Rows full of zeros.
+        """Returns rows full of zeros.
 
         Args:
             ring: the ring's shape.
@@ -389,41 +356,49 @@ class HostArrays(HostStorage):
         return HostStorageProxy()
 
     def device_state(self, state: PartState) -> Any:
-        """The state of `device_part`: nothing."""
+        """Returns the state of `device_part`: nothing."""
         return None
 
     def view(self, state: PartState) -> HostView:
-        """What a state knows of its rows."""
+        """Returns the part of a state that refers to rows on the host."""
         return state
 
+    def combine(self, view: HostView, device_state: PartState) -> Any:
+        """Returns the state of rows on the host and of the device part."""
+        return view
+
     def init(self, context: Context, spec: Item) -> Any:
-        """Rows full of zeros."""
+        """Returns the state of rows full of zeros."""
         device_state = self.device_part.init(context, spec)
         return self.make(context.ring, spec, device_state, is_chronological=True)
 
     def make(self, ring: Ring, spec: Item, device_state: PartState, is_chronological: bool) -> Any:
-        """The same, with the state of `device_part`; and whether rows come in time."""
-        return self.joined(view(self.make_rows(ring, spec, is_chronological)), device_state)
-
-    def joined(self, view: HostView, device_state: PartState) -> Any:
-        """The state of rows on the host and of what is on the device."""
-        return view
+        """Returns the state of new rows, which come in the order of time or not."""
+        return self.combine(view(self.make_rows(ring, spec, is_chronological)), device_state)
 
     def elsewhere(self) -> Self:
-        """The same storage for rows of its own, where it would else be at the path of others."""
+        """Returns the storage for rows of its own, where it would else be at the path of others."""
         return self
 
     def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> Any:
-        """The state for rows that were there before; a function says which of them are held."""
+        """Returns the state of existing rows; a function returns which of them are held."""
         return view
 
     def spec(self, state: PartState) -> Item:
-        """What one slot holds."""
+        """Returns the spec of an item."""
         return self.view(state).rows.spec
 
     def spec_key(self, state: PartState) -> SpecKey:
-        """The same, made once."""
+        """Returns the spec as a key of a dict, made once."""
         return self.view(state).rows.spec_key
+
+    def names(self, state: PartState) -> tuple[str, ...] | None:
+        """Returns the names of the leaves."""
+        return self.view(state).rows.names
+
+    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
+        """Returns the bytes of the rows, and of the version."""
+        return ring.capacity * pytree.nbytes(spec) + pytree.nbytes(VERSION)
 
     # Outside jit.
 
@@ -436,41 +411,34 @@ class HostArrays(HostStorage):
         view = self.view(state)
         return view.rows.writing(view.version)
 
-    def names(self, state: PartState) -> tuple[str, ...] | None:
-        """Those of the leaves."""
-        return self.view(state).rows.names
-
     def put(self, state: PartState, planned: Any, items: Item) -> Any:
         """Puts items, leaves `[T, E, ...]` or `[T, ...]`, at the slots that were planned."""
         view, leaves = self.view(state), map(prng_keys.raw, jax.tree.leaves(items))
         slots, device_state = self.device_part.planned(planned)
         version = view.rows.put(view.version, slots, *leaves, patient=True)
-        return self.joined(view.after(version), device_state)
+        return self.combine(view.after(version), device_state)
 
     def moved(self, state: PartState, planned: Any) -> Any:
-        """The same state with that of the device part which was planned."""
-        return self.joined(self.view(state), self.device_part.planned(planned)[1])
+        """Returns the state with that of the device part which was planned."""
+        return self.combine(self.view(state), self.device_part.planned(planned)[1])
 
     def put_values(
         self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
     ) -> Any:
-        """Other values for some leaves, all others as they are."""
-        view, new = self.view(state), {name: prng_keys.raw(leaf) for name, leaf in values.items()}
-        return self.joined(
-            view.after(view.rows.edit(view.version, slots, tuple(new), *new.values())), device_state
-        )
+        """Puts other values into some leaves, and leaves all others as they are."""
+        view, leaves = self.view(state), map(prng_keys.raw, values.values())
+        version = view.rows.edit(view.version, slots, tuple(values), *leaves)
+        return self.combine(view.after(version), device_state)
 
     def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
-        """The items there: all leaves at slots `[B]`, or each in its place."""
+        """Returns the items: all leaves at slots `[B]`, or each where it was located."""
         view = self.view(state)
-        if places is None:
-            leaves = view.rows.at(view.version, np.asarray(slots))
-        else:
-            leaves = view.rows.take(view.version, places.each(np.asarray))
-        return view.rows.drawn(leaves, device_of(slots))
+        at = [np.asarray(slots)] * len(view.rows.raw) if places is None else places.each(np.asarray)
+        device = slots.sharding if compat.is_committed(slots) else None
+        return view.rows.fetch_draw(view.version, at, device)
 
     def take(self, state: PartState, slots: np.ndarray) -> Item:
-        """The items at slots of any shape."""
+        """Returns the items at slots of any shape."""
         view = self.view(state)
         return view.rows.fetch(view.version, [slots] * len(view.rows.names))
 
@@ -479,13 +447,13 @@ class HostArrays(HostStorage):
     def write(
         self, context: Context, state: PartState, write: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
-        """To the device, and by a call to the host."""
-        view, kept = self.view(state), self.device_state(state)
-        planned, write = self.device_part.write(context, kept, write, items)
+        """Writes to the device, and by a call to the host."""
+        view, before = self.view(state), self.device_state(state)
+        planned, write = self.device_part.write(context, before, write, items)
         slots, device_state = self.device_part.planned(planned)
         leaves = [lax.stop_gradient(prng_keys.raw(leaf)) for leaf in jax.tree.leaves(items)]
         version = call(view.rows.put, VERSION, view.version, slots, *leaves)
-        return self.joined(view.after(version), device_state), write
+        return self.combine(view.after(version), device_state), write
 
     def edit(
         self,
@@ -494,25 +462,21 @@ class HostArrays(HostStorage):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> Any:
-        """On the device, and by a call to the host."""
+        """Edits rows on the device, and by a call to the host."""
         if slots is None:
             slots = jnp.arange(context.ring.capacity, dtype=jnp.int32)
         view, names = self.view(state), tuple(values)
-        kept = self.device_part.edit(context, self.device_state(state), slots, values)
+        device_state = self.device_part.edit(context, self.device_state(state), slots, values)
         edit = lambda version, slots, *leaves: view.rows.edit(version, slots, names, *leaves)
         leaves = [lax.stop_gradient(prng_keys.raw(leaf)) for leaf in values.values()]
         version = call(edit, VERSION, view.version, slots, *leaves)
-        return self.joined(view.after(version), kept)
-
-    def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """The bytes of the rows, and of the version."""
-        return ring.capacity * pytree.nbytes(spec) + pytree.nbytes(VERSION)
+        return self.combine(view.after(version), device_state)
 
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """A call to the host."""
+        """Returns items by a call to the host."""
         view = self.view(state)
         return view.rows.items(view.rows.call(view.version, list(map(where, view.rows.names))))
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """The same rows: what they hold is not looked at again."""
+        """Returns the state of the same rows, which are not looked at again."""
         return dependencies.delay_writes_until(state, token)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import jax
 import numpy as np
 
-from jrb._store import files
+from jrb._store import files, table
 from jrb._store.errors import StaleError
 from jrb._store.opening import create
 from jrb._store.store import Store
@@ -32,19 +32,17 @@ from jrb.types import Item
 class StoreRows(HostRows):
     """The rows of a store.
 
-    Attributes:
-        store: where they are.
+    Args:
+        store: with the rows.
+        spec: of one item.
         expiring: whether rows that a commit has promised may go when the ring comes round to them.
     """
 
-    store: Store
-    expiring: bool
-    path: str | None
-
     def __init__(self, store: Store, spec: Item, expiring: bool) -> None:
         super().__init__(store.slots, spec)
-        self.store, self.expiring = store, expiring
+        self.store: Store = store
         self.path = store.path
+        self._expiring = expiring
 
     @property
     def reach(self) -> int:
@@ -52,28 +50,26 @@ class StoreRows(HostRows):
         return self.store.reach
 
     def put(
-        self, version: Version, slots: np.ndarray, *leaves: Any, patient: bool = False
+        self,
+        version: Version,
+        slots: np.ndarray,
+        *leaves: Any,
+        patient: bool = False,
+        replace: bool = False,
     ) -> np.ndarray:
         """See `HostRows.put`."""
-        return self._put(version, slots, leaves, self.expiring, patient)
-
-    def put_again(self, version: Version, slots: np.ndarray, *leaves: Any) -> np.ndarray:
-        """See `HostRows.put_again`; the table grows rather than that a row which is saved goes."""
-        return self._put(version, slots, leaves, expiring=False, patient=True)
-
-    def _put(
-        self, version: Version, slots: np.ndarray, leaves: tuple, expiring: bool, patient: bool
-    ) -> np.ndarray:
         at = np.asarray(slots).reshape(-1).astype(np.int64)
         rows = [bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]
-        kept = at < self.capacity
-        if not kept.all():
-            at, rows = at[kept], [leaf[kept] for leaf in rows]
+        is_kept = at < self.capacity
+        if not is_kept.all():
+            at, rows = at[is_kept], [leaf[is_kept] for leaf in rows]
+        # The table grows rather than that a saved row goes whose slot keeps its place in time.
+        expiring = self._expiring and not replace
         return words(self.store.put(number(version), at, rows, expiring, patient))
 
     def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
         """See `HostRows.read`."""
-        return self.store.take(self.number(version), slots)
+        return self.store.take(number(version), slots)
 
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """See `HostRows.read_leaf`."""
@@ -84,12 +80,12 @@ class StoreRows(HostRows):
         self.store.check_newest(number(version))
 
     def drawing(self) -> AbstractContextManager[None]:
-        """A time during which other threads overwrite nothing."""
+        """See `HostRows.drawing`."""
         return self.store.drawing.entered()
 
     @contextlib.contextmanager
     def writing(self, version: Version) -> Iterator[None]:
-        """A time after which, if something interrupts it, this version is the newest again."""
+        """See `HostRows.writing`."""
         before = number(version)
         is_newest = before == self.store.version
         try:
@@ -107,35 +103,29 @@ _ATOMIC_BYTES = 8 << 20
 
 
 def columns(spec: Item) -> tuple[Column, ...]:
-    """The columns of a store for such items.
+    """Returns the columns of a store for such items.
 
     Raises:
-        ValueError: names of leaves that cannot be told apart as files, or are too long.
+        ValueError: leaves have names that are one as files, or that are too long.
     """
-    found, files, folders = [], set[str](), set[str]()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
-        raw = prng_keys.raw_spec(leaf)
+    leaves = jax.tree_util.tree_leaves_with_path(spec)
+    every = []
+    for path, leaf in leaves:
+        raw, parts = prng_keys.raw_spec(leaf), []
+        for key in path:
+            part = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
+            parts.append("%2E" if part == "." else part)
         kind = (str(leaf.dtype), str(list(leaf.shape)))
-        name = "/".join(map(_part, path)) if path else "."
-        found.append(Column.of(name, kind, raw.size * raw.dtype.itemsize))
-        file = found[-1].file
-        parts = file.split("/")
-        above = {"/".join(parts[:end]) for end in range(1, len(parts))}
-        is_taken = file in files or file in folders or not above.isdisjoint(files)
-        if is_taken or max(map(len, parts)) > 250:
+        name = "/".join(parts) if path else "."
+        every.append(Column.of(name, kind, raw.size * raw.dtype.itemsize))
+    # A column whose file is called otherwise has a name that another one has, or that is too long.
+    for (path, _), column, file in zip(leaves, every, table.files_of(tuple(every)), strict=True):
+        if file != column.file:
             raise ValueError(
                 f"init: leaf '{pytree.leaf_name(path)}': expected a name that no other leaf has, "
-                f"and that a file can have, got {file[:80]!r}. Rename it."
+                f"and that a file can have, got {column.file[:80]!r}. Rename it."
             )
-        files.add(file)
-        folders |= above
-    return tuple(found)
-
-
-def _part(key: Any) -> str:
-    """A part of a name, without what has a meaning in it."""
-    name = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
-    return "%2E" if name == "." else name
+    return tuple(every)
 
 
 class StoreArrays(HostArrays):

@@ -20,27 +20,23 @@ class Shelf:
 
     Attributes:
         objects: N of them; None where there is none.
-        written: which write put each there.
+        written: the number of the write that put each there.
         writes: how many there were.
     """
 
-    objects: list[Any]
-    written: np.ndarray
-    writes: int
-
     def __init__(self, capacity: int) -> None:
         self.objects: list[Any] = [None] * capacity
-        self.written = np.zeros(capacity, np.int64)
-        self.writes = 0
+        self.written: np.ndarray = np.zeros(capacity, np.int64)
+        self.writes: int = 0
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objects(HostState):
-    """Where a state's objects are.
+    """The state of a `ListStorage`.
 
     Attributes:
-        shelf: what they stand on, together with those of older and newer states.
+        shelf: its objects, together with those of older and newer states.
         version: the writes that this state knows of.
     """
 
@@ -88,14 +84,18 @@ class ListStorage(HostStorage):
         return HostStorageProxy()
 
     def device_state(self, state: Objects) -> None:
-        """The state of `device_part`: nothing."""
+        """Returns the state of `device_part`: nothing."""
 
     def init(self, context: Context, spec: Item) -> Objects:
-        """An empty shelf."""
+        """Returns the state of an empty shelf."""
         return self.make(context.ring, spec, None, is_chronological=True)
 
     def make(self, ring: Ring, spec: Item, device_state: None, is_chronological: bool) -> Objects:
-        """The same, with the state of `device_part`."""
+        """Returns the state of an empty shelf."""
+        return Objects(shelf=Shelf(ring.capacity), version=0)
+
+    def reset(self, ring: Ring, state: Objects, token: jax.Array) -> Objects:
+        """Returns the state of an empty shelf; older states keep theirs."""
         return Objects(shelf=Shelf(ring.capacity), version=0)
 
     def put(
@@ -117,49 +117,47 @@ class ListStorage(HostStorage):
         for row, places in zip(items, slots.tolist(), strict=True):
             for item, slot in zip(row, places, strict=True):
                 if slot < len(shelf.objects):
-                    shelf.written[slot] = shelf.writes  # first: a thread that reads looks after it
+                    shelf.written[slot] = shelf.writes  # first: a thread that reads checks it last
                     shelf.objects[slot] = item
         return Objects(shelf=shelf, version=shelf.writes)
 
     def put_values(
         self, state: Objects, device_state: None, slots: np.ndarray, values: list[Any]
     ) -> Objects:
-        """Other objects at slots `[B]`, those of N or more left out."""
+        """Puts other objects at slots `[B]`, those of N or more left out."""
         return self.put(state, slots[None], [values])
 
     def fetch(self, state: Objects, slots: jax.Array, places: Any) -> list[Any]:
-        """The objects at slots `[B]`.
+        """Returns the objects at slots `[B]`, as `take`."""
+        return self.take(state, np.asarray(slots))
+
+    def take(self, state: Objects, slots: np.ndarray) -> list[Any]:
+        """Returns the objects at slots of any shape.
 
         Raises:
             StaleError: one of them was overwritten after this state was made.
         """
-        return self.take(state, np.asarray(slots))
-
-    def take(self, state: Objects, slots: np.ndarray) -> list[Any]:
-        """The same, for slots of any shape."""
         shelf, slots = state.shelf, slots.reshape(-1)
-        found = list(map(shelf.objects.__getitem__, slots.tolist()))
+        objects = list(map(shelf.objects.__getitem__, slots.tolist()))
         if shelf.writes > state.version and (shelf.written[slots] > state.version).any():
             raise StaleError(
                 "ListStorage: expected a state whose objects are still there, got one of which "
                 "something was overwritten since. Draw from the state that the last write returned."
             )
-        return found
+        return objects
+
+    # Inside jit there are no objects.
 
     def spec(self, state: Objects) -> Item:
-        """Raises: objects have no shapes."""
+        """Raises `TypeError`: objects have no shapes."""
         raise refusal()
 
     def write(
         self, context: Context, state: Objects, write: WritePlan, items: Item
     ) -> tuple[Objects, WritePlan]:
-        """Raises: this is for inside `jit`."""
+        """Raises `TypeError`."""
         raise refusal()
 
     def read(self, context: Context, state: Objects, where: SlotsForLeaf) -> Item:
-        """Raises: this is for inside `jit`."""
+        """Raises `TypeError`."""
         raise refusal()
-
-    def reset(self, ring: Ring, state: Objects, token: jax.Array) -> Objects:
-        """A shelf of one's own."""
-        return Objects(shelf=Shelf(ring.capacity), version=0)

@@ -26,7 +26,7 @@ class DeviceCacheState(pytree.State):
 
     Attributes:
         items: leaves `[H, ...]`.
-        clock: where they lie; a ring of its own.
+        clock: of the ring that they are in.
     """
 
     items: Item
@@ -34,14 +34,14 @@ class DeviceCacheState(pytree.State):
 
 
 class TieredState(pytree.State, HostState):
-    """The state of a storage that spills.
+    """The state of a `SpillStorage`.
 
     Attributes:
-        hot: the newest rows.
+        cache: the newest rows.
         view: all rows.
     """
 
-    hot: DeviceCacheState
+    cache: DeviceCacheState
     view: HostView
 
     @property
@@ -57,28 +57,28 @@ class TieredState(pytree.State, HostState):
 
 @pytree.component
 class DeviceCache(DeviceProxy):
-    """The newest rows of a ring, and what stands for the rest of it in jitted parts."""
+    """The newest rows of a ring, and what stands for all others in jitted parts."""
 
     capacity: int
 
     def ring(self, ring: Ring) -> Ring:
-        """The shape of the hot ring."""
+        """Returns the shape of the ring of cached rows."""
         return Ring(rows=min(self.capacity // ring.envs, ring.rows), envs=ring.envs)
 
     def init(self, context: Context, spec: Item) -> DeviceCacheState:
-        """No rows."""
-        hot = self.ring(context.ring)
-        items = jax.tree.map(lambda leaf: columns.room(hot.capacity, leaf), spec)
-        return DeviceCacheState(items=items, clock=hot.start())
+        """Returns the state without rows."""
+        cache = self.ring(context.ring)
+        items = jax.tree.map(lambda leaf: columns.room(cache.capacity, leaf), spec)
+        return DeviceCacheState(items=items, clock=cache.start())
 
     def spec(self, state: DeviceCacheState) -> Item:
-        """What one slot holds."""
+        """Returns the spec of an item."""
         return columns.spec(state.items)
 
     def write(
         self, context: Context, state: DeviceCacheState, write: WritePlan, items: Item
     ) -> tuple[tuple[jax.Array, DeviceCacheState], WritePlan]:
-        """The slots, int32 `[T, E]`, and the last of the rows put where they belong."""
+        """Returns the slots, int32 `[T, E]`, and the state with the last of the rows."""
         mask = None if write.consecutive else write.written
         ring = self.ring(context.ring)
         clock, put = rows.plan_rows(ring, state.clock, write.passed.size, mask)
@@ -93,11 +93,11 @@ class DeviceCache(DeviceProxy):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> DeviceCacheState:
-        """The same for those that are hot."""
+        """Edits those of the rows that are cached."""
         capacity, size = context.ring.capacity, self.ring(context.ring).capacity
         slots = jnp.arange(capacity, dtype=jnp.int32) if slots is None else slots
-        row, here = self.where(context, state, jnp.minimum(slots, capacity - 1))
-        at = jnp.where(here & (slots < capacity), row, size)
+        row, is_cached = self.where(context, state, jnp.minimum(slots, capacity - 1))
+        at = jnp.where(is_cached & (slots < capacity), row, size)
 
         def put(path: tuple, column: columns.Column) -> columns.Column:
             new = values.get(pytree.leaf_name(path))
@@ -109,74 +109,74 @@ class DeviceCache(DeviceProxy):
     def planned(
         self, plan: tuple[jax.Array, DeviceCacheState]
     ) -> tuple[jax.Array, DeviceCacheState]:
-        """The slots, and the cached rows."""
+        """Returns the slots, and the cached rows."""
         return plan
 
     def slots_of(self, plan: tuple[jax.Array, DeviceCacheState]) -> tuple[jax.Array, None]:
-        """The slots, without the cached rows."""
+        """Returns the slots, without the cached rows."""
         return plan[0], None
 
     def where(self, context: Context, state: DeviceCacheState, slots: jax.Array) -> Any:
         """Returns offsets of slots, int32 `[...]`, among the cached rows, and which are cached."""
-        ring, held, hot = context.ring, context.held, self.ring(context.ring)
-        back = held.after(ring, slots)
-        here = (back >= 0) & (back < state.clock.count)
-        row = hot.row_after(state.clock.cursor, jnp.where(here, hot.rows - 1 - back, 0))
-        return row * ring.envs + slots % ring.envs, here
+        ring, cache = context.ring, self.ring(context.ring)
+        age = context.held.after(ring, slots)
+        is_cached = (age >= 0) & (age < state.clock.count)
+        row = cache.row_after(state.clock.cursor, jnp.where(is_cached, cache.rows - 1 - age, 0))
+        return row * ring.envs + slots % ring.envs, is_cached
 
     def locate(
         self, context: Context, state: DeviceCacheState, where: list[jax.Array]
     ) -> UniqueSlots:
-        """The slots at which leaves are read, their places among the cached rows, and which are."""
+        """Returns slots of leaves, their offsets among the cached rows, and which are cached."""
         return UniqueSlots.of(where, lambda slots: (slots, *self.where(context, state, slots)))
 
     def reset(self, ring: Ring, state: DeviceCacheState, token: jax.Array) -> DeviceCacheState:
-        """No rows."""
+        """Returns the state without rows."""
         return state.replace(clock=self.ring(ring).emptied(state.clock))
 
 
 @jax.jit
 def _gathered(leaves: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
-    """Rows of each leaf, `[*slots, ...]`."""
+    """Returns rows of each leaf, `[*slots, ...]`."""
     return [gather.items_at(leaf, row) for leaf, row in zip(leaves, at, strict=True)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _merged(hot: list[jax.Array], cold: list[jax.Array], at: list[jax.Array]) -> list[jax.Array]:
-    """Rows `[*slots, ...]` into which others are put, at places among them, one after the other."""
-    found = []
-    for warm, rest, start in zip(hot, cold, at, strict=True):
-        lead = warm.shape[: warm.ndim + 1 - rest.ndim]
-        line = warm.reshape(math.prod(lead), *rest.shape[1:])
-        line = rows.put_blocks(line, start, rest[:, None]) if start.size else line
-        found.append(line.reshape(warm.shape))
-    return found
+def _merged(cached: list[jax.Array], others: list[jax.Array], at: list[jax.Array]) -> list:
+    """Puts rows, `[K, ...]` of each leaf, at offsets among others, `[*slots, ...]`."""
+    merged = []
+    for leaf, new, start in zip(cached, others, at, strict=True):
+        lead = leaf.shape[: leaf.ndim + 1 - new.ndim]
+        line = leaf.reshape(math.prod(lead), *new.shape[1:])
+        line = rows.put_blocks(line, start, new[:, None]) if start.size else line
+        merged.append(line.reshape(leaf.shape))
+    return merged
 
 
-def _cold(slots: np.ndarray, hot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The slots that are not hot, and where in the batch they stand.
+def _uncached(slots: np.ndarray, is_cached: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the slots that are not cached, and their offsets in the batch.
 
     In few lengths, so that little is compiled: none, or an eighth of the batch and then half more,
     again and again.
     """
-    flat, cold = slots.reshape(-1), np.flatnonzero(~hot.reshape(-1))
-    if not len(cold):
-        return flat[:0], cold.astype(np.int32)
+    flat, offsets = slots.reshape(-1), np.flatnonzero(~is_cached.reshape(-1))
+    if not len(offsets):
+        return flat[:0], offsets.astype(np.int32)
     length = -(-len(flat) // 8)
-    while length < len(cold):
+    while length < len(offsets):
         length += -(-length // 2)
     at = np.full(min(length, len(flat)), len(flat), np.int32)
-    at[: len(cold)] = cold
-    return flat[np.where(at < len(flat), at, cold[0])], at
+    at[: len(offsets)] = offsets
+    return flat[np.where(at < len(flat), at, offsets[0])], at
 
 
 @pytree.component
 class SpillStorage(StoreArrays):
     """Keeps all items in files on the host, and the newest ones in a ring on the device too.
 
-    Draws are, bit for bit, those of a `DeviceStorage` of the whole capacity: what is hot is read on
-    the device, the rest on the host. Writes go to both. Otherwise as `jrb.MemmapStorage`. Rows must
-    come in the order of time.
+    Draws are, bit for bit, those of a `DeviceStorage` of the whole capacity: cached rows are read
+    on the device, all others on the host. Writes go to both. Otherwise as `jrb.MemmapStorage`. Rows
+    must come in the order of time.
 
     Attributes:
         path: of a folder that is not there, or is empty; None for a temporary one.
@@ -199,11 +199,11 @@ class SpillStorage(StoreArrays):
 
     @property
     def requires_chronological(self) -> bool:
-        """The newest rows are told by the order in which they came."""
+        """True: the newest rows are those that came last."""
         return True
 
     def make_rows(self, ring: Ring, spec: Item, is_chronological: bool) -> StoreRows:
-        """Files full of zeros. Raises if there is no room for them."""
+        """Returns files full of zeros. Raises if there is no room for them."""
         checks.divides("device_capacity", self.device_capacity, ring.envs)
         return super().make_rows(ring, spec, is_chronological)
 
@@ -213,66 +213,62 @@ class SpillStorage(StoreArrays):
         return DeviceCache(self.device_capacity)
 
     def device_state(self, state: TieredState) -> DeviceCacheState:
-        """The cached rows."""
-        return state.hot
+        """Returns the cached rows."""
+        return state.cache
 
     def view(self, state: TieredState) -> HostView:
-        """What a state knows of its rows."""
+        """Returns the part of a state that refers to rows on the host."""
         return state.view
 
-    def joined(self, view: HostView, device_state: DeviceCacheState) -> TieredState:
-        """The state of all rows and of the cached ones."""
-        return TieredState(hot=device_state, view=view)
+    def combine(self, view: HostView, device_state: DeviceCacheState) -> TieredState:
+        """Returns the state of all rows and of the cached ones."""
+        return TieredState(cache=device_state, view=view)
 
     def attach(self, ring: Ring, view: HostView, held: Callable[[], Occupancy]) -> TieredState:
-        """The state for rows that were there before: the newest ones are made hot again."""
-        part, hot, known = self.device_part, self.device_part.ring(ring), held()
-        count = min(int(known.size) // ring.envs, hot.rows)
-        first = int(known.first[0]) + int(known.size) - count * ring.envs
+        """Returns the state of existing rows, the newest of which are cached again."""
+        part, occupancy = self.device_part, held()
+        cache, size = part.ring(ring), int(occupancy.size)
+        count = min(size // ring.envs, cache.rows)
+        first = int(occupancy.first[0]) + size - count * ring.envs
         slots = (first + np.arange(count * ring.envs)) % ring.capacity
         newest = view.rows.fetch(view.version, [slots] * len(view.rows.names))
-        state = part.init(Context(ring, TED, known), view.rows.spec)
-        clock = hot.advance(state.clock, jnp.int32(count))
+        state = part.init(Context(ring, TED, occupancy), view.rows.spec)
         put = lambda column, new: columns.with_array(
             column, columns.array(column).at[: len(slots)].set(columns.packed(new))
         )
         items = jax.tree.map(put, state.items, newest, is_leaf=columns.is_column)
-        return TieredState(hot=DeviceCacheState(items=items, clock=clock), view=view)
+        clock = cache.advance(state.clock, jnp.int32(count))
+        return TieredState(cache=DeviceCacheState(items=items, clock=clock), view=view)
 
     def fetch(self, state: TieredState, slots: jax.Array, places: Any) -> Item:
-        """The items there: cached ones on the device, which the host does not wait for."""
-        view, each = state.view, places.each(lambda one: one)
-        hot = _gathered(jax.tree.leaves(state.hot.items), [row for _, row, _ in each])
-        at = places.each(lambda one: _cold(np.asarray(one[0]), np.asarray(one[2])))
-        cold = view.rows.items(view.rows.take(view.version, [slots for slots, _ in at]))
-        leaves, structure = jax.tree.flatten(cold)
-        words = list(map(columns.packed, leaves))
-        merged = _merged(hot, words, [place for _, place in at])
-        found = map(columns.unpacked, merged, [leaf.dtype for leaf in leaves])
-        return jax.tree.unflatten(structure, found)
-
-    def read(self, context: Context, state: TieredState, where: SlotsForLeaf) -> Item:
-        """From the device, and what is not there by a call to the host."""
+        """Returns the items: cached ones from the device, which the host does not wait for."""
         view = state.view
-        found = self.device_part.locate(context, state.hot, list(map(where, view.rows.names)))
-        at = found.each(lambda one: one)
-        slots = found.each(lambda one: jnp.where(one[2], -1, one[0]))
-        leaves, structure = jax.tree.flatten(view.rows.items(view.rows.call(view.version, slots)))
-        pairs = list(zip(jax.tree.leaves(state.hot.items), at, strict=True))
-        hot = gather.read_items(*((words, row) for words, (_, row, _) in pairs))
-        merged = [
-            jnp.where(_over(here, warm), warm, columns.packed(cold))
-            for warm, cold, (_, _, here) in zip(hot, leaves, at, strict=True)
-        ]
+        offsets = [row for _, row, _ in places.each(lambda one: one)]
+        cached = _gathered(jax.tree.leaves(state.cache.items), offsets)
+        at = places.each(lambda one: _uncached(np.asarray(one[0]), np.asarray(one[2])))
+        others = view.rows.items(view.rows.take(view.version, [slots for slots, _ in at]))
+        leaves, structure = jax.tree.flatten(others)
+        merged = _merged(cached, list(map(columns.packed, leaves)), [offset for _, offset in at])
         unpacked = map(columns.unpacked, merged, [leaf.dtype for leaf in leaves])
         return jax.tree.unflatten(structure, unpacked)
 
+    def read(self, context: Context, state: TieredState, where: SlotsForLeaf) -> Item:
+        """Returns the items: cached ones from the device, all others by a call to the host."""
+        view, targets = state.view, list(map(where, state.view.rows.names))
+        located = self.device_part.locate(context, state.cache, targets)
+        slots = located.each(lambda one: jnp.where(one[2], -1, one[0]))  # -1 is not read
+        others, structure = jax.tree.flatten(view.rows.items(view.rows.call(view.version, slots)))
+        at = located.each(lambda one: one)
+        pairs = zip(jax.tree.leaves(state.cache.items), at, strict=True)
+        cached = gather.read_items(*((words, row) for words, (_, row, _) in pairs))
+        items = []
+        for leaf, other, (_, _, is_cached) in zip(cached, others, at, strict=True):
+            flags = is_cached.reshape(*is_cached.shape, *(1,) * (leaf.ndim - is_cached.ndim))
+            merged = jnp.where(flags, leaf, columns.packed(other))
+            items.append(columns.unpacked(merged, other.dtype))
+        return jax.tree.unflatten(structure, items)
+
     def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:
-        """No cached rows."""
-        hot = self.device_part.reset(ring, state.hot, token)
-        return dependencies.delay_writes_until(state.replace(hot=hot), token)
-
-
-def _over(here: jax.Array, rows: jax.Array) -> jax.Array:
-    """Flags `[...]` with axes for those of an item behind them."""
-    return here.reshape(*here.shape, *(1,) * (rows.ndim - here.ndim))
+        """Returns the state without cached rows."""
+        cache = self.device_part.reset(ring, state.cache, token)
+        return dependencies.delay_writes_until(state.replace(cache=cache), token)

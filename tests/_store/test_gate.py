@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jrb._store import threads as gate
+from jrb._store import threads
 from jrb._store.threads import Gate
 
 AT_MOST = 60  # seconds, where what is waited for never comes
@@ -12,7 +12,7 @@ AT_MOST = 60  # seconds, where what is waited for never comes
 
 @pytest.fixture
 def patient(monkeypatch):
-    monkeypatch.setattr(gate, "PATIENCE", 2 * AT_MOST)
+    monkeypatch.setattr(threads, "PATIENCE", 2 * AT_MOST)
 
 
 class Watched:
@@ -29,11 +29,11 @@ class Watched:
 
 def waiting(one):
     """A thread that waits at the gate until this one has left."""
-    (visit,) = one.inside.values()
-    visit.lock = Watched(visit.lock)
+    ((number, lock),) = one.inside.items()
+    one.inside[number] = watched = Watched(lock)
     thread = threading.Thread(target=one.wait, daemon=True)
     thread.start()
-    assert visit.lock.is_waited_for.wait(AT_MOST)
+    assert watched.is_waited_for.wait(AT_MOST)
     return thread
 
 
@@ -70,9 +70,9 @@ def test_nobody_waits_for_oneself():
 
 def test_a_draw_that_never_ends_is_not_waited_for_twice(monkeypatch):
     one = Gate()
-    monkeypatch.setattr(gate, "PATIENCE", 0.01)
-    one.inside[-1] = gate.Visit({})  # of a thread that an interrupt has thrown out
+    monkeypatch.setattr(threads, "PATIENCE", 0.01)
+    one.inside[-1] = threads.taken_lock()  # of a thread that an interrupt has thrown out
     one.wait()
     assert not one.inside
-    monkeypatch.setattr(gate, "PATIENCE", AT_MOST)
+    monkeypatch.setattr(threads, "PATIENCE", AT_MOST)
     one.wait()
