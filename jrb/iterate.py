@@ -17,7 +17,7 @@ import jax
 from jrb._core.steps import context_of
 from jrb._core.validate import DonatedError, check_not_deleted
 from jrb._store.errors import StaleError
-from jrb._store.threads import Worker, taken_lock
+from jrb._store.threads import Worker
 from jrb._util import checks
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.mix import Mix
@@ -168,8 +168,8 @@ def _draws(
         yield sample
 
 
-_Drawing = Callable[[int, Callable[[], bool]], Any]
-"""Makes the batch of a number; the function says whether it is wanted still."""
+_Draw = Callable[[int, Callable[[], bool]], Any]
+"""Makes the batch of a number; the function returns whether it may still be taken."""
 
 
 class Prefetch:
@@ -179,12 +179,13 @@ class Prefetch:
     the thread. An interrupt of `next` loses no batch: the next call returns it.
     """
 
-    def __init__(self, draw: _Drawing, depth: int) -> None:
-        self._line = line = _Line(depth)
-        line.owner = weakref.ref(self, line.taken.put)  # of C: no interrupt comes between
-        work = functools.partial(_work, line, draw)
-        self._thread = line.worker = Worker(work, "jrb-prefetch", daemon=True)
-        line.worker.start()
+    def __init__(self, draw: _Draw, depth: int) -> None:
+        # The thread keeps no reference to the iterator: one that is dropped ends it.
+        self._queue = shared = _BatchQueue(depth)
+        shared.owner = weakref.ref(self, shared.requests.put)  # of C: no interrupt comes between
+        work = functools.partial(_draw_ahead, shared, draw)
+        self._thread = shared.worker = Worker(work, "jrb-prefetch", daemon=True)
+        shared.worker.start()
 
     def __iter__(self) -> "Prefetch":
         return self
@@ -196,11 +197,11 @@ class Prefetch:
             Exception: what was raised while it was drawn; after that, there are no more.
             StopIteration: after `close`, or after an exception.
         """
-        return self._line.take()
+        return self._queue.take()
 
     def close(self) -> None:
         """Ends the thread; batches that were drawn ahead are lost."""
-        self._line.close()
+        self._queue.close()
         self._thread.wait()
 
     def __enter__(self) -> "Prefetch":
@@ -210,20 +211,20 @@ class Prefetch:
         self.close()
 
 
-class _Line:
-    """What the thread and its caller share; it does not keep the iterator, which may be dropped.
+class _BatchQueue:
+    """The state that the thread and its caller share.
 
-    Not a `queue.Queue`: an interrupt of its `get` can lose a batch, or leave its lock taken (see
-    `jrb._store.threads`). Here a batch stays in the deque until it is returned, and what an
-    interrupt has cut short is made good by the next call.
+    An interrupt after `get` of a queue would lose a batch. So the first one moves to `first` by
+    calls of C, between which no interrupt comes, and stays there until it is returned.
 
     Attributes:
         owner: of the iterator.
         worker: the thread.
-        drawn: batches that were not taken, with their numbers.
-        wanted: the number of the first batch that may not be drawn yet.
-        taken: an entry for each batch that was taken, and others, at which the thread looks anew.
-        changed: a lock that the thread releases after each batch.
+        batches: those that were drawn, with their numbers; None behind the last one.
+        first: the batch that is returned next, if it has left the queue.
+        limit: the number of the first batch that may not be drawn yet.
+        requests: an entry for each batch that was taken, and others, at which the thread looks at
+            `limit` again.
         error: what was raised in the thread.
     """
 
@@ -231,128 +232,105 @@ class _Line:
     worker: Worker
 
     def __init__(self, depth: int) -> None:
-        self.drawn: collections.deque[tuple[int, Any]] = collections.deque()
-        self.depth, self.wanted = depth, depth
-        self.taken, self.changed = queue.SimpleQueue[Any](), taken_lock()
-        self.is_closed, self.has_ended = False, False
+        self.batches = queue.SimpleQueue[Any]()
+        self.first: collections.deque[Any] = collections.deque()
+        self.depth, self.limit = depth, depth
+        self.requests = queue.SimpleQueue[Any]()
+        self.is_closed = False
         self.error: BaseException | None = None
 
     def is_open(self) -> bool:
-        """Whether batches may still be wanted."""
+        """Returns whether batches may still be taken."""
         return not self.is_closed and self.owner() is not None
 
-    def has_room(self, number: int) -> bool:
-        """Waits, in the thread, until a batch is wanted; False when none will be any more."""
-        if number >= self.depth:
-            self.taken.get()
-        while number >= self.wanted and self.is_open():
-            self.taken.get()
-        return self.is_open()
-
     def take(self) -> Any:
+        """Returns the next batch, or raises how they ended."""
         while not self.is_closed:
-            if not self.drawn:
-                if self.has_ended:
-                    break
-                self.changed.acquire()
-                continue
-            first = number, batch = self.drawn[0]
-            self.wanted = number + 1 + self.depth
-            self.taken.put(None)
-            if len(self.drawn) > 1:
-                self.wake()  # another thread may wait for the next one
-            # No call from here on: no interrupt comes between the removal and the return.
-            if self.drawn and self.drawn[0] is first:
-                del self.drawn[0]
+            if not self.first:
+                self.first.extend(map(self.batches.get, (True,)))
+            entry = self.first[0]
+            if entry is None:
+                self.batches.put(None)  # for another thread that may wait
+                break
+            # The number makes it harmless to ask twice, as after an interrupt behind it.
+            number, batch = entry
+            self.limit = number + 1 + self.depth
+            self.requests.put(None)
+            if self.first and self.first[0] is entry:  # else another thread has taken it
+                del self.first[0]  # no call from here on: no interrupt comes before the return
                 return batch
-        self.wake()
         error, self.error = self.error, None
         raise StopIteration if error is None else error
 
     def close(self) -> None:
         self.is_closed = True
-        self.taken.put(None)
-        self.drawn.clear()
-        self.wake()
-
-    def wake(self) -> None:
-        """Lets whoever waits for a batch look once more."""
-        with contextlib.suppress(RuntimeError):  # the lock is free already
-            self.changed.release()
+        self.requests.put(None)
+        self.first.clear()
+        with contextlib.suppress(queue.Empty):  # batches are large: their memory is freed
+            while True:
+                self.batches.get_nowait()
+        self.batches.put(None)
 
 
-def _work(line: _Line, draw: _Drawing) -> None:
-    number = 0
-    _alive.add(line)
+def _draw_ahead(shared: _BatchQueue, draw: _Draw) -> None:
+    """Draws batches as long as some may be taken; run by the thread."""
+    _alive.add(shared)
     try:
-        while line.has_room(number):
-            line.drawn.append((number, draw(number, line.is_open)))
-            line.wake()
-            number += 1
+        for number in itertools.count():
+            if number >= shared.depth:
+                shared.requests.get()
+            while number >= shared.limit and shared.is_open():
+                shared.requests.get()
+            if not shared.is_open():
+                break
+            shared.batches.put((number, draw(number, shared.is_open)))
     except StopIteration:
         pass
     except BaseException as error:
-        line.error = error
-    line.has_ended = True
-    line.wake()
-    _alive.discard(line)
+        shared.error = error
+    shared.batches.put(None)
+    _alive.discard(shared)
 
 
-_alive: set[_Line] = set()
+_alive: set[_BatchQueue] = set()
 
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that is still inside XLA when the program is gone would bring it down."""
-    for line in list(_alive):
-        line.close()
-        line.worker.wait()
-
-
-def _newest(
-    buffer: ReplayBuffer | Mix,
-    newest: Callable[[], Any],
-    key: jax.Array,
-    wanted: Callable[[], bool],
-) -> Any:
-    """A draw from the newest state, made again, for a second, where that was written to meanwhile.
-
-    The next one is known only when the verb that makes it has returned.
-    """
-    until = None
-    try:
-        while True:
-            state = newest()
-            try:
-                check_not_deleted(
-                    state
-                )  # at once, as XLA complains on the terminal where it finds out
-                return buffer.sample(state, key)
-            except (StaleError, DonatedError):
-                now = time.monotonic()
-                until = now + _PATIENCE if until is None else until
-                if now >= until or not wanted():
-                    raise
-                time.sleep(_PAUSE)
-    except StopIteration as error:  # it would look like the end of the batches
-        raise RuntimeError(f"prefetch: the function of states raised {error!r}.") from error
+    """Ends all threads: one inside XLA when the program is gone would bring it down."""
+    for shared in list(_alive):
+        shared.close()
+        shared.worker.wait()
 
 
 _PATIENCE, _PAUSE = 1.0, 1e-4
 """Seconds that a newer state is waited for, and between two looks for it."""
 
 
-def _from(batches: Iterable[Any], state: Any, key: Any, device: Device) -> _Drawing:
-    """What takes the batches of an iterable, one by one."""
-    if state is not None or key is not None:
-        raise TypeError("prefetch: expected no state and no key with an iterable of batches.")
-    iterator = iter(batches)
+def _draw_newest(
+    buffer: ReplayBuffer | Mix,
+    newest: Callable[[], Any],
+    key: jax.Array,
+    is_open: Callable[[], bool],
+) -> Any:
+    """Draws from the newest state, and again, for a second, where that was written to meanwhile.
 
-    def take(number: int, wanted: Callable[[], bool]) -> Any:
-        batch = next(iterator)
-        return jax.block_until_ready(batch if device is None else jax.device_put(batch, device))
-
-    return take
+    The next state is known only when the verb that makes it has returned.
+    """
+    until = None
+    try:
+        while True:
+            state = newest()
+            try:
+                check_not_deleted(state)  # first, as XLA would print its own complaint
+                return buffer.sample(state, key)
+            except (StaleError, DonatedError):
+                until = until or time.monotonic() + _PATIENCE
+                if time.monotonic() >= until or not is_open():
+                    raise
+                time.sleep(_PAUSE)
+    except StopIteration as error:  # it would look like the end of the batches
+        raise RuntimeError(f"prefetch: the function of states raised {error!r}.") from error
 
 
 def prefetch(
@@ -400,25 +378,28 @@ def prefetch(
         (4,)
     """
     checks.count("depth", depth)
-    if isinstance(buffer, Iterable):
-        return Prefetch(_from(buffer, state_or_fn, key, device), depth)
-    if not isinstance(buffer, ReplayBuffer | Mix | Sharded):
+    iterator: Iterator[Any] | None = iter(buffer) if isinstance(buffer, Iterable) else None
+    if iterator is not None and (state_or_fn is not None or key is not None):
+        raise TypeError("prefetch: expected no state and no key with an iterable of batches.")
+    if iterator is None and not isinstance(buffer, ReplayBuffer | Mix | Sharded):
         raise TypeError(
             f"prefetch: expected a ReplayBuffer, a Mix, a Sharded or an iterable of batches, got "
             f"{type(buffer).__name__}. The order is prefetch(buffer, state, key)."
         )
-    checks.key(key)
-    root: Any = key  # a key, as was checked
-    states: list[Any] = [None if callable(state_or_fn) else state_or_fn]
+    if iterator is None:
+        checks.key(key)
+    source: Any = buffer
+    states: list[Any] = [state_or_fn]
 
-    def draw(number: int, wanted: Callable[[], bool]) -> Any:
-        here = jax.random.fold_in(root, number)
-        if callable(state_or_fn):
-            sample = _newest(buffer, state_or_fn, here, wanted)
+    def draw(number: int, is_open: Callable[[], bool]) -> Any:
+        if iterator is not None:
+            batch = next(iterator)
+        elif callable(state_or_fn):
+            batch = _draw_newest(source, state_or_fn, jax.random.fold_in(key, number), is_open)
         else:
-            states[0], sample = buffer.draw(states[0], here)
+            states[0], batch = source.draw(states[0], jax.random.fold_in(key, number))
         if device is not None:
-            sample = jax.device_put(sample, device)
-        return jax.block_until_ready(sample)
+            batch = jax.device_put(batch, device)
+        return jax.block_until_ready(batch)
 
     return Prefetch(draw, depth)
