@@ -360,7 +360,9 @@ def verify(path: str, progress: Progress = no_progress) -> list[str]:
 def put_seal(file: int, path: str) -> None:
     """Puts a seal behind a file that is open to be read and written."""
     size = os.fstat(file).st_size
-    files.write_at(file, path, size, _SEAL.pack(_MARK, _sum_of(file, path, size, nobody), size))
+    files.write_at(
+        file, path, size, _SEAL.pack(_MARK, _sum_of(file, path, size, no_progress), size)
+    )
 
 
 def _check_seal(path: str, progress: Progress = no_progress) -> None:

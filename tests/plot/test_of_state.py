@@ -13,7 +13,7 @@ import pytest
 import jrb
 from jrb._util import pytree
 from jrb.plot import binned
-from jrb.storages import store_rows
+from jrb.storages import memmap
 from tests.plot import buffers, pictures
 
 pytestmark = pytest.mark.slow
@@ -310,7 +310,7 @@ def test_of_items_only_flags_and_rewards_are_read(monkeypatch):
     buffer = jrb.ReplayBuffer(12, 2, storage=jrb.MemmapStorage(None), sampler=jrb.Prioritized())
     state = buffers.filled(buffer, 9, observation=SMALL)
     names, read = pytree.leaf_names(buffer.stored(state)), set()
-    whole, one = store_rows.StoreRows.read, store_rows.StoreRows.read_leaf
+    whole, one = memmap.StoreRows.read, memmap.StoreRows.read_leaf
 
     def note(self, version, slots):
         read.update(name for name, part in zip(names, slots, strict=True) if len(part))
@@ -320,8 +320,8 @@ def test_of_items_only_flags_and_rewards_are_read(monkeypatch):
         read.update({names[leaf]} if slots.size else ())
         return one(self, version, leaf, slots)
 
-    monkeypatch.setattr(store_rows.StoreRows, "read", note)
-    monkeypatch.setattr(store_rows.StoreRows, "read_leaf", note_leaf)
+    monkeypatch.setattr(memmap.StoreRows, "read", note)
+    monkeypatch.setattr(memmap.StoreRows, "read_leaf", note_leaf)
     jrb.plot.state(buffer, state)
     assert read == {"next/reward", "next/done"}
 
