@@ -389,15 +389,16 @@ def prefetch(
     if iterator is None:
         checks.key(key)
     source: Any = buffer
+    root: Any = key
     states: list[Any] = [state_or_fn]
 
     def draw(number: int, is_open: Callable[[], bool]) -> Any:
         if iterator is not None:
             batch = next(iterator)
         elif callable(state_or_fn):
-            batch = _draw_newest(source, state_or_fn, jax.random.fold_in(key, number), is_open)
+            batch = _draw_newest(source, state_or_fn, jax.random.fold_in(root, number), is_open)
         else:
-            states[0], batch = source.draw(states[0], jax.random.fold_in(key, number))
+            states[0], batch = source.draw(states[0], jax.random.fold_in(root, number))
         if device is not None:
             batch = jax.device_put(batch, device)
         return jax.block_until_ready(batch)
