@@ -239,9 +239,9 @@ def _caller(
         "where": functools.partial(_without_data, name),
         "priorities": functools.partial(checks.given_numbers, f"{name}: priorities"),
     }
-    if not of_objects:  # items that neither `jit` nor anybody else will change
-        accept = lambda items: casting.accepted(items, name, casts)
-        preparers |= {"item": accept, "items": accept, "values": accept}
+    # Items that neither `jit` nor anybody else will change; objects stay as they are.
+    accept = lambda items: items if of_objects else casting.accepted(items, name, casts)
+    preparers |= {"item": accept, "items": accept, "values": accept}
     prepare = [preparers.get(each.name, copy_array) for each in parameters]
     names = [each.name for each in parameters]
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
