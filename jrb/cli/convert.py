@@ -160,7 +160,7 @@ def _swap(temporary: str, dest: str) -> None:
 
 
 def _removing() -> Any:
-    return importlib.import_module("jrb.datasets.removing")
+    return importlib.import_module("jrb.datasets.library")
 
 
 def _write(to: str, path: str, what: Sequence[Any], options: dict[str, Any]) -> None:

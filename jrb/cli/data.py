@@ -36,7 +36,7 @@ def list_(
 
 
 def _folder(root: str | None) -> str:
-    return importlib.import_module("jrb.datasets.cache").root_of(root)
+    return importlib.import_module("jrb.datasets.copies").root_of(root)
 
 
 def _told(name: str, dataset: Any) -> dict[str, Any]:

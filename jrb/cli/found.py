@@ -65,7 +65,7 @@ def dataset(path: str) -> Any:
     datasets = importlib.import_module("jrb.datasets")
     try:
         return datasets.open(path)
-    except datasets.opening.UnknownKindError as error:
+    except datasets.library.UnknownFormatError as error:
         raise NotOursError(
             f"{path}: expected a checkpoint, a store, or a dataset of a format that jrb knows, "
             "found something else."

@@ -3,8 +3,7 @@
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Description, Format
 from jrb.datasets.joining import concatenate, mix
-from jrb.datasets.library import delete, list
-from jrb.datasets.opening import formats, open
+from jrb.datasets.library import delete, formats, list, open
 from jrb.datasets.recording.recorder import Recorder
 from jrb.datasets.trajectories import join_trajectories, lengths, returns, split_trajectories
 from jrb.datasets.writing.d4rl import write_d4rl

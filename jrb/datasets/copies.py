@@ -1,32 +1,131 @@
-"""A dataset in the files of a storage: made once, continued after a crash, opened at once.
+"""From a dataset to a buffer that holds it, in memory or as a copy in files.
 
-While it is made, it is committed now and then, with the number of its rows. Until it is complete,
-its description has a writer that writes; then one that is only read.
+A copy is committed now and then while it is made, with the number of its rows. Until it is
+complete, its description has a writer that writes; then one that is only read. Copies in the user's
+folder are made once, whoever asks:
+
+```
+<root>/<name>-<digest>      the copy of a dataset, named by the content of its files and its options
+<root>/.known/<digest>      the digest of files that look like this, so that they are read only once
+<root>/.locks/<name>        held by the process that makes the copy, or removes it
+```
+
+K episodes, N capacity, E environments.
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import os
+import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from jrb import checkpoint
-from jrb._store.store import writing
+from jrb.authoring import Folder, Lock, absolute_path, checks, leaf_name, require
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import schema
-from jrb.datasets.filling import Streams, written
-from jrb.migrate import with_parts, writable
+from jrb.checkpoint import LockedError
+from jrb.datasets.filling import Streams, streams, written
+from jrb.migrate import with_parts, with_storage, writable
 from jrb.samplers import Uniform
 from jrb.state import BufferState
+from jrb.storages import DeviceStorage, MemmapStorage
+from jrb.types import Storage
 from jrb.units import Transition
+from jrb.writers import PerEnvironment, ReadOnly, RoundRobin
 
-_MARK = {"rows": 0, "of": np.zeros(32, np.uint8)}
+_PAUSE = 0.2  # seconds
+_SIZE = 32  # bytes of a digest
+_MARK = {"rows": 0, "of": np.zeros(_SIZE, np.uint8)}
 
 _log = logging.getLogger("jrb.datasets")
 
 
-def made(
+def select(dataset: Any, fraction: float | None, episodes: Any) -> Any:
+    """Returns the first part of the episodes, the first so many, or those of a slice or numbers."""
+    if fraction is not None and episodes is not None:
+        raise ValueError(
+            "buffer: expected fraction= or episodes=, got both. Leave one of them out."
+        )
+    if fraction is not None:
+        checks.fraction("fraction", fraction)
+        return dataset[: max(1, round(fraction * len(dataset)))]
+    if episodes is None:
+        return dataset
+    if isinstance(episodes, slice):
+        return dataset[episodes]
+    if isinstance(episodes, int | np.integer) and not isinstance(episodes, bool):
+        checks.count("episodes", int(episodes), len(dataset))
+        return dataset[: int(episodes)]
+    numbers = np.asarray(episodes)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
+        raise TypeError(
+            f"episodes: expected a number, a slice or numbers of episodes, got {episodes!r}."
+        )
+    if numbers.min() < 0 or numbers.max() >= len(dataset):
+        raise ValueError(f"episodes: expected numbers below {len(dataset)}, got {episodes!r}.")
+    return dataset.only(dataset.numbers[numbers])
+
+
+def fill_buffer(
+    dataset: Any,
+    storage: Storage | None,
+    num_envs: int | None,
+    cache: bool,
+    root: str | os.PathLike[str] | None,
+    show: bool | None,
+    parts: dict[str, Any],
+) -> tuple[ReplayBuffer, BufferState]:
+    """Returns the buffer of all steps of a dataset, and its state; see `Dataset.buffer`."""
+    if num_envs is not None:
+        checks.count("num_envs", num_envs)
+    for name in ("capacity", "writer"):
+        if name in parts:
+            raise TypeError(
+                f"buffer: {name}: expected none, as the buffer holds all steps and is only read, "
+                f"got {parts[name]!r}. For another one there is jrb.rebuild."
+            )
+    if root is not None and not cache:
+        raise ValueError("buffer: root: expected None without cache=True, which it is for.")
+    flow = streams(dataset, num_envs)
+    if not flow.rows:
+        raise ValueError(f"buffer: expected at least one step, got none in {dataset!r}")
+    writer = ReadOnly(RoundRobin() if flow.is_even else PerEnvironment())
+    options = {"cast": True, **parts, "writer": writer}
+    buffer = ReplayBuffer(
+        flow.rows * (num_envs or 1), num_envs, **{"storage": storage or DeviceStorage(), **options}
+    )
+    if cache:
+        for transform in parts.get("transforms", ()):
+            if getattr(transform, "inverse", None) is not None:
+                raise ValueError(
+                    "buffer: cache: expected transforms without an inverse, which changes what is "
+                    f"stored, got {transform!r}. Leave it out, or name a MemmapStorage with a path."
+                )
+        path, digest = copy_of(dataset, num_envs, root_of(root))
+        copied = dataclasses.replace(buffer, storage=MemmapStorage(path, spare_fraction=0))
+        state = _opened(copied, path, digest)
+        if state is None:
+            with locked(path, wait=True):
+                state = _made(flow, copied, path, digest, show)
+        return (copied, state) if storage is None else (buffer, with_storage(copied, state, buffer))
+    if isinstance(storage, MemmapStorage) and storage.path is not None:
+        path = os.fspath(storage.path)
+        return buffer, _made(flow, buffer, path, _digest(dataset, num_envs), show)
+    plain = writable(buffer)
+    state = plain.init(dataset.spec)
+    for state, _, _ in written(flow, plain, state, 0, show):  # noqa: B007, B020
+        pass
+    return buffer, state
+
+
+def _made(
     flow: Streams, buffer: ReplayBuffer, path: str, digest: bytes, show: bool | None
 ) -> BufferState:
     """Returns the state of a buffer whose rows are, or will be, in files at a path.
@@ -41,49 +140,36 @@ def made(
     Raises:
         ValueError: there is something else.
     """
-    folder = os.path.realpath(path)
-    before = writing.get(folder)
     try:
-        return _made(flow, buffer, path, digest, show)
-    except BaseException:
+        state = _opened(buffer, path, digest)
+        if state is not None:
+            return state
+        plain, rows = _plain(buffer), 0
+        if _is_begun(path):
+            _, state, rows = _load(path, buffer, digest)
+            _log.warning("%s: continuing a copy that has %d of %d rows", path, rows, flow.rows)
+        else:
+            state = plain.init(flow.datasets[0].spec)
+        mark = lambda rows: {"rows": rows, "of": np.frombuffer(digest, np.uint8)}
+        for state, rows, is_due in written(flow, plain, state, rows, show):  # noqa: B020
+            if is_due:
+                checkpoint.save(path, plain, state, extra=mark(rows))
+        if (buffer.sampler, buffer.unit) != (plain.sampler, plain.unit):
+            state = with_parts(plain, state, buffer)
+        checkpoint.save(path, buffer, state, extra=mark(flow.rows))
+        return state
+    except BaseException as error:
         # Else the frames of the exception, which a notebook keeps, would hold the lock.
-        store = writing.get(folder)
-        if store is not None and store is not before:
-            store.close()
+        state = None
+        traceback.clear_frames(error.__traceback__)
         raise
 
 
-def _made(
-    flow: Streams, buffer: ReplayBuffer, path: str, digest: bytes, show: bool | None
-) -> BufferState:
-    state = opened(buffer, path, digest)
-    if state is not None:
-        return state
-    plain = _plain(buffer)
-    if _is_begun(path):
-        _, state, rows = _loaded(path, buffer, plain, digest)
-        _log.warning("%s: continuing a copy that has %d of %d rows", path, rows, flow.rows)
-    else:
-        state, rows = plain.init(flow.datasets[0].spec), 0
-
-    def commit(buffer: ReplayBuffer, state: BufferState, rows: int) -> None:
-        mark = {"rows": rows, "of": np.frombuffer(digest, np.uint8)}
-        checkpoint.save(path, buffer, state, extra=mark)
-
-    for state, rows, is_due in written(flow, plain, state, rows, show):  # noqa: B020
-        if is_due:
-            commit(plain, state, rows)
-    if (buffer.sampler, buffer.unit) != (plain.sampler, plain.unit):
-        state = with_parts(plain, state, buffer)
-    commit(buffer, state, flow.rows)
-    return state
-
-
-def opened(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | None:
+def _opened(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | None:
     """Returns the state of a copy that is complete; None if it is not."""
     if not _is_begun(path):
         return None
-    description, state, _ = _loaded(path, buffer, _plain(buffer), digest)
+    description, state, _ = _load(path, buffer, digest)
     if description.writer.writes:
         return None
     return state if description == buffer else with_parts(description, state, buffer)
@@ -103,23 +189,127 @@ def _plain(buffer: ReplayBuffer) -> Any:
     return dataclasses.replace(writable(buffer), **parts)
 
 
-def _loaded(
-    path: str, buffer: ReplayBuffer, plain: ReplayBuffer, digest: bytes
-) -> tuple[ReplayBuffer, BufferState, int]:
+def _load(path: str, buffer: ReplayBuffer, digest: bytes) -> tuple[Any, BufferState, int]:
     """Returns the description that is there, its state, and the number of its rows."""
-    other = ValueError(
-        f"{path}: expected nothing there, or a copy of this dataset, found another store; or files "
-        "of the dataset were changed since, or it was asked for other episodes. Remove it, or "
-        "choose another path."
-    )
-    for given in (buffer, plain, None):
+    cause = None
+    for given in (buffer, _plain(buffer), None):
         try:
             description, state, mark = checkpoint.load(path, given, extra=_MARK, verify=False)
-        except schema.OtherError:
-            continue
         except ValueError as error:
-            raise other from error
+            cause = error
+            continue
         if mark["of"].tobytes() != digest:
             break
         return description, state, mark["rows"]
-    raise other
+    raise ValueError(
+        f"{path}: expected nothing there, or a copy of this dataset, found another store; or files "
+        "of the dataset were changed since, or it was asked for other episodes. Remove it, or "
+        "choose another path."
+    ) from cause
+
+
+# Copies in the user's folder.
+
+
+def root_of(root: str | os.PathLike[str] | None) -> str:
+    """Returns the absolute path of a folder of datasets; None for the system's cache of the user.
+
+    Raises:
+        ModuleNotFoundError: platformdirs is not installed, and there is no root.
+    """
+    if root is not None:
+        return absolute_path(root, "root")
+    return require("platformdirs", "datasets").user_cache_dir("jrb", appauthor=False)
+
+
+def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
+    """Returns the path of a copy, and the 32 bytes that tell its content."""
+    note = os.path.join(root, ".known", _digest(dataset, num_envs).hex())
+    os.makedirs(os.path.dirname(note), exist_ok=True)
+    content = b""
+    with contextlib.suppress(FileNotFoundError), open(note, "rb") as file:
+        content = file.read()
+    if len(content) != _SIZE:  # the files look new
+        content = _digest(dataset, num_envs, reads=True)
+        with open(f"{note}.{os.getpid()}", "wb") as file:
+            file.write(content)
+        os.replace(file.name, note)
+    source = dataset.source
+    whole = os.path.basename(source) if isinstance(source, str) else dataset.format.name
+    return os.path.join(root, f"{os.path.splitext(whole)[0]}-{content.hex()[:16]}"), content
+
+
+@contextlib.contextmanager
+def locked(path: str, wait: bool) -> Iterator[None]:
+    """Holds the right to make or remove a copy; with `wait`, waits for another process that has it.
+
+    Raises:
+        LockedError: another has it, and `wait` is False.
+    """
+    root, name = os.path.split(path)
+    os.makedirs(os.path.join(root, ".locks"), exist_ok=True)
+    folder, is_warned = Folder(os.path.join(root, ".locks")), False
+    while True:
+        try:
+            lock = Lock(folder, name)
+            break
+        except LockedError:
+            if not wait:
+                raise
+        if not is_warned:
+            _log.warning("%s: waiting for another process, which makes this copy", path)
+        is_warned = True
+        time.sleep(_PAUSE)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
+    """Returns 32 bytes that are others for other datasets, or after the files were written to.
+
+    Args:
+        dataset: in files.
+        num_envs: E.
+        reads: True to tell files by what is in them, wherever they are, and read all of them; False
+            to tell them by path, size and time of change.
+    """
+    source = dataset.source
+    if isinstance(source, tuple):
+        files: list[Any] = [_digest(part, None, reads).hex() for part in source]
+    elif not isinstance(source, str):
+        raise TypeError(
+            f"expected a dataset in files, got one in a {type(source).__name__}, which nothing "
+            "tells from another. Leave out the path of the storage, and cache=."
+        )
+    else:
+        files = []
+        for path in _files(source):
+            about = os.stat(path)
+            if not reads:
+                files.append((path, about.st_size, about.st_mtime_ns))
+                continue
+            with open(path, "rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            files.append((os.path.relpath(path, source), content))
+    leaves = jax.tree_util.tree_leaves_with_path(dataset.spec)
+    spec = [(leaf_name(path), str(leaf.dtype), leaf.shape) for path, leaf in leaves]
+    is_x64 = jax.dtypes.canonicalize_dtype(float).itemsize == 8
+    options = repr(dataset.format), dataset.final, num_envs, is_x64
+    digest = hashlib.sha256(json.dumps([spec, options, files]).encode())
+    for array in (dataset.numbers, dataset.lengths):
+        digest.update(array.astype("<i8").tobytes())
+    return digest.digest()
+
+
+def _files(source: str) -> Iterator[str]:
+    """Yields a file; or all files below a folder, sorted by name; links are followed."""
+    if os.path.isfile(source):
+        yield source
+    visited = set[str]()
+    for folder, folders, names in os.walk(source, followlinks=True):
+        folders[:] = [] if os.path.realpath(folder) in visited else sorted(folders)
+        visited.add(os.path.realpath(folder))
+        paths = (os.path.join(folder, name) for name in sorted(names))
+        yield from filter(os.path.isfile, paths)

@@ -26,10 +26,9 @@ from jrb.authoring import (
     tree_nbytes,
 )
 from jrb.buffer import ReplayBuffer
-from jrb.datasets import into
+from jrb.datasets import copies
 from jrb.datasets import preprocess as preprocessing
-from jrb.datasets.blocks import Ends, regrouped
-from jrb.datasets.format import Description, Episode, Format, Source, rows_of
+from jrb.datasets.format import Description, Episode, Format, Source, native, regrouped, rows_of
 from jrb.datasets.formats.recorded import Recorded
 from jrb.samplers import Uniform
 from jrb.state import BufferState
@@ -85,17 +84,17 @@ class Dataset(Sequence[Episode]):
     def lengths(self) -> np.ndarray:
         """int64 `[K]`, the steps of each episode."""
         dropped = self.cut if self.final == "drop" else 0
-        return np.maximum(self._stored_lengths - dropped, 0)
+        return np.maximum(self.description.lengths[self.numbers] - dropped, 0)
 
     @property
     def cut(self) -> np.ndarray:
-        """Bool `[K]`: whether the next observation of the last step is in no file, and wanted."""
+        """Bool `[K]`: True if the next observation of the last step is needed and in no file."""
         cut = self.description.cut
         return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
 
     @property
     def complete(self) -> np.ndarray:
-        """Bool `[K]`: whether an episode has ended and is there from its first step on.
+        """Bool `[K]`: True if an episode has ended and is there from its first step on.
 
         False only for episodes of a buffer that was saved: see `jrb.read.Episode`. In other files
         an episode ends where its rows do.
@@ -124,7 +123,14 @@ class Dataset(Sequence[Episode]):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader has to know: what was lost, left out, or taken for something."""
-        return (*map(printable, self.description.notes), *self._lacking_note())
+        notes = tuple(map(printable, self.description.notes))
+        if count := int(self.cut.sum()):
+            kept = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
+            notes += (
+                f"The observation after the last step is in no file for {count} of {len(self)} "
+                f"episodes, which would need it: these steps are {kept}.",
+            )
+        return notes
 
     @property
     def facts(self) -> dict[str, np.ndarray]:
@@ -146,11 +152,11 @@ class Dataset(Sequence[Episode]):
         return episode
 
     def __iter__(self) -> Iterator[Episode]:
-        return self._ends.put(self._read(self.format.pick), each=True)
+        return self._marked(self.format.pick, each=True)
 
     def blocks(self) -> Iterator[Episode]:
         """All steps in order, in blocks `[T, ...]` as the files are best read; see `steps`."""
-        return self._ends.put(self._read(self.format.blocks), each=False)
+        return self._marked(self.format.blocks, each=False)
 
     def steps(self, rows: int | None = None) -> Iterator[Episode]:
         """All steps in order.
@@ -181,11 +187,8 @@ class Dataset(Sequence[Episode]):
             )
         rewards = self.format.rewards(self.source, self.numbers.tolist())
         lengths = self.lengths.tolist()
-        found = [
-            np.sum(reward[:length], dtype=np.float64, axis=0)
-            for reward, length in zip(rewards, lengths, strict=True)
-        ]
-        return np.array(found, np.float64)
+        pairs = zip(rewards, lengths, strict=True)
+        return np.array([np.sum(r[:n], dtype=np.float64, axis=0) for r, n in pairs], np.float64)
 
     def filter(self, test: Callable[[Episode], Any]) -> "Dataset":
         """The episodes for which a function is true; reads them all."""
@@ -268,12 +271,9 @@ class Dataset(Sequence[Episode]):
             >>> buffer.sample(state, jax.random.key(0)).data["observation"].shape
             (2, 4)
         """
-        into.check(num_envs, parts)
-        chosen = into.chosen(self, fraction, episodes)
+        chosen = copies.select(self, fraction, episodes)
         parts |= {"sampler": sampler, "unit": unit, "transforms": transforms}
-        if root is not None and not cache:
-            raise ValueError("buffer: root: expected None without cache=True, which it is for.")
-        return into.filled(chosen, storage, num_envs, root, cache, progress, parts)
+        return copies.fill_buffer(chosen, storage, num_envs, cache, root, progress, parts)
 
     @escaped_errors()
     def preprocess(
@@ -330,53 +330,77 @@ class Dataset(Sequence[Episode]):
         return dataclasses.replace(self, numbers=np.asarray(numbers, np.int64))
 
     def __repr__(self) -> str:
-        return table_text(self._title(), _HEAD, self._cells(), self.notes)
+        return table_text(*self._table())
 
     def _repr_html_(self) -> str:
-        return table_html(self._title(), _HEAD, self._cells(), self.notes)
+        return table_html(*self._table())
 
-    def _title(self) -> str:
-        size = bytes_text(self.nbytes)
-        where = self.source if isinstance(self.source, str) else type(self.source).__name__
-        return (
-            f"Dataset ({self.format.name}): {self.episodes} episodes, {self.transitions} "
-            f"transitions, {size}, {where}"
-        )
-
-    def _cells(self) -> list[tuple[str, str, str]]:
+    def _table(self) -> tuple[Any, ...]:
         leaves = jax.tree_util.tree_leaves_with_path(self.spec)
-        return [(leaf_name(path), str(leaf.dtype), str(list(leaf.shape))) for path, leaf in leaves]
-
-    @property
-    def _stored_lengths(self) -> np.ndarray:
-        return self.description.lengths[self.numbers]
+        cells = [(leaf_name(path), str(leaf.dtype), str(list(leaf.shape))) for path, leaf in leaves]
+        where = self.source if isinstance(self.source, str) else type(self.source).__name__
+        title = (
+            f"Dataset ({self.format.name}): {self.episodes} episodes, {self.transitions} "
+            f"transitions, {bytes_text(self.nbytes)}, {where}"
+        )
+        return title, ("leaf", "dtype", "shape"), cells, self.notes
 
     @property
     def _is_marked(self) -> bool:
-        """The same for all slices of a set, so that their steps have one structure."""
-        return (
-            self.final == "keep"
-            and self.description.cut is not None
-            and bool(self.description.cut.any())
-        )
+        """True if episodes have `next/valid`: for all slices of a set, of one structure then."""
+        cut = self.description.cut
+        return self.final == "keep" and cut is not None and bool(cut.any())
 
-    @property
-    def _ends(self) -> Ends:
-        return Ends(self._stored_lengths, self.cut, self._is_marked, self.final == "drop")
+    def _marked(
+        self, read: Callable[[Source, list[int]], Iterator[Episode]], each: bool
+    ) -> Iterator[Episode]:
+        """Yields blocks of steps with `next/done`, and `next/valid` or without steps that lack it.
 
-    def _read(self, read: Callable[[Source, list[int]], Iterator[Episode]]) -> Iterator[Episode]:
+        Args:
+            read: returns the blocks as the files have them.
+            each: True if each of them is one episode.
+
+        Raises:
+            ValueError: there are other steps than when the dataset was opened.
+        """
+        lengths = self.description.lengths[self.numbers]
+        stops, total, stop, number = np.cumsum(lengths), int(lengths.sum()), 0, -1
+        last, cut = (stops - 1)[lengths > 0], self.cut[lengths > 0]
+        ends, lacking = np.unique(last - cut if self.final == "drop" else last), last[cut]
         with escaped_errors():
-            yield from read(self.source, self.numbers.tolist())
+            try:
+                for number, block in enumerate(read(self.source, self.numbers.tolist())):
+                    start, stop = stop, stop + rows_of(block)
+                    if stop > total or (each and stop != stops[number]):
+                        raise IndexError("an episode has another length")
+                    yield self._with_flags(block, ends, lacking, start, stop)
+                if stop != total:
+                    raise IndexError("there are fewer episodes")
+            except IndexError as error:  # as formats raise where an episode is missing
+                what = "episode" if each else "block"
+                raise ValueError(
+                    f"expected {total} steps in all, as when the dataset was opened, got {stop} up "
+                    f"to {what} {number}: the files were changed since. Open it again."
+                ) from error
 
-    def _lacking_note(self) -> tuple[str, ...]:
-        count = int(self.cut.sum())
-        if not count:
-            return ()
-        what = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
-        return (
-            f"The observation after the last step is in no file for {count} of {len(self)} "
-            f"episodes, which would need it: these steps are {what}.",
+    def _with_flags(
+        self, block: Episode, ends: np.ndarray, lacking: np.ndarray, start: int, stop: int
+    ) -> Episode:
+        """Returns a block, which holds the steps from `start` to `stop`, with all flags."""
+        ends, lacking = (
+            steps[slice(*np.searchsorted(steps, [start, stop]))] - start
+            for steps in (ends, lacking)
         )
-
-
-_HEAD = ("leaf", "dtype", "shape")
+        block = jax.tree.map(lambda leaf: leaf.astype(native(leaf.dtype), copy=False), block)
+        terminated = np.asarray(block["next"]["terminated"], bool)
+        truncated = np.array(block["next"]["truncated"], bool)
+        truncated[ends] |= ~terminated[ends]
+        flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+        valid = np.ones(stop - start, bool)
+        valid[lacking] = False
+        if self._is_marked:
+            flags["valid"] = valid
+        block = {**block, "next": {**block["next"], **flags}}
+        if self.final == "drop" and len(lacking):
+            return jax.tree.map(lambda leaf: leaf[valid], block)
+        return block

@@ -5,6 +5,7 @@ K episodes, T steps of one.
 
 import abc
 import dataclasses
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -132,6 +133,23 @@ class Indexed(Format):
 def rows_of(block: Episode) -> int:
     """How many steps an episode, or a block of steps, has."""
     return len(jax.tree.leaves(block)[0])
+
+
+def regrouped(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
+    """Returns the same steps in blocks of `rows`; the last may be shorter."""
+    parts: list[Episode] = []
+    count = 0
+    for block in blocks:
+        steps, start = rows_of(block), 0
+        while start < steps:
+            stop = min(steps, start + rows - count)
+            parts.append(jax.tree.map(operator.itemgetter(slice(start, stop)), block))
+            count, start = count + stop - start, stop
+            if count == rows:
+                yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+                parts, count = [], 0
+    if parts:
+        yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
 def spec_of(arrays: Any) -> Any:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jrb._util import pytree
-from jrb._util.pytree import PyTree
+from jrb.authoring import leaf_name
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Description, Episode, Indexed, Source
 from jrb.mix import Mix, States
@@ -28,17 +27,17 @@ class Joined(Indexed):
 
     def describe(self, source: Source) -> Description:
         """What is known of all of them; `dataset` among the facts says which one."""
-        counts = [len(part) for part in source]
+        joined = np.concatenate
         names = set.intersection(*(set(part.facts) for part in source))
-        facts = {name: _joined([part.facts[name] for part in source]) for name in sorted(names)}
-        facts["complete"] = _joined([part.complete for part in source])
+        facts = {name: joined([part.facts[name] for part in source]) for name in sorted(names)}
+        facts["complete"] = joined([part.complete for part in source])
         cuts = [part.cut if part.final == "keep" else np.zeros(len(part), bool) for part in source]
         notes = itertools.chain.from_iterable(part.description.notes for part in source)
         return Description(
             _without_marks(source[0].spec),
-            _joined([part.lengths for part in source]).astype(np.int64),
-            _joined(cuts) if any(map(np.any, cuts)) else None,
-            {**facts, "dataset": np.repeat(np.arange(len(source)), counts)},
+            joined([part.lengths for part in source]).astype(np.int64),
+            joined(cuts) if any(map(np.any, cuts)) else None,
+            {**facts, "dataset": np.repeat(np.arange(len(source)), [*map(len, source)])},
             {"datasets": [dict(part.metadata) for part in source]},
             tuple(dict.fromkeys(notes)),
         )
@@ -55,10 +54,6 @@ class Joined(Indexed):
         """The rewards of these episodes, without the rest of them."""
         read = lambda part: part.format.rewards(part.source, part.numbers.tolist())
         return _through(source, numbers, read)
-
-
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(arrays)
 
 
 def _through(
@@ -96,26 +91,23 @@ def concatenate(*datasets: Dataset) -> Dataset:
 
 def _check_alike(datasets: Mapping[str, Any]) -> None:
     """Raises unless these are datasets, whose steps are the same but for marks."""
-    for part in datasets.values():
+    first: dict[str, str] = {}
+    for name, part in datasets.items():
         if not isinstance(part, Dataset):
             raise TypeError(f"expected datasets, got {type(part).__name__}.")
+        leaves = jax.tree_util.tree_leaves_with_path(_without_marks(part.spec))
+        forms = {leaf_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+        first = first or forms
+        for leaf in sorted(first.keys() | forms.keys()):
+            want, got = first.get(leaf, "nothing"), forms.get(leaf, "nothing")
+            if want != got:
+                raise ValueError(
+                    f"dataset {name}: leaf '{leaf}': expected {want}, as dataset "
+                    f"{next(iter(datasets))} has it, got {got}. Bring them to one form with "
+                    "preprocess."
+                )
     if not datasets:
         raise ValueError("expected at least one dataset, got none.")
-    specs = {name: _leaves(_without_marks(part.spec)) for name, part in datasets.items()}
-    head, first = next(iter(specs.items()))
-    for name, other in specs.items():
-        for leaf in sorted(first.keys() | other.keys()):
-            want, found = first.get(leaf, "nothing"), other.get(leaf, "nothing")
-            if want != found:
-                raise ValueError(
-                    f"dataset {name}: leaf '{leaf}': expected {want}, as dataset {head} has it, "
-                    f"got {found}. Bring them to one form with preprocess."
-                )
-
-
-def _leaves(spec: PyTree) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(spec)
-    return {pytree.leaf_name(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def mix(
@@ -143,34 +135,29 @@ def mix(
     """
     named = dict(datasets) if isinstance(datasets, Mapping) else _numbered(datasets)
     _check_alike(named)
-    joined = concatenate(*named.values())
-    shares = _shares(named, weights)
-    stops = np.cumsum([0, *map(len, named.values())]).tolist()
-    marked = "valid" in joined.spec["next"]
-    made = [
-        (joined[start:stop] if marked else part).buffer(batch_size=batch_size, **parts)
-        for part, (start, stop) in zip(named.values(), itertools.pairwise(stops), strict=True)
-    ]
-    buffers, states = zip(*made, strict=True)
-    return Mix(tuple(buffers), shares, batch_size=batch_size), tuple(states)
-
-
-def _numbered(entries: Any) -> dict[str, Any]:
-    return {str(number): entry for number, entry in enumerate(entries)}
-
-
-def _shares(named: Mapping[str, Dataset], weights: Any) -> tuple[float, ...]:
-    """The proportions, which add up to 1."""
     if weights is None:
-        weights = {name: part.transitions for name, part in named.items()}
-    given = dict(weights) if isinstance(weights, Mapping) else _numbered(weights)
-    if given.keys() != named.keys():
-        raise ValueError(
-            f"weights: expected one for each of {list(named)}, got some for {list(given)}."
-        )
-    numbers = np.array([given[name] for name in named], np.float64)
+        weights = [part.transitions for part in named.values()]
+    by_name = (
+        dict(weights) if isinstance(weights, Mapping) else dict(zip(named, weights, strict=False))
+    )
+    if by_name.keys() != named.keys() or len(weights) != len(named):
+        raise ValueError(f"weights: expected one for each of {list(named)}, got {weights!r}.")
+    numbers = np.array([by_name[name] for name in named], np.float64)
     if not (np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.sum() > 0):
         raise ValueError(
             f"weights: expected finite numbers of at least 0, not all 0, got {numbers.tolist()}."
         )
-    return tuple((numbers / numbers.sum()).tolist())
+    joined = concatenate(*named.values())
+    if "valid" in joined.spec["next"]:  # then all have that leaf
+        stops = np.cumsum([0, *map(len, named.values())]).tolist()
+        sources = [joined[start:stop] for start, stop in itertools.pairwise(stops)]
+    else:
+        sources = list(named.values())
+    pairs = [source.buffer(batch_size=batch_size, **parts) for source in sources]
+    buffers, states = zip(*pairs, strict=True)
+    shares = tuple((numbers / numbers.sum()).tolist())
+    return Mix(buffers, shares, batch_size=batch_size), states
+
+
+def _numbered(datasets: Any) -> dict[str, Any]:
+    return {str(number): dataset for number, dataset in enumerate(datasets)}

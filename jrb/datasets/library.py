@@ -1,17 +1,115 @@
-"""A folder of datasets: what lies there, and how it goes."""
+"""Opens, lists and removes datasets."""
 
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
 import os
 from collections.abc import Iterator
+from typing import Any
 
-from jrb._util.printing import escaped_errors
-from jrb.datasets import cache, opening, removing
+import numpy as np
+
+from jrb._store import generation, removal
+from jrb.authoring import Folder, absolute_path, checks, escaped_errors
+from jrb.checkpoint import hdf5, manifest
+from jrb.datasets import copies
 from jrb.datasets.dataset import Dataset
+from jrb.datasets.format import Format, Source
+from jrb.datasets.formats import OURS
+from jrb.datasets.reading import damage
 
 _DEPTH = 3  # folders, as Minari has them
 
 
+class UnknownFormatError(ValueError):
+    """No format matches what lies at a path."""
+
+
 @escaped_errors()
-def list(root: cache.Path | None = None) -> dict[str, Dataset]:
+def open(
+    source: Source, *, format: str | Format | None = None, final: str = "keep", **options: Any
+) -> Dataset:
+    """Opens a dataset, whatever library wrote it; reads no more than tells what is there.
+
+    Args:
+        source: the path of a file, or of a folder. For RLDS episodes: a sequence of them, anything
+            else that can be gone through again and again, a function that returns an iterator, or
+            an iterator, which is taken into memory.
+        format: the name of a format, or one of your own (`jrb.datasets.Format`); None to recognise
+            it by the contents of the files.
+        final: what happens to a last step whose next observation is in no file, of an episode that
+            did not terminate: "keep" marks it by `next/valid`, "drop" leaves it out.
+        options: fields of the format, such as `horizon` for D4RL or `mapping` for plain arrays.
+            All formats have `max_expansion`: how many times larger than the files arrays may be in
+            memory, 100 by default. Damaged or hostile files declare more.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        ValueError: no format matches it, with what was looked for; the files are damaged, or
+            declare more than `max_expansion` times what they store; or the path is that of a pipe,
+            a socket or a device.
+        TypeError: an option that the format does not have.
+    """
+    checks.choice("final", final, ("keep", "drop"))
+    if isinstance(source, str | os.PathLike):
+        source = os.fspath(source) and absolute_path(source, "source")
+        if not os.path.exists(source):
+            raise FileNotFoundError(f"{source}: no such file or directory.")
+        if not (os.path.isfile(source) or os.path.isdir(source)):
+            raise UnknownFormatError(
+                f"{source}: expected a file or a folder, got a pipe, a socket or a device."
+            )
+    chosen: Any = choose_format(source, format)
+    fields = [field.name for field in dataclasses.fields(chosen)]
+    if unknown := sorted(options.keys() - set(fields)):
+        raise TypeError(
+            f"open: expected options of the format '{chosen.name}' ({', '.join(fields)}), got "
+            f"{', '.join(unknown)}."
+        )
+    chosen = (dataclasses.replace(chosen, **options) if options else chosen).snapshot(source)
+    description = chosen.describe(source)
+    return Dataset(source, chosen, description, np.arange(len(description.lengths)), final)
+
+
+def formats() -> dict[str, Format]:
+    """All formats by name, in the order in which they are asked; other packages' come first."""
+    return {format.name: format for format in (*_installed_formats(), *OURS)}
+
+
+@functools.cache
+def _installed_formats() -> tuple[Format, ...]:
+    """Returns the formats of other packages: entry points of the group `jrb.datasets`."""
+    return tuple(e.load()() for e in importlib.metadata.entry_points(group="jrb.datasets"))
+
+
+def choose_format(source: Source, format: str | Format | None = None) -> Format:
+    """Returns the format of a source: the one that is named, or the first that matches it.
+
+    Raises:
+        ValueError: no format does, or none has this name.
+    """
+    if isinstance(format, Format):
+        return format
+    by_name = formats()
+    if format is not None:
+        if format not in by_name:
+            raise ValueError(f"format: expected one of {[*by_name]}, got {format!r}.")
+        return by_name[format]
+    for each in by_name.values():
+        if each.matches(source):
+            return each
+    hint = damage.check(source) if isinstance(source, str) else ""
+    looked = "".join(f"\n  {each.name}: {each.looks_for}" for each in by_name.values())
+    raise UnknownFormatError(
+        f"{source!r}: expected a dataset, got something that no format matches. "
+        f"Looked for:{looked}\nName the format with format=..., or write one "
+        f"(jrb.datasets.Format).{hint}"
+    )
+
+
+@escaped_errors()
+def list(root: str | os.PathLike[str] | None = None) -> dict[str, Dataset]:
     """The datasets in a folder, copies that were made by `cache=True` among them, by name.
 
     Args:
@@ -20,12 +118,25 @@ def list(root: cache.Path | None = None) -> dict[str, Dataset]:
     Returns:
         Names as `delete` takes them, paths below the folder, in their order.
     """
-    folder = cache.root_of(root)
-    return {os.path.relpath(path, folder): found for path, found in _below(folder, _DEPTH)}
+    folder = copies.root_of(root)
+    datasets: dict[str, Dataset] = {}
+
+    def search(path: str, depth: int) -> None:
+        for name in sorted(os.listdir(path)) if depth and os.path.isdir(path) else ():
+            inner = os.path.join(path, name)
+            if name.startswith(".") or os.path.islink(inner):
+                continue
+            try:
+                datasets[os.path.relpath(inner, folder)] = open(inner)
+            except (ValueError, OSError):
+                search(inner, depth - 1)
+
+    search(folder, _DEPTH)
+    return datasets
 
 
 @escaped_errors()
-def delete(name: str, root: cache.Path | None = None) -> None:
+def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
     """Removes a dataset from the disk: the files of its layout, or nothing if there are others.
 
     Args:
@@ -38,27 +149,46 @@ def delete(name: str, root: cache.Path | None = None) -> None:
             files in its folder, which the message names.
         LockedError: it is being made, or written to.
     """
-    folder = cache.root_of(root)
+    folder = copies.root_of(root)
     path = os.path.normpath(os.path.join(folder, name))
     inside = os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)
     if not inside or not path.startswith(folder + os.sep) or os.path.islink(path):
         raise ValueError(f"delete: expected the name of a dataset in {folder}, got {name!r}.")
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
-    with cache.locked(path, wait=False):  # what is being made may be no dataset yet
-        opening.open(path)
-        removing.remove(path)
+    with copies.locked(path, wait=False):  # what is being made may be no dataset yet
+        open(path)
+        with locked(path) as is_own:
+            discard(path, is_own)
 
 
-def _below(folder: str, depth: int) -> Iterator[tuple[str, Dataset]]:
-    """The datasets below a folder, at most so many folders deep."""
-    if not depth or not os.path.isdir(folder):
-        return
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        if name.startswith(".") or os.path.islink(path):
-            continue
-        try:
-            yield path, opening.open(path)
-        except (ValueError, OSError):
-            yield from _below(path, depth - 1)
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[removal.IsOwn]:
+    """Holds the locks of all that may write to a dataset; yields which files are its own.
+
+    Raises:
+        ValueError: it is no dataset; or it has files in it that belong to something else.
+        LockedError: it is being written to.
+    """
+    is_own: removal.IsOwn = lambda path, name: False
+    if os.path.islink(path):  # only the link is removed
+        yield is_own
+    elif os.path.isdir(path):
+        is_ours = generation.numbers(Folder(path))
+        is_own = manifest.is_own if is_ours else choose_format(path).is_own
+        with removal.locked(path, is_own):
+            yield is_own
+    elif hdf5.is_own(path):
+        with hdf5.locked(path):
+            yield is_own
+    else:
+        choose_format(path)  # raises where it is no dataset
+        yield is_own
+
+
+def discard(path: str, is_own: removal.IsOwn) -> None:
+    """Removes a file or a link, or the files in a folder that are its layout's own."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        removal.discard(path, is_own)
+    else:
+        os.unlink(path)

@@ -21,11 +21,10 @@ import numpy as np
 
 from jrb.authoring import Folder, checks, leaf_name, tree_nbytes
 from jrb.datasets.format import Episode, native, rows_of
-from jrb.datasets.progress import track
+from jrb.datasets.output import new_path, track
 from jrb.datasets.reading.vectorized import is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
-from jrb.datasets.writing.atomic_write import new_path
 from jrb.layouts.names import Leaves, flatten
 
 _BLOCK = 4 << 20  # bytes of steps that are mapped together

@@ -20,7 +20,7 @@ import jrb
 from jrb import datasets, migrate
 from jrb._store import files
 from jrb._xla import compat
-from jrb.datasets import cache, copies, filling
+from jrb.datasets import copies, filling
 
 pytestmark = pytest.mark.slow
 
@@ -308,16 +308,16 @@ def test_what_cannot_be_cached_is_refused(dataset, tmp_path):
 
 def test_one_makes_a_copy_and_others_wait(dataset, tmp_path, monkeypatch, caplog):
     """They are told by the lock, and open what was made."""
-    monkeypatch.setattr(cache, "_PAUSE", 0.01)
-    path, _ = cache.copy_of(dataset, None, str(tmp_path))
+    monkeypatch.setattr(copies, "_PAUSE", 0.01)
+    path, _ = copies.copy_of(dataset, None, str(tmp_path))
     entered, found = threading.Event(), []
     make = lambda: found.append(dataset.buffer(cache=True, root=tmp_path))
-    with cache.locked(path, wait=False):
-        monkeypatch.setattr(cache._log, "warning", lambda *_: entered.set(), raising=True)
+    with copies.locked(path, wait=False):
+        monkeypatch.setattr(copies._log, "warning", lambda *_: entered.set(), raising=True)
         thread = threading.Thread(target=make)
         thread.start()
         assert entered.wait(60)
-        with pytest.raises(jrb.checkpoint.LockedError), cache.locked(path, wait=False):
+        with pytest.raises(jrb.checkpoint.LockedError), copies.locked(path, wait=False):
             pass
     thread.join()
     same(jrb.items(*found[0]), whole(dataset))

@@ -6,7 +6,7 @@ import pytest
 
 import jrb
 from jrb import datasets
-from jrb.datasets import cache, filling
+from jrb.datasets import copies, filling
 
 
 def write(path, steps=6, seed=0):
@@ -137,7 +137,7 @@ def test_a_partial_copy_is_removed(root, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         dataset.buffer(cache=True, root=copied)
     monkeypatch.undo()
-    path, _ = cache.copy_of(dataset, None, str(copied))
+    path, _ = copies.copy_of(dataset, None, str(copied))
     assert os.path.isdir(path)
     datasets.delete(os.path.basename(path), copied)
     assert not os.path.exists(path)
@@ -147,8 +147,8 @@ def test_what_is_being_made_is_left_alone(root, tmp_path):
     copied = tmp_path / "cache"
     dataset = datasets.open(root / "b.hdf5")
     dataset.buffer(cache=True, root=copied)
-    path, _ = cache.copy_of(dataset, None, str(copied))
-    with cache.locked(path, wait=False), pytest.raises(jrb.checkpoint.LockedError):
+    path, _ = copies.copy_of(dataset, None, str(copied))
+    with copies.locked(path, wait=False), pytest.raises(jrb.checkpoint.LockedError):
         datasets.delete(os.path.basename(path), copied)
     assert list(datasets.list(copied)) == [os.path.basename(path)]
     datasets.delete(os.path.basename(path), copied)
@@ -159,6 +159,6 @@ def test_what_has_begun_to_be_made_is_left_alone(root, tmp_path):
     """There is a folder, in which nothing was committed yet."""
     path = tmp_path / "cache" / "b-0"
     path.mkdir(parents=True)
-    with cache.locked(str(path), wait=False), pytest.raises(jrb.checkpoint.LockedError):
+    with copies.locked(str(path), wait=False), pytest.raises(jrb.checkpoint.LockedError):
         datasets.delete("b-0", tmp_path / "cache")
     assert path.is_dir()

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets import Format, opening
+from jrb.datasets import Format, library
 from tests.datasets.access import check_access
 from tests.datasets.memory import Memory, expected_of, source_of
 
 
 @pytest.fixture(autouse=True)
 def forget_the_kinds_of_others():
-    opening._others.cache_clear()
+    library._installed_formats.cache_clear()
     yield
-    opening._others.cache_clear()
+    library._installed_formats.cache_clear()
 
 
 def d4rl(path):

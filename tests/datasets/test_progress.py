@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jrb.datasets.progress import track
+from jrb.datasets.output import track
 
 
 def test_nothing_is_written_where_nobody_looks(capsys):

@@ -13,7 +13,7 @@ from jrb import datasets
 from jrb._store import removal
 from jrb.checkpoint import LockedError
 from jrb.cli import convert
-from jrb.datasets import removing
+from jrb.datasets import library
 from tests.cli import paths
 from tests.cli.paths import call
 
@@ -39,6 +39,11 @@ def made(kind, folder):
     else:
         paths.make(kind, folder)
     return path
+
+
+def remove(path):
+    with library.locked(str(path)) as is_own:
+        library.discard(str(path), is_own)
 
 
 def below(folder):
@@ -93,7 +98,7 @@ def test_a_folder_with_files_of_others_stays_whole(kind, tmp_path, capsys):
         name = put(path)
         before = below(tmp_path)
         with pytest.raises(ValueError, match=name):
-            removing.remove(str(path)) if kind == "several" else datasets.delete(kind, path.parent)
+            remove(path) if kind == "several" else datasets.delete(kind, path.parent)
         status, _, err = call(capsys, "convert", source, path, "--to", "native", "--overwrite")
         assert status == 1 and name.strip("'") in err
         assert below(tmp_path) == before
@@ -112,7 +117,7 @@ def test_a_folder_with_files_of_others_stays_whole(kind, tmp_path, capsys):
 @pytest.mark.parametrize("kind", [*FOLDERS, "h5", "d4rl", "arrow"])
 def test_a_dataset_goes_without_a_rest(kind, tmp_path):
     path = made(kind, tmp_path / "sets")
-    removing.remove(str(path))
+    remove(path)
     assert os.listdir(path.parent) == []
 
 
@@ -132,7 +137,7 @@ def test_what_is_being_written_to_stays(kind, tmp_path, capsys):
         writer = removal.Lock(removal.Folder(str(part)))
     before = below(tmp_path)
     with pytest.raises(LockedError, match="this process holds the lock"):
-        removing.remove(str(path))
+        remove(path)
     source = paths.make("h5", tmp_path)
     status, _, err = call(capsys, "convert", source, path, "--to", "native", "--overwrite")
     assert status == 1 and "this process holds the lock" in err

@@ -9,7 +9,7 @@ import numpy as np
 from jrb.authoring import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.writing.atomic_write import new_path
+from jrb.datasets.output import new_path
 from jrb.datasets.writing.source import FLAGS, VALID, Source, check_roles
 from jrb.state import BufferState
 

@@ -16,8 +16,8 @@ from jrb.authoring import escaped_errors, leaf_name, require
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA, leaf_spaces, package
+from jrb.datasets.output import absent, new_path
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.writing.atomic_write import absent, new_path
 from jrb.datasets.writing.source import VALID, Source, first_break
 from jrb.keys import within
 from jrb.layouts.names import Leaves, nest

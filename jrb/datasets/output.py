@@ -1,12 +1,14 @@
-"""Files and folders that are written beside their place, and renamed once they are whole."""
+"""Files and folders that appear once they are whole, and a bar that shows how far something is."""
 
 import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from jrb.authoring import Folder, absolute_path
+from jrb.authoring import Folder, absolute_path, checks, require
 
 
 def absent(path: str | os.PathLike[str]) -> str:
@@ -57,3 +59,35 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
 def _sync_file(path: str) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def track(total: int, text: str, show: bool | None = None) -> Iterator[Callable[[int], None]]:
+    """Shows a bar on stderr while the context lasts.
+
+    Args:
+        total: the number of steps.
+        text: what is done with them.
+        show: None for a bar where stderr is a terminal, and rich is installed.
+
+    Yields:
+        What is called with the number of steps that were done since the last call.
+
+    Raises:
+        ModuleNotFoundError: rich is not installed, and `show` is True.
+    """
+    if show is not None:
+        checks.flag("progress", show)
+    rich: Any = None
+    if show or (show is None and sys.stderr.isatty()):
+        with contextlib.nullcontext() if show else contextlib.suppress(ModuleNotFoundError):
+            rich = require("rich.progress", "datasets")
+    if rich is None:
+        yield lambda steps: None
+        return
+    console = require("rich.console", "datasets")
+    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
+    bar = rich.Progress(*columns, rich.TimeRemainingColumn(), console=console.Console(stderr=True))
+    with bar:
+        task = bar.add_task(text, total=total)
+        yield lambda steps: bar.advance(task, steps)
