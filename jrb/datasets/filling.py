@@ -76,7 +76,7 @@ def written(
             if reward is not None and reward.dtype.kind not in "biu":
                 odd = ~np.isfinite(reward)
                 num_odd += int(odd.sum())
-                for env, dataset in enumerate(flow.datasets if odd.any() else ()):
+                for env, dataset in enumerate(flow.datasets):
                     column = odd if flow.num_envs is None else odd[:, env]
                     steps = rows + np.flatnonzero(column.reshape(len(column), -1).any(axis=1))
                     places = np.searchsorted(np.cumsum(dataset.lengths), steps, side="right")
