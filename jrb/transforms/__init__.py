@@ -5,10 +5,9 @@ rest alone. Leaves are `[B, ...]`, or `[B, L, ...]` for windows.
 """
 
 from jrb.transforms.images import CenterCrop, Grayscale, RandomCrop, RandomShift, Resize, ToFloat
-from jrb.transforms.rewards import RewardToGo
+from jrb.transforms.leaves import Cast, Clip, Normalize, RewardToGo, Scale
 from jrb.transforms.running import RunningNormalize, RunningRewardScale, normalized
 from jrb.transforms.structure import Concatenate, Exclude, Rename, Select
-from jrb.transforms.values import Cast, Clip, Normalize, Scale
 
 __all__ = [
     "Cast",

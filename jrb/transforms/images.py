@@ -1,23 +1,22 @@
 """Transforms of images, uint8 or floating, whose last axes are height, width and channels."""
 
 import abc
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jrb._util import checks, pytree
 from jrb._xla import random_bits
-from jrb.transforms.leaves import Paths, check_paths, dtype_name, observations, rewritten
-from jrb.types import Item, Transform, TransformContext
+from jrb.transforms.leaves import LeafTransform, Paths, dtype_name
+from jrb.types import Item, TransformContext
 
 Axes = tuple[int, int]  # of height and width
 Layout = Literal["HWC", "CHW", "HW"]
-_LAYOUTS = ("HWC", "CHW", "HW")
 
 
 @pytree.component
-class ToFloat(Transform):
+class ToFloat(LeafTransform):
     """Turns uint8 images into floats: x * scale, from 0 to 1 by default.
 
     Attributes:
@@ -39,67 +38,74 @@ class ToFloat(Transform):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        check_paths("ToFloat", self.paths)
+        super().__post_init__()
         object.__setattr__(self, "dtype", dtype_name("ToFloat", self.dtype))
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data, with images as floats."""
-        paths = observations(data, batch.keys) if self.paths is None else self.paths
-        changed = []
-
-        def change(name: str, leaf: jax.Array) -> jax.Array:
-            if leaf.dtype != jnp.uint8:
-                if self.paths is None:
-                    return leaf
-                raise TypeError(f"ToFloat: leaf '{name}': expected dtype uint8, got {leaf.dtype}.")
-            changed.append(name)
-            return (leaf.astype(jnp.float32) * self.scale).astype(jnp.dtype(self.dtype))
-
-        out = rewritten(data, paths, "ToFloat", change)
-        if not changed:
+        out = super().apply(data, batch)
+        pairs = zip(jax.tree.leaves(data), jax.tree.leaves(out), strict=True)
+        if all(new is old for old, new in pairs):
             raise ValueError(
                 f"ToFloat: expected a leaf of dtype uint8 in the observation, got the leaves "
                 f"{pytree.leaf_names(data)} without one. Name it with paths=."
             )
         return out
 
+    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+        if leaf.dtype == jnp.uint8:
+            return (leaf.astype(jnp.float32) * self.scale).astype(self.dtype)
+        if self.paths is None:
+            return leaf
+        raise TypeError(f"ToFloat: leaf '{name}': expected dtype uint8, got {leaf.dtype}.")
 
-class _ImageTransform(Transform):
-    """Changes the images at `paths`, by default those of the observation and the next."""
 
-    paths: Paths | None
+class ImageTransform(LeafTransform):
+    """Changes images, by default those of the observation and the next.
+
+    Attributes:
+        layout: the last axes, in order.
+    """
+
+    layouts: ClassVar[tuple[str, ...]] = ("HWC", "CHW", "HW")
     layout: Layout
 
     def __post_init__(self) -> None:
-        check_paths(type(self).__name__, self.paths)
-        checks.choice("layout", self.layout, _LAYOUTS)
+        super().__post_init__()
+        checks.choice("layout", self.layout, self.layouts)
+        for name in ("height", "width", "most"):
+            if hasattr(self, name):
+                checks.count(name, getattr(self, name))
 
-    def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with changed images."""
-        what, names = type(self).__name__, pytree.leaf_names(data)
-        paths = observations(data, batch.keys) if self.paths is None else self.paths
-
-        def change(name: str, leaf: jax.Array) -> jax.Array:
-            if leaf.ndim < batch.mask.ndim + len(self.layout):
-                lead = "[B, ..., " if batch.mask.ndim == 1 else "[B, L, ..., "
-                raise ValueError(
-                    f"{what}: leaf '{name}': expected images {lead}{', '.join(self.layout)}], got "
-                    f"shape {leaf.shape}. Name the images with paths=, or their layout."
-                )
-            first = leaf.ndim - len(self.layout)
-            axes = first + self.layout.index("H"), first + self.layout.index("W")
-            key = random_bits.fold(batch.key, names.index(name))
-            return self._changed(name, leaf, axes, key)
-
-        return rewritten(data, paths, what, change)
+    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+        if leaf.ndim < batch.mask.ndim + len(self.layout):
+            lead = "[B, ..., " if batch.mask.ndim == 1 else "[B, L, ..., "
+            raise ValueError(
+                f"{type(self).__name__}: leaf '{name}': expected images {lead}"
+                f"{', '.join(self.layout)}], got shape {leaf.shape}. Name the images with paths=, "
+                "or their layout."
+            )
+        first = leaf.ndim - len(self.layout)
+        axes = first + self.layout.index("H"), first + self.layout.index("W")
+        return self._image(name, leaf, axes, batch.key)
 
     @abc.abstractmethod
-    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         """Returns a leaf `[B, ..., *layout]`, changed along its axes of height and width."""
+
+    def _margins(self, name: str, leaf: jax.Array, axes: Axes, size: tuple[int, int]) -> list[int]:
+        """Returns how many pixels images exceed a size by, in height and width."""
+        margins = [leaf.shape[axis] - length for axis, length in zip(axes, size, strict=True)]
+        if min(margins) < 0:
+            raise ValueError(
+                f"{type(self).__name__}: leaf '{name}': expected images of at least {size}, got "
+                f"shape {leaf.shape}. Use Resize, or a smaller window."
+            )
+        return margins
 
 
 @pytree.component
-class Resize(_ImageTransform):
+class Resize(ImageTransform):
     """Resizes images; uint8 stays uint8, rounded.
 
     Attributes:
@@ -116,19 +122,14 @@ class Resize(_ImageTransform):
     layout: Layout = "HWC"
     method: str = "linear"
 
-    def __post_init__(self) -> None:
-        checks.count("height", self.height)
-        checks.count("width", self.width)
-        super().__post_init__()
-
-    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         shape = list(leaf.shape)
         shape[axes[0]], shape[axes[1]] = self.height, self.width
-        return _as(jax.image.resize(pytree.wide(leaf), shape, self.method), leaf.dtype)
+        return _rounded(jax.image.resize(pytree.wide(leaf), shape, self.method), leaf.dtype)
 
 
 @pytree.component
-class Grayscale(Transform):
+class Grayscale(ImageTransform):
     """Turns colours into one channel: 0.299 red + 0.587 green + 0.114 blue; uint8 stays uint8.
 
     Attributes:
@@ -139,35 +140,26 @@ class Grayscale(Transform):
     Reference: ITU-R BT.601.
     """
 
+    layouts: ClassVar[tuple[str, ...]] = ("HWC", "CHW")
     paths: Paths | None = None
     layout: Literal["HWC", "CHW"] = "HWC"
     keep: bool = True
 
-    def __post_init__(self) -> None:
-        check_paths("Grayscale", self.paths)
-        checks.choice("layout", self.layout, ("HWC", "CHW"))
-
-    def apply(self, data: Item, batch: TransformContext) -> Item:
-        """Returns the data, with images of one channel."""
-        paths = observations(data, batch.keys) if self.paths is None else self.paths
-
-        def gray(name: str, leaf: jax.Array) -> jax.Array:
-            axis = leaf.ndim + (-1 if self.layout == "HWC" else -3)
-            if leaf.ndim < batch.mask.ndim + 3 or leaf.shape[axis] != 3:
-                raise ValueError(
-                    f"Grayscale: leaf '{name}': expected 3 channels in layout {self.layout}, got "
-                    f"shape {leaf.shape}. Name the images with paths=, or their layout."
-                )
-            wide = jnp.moveaxis(pytree.wide(leaf), axis, -1)
-            light = jnp.sum(wide * jnp.asarray([0.299, 0.587, 0.114], wide.dtype), axis=-1)
-            light = _as(light, leaf.dtype)
-            return jnp.expand_dims(light, axis) if self.keep else light
-
-        return rewritten(data, paths, "Grayscale", gray)
+    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        axis = axes[0] - self.layout.index("H") + self.layout.index("C")
+        if leaf.shape[axis] != 3:
+            raise ValueError(
+                f"Grayscale: leaf '{name}': expected 3 channels in layout {self.layout}, got "
+                f"shape {leaf.shape}. Name the images with paths=, or their layout."
+            )
+        wide = jnp.moveaxis(pytree.wide(leaf), axis, -1)
+        light = jnp.sum(wide * jnp.asarray([0.299, 0.587, 0.114], wide.dtype), axis=-1)
+        light = _rounded(light, leaf.dtype)
+        return jnp.expand_dims(light, axis) if self.keep else light
 
 
 @pytree.component
-class RandomShift(_ImageTransform):
+class RandomShift(ImageTransform):
     """Moves the images of each item by up to `most` pixels each way, and repeats their border.
 
     All images of an item, of a window and of a stack, move alike; the observation and the next
@@ -185,17 +177,13 @@ class RandomShift(_ImageTransform):
     paths: Paths | None = None
     layout: Layout = "HWC"
 
-    def __post_init__(self) -> None:
-        checks.count("most", self.most)
-        super().__post_init__()
-
-    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         offsets = _random(key, leaf, 2 * self.most + 1) - self.most
         return _windows(leaf, axes, offsets, [leaf.shape[axis] for axis in axes])
 
 
 @pytree.component
-class RandomCrop(_ImageTransform):
+class RandomCrop(ImageTransform):
     """Crops images to a window at a random position, the same for all images of an item.
 
     Attributes:
@@ -212,19 +200,14 @@ class RandomCrop(_ImageTransform):
     paths: Paths | None = None
     layout: Layout = "HWC"
 
-    def __post_init__(self) -> None:
-        checks.count("height", self.height)
-        checks.count("width", self.width)
-        super().__post_init__()
-
-    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
-        margins = _margins(name, leaf, axes, (self.height, self.width), "RandomCrop")
+    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+        margins = self._margins(name, leaf, axes, (self.height, self.width))
         offsets = [_random(key, leaf, margin + 1)[:, way] for way, margin in enumerate(margins)]
         return _windows(leaf, axes, jnp.stack(offsets, axis=1), [self.height, self.width])
 
 
 @pytree.component
-class CenterCrop(_ImageTransform):
+class CenterCrop(ImageTransform):
     """Crops images to their middle, such as for evaluation where training has `RandomCrop`.
 
     Attributes:
@@ -239,28 +222,12 @@ class CenterCrop(_ImageTransform):
     paths: Paths | None = None
     layout: Layout = "HWC"
 
-    def __post_init__(self) -> None:
-        checks.count("height", self.height)
-        checks.count("width", self.width)
-        super().__post_init__()
-
-    def _changed(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
+    def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:
         size = self.height, self.width
-        margins = _margins(name, leaf, axes, size, "CenterCrop")
+        margins = self._margins(name, leaf, axes, size)
         for axis, margin, length in zip(axes, margins, size, strict=True):
             leaf = jax.lax.slice_in_dim(leaf, margin // 2, margin // 2 + length, axis=axis)
         return leaf
-
-
-def _margins(name: str, leaf: jax.Array, axes: Axes, size: tuple[int, int], what: str) -> list[int]:
-    """Returns how many pixels images exceed a size by, in height and width."""
-    margins = [leaf.shape[axis] - length for axis, length in zip(axes, size, strict=True)]
-    if min(margins) < 0:
-        raise ValueError(
-            f"{what}: leaf '{name}': expected images of at least {size}, got shape {leaf.shape}. "
-            "Use Resize, or a smaller window."
-        )
-    return margins
 
 
 def _random(key: jax.Array, leaf: jax.Array, below: int) -> jax.Array:
@@ -281,7 +248,7 @@ def _windows(leaf: jax.Array, axes: Axes, offsets: jax.Array, sizes: list[int]) 
     return jax.vmap(window)(leaf, offsets)
 
 
-def _as(wide: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _rounded(wide: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns floats in another dtype, rounded and kept in range for integers."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return wide.astype(dtype)

@@ -1,15 +1,22 @@
-"""Finding the leaves that a transform is for."""
+"""Transforms of leaves, one by one, and what all transforms share."""
 
+import abc
+import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jrb._util import pytree
+from jrb._core import episode_ends
+from jrb._util import checks, pytree
 from jrb._util.pytree import DType
+from jrb._xla import random_bits
 from jrb.keys import Keys, Path, find, lookup, path_name, within
-from jrb.types import Item
+from jrb.types import Item, Transform, TransformContext
 
 Paths = tuple[Path, ...]
 
@@ -21,29 +28,22 @@ def check_paths(name: str, paths: Any) -> None:
 
 
 def dtype_name(name: str, dtype: DType) -> str:
-    """The name of a dtype that JAX keeps; raises for others."""
+    """Returns the name of a dtype that JAX keeps; raises for others."""
     try:
-        found = jnp.dtype(dtype)
+        kind = jnp.dtype(dtype)
     except TypeError:
         raise TypeError(f"{name}: dtype: expected the name of one, got {dtype!r}.") from None
-    if jax.dtypes.canonicalize_dtype(found) != found:
+    if jax.dtypes.canonicalize_dtype(kind) != kind:
         raise TypeError(
-            f"{name}: dtype: expected one that JAX keeps, got {found}. Set jax_enable_x64."
+            f"{name}: dtype: expected one that JAX keeps, got {kind}. Set jax_enable_x64."
         )
-    return found.name
-
-
-def observations(data: Item, keys: Keys) -> Paths:
-    """The paths of the observation and the next observation, those of them that there are."""
-    paths = (keys.observation, keys.next_observation)
-    found = tuple(path for path in paths if path is not None and lookup(data, path) is not None)
-    return found or (keys.observation,)  # which is then missed
+    return kind.name
 
 
 def rewritten(
     data: Item, paths: Paths, what: str, change: Callable[[str, jax.Array], jax.Array]
 ) -> Any:
-    """The data with every leaf at or below one of the paths changed.
+    """Returns the data with every leaf at or below one of the paths changed.
 
     Args:
         data: a pytree.
@@ -63,3 +63,238 @@ def rewritten(
         return change(name, leaf) if any(within(name, prefix) for prefix in names) else leaf
 
     return jax.tree_util.tree_map_with_path(visit, data)
+
+
+class LeafTransform(Transform):
+    """Changes leaves one by one: those at `paths`, or the observations, or the reward.
+
+    Attributes:
+        paths: which leaves; None for the default.
+        of_reward: True if the default is the reward; else the observation and the next one.
+    """
+
+    of_reward: ClassVar[bool] = False
+    paths: Paths | None
+
+    def __post_init__(self) -> None:
+        check_paths(type(self).__name__, self.paths)
+
+    def leaf_paths(self, data: Item, keys: Keys) -> Paths:
+        """Returns the paths of leaves to change."""
+        if self.paths is not None:
+            return self.paths
+        if self.of_reward:
+            return (keys.reward,)
+        paths = keys.observation, keys.next_observation
+        present = tuple(
+            path for path in paths if path is not None and lookup(data, path) is not None
+        )
+        return present or (keys.observation,)  # which is then missed
+
+    def apply(self, data: Item, batch: TransformContext) -> Item:
+        """Returns the data, with changed leaves."""
+        names = pytree.leaf_names(data)
+
+        def change(name: str, leaf: jax.Array) -> jax.Array:
+            key = random_bits.fold(batch.key, names.index(name))
+            return self._changed(name, leaf, dataclasses.replace(batch, key=key))
+
+        return rewritten(data, self.leaf_paths(data, batch.keys), type(self).__name__, change)
+
+    @abc.abstractmethod
+    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+        """Returns the changed leaf; `batch.key` is its own."""
+
+
+@pytree.component
+class Cast(LeafTransform):
+    """Casts leaves to another dtype, such as "bfloat16".
+
+    Attributes:
+        dtype: its name.
+        paths: which leaves; None for all of a floating dtype.
+    """
+
+    dtype: str
+    paths: Paths | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "dtype", dtype_name("Cast", self.dtype))
+
+    def apply(self, data: Item, batch: TransformContext) -> Item:
+        """Returns the data, cast."""
+        if self.paths is not None:
+            return super().apply(data, batch)
+        is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
+        cast = lambda leaf: leaf.astype(self.dtype) if is_floating(leaf) else leaf
+        return jax.tree.map(cast, data)
+
+    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+        return leaf.astype(self.dtype)
+
+
+@pytree.component
+class Normalize(LeafTransform):
+    """(x - mean) / std, in float32 or the leaf's own wider dtype.
+
+    Attributes:
+        mean: a number, or a tuple of them along the last axis.
+        std: likewise; not 0.
+        paths: which leaves; None for the observation and the next.
+    """
+
+    mean: float | tuple[float, ...]
+    std: float | tuple[float, ...]
+    paths: Paths | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = {np.size(self.mean), np.size(self.std)} - {1}
+        if len(sizes) > 1:
+            raise ValueError(f"Normalize: expected mean and std of one length, got {sizes}.")
+        if (np.asarray(self.std) == 0).any():
+            raise ValueError(f"Normalize: std: expected numbers other than 0, got {self.std}.")
+
+    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+        width = max(np.size(self.mean), np.size(self.std))
+        if width > 1 and leaf.shape[-1:] != (width,):
+            raise ValueError(
+                f"Normalize: leaf '{name}': expected a last axis of {width}, got shape "
+                f"{leaf.shape}. Name the leaves that are meant with paths=."
+            )
+        wide = pytree.wide(leaf)
+        mean, std = jnp.asarray(self.mean, wide.dtype), jnp.asarray(self.std, wide.dtype)
+        return (wide - mean) / std
+
+
+@pytree.component
+class Clip(LeafTransform):
+    """Clips numbers between two bounds, in the leaf's own dtype.
+
+    Attributes:
+        low: the least value, None for no bound.
+        high: the greatest value, None for no bound.
+        paths: which leaves; None for the reward.
+    """
+
+    of_reward: ClassVar[bool] = True
+    low: float | None = -1.0
+    high: float | None = 1.0
+    paths: Paths | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds = [bound for bound in (self.low, self.high) if bound is not None]
+        if not all(map(math.isfinite, bounds)):
+            raise ValueError(f"Clip: expected finite bounds, got {bounds}. None is for no bound.")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"Clip: expected low <= high, got {self.low} and {self.high}.")
+
+    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+        low, high = self.low, self.high
+        if jnp.issubdtype(leaf.dtype, jnp.integer):  # the bounds that this dtype can hold
+            info = jnp.iinfo(leaf.dtype)
+            low = None if low is None else min(max(math.ceil(low), info.min), info.max)
+            high = None if high is None else max(min(math.floor(high), info.max), info.min)
+            as_leaf = lambda bound: jnp.asarray(bound, leaf.dtype)
+        else:
+            as_leaf = lambda bound: jnp.asarray(bound).astype(leaf.dtype)
+        low, high = (None if bound is None else as_leaf(bound) for bound in (low, high))
+        return jnp.clip(leaf, low, high)
+
+
+@pytree.component
+class Scale(LeafTransform):
+    """Factor * x + offset, in float32 or the leaf's own wider dtype.
+
+    Attributes:
+        factor: a number.
+        offset: a number.
+        paths: which leaves; None for the reward.
+    """
+
+    of_reward: ClassVar[bool] = True
+    factor: float
+    offset: float = 0.0
+    paths: Paths | None = None
+
+    def _changed(self, name: str, leaf: jax.Array, batch: TransformContext) -> jax.Array:
+        return pytree.wide(leaf) * self.factor + self.offset
+
+
+@pytree.component
+class RewardToGo(Transform):
+    """Adds the discounted sum of the rewards from each row of a window to its end.
+
+    At row t it is r_t + discount * (that at t + 1), where row t + 1 is real and of the same
+    episode; 0 where a row is not real. An episode ends where a flag in the data says so, and where
+    the unit knows that it ended, such as by `truncate` or `Keys(episode=...)`. With
+    `Sequence(..., partial="pad")` as long as an episode, it is the return from that row on.
+    Where the reward has several leaves, such as one for each agent, each has a return of its own.
+
+    Attributes:
+        discount: gamma, from 0 to 1.
+        to: the path of the result, `[B, L, ...]` for each leaf of the reward.
+
+    Reference: Chen et al., 2021, "Decision transformer", section 3.
+    """
+
+    discount: float = 1.0
+    to: Path = ("next", "reward_to_go")
+
+    def __post_init__(self) -> None:
+        checks.fraction("discount", self.discount)
+
+    def apply(self, data: Item, batch: TransformContext) -> Item:
+        """Returns the data, with one leaf more for each leaf of the reward."""
+        what = f"RewardToGo: leaf '{path_name(batch.keys.reward)}'"
+        reward = batch.keys.get(data, "reward")
+        for leaf in jax.tree.leaves(reward):
+            if batch.mask.ndim != 2:
+                raise ValueError(
+                    f"{what}: expected windows [B, L], got {leaf.shape}. Use it with "
+                    "unit=jrb.Sequence(...)."
+                )
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise TypeError(
+                    f"{what}: expected a floating dtype, got {leaf.dtype}. Use Cast before."
+                )
+        goes_on = batch.mask if batch.ends is None else batch.mask & ~batch.ends
+        if batch.ends is None or batch.keys.flags(data):
+            goes_on = goes_on & ~episode_ends.ends(data, batch.keys)
+        goes_on = goes_on & (self.discount > 0)  # or 0 times infinity would be no number
+
+        def sums(leaf: jax.Array) -> jax.Array:
+            lift = lambda array: array.reshape(*array.shape, *(1,) * (leaf.ndim - 2))
+            rows = [jnp.moveaxis(each, 1, 0) for each in (leaf, lift(batch.mask), lift(goes_on))]
+
+            def step(after: jax.Array, row: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+                reward, is_real, goes_on = row
+                later = jnp.where(goes_on, after * self.discount, jnp.zeros_like(after))
+                total = jnp.where(is_real, reward + later, jnp.zeros_like(after))
+                return total, total
+
+            return jnp.moveaxis(
+                lax.scan(step, jnp.zeros_like(rows[0][0]), rows, reverse=True)[1], 0, 1
+            )
+
+        return with_leaf(data, self.to, jax.tree.map(sums, reward), "RewardToGo")
+
+
+def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
+    """Returns the data with an entry at a path, whose dicts are made where they are missing.
+
+    Raises:
+        TypeError: something on the way is no dict.
+        ValueError: something is there already.
+    """
+    if lookup(data, path) is not None:
+        raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
+
+    def inserted(data: Any, first: str, *deeper: str) -> Any:
+        if not pytree.is_mapping(data):
+            raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
+        return {**data, first: inserted(data.get(first, {}), *deeper) if deeper else entry}
+
+    return inserted(data, *((path,) if isinstance(path, str) else path))

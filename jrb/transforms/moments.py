@@ -35,6 +35,24 @@ class Moments(pytree.State):
     var: jax.Array
     var_rest: jax.Array
 
+    def scaled(self, leaf: jax.Array, center: bool, clip: float | None, eps: float) -> jax.Array:
+        """Returns (leaf - mean) / sqrt(var + eps), between -clip and clip.
+
+        Finite for what is finite, also without a bound; before anything came, the leaf as it is.
+        The last axes of `leaf` are those of the moments.
+        """
+        wide = leaf.astype(self.mean.dtype)
+        lift = lambda array: array.reshape((1,) * (leaf.ndim - array.ndim) + array.shape)
+        least = jnp.finfo(wide.dtype).tiny  # a smaller `eps` is 0 in this dtype
+        spread = jnp.sqrt(jnp.maximum(jnp.maximum(self.var, 0) + eps, least))
+        spread = lift(jnp.where(self.count > 0, spread, 1))
+        centered = wide - lift(self.mean) - lift(self.mean_rest) if center else wide
+        result = centered / spread
+        if clip is None:
+            largest = jnp.finfo(wide.dtype).max
+            return jnp.where(jnp.isfinite(wide), jnp.clip(result, -largest, largest), result)
+        return jnp.clip(result, -clip, clip)
+
 
 def start(shape: tuple[int, ...], dtype: pytree.DType) -> Moments:
     """Returns the moments of no numbers."""
@@ -60,9 +78,21 @@ def joined(moments: Moments, numbers: jax.Array, real: jax.Array) -> Moments:
     left_out = moments.left_out + jnp.sum(real & ~fits, dtype=jnp.uint32)
     real &= fits
     count = jnp.sum(real, dtype=jnp.uint32)
-    mean, rest, var = _of_these(numbers, real, count)
+    # The moments of the new numbers. Sums of large ones that lie close together, such as 3e7 +- 20,
+    # lose what tells them apart: so these are sums of distances, first from one of the numbers,
+    # then from the mean so far.
+    one = jnp.where(real.any(), numbers[jnp.argmax(real)], 0)[None]
+    real = real.reshape(-1, *(1,) * (numbers.ndim - 1))
+    many = jnp.maximum(count, 1).astype(numbers.dtype)
+    sum_rows = functools.partial(jnp.sum, axis=0, keepdims=True)
+    mean = one + sum_rows(jnp.where(real, numbers - one, 0)) / many
+    rest = sum_rows(jnp.where(real, numbers - mean, 0)) / many
+    apart = jnp.where(real, (numbers - mean) - rest, 0)
+    # Each square is divided before they are added up: their sum may be no number.
+    mean, rest, var = mean[0], rest[0], sum_rows(apart * (apart / many))[0]
+    # Both together.
     total = moments.count + count
-    part = _ratio(count, total, mean.dtype)
+    part = count.astype(mean.dtype) / jnp.maximum(total, 1).astype(mean.dtype)
     apart, finer = mean - moments.mean, rest - moments.mean_rest
     wider = (var - moments.var) - moments.var_rest
     by = wider * part + (apart + finer) ** 2 * part * (1 - part)
@@ -85,53 +115,8 @@ def can_count(numbers: jax.Array) -> jax.Array:
     return jnp.abs(numbers) < jnp.asarray(largest, numbers.dtype)  # False for NaN
 
 
-def _of_these(
-    numbers: jax.Array, real: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mean, what it cannot hold, and variance of the `count` numbers of `[K, ...]` that are real.
-
-    Sums of large numbers that lie close together, such as 3e7 +- 20, lose what tells them apart. So
-    these are sums of distances: first from one of the numbers, then from the mean found so far.
-    """
-    one = jnp.where(real.any(), numbers[jnp.argmax(real)], 0)[None]
-    real = real.reshape(-1, *(1,) * (numbers.ndim - 1))
-    many = jnp.maximum(count, 1).astype(numbers.dtype)
-    total = functools.partial(jnp.sum, axis=0, keepdims=True)
-    mean = one + total(jnp.where(real, numbers - one, 0)) / many
-    rest = total(jnp.where(real, numbers - mean, 0)) / many
-    apart = jnp.where(real, (numbers - mean) - rest, 0)
-    # Each square is divided before they are added up: their sum may be no number.
-    return mean[0], rest[0], total(apart * (apart / many))[0]
-
-
-def _ratio(one: jax.Array, other: jax.Array, dtype: pytree.DType) -> jax.Array:
-    return one.astype(dtype) / jnp.maximum(other, 1).astype(dtype)
-
-
 def _sum(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rounded sum of two numbers, and exactly what it lacks (Knuth's two-sum)."""
     total = one + other
     second = total - one
     return total, (one - (total - second)) + (other - second)
-
-
-def scaled(
-    leaf: jax.Array, moments: Moments, center: bool, clip: float | None, eps: float
-) -> jax.Array:
-    """(leaf - mean) / sqrt(var + eps), between -clip and clip; as it is before anything came.
-
-    Finite for what is finite, also without a bound. The last axes of `leaf` are those of the
-    moments.
-    """
-    wide = leaf.astype(moments.mean.dtype)
-    lift = lambda array: array.reshape((1,) * (leaf.ndim - array.ndim) + array.shape)
-    some = moments.count > 0
-    least = jnp.finfo(wide.dtype).tiny  # a smaller `eps` is 0 in this dtype
-    spread = jnp.sqrt(jnp.maximum(jnp.maximum(moments.var, 0) + eps, least))
-    spread = lift(jnp.where(some, spread, 1))
-    found = wide - lift(moments.mean) - lift(moments.mean_rest) if center else wide
-    found = found / spread
-    if clip is None:
-        largest = jnp.finfo(wide.dtype).max
-        return jnp.where(jnp.isfinite(wide), jnp.clip(found, -largest, largest), found)
-    return jnp.clip(found, -clip, clip)

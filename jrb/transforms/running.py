@@ -15,8 +15,42 @@ from jrb.transforms.moments import Moments
 from jrb.types import Context, Item, StatefulTransform, TransformContext
 
 
+class _Running(StatefulTransform):
+    """Divides by the spread of running statistics.
+
+    Attributes:
+        clip: the largest result, None for no bound.
+        eps: a number that is added to the variance.
+    """
+
+    clip: float | None
+    eps: float
+
+    def __post_init__(self) -> None:
+        for name, value in {"clip": self.clip, "eps": self.eps}.items():
+            if name == "clip" and value is None:
+                continue
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(
+                    f"{type(self).__name__}: {name}: expected a number above 0, got {value!r}."
+                )
+
+    def _start(self, name: str, leaf: Any) -> Moments:
+        """Returns moments of no numbers, for the spec of a leaf."""
+        kind = pytree.dtype_of(leaf)
+        real = (jnp.floating, jnp.integer, jnp.bool_)
+        if kind is None or not any(jnp.issubdtype(kind, each) for each in real):
+            raise TypeError(
+                f"{type(self).__name__}: leaf '{name}': expected real numbers, got "
+                f"{leaf if kind is None else kind}. Name the leaves that are meant, with paths= or "
+                "keys=."
+            )
+        is_wide = jnp.issubdtype(kind, jnp.floating) and jnp.dtype(kind).itemsize > 4
+        return moments.start(leaf.shape, kind if is_wide else jnp.float32)
+
+
 @pytree.component
-class RunningNormalize(StatefulTransform):
+class RunningNormalize(_Running):
     """(x - mean) / sqrt(var + eps), of all that was ever written, entry by entry of a leaf.
 
     Items are stored as they come, and old ones are drawn by the newest statistics. Every row that
@@ -29,7 +63,7 @@ class RunningNormalize(StatefulTransform):
         paths: whose statistics are kept; None for the observation.
         center: whether the mean is subtracted.
         clip: the largest result, None for no bound.
-        eps: what is added to the variance.
+        eps: a number that is added to the variance.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -53,12 +87,12 @@ class RunningNormalize(StatefulTransform):
     def __post_init__(self) -> None:
         check_paths("RunningNormalize", self.paths)
         checks.flag("center", self.center)
-        _check_numbers("RunningNormalize", self.clip, self.eps)
+        super().__post_init__()
 
     def init(self, context: Context, spec: Item) -> dict[str, Moments]:
-        """Moments of each leaf, by its name. Raises if there is none, or one of other numbers."""
-        found = self._leaves(spec, context.keys)
-        return {name: _start("RunningNormalize", name, leaf) for name, leaf in found.items()}
+        """Returns moments of each leaf, by its name. Raises if there is none, or not of numbers."""
+        leaves = self._leaves(spec, context.keys)
+        return {name: self._start(name, leaf) for name, leaf in leaves.items()}
 
     def on_write(
         self,
@@ -70,14 +104,14 @@ class RunningNormalize(StatefulTransform):
     ) -> dict[str, Moments]:
         """Returns the moments with the new rows."""
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
-        found = self._leaves(items, context.keys)
+        leaves = self._leaves(items, context.keys)
         return {
-            name: moments.joined(before, flat(found[name]), flat(mask))
+            name: moments.joined(before, flat(leaves[name]), flat(mask))
             for name, before in state.items()
         }
 
     def _leaves(self, items: Item, keys: Keys) -> dict[str, Any]:
-        """The leaves whose statistics are kept, by name."""
+        """Returns the leaves whose statistics are kept, by name."""
         paths = (keys.observation,) if self.paths is None else self.paths
         for path in paths:
             find(items, path, "RunningNormalize")
@@ -87,21 +121,17 @@ class RunningNormalize(StatefulTransform):
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data, normalized."""
-
-        def change(path: tuple, leaf: jax.Array) -> jax.Array:
-            name = pytree.leaf_name(path)
-            return self.of_leaf(batch.state, batch.keys, name, leaf)
-
+        change = lambda path, leaf: self.of_leaf(
+            batch.state, batch.keys, pytree.leaf_name(path), leaf
+        )
         return jax.tree_util.tree_map_with_path(change, data)
 
     def of_leaf(
         self, state: dict[str, Moments], keys: Keys, name: str, leaf: jax.Array
     ) -> jax.Array:
-        """A leaf `[..., *item]` of this name, normalized if there are statistics for it."""
-        found = state.get(name) or state.get(keys.twin(name) or "")
-        if found is None:
-            return leaf
-        return moments.scaled(leaf, found, self.center, self.clip, self.eps)
+        """Returns a leaf `[..., *item]`, normalized if there are statistics for its name."""
+        known = state.get(name) or state.get(keys.twin(name) or "")
+        return leaf if known is None else known.scaled(leaf, self.center, self.clip, self.eps)
 
 
 class Returns(pytree.State):
@@ -117,7 +147,7 @@ class Returns(pytree.State):
 
 
 @pytree.component
-class RunningRewardScale(StatefulTransform):
+class RunningRewardScale(_Running):
     """Rewards divided by the running standard deviation of the discounted return, not centered.
 
     The return of an environment is G = discount * G + reward, from 0 in every episode. The reward
@@ -128,7 +158,7 @@ class RunningRewardScale(StatefulTransform):
     Attributes:
         discount: gamma, from 0 to 1.
         clip: the largest result, None for no bound.
-        eps: what is added to the variance.
+        eps: a number that is added to the variance.
 
     Reference: Engstrom et al., 2020, "Implementation matters in deep policy gradients", section 3.
     """
@@ -141,80 +171,75 @@ class RunningRewardScale(StatefulTransform):
 
     def __post_init__(self) -> None:
         checks.fraction("discount", self.discount)
-        _check_numbers("RunningRewardScale", self.clip, self.eps)
+        super().__post_init__()
 
     def init(self, context: Context, spec: Item) -> Any:
-        """`Returns` of 0, for each leaf of the reward. Raises without one, or without flags."""
+        """Returns `Returns` of 0, for each leaf of the reward. Raises without reward or flags."""
         episode_ends.check(spec, context.keys)
         prefix, envs = path_name(context.keys.reward), context.ring.envs
 
         def start(path: tuple, reward: Any) -> Returns:
             inner = pytree.leaf_name(path)
-            name = prefix if inner == "." else f"{prefix}/{inner}"
-            began = _start("RunningRewardScale", name, reward)
-            running = jnp.zeros((envs, *reward.shape), began.mean.dtype)
-            return Returns(moments=began, running=running)
+            none = self._start(prefix if inner == "." else f"{prefix}/{inner}", reward)
+            running = jnp.zeros((envs, *reward.shape), none.mean.dtype)
+            return Returns(moments=none, running=running)
 
         return jax.tree_util.tree_map_with_path(start, context.keys.get(spec, "reward"))
 
     def on_write(
         self, context: Context, state: Any, items: Item, mask: jax.Array, ended: jax.Array
     ) -> Any:
-        """The returns of the new rows; where one is masked, its environment stands still."""
-        learn = lambda reward, its: self._with_rewards(its, reward, mask, ended)
-        return jax.tree.map(learn, context.keys.get(items, "reward"), state)
+        """Adds the returns of the new rows; where one is masked, its environment stands still."""
 
-    def _with_rewards(
-        self, state: Returns, rewards: jax.Array, mask: jax.Array, ended: jax.Array
-    ) -> Returns:
-        """Returns the state with one leaf of the reward, `[T, E, ...]`."""
-        rewards = rewards.astype(state.running.dtype)
-        lift = lambda flags: flags.reshape(*flags.shape, *(1,) * (rewards.ndim - 2))
-        fits = moments.can_count(rewards).reshape(*mask.shape, -1).all(axis=2)
+        def learned(rewards: jax.Array, state: Returns) -> Returns:
+            rewards = rewards.astype(state.running.dtype)
+            lift = lambda flags: flags.reshape(*flags.shape, *(1,) * (rewards.ndim - 2))
+            flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
+            fits = moments.can_count(rewards).reshape(*mask.shape, -1).all(axis=2)
 
-        def step(running: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
-            reward, real, ended = row
-            here = jnp.where(real, self.discount * running + reward, running)
-            return jnp.where(ended, 0, here), here
+            def step(running: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
+                reward, is_real, is_end = row
+                total = jnp.where(is_real, self.discount * running + reward, running)
+                return jnp.where(is_end, 0, total), total
 
-        rows = rewards, lift(mask & fits), lift(ended)
-        # In shard_map a carry must vary from the start over those axes that the rows vary over.
-        start = jnp.where(rows[1][0] | rows[2][0], state.running, state.running)
-        running, returns = jax.lax.scan(step, start, rows)
-        returns = jnp.where(lift(fits), returns, jnp.nan)  # which the moments leave out, and count
-        flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
-        known = moments.joined(state.moments, flat(returns), flat(mask))
-        return Returns(moments=known, running=running)
+            rows = rewards, lift(mask & fits), lift(ended)
+            # In shard_map a carry must vary from the start over the axes that rows vary over.
+            start = jnp.where(rows[1][0] | rows[2][0], state.running, state.running)
+            running, returns = jax.lax.scan(step, start, rows)
+            returns = jnp.where(lift(fits), returns, jnp.nan)  # which are left out, and counted
+            known = moments.joined(state.moments, flat(returns), flat(mask))
+            return Returns(moments=known, running=running)
+
+        return jax.tree.map(learned, context.keys.get(items, "reward"), state)
 
     def truncate(self, state: Any, which: jax.Array) -> Any:
-        """Returns of 0 there."""
+        """Sets the running returns of some environments to 0."""
 
-        def begin(its: Returns) -> Returns:
-            began = which.reshape(-1, *(1,) * (its.running.ndim - 1))
-            return its.replace(running=jnp.where(began, 0, its.running))
+        def reset(one: Returns) -> Returns:
+            is_reset = which.reshape(-1, *(1,) * (one.running.ndim - 1))
+            return one.replace(running=jnp.where(is_reset, 0, one.running))
 
-        return jax.tree.map(begin, state, is_leaf=_is_returns)
+        return jax.tree.map(reset, state, is_leaf=_is_returns)
 
     def import_state(self, state: Any, old: Any) -> Any:
         """Takes over what was learned, and running returns if the environments are the same."""
         own, others = (jax.tree.flatten(each, is_leaf=_is_returns) for each in (state, old))
         if own[1] != others[1]:
             return state
-
-        def one(its: Returns, old: Returns) -> Returns:
-            learned = old.moments if pytree.alike(its.moments, old.moments) else its.moments
-            running = old.running if pytree.alike(its.running, old.running) else its.running
-            return Returns(moments=learned, running=running)
-
-        return jax.tree.unflatten(own[1], list(map(one, own[0], others[0])))
+        newest = lambda own, old: old if pytree.alike(own, old) else own
+        pairs = zip(own[0], others[0], strict=True)
+        merged = [
+            Returns(
+                moments=newest(one.moments, two.moments), running=newest(one.running, two.running)
+            )
+            for one, two in pairs
+        ]
+        return jax.tree.unflatten(own[1], merged)
 
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data, with rewards scaled."""
-        known = iter(jax.tree.leaves(batch.state, is_leaf=_is_returns))  # in the order of leaves
-
-        def change(name: str, leaf: jax.Array) -> jax.Array:
-            return moments.scaled(leaf, next(known).moments, False, self.clip, self.eps)
-
+        states = iter(jax.tree.leaves(batch.state, is_leaf=_is_returns))  # in the order of leaves
+        change = lambda name, leaf: next(states).moments.scaled(leaf, False, self.clip, self.eps)
         return rewritten(data, (batch.keys.reward,), "RunningRewardScale", change)
 
 
@@ -244,8 +269,8 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
     """
     validate.check_state(buffer, state)
     pairs = zip(transforming.learning(buffer.transforms), state.transforms, strict=True)
-    found = [(each, its) for each, its in pairs if isinstance(each, RunningNormalize)]
-    if not found:
+    running = [(one, its) for one, its in pairs if isinstance(one, RunningNormalize)]
+    if not running:
         raise ValueError(
             "normalized: expected a buffer with jrb.transforms.RunningNormalize() among its "
             f"transforms, got {buffer.transforms!r}."
@@ -255,29 +280,8 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
     def change(path: tuple, leaf: Any) -> jax.Array:
         inner, leaf = pytree.leaf_name(path), jnp.asarray(leaf)
         name = prefix if inner == "." else f"{prefix}/{inner}"
-        for transform, its in found:
+        for transform, its in running:
             leaf = transform.of_leaf(its, buffer.keys, name, leaf)
         return leaf
 
     return jax.tree_util.tree_map_with_path(change, observation)
-
-
-def _start(what: str, name: str, leaf: Any) -> Moments:
-    """Returns moments of no numbers, for the spec of a leaf."""
-    kind = pytree.dtype_of(leaf)
-    real = (jnp.floating, jnp.integer, jnp.bool_)
-    if kind is None or not any(jnp.issubdtype(kind, each) for each in real):
-        raise TypeError(
-            f"{what}: leaf '{name}': expected real numbers, got {leaf if kind is None else kind}. "
-            "Name the leaves that are meant, with paths= or keys=."
-        )
-    wide = jnp.issubdtype(kind, jnp.floating) and jnp.dtype(kind).itemsize > 4
-    return moments.start(leaf.shape, kind if wide else jnp.float32)
-
-
-def _check_numbers(what: str, clip: Any, eps: Any) -> None:
-    for name, value in {"clip": clip, "eps": eps}.items():
-        if name == "clip" and value is None:
-            continue
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ValueError(f"{what}: {name}: expected a number above 0, got {value!r}.")

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jrb._util import pytree
-from jrb.keys import Path, find, lookup, path_name
-from jrb.transforms.leaves import Paths, check_paths
+from jrb.keys import Path, find, path_name
+from jrb.transforms.leaves import Paths, check_paths, with_leaf
 from jrb.types import Item, Transform, TransformContext
 
 
@@ -44,7 +44,7 @@ class Exclude(Transform):
         """Returns the data, with fewer entries."""
         for path in self.paths:
             find(data, path, "Exclude")
-            data = _without(data, _names(path), "Exclude")
+            data = _without(data, path, "Exclude")
         return data
 
 
@@ -69,7 +69,7 @@ class Rename(Transform):
         """Returns the data, with the entries elsewhere."""
         moved = [(to, find(data, path, "Rename")) for path, to in self.pairs]
         for path, _ in self.pairs:
-            data = _without(data, _names(path), "Rename")
+            data = _without(data, path, "Rename")
         for to, entry in moved:
             data = with_leaf(data, to, entry, "Rename")
         return data
@@ -81,7 +81,7 @@ class Concatenate(Transform):
 
     Attributes:
         paths: the leaves, in order.
-        to: where the result is put.
+        to: the path of the result.
         axis: along which, counted from the end.
         keep: whether the leaves stay too.
     """
@@ -99,57 +99,35 @@ class Concatenate(Transform):
     def apply(self, data: Item, batch: TransformContext) -> Item:
         """Returns the data, with one leaf for several."""
         leaves = [find(data, path, "Concatenate") for path in self.paths]
+        first = leaves[0]
+        others = lambda leaf: (*leaf.shape[: self.axis], 0, *leaf.shape[self.axis :][1:])
         for path, leaf in zip(self.paths, leaves, strict=True):
-            if not isinstance(leaf, jax.Array) or leaf.dtype != leaves[0].dtype:
+            if not isinstance(leaf, jax.Array) or leaf.dtype != first.dtype:
                 raise TypeError(
                     f"Concatenate: '{path_name(path)}': expected a leaf of dtype "
-                    f"{getattr(leaves[0], 'dtype', None)}, got {getattr(leaf, 'dtype', leaf)}. "
+                    f"{getattr(first, 'dtype', None)}, got {getattr(leaf, 'dtype', leaf)}. "
                     "Use Cast before."
                 )
-            like = (leaves[0].ndim, *_without_axis(leaves[0], self.axis))
-            if leaf.ndim + self.axis < 1 or (leaf.ndim, *_without_axis(leaf, self.axis)) != like:
+            is_batch_axis = leaf.ndim + self.axis < 1
+            if is_batch_axis or leaf.ndim != first.ndim or others(leaf) != others(first):
                 raise ValueError(
-                    f"Concatenate: '{path_name(path)}': expected a shape like {leaves[0].shape} "
+                    f"Concatenate: '{path_name(path)}': expected a shape like {first.shape} "
                     f"but for axis {self.axis}, which is not that of the batch, got {leaf.shape}."
                 )
-        joined = jnp.concatenate(leaves, axis=self.axis)
-        for path in () if self.keep else self.paths:
-            data = _without(data, _names(path), "Concatenate")
-        return with_leaf(data, self.to, joined, "Concatenate")
+        if not self.keep:
+            for path in self.paths:
+                data = _without(data, path, "Concatenate")
+        return with_leaf(data, self.to, jnp.concatenate(leaves, axis=self.axis), "Concatenate")
 
 
-def _without_axis(leaf: jax.Array, axis: int) -> tuple[int, ...]:
-    return (*leaf.shape[:axis], *leaf.shape[axis:][1:])
+def _without(data: Item, path: Path, what: str) -> Any:
+    """Returns the data without an entry, and without dicts that are empty then."""
 
+    def removed(data: Any, first: str, *deeper: str) -> Any:
+        if not pytree.is_mapping(data):
+            raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
+        inner = removed(data[first], *deeper) if deeper else {}
+        kept = {name: entry for name, entry in data.items() if name != first}
+        return {**kept, first: inner} if inner else kept
 
-def with_leaf(data: Item, path: Path, entry: Any, what: str) -> Any:
-    """The data with an entry put at a path, whose dicts are made where they are missing.
-
-    Raises:
-        TypeError: something on the way is no dict.
-        ValueError: something is there already.
-    """
-    if lookup(data, path) is not None:
-        raise ValueError(f"{what}: expected nothing at '{path_name(path)}', got an entry.")
-    return _with(data, _names(path), entry, what)
-
-
-def _with(data: Item, names: tuple[str, ...], entry: Any, what: str) -> Any:
-    if not pytree.is_mapping(data):
-        raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
-    first, *rest = names
-    inner = _with(data.get(first, {}), tuple(rest), entry, what) if rest else entry
-    return {**data, first: inner}
-
-
-def _without(data: Item, names: tuple[str, ...], what: str) -> Any:
-    if not pytree.is_mapping(data):
-        raise TypeError(f"{what}: expected nested dicts, got {type(data).__name__}.")
-    first, *rest = names
-    inner = _without(data[first], tuple(rest), what) if rest else {}
-    kept = {name: entry for name, entry in data.items() if name != first}
-    return {**kept, first: inner} if inner else kept
-
-
-def _names(path: Path) -> tuple[str, ...]:
-    return (path,) if isinstance(path, str) else path
+    return removed(data, *((path,) if isinstance(path, str) else path))

@@ -269,7 +269,7 @@ def test_in_a_buffer_inside_jit_and_in_order():
         (tr.Normalize(1.0, 2.0, (("action", "mean"),)), ValueError, "'action/mean'"),
         (tr.ToFloat(("action",)), TypeError, "'action'.*uint8, got int32"),
         (tr.ToFloat((("observation", "state"),)), TypeError, "'observation/state'.*uint8"),
-        (tr.Grayscale(), ValueError, "'next/observation/state'.*3 channels"),
+        (tr.Grayscale(), ValueError, "'next/observation/state'.*images"),
         (tr.Resize(3, 3, ("action",)), ValueError, "'action'.*images"),
         (tr.RandomCrop(20, 3, IMAGES), ValueError, r"'next/observation/image'.*\(20, 3\)"),
         (tr.Normalize((0.0, 1.0), 1.0, (("next", "reward"),)), ValueError, "'next/reward'.*of 2"),
