@@ -19,7 +19,7 @@ from jrb.ring import Ring
 from jrb.samplers import Uniform
 from jrb.state import BufferState, Device, Sample, check_origin, origin_of
 from jrb.storages import DeviceStorage
-from jrb.types import Item, PrioritizedSampler, Sampler, Storage, Unit, Writer
+from jrb.types import Item, OrderedSampler, PrioritizedSampler, Sampler, Storage, Unit, Writer
 from jrb.types.parts import check_part
 from jrb.units import Transition
 from jrb.writers import RoundRobin
@@ -117,7 +117,6 @@ class ReplayBuffer:
             )
         # Parts that do not fit each other.
         self.unit.check(self.ring, self.sampler, self.writer)
-        self.sampler.check(self.ring, self.unit)
         storage = type(self.storage).__name__
         if self.storage.of_objects and not self.unit.one_row:
             raise ValueError(
@@ -127,7 +126,8 @@ class ReplayBuffer:
         if self.storage.requires_chronological:
             checks.chronological(storage, self.writer)
             checks.together(storage, self.writer)
-        if self.sampler.in_order:
+        if isinstance(self.sampler, OrderedSampler):
+            self.sampler.check(self.ring, self.unit)
             checks.together(type(self.sampler).__name__, self.writer)
         transforming.check(self.transforms, self.storage)
 

@@ -20,7 +20,7 @@ from jrb.samplers.prioritized import DROPPED
 from jrb.sharding import Sharded
 from jrb.sharding import states as shard_states
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, PrioritizedSampler, ShardedSampler
+from jrb.types import Context, OrderedSampler, PrioritizedSampler, ShardedSampler
 from jrb.types.messages import PartState
 from jrb.types.sampler import missing_method
 
@@ -444,8 +444,8 @@ def _check_redealt(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> 
             f"num_envs: expected that of the old buffer with {type(new.unit).__name__}, which "
             "would need rows from behind the seams. Keep it, or use another unit."
         )
-    is_queue = new.sampler.in_order and new.sampler.consumes
-    if is_queue and bool(steps.has_pending(old, state)):
+    is_ordered = isinstance(new.sampler, OrderedSampler)
+    if is_ordered and bool(steps.has_pending(old, state)):
         raise ValueError(
             f"num_envs: expected that of the old buffer with {type(old.sampler).__name__}, whose "
             "order would be lost. Draw what is left first."
@@ -468,8 +468,8 @@ def _check_shards(
             f"num_envs: expected {before.ring.envs}, as before, for another number of shards, got "
             f"{after.ring.envs}."
         )
-    is_queue = after.sampler.in_order and after.sampler.consumes
-    if is_queue and any(bool(steps.has_pending(before, one)) for one in states.values()):
+    is_ordered = isinstance(after.sampler, OrderedSampler)
+    if is_ordered and any(bool(steps.has_pending(before, one)) for one in states.values()):
         raise ValueError(
             f"shards: expected as many as before with {type(after.sampler).__name__}, whose order "
             "would be lost. Draw what is left first."

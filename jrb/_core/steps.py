@@ -21,6 +21,7 @@ from jrb.types import (
     Draw,
     IncomingPriorities,
     Item,
+    OrderedSampler,
     ReadPlan,
     ShardedSampler,
     ShardStats,
@@ -130,7 +131,10 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
     ring, unit, context = buffer.ring, buffer.unit, context_of(buffer, state.writer)
     anchors, held = unit.anchors(context, state.unit), context.held
     free = ring.rows - held.rows(ring)[0]
-    pending = buffer.sampler.num_pending(state.sampler, anchors)
+    sampler = buffer.sampler
+    pending = None
+    if isinstance(sampler, OrderedSampler):
+        pending = sampler.num_pending(state.sampler, anchors)
     if pending is None:
         return free
     first = anchors.count - pending
@@ -147,10 +151,10 @@ def room(buffer: Buffer, state: BufferState) -> jax.Array:
 def has_pending(buffer: Buffer, state: BufferState) -> jax.Array:
     """Returns True if some anchors of an order that must be kept were not drawn yet, bool `[]`."""
     sampler = buffer.sampler
+    if not isinstance(sampler, OrderedSampler):
+        return jnp.bool_(False)
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
     pending = sampler.num_pending(state.sampler, anchors)
-    if pending is None and sampler.consumes and sampler.in_order:
-        raise missing_method(sampler, "num_pending", "rebuild")
     return jnp.bool_(False) if pending is None else pending > 0
 
 
@@ -357,7 +361,7 @@ def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Arr
 
 def wait(buffer: Buffer, state: BufferState, sample: Sample) -> BufferState:
     """Returns the state, to which later writes wait for what the sample was read from."""
-    return _after(state, dependencies.zero_depending_on((_reads_of(buffer, sample), sample.mask)))
+    return _after(state, dependencies.zero_depending_on((_reads_of(sample), sample.mask)))
 
 
 def _after(state: BufferState, token: jax.Array) -> BufferState:
@@ -366,15 +370,13 @@ def _after(state: BufferState, token: jax.Array) -> BufferState:
     return state.replace(storage=parts[0], writer=parts[1], unit=parts[2])
 
 
-def _reads_of(buffer: Buffer, sample: Sample) -> Any:
+def _reads_of(sample: Sample) -> Any:
     """Returns what a later write must wait for, beside the mask.
 
     Probabilities and weights are left out, as nothing is to compute them where nobody uses them,
-    and the indices wait for what a sampler reads. So is `info` of units whose data wait for all
-    that it is read from.
+    and the indices wait for what a sampler reads.
     """
-    info = sample.info.get("draws") if buffer.unit.info_follows_data else sample.info
-    return sample.data, sample.indices, info, sample.stamp
+    return sample.data, sample.indices, sample.info, sample.stamp
 
 
 @by_description()
@@ -412,7 +414,7 @@ def target_slots(
         buffer.writer.generation_of(buffer.ring, state.writer, where.indices) == where.stamp
     )
     mask = is_current & where.mask.reshape(where.mask.shape[0], -1).any(axis=1)
-    token = dependencies.zero_depending_on((_reads_of(buffer, where), mask))
+    token = dependencies.zero_depending_on((_reads_of(where), mask))
     return _after(state, token), where.indices + token, mask
 
 

@@ -1,5 +1,7 @@
-"""Uniform draws."""
+"""Uniform draws, among all anchors or the newest."""
 
+import dataclasses
+import fractions
 from typing import Any
 
 import jax
@@ -8,7 +10,10 @@ import jax.numpy as jnp
 from jrb._util import checks, pytree
 from jrb._xla import random_bits
 from jrb.ring import Ring
-from jrb.types import Anchors, Draw, ShardedSampler, ShardStats
+from jrb.types import Anchors, Draw, OrderedSampler, ShardedSampler, ShardStats
+from jrb.types.messages import PartState
+
+_PARTS = 2**16 - 1  # a whole of so many parts can be multiplied in 32 bits
 
 
 @pytree.component
@@ -39,7 +44,7 @@ class Uniform(ShardedSampler):
     def draw(
         self,
         ring: Ring,
-        state: Any,
+        state: PartState,
         anchors: Anchors,
         key: jax.Array,
         batch_size: int,
@@ -56,9 +61,99 @@ class Uniform(ShardedSampler):
             ranks = random_bits.permute(random_bits.seed(key), anchors.count, offset)
         return state, anchors.uniform_draw(ranks, mask, key)
 
-    def stats(self, ring: Ring, state: Any, anchors: Anchors) -> ShardStats:
+    def stats(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
         """Returns the number of anchors, as mass too."""
         return ShardStats.uniform(anchors)
+
+    def exponent(self, beta: jax.Array | float | None) -> jax.Array:
+        """Returns 0, as all weights are 1."""
+        return jnp.zeros((), jnp.float32)
+
+
+@pytree.component
+class Newest(ShardedSampler, OrderedSampler):
+    """Draws uniformly, with replacement, among the newest anchors: a share, or a number of them.
+
+    Of n anchors these are the last ceil(fraction * n), or the last min(count, n). For emphasis on
+    recent experience; in a `jrb.Mix` with `jrb.Uniform()`, or on its own.
+
+    Attributes:
+        fraction: above 0 and at most 1, taken for the nearest quotient of integers below 65536.
+        count: how many, at least 1; instead of a fraction.
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(100, batch_size=1000, sampler=jrb.Newest(0.1))
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(25)})
+        >>> sample = buffer.sample(state, jax.random.key(0))
+        >>> sorted(set(sample.data["x"].tolist())), round(float(sample.probabilities[0]), 4)
+        ([22, 23, 24], 0.3333)
+    """
+
+    fraction: float | None = None
+    count: int | None = None
+    count_draws: bool = False
+
+    def __post_init__(self) -> None:
+        checks.flag("count_draws", self.count_draws)
+        if (self.fraction is None) == (self.count is None):
+            raise ValueError(
+                f"Newest: expected a fraction or a count, got fraction={self.fraction!r} and "
+                f"count={self.count!r}. Name one of them, as jrb.Newest(0.1)."
+            )
+        if self.count is not None:
+            checks.count("count", self.count, 2**31 - 1)
+        if self.fraction is not None:
+            checks.fraction("fraction", self.fraction)
+            if not fractions.Fraction(self.fraction).limit_denominator(_PARTS):
+                raise ValueError(
+                    f"fraction: expected at least 1 / {_PARTS}, got {self.fraction}. "
+                    "Say how many by count=."
+                )
+
+    def draw(
+        self,
+        ring: Ring,
+        state: PartState,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[Any, Draw]:
+        """Draws random ranks among the newest anchors."""
+        newest = self._newest(anchors)
+        ranks = random_bits.below(newest.count, *random_bits.words(key, batch_size))
+        mask = jnp.broadcast_to(newest.count > 0, (batch_size,))
+        return state, newest.uniform_draw(ranks, mask, key)
+
+    def _newest(self, anchors: Anchors) -> Anchors:
+        if self.count is not None:
+            count = jnp.minimum(anchors.count, self.count)
+        else:
+            fraction = fractions.Fraction(self.fraction or 0).limit_denominator(_PARTS)
+            part, whole = (jnp.uint32(number) for number in fraction.as_integer_ratio())
+            # ceil(total * part / whole) in 32 bits: the remainder is below 2^16, as is the part.
+            times, remainder = jnp.divmod(anchors.count.astype(jnp.uint32), whole)
+            count = (times * part + (remainder * part + whole - 1) // whole).astype(jnp.int32)
+        first = anchors.count - count
+        nth = lambda ranks, key: anchors.nth(ranks + first, key)
+        return dataclasses.replace(anchors, count=count, nth=nth)
+
+    def for_shard(self, num_shards: int) -> "Newest":
+        """Returns the sampler of a shard: an equal part of the count, or the same fraction."""
+        if self.count is None:
+            return self
+        if self.count % num_shards:
+            raise ValueError(
+                f"Newest: count: expected a multiple of {num_shards}, the number of shards, got "
+                f"{self.count}."
+            )
+        return dataclasses.replace(self, count=self.count // num_shards)
+
+    def stats(self, ring: Ring, state: PartState, anchors: Anchors) -> ShardStats:
+        """Returns the number of the newest anchors, as mass too."""
+        return ShardStats.uniform(self._newest(anchors))
 
     def exponent(self, beta: jax.Array | float | None) -> jax.Array:
         """Returns 0, as all weights are 1."""

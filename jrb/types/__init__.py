@@ -26,7 +26,7 @@ from jrb.types.messages import (
     TransformContext,
     WritePlan,
 )
-from jrb.types.sampler import PrioritizedSampler, Sampler, ShardedSampler
+from jrb.types.sampler import OrderedSampler, PrioritizedSampler, Sampler, ShardedSampler
 from jrb.types.storage import HostStorage, Storage
 from jrb.types.transform import StatefulTransform, Transform
 from jrb.types.unit import Unit
@@ -44,6 +44,7 @@ __all__ = [
     "IncomingPriorities",
     "Item",
     "MissingMethodError",
+    "OrderedSampler",
     "PrioritizedSampler",
     "ReadPlan",
     "Sampler",

@@ -1,9 +1,9 @@
-"""The contracts of samplers: every sampler's, one for priorities, and one for shards.
+"""The contracts of samplers: every sampler's, and more for an order, for priorities, for shards.
 
-A sampler of one's own is below `Sampler` and has at least `draw`. One with priorities is below
-`PrioritizedSampler`; one that draws from shards with exact probabilities is below `ShardedSampler`
-too. A call that needs a method which only the sampler's author can write raises
-`MissingMethodError` and names it.
+A sampler of one's own is below `Sampler` and has at least `draw`. One for which the order of
+anchors matters is below `OrderedSampler`, one with priorities below `PrioritizedSampler`, and one
+that draws from shards with exact probabilities below `ShardedSampler` too. A call that needs a
+method which only the sampler's author can write raises `MissingMethodError` and names it.
 """
 
 import abc
@@ -28,7 +28,6 @@ class Sampler(abc.ABC):
     """Decides which anchors are drawn, and with what probability.
 
     Attributes:
-        in_order: True if the order of anchors matters to what is drawn.
         consumes: True if `draw` uses anchors up.
         prioritized: True below `PrioritizedSampler`, and nowhere else.
         count_draws: whether to count how often each item is drawn, int32 `[N]`; the state is then
@@ -38,14 +37,9 @@ class Sampler(abc.ABC):
             from 0.
     """
 
-    in_order: ClassVar[bool] = False
     consumes: ClassVar[bool] = False
     prioritized: ClassVar[bool] = False
     count_draws: bool = False
-
-    def check(self, ring: Ring, unit: Any) -> None:
-        """Raises ValueError if the sampler does not fit the ring, or the unit of its anchors."""
-        return
 
     def init(self, ring: Ring) -> Any:
         """Returns the state of a buffer without anchors; by default it keeps counts at most."""
@@ -93,26 +87,18 @@ class Sampler(abc.ABC):
         """Returns True if a draw would give at least one item, bool `[]`."""
         return anchors.count > 0
 
-    def num_pending(self, state: PartState, anchors: Anchors) -> jax.Array | None:
-        """Returns how many of the newest anchors were not drawn yet and must be kept, int32 `[]`.
-
-        `jrb.BlockWhenFull` does not overwrite them. None, the default, if all may be overwritten.
-        """
-        return None
-
     def import_state(
         self, state: PartState, old: PartState, slots: jax.Array, new_slots: jax.Array
     ) -> Any:
         """Returns the state with what another buffer's sampler of this class knew of the items.
+
+        By default raises MissingMethodError if the state has arrays other than counts of draws.
 
         Args:
             state: the state after the items were written.
             old: the state of the other sampler.
             slots: int32 `[K]`, where the items were.
             new_slots: int32 `[K]`, where they are.
-
-        Raises:
-            MissingMethodError: by default, if the state has arrays other than counts of draws.
         """
         return self._unless_stateful(state, "import_state", "rebuild")
 
@@ -121,15 +107,14 @@ class Sampler(abc.ABC):
     ) -> Any:
         """Returns the state after ends of episodes were edited, which changes all anchors.
 
+        By default raises MissingMethodError if the state has arrays other than counts of draws.
+
         Args:
             ring: the ring's shape.
             state: the sampler's state.
             entered: int32 `[K]`, the slots of all anchors; N or more for padding.
             old: the anchors before.
             new: the anchors now.
-
-        Raises:
-            MissingMethodError: by default, if the state has arrays other than counts of draws.
         """
         return self._unless_stateful(state, "rebuild_index", "set")
 
@@ -137,7 +122,6 @@ class Sampler(abc.ABC):
         """Returns the state without anchors, by default that of `init` in the memory of `state`.
 
         Overwrite large arrays after the token, an int32 zero, by `jrb.authoring.overwrite`.
-
         """
         draws = state.draws if isinstance(state, DrawCounts) else None  # 0 again when written
         own = state if draws is None else state.replace(draws=None)
@@ -157,6 +141,24 @@ def missing_method(sampler: Sampler, methods: str, verb: str, base: str = "Sampl
         f"{verb}: expected a sampler with a method {methods}, got {type(sampler).__name__}, for "
         f"which no default would be right. See jrb.types.{base}."
     )
+
+
+class OrderedSampler(Sampler):
+    """Draws by the order of anchors, such as a queue: only writers that keep one fit."""
+
+    def check(self, ring: Ring, unit: Any) -> None:
+        """Raises ValueError if the unit's anchors, on this ring, have no order that fits."""
+        return
+
+    def num_pending(self, state: PartState, anchors: Anchors) -> jax.Array | None:
+        """Returns how many of the newest anchors were not drawn yet and must be kept, int32 `[]`.
+
+        `jrb.BlockWhenFull` does not overwrite them. None if all may be overwritten, the default of
+        samplers that do not consume; others must have this method.
+        """
+        if self.consumes:
+            raise missing_method(self, "num_pending", "rebuild", "OrderedSampler")
+        return None
 
 
 class PrioritizedSampler(Sampler):
@@ -180,21 +182,21 @@ class PrioritizedSampler(Sampler):
         abc.abstractmethod(lambda self: None)
     )
 
-    @abc.abstractmethod
-    def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
-        """Removes the priorities of `change.departed(ring)`, then sets those of `change.entered`.
-
-        Anchors that enter get the priority of new items.
-        """
-
     def attach(self, state: PartState, has_delayed_anchors: bool) -> Any:
-        """Returns the state that `init` made, perhaps with room for the priorities of rows.
+        """Returns the state that `init` made, perhaps with room for priorities that wait.
 
         Args:
             state: the state that `init` made.
             has_delayed_anchors: True if rows may become anchors later than they are written.
         """
         return state
+
+    @abc.abstractmethod
+    def on_write(self, ring: Ring, state: PartState, change: AnchorUpdate, anchors: Anchors) -> Any:
+        """Removes the priorities of `change.departed(ring)`, then sets those of `change.entered`.
+
+        Anchors that enter get the priority of new items.
+        """
 
     @abc.abstractmethod
     def priorities(self, state: PartState) -> jax.Array:
@@ -263,16 +265,9 @@ class PrioritizedSampler(Sampler):
         """Returns the state without anchors: that of `init`, but for alpha."""
 
     def drop(self, ring: Ring, state: PartState, slots: jax.Array, ok: jax.Array) -> Any:
-        """Returns the state in which the anchors at `slots`, int32 `[B]`, are not drawn any more.
+        """Returns the state in which some anchors are not drawn any more.
 
-        Args:
-            ring: the ring's shape.
-            state: the sampler's state.
-            slots: int32 `[B]`; those that are no anchors are left alone.
-            ok: bool `[B]`, False for entries to leave out.
-
-        Raises:
-            MissingMethodError: by default.
+        By default raises MissingMethodError. Slots and `ok` are those of `update`.
         """
         raise missing_method(self, "drop", "drop", "PrioritizedSampler")
 
@@ -320,9 +315,7 @@ class ShardedSampler(Sampler):
     def concat_shard_states(self, states: list[PartState]) -> Any:
         """Returns the states of several shards as one, for `import_state`.
 
-        Slot s of shard k becomes slot k N + s. The engine takes care of counts of draws.
-
-        Raises:
-            MissingMethodError: by default, if states have arrays other than counts of draws.
+        Slot s of shard k becomes slot k N + s. The engine takes care of counts of draws. By default
+        raises MissingMethodError if states have other arrays.
         """
         return self._unless_stateful(states[0], "concat_shard_states", "rebuild")

@@ -58,15 +58,6 @@ class Unit(abc.ABC):
         """
 
     @property
-    def info_follows_data(self) -> bool:
-        """Whether all that `info` is read from is known before the data are.
-
-        If not, what a draw returns waits for `info` too, so that a later write cannot overtake the
-        reads; then it is computed also where nobody uses it.
-        """
-        return False
-
-    @property
     def row_steps(self) -> np.ndarray | None:
         """How many rows after its anchor each row of a window lies, int `[L]`; None without rows.
 

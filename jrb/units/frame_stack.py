@@ -104,11 +104,6 @@ class FrameStack(Unit):
         return self.k - 1 + self.unit.lookback
 
     @property
-    def info_follows_data(self) -> bool:
-        """As of the inner unit."""
-        return self.unit.info_follows_data
-
-    @property
     def requires_contiguous_history(self) -> bool:
         """The frames before a row must be held."""
         return True

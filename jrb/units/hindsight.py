@@ -130,11 +130,6 @@ class Hindsight(Unit):
         return self.unit.lookback
 
     @property
-    def info_follows_data(self) -> bool:
-        """As of the inner unit; the slots that are read depend on what is relabeled."""
-        return self.unit.info_follows_data
-
-    @property
     def requires_contiguous_history(self) -> bool:
         """As the inner unit."""
         return self.unit.requires_contiguous_history

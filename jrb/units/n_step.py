@@ -117,11 +117,6 @@ class NStep(Unit):
         """Rows from the anchor on."""
         return 0
 
-    @property
-    def info_follows_data(self) -> bool:
-        """The slots that are read depend on the number of steps."""
-        return True
-
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """The ring has n rows, in order of time."""
         checks.window("NStep: n", self.n, ring.rows)

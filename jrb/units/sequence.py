@@ -17,6 +17,7 @@ from jrb.types import (
     AuxRead,
     Context,
     Item,
+    OrderedSampler,
     ReadPlan,
     Sampler,
     SlotsForLeaf,
@@ -191,11 +192,6 @@ class Sequence(Unit):
         return self.burn_in
 
     @property
-    def info_follows_data(self) -> bool:
-        """True: all of it is read together with the data."""
-        return True
-
-    @property
     def requires_contiguous_history(self) -> bool:
         """True of whole episodes: a seam would make two of one."""
         return self.sample_by == "whole_episodes"
@@ -215,7 +211,7 @@ class Sequence(Unit):
                 f"{type(sampler).__name__}. It would say two things about how likely a row is: "
                 "each episode alike, and each row by its priority. Use sample_by='windows'."
             )
-        if self.sample_by != "windows" and sampler.in_order and ring.envs > 1:
+        if self.sample_by != "windows" and isinstance(sampler, OrderedSampler) and ring.envs > 1:
             raise ValueError(
                 f"Sequence: sample_by={self.sample_by!r}: expected a sampler that draws in any "
                 f"order, got {type(sampler).__name__}. Episodes of several environments have no "

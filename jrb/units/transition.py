@@ -13,6 +13,7 @@ from jrb.types import (
     AnchorUpdate,
     Context,
     Item,
+    OrderedSampler,
     ReadPlan,
     Sampler,
     Unit,
@@ -43,14 +44,9 @@ class Transition(Unit):
         """The anchor alone."""
         return 0
 
-    @property
-    def info_follows_data(self) -> bool:
-        """There is no `info`."""
-        return True
-
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Fits everything but a queue of items without an order of time."""
-        if sampler.in_order:
+        if isinstance(sampler, OrderedSampler):
             checks.chronological(type(sampler).__name__, writer)
 
     def init(self, context: Context, spec: Item) -> dict[str, Any]:

@@ -1,16 +1,107 @@
-"""Last in, first out."""
+"""Samplers that draw each anchor once: first in first out, and last in first out."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._util import pytree
+from jrb._util import checks, pytree
 from jrb._xla import dependencies, scatter
 from jrb.ring import Ring
-from jrb.samplers.queue import OnceInOrder
-from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts
+from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, OrderedSampler
+from jrb.types.messages import PartState
+
+
+class OnceInOrder(OrderedSampler):
+    """Draws each anchor once. Its state has `count`, int32 `[]`, the anchors not drawn yet."""
+
+    consumes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        checks.flag("count_draws", self.count_draws)
+
+    def ready(self, state: PartState, anchors: Anchors, batch_size: int | None) -> jax.Array:
+        """Returns True if an anchor was not drawn yet."""
+        return state.count > 0
+
+
+class QueueState(DrawCounts):
+    """The number of anchors that a queue still has to give.
+
+    Attributes:
+        count: int32 `[]`, the anchors not drawn yet, always the newest ones.
+    """
+
+    count: jax.Array = pytree.tally()
+
+
+@pytree.component
+class Queue(OnceInOrder):
+    """Draws each anchor once, oldest first: for data that is used once, as on policy.
+
+    `draw` takes from the queue, `sample` looks at its head. If fewer than B are left, the batch is
+    masked at its end. An item that is overwritten before it was drawn is lost. The key is not used.
+
+    Attributes:
+        count_draws: whether to count how often each item is drawn (see `jrb.types.Sampler`).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jrb
+        >>> buffer = jrb.ReplayBuffer(8, batch_size=2, sampler=jrb.Queue())
+        >>> state = buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(3)})
+        >>> state, first = buffer.draw(state, jax.random.key(0))
+        >>> state, second = buffer.draw(state, jax.random.key(0))
+        >>> first.data["x"].tolist(), second.data["x"][second.mask].tolist()
+        ([0, 1], [2])
+    """
+
+    count_draws: bool = False
+
+    def init(self, ring: Ring) -> QueueState:
+        """Returns an empty queue."""
+        return QueueState(count=jnp.zeros((), jnp.int32))
+
+    def on_write(
+        self, ring: Ring, state: QueueState, change: AnchorUpdate, anchors: Anchors
+    ) -> QueueState:
+        """Appends the anchors that entered, and removes those that departed before their turn."""
+        before = anchors.count + change.departed_count - change.entered_count
+        lost = change.departed_from(jnp.maximum(before - state.count, 0))
+        pending = state.count + change.entered_count - lost
+        return state.replace(count=jnp.clip(pending, 0, anchors.count))
+
+    def draw(
+        self,
+        ring: Ring,
+        state: QueueState,
+        anchors: Anchors,
+        key: jax.Array,
+        batch_size: int,
+        beta: jax.Array | float | None = None,
+    ) -> tuple[QueueState, Draw]:
+        """Draws the B anchors at the head of the queue."""
+        offset = jnp.arange(batch_size, dtype=jnp.int32)
+        mask = offset < state.count
+        ranks = jnp.where(mask, anchors.count - state.count + offset, 0)
+        after = state.replace(count=state.count - jnp.minimum(state.count, batch_size))
+        return after, anchors.uniform_draw(ranks, mask, key)
+
+    def num_pending(self, state: QueueState, anchors: Anchors) -> jax.Array:
+        """Returns the length of the queue."""
+        return state.count
+
+    def rebuild_index(
+        self, ring: Ring, state: QueueState, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> QueueState:
+        """Keeps the length of the queue, if there are so many anchors: the newest ones."""
+        return state.replace(count=jnp.minimum(state.count, new.count))
+
+    def import_state(
+        self, state: QueueState, old: QueueState, slots: jax.Array, new_slots: jax.Array
+    ) -> QueueState:
+        """Drops from the queue what was drawn from the other buffer's queue."""
+        return state.replace(count=jnp.minimum(state.count, old.count))
 
 
 class LifoState(DrawCounts):
@@ -30,6 +121,17 @@ class LifoState(DrawCounts):
     bottom: jax.Array = pytree.cursor()
     count: jax.Array = pytree.tally()
     following: jax.Array
+
+    def ranks(self, num_anchors: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Returns the ranks of anchors by their numbers, int32 `[B]`; negative if they departed."""
+        return num_anchors - (self.following - numbers).astype(jnp.int32)
+
+    def read(self, ring: Ring, height: jax.Array) -> jax.Array:
+        """Returns the numbers at heights above the bottom, int32 `[B]` in [0, N)."""
+        index = ring.slot_after(self.bottom, height)
+        dims = lax.GatherDimensionNumbers((), (0,), (0,))
+        read = lambda: lax.gather(self.numbers, index[:, None], dims, (1,), mode="clip")
+        return dependencies.materialize(read)
 
 
 @pytree.component
@@ -80,16 +182,15 @@ class Lifo(OnceInOrder):
         self, ring: Ring, state: LifoState, change: AnchorUpdate, anchors: Anchors
     ) -> LifoState:
         """Removes anchors that departed from the bottom, and puts those that entered on top."""
-        # Anchors that departed out of order cannot be told: then the whole stack is lost.
+        # The ranks of anchors that departed out of order are unknown: then the stack is lost.
         in_order = change.departed_from(change.departed_count) == 0
         following = state.following + change.entered_count.astype(jnp.uint32)
         state = state.replace(following=following, count=jnp.where(in_order, state.count, 0))
         state = _without_departed(ring, state, anchors.count)
         new = jnp.minimum(change.entered_count, anchors.count)
         num_written = 0 if change.incoming is None else change.incoming.slots.size
-        offset = jnp.arange(
-            min(max(change.entered.size, num_written), ring.capacity), dtype=jnp.int32
-        )
+        most = min(max(change.entered.size, num_written), ring.capacity)
+        offset = jnp.arange(most, dtype=jnp.int32)
         at = ring.slot_after(state.bottom, jnp.minimum(state.count + offset, ring.capacity))
         at = jnp.where(offset < new, at, ring.capacity)
         numbers = state.following - (new - offset).astype(jnp.uint32)
@@ -109,11 +210,10 @@ class Lifo(OnceInOrder):
         """Draws the B anchors on top."""
         offset = jnp.arange(batch_size, dtype=jnp.int32)
         mask = offset < state.count
-        numbers = _read_numbers(ring, state, jnp.where(mask, state.count - 1 - offset, 0))
-        ranks = _ranks(state, anchors.count, numbers)
+        numbers = state.read(ring, jnp.where(mask, state.count - 1 - offset, 0))
+        ranks = jnp.where(mask, state.ranks(anchors.count, numbers), 0)
         taken = jnp.minimum(state.count, batch_size) + dependencies.zero_depending_on(numbers)
-        after = state.replace(count=state.count - taken)
-        return after, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
+        return state.replace(count=state.count - taken), anchors.uniform_draw(ranks, mask, key)
 
     def num_pending(self, state: LifoState, anchors: Anchors) -> jax.Array:
         """Returns the number of anchors from the oldest that was not drawn on."""
@@ -130,17 +230,18 @@ class Lifo(OnceInOrder):
         if not entered.size:
             return _without_departed(ring, state, new.count)
         index = jnp.arange(ring.capacity, dtype=jnp.int32)
-        slots = lambda anchors, ranks, valid: jnp.where(
-            valid, anchors.nth(jnp.where(valid, ranks, 0), jax.random.key(0))[0], ring.capacity
-        )
+
+        def slots_of(anchors: Anchors, ranks: jax.Array, valid: jax.Array) -> jax.Array:
+            slots, _ = anchors.nth(jnp.where(valid, ranks, 0), jax.random.key(0))
+            return jnp.where(valid, slots, ring.capacity)
+
         mark = lambda slots: jnp.zeros(ring.capacity, jnp.bool_).at[slots].set(True, mode="drop")
-        ranks = _ranks(state, old.count, _read_numbers(ring, state, index))
-        on_stack = mark(slots(old, ranks, index < state.count))
-        was_anchor = mark(slots(old, index, index < old.count))
-        now = slots(new, index, index < new.count)
-        stays = (now < ring.capacity) & (on_stack | ~was_anchor)[
-            jnp.minimum(now, ring.capacity - 1)
-        ]
+        ranks = state.ranks(old.count, state.read(ring, index))
+        on_stack = mark(slots_of(old, ranks, index < state.count))
+        was_anchor = mark(slots_of(old, index, index < old.count))
+        slots = slots_of(new, index, index < new.count)
+        safe = jnp.minimum(slots, ring.capacity - 1)
+        stays = (slots < ring.capacity) & (on_stack | ~was_anchor)[safe]
         to = jnp.where(stays, jnp.cumsum(stays, dtype=jnp.int32) - 1, ring.capacity)
         numbers = state.following - (new.count - index).astype(jnp.uint32)
         return state.replace(
@@ -164,27 +265,14 @@ class Lifo(OnceInOrder):
         return state.replace(numbers=numbers, bottom=jnp.zeros_like(state.bottom), count=count)
 
 
-def _read_numbers(ring: Ring, state: LifoState, height: jax.Array) -> jax.Array:
-    """Returns the numbers at heights above the bottom, int32 `[B]` in [0, N), as uint32 `[B]`."""
-    index = ring.slot_after(state.bottom, height)
-    dims = lax.GatherDimensionNumbers((), (0,), (0,))
-    read = lambda: lax.gather(state.numbers, index[:, None], dims, (1,), mode="clip")
-    return dependencies.materialize(read)
-
-
-def _ranks(state: LifoState, num_anchors: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Returns the ranks of anchors with these numbers, int32 `[B]`; negative if they departed."""
-    return num_anchors - (state.following - numbers).astype(jnp.int32)
-
-
 def _without_departed(ring: Ring, state: LifoState, num_anchors: jax.Array) -> LifoState:
-    """Removes those from the bottom that are none of the newest so many anchors, int32 `[]`."""
+    """Removes from the bottom what is none of the newest so many anchors, int32 `[]`."""
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low + high) // 2
         at = jnp.minimum(middle, ring.capacity - 1)[None]
-        departed = _ranks(state, num_anchors, _read_numbers(ring, state, at))[0] < 0
+        departed = state.ranks(num_anchors, state.read(ring, at))[0] < 0
         searching = low < high
         low = jnp.where(searching & departed, middle + 1, low)
         return low, jnp.where(searching & ~departed, middle, high)
