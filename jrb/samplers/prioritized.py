@@ -1,5 +1,6 @@
 """Prioritized experience replay: anchors are drawn in proportion to their priority^alpha."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -143,11 +144,10 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     ) -> Priorities:
         """Removes the masses of anchors that departed, then sets those of anchors that entered."""
         state, new = self._entering(state, change)
-        departed = change.removed
-        if change.expired is not None and change.most is not None:
-            departed = jnp.concatenate([change.expired.run(ring, change.most), departed])
-        elif change.expired is not None:
+        if change.expired is not None and change.most is None:
             state = _without_run(self, ring, state, change.expired)
+            change = dataclasses.replace(change, expired=None)
+        departed = change.departed(ring)
         # Not a constant, which would be known before the slots: its writes would wait for nothing.
         none = jnp.minimum(departed.astype(jnp.float32), _NO_ANCHOR)
         if not change.consecutive:

@@ -142,7 +142,7 @@ class Grayscale(ImageTransform):
 
     layouts: ClassVar[tuple[str, ...]] = ("HWC", "CHW")
     paths: Paths | None = None
-    layout: Literal["HWC", "CHW"] = "HWC"
+    layout: Layout = "HWC"
     keep: bool = True
 
     def _image(self, name: str, leaf: jax.Array, axes: Axes, key: jax.Array) -> jax.Array:

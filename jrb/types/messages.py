@@ -161,11 +161,6 @@ class AnchorUpdate:
     Attributes:
         entered: int32 `[K]`, slots that became anchors, or are anchors of a new item; N or more for
             padding.
-        consecutive: True if `entered` is a run of slots without a gap or padding.
-        expired: a run of slots that are no anchors any more, oldest first, unless they entered
-            again; None if all of them did.
-        most: the greatest number of slots in `expired`; None for no bound below N.
-        removed: int32 `[M]`, further slots that are no anchors any more; N or more for padding.
         entered_count: int32 `[]`, how many anchors entered, including those that departed in the
             same call.
         departed_count: int32 `[]`, how many departed, including those that entered in the same
@@ -174,18 +169,23 @@ class AnchorUpdate:
             that departed had this rank or a later one, int32 `[]`.
         reordered: bool `[]`, False if survivors keep their order (new rank = old rank - departures
             before it) and arrivals are appended at the end; True otherwise.
+        consecutive: True if `entered` is a run of slots without a gap or padding.
+        expired: a run of slots that are no anchors any more, oldest first, unless they entered
+            again; None if all of them did.
+        most: the greatest number of slots in `expired`; None for no bound below N.
+        removed: int32 `[M]`, further slots that are no anchors any more; N or more for padding.
         incoming: the slots that were written and their priorities; None if nothing was written.
     """
 
     entered: jax.Array
-    consecutive: bool
-    expired: Occupancy | None
-    most: int | None
-    removed: jax.Array
     entered_count: jax.Array
     departed_count: jax.Array
     departed_from: Callable[[jax.Array], jax.Array]
     reordered: jax.Array
+    consecutive: bool = False
+    expired: Occupancy | None = None
+    most: int | None = None
+    removed: jax.Array | None = None
     incoming: IncomingPriorities | None = None
 
     def departed(self, ring: Ring) -> jax.Array:
@@ -194,10 +194,11 @@ class AnchorUpdate:
         N or more for padding. M is N if more rows departed than were written, else it does not grow
         with N.
         """
+        removed = jnp.zeros(0, jnp.int32) if self.removed is None else self.removed
         if self.expired is None:
-            return self.removed
+            return removed
         most = ring.capacity if self.most is None else self.most
-        return jnp.concatenate([self.expired.run(ring, most), self.removed])
+        return jnp.concatenate([self.expired.run(ring, most), removed])
 
 
 class Draw(pytree.State):
@@ -263,8 +264,7 @@ class ShardStats(pytree.State):
 class AuxRead:
     """An extra read from one of the unit's arrays whose result goes to `Sample.info`.
 
-    It is gathered together with the items, so later writes are ordered after it, and is removed by
-    dead-code elimination if unused.
+    It is gathered together with the items, so that later writes are ordered after it.
 
     Attributes:
         array: `[N]`.

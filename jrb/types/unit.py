@@ -25,12 +25,10 @@ from jrb.types.writer import Writer
 
 
 class Unit(abc.ABC):
-    """What does one anchor stand for?
-
-    A template is `examples/parts/previous_action.py`.
+    """Decides what one anchor stands for. A template is `examples/parts/previous_action.py`.
 
     Attributes:
-        one_row: whether what is drawn are items as they are stored, all leaves at the anchor.
+        one_row: True if what is drawn are items as they are stored, all leaves at the anchor.
     """
 
     one_row: ClassVar[bool] = False
@@ -46,22 +44,22 @@ class Unit(abc.ABC):
 
     @property
     def has_delayed_anchors(self) -> bool:
-        """Whether rows may become anchors later than they are written."""
+        """True if rows may become anchors later than they are written."""
         return True
 
     @property
     @abc.abstractmethod
     def lookback(self) -> int:
-        """How many rows before an anchor may be read for it.
+        """The rows before an anchor that may be read for it.
 
         They are not overwritten while the anchor waits to be drawn (`jrb.BlockWhenFull`).
         """
 
     @property
     def row_steps(self) -> np.ndarray | None:
-        """How many rows after its anchor each row of a window lies, int `[L]`; None without rows.
+        """How many rows after its anchor each row of a window is, int `[L]`; None without windows.
 
-        The rows are those of `Sample.mask`, `[B, L]`; where one is not real it may lie elsewhere.
+        The rows are those of `Sample.mask`, `[B, L]`; one that is not real may be another.
         """
         return None
 
@@ -72,41 +70,44 @@ class Unit(abc.ABC):
 
     @property
     def requires_contiguous_history(self) -> bool:
-        """Whether streams may not be cut and laid end to end: other items would be drawn."""
+        """True if the unit reads rows before an anchor, or whole episodes.
+
+        Environments cannot be concatenated then, as a rebuild to fewer of them would.
+        """
         return self.lookback > 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
         """Raises if the unit does not fit the ring or another part.
 
-        By default, rows have to lie in order of time, unless the unit is `one_row`.
+        By default, rows have to be in order of time, unless the unit is `one_row`.
         """
         if not self.one_row:
             checks.chronological(type(self).__name__, writer)
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> Any:
-        """The state when nothing is held."""
+        """Returns the state when nothing is held; `spec` is of one item, to be checked."""
 
     @abc.abstractmethod
     def on_write(
         self, context: Context, state: PartState, write: WritePlan, items: Item
     ) -> tuple[Any, AnchorUpdate]:
-        """What a write does to the anchors."""
+        """Returns the state after a write, and what it does to the anchors."""
 
     @abc.abstractmethod
     def anchors(self, context: Context, state: PartState) -> Anchors:
-        """The anchors there are."""
+        """Returns the anchors there are."""
 
     @abc.abstractmethod
     def plan_read(
         self, context: Context, state: PartState, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> ReadPlan:
-        """What to read for these anchors, `[B]`.
+        """Returns what to read for these anchors.
 
         Args:
             context: of the buffer.
-            state: the unit's state. Its arrays are read by `jrb.authoring.read_rows`, or by a
-                `AuxRead` what the user is told beside: that is read only where it is used.
+            state: the unit's state. Its arrays are read by `jrb.authoring.read_rows`, or for
+                `Sample.info` by an `AuxRead`.
             slots: int32 `[B]`, the anchors.
             mask: bool `[B]`, False where nothing was drawn.
             key: the draw's key, for `random_bits.fold` with a number of one's own.
@@ -114,10 +115,9 @@ class Unit(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """From what was read to `Sample.data` and `Sample.info`.
+        """Returns `Sample.data` and `Sample.info` from what was read.
 
-        An `AuxRead` in `plan.info` is left there: its value comes into
-        `Sample.info` afterwards.
+        An `AuxRead` in `plan.info` is left there: its value comes into `Sample.info` afterwards.
         """
 
     @abc.abstractmethod
@@ -132,54 +132,50 @@ class Unit(abc.ABC):
 
     @abc.abstractmethod
     def is_episode_end(self, context: Context, state: PartState, slots: jax.Array) -> jax.Array:
-        """After which rows time does not go on, as far as the unit knows: bool like `slots`.
+        """Returns True of rows after which time does not go on, bool like `slots`.
 
         A unit that looks at no other row than its anchor may know of none.
         """
 
     def episode_step(self, state: PartState, slots: jax.Array) -> jax.Array | None:
-        """How many rows of its episode came before each slot, int32; None if it does not matter.
+        """Returns how many rows of its episode came before each slot; None if it does not matter.
 
-        Raises:
-            MissingMethodError: by default, if the unit reads rows before an anchor.
+        By default raises MissingMethodError if the unit reads rows before an anchor.
         """
         if self.lookback:
             self._lacks("episode_step")
         return None
 
     def init_mid_episode(self, state: PartState, before: jax.Array) -> Any:
-        """An empty state whose next rows have so many rows of their episodes behind them.
+        """Returns an empty state whose next rows come after others of their episodes.
+
+        By default raises MissingMethodError if the unit reads rows before an anchor.
 
         Args:
             state: without rows.
-            before: int32 `[E]`; those rows are not held.
-
-        Raises:
-            MissingMethodError: by default, if the unit reads rows before an anchor.
+            before: int32 `[E]`, how many rows came before; they are not held.
         """
         if self.lookback:
             self._lacks("init_mid_episode")
         return state
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Shapes that `reduce_priorities` takes, for a mask of this shape."""
+        """Returns the shapes that `reduce_priorities` takes, for a mask of this shape."""
         return []
 
     def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
-        """From one for each row, float32 `[B, L]`, to one for each anchor, float32 `[B]`."""
+        """Returns one priority for each anchor, float32 `[B]`, from those of rows, `[B, L]`."""
         raise TypeError(
             f"update_priority: expected a unit with a method reduce_priorities, got "
             f"{type(self).__name__}. See jrb.types.Unit."
         )
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """The state when nothing is held any more; arrays are written after the token.
+        """Returns the state when nothing is held any more; arrays are written after the token.
 
-        By default `cursor()` and `tally()` fields become 0 (`jrb.authoring.emptied`).
-
-        Raises:
-            MissingMethodError: by default, where the state has other arrays: what they say of items
-                that are gone, only the unit knows.
+        By default `cursor()` and `tally()` fields become 0 (`jrb.authoring.emptied`), and it raises
+        MissingMethodError where the state has other arrays: only the unit knows what they say of
+        items that are not held any more.
         """
         others = pytree.unmarked_names(state)
         if others:

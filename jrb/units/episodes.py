@@ -37,8 +37,8 @@ def lengths(
     written, passed = write.times
     start = jnp.broadcast_to(-before, done.shape[1:])
     ends = lax.cummax(jnp.where(done & written, passed, start), axis=0)
-    began = jnp.concatenate([start[None], ends[:-1]]) if len(done) > 1 else start[None]
-    return jnp.minimum(passed - began, most), jnp.minimum(passed[-1] - ends[-1], most)
+    starts = jnp.concatenate([start[None], ends[:-1]]) if len(done) > 1 else start[None]
+    return jnp.minimum(passed - starts, most), jnp.minimum(passed[-1] - ends[-1], most)
 
 
 def mark_newest(context: Context, ended: jax.Array, which: jax.Array) -> jax.Array:
@@ -67,8 +67,8 @@ def steps_ahead(
         return jnp.clip(newest + 1, 1, most)
     step = jnp.arange(most - 1, dtype=jnp.int32)
     at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
-    last = gather.read(ended, at)
-    first = jnp.min(jnp.where(last, step, most - 1), axis=1, initial=most - 1)
+    is_last = gather.read(ended, at)
+    first = jnp.min(jnp.where(is_last, step, most - 1), axis=1, initial=most - 1)
     return jnp.maximum(jnp.minimum(first, newest) + 1, 1)
 
 
@@ -82,8 +82,8 @@ def steps_back(context: Context, ended: jax.Array | None, slots: jax.Array, most
         return jnp.minimum(oldest, most)
     step = jnp.arange(most, dtype=jnp.int32)
     at = ring.slot_before(slots[:, None], jnp.minimum(step + 1, ring.rows) * ring.envs)
-    last = gather.read(ended, at)
-    first = jnp.min(jnp.where(last, step, most), axis=1, initial=most)
+    is_last = gather.read(ended, at)
+    first = jnp.min(jnp.where(is_last, step, most), axis=1, initial=most)
     return jnp.minimum(first, oldest)
 
 
@@ -117,7 +117,7 @@ class EpisodeTable(pytree.State):
         return (self.head + self.count - 1) % room, jnp.arange(envs, dtype=jnp.int32)
 
     def num_anchors(self, whole: bool) -> jax.Array:
-        """The number of episodes that are anchors, int32 `[E]`."""
+        """Returns the number of episodes that are anchors, int32 `[E]`."""
         if not whole:
             return self.count
         return jnp.maximum(self.count - (self.length > 0).astype(jnp.int32), 0)
@@ -160,7 +160,7 @@ def after_write(
         The episodes after; the update of the anchors; and the position in the table of the episode
         of each row, int32 `[T, E]`.
     """
-    ring, (expired, came) = context.ring, write.lengths
+    ring, (expired, added) = context.ring, write.lengths
     written, passed = write.times
     size, running = lengths(table.length, done, write, enough + 1)
     begins = written & (size == enough)
@@ -175,17 +175,21 @@ def after_write(
 
     count = table.count + number[-1]
     surplus = jnp.maximum(count - room, 0)
-    ends = written & done & (size >= enough)
     after = EpisodeTable(
         first=put(table.first, begins, time - np.uint32(enough - 1)),
-        last=put(table.last, ends, jnp.broadcast_to(time, done.shape)),
+        last=put(table.last, written & done & (size >= enough), jnp.broadcast_to(time, done.shape)),
         head=(table.head + surplus) % room,
         count=count - surplus,
         length=running,
-        now=table.now + came.astype(jnp.uint32),
+        now=table.now + added.astype(jnp.uint32),
     )
-    rows_held, whole = context.held.rows(ring) + came - expired, length is not None
-    after = _clipped(_without_lost(ring, after, rows_held, write, enough, whole), ring)
+    rows_held, whole = context.held.rows(ring) + added - expired, length is not None
+    after = _without_lost(ring, after, rows_held, write, enough, whole)
+    # A running episode counts as at most R + 1 rows long: ages never overflow.
+    at, most = after.running, np.uint32(ring.rows + 1)
+    first = dependencies.materialize(lambda: after.first[at])
+    first = jnp.where(after.now - first > most, after.now - most, first)
+    after = after.replace(first=after.first.at[at].set(first))
     arrived = jnp.sum(done & written, axis=0, dtype=jnp.int32) if whole else number[-1]
     update = _update(ring, table, after, arrived, whole)
     if length is not None:
@@ -222,7 +226,7 @@ def truncate(
 def _first_rows(
     context: Context, write: WritePlan, ends: jax.Array, length: jax.Array
 ) -> jax.Array:
-    """The first rows of the episodes that end, int32 `[T * E]`; N where none does or is held."""
+    """Returns the first rows of the episodes that end, int32 `[T * E]`; N where none is held."""
     back = jnp.maximum(length - 1, 0)[..., None]
     return anchor_queue.rows_back(context, write, back, ends[..., None])
 
@@ -230,16 +234,11 @@ def _first_rows(
 def _update(
     ring: Ring, before: EpisodeTable, after: EpisodeTable, arrived: jax.Array, whole: bool
 ) -> AnchorUpdate:
-    """The update if so many episodes, int32 `[E]`, became anchors; their slots are left out."""
+    """Returns the update if so many episodes, int32 `[E]`, became anchors, without their slots."""
     departed = before.num_anchors(whole) + arrived - after.num_anchors(whole)
-    count, none = jnp.sum(departed, dtype=jnp.int32), jnp.zeros(0, jnp.int32)
-    arrived = jnp.sum(arrived, dtype=jnp.int32)
+    count, arrived = (jnp.sum(number, dtype=jnp.int32) for number in (departed, arrived))
     return AnchorUpdate(
-        entered=none,
-        consecutive=False,
-        expired=None,
-        most=None,
-        removed=none,
+        entered=jnp.zeros(0, jnp.int32),
         entered_count=arrived,
         departed_count=count,
         departed_from=lambda rank: jnp.maximum(count - rank, 0),
@@ -255,7 +254,7 @@ def _without_lost(
     enough: int,
     whole: bool,
 ) -> EpisodeTable:
-    """The episodes of which `enough` rows are among the last `rows_held`; all rows if `whole`.
+    """Returns the episodes of which `enough` of the last `rows_held` rows are; all if `whole`.
 
     A running episode stays in any case.
     """
@@ -267,8 +266,8 @@ def _without_lost(
         edge = dependencies.materialize(lambda: edge[(table.head + offset) % room, env])
         runs = (offset == table.count - 1) & (table.length >= enough)
         age = table.now - 1 - edge
-        lost = (offset < table.count) & ~runs & (age + enough > rows_held.astype(jnp.uint32))
-        lost = jnp.sum(lost, axis=0, dtype=jnp.int32)
+        is_lost = (offset < table.count) & ~runs & (age + enough > rows_held.astype(jnp.uint32))
+        lost = jnp.sum(is_lost, axis=0, dtype=jnp.int32)
         return table.replace(head=(table.head + lost) % room, count=table.count - lost)
 
     few = min(write.length, ring.rows) // enough + 2
@@ -276,14 +275,6 @@ def _without_lost(
         return drop(table, few)
     expired = jnp.max(write.expired)
     return anchor_queue.in_passes(drop, table, expired, max(1, (few - 2) * enough), few, room)
-
-
-def _clipped(table: EpisodeTable, ring: Ring) -> EpisodeTable:
-    """The table in which running episodes are at most R + 1 rows long: ages never overflow."""
-    at, most = table.running, np.uint32(ring.rows + 1)
-    first = dependencies.materialize(lambda: table.first[at])
-    begin = jnp.where(table.now - first > most, table.now - most, first)
-    return table.replace(first=table.first.at[at].set(begin))
 
 
 def anchors(context: Context, table: EpisodeTable, enough: int, whole: bool = False) -> Anchors:

@@ -1,6 +1,5 @@
 """Goals chosen in hindsight."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,36 +9,26 @@ import numpy as np
 
 from jrb._core import episode_ends, rows
 from jrb._util import checks, pytree
-from jrb._xla import dependencies, gather, random_bits
+from jrb._xla import gather, random_bits
 from jrb.keys import Keys, Path, find, leaves_at, path_name, within
 from jrb.ring import Ring
-from jrb.types import (
-    Anchors,
-    AnchorUpdate,
-    Context,
-    Item,
-    ReadPlan,
-    Sampler,
-    Unit,
-    WritePlan,
-    Writer,
-)
+from jrb.types import AnchorUpdate, Context, Item, ReadPlan, Sampler, Unit, WritePlan, Writer
 from jrb.types.parts import check_part
 from jrb.units import episodes
 from jrb.units.episodes import EpisodeTable
 from jrb.units.frame_stack import FrameStack
 from jrb.units.sequence import Sequence
-from jrb.units.transition import Transition
+from jrb.units.transition import Transition, WrappingUnit
 
 _WHICH, _WHERE, _ROUNDING = 2, 3, 4  # the numbers that `random_bits.fold` gets
 
 
 class HindsightState(pytree.State):
-    """What must be known before a goal is read.
+    """The facts that are needed before a goal is read.
 
     Attributes:
         episodes: where each episode begins and ends.
-        which: int32 `[N]`, the place of each slot's episode in their table.
+        which: int32 `[N]`, the position of each slot's episode in their table.
         unit: the state of the unit whose goals are changed.
     """
 
@@ -49,7 +38,7 @@ class HindsightState(pytree.State):
 
 
 @pytree.component
-class Hindsight(Unit):
+class Hindsight(WrappingUnit):
     """Transitions, some of them as if their goal had been one that was reached.
 
     In a share `ratio` of each batch the goal becomes what was achieved after a row g, in the
@@ -114,33 +103,8 @@ class Hindsight(Unit):
         if self.terminated is not None and not callable(self.terminated):
             raise TypeError(f"Hindsight: terminated: expected a function, got {self.terminated!r}.")
 
-    @property
-    def max_entry_delay(self) -> int | None:
-        """That of the inner unit."""
-        return self.unit.max_entry_delay
-
-    @property
-    def has_delayed_anchors(self) -> bool:
-        """As those of the inner unit."""
-        return self.unit.has_delayed_anchors
-
-    @property
-    def lookback(self) -> int:
-        """What the inner unit reads."""
-        return self.unit.lookback
-
-    @property
-    def requires_contiguous_history(self) -> bool:
-        """As the inner unit."""
-        return self.unit.requires_contiguous_history
-
-    @property
-    def row_steps(self) -> np.ndarray | None:
-        """Those of the inner unit."""
-        return self.unit.row_steps
-
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Rows in order of time, of one episode for each goal."""
+        """Raises unless rows are in order of time, of one episode for each goal."""
         checks.chronological("Hindsight", writer)
         self.unit.check(ring, sampler, writer)
         if isinstance(self.unit, Hindsight | FrameStack):
@@ -156,21 +120,25 @@ class Hindsight(Unit):
 
     @property
     def goals(self) -> tuple[Path, ...]:
-        """The paths to goals, and to what was achieved."""
-        return (*self._wanted, self.achieved)
-
-    @property
-    def _wanted(self) -> tuple[Path, ...]:
-        return (self.goal,) if self.next_goal is None else (self.goal, self.next_goal)
+        """The paths to goals, and then to what was achieved."""
+        goals = (self.goal,) if self.next_goal is None else (self.goal, self.next_goal)
+        return (*goals, self.achieved)
 
     def init(self, context: Context, spec: Item) -> HindsightState:
-        """No rows. Raises if goals are missing, or not like what is achieved."""
+        """Returns a state without rows. Raises if goals are missing, or not like achievements."""
         ring, keys = context.ring, context.keys
         episode_ends.check(spec, keys)
         keys.get(spec, "reward")
-        self._check_flags(spec, keys)
+        for path in (keys.done, keys.terminated):  # flags of several agents are not computed anew
+            names = list(leaves_at(spec, path))
+            if self.terminated is not None and names not in ([], [path_name(path)]):
+                raise ValueError(
+                    "Hindsight: terminated: expected one flag for the environment at "
+                    f"'{path_name(path)}', got {names}. Name it with keys=, or leave terminated= "
+                    "out."
+                )
         achieved = find(spec, self.achieved, "Hindsight: achieved")
-        for path in self._wanted:
+        for path in self.goals[:-1]:
             goal = find(spec, path, "Hindsight: goal")
             mend = f"A goal must be what can be achieved at '{path_name(self.achieved)}'."
             pytree.check_like(achieved, goal, f"Hindsight: '{path_name(path)}'", mend)
@@ -180,21 +148,10 @@ class Hindsight(Unit):
             unit=self.unit.init(context, spec),
         )
 
-    def _check_flags(self, spec: Item, keys: Keys) -> None:
-        """Raises where flags of several agents would have to be computed anew."""
-        for path in (keys.done, keys.terminated):
-            names = list(leaves_at(spec, path))
-            if self.terminated is not None and names not in ([], [path_name(path)]):
-                raise ValueError(
-                    "Hindsight: terminated: expected one flag for the environment at "
-                    f"'{path_name(path)}', got {names}. Name it with keys=, or leave terminated= "
-                    "out."
-                )
-
     def on_write(
         self, context: Context, state: HindsightState, write: WritePlan, items: Item
     ) -> tuple[HindsightState, AnchorUpdate]:
-        """Anchors are those of the inner unit."""
+        """Lets anchors of the inner unit enter, and notes the episode of each row."""
         done = episode_ends.ending(context, write, items)
         after, _, which = episodes.after_write(context, state.episodes, write, done, 1)
         inner, change = self.unit.on_write(context, state.unit, write, items)
@@ -204,7 +161,7 @@ class Hindsight(Unit):
     def truncate(
         self, context: Context, state: HindsightState, which: jax.Array
     ) -> tuple[HindsightState, AnchorUpdate | None]:
-        """The running episodes end."""
+        """Ends the running episodes."""
         after, _ = episodes.truncate(context, state.episodes, which, 1)
         inner, change = self.unit.truncate(context, state.unit, which)
         return state.replace(episodes=after, unit=inner), change
@@ -212,24 +169,12 @@ class Hindsight(Unit):
     def is_episode_end(
         self, context: Context, state: HindsightState, slots: jax.Array
     ) -> jax.Array:
-        """Those whose successor is of another episode."""
+        """Returns True of rows whose successor is of another episode."""
         ring, held = context.ring, context.held
-        last = held.after(ring, slots) <= 0
-        over = state.episodes.length[ring.env_of(slots)] == 0
-        other = state.which[slots] != state.which[ring.slot_after(slots, ring.envs)]
-        return jnp.where(last, over, other)
-
-    def episode_step(self, state: HindsightState, slots: jax.Array) -> jax.Array | None:
-        """As far as the inner unit counts."""
-        return self.unit.episode_step(state.unit, slots)
-
-    def init_mid_episode(self, state: HindsightState, before: jax.Array) -> HindsightState:
-        """An empty state whose next rows have so many rows of their episodes behind them."""
-        return state.replace(unit=self.unit.init_mid_episode(state.unit, before))
-
-    def anchors(self, context: Context, state: HindsightState) -> Anchors:
-        """Those of the inner unit."""
-        return self.unit.anchors(context, state.unit)
+        is_newest = held.after(ring, slots) <= 0
+        is_over = state.episodes.length[ring.env_of(slots)] == 0
+        is_other = state.which[slots] != state.which[ring.slot_after(slots, ring.envs)]
+        return jnp.where(is_newest, is_over, is_other)
 
     def plan_read(
         self,
@@ -239,41 +184,50 @@ class Hindsight(Unit):
         mask: jax.Array,
         key: jax.Array,
     ) -> ReadPlan:
-        """All that the inner unit reads; what was achieved at rewards, flags and the goal too."""
+        """Reads what the inner unit reads; and achievements at its rewards, flags and the goal."""
         keys, achieved = context.keys, path_name(self.achieved)
         inner = self.unit.plan_read(context, state.unit, slots, mask, key)
         words = random_bits.words(random_bits.fold(key, _WHERE), slots.size)
-        relabeled = self._which(key, slots.size) & mask
-        paths = (self.achieved, keys.reward, _flag(keys))
-        at = [inner.where(path_name(path)) for path in paths]
-        chosen = self._rows(context, state, _wide(at[1])[:, -1], words)
-        distinct = list({id(where): _wide(where) for where in at}.values())
-        every = jnp.concatenate([*distinct, jnp.where(mask, chosen, slots)[:, None]], axis=1)
-        where = lambda name: every if within(name, achieved) else inner.where(name)
-        info = {**inner.info, "relabeled": relabeled}
-        return ReadPlan(where=where, mask=inner.mask, info=info, residuals=(inner, _spans(at)))
+        relabeled = self._relabeled(key, slots.size) & mask
+        # Rows at which achievements are compared with the goal: those that the inner unit reads
+        # them at, those of rewards and of flags. Each distinct set of rows is read once.
+        wide: dict[int, jax.Array] = {}
+        at = [inner.where(path_name(path)) for path in (self.achieved, keys.reward, _flag(keys))]
+        for where in at:
+            wide[id(where)] = where if where.ndim > 1 else where[:, None]
+        chosen = self._goal_rows(context, state, wide[id(at[1])][:, -1], words)
+        chosen = jnp.where(mask, chosen, slots)[:, None]
+        every = jnp.concatenate([*wide.values(), chosen], axis=1)
+        stops = np.cumsum([rows.shape[1] for rows in wide.values()])
+        spans = {
+            one: slice(stop - rows.shape[1], stop)
+            for (one, rows), stop in zip(wide.items(), stops.tolist(), strict=True)
+        }
+        return ReadPlan(
+            where=lambda name: every if within(name, achieved) else inner.where(name),
+            mask=inner.mask,
+            info={**inner.info, "relabeled": relabeled},
+            residuals=(inner, [spans[id(where)] for where in at]),
+        )
 
-    def _which(self, key: jax.Array, size: int) -> jax.Array:
-        """Which of a batch are relabeled, bool `[B]`: floor(ratio * B) or one more of them.
+    def _relabeled(self, key: jax.Array, size: int) -> jax.Array:
+        """Returns which of a batch are relabeled, bool `[B]`: floor(ratio * B) or one more of them.
 
         The number is rounded at random, so that the share is right on average for any B: of one
         item, or of the few that each of many shards draws.
         """
         count, fraction = divmod(round(self.ratio * size * 2**20), 2**20)
         seed = random_bits.seed(random_bits.fold(key, _WHICH))
-        place = jnp.arange(size, dtype=jnp.int32)
-        order = random_bits.permute(seed, jnp.int32(size), place)
+        order = random_bits.permute(seed, jnp.int32(size), jnp.arange(size, dtype=jnp.int32))
         if not fraction:
             return order < count
-        one_more = random_bits.bits(random_bits.fold(key, _ROUNDING), (1,)) < np.uint32(
-            fraction << 12
-        )
-        return order < count + one_more.astype(jnp.int32)
+        bits = random_bits.bits(random_bits.fold(key, _ROUNDING), (1,))
+        return order < count + (bits < np.uint32(fraction << 12)).astype(jnp.int32)
 
-    def _rows(
+    def _goal_rows(
         self, context: Context, state: HindsightState, slots: jax.Array, words: jax.Array
     ) -> jax.Array:
-        """The slots of the rows whose achievement may become the goal, int32 `[B]`.
+        """Returns the slots of the rows whose achievement may become the goal, int32 `[B]`.
 
         `slots`, int32 `[B]`, are the last rows that rewards are read at.
         """
@@ -289,48 +243,64 @@ class Hindsight(Unit):
         return ring.slot_before(held.newest(ring)[env], back * ring.envs)
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """Other goals where it was so decided, and the rewards that they give."""
+        """Puts other goals where it was so decided, and the rewards that they give."""
         (inner, spans), changed = plan.residuals, plan.info["relabeled"]
         reached = find(raw, self.achieved, "Hindsight: achieved")
-        own, paid, flagged, goal = (
+        own, rewarded, flagged, goal = (
             jax.tree.map(lambda leaf, span=span: leaf[:, span], reached)
             for span in (*spans, slice(-1, None))
         )
         lead = lambda path: inner.where(path_name(path)).ndim
-        cut = lambda leaf: leaf if lead(self.achieved) > 1 else leaf[:, 0]
-        new = {path_name(self.achieved): [cut(leaf) for leaf in jax.tree.leaves(own)]}
-        for path in self._wanted:
-            old = jax.tree.leaves(find(raw, path, "Hindsight: goal"))
-            wide = lambda leaf, path=path: leaf if lead(path) > 1 else leaf[:, 0]
-            new[path_name(path)] = [
-                _chosen(changed, wide(leaf), then)
-                for leaf, then in zip(jax.tree.leaves(goal), old, strict=True)
-            ]
-        reward, axes = keys.get(raw, "reward"), lead(keys.reward)
-        rewards = self._anew(self.reward, "reward", paid, goal, reward, axes)
-        pairs = zip(jax.tree.leaves(rewards), jax.tree.leaves(reward), strict=True)
-        new[path_name(keys.reward)] = [_chosen(changed, *pair) for pair in pairs]
-        flags = self._flags(keys, keys.flags(raw), flagged, goal, lead(_flag(keys)))
-        for name, flag in flags.items():
-            new[name] = [_chosen(changed, flag, keys.flags(raw)[name])]
-        data, info = self.unit.reduce(_with_leaves(raw, new), inner, keys)
+        first = lambda leaf, path: leaf if lead(path) > 1 else leaf[:, 0]
+
+        def chosen(new: Any, old: Any) -> list[jax.Array]:
+            lift = lambda leaf: changed.reshape(-1, *(1,) * (leaf.ndim - 1))
+            pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+            return [jnp.where(lift(was), now, was) for now, was in pairs]
+
+        # The new leaves, in order, by the path that they are below.
+        own = [first(leaf, self.achieved) for leaf in jax.tree.leaves(own)]
+        new = {path_name(self.achieved): own}
+        for path in self.goals[:-1]:
+            goals = [first(leaf, path) for leaf in jax.tree.leaves(goal)]
+            new[path_name(path)] = chosen(goals, find(raw, path, "Hindsight: goal"))
+        old = keys.get(raw, "reward")
+        rewards = _computed(self.reward, "reward", rewarded, goal, old, lead(keys.reward))
+        new[path_name(keys.reward)] = chosen(rewards, old)
+        flags = keys.flags(raw)
+        done, over, cut = map(path_name, (keys.done, keys.terminated, keys.truncated))
+        if self.terminated is not None and flags.keys() & {done, over}:
+            like = flags[over] if over in flags else flags[done]
+            ends = _computed(self.terminated, "terminated", flagged, goal, like, lead(_flag(keys)))
+            either = ends
+            if cut in flags:
+                is_cut = flags[cut] != jnp.zeros((), flags[cut].dtype)
+                either = ends | is_cut.reshape(ends.shape)
+            for name, flag in {over: ends, done: either}.items():
+                if name in flags:
+                    old = flags[name]
+                    new[name] = chosen(flag.reshape(old.shape).astype(old.dtype), old)
+        remaining = {name: iter(leaves) for name, leaves in new.items()}
+
+        def visit(path: tuple, leaf: jax.Array) -> jax.Array:
+            name = pytree.leaf_name(path)
+            prefixes = (prefix for prefix in remaining if within(name, prefix))
+            return next((next(remaining[prefix]) for prefix in prefixes), leaf)
+
+        data, info = self.unit.reduce(jax.tree_util.tree_map_with_path(visit, raw), inner, keys)
         return data, {**info, **plan.info}
 
-    def _anew(
-        self, function: Callable, what: str, reached: Any, goal: Any, old: Any, lead: int
-    ) -> Any:
-        """What a function makes of what was reached, `[B, K, ...]`, and goals, `[B, 1, ...]`.
 
-        In the shapes of `old`, whose leaves have `lead` axes before those of a transition.
-        """
-        one = lambda rows, goal: jax.vmap(function, (0, None))(rows, goal)
-        new = jax.vmap(one)(reached, jax.tree.map(lambda leaf: leaf[:, 0], goal))
-        pytree.check_structure(old, new, f"Hindsight: {what}", "Give what the items have there.")
-        like = functools.partial(self._like, what, lead)
-        return jax.tree.map(like, new, old)
+def _computed(function: Callable, what: str, reached: Any, goal: Any, old: Any, lead: int) -> Any:
+    """Returns a function of what was reached, `[B, K, ...]`, and goals, `[B, 1, ...]`.
 
-    def _like(self, what: str, lead: int, new: jax.Array, old: jax.Array) -> jax.Array:
-        """A leaf of what was computed anew, in the shape of the stored one."""
+    In the shapes of `old`, whose leaves have `lead` axes before those of a transition.
+    """
+    one = lambda rows, goal: jax.vmap(function, (0, None))(rows, goal)
+    new = jax.vmap(one)(reached, jax.tree.map(lambda leaf: leaf[:, 0], goal))
+    pytree.check_structure(old, new, f"Hindsight: {what}", "Give what the items have there.")
+
+    def like(new: jax.Array, old: jax.Array) -> jax.Array:
         items = new.shape[2:], old.shape[lead:]
         if items[0] != items[1] and set(items) != {(), (1,)}:
             raise ValueError(
@@ -345,73 +315,9 @@ class Hindsight(Unit):
             )
         return new.reshape(old.shape)
 
-    def _flags(
-        self, keys: Keys, there: dict[str, jax.Array], reached: Any, goal: Any, lead: int
-    ) -> dict[str, jax.Array]:
-        """The flags that are computed anew, by name, in their own dtypes."""
-        done, over, cut = map(path_name, (keys.done, keys.terminated, keys.truncated))
-        if self.terminated is None or not there.keys() & {done, over}:
-            return {}
-        like = there[over] if over in there else there[done]
-        ends = self._anew(self.terminated, "terminated", reached, goal, like, lead)
-        found = {over: ends}
-        found[done] = ends | _is_set(there[cut]).reshape(ends.shape) if cut in there else ends
-        return {
-            name: found[name].reshape(there[name].shape).astype(there[name].dtype)
-            for name in (done, over)
-            if name in there
-        }
-
-    def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Those of the inner unit."""
-        return self.unit.priority_shapes(mask)
-
-    def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
-        """As the inner unit does."""
-        return self.unit.reduce_priorities(priorities, mask)
-
-    def reset(self, ring: Ring, state: HindsightState, token: jax.Array) -> HindsightState:
-        """No rows."""
-        emptied = dependencies.emptied(state, token)
-        return emptied.replace(unit=self.unit.reset(ring, state.unit, token))
-
-
-def _wide(slots: jax.Array) -> jax.Array:
-    """Slots `[B]` as `[B, 1]`; those of many rows, `[B, K]`, as they are."""
-    return slots if slots.ndim > 1 else slots[:, None]
-
-
-def _spans(at: list[jax.Array]) -> list[slice]:
-    """Where each of these slots, `[B]` or `[B, K]`, stand if all distinct ones are put together."""
-    spans: dict[int, slice] = {}
-    stop = 0
-    for slots in at:
-        if id(slots) not in spans:
-            start, stop = stop, stop + _wide(slots).shape[1]
-            spans[id(slots)] = slice(start, stop)
-    return [spans[id(slots)] for slots in at]
-
-
-def _chosen(changed: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """The new ones where `changed`, bool `[B]`; else the old ones, `[B, ...]`."""
-    return jnp.where(changed.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+    return jax.tree.map(like, new, old)
 
 
 def _flag(keys: Keys) -> Path | None:
-    """The path to a flag; all flags are read at the same rows."""
+    """Returns the path to a flag; all flags are read at the same rows."""
     return keys.terminated if keys.done is None else keys.done
-
-
-def _is_set(flag: jax.Array) -> jax.Array:
-    return flag != jnp.zeros((), flag.dtype)
-
-
-def _with_leaves(data: Item, new: dict[str, list[jax.Array]]) -> Item:
-    """The data with other leaves, in order, at or below some paths."""
-    rest = {name: iter(leaves) for name, leaves in new.items()}
-
-    def visit(path: tuple, leaf: jax.Array) -> jax.Array:
-        name = pytree.leaf_name(path)
-        return next((next(rest[prefix]) for prefix in rest if within(name, prefix)), leaf)
-
-    return jax.tree_util.tree_map_with_path(visit, data)

@@ -27,13 +27,12 @@ from jrb.units import anchors as anchor_queue
 from jrb.units import episodes
 from jrb.units.anchors import AnchorQueue, all_held, every_slot
 
-_UNROLLED = (
-    16  # rows of a return that are added up one by one in a program; more in a loop of these
-)
+_UNROLLED = 16
+"""Rows of a return that a program adds one by one; more in a loop, so that it stays small."""
 
 
 class NStepState(pytree.State):
-    """What n-step returns must know before they read.
+    """The facts that n-step returns need before they read.
 
     Attributes:
         ended: bool `[N]`, which slots end an episode.
@@ -48,7 +47,7 @@ class NStepState(pytree.State):
     n: int | None = pytree.static(default=None)
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """How many episodes have ended."""
+        """Returns how many episodes have ended."""
         return {"ends of episodes": display.count(self.ended)}
 
 
@@ -99,31 +98,30 @@ class NStep(Unit):
         checks.flag("strict", self.strict)
 
     def _is_discount(self, name: str) -> bool:
-        """Whether a leaf is the discount of each row."""
         return not isinstance(self.discount, int | float) and name == path_name(self.discount)
 
     @property
     def max_entry_delay(self) -> int:
-        """Rows wait for others, if strict; at the end of an episode they do not."""
+        """The rows that one waits for if strict; at the end of an episode it does not."""
         return self.n - 1 if self.strict else 0
 
     @property
     def has_delayed_anchors(self) -> bool:
-        """Rows wait for others, if strict."""
+        """True if strict."""
         return self.strict
 
     @property
     def lookback(self) -> int:
-        """Rows from the anchor on."""
+        """0: rows are read from the anchor on."""
         return 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """The ring has n rows, in order of time."""
+        """Raises unless the ring has n rows, in order of time."""
         checks.window("NStep: n", self.n, ring.rows)
         checks.chronological("NStep", writer)
 
     def init(self, context: Context, spec: Item) -> NStepState:
-        """No rows. Raises if the items have no done flag, or no real reward."""
+        """Returns a state without rows. Raises without done flag, real reward or discount."""
         ring, keys = context.ring, context.keys
         episode_ends.check(spec, keys)
         keys.get(spec, "reward")
@@ -133,7 +131,16 @@ class NStep(Unit):
                     f"NStep: leaf '{name}': expected a reward of a floating dtype, got "
                     f"{leaf.dtype}. Discounted sums are fractions: store it as float32."
                 )
-        self._check_discount(spec)
+        if not isinstance(self.discount, int | float):
+            named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
+            leaf = named.get(path_name(self.discount))
+            is_real = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+            if leaf is None or not is_real or leaf.shape not in ((), (1,)):
+                raise ValueError(
+                    f"NStep: discount: expected a floating leaf at '{path_name(self.discount)}', "
+                    "of shape () or (1,) for one transition, got "
+                    f"{list(named) if leaf is None else leaf}."
+                )
         return NStepState(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             length=jnp.zeros(ring.envs, jnp.int32) if self.strict else None,
@@ -141,55 +148,27 @@ class NStep(Unit):
             n=self.n if self.strict else None,
         )
 
-    def _check_discount(self, spec: Item) -> None:
-        """Raises unless the discount is a number, or one real number of each row."""
-        if isinstance(self.discount, int | float):
-            return
-        name = path_name(self.discount)
-        named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
-        leaf = named.get(name)
-        real = leaf is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if leaf is None or not real or leaf.shape not in ((), (1,)):
-            raise ValueError(
-                f"NStep: discount: expected a floating leaf at '{name}', of shape () or (1,) "
-                f"for one transition, got {list(named) if leaf is None else leaf}."
-            )
-
     def on_write(
         self, context: Context, state: NStepState, write: WritePlan, items: Item
     ) -> tuple[NStepState, AnchorUpdate]:
-        """Rows enter when written; if strict, when their return is complete."""
+        """Lets rows enter when written; if strict, when their return is complete."""
         done = episode_ends.ending(context, write, items)
         ended = rows.put(state.ended, write, done)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), every_slot(context, write)
         length, running = episodes.lengths(state.length, done, write, self.n)
-        complete = self._complete(context, write, done, length)
-        anchors, change = anchor_queue.after_write(
-            context,
-            state.queue,
-            write,
-            complete,
-            self.max_entry_delay if context.ring.envs > 1 else 0,
-        )
-        state = state.replace(ended=ended, length=running, queue=anchors)
-        return state, change
-
-    def _complete(
-        self, context: Context, write: WritePlan, done: jax.Array, length: jax.Array
-    ) -> jax.Array:
-        """The slots whose return each row completes, int32 `[T * E * n]`, by time.
-
-        The row n - 1 back, and where the episode ends all rows since.
-        """
+        # A row completes the return of that n - 1 back; where an episode ends, of all rows since.
         back = jnp.arange(self.n - 1, -1, -1, dtype=jnp.int32)
-        here = (back < length[..., None]) & (done[..., None] | (back == self.n - 1))
-        return anchor_queue.rows_back(context, write, back, here)
+        completes = (back < length[..., None]) & (done[..., None] | (back == self.n - 1))
+        entered = anchor_queue.rows_back(context, write, back, completes)
+        slack = self.max_entry_delay if context.ring.envs > 1 else 0
+        queue, change = anchor_queue.after_write(context, state.queue, write, entered, slack)
+        return state.replace(ended=ended, length=running, queue=queue), change
 
     def truncate(
         self, context: Context, state: NStepState, which: jax.Array
     ) -> tuple[NStepState, AnchorUpdate | None]:
-        """The newest rows end their episodes; if strict, returns that waited are complete."""
+        """Ends episodes at the newest rows; if strict, returns that waited are complete."""
         ended = episodes.mark_newest(context, state.ended, which)
         if state.queue is None or state.length is None:
             return state.replace(ended=ended), None
@@ -198,20 +177,20 @@ class NStep(Unit):
         ends = which & (context.held.rows(context.ring) > 0)
         waiting = ends[:, None] & (back < state.length[:, None])
         entered = anchor_queue.rows_back(context, now, back, waiting[None])
-        anchors, change = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
+        queue, change = anchor_queue.after_write(context, state.queue, now, entered, slack=0)
         length = jnp.where(which, 0, state.length)
-        return state.replace(ended=ended, length=length, queue=anchors), change
+        return state.replace(ended=ended, length=length, queue=queue), change
 
     def reset(self, ring: Ring, state: NStepState, token: jax.Array) -> NStepState:
-        """No rows; flags of slots that hold nothing are not looked at."""
+        """Returns the state without rows; flags of slots that hold nothing are not looked at."""
         return dependencies.emptied(state, token)
 
     def is_episode_end(self, context: Context, state: NStepState, slots: jax.Array) -> jax.Array:
-        """Those that were written or truncated so."""
+        """Returns True of rows that were written or truncated as ends."""
         return gather.items_at(state.ended, slots)
 
     def anchors(self, context: Context, state: NStepState) -> Anchors:
-        """All that is held; if strict, the rows with a complete return."""
+        """Returns all that is held; if strict, the rows with a complete return."""
         if state.queue is None:
             return all_held(context)
         return anchor_queue.anchors(context.ring, state.queue)
@@ -219,7 +198,7 @@ class NStep(Unit):
     def plan_read(
         self, context: Context, state: NStepState, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> ReadPlan:
-        """Rewards at all rows of the return, `next` at its last, the rest at its first."""
+        """Reads rewards at all rows of the return, `next` at its last, the rest at its first."""
         ring, keys = context.ring, context.keys
         steps = episodes.steps_ahead(context, state.ended, slots, self.n)
         step = jnp.minimum(jnp.arange(self.n, dtype=jnp.int32), steps[:, None] - 1)
@@ -227,7 +206,7 @@ class NStep(Unit):
         last = window[:, -1]
 
         def where(name: str) -> jax.Array:
-            if self._is_summed(name, keys):
+            if within(name, path_name(keys.reward)) or self._is_discount(name):
                 return window
             return last if keys.is_next(name) else slots
 
@@ -238,74 +217,45 @@ class NStep(Unit):
             info["discount"] = jnp.where(mask, powers, 0.0)
         return ReadPlan(where=where, mask=mask, info=info)
 
-    def _is_summed(self, name: str, keys: Keys) -> bool:
-        """Whether a leaf is read at all rows of the return."""
-        return within(name, path_name(keys.reward)) or self._is_discount(name)
-
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """The rewards become their discounted sum."""
-        steps, reward = plan.info["steps"], path_name(keys.reward)
-        named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
-        discounts, info = self._discounts(named, plan.mask, steps), dict(plan.info)
-        if discounts is not None:
-            info["discount"] = jnp.where(plan.mask, _product(discounts), 0.0).astype(jnp.float32)
+        """Replaces the rewards by their discounted sum."""
+        steps, info, discounts = plan.info["steps"], dict(plan.info), None
+        inside = jnp.arange(self.n, dtype=jnp.int32) < steps[:, None]
+        if not isinstance(self.discount, int | float):
+            named = dict(zip(pytree.leaf_names(raw), jax.tree.leaves(raw), strict=True))
+            leaf = pytree.wide(named[path_name(self.discount)])
+            discounts = jnp.where(inside & plan.mask[:, None], leaf.reshape(inside.shape), 1)
+            # What follows a discount of 0 is not read: it may be no number.
+            times = lambda total, factor: total * jnp.where(total == 0, 1, factor)
+            product = _folded(times, jnp.ones_like(discounts[:, 0]), [discounts])
+            info["discount"] = jnp.where(plan.mask, product, 0.0).astype(jnp.float32)
+
+        def add(later: jax.Array, reward: jax.Array, real: jax.Array, *own: jax.Array) -> jax.Array:
+            factor: Any = own[0] if own else self.discount
+            # Nor is what comes after a discount of 0: 0 times infinity is no number.
+            later = jnp.where(factor == 0, 0, later) if own or not factor else later
+            return jnp.where(real, reward, 0) + factor * later
 
         def reduced(path: tuple, leaf: jax.Array) -> jax.Array:
             name = pytree.leaf_name(path)
-            if within(name, reward):
-                return self._sum(leaf, steps, discounts)
+            if within(name, path_name(keys.reward)):
+                wide = pytree.wide(leaf)
+                lift = lambda array: array.reshape(*array.shape, *(1,) * (wide.ndim - 2))
+                columns = [wide, lift(inside)]
+                if discounts is not None:
+                    columns.append(lift(discounts).astype(wide.dtype))
+                return _folded(add, jnp.zeros_like(wide[:, 0]), columns, True).astype(leaf.dtype)
             if self._is_discount(name):
                 return leaf[:, -1] if keys.is_next(name) else leaf[:, 0]
             return leaf
 
         return jax.tree_util.tree_map_with_path(reduced, raw), info
 
-    def _discounts(
-        self, named: dict[str, jax.Array], mask: jax.Array, steps: jax.Array
-    ) -> jax.Array | None:
-        """The discounts of the rows of each return, `[B, n]`, 1 behind its last one.
-
-        None where they are all one number.
-        """
-        if isinstance(self.discount, int | float):
-            return None
-        leaf = pytree.wide(named[path_name(self.discount)])
-        inside = jnp.arange(self.n, dtype=jnp.int32) < steps[:, None]
-        return jnp.where(inside & mask[:, None], leaf.reshape(inside.shape), 1)
-
-    def _sum(self, leaf: jax.Array, steps: jax.Array, discounts: jax.Array | None) -> jax.Array:
-        """The discounted sum of the first rows, int32 `[B]`, of rewards `[B, n, ...]`."""
-        wide = pytree.wide(leaf)
-        lift = lambda array: array.reshape(*array.shape, *(1,) * (wide.ndim - 2))
-        rows = [wide, lift(jnp.arange(self.n, dtype=jnp.int32)[None] < steps[:, None])]
-        if discounts is not None:
-            rows.append(lift(discounts).astype(wide.dtype))
-
-        def add(sum_: jax.Array, reward: jax.Array, real: jax.Array, *own: jax.Array) -> jax.Array:
-            factor: Any = own[0] if own else self.discount
-            # What comes after a discount of 0 is not looked at: 0 times infinity is no number.
-            rest = jnp.where(factor == 0, 0, sum_) if own or not factor else sum_
-            return jnp.where(real, reward, 0) + factor * rest
-
-        return _folded(add, jnp.zeros_like(wide[:, 0]), rows, reverse=True).astype(leaf.dtype)
-
-
-def _product(factors: jax.Array) -> jax.Array:
-    """Of `[B, n]`, the first times the second, and so on, `[B]`; what follows a 0 is not read."""
-    times = lambda total, factor: total * jnp.where(total == 0, 1, factor)
-    return _folded(times, jnp.ones_like(factors[:, 0]), [factors])
-
 
 def _folded(
-    step: Callable[..., jax.Array],
-    start: jax.Array,
-    rows: list[jax.Array],
-    reverse: bool = False,
+    step: Callable[..., jax.Array], start: jax.Array, rows: list[jax.Array], reverse: bool = False
 ) -> jax.Array:
-    """The last of `step(value, *row)`, from `start` on, over rows `[B, n, ...]` along axis 1.
-
-    A program of the same size for any large n.
-    """
+    """Returns the last of `step(value, *row)`, from `start` on, over `[B, n, ...]` along axis 1."""
     order = range(rows[0].shape[1])[:: -1 if reverse else 1]
     for k in order[:_UNROLLED]:
         start = step(start, *(leaf[:, k] for leaf in rows))

@@ -1,11 +1,13 @@
-"""One anchor, one transition."""
+"""One anchor, one transition; and the base of units around other units."""
 
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrb._util import checks, pytree
+from jrb._xla import dependencies
 from jrb.keys import Keys
 from jrb.ring import Ring
 from jrb.types import (
@@ -20,6 +22,7 @@ from jrb.types import (
     WritePlan,
     Writer,
 )
+from jrb.types.messages import PartState
 from jrb.units.anchors import all_held, every_slot
 
 
@@ -31,61 +34,112 @@ class Transition(Unit):
 
     @property
     def max_entry_delay(self) -> int:
-        """Anchors enter in the order of their rows."""
+        """0: anchors enter in the order of their rows."""
         return 0
 
     @property
     def has_delayed_anchors(self) -> bool:
-        """No: they are anchors at once."""
+        """False: rows are anchors at once."""
         return False
 
     @property
     def lookback(self) -> int:
-        """The anchor alone."""
+        """0: the anchor is read alone."""
         return 0
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Fits everything but a queue of items without an order of time."""
+        """Raises for samplers of an order, with a writer that keeps none."""
         if isinstance(sampler, OrderedSampler):
             checks.chronological(type(sampler).__name__, writer)
 
     def init(self, context: Context, spec: Item) -> dict[str, Any]:
-        """Nothing to remember."""
+        """Returns a state of no arrays."""
         return {}
 
     def on_write(
-        self, context: Context, state: dict[str, Any], write: WritePlan, items: Item
-    ) -> tuple[dict[str, Any], AnchorUpdate]:
-        """What is written enters; what it overwrites left."""
+        self, context: Context, state: PartState, write: WritePlan, items: Item
+    ) -> tuple[Any, AnchorUpdate]:
+        """Lets what is written enter, and what it overwrites depart."""
         return state, every_slot(context, write)
 
-    def anchors(self, context: Context, state: dict[str, Any]) -> Anchors:
-        """All that is held."""
+    def anchors(self, context: Context, state: PartState) -> Anchors:
+        """Returns all that is held."""
         return all_held(context)
 
     def plan_read(
-        self,
-        context: Context,
-        state: dict[str, Any],
-        slots: jax.Array,
-        mask: jax.Array,
-        key: jax.Array,
+        self, context: Context, state: PartState, slots: jax.Array, mask: jax.Array, key: jax.Array
     ) -> ReadPlan:
-        """Every leaf at the anchor."""
+        """Reads every leaf at the anchor."""
         return ReadPlan(where=lambda name: slots, mask=mask, info={})
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """The items as they are."""
+        """Returns the items as they are."""
         return raw, plan.info
 
-    def truncate(
-        self, context: Context, state: dict[str, Any], which: jax.Array
-    ) -> tuple[dict[str, Any], None]:
-        """Nothing crosses from one row to the next."""
+    def truncate(self, context: Context, state: PartState, which: jax.Array) -> tuple[Any, None]:
+        """Changes nothing: no transition crosses from one row to the next."""
         return state, None
 
-    def is_episode_end(
-        self, context: Context, state: dict[str, Any], slots: jax.Array
-    ) -> jax.Array:
-        """Nothing is known of ends."""
+    def is_episode_end(self, context: Context, state: PartState, slots: jax.Array) -> jax.Array:
+        """Returns False: nothing is known of ends."""
         return jnp.zeros(slots.shape, jnp.bool_)
+
+
+class WrappingUnit(Unit):
+    """A unit around another one: what it does not do itself, the other does.
+
+    Attributes:
+        unit: the other one; its state is the field `unit` of the state.
+    """
+
+    unit: Unit
+
+    @property
+    def max_entry_delay(self) -> int | None:
+        """That of the inner unit."""
+        return self.unit.max_entry_delay
+
+    @property
+    def has_delayed_anchors(self) -> bool:
+        """That of the inner unit."""
+        return self.unit.has_delayed_anchors
+
+    @property
+    def lookback(self) -> int:
+        """That of the inner unit."""
+        return self.unit.lookback
+
+    @property
+    def requires_contiguous_history(self) -> bool:
+        """That of the inner unit."""
+        return self.unit.requires_contiguous_history
+
+    @property
+    def row_steps(self) -> np.ndarray | None:
+        """Those of the inner unit."""
+        return self.unit.row_steps
+
+    def anchors(self, context: Context, state: PartState) -> Anchors:
+        """Returns those of the inner unit."""
+        return self.unit.anchors(context, state.unit)
+
+    def episode_step(self, state: PartState, slots: jax.Array) -> jax.Array | None:
+        """Counts as far as the inner unit does."""
+        return self.unit.episode_step(state.unit, slots)
+
+    def init_mid_episode(self, state: PartState, before: jax.Array) -> Any:
+        """Sets the state of the inner unit."""
+        return state.replace(unit=self.unit.init_mid_episode(state.unit, before))
+
+    def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns those of the inner unit."""
+        return self.unit.priority_shapes(mask)
+
+    def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
+        """Reduces as the inner unit does."""
+        return self.unit.reduce_priorities(priorities, mask)
+
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
+        """Returns the state without rows; flags of slots that hold nothing are not looked at."""
+        emptied = dependencies.emptied(state, token)
+        return emptied.replace(unit=self.unit.reset(ring, state.unit, token))
