@@ -9,15 +9,16 @@ N capacity, E environments, T time, B batch.
 from jrb._core.episode_ends import ending as episode_ends
 from jrb._core.rows import last_of_equals
 from jrb._core.rows import put as put_rows
+from jrb._core.steps import context_of
 from jrb._store.files import Folder
 from jrb._store.files import absolute as absolute_path
 from jrb._store.lock import Lock
-from jrb._util import checks
+from jrb._util import casting, checks
 from jrb._util.checks import MAX_EXPANSION, ExpansionLimit, declared_nbytes
 from jrb._util.display import table_html, table_text
 from jrb._util.extras import require
 from jrb._util.printing import escaped_errors, printable
-from jrb._util.pytree import leaf_name, leaf_names
+from jrb._util.pytree import check_like, leaf_name, leaf_names, spec_of
 from jrb._util.pytree import nbytes as tree_nbytes
 from jrb._util.wording import bytes_text
 from jrb._xla.compat import enable_x64
@@ -34,7 +35,10 @@ __all__ = [
     "absolute_path",
     "all_held",
     "bytes_text",
+    "casting",
+    "check_like",
     "checks",
+    "context_of",
     "declared_nbytes",
     "emptied",
     "enable_x64",
@@ -51,6 +55,7 @@ __all__ = [
     "put_rows",
     "read_rows",
     "require",
+    "spec_of",
     "table_html",
     "table_text",
     "tree_nbytes",

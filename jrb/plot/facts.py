@@ -11,13 +11,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb.authoring import leaf_name
+from jrb.authoring import context_of, leaf_name
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import leaves_at
 from jrb.read import Episodes, episodes
 from jrb.samplers import Prioritized
 from jrb.state import Buffer, BufferState
-from jrb.types import Anchors, Context, Item
+from jrb.types import Anchors, Item
 
 
 def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
@@ -72,15 +72,9 @@ def stored_slots(buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, 
     return slots.reshape(-1, buffer.ring.envs), stored.reshape(-1, buffer.ring.envs)
 
 
-def context_of(buffer: Buffer, state: BufferState) -> Context:
-    """Returns what the unit and the storage are told of the buffer."""
-    held = buffer.writer.held(buffer.ring, state.writer)
-    return Context(buffer.ring, buffer.keys, held, buffer.unit.row_steps is not None)
-
-
 def anchors_of(buffer: Buffer, state: BufferState) -> Anchors:
     """Returns the valid start slots."""
-    return buffer.unit.anchors(context_of(buffer, state), state.unit)
+    return buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
 
 
 def masses(buffer: ReplayBuffer, state: BufferState, raw: np.ndarray) -> np.ndarray:
@@ -116,7 +110,7 @@ def leaves(
 @functools.partial(jax.jit, static_argnames="names")
 def _read(buffer: Buffer, state: BufferState, slots: jax.Array, names: tuple[str, ...]) -> Item:
     where = lambda name: slots if name in names else slots[..., None][..., :0]
-    return buffer.storage.read(context_of(buffer, state), state.storage, where)
+    return buffer.storage.read(context_of(buffer, state.writer), state.storage, where)
 
 
 def stored_episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:

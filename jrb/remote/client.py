@@ -1,4 +1,4 @@
-"""What actors and learners hold in place of a buffer that runs elsewhere."""
+"""Starts the servers, and is what actors and learners hold in place of a buffer."""
 
 import collections
 import functools
@@ -9,34 +9,138 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb._util import checks
+from jrb.authoring import checks
 from jrb.buffer import ReplayBuffer
-from jrb.remote import permits, shards
+from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
-from jrb.remote.ahead import Ahead
-from jrb.remote.drawing import Drawing
-from jrb.remote.flight import Flight
-from jrb.remote.library import ray
+from jrb.remote import shards as shards_
+from jrb.remote.draws import Ahead, Drawing
+from jrb.remote.gate import Permits, RemoteGate, granted, ray
+from jrb.remote.server import Server
 from jrb.remote.setup import Setup
 from jrb.state import Device, Sample, check_origin
 from jrb.types import Item
 
+_MANY = 10_000  # calls of the gate at once: three for each process that holds a `Remote`
+
+
+def serve(
+    buffer: ReplayBuffer,
+    example: Item,
+    *,
+    streams: int,
+    path: Any = None,
+    limits: SampleToInsert | None = None,
+    shards: int = 1,
+    seed: int = 0,
+    save_every: int | None = None,
+    in_flight: int = 4,
+    **ray_options: Any,
+) -> "Remote":
+    """Runs a buffer in processes of its own, which actors feed and learners draw from.
+
+    Every stream, the work of one actor, has a ring of its own, of capacity / streams items: no
+    window or n-step return crosses from one into another. Draws are over all of them.
+
+    A server that dies is started again by Ray and goes on from its last save; calls that were under
+    way are made again. What came after that save is lost except for these calls, and `stats` says
+    how much it was. Without a path the server begins empty.
+
+    Args:
+        buffer: as one stream sees it: `num_envs=None` for streams of single timesteps, E for
+            streams of vectors of E environments. The capacity is that of all streams together, a
+            multiple of streams * E. Any sampler, unit and transforms that go with
+            `writer=jrb.PerEnvironment()`; with as many shards as streams, any at all.
+        example: one transition, as for `ReplayBuffer.init`.
+        streams: the number of streams, one for each actor.
+        path: of a folder where servers save. They go on from what is there. A storage in files has
+            its files there, and then a save costs what changed. None for the path of the storage;
+            without one nothing is saved.
+        limits: holds back those who add, or those who sample, over all shards. An item counts as
+            one, when it is written; a batch as B samples, when it is drawn.
+        shards: the number of servers over which the streams are dealt, stream s to shard
+            s % shards.
+        seed: of all draws; see `Server`.
+        save_every: the number of items after which each server saves by itself, between two calls;
+            None for only when `Remote.save` is called.
+        in_flight: how many calls each process that holds the `Remote` may have under way before
+            `extend` waits; so many chunks of each may be in the object store.
+        ray_options: of the servers, as for `ray.remote`, such as `num_cpus`, `resources` or
+            `max_restarts`. Servers keep to the CPU unless `num_gpus` or `resources` are asked for.
+
+    Returns:
+        The `Remote` for actors and learners. The servers end with its `close`, or when nothing
+        holds it any more.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        TypeError, ValueError: parts that do not go with this, with what to do.
+    """
+    library = ray()
+    if limits is not None and not isinstance(limits, SampleToInsert):
+        raise TypeError(f"limits: expected jrb.limits.SampleToInsert(...), got {limits!r}.")
+    setup = Setup(
+        buffer=buffer,
+        spec=setups.spec_of_example(buffer, example),
+        streams=streams,
+        shards=shards,
+        path=setups.path_of(buffer, path),
+        seed=seed,
+        save_every=save_every,
+        in_flight=in_flight,
+        on_cpu=not ray_options.get("num_gpus") and not ray_options.get("resources"),
+        wide=jax.dtypes.canonicalize_dtype(np.float64) == np.float64,
+        gate=None if limits is None else f"jrb-gate-{secrets.token_hex(8)}",
+    )
+    setups.check(setup)
+    lasting = {"max_restarts": -1, "max_task_retries": -1}
+    gate = None
+    if limits is not None:
+        options = {"name": setup.gate, "num_cpus": 0, "max_concurrency": _MANY, **lasting}
+        gate = library.remote(**options)(RemoteGate).remote(limits)
+    server = library.remote(**(lasting | ray_options))(Server)
+    servers = [server.remote(setup, shard) for shard in range(setup.shards)]
+    library.get([one.ready.remote() for one in servers])
+    return Remote(setup, servers, gate, owns=True)
+
+
+class Flight:
+    """Calls of Ray that are under way, at most so many.
+
+    What one of them raised comes out of a later call here.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._calls: collections.deque[Any] = collections.deque()
+
+    def add(self, call: Any) -> None:
+        """Adds a call."""
+        self._calls.append(call)
+
+    def wait(self, all_of_them: bool = True) -> None:
+        """Waits for all calls, or until there is room for one more."""
+        while len(self._calls) >= (1 if all_of_them else self._most):
+            ray().wait([self._calls[0]])  # an interrupt leaves it in line, with what it may raise
+            ray().get(self._calls.popleft())
+
 
 class Remote:
-    """A buffer in other processes; made by `serve`. It can be pickled, and sent to actors of Ray.
+    """A buffer in other processes, made by `serve`. It can be pickled, and sent to actors of Ray.
 
-    Of what one process asks, all is done in that order. Each copy numbers what it sends: no
-    timestep is written twice, and where a stream gets another sender, or lost some timesteps,
-    nothing goes on from before to after, as with `truncate`.
+    What one process asks is done in that order. Each copy numbers what it sends: no timestep is
+    written twice, and where a stream gets another sender, or lost some timesteps, nothing crosses
+    from before to after, as with `truncate`.
     """
 
     def __init__(self, setup: Setup, servers: list[Any], gate: Any, owns: bool = False) -> None:
         self._setup, self._servers, self._gate, self._owns = setup, servers, gate, owns
-        self._sender = secrets.randbits(63) | 1
+        self._sender: int = secrets.randbits(63) | 1
         self._sent: collections.Counter[int] = collections.Counter()
-        self._permits = None if gate is None else permits.Permits(gate, servers)
-        self._drawing = Drawing(setup, servers, self._permits)
-        self._writes, self._updates = Flight(setup.in_flight), Flight(setup.in_flight)
+        self._permits: Permits | None = None if gate is None else Permits(gate, servers)
+        self._drawing: Drawing = Drawing(setup, servers, self._permits)
+        self._writes: Flight = Flight(setup.in_flight)
+        self._updates: Flight = Flight(setup.in_flight)
         self._late: collections.deque[Any] = collections.deque()
 
     def __reduce__(self) -> Any:
@@ -60,14 +164,13 @@ class Remote:
     def extend(self, items: Item, *, stream: int, mask: Any = None, priorities: Any = None) -> None:
         """Sends T timesteps of a stream, time first; how they are cut into calls does not matter.
 
-        The arrays are copied into the object store of Ray, from which the server reads them where
-        they lie; they may be changed when this returns. It does not wait for the server, unless
-        as many calls as `in_flight` says are under way, or `limits` hold adding back. No device of
-        JAX is touched.
+        The arrays are copied into the object store of Ray, from which the server reads them without
+        a copy; they may be changed when this returns. It does not wait for the server, unless
+        `in_flight` calls are under way, or `limits` hold adding back. No device of JAX is touched.
 
         Args:
             items: NumPy arrays `[T, ...]`, or `[T, E, ...]` if the buffer has `num_envs`. Hundreds
-                of kilobytes at a time, or more: a call has a price of its own.
+                of kilobytes at a time, or more: a call has a cost of its own.
             stream: the number of the stream. One actor sends to it at a time.
             mask: bool `[T]`, the timesteps that are written, or `[T, E]`; None for all.
             priorities: real `[T]`, or `[T, E]`; None for those of new items.
@@ -87,11 +190,11 @@ class Remote:
         priorities = setups.priorities(setup, priorities, length)
         if not length:
             return
-        self._writes.make_room()
-        shard, lane = setup.place(int(stream))
+        self._writes.wait(all_of_them=False)
+        lane, shard = divmod(int(stream), setup.shards)
         width = 1 if mask is not None and mask.ndim > 1 else setup.buffer.num_envs or 1
         count = width * (length if mask is None else int(mask.sum()))
-        with permits.granted(self._permits, "insert", count, shard) as ticket:
+        with granted(self._permits, "insert", count, shard) as ticket:
             # Counted before the call: an interrupt leaves a gap, not a number that is used twice.
             first, self._sent[stream] = self._sent[stream], self._sent[stream] + length
             sent = (lane, self._sender, first, leaves, mask, priorities, ticket, count)
@@ -102,8 +205,8 @@ class Remote:
     ) -> Sample:
         """Draws a batch and waits for it; as `ReplayBuffer.draw`, so that samplers move on.
 
-        With several shards each gives a part of the batch in proportion to the mass that it holds,
-        and probabilities and weights are those over all of them. With `limits` it waits until they
+        With several shards each gives a part of the batch in proportion to its mass, and
+        probabilities and weights are those over all of them. With `limits` it waits until they
         allow it, and until there is something to draw.
 
         Args:
@@ -125,7 +228,7 @@ class Remote:
         sample = self._drawing.draw(batch_size, beta, device, patient)
         if sample is None:
             raise ValueError(
-                "sample: expected something to draw, got a buffer in which nothing is found. Let "
+                "sample: expected something to draw, got a buffer without valid start slots. Let "
                 "actors add items first; can_sample tells when there are enough."
             )
         return sample
@@ -148,7 +251,7 @@ class Remote:
             device: where batches are put; None for the default device.
 
         Returns:
-            An iterator over batches, without end. It waits while there is nothing to draw.
+            An endless iterator over batches. It waits while there is nothing to draw.
         """
         checks.count("depth", depth)
         before = functools.partial(self._send_updates, all_of_them=False)
@@ -159,7 +262,7 @@ class Remote:
         """Sends new priorities for what was drawn, without the data.
 
         It does not wait, not even until the priorities are computed: they are sent by a later call,
-        of this or of a draw, when they are there. Items overwritten since are left alone.
+        of this or of a draw, when they are. Items overwritten since are left alone.
 
         Args:
             sample: what `sample` or `ahead` gave.
@@ -178,41 +281,42 @@ class Remote:
         if not isinstance(sample, Sample) or "shard" not in sample.info:
             raise ValueError("update_priority: expected a Sample of this Remote.")
         check_origin("update_priority", sample, self._setup.origin)
-        shapes = {sample.indices.shape, sample.mask.shape}
-        if np.shape(priorities) not in shapes:
+        if np.shape(priorities) not in {sample.indices.shape, sample.mask.shape}:
             raise ValueError(
                 f"update_priority: priorities: expected shape {sample.indices.shape}, one for each "
                 f"that was drawn, got {np.shape(priorities)}."
             )
-        where = sample.info["shard"], sample.indices, sample.stamp, sample.mask
-        self._late.append((*where, priorities))
+        entry = sample.info["shard"], sample.indices, sample.stamp, sample.mask, priorities
+        self._late.append(entry)
         self._send_updates(all_of_them=False)
 
     def _send_updates(self, all_of_them: bool) -> None:
         """Sends priorities that are computed; all, or all but the last two, are waited for."""
         while self._late:
-            if not all_of_them and len(self._late) <= 2 and not _is_there(self._late[0][-1]):
+            new: Any = self._late[0][-1]
+            is_ready = not hasattr(new, "is_ready") or new.is_ready()  # arrays of NumPy have none
+            if not all_of_them and len(self._late) <= 2 and not is_ready:
                 return
-            shard, indices, stamp, mask, found = map(np.asarray, self._late.popleft())
-            found = setups.numbers("update_priority: priorities", found)
+            shard, indices, stamp, mask, new = map(np.asarray, self._late.popleft())
+            new = setups.numbers("update_priority: priorities", new)
             for number, server in enumerate(self._servers):
-                here = shard == number
-                if here.any():
-                    self._updates.make_room()
-                    mine = mask & here.reshape(-1, *(1,) * (mask.ndim - 1))
-                    self._updates.add(server.update.remote(indices, stamp, mine, found))
+                own = shard == number
+                if own.any():
+                    self._updates.wait(all_of_them=False)
+                    mine = mask & own.reshape(-1, *(1,) * (mask.ndim - 1))
+                    self._updates.add(server.update.remote(indices, stamp, mine, new))
 
     def size(self) -> int:
-        """The transitions held."""
+        """Returns the number of transitions stored."""
         return sum(ray().get([server.size.remote() for server in self._servers]))
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether a draw gives at least one item."""
+        """Returns whether a draw gives at least one item."""
         if len(self._servers) == 1:
             batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
             return ray().get(self._servers[0].can_sample.remote(batch_size))
         each = ray().get([server.facts.remote() for server in self._servers])
-        return shards.ready(each, self._setup.buffer.min_size)
+        return shards_.ready(each, self._setup.buffer.min_size)
 
     def wait(self) -> None:
         """Waits until all that was sent from here is written: at the end of an actor's work.
@@ -239,35 +343,31 @@ class Remote:
         return ray().get([server.save.remote() for server in self._servers])
 
     def stats(self) -> dict[str, Any]:
-        """Counts over all shards, and under "shards" those of each.
+        """Returns counts over all shards, and under "shards" those of each.
 
-        Items count, also those that are masked: `size`, that are held; `received`; `unsaved`, that
-        came since the last save and would be lost now; `lost`, that were, as far as senders have
-        told since. Besides `draws`; `restarts`, how often Ray has started a server again; and of
-        each shard `generation`, the last save.
+        Counts of items, also of those that are masked: `size`, that are stored; `received`;
+        `unsaved`, that came since the last save and would be lost now; `lost`, that were, as far as
+        senders have told since. Besides `draws`; `restarts`, how often Ray has started a server
+        again; and of each shard `generation`, the last save.
         """
         each = ray().get([server.stats.remote() for server in self._servers])
         names = ("size", "received", "unsaved", "lost", "draws", "restarts")
         return {name: sum(one[name] for one in each) for name in names} | {"shards": each}
 
     def close(self) -> None:
-        """Waits for what was sent; the `Remote` that `serve` gave also ends the servers.
+        """Waits for what was sent; the `Remote` that `serve` returned also ends the servers.
 
         They do not save: call `save` before.
         """
         try:
             self.wait()
         finally:
-            if self._owns:
-                self._end()
-
-    def _end(self) -> None:
-        """Ends the servers, after they have let go of their files."""
-        self._owns, library = False, ray()
-        actors = [*self._servers, *([] if self._gate is None else [self._gate])]
-        library.wait([actor.end.remote() for actor in actors], num_returns=len(actors))
-        for actor in actors:
-            library.kill(actor)
+            if self._owns:  # the actors end after they have released their files
+                self._owns, library = False, ray()
+                actors = [*self._servers, *([] if self._gate is None else [self._gate])]
+                library.wait([actor.end.remote() for actor in actors], num_returns=len(actors))
+                for actor in actors:
+                    library.kill(actor)
 
     def _batch_size(self, batch_size: int | None) -> int:
         batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
@@ -278,9 +378,3 @@ class Remote:
             )
         checks.count("batch_size", batch_size)
         return int(batch_size)
-
-
-def _is_there(array: Any) -> bool:
-    """Whether an array is computed; those of NumPy are."""
-    found: Any = array
-    return not isinstance(array, jax.Array) or found.is_ready()

@@ -1,4 +1,4 @@
-"""The actor that holds back those who add, or those who sample.
+"""The actor that holds back those who add, or those who sample, and what callers ask it for.
 
 Servers count what they wrote and what they gave, and report their totals after each call. The gate
 adds the permits that are not used yet, each to its own side only: a chunk that was permitted counts
@@ -7,16 +7,25 @@ as added once a server has written it, so a caller that dies leaves nothing behi
 """
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import secrets
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jrb.authoring import require
 from jrb.limits import SampleToInsert
+
+
+def ray() -> Any:
+    """Returns Ray, which is imported when it is needed."""
+    return require("ray", "ray")
 
 
 @dataclasses.dataclass
 class Permit:
-    """One request of a caller, from when it came until servers have done it.
+    """The request of a caller, from its arrival until servers have reported that it is done.
 
     Attributes:
         side: "insert" or "sample".
@@ -33,7 +42,7 @@ class Permit:
     granted: bool = False
 
 
-class Gate:
+class RemoteGate:
     """Compares what all shards together have written and given; an actor of its own.
 
     A restart loses nothing but permits: the totals are asked of the servers.
@@ -43,13 +52,14 @@ class Gate:
         self._limits = limits
         self._totals: dict[int, tuple[int, int]] = {}  # of each shard, items and samples
         self._permits: dict[int, Permit] = {}
-        self._largest = {"insert": 0, "sample": 0}
-        self._departures: dict[int, asyncio.Event] = {}  # of each caller, set when it is gone
+        self._largest: dict[str, int] = {"insert": 0, "sample": 0}
+        self._departures: dict[int, asyncio.Event] = {}  # of each caller, set when it leaves
         self._servers: Sequence[Any] = ()
-        self._opened, self._changed = asyncio.Event(), asyncio.Condition()
+        self._opened: asyncio.Event = asyncio.Event()
+        self._changed: asyncio.Condition = asyncio.Condition()
 
     async def stay(self, caller: int, servers: Sequence[Any]) -> None:
-        """Returns when the caller is gone. The first caller brings the servers.
+        """Returns when the caller has left. The first caller brings the servers.
 
         Ray makes the call again where it restarts the gate.
         """
@@ -61,6 +71,39 @@ class Gate:
             self._servers = servers
             self._opened.set()
         await departure.wait()
+
+    async def watch(self, caller: int, stay: list[Any]) -> None:
+        """Forgets the permits of a caller when it leaves or dies.
+
+        One call per caller, not an argument of `wait`: Ray keeps about 20 kB of memory for each
+        reference that a call brings.
+
+        Args:
+            caller: the number of the caller.
+            stay: the reference of the caller's `stay`, in a list so that Ray does not wait for it.
+                It fails when the caller's process dies.
+        """
+        await asyncio.wait([asyncio.ensure_future(stay[0])])
+        # What the caller sent before may still be written: servers get to this call after that.
+        ready = [server.ready.remote() for server in self._servers]
+        await asyncio.gather(*ready, return_exceptions=True)
+        async with self._changed:
+            own = [ticket for ticket, one in self._permits.items() if one.caller == caller]
+            for ticket in own:
+                del self._permits[ticket]
+            self._changed.notify_all()
+        await self.leave(caller)
+
+    async def leave(self, caller: int) -> None:
+        """Lets the caller's `stay` return."""
+        departure = self._departures.pop(caller, None)
+        if departure is not None:
+            departure.set()
+
+    async def end(self) -> None:
+        """Lets all callers' `stay` return: Ray would report them as calls that failed."""
+        for caller in list(self._departures):
+            await self.leave(caller)
 
     async def wait(
         self, side: str, count: int, ticket: int, shards: list[int], caller: int
@@ -77,12 +120,37 @@ class Gate:
         Raises:
             ValueError: so many at once, with what others ask for, could be held back for ever.
         """
-        self._check(side, count)
+        largest = self._largest | {side: max(count, self._largest[side])}
+        ratio, tolerance = self._limits.ratio, self._limits.tolerance
+        # Both sides wait for each other if a chunk and a batch together exceed the two bounds. The
+        # chunk that reaches min_size may overshoot it by all but one of its items.
+        needed = (largest["insert"] * ratio + largest["sample"]) / 2
+        needed = max(needed, (largest["insert"] - 1) * ratio)
+        if needed > tolerance:
+            raise ValueError(
+                f"limits: expected a tolerance of at least {needed:g} where {largest['insert']} "
+                f"items are added and {largest['sample']} samples taken at once, got "
+                f"{tolerance:g}: both sides would wait for each other. Make the tolerance larger, "
+                "or the chunks or batches smaller."
+            )
+        self._largest = largest
         permit = self._permits[ticket] = Permit(side, count, caller, set(shards))
         await self._opened.wait()
         async with self._changed:
             await self._changed.wait_for(lambda: ticket not in self._permits or self._may(permit))
             permit.granted = True
+
+    def _may(self, permit: Permit) -> bool:
+        """Returns whether a permit can be granted, if every other one is used or none is."""
+        items, samples = (sum(column) for column in zip(*self._totals.values(), strict=True))
+        for other in self._permits.values():
+            if other.granted and other.side == permit.side:
+                items += other.count if permit.side == "insert" else 0
+                samples += other.count if permit.side == "sample" else 0
+        if permit.side == "insert":
+            return self._limits.balance(items + permit.count, samples) <= self._limits.tolerance
+        balance = self._limits.balance(items, samples + permit.count)
+        return items >= self._limits.min_size and balance >= -self._limits.tolerance
 
     async def cancel(self, ticket: int) -> None:
         """Forgets a permit that its caller does not use."""
@@ -101,16 +169,16 @@ class Gate:
                     del self._permits[ticket]
             self._changed.notify_all()
 
-    async def begin(self, shard: int, held: int) -> tuple[int, int]:
-        """Tells a server that begins, with so many items, the totals to go on from.
+    async def begin(self, shard: int, size: int) -> tuple[int, int]:
+        """Returns to a server that begins with `size` items the totals to go on from.
 
-        Where it has lost so many that the shards hold fewer than `min_size`, those that are missing
-        do not count any more: actors that are held back may add as many again.
+        If it has lost so many that the shards hold fewer than `min_size`, those that are missing do
+        not count any more: actors that are held back may add as many again.
         """
         async with self._changed:
             items, samples = self._totals.get(shard, (0, 0))
             others = sum(total[0] for other, total in self._totals.items() if other != shard)
-            missing = max(0, self._limits.min_size - held - others)
+            missing = max(0, self._limits.min_size - size - others)
             self._totals[shard] = max(0, items - missing), samples
             self._changed.notify_all()
             return self._totals[shard]
@@ -120,62 +188,55 @@ class Gate:
         before = self._totals.get(shard, (0, 0))
         self._totals[shard] = max(items, before[0]), max(samples, before[1])
 
-    def _may(self, permit: Permit) -> bool:
-        """Returns whether a permit can be granted, if every other one is used or none is."""
-        items, samples = (sum(column) for column in zip(*self._totals.values(), strict=True))
-        for other in self._permits.values():
-            if other.granted and other.side == permit.side:
-                items += other.count if permit.side == "insert" else 0
-                samples += other.count if permit.side == "sample" else 0
-        if permit.side == "insert":
-            return self._limits.balance(items + permit.count, samples) <= self._limits.tolerance
-        enough = items >= self._limits.min_size
-        balance = self._limits.balance(items, samples + permit.count)
-        return enough and balance >= -self._limits.tolerance
 
-    async def watch(self, caller: int, stay: list[Any]) -> None:
-        """Forgets the permits of a caller when it is gone.
+class Permits:
+    """Asks the gate for permits, for one holder of a `Remote`.
 
-        One call per caller, not an argument of `wait`: Ray keeps about 20 kB of memory for each
-        reference that a call brings.
+    The gate forgets them when `stay` ends, or its reference fails as this process died.
+    """
 
-        Args:
-            caller: the number of the caller.
-            stay: the reference of the caller's `stay`, in a list so that Ray does not wait for it.
-                It fails when the caller's process dies.
+    def __init__(self, gate: Any, servers: list[Any]) -> None:
+        self._gate = gate
+        self._caller: int = secrets.randbits(63)
+        self._shards: list[int] = list(range(len(servers)))
+        stay = gate.stay.remote(self._caller, servers)
+        self._calls: tuple[Any, Any] = stay, gate.watch.remote(self._caller, [stay])
+        weakref.finalize(self, self._leave, gate, self._caller).atexit = False
+
+    @staticmethod
+    def _leave(gate: Any, caller: int) -> Any:
+        return gate.leave.remote(caller) if ray().is_initialized() else None
+
+    def request(self, side: str, count: int, shard: int | None = None) -> tuple[int, Any]:
+        """Asks for so many items of a shard, or samples of all shards.
+
+        Returns:
+            The number of the permit, and a reference that is ready when it is granted.
         """
-        await asyncio.wait([asyncio.ensure_future(stay[0])])
-        # What it had sent before may still be written: the servers get to this call after that.
-        ready = [server.ready.remote() for server in self._servers]
-        await asyncio.gather(*ready, return_exceptions=True)
-        async with self._changed:
-            for ticket in [t for t, permit in self._permits.items() if permit.caller == caller]:
-                del self._permits[ticket]
-            self._changed.notify_all()
-        await self.leave(caller)
+        ticket, shards = secrets.randbits(63), self._shards if shard is None else [shard]
+        return ticket, self._gate.wait.remote(side, count, ticket, shards, self._caller)
 
-    async def leave(self, caller: int) -> None:
-        """Lets the caller's `stay` return."""
-        departure = self._departures.pop(caller, None)
-        if departure is not None:
-            departure.set()
+    def cancel(self, ticket: int) -> None:
+        """Gives a permit back that is not used."""
+        if ray().is_initialized():
+            self._gate.cancel.remote(ticket)
 
-    async def end(self) -> None:
-        """Lets all callers' `stay` return: Ray would report them as calls that failed."""
-        for caller in list(self._departures):
-            await self.leave(caller)
 
-    def _check(self, side: str, count: int) -> None:
-        """Raises where both sides could wait for each other: between the two bounds."""
-        largest = self._largest | {side: max(count, self._largest[side])}
-        ratio, tolerance = self._limits.ratio, self._limits.tolerance
-        needed = (largest["insert"] * ratio + largest["sample"]) / 2
-        needed = max(needed, (largest["insert"] - 1) * ratio)  # the chunk that reaches min_size
-        if needed > tolerance:
-            raise ValueError(
-                f"limits: expected a tolerance of at least {needed:g} where {largest['insert']} "
-                f"items are added and {largest['sample']} samples taken at once, got "
-                f"{tolerance:g}: both sides would wait for each other. Make the tolerance larger, "
-                "or the chunks or batches smaller."
-            )
-        self._largest = largest
+@contextlib.contextmanager
+def granted(
+    permits: Permits | None, side: str, count: int, shard: int | None = None
+) -> Iterator[int | None]:
+    """Waits for a permit and yields its number, None where none is needed.
+
+    The permit goes back to the gate if the block fails.
+    """
+    if permits is None or not count:
+        yield None
+        return
+    ticket, reply = permits.request(side, count, shard)
+    try:
+        ray().get(reply)
+        yield ticket
+    except BaseException:
+        permits.cancel(ticket)
+        raise

@@ -1,27 +1,25 @@
-"""What came of each stream, so that nothing is written twice and what is lost is told.
+"""The numbers of timesteps that came, so that none is written twice and lost ones are counted.
 
-Every sender numbers the timesteps that it sends to a stream. A call that Ray makes again, as its
-answer was lost, begins with a number that was seen. After a server was restarted from its last save
-numbers are missing; those of calls that were under way then may still come, in any order.
+Every sender numbers the timesteps that it sends to a stream. A call that Ray makes again, because
+its answer was lost, begins with a number that came before. After a server was restarted from its
+last save, numbers are missing; those of calls that were under way may still come, in any order.
 """
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 _SENDERS, _GAPS = 4, 8  # of each stream, and of each sender, that are remembered
 
 
-@dataclasses.dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """What a call brings.
 
     Attributes:
-        again: whether it is here already.
+        again: whether all of it came before.
         goes_on: whether it follows what came last of the stream.
-        missing: how many timesteps before it are not here; less than 0 for those that were missing
-            and have come now.
+        missing: how many timesteps before it did not come; less than 0 for those that were missing
+            and come now.
     """
 
     again: bool
@@ -35,12 +33,13 @@ class Ledger:
     Attributes:
         senders: uint64 `[L, 4]`, who sent to a stream, the last one first; 0 for nobody.
         following: int64 `[L, 4]`, one more than the highest number that came of each.
-        gaps: int64 `[L, 4, 8, 2]`, from which number to which one is missing; empty ones are none.
+        gaps: int64 `[L, 4, 8, 2]`, the first missing number and the one after the last; (0, 0) for
+            no gap.
         ends: int64 `[L]`, the number after those that came last, of the last sender.
         received: items that came.
         lost: items that are missing, as far as is known.
-        drawn: how many batches were drawn.
-        held: items that were held when it was saved.
+        drawn: the number of batches drawn.
+        held: items that were stored when it was saved.
     """
 
     _ARRAYS = ("senders", "following", "gaps", "ends")
@@ -51,65 +50,58 @@ class Ledger:
         self.following: np.ndarray = np.zeros((lanes, _SENDERS), np.int64)
         self.gaps: np.ndarray = np.zeros((lanes, _SENDERS, _GAPS, 2), np.int64)
         self.ends: np.ndarray = np.zeros(lanes, np.int64)
-        self.received = self.lost = self.drawn = self.held = 0
+        self.received: int = 0
+        self.lost: int = 0
+        self.drawn: int = 0
+        self.held: int = 0
 
     def note(self, lane: int, sender: int, first: int, count: int) -> Arrival:
         """Notes that so many timesteps come, of which the first has this number."""
-        goes_on = self.senders[lane, 0] == np.uint64(sender) and self.ends[lane] == first
-        self._put_first(lane, sender)
-        following, missing = int(self.following[lane, 0]), first - int(self.following[lane, 0])
-        if first >= following:
-            if missing:
-                self._add_gaps(lane, [(following, first)])
-            self.following[lane, 0] = first + count
-        elif self._fill(lane, first, first + count):
-            missing = -count
+        goes_on = bool(self.senders[lane, 0] == np.uint64(sender) and self.ends[lane] == first)
+        # The sender becomes the first one; a new one takes the place of the last.
+        same = np.flatnonzero(self.senders[lane] == np.uint64(sender))
+        place = same[0] if len(same) else _SENDERS - 1
+        order = [place, *(other for other in range(_SENDERS) if other != place)]
+        for array in (self.senders, self.following, self.gaps):
+            array[lane] = array[lane, order]
+        if not len(same):
+            self.senders[lane, 0], self.following[lane, 0], self.gaps[lane, 0] = sender, 0, 0
+        following, end, gaps = int(self.following[lane, 0]), first + count, self.gaps[lane, 0]
+        missing = first - following
+        if missing >= 0:
+            self._add_gaps(lane, [(following, first)])
+            self.following[lane, 0] = end
         else:
-            return Arrival(again=True, goes_on=False, missing=0)
-        self.ends[lane] = first + count
-        return Arrival(again=False, goes_on=bool(goes_on), missing=missing)
+            around = np.flatnonzero((gaps[:, 0] <= first) & (end <= gaps[:, 1]))
+            if not len(around):
+                return Arrival(again=True, goes_on=False, missing=0)
+            before, after = gaps[around[0]].tolist()
+            gaps[around[0]] = 0
+            self._add_gaps(lane, [(before, first), (end, after)])
+            missing = -count
+        self.ends[lane] = end
+        return Arrival(again=False, goes_on=goes_on, missing=missing)
 
-    def failed(self, lane: int, first: int, count: int) -> None:
+    def note_failure(self, lane: int, first: int, count: int) -> None:
         """Notes that timesteps which came last could not be written."""
         self._add_gaps(lane, [(first, first + count)])
         self.ends[lane] = -1
 
-    def _put_first(self, lane: int, sender: int) -> None:
-        """Makes the sender the last one that sent."""
-        known = np.flatnonzero(self.senders[lane] == np.uint64(sender))
-        place = known[0] if len(known) else _SENDERS - 1
-        order = [place, *(other for other in range(_SENDERS) if other != place)]
-        for array in (self.senders, self.following, self.gaps):
-            array[lane] = array[lane, order]
-        if not len(known):
-            self.senders[lane, 0], self.following[lane, 0], self.gaps[lane, 0] = sender, 0, 0
-
-    def _fill(self, lane: int, first: int, end: int) -> bool:
-        """Takes numbers out of the gap that they are in; whether there is one."""
-        gaps = self.gaps[lane, 0]
-        found = np.flatnonzero((gaps[:, 0] <= first) & (end <= gaps[:, 1]))
-        if not len(found):
-            return False
-        before, after = gaps[found[0]].tolist()
-        gaps[found[0]] = 0
-        self._add_gaps(lane, [(before, first), (end, after)])
-        return True
-
     def _add_gaps(self, lane: int, new: list[tuple[int, int]]) -> None:
         """Remembers gaps that are not empty, the last ones of all."""
-        there = [*map(tuple, self.gaps[lane, 0].tolist()), *new]
-        kept = [gap for gap in there if gap[0] < gap[1]][-_GAPS:]
+        every = [*map(tuple, self.gaps[lane, 0].tolist()), *new]
+        kept = [gap for gap in every if gap[0] < gap[1]][-_GAPS:]
         self.gaps[lane, 0] = 0
         self.gaps[lane, 0, : len(kept)] = np.array(kept).reshape(-1, 2)
 
     def saved(self) -> dict[str, Any]:
-        """What is saved beside the buffer; as an example, what is loaded."""
+        """Returns what is saved with the buffer, which is also the example to load it by."""
         counts = np.array([getattr(self, name) for name in self._COUNTS], np.int64)
         return {name: getattr(self, name) for name in self._ARRAYS} | {"counts": counts}
 
     @classmethod
     def loaded(cls, saved: dict[str, Any]) -> "Ledger":
-        """The ledger that was saved."""
+        """Returns the ledger that was saved."""
         ledger = cls(len(saved["senders"]))
         for name in cls._ARRAYS:
             setattr(ledger, name, saved[name].copy())

@@ -1,6 +1,8 @@
 """The server: one buffer and its state, in a process of its own."""
 
+import ctypes
 import secrets
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -8,18 +10,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrb import checkpoint
-from jrb._core import eager
-from jrb._store.errors import LostWarning
+from jrb import LostWarning, checkpoint
+from jrb.authoring import require
 from jrb.loops import jitted
 from jrb.remote import shards, streams
-from jrb.remote.allocation import keep_freed_memory
+from jrb.remote.gate import ray
 from jrb.remote.ledger import Ledger
-from jrb.remote.library import ray, restarts
 from jrb.remote.setup import Setup
-from jrb.remote.shards import Facts
+from jrb.remote.shards import ShardFacts
 from jrb.state import BufferState, Sample
 from jrb.storages import MemmapStorage, SpillStorage
+from jrb.types import HostStorage
+
+_fold_in = jax.jit(jax.random.fold_in)
+
+
+def keep_freed_memory() -> None:
+    """Lets the process keep 256 MB that it has freed, where its library is glibc.
+
+    A server makes and frees batches of megabytes, again and again. By default glibc gives such
+    memory back to the system each time, and to have its pages zeroed anew takes as long as to
+    gather a batch.
+    """
+    tune = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if tune is not None:  # the numbers of M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in malloc.h
+        tune(-3, 1 << 25)
+        tune(-1, 1 << 28)
 
 
 class Server:
@@ -35,46 +51,47 @@ class Server:
         jax.config.update("jax_enable_x64", setup.wide)
         keep_freed_memory()
         self._setup, self._shard = setup, shard
-        self._path, self._buffer = setup.path_of(shard), setup.served(shard)
-        self._structure, self._lanes = jax.tree.structure(setup.spec), setup.lanes(shard)
+        self._path: str | None = setup.path_of(shard)
+        self._buffer = setup.served(shard)
+        self._lanes: int = setup.lanes(shard)
         self._put = streams.writer(self._buffer, self._lanes)
         self._verbs: Any = jitted(self._buffer)
         self._lengths: set[int] = set()
-        self._root = jax.random.fold_in(jax.random.key(setup.seed), shard)
-        self._life = np.uint32(secrets.randbits(32))
-        self._state, self._ledger = self._begun()
-        self._unsaved, self._generation = 0, self._generations()[-1:]
+        self._root: jax.Array = jax.random.fold_in(jax.random.key(setup.seed), shard)
+        self._life: np.uint32 = np.uint32(secrets.randbits(32))
+        self._unsaved: int = 0
+        self._generation: int = 0
+        self._ledger: Ledger = Ledger(self._lanes)
+        self._state: BufferState = self._load()
         self._gate: Any = None
-        self._items = self._samples = 0
+        self._items: int = 0
+        self._samples: int = 0
         if setup.gate is not None:
             self._gate = ray().get_actor(setup.gate)
             self._items, self._samples = ray().get(self._gate.begin.remote(shard, self.size()))
 
-    def _generations(self) -> list[int]:
+    def _load(self) -> BufferState:
+        """Returns the state that was saved last, or an empty one."""
+        buffer, path, ledger = self._buffer, self._path, self._ledger
         try:
-            return [] if self._path is None else checkpoint.generations(self._path)
+            generations = [] if path is None else checkpoint.generations(path)
         except FileNotFoundError:
-            return []
-
-    def _begun(self) -> tuple[BufferState, Ledger]:
-        """What was saved last, or nothing."""
-        ledger = Ledger(self._lanes)
-        if self._path is None or not self._generations():
+            generations = []
+        if path is None or not generations:
             state = self._verbs.init(self._setup.spec)
-            if isinstance(self._buffer.storage, MemmapStorage | SpillStorage) and self._path:
-                checkpoint.save(self._path, self._buffer, state, extra=ledger.saved())
-            return state, ledger
+            if path is not None and isinstance(buffer.storage, MemmapStorage | SpillStorage):
+                # Its files are there from now on, and no other description may take them.
+                self._generation = checkpoint.save(path, buffer, state, extra=ledger.saved())
+            return state
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LostWarning)  # it is told in `stats`
-            _, state, saved = checkpoint.load(
-                self._path, self._buffer, extra=ledger.saved(), verify=False
-            )
-        ledger = Ledger.loaded(saved)
-        ledger.lost += ledger.held - int(self._buffer.size(state))
-        return state, ledger
+            warnings.simplefilter("ignore", LostWarning)  # `stats` says it
+            _, state, saved = checkpoint.load(path, buffer, extra=ledger.saved(), verify=False)
+        self._generation, self._ledger = generations[-1], Ledger.loaded(saved)
+        self._ledger.lost += self._ledger.held - int(buffer.size(state))
+        return state
 
     def ready(self) -> None:
-        """Nothing: whoever waits for it waits for the server."""
+        """Does nothing: whoever waits for it waits for the server."""
 
     def totals(self) -> tuple[int, int]:
         """Returns the items that were written and the samples that were given, for `limits`."""
@@ -102,77 +119,58 @@ class Server:
 
         `count` items of them, those that are not masked, are reported under the ticket.
         """
+        length = len(leaves[0])
+        items = length * (self._buffer.ring.envs // self._lanes)
+        arrival = self._ledger.note(lane, sender, first, length)
         try:
-            if self._extend(lane, sender, first, leaves, mask, priorities):
+            if not arrival.again:
+                self._ledger.lost += items // length * arrival.missing
+                try:
+                    self._write(lane, arrival.goes_on, leaves, mask, priorities)
+                except BaseException:
+                    self._ledger.note_failure(lane, first, length)
+                    self._ledger.lost += items
+                    raise
+                self._ledger.received += items
+                self._unsaved += items
                 self._items += count
         finally:
             self._report(ticket)
         if self._setup.save_every is not None and self._unsaved >= self._setup.save_every:
             self.save()
 
-    def _extend(
-        self,
-        lane: int,
-        sender: int,
-        first: int,
-        leaves: list[np.ndarray],
-        mask: np.ndarray | None,
-        priorities: np.ndarray | None,
-    ) -> bool:
-        """Returns whether the timesteps were written now; False if they were before."""
-        length, width = len(leaves[0]), self._buffer.ring.envs // self._lanes
-        arrival = self._ledger.note(lane, sender, first, length)
-        if arrival.again:
-            return False
-        self._ledger.lost += arrival.missing * width
-        try:
-            if not arrival.goes_on:
-                self._cut(lane)
-            self._write(lane, leaves, mask, priorities)
-        except BaseException:
-            self._ledger.failed(lane, first, length)
-            self._ledger.lost += length * width
-            raise
-        self._ledger.received += length * width
-        self._unsaved += length * width
-        return True
-
     def _write(
         self,
         lane: int,
+        goes_on: bool,
         leaves: list[np.ndarray],
         mask: np.ndarray | None,
         priorities: np.ndarray | None,
     ) -> None:
         """Writes timesteps to a lane, in pieces of few lengths."""
+        envs, length = self._buffer.ring.envs, len(leaves[0])
+        width = envs // self._lanes
+        if not goes_on:  # nothing crosses from what the lane holds to what comes now
+            self._state = self._verbs.truncate(self._state, np.arange(envs) // width == lane)
         if self._lanes > 1:
-            leaves, mask, priorities = self._in_lanes(leaves, mask, priorities)
-        start = 0
-        for size in streams.pieces(len(leaves[0]), self._lengths):
+            axes, shape = 1 + len(self._setup.lead), (length, width)
+            leaves = [leaf.reshape(*shape, *leaf.shape[axes:]) for leaf in leaves]
+            mask, priorities = (
+                None if part is None else np.broadcast_to(part.reshape(length, -1), shape)
+                for part in (mask, priorities)
+            )
+        start, structure = 0, jax.tree.structure(self._setup.spec)
+        for size in streams.pieces(length, self._lengths):
             part = slice(start, start + size)
-            items = jax.tree.unflatten(self._structure, [leaf[part] for leaf in leaves])
-            rest = [None if found is None else found[part] for found in (mask, priorities)]
-            self._state = self._put(self._state, lane, items, *rest)
+            items = jax.tree.unflatten(structure, [leaf[part] for leaf in leaves])
+            sent = [None if each is None else each[part] for each in (mask, priorities)]
+            self._state = self._put(self._state, lane, items, *sent)
             start += size
-
-    def _cut(self, lane: int) -> None:
-        """Nothing goes on from what a lane holds to what comes now."""
-        width = self._buffer.ring.envs // self._lanes
-        which = np.arange(self._buffer.ring.envs) // width == lane
-        self._state = self._verbs.truncate(self._state, which)
-
-    def _in_lanes(self, leaves: list[np.ndarray], *rest: np.ndarray | None) -> tuple[Any, ...]:
-        """Leaves `[T, W, ...]`, mask and priorities `[T, W]`."""
-        width, known = self._buffer.ring.envs // self._lanes, 1 + len(self._setup.lead)
-        wide = [leaf.reshape(len(leaf), width, *leaf.shape[known:]) for leaf in leaves]
-        shape = (len(leaves[0]), width)
-        flat = lambda found: np.broadcast_to(found.reshape(len(found), -1), shape)
-        return wide, *(None if found is None else flat(found) for found in rest)
 
     def update(
         self, indices: np.ndarray, stamp: np.ndarray, mask: np.ndarray, priorities: np.ndarray
     ) -> None:
-        """New priorities for what was drawn and still is there."""
+        """Sets new priorities of what was drawn and is still stored."""
         none: Any = None
         sample = Sample(
             data=none,
@@ -192,10 +190,10 @@ class Server:
         batch_size: int,
         beta: float | None,
         number: int,
-        *each: Facts,
+        *each: ShardFacts,
         ticket: int | None = None,
     ) -> Sample | None:
-        """One batch (see `draws`)."""
+        """Draws one batch (see `draws`)."""
         return next(self.draws(batch_size, [beta], number, *each, ticket=ticket))
 
     def draws(
@@ -203,10 +201,10 @@ class Server:
         batch_size: int,
         betas: list[float | None],
         number: int,
-        *each: Facts,
+        *each: ShardFacts,
         ticket: int | None = None,
     ) -> Iterator[Sample | None]:
-        """Batches; or this shard's parts of them, by what `each` shard says that it holds.
+        """Draws batches; or this shard's parts of them, by the facts of each shard.
 
         Ray stores one while the next is computed: all are asked for before the first is given.
 
@@ -215,96 +213,99 @@ class Server:
             betas: of the weights, one for each batch.
             number: of the first batch, by which all shards agree on their parts.
             ticket: under which the samples that are given are reported, once, at the end.
-            each: what they hold; nothing where there is but one.
+            each: the facts of all shards; nothing where there is but one.
 
         Yields:
-            Samples of NumPy arrays, None where there is nothing to be drawn.
+            Samples of NumPy arrays, None where there is nothing to draw.
         """
         parts = [(batch_size, [0])] * len(betas)
         if each:
+            seeds = [[self._setup.seed, number + step] for step in range(len(betas))]
+            enough = shards.ready(list(each), self._setup.buffer.min_size)
+            shares = [shards.shares(list(each), batch_size, s) if enough else None for s in seeds]
             parts = [
-                self._part(batch_size, number + step, list(each)) for step in range(len(betas))
+                (share[self._shard] if share else 0, [*seed, self._shard])
+                for share, seed in zip(shares, seeds, strict=True)
             ]
-        pairs = zip(parts, betas, strict=True)
+        # A multiple of B / 8 is drawn and some of it chosen, so that few sizes are compiled.
+        step = max(1, batch_size // 8)
         try:
-            asked = [self._asked(shards.padded(part[0], batch_size), beta) for part, beta in pairs]
-            for one, part in zip(asked, parts, strict=True):
-                yield None if one is None else self._sent(one, *part)
+            asked = [
+                self._ask(-(-count // step) * step, beta)
+                for (count, _), beta in zip(parts, betas, strict=True)
+            ]
+            for sample, (count, seed) in zip(asked, parts, strict=True):
+                yield None if sample is None else self._prepare(sample, count, seed)
         finally:
             self._report(ticket)
 
-    def _part(self, batch_size: int, number: int, each: list[Facts]) -> tuple[int, list[int]]:
-        """How many this shard gives, and by which numbers they are chosen."""
-        if not shards.ready(each, self._setup.buffer.min_size):
-            return 0, []
-        seed = [self._setup.seed, number]
-        return shards.shares(each, batch_size, seed)[self._shard], [*seed, self._shard]
-
-    def _asked(self, count: int, beta: float | None) -> Sample | None:
-        """A draw that is computed; None where there is nothing."""
-        if not count or (eager.on_host(self._buffer) and not self.can_sample(count)):
+    def _ask(self, count: int, beta: float | None) -> Sample | None:
+        """Starts a draw; None where there is nothing."""
+        is_on_host = isinstance(self._buffer.storage, HostStorage)
+        if not count or (is_on_host and not self.can_sample(count)):
             return None
         key = _fold_in(self._root, np.uint32(self._ledger.drawn))
         self._ledger.drawn += 1
         sampler = self._buffer.sampler
-        if (
-            not sampler.consumes and not sampler.count_draws
-        ):  # no state to be returned takes less time
+        if not sampler.consumes and not sampler.count_draws:  # faster: no state is returned
             return self._verbs.sample(self._state, key, count, beta)
         self._state, sample = self._verbs.draw(self._state, key, count, beta)
         return sample
 
-    def _sent(self, sample: Sample, count: int, seed: list[int]) -> Sample | None:
-        """So many of them as they go over the wire; None if there were none to be drawn."""
-        found = jax.tree.map(np.asarray, sample)
-        if not found.mask.any():
+    def _prepare(self, sample: Sample, count: int, seed: list[int]) -> Sample | None:
+        """Returns `count` of them as they are sent; None if there were none to draw."""
+        arrays = jax.tree.map(np.asarray, sample)
+        if not arrays.mask.any():
             return None
-        found = shards.chosen(found, count, seed)
+        drawn = len(arrays.indices)
+        if count < drawn:
+            some = np.random.default_rng(seed).permutation(drawn)[:count]
+            arrays = jax.tree.map(lambda leaf: leaf[some], arrays)
         self._samples += count
-        shard = np.full(count, self._shard, np.int32)
-        # Stamps of an earlier life, which may have had other rows at the same slots, are of no use.
-        info, stamp = {**found.info, "shard": shard}, found.stamp + self._life
-        return found.replace(stamp=stamp, info=info, origin=self._setup.origin)
+        info = {**arrays.info, "shard": np.full(count, self._shard, np.int32)}
+        # A stamp of an earlier life, which may have had other rows at the same slots, is stale.
+        stamp = arrays.stamp + self._life
+        return arrays.replace(stamp=stamp, info=info, origin=self._setup.origin)
 
     def can_sample(self, batch_size: int | None) -> bool:
-        """Whether there is something to draw."""
+        """Returns whether there is something to draw."""
         return bool(self._verbs.can_sample(self._state, batch_size))
 
-    def facts(self) -> Facts:
-        """What others must know to draw in proportion."""
+    def facts(self) -> ShardFacts:
+        """Returns what others must know to draw in proportion."""
         return shards.facts(self._buffer, self._state)
 
     def size(self) -> int:
-        """The items held."""
+        """Returns the number of items stored."""
         return int(self._verbs.size(self._state))
 
     # Keeping.
 
     def save(self) -> int | None:
-        """Saves; the number of the generation, None without a path."""
+        """Saves; returns the number of the generation, None without a path."""
         if self._path is None:
             return None
         self._ledger.held = self.size()
-        number = checkpoint.save(self._path, self._buffer, self._state, extra=self._ledger.saved())
-        self._unsaved, self._generation = 0, [number]
-        return number
+        extra = self._ledger.saved()
+        self._generation = checkpoint.save(self._path, self._buffer, self._state, extra=extra)
+        self._unsaved = 0
+        return self._generation
 
     def stats(self) -> dict[str, int]:
-        """Counts; see `Remote.stats`."""
-        ledger = self._ledger
+        """Returns counts; see `Remote.stats`."""
+        # Ray's public functions say only whether an actor was started again, not how often.
+        actors: Any = require("ray._private.state", "ray")
+        actor_id = ray().get_runtime_context().get_actor_id()
         return {
             "size": self.size(),
-            "received": ledger.received,
-            "lost": ledger.lost,
+            "received": self._ledger.received,
+            "lost": self._ledger.lost,
             "unsaved": self._unsaved,
-            "draws": ledger.drawn,
-            "restarts": restarts(),
-            "generation": self._generation[0] if self._generation else 0,
+            "draws": self._ledger.drawn,
+            "restarts": int(actors.actors(actor_id=actor_id)["NumRestarts"]),
+            "generation": self._generation,
         }
 
     def end(self) -> None:
-        """Lets go of everything, so that temporary files are removed."""
+        """Releases everything, so that temporary files are removed."""
         del self._state, self._verbs, self._put
-
-
-_fold_in = jax.jit(jax.random.fold_in)

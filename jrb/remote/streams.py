@@ -4,7 +4,6 @@ L streams, W environments in each, E = L W, T time.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,40 +12,38 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core import eager, steps, transforming
-from jrb._util import pytree
+from jrb._core import steps
 from jrb.buffer import ReplayBuffer
 from jrb.loops import jitted
 from jrb.state import BufferState
-from jrb.types import Context, Item, SlotsForLeaf, Storage, WritePlan
-from jrb.types.messages import PartState
+from jrb.types import Context, HostStorage, Item, SlotsForLeaf, Storage, WritePlan, component
 
-Put = Callable[..., BufferState]
-"""From a state, a lane, and items, mask and priorities of T timesteps to a state."""
+_FEW = 4
 
 
-@pytree.component
+@component
 class OneStream(Storage):
     """Writes the lanes of one stream, where nothing of the others is written.
 
-    All else is done by the storage behind it. Items of all lanes, masked, would be L times as much.
+    Everything else is done by the storage inside. To write items of all lanes, most of them masked,
+    would be L times as much.
     """
 
     inner: Any
     width: int
 
     def init(self, context: Context, spec: Item) -> Any:
-        """As the one behind it."""
+        """As the storage inside."""
         return self.inner.init(context, spec)
 
-    def spec(self, state: PartState) -> Item:
-        """As the one behind it."""
+    def spec(self, state: Any) -> Item:
+        """As the storage inside."""
         return self.inner.spec(state)
 
     def write(
-        self, context: Context, state: PartState, write: WritePlan, items: Item
+        self, context: Context, state: Any, write: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
-        """Puts the items, the same for all streams, of the one that has slots."""
+        """Puts the items, the same for all streams, at the slots of the one that has any."""
         used = jnp.any(write.slots < context.ring.capacity, axis=0)
         first = jnp.argmax(used).astype(jnp.int32) // self.width * self.width
         slots = lax.dynamic_slice_in_dim(write.slots, first, self.width, axis=1)
@@ -55,92 +52,79 @@ class OneStream(Storage):
         state, _ = self.inner.write(context, state, own, items)
         return state, write
 
-    def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """As the one behind it."""
+    def read(self, context: Context, state: Any, where: SlotsForLeaf) -> Item:
+        """As the storage inside."""
         return self.inner.read(context, state, where)
 
 
-def writer(buffer: ReplayBuffer, lanes: int) -> Put:
-    """What writes a stream's timesteps, `[T, ...]`, or `[T, W, ...]` where it is a vector."""
+def writer(buffer: ReplayBuffer, lanes: int) -> Callable[..., BufferState]:
+    """Returns the function that writes a stream's timesteps.
+
+    It takes a state, a lane, items `[T, W, ...]`, a mask and priorities `[T, W]`, or None for them;
+    where there is one stream, items `[T, ...]` as `extend` takes them.
+    """
     if lanes == 1:
         verbs: Any = jitted(buffer)
         return lambda state, lane, *sent: verbs.extend(state, *sent)
-    width, on_host = buffer.ring.envs // lanes, eager.on_host(buffer)
     storage: Any = buffer.storage
-    narrow = dataclasses.replace(
-        buffer, storage=OneStream(storage.device_part if on_host else storage, width)
-    )
-    if on_host:
-        return functools.partial(_put_on_host, buffer, narrow)
-    return lambda state, lane, *sent: _written(narrow, state, np.int32(lane), *sent)
+    is_on_host, width = isinstance(storage, HostStorage), buffer.ring.envs // lanes
+    inner = storage.device_part if is_on_host else storage
+    narrow = dataclasses.replace(buffer, storage=OneStream(inner, width))
+    if not is_on_host:
+        return lambda state, lane, *sent: _write(narrow, state, np.int32(lane), *sent)
+
+    def put(state: BufferState, lane: int, items: Item, *sent: Any) -> BufferState:
+        # The jitted part plans the write, which is then done on the host.
+        half: Any = state.replace(storage=storage.device_state(state.storage))
+        after = _plan(narrow, half, np.int32(lane), items, *sent)
+        if any(hasattr(transform, "inverse") for transform in buffer.transforms):
+            items = _to_stored(narrow, items)
+        with storage.writing(state.storage):
+            return after.replace(storage=storage.put(state.storage, after.storage, items))
+
+    return put
 
 
-def _put_on_host(
-    buffer: ReplayBuffer,
-    narrow: ReplayBuffer,
-    state: BufferState,
-    lane: int,
-    items: Item,
-    mask: Any,
-    priorities: Any,
-) -> BufferState:
-    """Writes to rows on the host, between jitted parts."""
-    storage: Any = buffer.storage
-    half: Any = state.replace(storage=storage.device_state(state.storage))
-    after = _planned(narrow, half, np.int32(lane), items, mask, priorities)
-    if transforming.inverses(buffer.transforms):
-        items = _inward(narrow, items)
-    with storage.writing(state.storage):
-        return after.replace(storage=storage.put(state.storage, after.storage, items))
-
-
-def _write(
-    buffer: ReplayBuffer,
-    state: BufferState,
-    lane: jax.Array,
-    items: Item,
-    mask: jax.Array | None,
-    priorities: jax.Array | None,
+def _write_lane(
+    buffer: ReplayBuffer, state: BufferState, lane: Any, items: Item, mask: Any, priorities: Any
 ) -> Any:
-    """Writes items `[T, W, ...]` of a stream; all others are masked."""
+    """Writes items `[T, W, ...]` of a stream; all other streams are masked."""
     storage: Any = buffer.storage
     envs, width = buffer.ring.envs, storage.width
-    if transforming.inverses(buffer.transforms):
-        items = _inward(buffer, items)
+    items = _to_stored(buffer, items)
     length = jax.tree.leaves(items)[0].shape[0]
 
     def everywhere(leaf: Any) -> jax.Array:
-        """`[T, E, ...]`, which takes no memory where only one stream is looked at."""
-        rest = leaf.shape[2:]
-        whole = jnp.broadcast_to(leaf[:, None], (length, envs // width, width, *rest))
-        return whole.reshape(length, envs, *rest)
+        """Returns `[T, E, ...]`, which takes no memory as only one stream is read of it."""
+        whole = (length, envs // width, width, *leaf.shape[2:])
+        return jnp.broadcast_to(leaf[:, None], whole).reshape(length, envs, *leaf.shape[2:])
 
     mine = jnp.arange(envs, dtype=jnp.int32) // width == lane
     written = jnp.broadcast_to(mine if mask is None else mine & everywhere(mask), (length, envs))
-    given = None if priorities is None else everywhere(priorities)
-    return steps.write(buffer, state, jax.tree.map(everywhere, items), written, None, given)
+    new = None if priorities is None else everywhere(priorities)
+    return steps.write(buffer, state, jax.tree.map(everywhere, items), written, None, new)
 
 
-_written = jax.jit(_write, donate_argnums=1)
-_planned = jax.jit(_write)
+_write: Callable[..., BufferState] = jax.jit(_write_lane, donate_argnums=1)
+_plan: Callable[..., BufferState] = jax.jit(_write_lane)
 
 
 @jax.jit
-def _inward(buffer: ReplayBuffer, items: Item) -> Any:
-    """Items `[T, W, ...]` as they are stored."""
-    return jax.vmap(jax.vmap(functools.partial(transforming.inward, buffer.transforms)))(items)
+def _to_stored(buffer: ReplayBuffer, items: Item) -> Any:
+    """Returns items `[T, W, ...]` after the inverses of all transforms."""
+    for transform in reversed(buffer.transforms):
+        if hasattr(transform, "inverse"):
+            items = jax.vmap(jax.vmap(transform.inverse))(items)
+    return items
 
 
-def pieces(length: int, known: set[int]) -> list[int]:
-    """The lengths of the parts in which T timesteps are written.
+def pieces(length: int, lengths: set[int]) -> list[int]:
+    """Returns the lengths of the parts in which T timesteps are written.
 
     A write is compiled for each length. So only a few lengths are taken as they come, which are
-    added to `known`; others are cut into powers of two.
+    added to `lengths`; others are cut into powers of two.
     """
-    if length in known or len(known) < _FEW:
-        known.add(length)
+    if length in lengths or len(lengths) < _FEW:
+        lengths.add(length)
         return [length]
     return [1 << bit for bit in reversed(range(length.bit_length())) if length >> bit & 1]
-
-
-_FEW = 4

@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 import numpy as np
-from jrb.remote.allocation import keep_freed_memory
+from jrb.remote.server import keep_freed_memory
 
 keep_freed_memory()
 batches = lambda: [np.ones(1 << 23, np.uint8) for _ in range(8)]

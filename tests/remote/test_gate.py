@@ -7,7 +7,7 @@ import random
 import pytest
 
 import jrb
-from jrb.remote.gate import Gate
+from jrb.remote.gate import RemoteGate
 
 
 class Call:
@@ -48,7 +48,7 @@ class World:
 
     def restart(self):
         """Another gate, to which Ray makes all calls again that are not answered."""
-        self.gate, tasks, self.asked = Gate(self.limits), self.asked, {}
+        self.gate, tasks, self.asked = RemoteGate(self.limits), self.asked, {}
         for caller in self.lives:
             self.enter(caller)
         for ticket, (task, given) in tasks.items():

@@ -54,7 +54,7 @@ def remote(cluster):
         (lambda r: r.update(id=r["id"][:, 0]), ValueError, r"'id': expected shape \(4, 2\)"),
         (lambda r: r.update(id=r["id"][:2]), ValueError, r"leaf 'next/done': expected shape"),
         (lambda r: r.update(id=r["id"].astype(np.int64)), TypeError, "leaf 'id'"),
-        (lambda r: r["next"].update(reward=[1.0] * 4), ValueError, "leaf 'next/reward"),
+        (lambda r: r["next"].update(reward=[1.0] * 4), TypeError, "leaf 'next/reward"),
     ],
 )
 def test_wrong_items_are_refused_by_the_caller(remote, change, error, text):
@@ -124,7 +124,7 @@ def test_the_ledger_takes_everything_once_and_tells_what_is_missing():
     again = Ledger.loaded(ledger.saved())
     assert again.note(1, 7, 15, 5).missing == -5 and again.note(1, 7, 23, 1).missing == 0
     assert again.note(0, 7, 23, 1).missing == 23
-    again.failed(1, 23, 1)
+    again.note_failure(1, 23, 1)
     assert again.note(1, 7, 23, 1).missing == -1
 
 

@@ -1,6 +1,5 @@
 """Draws from several servers are draws from one buffer."""
 
-import dataclasses
 import types
 
 import jax
@@ -10,11 +9,12 @@ import pytest
 from scipy import stats
 
 import jrb
-from jrb.remote import drawing, serve, shards
+from jrb.remote import draws as drawing
+from jrb.remote import serve, shards
 from jrb.remote import setup as setups
 from jrb.remote.server import Server
 from jrb.remote.setup import Setup
-from jrb.remote.shards import Facts
+from jrb.remote.shards import ShardFacts
 from tests.remote.rows import EXAMPLE, buffer, rows
 
 GIVEN = {0: np.arange(1.0, 9), 1: np.full(5, 0.5), 2: np.arange(3.0, 15)}
@@ -22,7 +22,7 @@ TOTAL, COUNT = sum(map(np.sum, GIVEN.values())), sum(map(len, GIVEN.values()))
 
 
 def test_shares_are_the_masses_in_the_mean():
-    each = [Facts(mass, 1.0, 5, 5) for mass in (0.5, 0.0, 3.0, 1.2)]
+    each = [ShardFacts(mass, 1.0, 5, 5) for mass in (0.5, 0.0, 3.0, 1.2)]
     given = np.array([shards.shares(each, 16, [0, number]) for number in range(3000)])
     assert (given.sum(axis=1) == 16).all() and not given[:, 1].any()
     exact = np.array([0.5, 0.0, 3.0, 1.2]) / 4.7 * 16
@@ -31,10 +31,10 @@ def test_shares_are_the_masses_in_the_mean():
 
 
 def test_without_masses_the_numbers_of_anchors_count():
-    each = [Facts(0.0, np.inf, 3, 3), Facts(0.0, np.inf, 5, 6)]
+    each = [ShardFacts(0.0, np.inf, 3, 3), ShardFacts(0.0, np.inf, 5, 6)]
     assert shards.masses(each).tolist() == [3, 5]
     assert shards.ready(each, 9) and not shards.ready(each, 10)
-    assert not shards.ready([Facts(0.0, np.inf, 0, 2)], None)
+    assert not shards.ready([ShardFacts(0.0, np.inf, 0, 2)], None)
 
 
 def part(slots, likely):
@@ -54,9 +54,9 @@ def part(slots, likely):
 @pytest.mark.parametrize("normalize", ["batch", "buffer", None])
 def test_weights_are_those_of_one_buffer(normalize):
     sampler = jrb.Prioritized(beta=0.7, normalize=normalize)
-    each = [Facts(4.0, 0.5, 3, 3), Facts(1.0, 0.25, 2, 2)]
+    each = [ShardFacts(4.0, 0.5, 3, 3), ShardFacts(1.0, 0.25, 2, 2)]
     parts = [part([0, 2, 1], [0.5, 0.25, 0.0]), part([7], [0.75])]
-    whole = shards.joined(buffer(sampler=sampler), parts, each, None)
+    whole = shards.combine(buffer(sampler=sampler), parts, each, None)
     likely = np.array([0.4, 0.2, 0.0, 0.15])
     np.testing.assert_allclose(whole.probabilities, likely, rtol=1e-6)
     drawn = likely[[0, 1, 3]]
@@ -83,19 +83,21 @@ def test_a_batch_is_whole_where_a_shard_was_begun_anew_after_it_said_what_it_hol
     monkeypatch.setattr(drawing, "ray", lambda: SingleProcess)
     made = buffer(96, unit=jrb.Transition())
     options = {"path": None, "seed": 0, "save_every": None, "in_flight": 4}
-    own = Setup(made, setups.spec_of(made, EXAMPLE), 2, 2, **options, on_cpu=False, wide=False)
+    own = Setup(
+        made, setups.spec_of_example(made, EXAMPLE), 2, 2, **options, on_cpu=False, wide=False
+    )
     servers = [Server(own, shard) for shard in range(2)]
     for shard, one in enumerate(servers):
         one.extend(0, 7, 0, jax.tree.leaves(rows(shard, 0, 9)), None, None)
     actors = [SingleProcess.actor(lambda shard=shard: servers[shard]) for shard in range(2)]
-    draws = drawing.Drawing(own, actors, None)
-    (draw,) = draws.ask(16, [None])
-    assert draws.take(draw, None).info["shard"].tolist().count(1) == 8
+    own_draws = drawing.Drawing(own, actors, None)
+    (draw,) = own_draws.ask(16, [None])
+    assert own_draws.take(draw, None).info["shard"].tolist().count(1) == 8
     facts = [one.facts() for one in servers]
     servers[1] = Server(own, 1)
     parts = [one.draw(16, None, 1, *facts) for one in servers]
     assert parts[1] is None
-    sample = draws.take(dataclasses.replace(draw, parts=parts, each=facts), None)
+    sample = own_draws.take(draw._replace(parts=parts, each=facts), None)
     assert sample.info["shard"].tolist() == [0] * 16
     np.testing.assert_allclose(sample.probabilities, 1 / 9, rtol=1e-6)
 
@@ -104,13 +106,15 @@ def test_a_patient_draw_waits_for_what_was_counted_but_is_not_written_yet(monkey
     monkeypatch.setattr(drawing, "ray", lambda: SingleProcess)
     made = buffer(96, unit=jrb.Transition())
     options = {"path": None, "seed": 0, "save_every": None, "in_flight": 4}
-    own = Setup(made, setups.spec_of(made, EXAMPLE), 1, 1, **options, on_cpu=False, wide=False)
+    own = Setup(
+        made, setups.spec_of_example(made, EXAMPLE), 1, 1, **options, on_cpu=False, wide=False
+    )
     server = Server(own, 0)
     arrives = lambda _: server.extend(0, 7, 0, jax.tree.leaves(rows(0, 0, 9)), None, None)
     monkeypatch.setattr(drawing.time, "sleep", arrives)
-    draws = drawing.Drawing(own, [SingleProcess.actor(lambda: server)], None)
-    assert draws.draw(16, None, None, patient=False) is None
-    assert draws.draw(16, None, None, patient=True).data["id"].shape == (16, 2)
+    own_draws = drawing.Drawing(own, [SingleProcess.actor(lambda: server)], None)
+    assert own_draws.draw(16, None, None, patient=False) is None
+    assert own_draws.draw(16, None, None, patient=True).data["id"].shape == (16, 2)
 
 
 def test_draws_are_in_proportion_over_all_shards(cluster):

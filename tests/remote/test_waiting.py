@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jrb.remote import ahead, flight
+from jrb.remote import client, draws
 from jrb.state import Sample
 
 
@@ -29,8 +29,8 @@ class Calls:
 
 
 def test_a_call_that_failed_is_told_though_its_wait_was_interrupted(monkeypatch):
-    ray, one = Calls(), flight.Flight(9)
-    monkeypatch.setattr(flight, "ray", lambda: ray)
+    ray, one = Calls(), client.Flight(9)
+    monkeypatch.setattr(client, "ray", lambda: ray)
     for call in (1, 2, 3):
         one.add(call)
     for error in (KeyboardInterrupt, KeyboardInterrupt, OSError, KeyboardInterrupt):
@@ -46,9 +46,9 @@ class Drawing:
         self.numbers, self.moments, self.permits = itertools.count(), itertools.count(), None
 
     def ask(self, batch_size, betas, ticket):
-        return [ahead.Draw([next(self.numbers)], [], batch_size, beta) for beta in betas]
+        return [draws.RemoteDraw([next(self.numbers)], [], batch_size, beta) for beta in betas]
 
-    def there(self, draws):
+    def num_ready(self, draws):
         self.strike()
         return len(draws)
 
@@ -63,7 +63,7 @@ class Drawing:
 
 
 def test_no_batch_that_was_drawn_ahead_is_lost():
-    batches, found = ahead.Ahead(Drawing(), lambda: None, 1, 3, None, None), []
+    batches, found = draws.Ahead(Drawing(), lambda: None, 1, 3, None, None), []
     while len(found) < 9:
         with contextlib.suppress(KeyboardInterrupt):
             found.append(int(next(batches).data[0]))
