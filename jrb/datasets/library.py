@@ -17,7 +17,7 @@ from jrb.datasets import copies
 from jrb.datasets.dataset import Dataset
 from jrb.datasets.format import Format, Source
 from jrb.datasets.formats import OURS
-from jrb.datasets.reading import damage
+from jrb.datasets.formats.arrays import check_whole
 
 _DEPTH = 3  # folders, as Minari has them
 
@@ -99,7 +99,7 @@ def choose_format(source: Source, format: str | Format | None = None) -> Format:
     for each in by_name.values():
         if each.matches(source):
             return each
-    hint = damage.check(source) if isinstance(source, str) else ""
+    hint = check_whole(source) if isinstance(source, str) else ""
     looked = "".join(f"\n  {each.name}: {each.looks_for}" for each in by_name.values())
     raise UnknownFormatError(
         f"{source!r}: expected a dataset, got something that no format matches. "

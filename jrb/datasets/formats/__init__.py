@@ -1,18 +1,16 @@
 """The layouts that are known, each a file or a folder, in the order in which they are asked."""
 
 from jrb.datasets.format import Format
-from jrb.datasets.formats.arrays import Arrays
+from jrb.datasets.formats.arrays import Arrays, Tables
 from jrb.datasets.formats.checkpoint import Checkpoint, CheckpointFile
 from jrb.datasets.formats.d4rl import D4RL
+from jrb.datasets.formats.hdf5_groups import Robomimic, RoboSet
 from jrb.datasets.formats.lerobot import LeRobot
 from jrb.datasets.formats.minari import Minari
 from jrb.datasets.formats.npz_episodes import NpzEpisodes
 from jrb.datasets.formats.ogbench import OGBench
 from jrb.datasets.formats.recorded import Recorded
 from jrb.datasets.formats.rlds import RLDS
-from jrb.datasets.formats.robomimic import Robomimic
-from jrb.datasets.formats.roboset import RoboSet
-from jrb.datasets.formats.table import Tables
 from jrb.datasets.formats.torchrl import TorchRL
 
 OURS: tuple[Format, ...] = (

@@ -1,32 +1,41 @@
-"""Plain arrays: one `.npz` or HDF5 file, all arrays of one length, a row a step."""
+"""Plain arrays and tables of columns, a row a step, under names that a mapping gives or usual ones.
+
+An episode ends where a flag says so, and before a row with another `episode`, a number or a text.
+Rewards may be missing.
+"""
 
 import contextlib
 import dataclasses
+import json
+import math
+import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
-from jrb.datasets.reading import hdf5, npz
+from jrb.datasets.reading import arrow, hdf5, npz
 from jrb.datasets.reading.columns import (
     Column,
     Table,
     TableFormat,
+    by_content,
     check_lengths,
     check_roles_present,
-    left_out_note,
     table_of,
 )
-from jrb.datasets.reading.mapping import episode_text, to_ted
+from jrb.datasets.reading.names import episode_text, to_ted
 from jrb.keys import Keys
+
+_ENDINGS = (".npz", ".h5", ".hdf5", ".parquet", ".arrow", ".feather")
+_MOST = 100  # files of a folder that are looked at for damage
+_FOLDERS = ("", "data", "meta")  # where formats keep the files by which they are recognised
 
 
 @dataclasses.dataclass(frozen=True)
 class Arrays(TableFormat):
-    """Plain arrays under names that a mapping gives, or usual ones (`obs`, `actions`, `rewards`).
-
-    An episode ends where a flag says so, and before a row with another `episode`, a number or a
-    text. Rewards may be missing.
+    """One `.npz` or HDF5 file with arrays of one length.
 
     Attributes:
         mapping: from names in the file to those of `jrb.Keys` or of leaves in TED; or `jrb.Keys`
@@ -39,20 +48,22 @@ class Arrays(TableFormat):
     mapping: Mapping[str, Any] | Keys | None = None
 
     def matches(self, source: Source) -> bool:
-        """Returns whether there are arrays, all of one length."""
-        if shapes := npz.top(source):
-            return len({shape[0] for shape in shapes.values()}) == 1
+        """Returns True if there are arrays, all of one length."""
+        arrays = npz.top(source)
         try:
-            with hdf5.opened(source) as file:
-                arrays = [each for each in hdf5.below(file).values() if each.is_numeric]
-                return len(set(map(len, arrays))) == 1
-        except (TypeError, ValueError, OSError):
+            if not arrays and hdf5.is_hdf5(source):
+                with hdf5.opened(source) as file:
+                    arrays, *_ = by_content(hdf5.below(file))
+                    return len({len(array) for array in arrays.values()}) == 1
+        except (ValueError, OSError):
             return False
+        return len({len(array) for array in arrays.values()}) == 1
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file."""
-        with self._opened(source) as (arrays, texts, left_out):
+        with _opened(source, self.max_expansion) as every:
+            arrays, texts, left_out = by_content(every)
             names = episode_text(arrays, texts, self.mapping, source)
             left_out |= texts.keys() - set(names)
             arrays |= {name: texts[name] for name in names}
@@ -62,22 +73,108 @@ class Arrays(TableFormat):
             leaves = to_ted(arrays, self.mapping, source)
             columns = {leaves[name]: column for name, column in arrays.items()}
             check_roles_present(source, columns, leaves, ("observation", "action"))
-            key, notes = tuple(sorted(leaves.items())), left_out_note(left_out)
-            yield table_of(source, columns, files=[source], cache_key=key, notes=notes)
+            key = tuple(sorted(leaves.items()))
+            yield table_of(source, columns, files=[source], key=key, left_out=left_out)
+
+
+@contextlib.contextmanager
+def _opened(path: str, max_expansion: float) -> Iterator[Mapping[str, Column]]:
+    """Opens a file of arrays."""
+    if hdf5.is_hdf5(path):
+        with hdf5.opened(path) as file:
+            yield hdf5.below(file)
+    elif npz.is_npz(path):
+        with npz.opened(path, max_expansion) as arrays:
+            yield arrays
+    else:
+        raise ValueError(f"{path}: expected an .npz or HDF5 file, got another.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables(TableFormat):
+    """Parquet, Feather, Arrow's files and streams: one file, or a folder of them.
+
+    Columns hold numbers, lists of one length, or structs of these. The files of a folder follow
+    each other by the numbers in their names. Actions may be missing.
+
+    Attributes:
+        mapping: as of `Arrays`, from names of columns.
+    """
+
+    name: ClassVar[str] = "table"
+    looks_for: ClassVar[str] = "a Parquet or Arrow file with a row a step, or a folder of them"
+
+    mapping: Mapping[str, Any] | Keys | None = None
+
+    def is_own(self, source: str, name: str) -> bool:
+        """Returns True if a file is one of the tables."""
+        is_hidden = name[0] in "._" or "/" in name
+        return not is_hidden and arrow.format_of(os.path.join(source, name)) is not None
+
+    def matches(self, source: Source) -> bool:
+        """Returns True if there is such a file."""
+        return bool(arrow.tables(source))
 
     @contextlib.contextmanager
-    def _opened(
-        self, source: Source
-    ) -> Iterator[tuple[dict[str, Column], dict[str, Column], set[str]]]:
-        """Yields the arrays of numbers and of texts, and the names of everything else."""
-        if hdf5.is_hdf5(source):
-            with hdf5.opened(source) as file:
-                every = hdf5.below(file)
-                arrays: dict[str, Column] = {n: e for n, e in every.items() if e.is_numeric}
-                texts: dict[str, Column] = {n: e for n, e in every.items() if e.is_text}
-                yield arrays, texts, every.keys() - arrays.keys() - texts.keys()
-        elif npz.is_npz(source):
-            with npz.opened(source, self.max_expansion) as archive:
-                yield archive.columns, archive.texts, set(archive.left_out)
-        else:
-            raise ValueError(f"{source}: expected an .npz or HDF5 file, got another.")
+    def table(self, source: Source) -> Iterator[Table]:
+        """Opens the files."""
+        paths = arrow.tables(source)
+        if not paths:
+            raise ValueError(f"{source}: expected Parquet or Arrow files, found none.")
+        files = arrow.ArrowFiles(paths)
+        if not files.starts[-1]:
+            raise ValueError(f"{source}: expected rows, found none.")
+        numbers, texts, others = arrow.by_type(files.schema)
+        texts = episode_text(numbers, texts, self.mapping, source)
+        leaves = to_ted([*numbers, *texts], self.mapping, source)
+        columns: dict[str, Column] = {
+            leaves[name]: arrow.ArrowColumn(files, path) for name, path in numbers.items()
+        }
+        columns |= {leaves[name]: arrow.TextColumn(files, (name,)) for name in texts}
+        check_roles_present(source, columns, leaves, ("observation",))
+        ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(columns))
+        notes = arrow.left_out([(".".join(p), kind) for p, kind in others if p[0] not in texts])
+        key = tuple(sorted(leaves.items()))
+        yield table_of(source, columns, files=paths, key=key, notes=notes)
+
+
+def check_whole(path: str) -> str:
+    """Refuses a damaged file, or a folder with one, which no format recognises for that reason.
+
+    Returns:
+        A sentence on a file that does not begin as its name says; of others, nothing.
+
+    Raises:
+        ValueError: the message names the file and the damage.
+    """
+    folders, paths = [os.path.join(path, name) for name in _FOLDERS], [path]
+    if os.path.isdir(path):
+        names = {each: sorted(os.listdir(each))[:_MOST] for each in folders if os.path.isdir(each)}
+        paths = [os.path.join(each, name) for each in names for name in names[each]]
+    for each in filter(os.path.isfile, paths):
+        if hdf5.is_hdf5(each):
+            with hdf5.opened(each) as file:
+                hdf5.below(file)
+        elif npz.is_npz(each) or zipfile.is_zipfile(each):
+            with npz.opened(each, math.inf):
+                pass
+        elif arrow.format_of(each):
+            arrow.TableFile(each)
+        elif each.endswith(".json"):
+            read_json(each)
+        elif each.endswith(_ENDINGS):
+            return f"\n{each} does not begin as its name says, and may be damaged."
+    return ""
+
+
+def read_json(path: str) -> Any:
+    """Reads a file of JSON.
+
+    Raises:
+        ValueError: it is none, or damaged.
+    """
+    with open(path, "rb") as file:
+        try:
+            return json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: expected JSON, got something else: {error}") from error

@@ -1,11 +1,13 @@
 """Checkpoints and stores of jrb as datasets, loaded by `jrb.load`.
 
-K episodes, T steps of one.
+K episodes, T steps of all of them.
 """
 
+import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -16,24 +18,29 @@ import jrb
 from jrb.authoring import enable_x64, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import DamagedError
-from jrb.datasets.format import Description, Episode, Indexed, Source, shifted, spec_of
+from jrb.datasets.format import Source, native
 from jrb.datasets.reading.columns import (
     DONE,
+    DONE_NOTE,
+    FLAGS,
     TERMINATED,
     TRUNCATED,
+    VALID,
+    DerivedColumn,
+    Table,
+    TableFormat,
     combined_flags,
-    is_seen,
+    is_set,
 )
-from jrb.datasets.reading.vectorized import flag_notes, is_set, leaves_in_ted
+from jrb.datasets.reading.names import leaves_in_ted
 from jrb.keys import Keys
-from jrb.layouts.names import nest
-from jrb.state import BufferState
 
-_FLAGS = (DONE, TERMINATED, TRUNCATED)
+_Loaded = tuple[Table, int | None, str]
+"""The steps, the number of the generation, and the identity of the files."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint(Indexed):
+class Checkpoint(TableFormat):
     """The items of a buffer as they were saved, in episodes.
 
     Attributes:
@@ -58,63 +65,32 @@ class Checkpoint(Indexed):
         return {name: value for name, value in self.__dict__.items() if name != "_loaded"}
 
     def matches(self, source: Source) -> bool:
-        """Returns whether a folder is a checkpoint."""
+        """Returns True if a folder is a checkpoint."""
         is_folder = isinstance(source, str) and os.path.isdir(source)
         return is_folder and jrb.checkpoint.is_checkpoint(source)
 
     def snapshot(self, source: Source) -> "Checkpoint":
         """Returns the format for the generation that is the newest now, which it keeps loaded."""
         loaded = self._load(source)
-        fields = {"generation": loaded.generation, "stamp": loaded.stamp, "verify": False}
-        snapshot = dataclasses.replace(self, **fields)
+        _, generation, stamp = loaded
+        snapshot = dataclasses.replace(self, generation=generation, stamp=stamp, verify=False)
         vars(snapshot)["_loaded"] = loaded
         return snapshot
 
-    def describe(self, source: Source) -> Description:
-        """Describes the dataset; reads the last step of each episode, and its facts."""
-        loaded = self._opened(source)
-        last = loaded.read(np.array([slots[-1] for slots in loaded.slots], np.int32))
-        terminated = last["next"]["terminated"]
-        cut = None if loaded.has_next else ~terminated
-        if "valid" in last["next"]:
-            cut = ~is_set(last["next"]["valid"]) & ~terminated
-        spec = spec_of(loaded.without_mark(last))
-        lengths = np.array([len(slots) for slots in loaded.slots], np.int64)
-        notes = flag_notes(loaded.names.values())
-        return Description(spec, lengths, cut, loaded.facts, notes=notes)
-
-    def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the episodes of these numbers.
-
-        Raises:
-            ValueError: a next observation is missing within an episode.
-        """
-        loaded = self._opened(source)
-        for number in numbers:
-            episode = loaded.read(loaded.slots[number])
-            inside = is_set(episode["next"].get("valid", np.ones(1)))[:-1]
-            if not inside.all():
-                raise ValueError(
-                    f"{source}: leaf 'next/valid': expected True but for last steps of episodes, "
-                    f"got {np.count_nonzero(~inside)} others in episode {number}."
-                )
-            yield loaded.without_mark(episode)
-
-    def _opened(self, source: Source) -> "_Loaded":
-        """Returns what was loaded, or loads the files of the stamp."""
-        if "_loaded" in vars(self):
-            return vars(self)["_loaded"]
-        loaded = self._load(source)
-        if self.stamp not in (None, loaded.stamp):
+    @contextlib.contextmanager
+    def table(self, source: Source) -> Iterator[Table]:
+        """Yields the steps as they were loaded, or loads the files of the stamp."""
+        loaded = vars(self).get("_loaded") or self._load(source)
+        if self.stamp not in (None, loaded[2]):
             raise jrb.StaleError(
                 f"{source}: expected the files that were there when the dataset was opened, got "
                 "others. Open it again."
             )
         if self.stamp is not None:  # else the next source may be another one
             vars(self)["_loaded"] = loaded
-        return loaded
+        yield loaded[0]
 
-    def _load(self, source: Source) -> "_Loaded":
+    def _load(self, source: Source) -> _Loaded:
         """Loads a checkpoint, which another process may be saving to."""
         while True:
             newest = self._newest(source)
@@ -138,61 +114,12 @@ class CheckpointFile(Checkpoint):
     looks_for: ClassVar[str] = "a file that jrb.save(..., layout='h5') has made"
 
     def matches(self, source: Source) -> bool:
-        """Returns whether a file is a checkpoint."""
+        """Returns True if a file is a checkpoint."""
         is_file = isinstance(source, str) and os.path.isfile(source)
         return is_file and jrb.checkpoint.is_checkpoint(source)
 
     def _newest(self, source: Source) -> int | None:
         return None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Loaded:
-    """A loaded checkpoint.
-
-    Attributes:
-        buffer: the description.
-        state: the state, in memory or in the files of a store.
-        slots: the slots of each episode, oldest first.
-        names: the leaves in TED of the leaves of items.
-        facts: as in `Description`.
-        generation: number of the generation.
-        stamp: identity of the files.
-    """
-
-    buffer: ReplayBuffer
-    state: BufferState
-    slots: list[np.ndarray]
-    names: dict[str, str]
-    facts: dict[str, np.ndarray]
-    generation: int | None
-    stamp: str
-
-    @property
-    def has_next(self) -> bool:
-        """True if the next observations are stored."""
-        return any(leaf.startswith("next/observation") for leaf in self.names.values())
-
-    def read(self, slots: np.ndarray) -> Episode:
-        """Reads the items at slots `[T]`, in TED, with `next/valid` as it is stored."""
-        # Reads are compiled for each length, so lengths are rounded up to powers of two.
-        padding = (1 << (len(slots) - 1).bit_length()) - len(slots) if len(slots) else 0
-        padded = np.pad(slots, (0, padding), mode="edge" if len(slots) else "constant")
-        with enable_x64():  # every leaf in the dtype of the files
-            items = self.buffer.take(self.state, jnp.asarray(padded, jnp.int32))
-            leaves = [np.array(_raw(leaf))[: len(slots)] for leaf in jax.tree.leaves(items)]
-        steps = dict(zip(self.names.values(), leaves, strict=True))
-        if not self.has_next:
-            seen = {name: leaf for name, leaf in steps.items() if is_seen(name)}
-            steps |= {f"next/{name}": shifted(leaf, len(slots)) for name, leaf in seen.items()}
-        flags = {name: is_set(steps.pop(name)) for name in _FLAGS if name in steps}
-        terminated, truncated = combined_flags(len(slots), *map(flags.get, _FLAGS))
-        return nest({**steps, TERMINATED: terminated, TRUNCATED: truncated})
-
-    def without_mark(self, episode: Episode) -> Episode:
-        """Returns the steps without `next/valid`, which `Dataset` adds again."""
-        after = {name: leaf for name, leaf in episode["next"].items() if name != "valid"}
-        return {**episode, "next": after}
 
 
 def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
@@ -215,25 +142,74 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
             keyed = dataclasses.replace(buffer, keys=keys, storage=jrb.DeviceStorage())
             buffer, state = keyed, jrb.rebuild(buffer, state, keyed)
         episodes = jrb.episodes(buffer, state)
-    own = leaf_names(buffer.stored(state))
-    twice = [name for name in own if own.count(name) > 1]
-    if twice:
+    names = leaf_names(buffer.stored(state))
+    if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(
             f"{path}: leaf '{twice[0]}': expected leaves with names of their own, got "
             f"{len(twice)} of this name. Load it with jrb.load, and rename one."
         )
-    names = leaves_in_ted(path, own, keys)
-    slots = [np.asarray(each.slots) for each in episodes]
     facts = {
         "environment": np.array([each.environment for each in episodes], np.int64),
         "complete": np.array([each.complete for each in episodes], bool),
         "running": np.array([not each.ended for each in episodes], bool),
         "cut": np.array([each.cut for each in episodes], bool),
     }
+    slots = [np.asarray(each.slots) for each in episodes]
     stat = os.stat(path)
     about = stat.st_mtime_ns if number is None else jrb.checkpoint.metadata(path, number)
     stamp = repr((stat.st_ino, about, len(slots)))
-    return _Loaded(buffer, state, slots, names, facts, number, stamp)
+    leaves = list(leaves_in_ted(path, names, keys).values())
+    return _table(path, buffer, state, slots, leaves, facts), number, stamp
+
+
+def _table(
+    path: str,
+    buffer: ReplayBuffer,
+    state: Any,
+    slots: list[np.ndarray],
+    leaves: list[str],
+    facts: dict[str, np.ndarray],
+) -> Table:
+    """Returns the steps of episodes, each at its slots, in memory or in the files of a store."""
+    order = np.concatenate([np.zeros(0, np.int32), *slots])
+    ends = np.cumsum([len(each) for each in slots], dtype=np.int64)
+    is_last = np.isin(np.arange(len(order)), ends - 1)
+
+    def take(at: np.ndarray) -> dict[str, np.ndarray]:
+        # Reads are compiled for each length, so lengths are rounded up to powers of two.
+        padding = (1 << (len(at) - 1).bit_length()) - len(at) if len(at) else 0
+        padded = np.pad(at, (0, padding), mode="edge" if len(at) else "constant")
+        with enable_x64():  # every leaf in the dtype of the files
+            items = buffer.take(state, jnp.asarray(padded, jnp.int32))
+            arrays = [np.array(_raw(leaf))[: len(at)] for leaf in jax.tree.leaves(items)]
+        steps = dict(zip(leaves, arrays, strict=True))
+        flags = {name: is_set(steps.pop(name)) for name in FLAGS if name in steps}
+        terminated, truncated = combined_flags(len(at), *map(flags.get, FLAGS))
+        return {**steps, TERMINATED: terminated, TRUNCATED: truncated}
+
+    # All columns of a slice are read at once: a table asks for two slices, one a row longer.
+    @functools.lru_cache(maxsize=2)
+    def read(start: int, stop: int) -> dict[str, np.ndarray]:
+        steps = take(order[start:stop])
+        inside = is_set(steps[VALID]) | is_last[start:stop] if VALID in steps else np.ones(1, bool)
+        if not inside.all():
+            raise ValueError(
+                f"{path}: leaf '{VALID}': expected True but for last steps of episodes, got "
+                f"{np.count_nonzero(~inside)} others."
+            )
+        return steps
+
+    last, columns = take(order[is_last]), dict[str, DerivedColumn]()
+    for name, leaf in last.items():
+        column = lambda start, stop, name=name: read(start, stop)[name].copy()
+        columns[name] = DerivedColumn((len(order), *leaf.shape[1:]), native(leaf.dtype), column)
+    cut = None
+    if columns.pop(VALID, None) is not None:  # `Dataset` adds it again
+        cut = ~is_set(last[VALID]) & ~last[TERMINATED]
+    elif not any(name.split("/")[:2] == ["next", "observation"] for name in columns):
+        cut = ~last[TERMINATED]
+    notes = (DONE_NOTE,) * ({*FLAGS}.intersection(leaves) == {DONE})
+    return Table(columns, ends, facts, notes=notes, cut=cut)
 
 
 def _raw(leaf: Any) -> Any:

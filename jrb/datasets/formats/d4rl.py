@@ -18,14 +18,13 @@ from jrb.datasets.reading import hdf5
 from jrb.datasets.reading.columns import (
     TERMINATED,
     TRUNCATED,
-    Column,
     DerivedColumn,
     Table,
     TableFormat,
+    by_content,
     check_lengths,
-    check_names_present,
+    check_present,
     flag_column,
-    left_out_note,
     table_of,
 )
 
@@ -38,6 +37,7 @@ _NAMES = {
     "next_observations": "next/observation",
 }
 _NEEDED = ("observations", "actions", "rewards", "terminals")
+_NO_TIME_OUTS = "There are no time-outs in the file: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,27 +59,42 @@ class D4RL(TableFormat):
             checks.count("horizon", self.horizon)
 
     def matches(self, source: Source) -> bool:
-        """Returns whether the arrays are there."""
-        return set(_NEEDED) <= {name for name, about in hdf5.top(source).items() if about}
+        """Returns True if the arrays are there."""
+        return set(_NEEDED) <= {name for name, is_group in hdf5.top(source).items() if not is_group}
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file."""
         with hdf5.opened(source) as file:
-            every = {
-                name: array
-                for name, array in hdf5.below(file).items()
-                if name in _NAMES or name.startswith("infos/")
-            }
-            arrays = {name: array for name, array in every.items() if array.is_numeric}
-            check_names_present(source, arrays, _NEEDED)
+            every = hdf5.below(file)
+            names = [name for name in every if name in _NAMES or name.startswith("infos/")]
+            arrays, texts, others = by_content({name: every[name] for name in names})
+            check_present(source, arrays, _NEEDED)
             check_lengths(source, arrays)
             ExpansionLimit(source, [source], self.max_expansion).add(declared_nbytes(arrays))
-            columns: dict[str, Column] = {
-                _NAMES.get(name) or "info" + name.removeprefix("infos"): array
+            columns = {
+                _NAMES.get(name, "info" + name.removeprefix("infos")): array
                 for name, array in arrays.items()
             }
-            notes = self._add_time_outs(source, columns)
+            notes: tuple[str, ...] = ()
+            if TRUNCATED not in columns:
+                terminated = flag_column(columns[TERMINATED], TERMINATED, source)
+                columns[TRUNCATED] = DerivedColumn(
+                    terminated.shape,
+                    terminated.dtype,
+                    lambda start, stop: self._time_outs(terminated[:])[start:stop],
+                )
+                notes = (f"{_NO_TIME_OUTS}every {self.horizon} steps stand for one (horizon=).",)
+                if self.horizon is None:
+                    notes = (
+                        f"{_NO_TIME_OUTS}episodes end where one terminated only, and may be "
+                        "several in one. Give horizon= if you know it.",
+                    )
+            elif self.horizon is not None:
+                raise ValueError(
+                    f"{source}: horizon: expected None for a file with its own 'timeouts', got "
+                    f"{self.horizon}. Leave it out."
+                )
             metadata = hdf5.strings(file)
             if isinstance(group := hdf5.own(file, "metadata"), h5py.Group):
                 metadata |= hdf5.strings(group)
@@ -87,39 +102,17 @@ class D4RL(TableFormat):
                 source,
                 columns,
                 files=[source],
-                cache_key=("d4rl", self.horizon),
-                notes=notes + left_out_note(every.keys() - arrays.keys()),
+                key=("d4rl", self.horizon),
+                notes=notes,
                 metadata=metadata,
+                left_out=others | texts.keys(),
             )
 
-    def _add_time_outs(self, source: Source, columns: dict[str, Column]) -> tuple[str, ...]:
-        """Adds time-outs by the horizon to a file without any, and returns the note on them."""
-        if TRUNCATED in columns and self.horizon is not None:
-            raise ValueError(
-                f"{source}: horizon: expected None for a file with its own 'timeouts', got "
-                f"{self.horizon}. Leave it out."
-            )
-        if TRUNCATED in columns:
-            return ()
-        terminated, horizon = flag_column(columns[TERMINATED], TERMINATED, source), self.horizon
-        columns[TRUNCATED] = DerivedColumn(
-            terminated.shape, terminated.dtype, lambda a, b: _time_outs(terminated[:], horizon)[a:b]
-        )
-        if horizon is None:
-            return (
-                "There are no time-outs in the file: episodes end where one terminated only, and "
-                "may be several in one. Give horizon= if you know it.",
-            )
-        return (
-            f"There are no time-outs in the file: every {horizon} steps stand for one (horizon=).",
-        )
-
-
-def _time_outs(terminated: np.ndarray, horizon: int | None) -> np.ndarray:
-    """Returns flags of every `horizon`-th step since the last termination."""
-    if horizon is None:
-        return np.zeros_like(terminated)
-    steps = np.arange(len(terminated))
-    starts = np.concatenate([[0], np.flatnonzero(terminated) + 1])
-    start = starts[np.searchsorted(starts, steps, side="right") - 1]
-    return ((steps - start + 1) % horizon == 0) & ~terminated
+    def _time_outs(self, terminated: np.ndarray) -> np.ndarray:
+        """Returns flags of every `horizon`-th step since the last termination."""
+        if self.horizon is None:
+            return np.zeros_like(terminated)
+        steps = np.arange(len(terminated))
+        starts = np.concatenate([[0], np.flatnonzero(terminated) + 1])
+        start = starts[np.searchsorted(starts, steps, side="right") - 1]
+        return ((steps - start + 1) % self.horizon == 0) & ~terminated

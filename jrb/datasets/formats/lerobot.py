@@ -10,7 +10,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from jrb.datasets.formats.lerobot_meta import LeRobotMeta
 from jrb.datasets.reading import arrow, images
 from jrb.datasets.reading.columns import (
     DONE,
+    FLAGS,
     TERMINATED,
     TRUNCATED,
     Column,
@@ -30,12 +31,10 @@ from jrb.datasets.reading.columns import (
     combined_flags,
     flag_column,
 )
-from jrb.datasets.reading.mapping import to_ted
-from jrb.datasets.reading.stat_cache import StatCache
+from jrb.datasets.reading.names import to_ted
 
 # Columns that each dataset has: a number for each step, though LeRobot calls their shape [1].
 _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-_FLAGS = (DONE, TERMINATED, TRUNCATED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,41 +64,48 @@ class LeRobot(TableFormat):
         checks.choice("done", self.done, ("terminated", "truncated"))
 
     def matches(self, source: Source) -> bool:
-        """Returns whether `meta/info.json` is there, with a version and features."""
+        """Returns True if `meta/info.json` is there, with a version and features."""
         return lerobot_meta.is_dataset(source)
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the tables and videos."""
-        meta = _metas.get(lerobot_meta.stamps(source), lambda: lerobot_meta.read(source))
-        files, ends = arrow.ArrowFiles(meta.files, meta.counts), np.cumsum(meta.lengths)
+        meta = lerobot_meta.read(source)
+        files = arrow.ArrowFiles([*meta.counts], [*meta.counts.values()])
         own = {"episode_index": "episode_index"} if "episode_index" in meta.features else {}
-        names = to_ted(meta.features, own, source)
+        names, ends = to_ted(meta.features, own, source), np.cumsum(meta.lengths)
         features, notes = _columns(files, meta)
         columns = {names[name]: column for name, column in features.items()}
-        limit = ExpansionLimit(source, meta.files, self.max_expansion)
+        limit = ExpansionLimit(source, files.paths, self.max_expansion)
         limit.add(declared_nbytes(columns))
-        for feature in meta.videos:
-            reason = self._why_left_out(meta, feature, columns)
-            if reason is None:
-                columns[names[feature]] = _video_column(meta, feature, columns["timestamp"])
-                how = "are decoded from a video, which keeps them inexactly"
-                notes.append(f"The frames {feature} {how}.")
-            else:
+        for feature, (paths, begins) in meta.videos.items():
+            reason = self._why_left_out(meta.features[feature], paths, columns)
+            if reason is not None:
                 notes.append(f"The video {feature} is left out: {reason}.")
+                continue
+            columns[names[feature]] = images.VideoColumn(
+                paths, begins, ends, columns["timestamp"], _frame(meta, feature), meta.info["fps"]
+            )
+            how = "are decoded from a video, which keeps them inexactly"
+            notes.append(f"The frames {feature} {how}.")
         flags = {
-            name: flag_column(columns.pop(name), name, source) for name in _FLAGS if name in columns
+            name: flag_column(columns.pop(name), name, source) for name in FLAGS if name in columns
         }
         columns |= self._ends(flags, int(ends[-1]))
+        if not flags:
+            notes.append("Nothing tells how episodes ended: all are taken for truncated.")
+        elif DONE in flags and TERMINATED not in flags:
+            other = ", unless they are truncated" * (TRUNCATED in flags)
+            notes.append(
+                f"Steps that are done (next.done) are taken for {self.done}{other} (done=)."
+            )
         metadata = {name: value for name, value in meta.info.items() if not name.endswith("_path")}
-        metadata["tasks"] = meta.tasks
-        yield Table(columns, ends, meta.facts, metadata, (*notes, *self._notes(flags)))
+        yield Table(columns, ends, meta.facts, metadata | {"tasks": meta.tasks}, tuple(notes))
 
     def _why_left_out(
-        self, meta: LeRobotMeta, feature: str, columns: Mapping[str, Column]
+        self, about: Mapping[str, Any], paths: list[str], columns: Mapping[str, Column]
     ) -> str | None:
         """Returns why frames of a video cannot be read; None if they can."""
-        about, (paths, _) = meta.features[feature], meta.videos[feature]
         missing = next((path for path in dict.fromkeys(paths) if not os.path.isfile(path)), None)
         info = about.get("info")
         entries = [about, info if isinstance(info, dict) else {}]
@@ -121,85 +127,72 @@ class LeRobot(TableFormat):
             read = {name: flag[start:stop] for name, flag in flags.items()}
             if TERMINATED not in read and self.done == "truncated":
                 read[TERMINATED] = np.zeros(stop - start, bool)
-            return combined_flags(stop - start, *map(read.get, _FLAGS))
+            return combined_flags(stop - start, *map(read.get, FLAGS))
 
         column = lambda which: DerivedColumn(
             (steps,), np.dtype(bool), lambda start, stop: combined(start, stop)[which]
         )
         return {TERMINATED: column(0), TRUNCATED: column(1)}
 
-    def _notes(self, flags: Mapping[str, Column]) -> tuple[str, ...]:
-        if not flags:
-            return ("Nothing tells how episodes ended: all are taken for truncated.",)
-        if DONE in flags and TERMINATED not in flags:
-            other = ", unless they are truncated" * (TRUNCATED in flags)
-            return (f"Steps that are done (next.done) are taken for {self.done}{other} (done=).",)
-        return ()
-
-
-_metas: StatCache[LeRobotMeta] = StatCache()
-
 
 def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Column], list[str]]:
     """Returns the columns of features in tables, and notes on those that are left out."""
-    present = files.schema.names
-    numeric, _ = arrow.numeric_leaves(files.schema)
-    leaves = {leaf.path[0]: leaf for leaf in numeric if len(leaf.path) == 1}
-    columns, others = dict[str, Column](), list[str]()
+    present, (numbers, _, _) = files.schema.names, arrow.by_type(files.schema)
+    columns, others = dict[str, Column](), list[tuple[str, str]]()
     for name, about in meta.features.items():
         if about["dtype"] == "video":
             continue
         if name not in present:
             raise ValueError(
-                f"{files.path}: expected a column '{name}', as in info.json, got {sorted(present)}."
+                f"{files.paths[0]}: expected a column '{name}', as in info.json, got "
+                f"{sorted(present)}."
             )
         if about["dtype"] == "image":
-            columns[name] = images.ImageColumn(files, name)
-        elif name in leaves:
-            columns[name] = _numbers(files, meta, leaves[name])
+            columns[name] = images.ImageColumn(files, (name,))
+        elif numbers.get(name) == (name,):
+            columns[name] = _number_column(files, meta, name)
         else:
-            others.append(f"{name} ({about['dtype']})")
+            others.append((name, about["dtype"]))
     notes = [*arrow.left_out(others)]
     if strange := ", ".join(name for name in present if name not in meta.features):
         notes.append(f"Columns that are not in info.json are left out: {strange}.")
     return columns, notes
 
 
-def _numbers(files: arrow.ArrowFiles, meta: LeRobotMeta, leaf: arrow.ArrowLeaf) -> Column:
+def _number_column(files: arrow.ArrowFiles, meta: LeRobotMeta, name: str) -> Column:
     """Returns a column in the shape that `info.json` says."""
-    column, name = arrow.ArrowColumn(files, leaf), leaf.name
+    column, path = arrow.ArrowColumn(files, (name,)), files.paths[0]
     is_scalar = not column.shape[1:] and (name in _OWN or name.startswith("next."))
     shape = () if is_scalar else tuple(meta.features[name]["shape"])
     if math.prod(shape) != math.prod(column.shape[1:]):
         raise ValueError(
-            f"{files.path}: column '{name}': expected {list(shape)} for each step, as in "
-            f"info.json, got {list(column.shape[1:])}."
+            f"{path}: column '{name}': expected {list(shape)} for each step, as in info.json, got "
+            f"{list(column.shape[1:])}."
         )
+    stops = np.cumsum(meta.lengths)
 
     def read(start: int, stop: int) -> np.ndarray:
         values = column[start:stop].reshape(stop - start, *shape)
         if name == "episode_index" and not shape:
-            _check_episodes(files.path, start, values, meta.lengths)
+            rows = np.arange(start, stop)
+            episodes = np.searchsorted(stops, rows, side="right")
+            wrong = np.flatnonzero(values != episodes)
+            if len(wrong):
+                raise ValueError(
+                    f"{path}: row {rows[wrong[0]]}: expected a step of episode "
+                    f"{episodes[wrong[0]]}, as lengths tell, got one of {values[wrong[0]]}."
+                )
         return values
 
     return DerivedColumn((len(column), *shape), column.dtype, read)
 
 
-def _check_episodes(path: str, start: int, numbers: np.ndarray, lengths: np.ndarray) -> None:
-    """Refuses rows of other episodes than the lengths tell."""
-    rows = np.arange(start, start + len(numbers))
-    expected = np.searchsorted(np.cumsum(lengths), rows, side="right")
-    wrong = np.flatnonzero(numbers != expected)
-    if len(wrong):
-        raise ValueError(
-            f"{path}: row {rows[wrong[0]]}: expected a step of episode {expected[wrong[0]]}, as "
-            f"lengths tell, got one of {numbers[wrong[0]]}."
-        )
-
-
-def _video_column(meta: LeRobotMeta, feature: str, times: Column) -> Column:
-    """Returns the frames of a feature."""
-    about, (paths, begins) = meta.features[feature], meta.videos[feature]
-    shape = images.channels_last(about["shape"], about.get("names"))
-    ends = np.cumsum(meta.lengths)
-    return images.VideoColumn(paths, begins, ends, times, shape, meta.info["fps"])
+def _frame(meta: LeRobotMeta, feature: str) -> tuple[int, int, int]:
+    """Returns the shape `[height, width, channel]` of frames that may have their channels first."""
+    (first, second, last), names = (
+        meta.features[feature]["shape"],
+        meta.features[feature].get("names"),
+    )
+    named = isinstance(names, list) and names and str(names[0]).startswith("channel")
+    is_first = named or (first in (1, 3, 4) and last not in (1, 3, 4))
+    return (second, last, first) if is_first else (first, second, last)

@@ -8,15 +8,16 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jrb.authoring import require
+from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.reading import arrow
+from jrb.datasets.reading.columns import cached
 from jrb.datasets.reading.names import natural_order
-from jrb.datasets.reading.stat_cache import FileStamps, file_stamps
 
 _INFO = os.path.join("meta", "info.json")
 _MAX_STEPS = 1 << 48  # of one episode
@@ -24,10 +25,16 @@ _OWN = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_in
 _GROUPS = ("stats/", "data/", "videos/", "meta/")
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{0,2})d?)?\}")
-_V2_DATA = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
-_V2_VIDEO = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
-_V3_DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-_V3_VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+_PATHS = {  # of tables and of videos, by version
+    "2": (
+        "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    ),
+    "3": (
+        "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,8 +44,7 @@ class LeRobotMeta:
     Attributes:
         info: `info.json`.
         lengths: int64 `[K]`, the steps of each episode.
-        files: the tables in order.
-        counts: the number of rows of each.
+        counts: the number of rows of each table, by its path, in order.
         facts: arrays `[K]` by name.
         tasks: texts by number.
         videos: for each feature that is a video, the files of all episodes, and float64 `[K]`, the
@@ -47,8 +53,7 @@ class LeRobotMeta:
 
     info: Mapping[str, Any]
     lengths: np.ndarray
-    files: list[str]
-    counts: list[int]
+    counts: Mapping[str, int]
     facts: Mapping[str, np.ndarray]
     tasks: Mapping[int, str]
     videos: Mapping[str, tuple[list[str], np.ndarray]]
@@ -60,53 +65,93 @@ class LeRobotMeta:
 
 
 def is_dataset(path: object) -> bool:
-    """Returns whether a folder has an `info.json` of LeRobot's."""
+    """Returns True if a folder has an `info.json` of LeRobot's."""
     if not isinstance(path, str) or not os.path.isfile(os.path.join(path, _INFO)):
         return False
     try:
-        info = _read_json(os.path.join(path, _INFO))
+        info = read_json(os.path.join(path, _INFO))
     except (ValueError, OSError):
         return False
     return isinstance(info, dict) and {"codebase_version", "features"} <= info.keys()
 
 
-def stamps(root: str) -> FileStamps:
-    """Returns the stamps of all files in `meta/`."""
-    walk = os.walk(os.path.join(root, "meta"))
-    return file_stamps(os.path.join(folder, name) for folder, _, names in walk for name in names)
-
-
 def read(root: str) -> LeRobotMeta:
-    """Reads the metadata of a dataset.
+    """Reads the metadata of a dataset, once as long as they stay the same.
 
     Raises:
         ValueError: it is of another version, something is missing, or does not fit together.
     """
+    walk = os.walk(os.path.join(root, "meta"))
+    files = [os.path.join(folder, name) for folder, _, names in walk for name in names]
+    return cached(files, ("lerobot", root), lambda: _read(root))
+
+
+def _read(root: str) -> LeRobotMeta:
+    info, version = _info(root)
+    path = os.path.join(root, "meta", "episodes.jsonl" if version == "2" else "episodes")
+    lines = _rows(path)
+    numbers = [line.get("episode_index") for line in lines]
+    if not all(type(number) is int for number in numbers):
+        raise ValueError(f"{path}: expected a number 'episode_index' for each episode.")
+    missing = sorted({*range(len(lines))} - {*numbers})
+    if missing or not lines:
+        raise ValueError(
+            f"{path}: expected a table of episodes from 0 to {len(lines) - 1}, got none with the "
+            f"numbers {missing[:5]}."
+        )
+    lines = sorted(lines, key=lambda line: line["episode_index"])
+    for number, line in enumerate(lines):
+        length = line.get("length")
+        if type(length) is not int or not 0 < length < _MAX_STEPS:
+            raise ValueError(
+                f"{path}: episode {number}: length: expected a number above 0, got {length!r}."
+            )
+    lengths = np.array([line["length"] for line in lines], np.int64)
+    stops = np.cumsum(lengths)
+    for name, rows in (("dataset_from_index", stops - lengths), ("dataset_to_index", stops)):
+        for number, (line, row) in enumerate(zip(lines, rows.tolist(), strict=True)):
+            if line.get(name, row) != row:
+                raise ValueError(
+                    f"{path}: episode {number}: {name}: expected {row}, as lengths tell, got "
+                    f"{line[name]!r}."
+                )
+    for name, total in (("episodes", len(lengths)), ("frames", int(lengths.sum()))):
+        if (declared := info.get(f"total_{name}", total)) != total:
+            raise ValueError(
+                f"{root}: {_INFO}: total_{name}: expected {total}, as listed, got {declared!r}."
+            )
+    paths = [
+        info.get(f"{kind}_path") or _PATHS[version][kind == "video"] for kind in ("data", "video")
+    ]
+    fields = _file_fields(path, lines, version, info, "data")
+    files = [_path_in(root, paths[0], **each) for each in fields]
+    counts = dict.fromkeys(files, 0)
+    if 1 + sum(one != other for one, other in itertools.pairwise(files)) != len(counts):
+        raise ValueError(f"{path}: expected the episodes of a file side by side, got them apart.")
+    for file, length in zip(files, lengths.tolist(), strict=True):
+        counts[file] += length
+    videos = dict[str, tuple[list[str], np.ndarray]]()
+    for key in [name for name, about in info["features"].items() if about["dtype"] == "video"]:
+        fields = _file_fields(path, lines, version, info, f"videos/{key}")
+        name = f"videos/{key}/from_timestamp"
+        begins = [0.0 if version == "2" else line.get(name) for line in lines]
+        if not all(isinstance(begin, float | int) for begin in begins):
+            raise ValueError(f"{path}: expected numbers in '{name}'.")
+        files = [_path_in(root, paths[1], video_key=key, **each) for each in fields]
+        videos[key] = files, np.array(begins, np.float64)
+    tasks = _rows(os.path.join(root, "meta", "tasks." + ("jsonl" if version == "2" else "parquet")))
+    return LeRobotMeta(info, lengths, counts, _facts(lines), _tasks(tasks), videos)
+
+
+def _info(root: str) -> tuple[dict[str, Any], str]:
+    """Reads `info.json`, and returns it and the number of the version."""
     path = os.path.join(root, _INFO)
     if not os.path.isfile(path):
         raise ValueError(f"{root}: expected {_INFO}, found none.")
-    info = _read_json(path)
-    _check_info(info, path)
-    version = re.fullmatch(r"v?([23])\.\d+", str(info["codebase_version"]))
-    if version is None:
-        raise ValueError(
-            f"{path}: codebase_version: expected v2 or v3, got {info['codebase_version']!r}. "
-            "Convert it with LeRobot."
-        )
-    meta = (_version_2 if version[1] == "2" else _version_3)(root, info)
-    for name, total in (("episodes", len(meta.lengths)), ("frames", int(meta.lengths.sum()))):
-        declared = info.get(f"total_{name}", total)
-        if declared != total:
-            raise ValueError(
-                f"{path}: total_{name}: expected {total}, as listed, got {declared!r}."
-            )
-    return meta
-
-
-def _check_info(info: Any, path: str) -> None:
-    """Refuses an `info.json` of another form."""
+    info = read_json(path)
     if not isinstance(info, dict) or "codebase_version" not in info:
         raise ValueError(f"{path}: expected 'codebase_version', got {info!r:.80}.")
+    version = re.fullmatch(r"v?([23])\.\d+", str(info["codebase_version"]))
     fps, features = info.get("fps"), info.get("features")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not fps > 0:
         raise ValueError(f"{path}: fps: expected a number above 0, got {fps!r}.")
@@ -117,6 +162,15 @@ def _check_info(info: Any, path: str) -> None:
     for name in features:
         if "/" in name or "\0" in name or not name.strip("."):
             raise ValueError(f"{path}: features: expected names without a slash, got {name!r}.")
+    if version is None:
+        raise ValueError(
+            f"{path}: codebase_version: expected v2 or v3, got {info['codebase_version']!r}. "
+            "Convert it with LeRobot."
+        )
+    size = info.get("chunks_size", 1000)
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{path}: chunks_size: expected a number above 0, got {size!r}.")
+    return info, version[1]
 
 
 def _is_feature(about: Any) -> bool:
@@ -126,80 +180,27 @@ def _is_feature(about: Any) -> bool:
     return all(type(size) is int and size >= 0 for size in shape)
 
 
-def _version_2(root: str, info: dict[str, Any]) -> LeRobotMeta:
-    """Reads the metadata of a table for each episode."""
-    path = os.path.join(root, "meta", "episodes.jsonl")
-    if not os.path.isfile(path):
-        raise ValueError(f"{path}: expected a file, found none.")
-    lines = _sorted_episodes(_read_lines(path), path)
-    lengths = _lengths(lines, path)
-    size = info.get("chunks_size", 1000)
-    if type(size) is not int or size < 1:
-        raise ValueError(f"{root}: chunks_size: expected a number above 0, got {size!r}.")
-    fields = [{"episode_chunk": k // size, "episode_index": k} for k in range(len(lines))]
-    data, video = info.get("data_path") or _V2_DATA, info.get("video_path") or _V2_VIDEO
-    files = [_path_in(root, data, **each) for each in fields]
-    videos = {
-        key: (
-            [_path_in(root, video, video_key=key, **each) for each in fields],
-            np.zeros(len(fields)),
-        )
-        for key in _video_keys(info)
-    }
-    tasks = _tasks(_read_lines(os.path.join(root, "meta", "tasks.jsonl")))
-    return LeRobotMeta(info, lengths, files, lengths.tolist(), _facts(lines), tasks, videos)
-
-
-def _version_3(root: str, info: dict[str, Any]) -> LeRobotMeta:
-    """Reads the metadata of tables with many episodes each."""
-    folder = os.path.join(root, "meta", "episodes")
-    lines = _read_tables(folder)
-    if not lines:
-        raise ValueError(f"{folder}: expected a table of episodes, found none.")
-    lines = _sorted_episodes(lines, folder)
-    lengths = _lengths(lines, folder)
-    _check_rows(lines, lengths, folder)
-    data, video = info.get("data_path") or _V3_DATA, info.get("video_path") or _V3_VIDEO
-    files = [_path_in(root, data, **_file_fields(line, "data", folder)) for line in lines]
-    counts = dict.fromkeys(files, 0)
-    if 1 + sum(one != other for one, other in itertools.pairwise(files)) != len(counts):
-        raise ValueError(f"{folder}: expected the episodes of a file side by side, got them apart.")
-    for file, length in zip(files, lengths.tolist(), strict=True):
-        counts[file] += length
-    videos = {}
-    for key in _video_keys(info):
-        fields = [_file_fields(line, f"videos/{key}", folder) for line in lines]
-        begins = [line.get(f"videos/{key}/from_timestamp") for line in lines]
-        if not all(isinstance(begin, float | int) for begin in begins):
-            raise ValueError(f"{folder}: expected numbers in 'videos/{key}/from_timestamp'.")
-        paths = [_path_in(root, video, video_key=key, **each) for each in fields]
-        videos[key] = paths, np.array(begins, np.float64)
-    tasks = _tasks(_read_tables(os.path.join(root, "meta", "tasks.parquet")))
-    facts = _facts(lines)
-    return LeRobotMeta(info, lengths, [*counts], [*counts.values()], facts, tasks, videos)
-
-
-def _file_fields(line: Mapping[str, Any], group: str, where: str) -> dict[str, Any]:
-    """Returns chunk and number of the file that an episode is in."""
-    fields = {name: line.get(f"{group}/{name}") for name in ("chunk_index", "file_index")}
-    if not all(type(number) is int and number >= 0 for number in fields.values()):
-        raise ValueError(
-            f"{where}: episode {line.get('episode_index')}: expected numbers in "
-            f"'{group}/chunk_index' and '{group}/file_index', got {list(fields.values())}."
-        )
+def _file_fields(
+    where: str,
+    lines: Sequence[Mapping[str, Any]],
+    version: str,
+    info: Mapping[str, Any],
+    group: str,
+) -> list[dict[str, Any]]:
+    """Returns the numbers in the paths of the files that episodes are in."""
+    if version == "2":
+        size = info.get("chunks_size", 1000)
+        return [{"episode_chunk": k // size, "episode_index": k} for k in range(len(lines))]
+    fields = [
+        {n: line.get(f"{group}/{n}") for n in ("chunk_index", "file_index")} for line in lines
+    ]
+    for episode, each in enumerate(fields):
+        if not all(type(number) is int and number >= 0 for number in each.values()):
+            raise ValueError(
+                f"{where}: episode {episode}: expected numbers in '{group}/chunk_index' and "
+                f"'{group}/file_index', got {list(each.values())}."
+            )
     return fields
-
-
-def _check_rows(lines: Sequence[dict[str, Any]], lengths: np.ndarray, where: str) -> None:
-    """Refuses episodes whose rows do not follow each other."""
-    ends = arrow.starts_of(lengths).tolist()
-    for name, rows in (("dataset_from_index", ends[:-1]), ("dataset_to_index", ends[1:])):
-        for number, (line, row) in enumerate(zip(lines, rows, strict=True)):
-            if line.get(name, row) != row:
-                raise ValueError(
-                    f"{where}: episode {number}: {name}: expected {row}, as lengths tell, got "
-                    f"{line[name]!r}."
-                )
 
 
 def _path_in(root: str, template: Any, **fields: Any) -> str:
@@ -208,29 +209,25 @@ def _path_in(root: str, template: Any, **fields: Any) -> str:
     Raises:
         ValueError: it has fields that are not known, or leads out of the folder.
     """
+    where = f"{root}: {_INFO}"
     if not isinstance(template, str):
-        raise ValueError(f"{root}: {_INFO}: expected the template of a path, got {template!r}.")
+        raise ValueError(f"{where}: expected the template of a path, got {template!r}.")
     for match in _FIELD.finditer(template):
         if match[1] not in fields:
-            raise ValueError(
-                f"{root}: {_INFO}: expected a path of {sorted(fields)}, got {template!r}."
-            )
+            raise ValueError(f"{where}: expected a path of {sorted(fields)}, got {template!r}.")
 
     def replaced(match: re.Match[str]) -> str:
         value = fields[match[1]]
         return f"{value:0{match[2] or 0}d}" if isinstance(value, int) else value
 
+    # Not `str.format`, which reads attributes (`{video_key.__class__}`).
     name = _FIELD.sub(replaced, template)
     parts = re.split(r"[/\\]", name)
-    if set(name) & set("{}\0:") or any(part in ("", ".", "..") for part in parts):
+    if set(name) & set("{}\0:") or not {"", ".", ".."}.isdisjoint(parts):
         raise ValueError(
-            f"{root}: {_INFO}: expected the template of a path within the folder, got {template!r}."
+            f"{where}: expected the template of a path within the folder, got {template!r}."
         )
     return os.path.join(root, *parts)
-
-
-def _video_keys(info: Mapping[str, Any]) -> list[str]:
-    return [name for name, about in info["features"].items() if about["dtype"] == "video"]
 
 
 def _facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -258,65 +255,31 @@ def _tasks(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     return dict(sorted(tasks.items()))
 
 
-def _sorted_episodes(lines: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
-    """Returns the episodes by their numbers; refuses gaps."""
-    numbers = [line.get("episode_index") for line in lines]
-    if not all(type(number) is int for number in numbers):
-        raise ValueError(f"{path}: expected a number 'episode_index' for each episode.")
-    missing = sorted(set(range(len(lines))) - set(numbers))
-    if missing or not lines:
-        raise ValueError(
-            f"{path}: expected episodes from 0 to {len(lines) - 1}, got none with the numbers "
-            f"{missing[:5]}."
-        )
-    return sorted(lines, key=lambda line: line["episode_index"])
+def _rows(path: str) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines, a table, or the tables in the folders of a folder.
 
-
-def _lengths(lines: Sequence[Mapping[str, Any]], path: str) -> np.ndarray:
-    """Returns the lengths of episodes, int64 `[K]`."""
-    lengths = [line.get("length") for line in lines]
-    for number, length in enumerate(lengths):
-        if type(length) is not int or not 0 < length < _MAX_STEPS:
-            raise ValueError(
-                f"{path}: episode {number}: length: expected a number above 0, got {length!r}."
-            )
-    return np.array(lengths, np.int64)
-
-
-def _read_json(path: str) -> Any:
-    with open(path, encoding="utf-8") as file:
+    Columns of statistics are left out. There are no rows where there is no file.
+    """
+    rows = list[dict[str, Any]]()
+    if path.endswith(".jsonl"):
+        lines = []
+        if os.path.isfile(path):
+            with open(path, encoding="utf-8") as file:
+                lines = [line for line in file if line.strip()]
         try:
-            return json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected JSON, got something else: {error}") from error
-
-
-def _read_lines(path: str) -> list[dict[str, Any]]:
-    """Reads the dicts of a file of JSON lines; none if there is no such file."""
-    if not os.path.isfile(path):
-        return []
-    with open(path, encoding="utf-8") as file:
-        try:
-            lines = [json.loads(line) for line in file if line.strip()]
+            rows = [json.loads(line) for line in lines]
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: expected lines of JSON, got others: {error}") from error
-    if not all(isinstance(line, dict) for line in lines):
-        raise ValueError(f"{path}: expected a dict of JSON in each line, got others.")
-    return lines
-
-
-def _read_tables(path: str) -> list[dict[str, Any]]:
-    """Reads the rows of a table, or of those in the folders of a folder, without statistics."""
-    parquet, rows = require("pyarrow.parquet", "datasets"), list[dict[str, Any]]()
-    for table in _tables(path):
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError(f"{path}: expected a dict of JSON in each line, got others.")
+        return rows
+    parquet = require("pyarrow.parquet", "datasets")
+    chunks = sorted(os.listdir(path), key=natural_order) if os.path.isdir(path) else [""]
+    for table in [
+        each for chunk in chunks for each in arrow.tables(os.path.join(path, chunk).rstrip("/"))
+    ]:
         with arrow.refused(table):
             names = parquet.read_schema(table).names
             names = [name for name in names if not name.startswith("stats/")]
             rows += parquet.ParquetFile(table).read(names).to_pylist()
     return rows
-
-
-def _tables(path: str) -> Iterator[str]:
-    chunks = sorted(os.listdir(path), key=natural_order) if os.path.isdir(path) else [""]
-    for chunk in chunks:
-        yield from arrow.tables(os.path.join(path, chunk) if chunk else path)

@@ -15,22 +15,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jrb.authoring import checks
-from jrb.datasets.format import Description, Episode, Indexed, Source
+from jrb.datasets.format import Source
 from jrb.datasets.reading import npz
 from jrb.datasets.reading.columns import (
     DONE,
+    FLAGS,
     TERMINATED,
-    TRUNCATED,
     Column,
+    EpisodeFormat,
     Table,
+    by_content,
     check_roles_present,
     is_seen,
-    left_out_note,
     rows_at,
     table_of,
+    with_next,
 )
-from jrb.datasets.reading.mapping import to_ted
-from jrb.datasets.reading.names import natural_order
+from jrb.datasets.reading.names import natural_order, to_ted
 from jrb.keys import Keys, within
 
 _FLAGS = {"is_terminal": TERMINATED, "is_last": DONE, "is_first": None}
@@ -41,7 +42,7 @@ _ARRIVES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class NpzEpisodes(Indexed):
+class NpzEpisodes(EpisodeFormat):
     """A folder of `.npz` files, one for each episode, in the natural order of their names.
 
     Observations have as many rows as actions, or one more. Without flags of ends, an episode whose
@@ -65,55 +66,51 @@ class NpzEpisodes(Indexed):
         if self.arrives is not None:
             checks.flag("arrives", self.arrives)
 
+    def files(self, source: Source) -> list[str]:
+        """Returns the files in order."""
+        if not isinstance(source, str) or not os.path.isdir(source):
+            return []
+        names = (name for name in os.listdir(source) if name.endswith(".npz") and name[0] != ".")
+        return [os.path.join(source, name) for name in sorted(names, key=natural_order)]
+
     def matches(self, source: Source) -> bool:
-        """Returns whether there are such files."""
-        return bool(_files(source))
+        """Returns True if there are such files."""
+        return bool(self.files(source))
 
     def snapshot(self, source: Source) -> "NpzEpisodes":
         """Returns the format with `arrives` as the first file shows it."""
-        paths = _files(source)
+        paths = self.files(source)
         if self.arrives is not None or not paths:
             return self
-        with npz.opened(paths[0], self.max_expansion) as archive:
-            columns = self._columns(paths[0], archive)
+        with npz.opened(paths[0], self.max_expansion) as arrays:
+            columns = self._columns(paths[0], by_content(arrays)[0])
             led = [name for name in columns if within(name, "action") or name == "next/reward"]
             is_zero = not any(columns[name][:1].any() for name in led)
-            arrives = is_zero and bool({"discount", "is_first"} & archive.columns.keys())
+            arrives = is_zero and bool({"discount", "is_first"} & arrays.keys())
         return dataclasses.replace(self, arrives=arrives)
 
-    def describe(self, source: Source) -> Description:
-        """Describes the dataset, from the shapes and flags of all files."""
-        paths = _files(source)
+    def about(
+        self, source: Source
+    ) -> tuple[int, Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
+        """Returns the names of the files as a fact."""
+        paths = self.files(source)
         if not paths:
             raise ValueError(f"{source}: expected {self.looks_for}, got none.")
-        spec, lengths, is_cut, notes = None, list[int](), list[bool](), dict[str, None]()
-        for path in paths:
-            with npz.opened(path, self.max_expansion) as archive:
-                table = self._table(path, archive)
-                spec = table.spec if spec is None else spec
-                if table.spec != spec:
-                    raise ValueError(
-                        f"{path}: expected the leaves of {paths[0]}, {spec}, got {table.spec}."
-                    )
-                lengths.append(int(table.ends[0]))
-                is_cut.append(bool(table.is_cut[0]))
-                notes |= dict.fromkeys(table.notes)
-        facts = {"file": np.array([os.path.basename(path) for path in paths])}
-        cut = np.array(is_cut) if any(is_cut) else None
-        return Description(spec, np.array(lengths, np.int64), cut, facts, notes=tuple(notes))
+        return len(paths), {"file": np.array([os.path.basename(path) for path in paths])}, {}, ()
 
-    def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the episodes of these numbers."""
-        paths = _files(source)
+    def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
+        """Yields the tables of episodes, and the file of each."""
+        paths = self.files(source)
         for number in numbers:
-            with npz.opened(paths[number], self.max_expansion) as archive:
-                table = self._table(paths[number], archive)
-                yield table.rows(0, int(table.ends[0]))
+            with npz.opened(paths[number], self.max_expansion) as arrays:
+                every, texts, others = by_content(arrays)
+                columns = self._columns(paths[number], every)
+                yield paths[number], self._table(paths[number], columns, others | texts.keys())
 
-    def _columns(self, path: str, archive: npz.Archive) -> dict[str, Column]:
+    def _columns(self, path: str, arrays: Mapping[str, Column]) -> dict[str, Column]:
         """Returns the arrays by their leaves in TED."""
-        leaves = to_ted(archive.columns, self.mapping, path)
-        columns = {leaves[name]: column for name, column in archive.columns.items()}
+        leaves = to_ted(arrays, self.mapping, path)
+        columns = {leaves[name]: column for name, column in arrays.items()}
         check_roles_present(path, columns, leaves, ("observation", "action"))
         for name, leaf in _FLAGS.items():
             flag = columns.pop(name, None)
@@ -121,9 +118,8 @@ class NpzEpisodes(Indexed):
                 columns.setdefault(leaf, flag)
         return columns
 
-    def _table(self, path: str, archive: npz.Archive) -> Table:
+    def _table(self, path: str, columns: Mapping[str, Column], left_out: set[str]) -> Table:
         """Returns the steps of a file, without a row that has no action or no step after it."""
-        columns = self._columns(path, archive)
         counts = {len(column) for name, column in columns.items() if not is_seen(name)}
         stops = {len(column) for name, column in columns.items() if is_seen(name)}
         count, stop = min(counts), min(stops)
@@ -132,27 +128,21 @@ class NpzEpisodes(Indexed):
         if len(counts) > 1 or len(stops) > 1 or stop not in (count, count + 1) or steps < 1:
             rows = {name: len(column) for name, column in columns.items()}
             raise ValueError(f"{path}: expected steps of one number in all arrays, got {rows}.")
-        rows, parts = np.arange(steps), dict[str, Column]()
-        for name, column in columns.items():
-            parts[name] = rows_at(column, rows + (0 if is_seen(name) else first))
-            if is_seen(name) and stop > steps:
-                parts[f"next/{name}"] = rows_at(column, rows + 1)
-        if not parts.keys() & {TERMINATED, TRUNCATED, DONE}:
+        if first:
+            rows = np.arange(1, count)
+            columns = {
+                name: column if is_seen(name) else rows_at(column, rows)
+                for name, column in columns.items()
+            }
+        columns = with_next(columns, steps, ("observation",))
+        if columns.keys().isdisjoint(FLAGS):
             terminated = np.zeros(steps, bool)
-            terminated[-1] = "discount" in parts and not parts["discount"][-1:].any()
-            parts[TERMINATED] = terminated
-        notes = (_ARRIVES,) * first + left_out_note([*archive.texts, *archive.left_out])
-        table = table_of(path, parts, notes=notes)
+            terminated[-1] = "discount" in columns and not columns["discount"][steps - 1 :].any()
+            columns[TERMINATED] = terminated
+        table = table_of(path, columns, notes=(_ARRIVES,) * first, left_out=left_out)
         if len(table.ends) > 1:
             raise ValueError(
                 f"{path}: expected one episode in the file, got one that ends after "
                 f"{table.ends[0]} of {steps} steps."
             )
         return table
-
-
-def _files(source: Source) -> list[str]:
-    if not isinstance(source, str) or not os.path.isdir(source):
-        return []
-    names = (name for name in os.listdir(source) if name.endswith(".npz") and name[0] != ".")
-    return [os.path.join(source, name) for name in sorted(names, key=natural_order)]

@@ -20,14 +20,13 @@ from jrb.datasets.reading import npz
 from jrb.datasets.reading.columns import (
     TERMINATED,
     TRUNCATED,
-    Column,
     Table,
     TableFormat,
+    by_content,
     check_lengths,
-    check_names_present,
+    check_present,
     ends_of,
     flag_column,
-    left_out_note,
     rows_at,
 )
 
@@ -48,34 +47,41 @@ class OGBench(TableFormat):
     looks_for: ClassVar[str] = f"an .npz file with {', '.join(_NEEDED)} and no rewards"
 
     def matches(self, source: Source) -> bool:
-        """Returns whether the arrays are there, and no rewards."""
+        """Returns True if the arrays are there, and no rewards."""
         names = npz.top(source).keys()
         return set(_NEEDED) <= names and not any(name.startswith("reward") for name in names)
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file, without the last row of each episode."""
-        with npz.opened(source, self.max_expansion) as archive:
-            check_names_present(source, archive.columns, _NEEDED)
-            check_lengths(source, archive.columns)
-            stops = ends_of(flag_column(archive.columns["terminals"], "terminals", source)[:])
+        with npz.opened(source, self.max_expansion) as every:
+            arrays, texts, others = by_content(every)
+            check_present(source, arrays, _NEEDED)
+            check_lengths(source, arrays)
+            stops = ends_of(flag_column(arrays["terminals"], "terminals", source)[:])
             short = np.flatnonzero(np.diff(stops, prepend=0) < 2)
             if len(short):
                 raise ValueError(
                     f"{source}: 'terminals': expected two rows or more of each episode, got one of "
                     f"episode {short[0]}."
                 )
-            is_step = np.ones(int(stops[-1]) if len(stops) else 0, bool)
-            is_step[stops - 1] = False
-            rows, ends = np.flatnonzero(is_step), stops - np.arange(1, len(stops) + 1)
-            columns: dict[str, Column] = {
+            rows = np.delete(np.arange(len(arrays["terminals"])), stops - 1)
+            ends, observation = stops - np.arange(1, len(stops) + 1), arrays["observations"]
+            columns = {
                 _NAMES.get(name, name): rows_at(array, rows)
-                for name, array in archive.columns.items()
+                for name, array in arrays.items()
                 if name != "terminals"
             }
-            columns["next/observation"] = rows_at(archive.columns["observations"], rows + 1)
-            truncated = np.zeros(len(rows), bool)
-            truncated[ends - 1] = True
-            columns |= {TERMINATED: np.zeros_like(truncated), TRUNCATED: truncated}
-            notes = _NOTES + left_out_note([*archive.texts, *archive.left_out])
-            yield Table(columns, ends, notes=notes)
+            truncated = np.isin(np.arange(len(rows)), ends - 1)
+            terminated = np.zeros_like(truncated)
+            yield Table(
+                {
+                    **columns,
+                    "next/observation": rows_at(observation, rows + 1),
+                    TERMINATED: terminated,
+                    TRUNCATED: truncated,
+                },
+                ends,
+                notes=_NOTES,
+                left_out=others | texts.keys(),
+            )

@@ -1,30 +1,34 @@
 """Recordings of `jrb.datasets.Recorder`: Parquet files with one row per step.
 
-T steps, K episodes, G groups of rows, E environments.
+T steps, K episodes, E environments.
 """
 
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 
-from jrb.authoring import ExpansionLimit, declared_nbytes, require
+from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.checkpoint import DamagedError
-from jrb.datasets.format import Description, Format, Source
-from jrb.datasets.reading.arrow import refused, starts_of
-from jrb.datasets.reading.columns import Table, TableFormat
-from jrb.datasets.reading.stat_cache import file_stamps
-from jrb.datasets.reading.vectorized import is_set
+from jrb.datasets.format import Format, Source
+from jrb.datasets.reading import arrow
+from jrb.datasets.reading.columns import (
+    TERMINATED,
+    TRUNCATED,
+    VALID,
+    DerivedColumn,
+    Table,
+    TableFormat,
+    cached,
+    is_set,
+    rows_at,
+)
 from jrb.datasets.recording import parts
-from jrb.datasets.recording.parts import ENV, EPISODE, TERMINATED, TRUNCATED, RecordedLeaf
-
-_OPEN = 32  # files
-_VALID = "next/valid"
+from jrb.datasets.recording.parts import ENV, EPISODE, RecordedLeaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,31 +60,17 @@ class Recorded(TableFormat):
         """Returns the format for the parts that are there now."""
         return dataclasses.replace(self, sealed=self._sealed(source))
 
-    def describe(self, source: Source) -> Description:
-        """Returns what there is; steps whose next observation is not there end episodes."""
-        description, (table, valid) = super().describe(source), self._opened(source)
-        if valid is None:
-            return description
-        last = table.ends - 1
-        if not np.delete(valid, last).all():
-            raise ValueError(
-                f"{source}: leaf '{_VALID}': expected True but for last steps of episodes, got "
-                "others."
-            )
-        return dataclasses.replace(
-            description, cut=~valid[last] & ~table.columns[TERMINATED][:][last]
-        )
-
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Yields the columns."""
-        yield self._opened(source)[0]
-
-    def _opened(self, source: Source) -> tuple[Table, np.ndarray | None]:
-        path, sealed = os.path.realpath(source), self._sealed(source)
-        names = [parts.part_name(w, number) for w, count in sealed for number in range(count)]
-        identity = file_stamps([os.path.join(path, name) for name in names])
-        return _opened(path, sealed, identity, self.max_expansion)
+        sealed = self._sealed(source)
+        paths = [
+            os.path.join(os.path.realpath(source), parts.part_name(writer, number))
+            for writer, count in sealed
+            for number in range(count)
+        ]
+        key = (self.max_expansion, sealed)
+        yield cached(paths, key, lambda: _table(source, paths, sealed, self.max_expansion))
 
     def _sealed(self, source: Source) -> tuple[tuple[str, int], ...]:
         if self.sealed:
@@ -90,146 +80,85 @@ class Recorded(TableFormat):
         return tuple(parts.part_counts(source).items())
 
 
-class _Rows:
-    """The rows of all parts, a group at a time.
+class RecordedColumn(arrow.ArrowColumn):
+    """A leaf of the rows of all parts, in the shape and dtype of their schema.
 
     Args:
-        paths: of the parts.
-        schema: of Arrow, which all parts have.
-
-    Attributes:
-        starts: int64 `[G + 1]`, the number of rows before each group, and of all.
-    """
-
-    def __init__(self, paths: list[str], schema: Any) -> None:
-        self._paths, self._schema = paths, schema
-        self._groups: list[tuple[int, int]] = []  # a part, and a group in it
-        counts: list[int] = []
-        self._open = functools.lru_cache(maxsize=_OPEN)(self._opened)
-        for number, path in enumerate(paths):
-            with refused(path):
-                about = self._open(number).metadata
-            groups = range(about.num_row_groups)
-            self._groups += [(number, group) for group in groups]
-            counts += [about.row_group(group).num_rows for group in groups]
-        self.starts = starts_of(counts)
-
-    def _opened(self, number: int) -> Any:
-        parquet, path = require("pyarrow.parquet", "datasets"), self._paths[number]
-        file = parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
-        if not file.schema_arrow.equals(self._schema):
-            raise ValueError(
-                f"{path}: expected the columns {self._schema.names}, as in the first part, got "
-                f"{file.schema_arrow.names}."
-            )
-        return file
-
-    def read(self, leaf: RecordedLeaf, column_name: str, group: int) -> np.ndarray:
-        """Returns a column, which holds a leaf, in a group of rows."""
-        number, inside = self._groups[group]
-        with refused(self._paths[number]):
-            table = self._open(number).read_row_group(inside, [column_name], use_threads=False)
-            column = table.column(column_name).combine_chunks()
-            column.validate(full=True)
-        rows = int(self.starts[group + 1] - self.starts[group])
-        if len(column) != rows or column.null_count:
-            raise ValueError(
-                f"{self._paths[number]}: column '{column_name}': expected {rows} values in group "
-                f"{inside}, got {len(column) - column.null_count}."
-            )
-        return leaf.decode(column)
-
-    def read_all(self, name: str) -> np.ndarray:
-        """Returns a column of single numbers of all rows."""
-        leaf = RecordedLeaf(name, parts.TYPES[name], ())
-        pieces = [self.read(leaf, name, group) for group in range(len(self._groups))]
-        return np.concatenate([np.zeros(0, leaf.numpy), *pieces])
-
-    def writer_of(self, writers: np.ndarray) -> np.ndarray:
-        """Returns the writer of each row, from those of parts."""
-        numbers = [writers[part] for part, _ in self._groups]
-        return np.repeat(np.array(numbers, np.int64), np.diff(self.starts))
-
-
-class _RecordedColumn:
-    """A leaf of all steps, episode after episode.
-
-    Args:
-        rows: of all parts.
+        files: the parts.
         leaf: of the items.
-        order: int64 `[T]`, the row of each step.
+        column: the name of the column.
     """
 
-    def __init__(self, rows: _Rows, leaf: RecordedLeaf, order: np.ndarray) -> None:
-        self._rows, self._leaf, self._order = rows, leaf, order
-        self._read = functools.lru_cache(maxsize=4)(functools.partial(rows.read, leaf, leaf.column))
+    def __init__(self, files: arrow.ArrowFiles, leaf: RecordedLeaf, column: str) -> None:
+        super().__init__(files, (column,))
+        self._leaf = leaf
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`[T, ...]`."""
-        return (len(self), *self._leaf.shape)
+    @functools.cached_property
+    def _example(self) -> np.ndarray:
+        return np.zeros((1, *self._leaf.shape), self._leaf.numpy)
 
-    @property
-    def dtype(self) -> np.dtype:
-        """NumPy's dtype."""
-        return self._leaf.numpy
-
-    def __len__(self) -> int:
-        """T."""
-        return len(self._order)
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        """Returns these steps `[n, ...]`, an array of their own."""
-        rows = self._order[part]
-        steps = np.zeros((len(rows), *self._leaf.shape), self.dtype)
-        groups = np.searchsorted(self._rows.starts, rows, side="right") - 1
-        bounds = np.flatnonzero(np.diff(groups, prepend=-1, append=-1))
-        for start, stop in itertools.pairwise(bounds) if self._leaf.width else ():
-            group = int(groups[start])
-            steps[start:stop] = self._read(group)[rows[start:stop] - self._rows.starts[group]]
-        return steps
+    def _values(self, piece: Any) -> np.ndarray:
+        kind = self._leaf.column_type
+        self._check(piece.type == kind, str(kind), str(piece.type))
+        self._check(piece.null_count == 0, "values everywhere", "a null")
+        return self._leaf.decode(piece)
 
 
-@functools.lru_cache(maxsize=4)
-def _opened(
-    path: str, sealed: tuple[tuple[str, int], ...], identity: Any, max_expansion: float
-) -> tuple[Table, np.ndarray | None]:
-    """Returns all steps, and for datasets that were written as a whole `next/valid`, bool `[T]`.
+def _table(
+    source: str, paths: list[str], sealed: tuple[tuple[str, int], ...], max_expansion: float
+) -> Table:
+    """Returns all steps.
 
     Args:
-        path: of the recording.
+        source: the recording.
+        paths: of its parts.
         sealed: the writers, and how many of their parts count.
-        identity: tells the files from others that are put in their place.
         max_expansion: see `Format`.
     """
-    schemas = [parts.schema_of(os.path.join(path, parts.part_name(w, 0))) for w, _ in sealed]
-    paths, writers = [], []
-    for number, ((name, count), schema) in enumerate(zip(sealed, schemas, strict=True)):
-        parts.check_same_leaves(path, schemas[0], name, schema)
-        paths += [os.path.join(path, parts.part_name(name, part)) for part in range(count)]
-        writers += [number] * count
-    rows = _Rows(paths, schemas[0].arrow)
-    env, writer = rows.read_all(ENV).astype(np.int64), rows.writer_of(np.array(writers))
-    order = np.lexsort((env, writer))  # stable: the rows of a stream stay in the order of time
-    columns: dict[str, Any] = {
-        leaf.name: _RecordedColumn(rows, leaf, order) for leaf in schemas[0].leaves
+    begins = np.cumsum([0, *(count for _, count in sealed)])
+    schemas = [parts.schema_of(paths[begin]) for begin in begins[:-1]]
+    for (name, _), schema in zip(sealed, schemas, strict=True):
+        parts.check_same_leaves(source, schemas[0], name, schema)
+    files = arrow.ArrowFiles(paths)
+    numbers = {
+        name: RecordedColumn(files, RecordedLeaf(name, dtype, ()), name)[:]
+        for name, dtype in parts.TYPES.items()
+        if name != parts.STEP
     }
-    ExpansionLimit(path, paths, max_expansion).add(declared_nbytes(columns))
-    columns |= {name: rows.read_all(name)[order] for name in (TERMINATED, TRUNCATED)}
-    episode, env, writer = rows.read_all(EPISODE)[order], env[order], writer[order]
+    of_part = np.repeat(np.arange(len(sealed)), np.diff(begins))
+    writer = np.repeat(of_part, np.diff(files.starts))
+    env = numbers[ENV].astype(np.int64)
+    order = np.lexsort((env, writer))  # stable: the rows of a stream stay in the order of time
+    columns: dict[str, Any] = {}
+    for leaf in schemas[0].leaves:
+        column = RecordedColumn(files, leaf, leaf.column)
+        # Leaves without numbers have no column.
+        zeros = lambda start, stop, leaf=leaf: np.zeros((stop - start, *leaf.shape), leaf.numpy)
+        empty = DerivedColumn((len(order), *leaf.shape), leaf.numpy, zeros)
+        columns[leaf.name] = rows_at(column, order) if leaf.width else empty
+    ExpansionLimit(source, paths, max_expansion).add(declared_nbytes(columns))
+    columns |= {name: numbers[name][order] for name in (TERMINATED, TRUNCATED)}
+    episode, env, writer = numbers[EPISODE][order], env[order], writer[order]
     is_last = lambda *keys: sum(np.diff(key, append=key[-1:] + 1) != 0 for key in keys) > 0
     ends = np.flatnonzero(is_last(episode, env, writer)) + 1
     metadata = {name: value for schema in schemas for name, value in schema.metadata.items()}
     notes = tuple(dict.fromkeys(note for schema in schemas for note in schema.notes))
-    if (facts := schemas[0].facts) is not None and len(schemas) == 1:
+    facts, cut = schemas[0].facts, None
+    if facts is not None and len(schemas) == 1:  # a dataset that was written as a whole
         if any(len(fact) != len(ends) for fact in facts.values()):
-            raise DamagedError(f"{path}: expected facts of {len(ends)} episodes, got others.")
-        valid = columns.pop(_VALID, None)
-        valid = None if valid is None else is_set(valid[:])
-        return Table(columns, ends, facts, metadata, notes), valid
+            raise DamagedError(f"{source}: expected facts of {len(ends)} episodes, got others.")
+        if VALID in columns:  # `Dataset` adds it again
+            valid = is_set(columns.pop(VALID)[:])
+            if not np.delete(valid, ends - 1).all():
+                raise ValueError(
+                    f"{source}: leaf '{VALID}': expected True but for last steps of episodes, got "
+                    "others."
+                )
+            cut = ~valid[ends - 1] & ~columns[TERMINATED][ends - 1]
+        return Table(columns, ends, facts, metadata, notes, cut=cut)
     last = np.flatnonzero(is_last(env, writer))
     if num_running := int((~(columns[TERMINATED] | columns[TRUNCATED])[last]).sum()):
         notes += (f"{num_running} episodes had not ended when their last part was sealed.",)
     metadata["writers"] = [name for name, _ in sealed]
     facts = {"env": env[ends - 1], "writer": writer[ends - 1]}
-    return Table(columns, ends, facts, metadata, notes), None
+    return Table(columns, ends, facts, metadata, notes)

@@ -13,9 +13,20 @@ import numpy as np
 from jrb import interop
 from jrb.authoring import leaf_names
 from jrb.datasets.format import Source
-from jrb.datasets.reading.columns import DerivedColumn, Table, TableFormat
-from jrb.datasets.reading.stat_cache import StatCache, file_stamps
-from jrb.datasets.reading.vectorized import episode_order, table_in_ted
+from jrb.datasets.reading.columns import (
+    DONE,
+    DONE_NOTE,
+    FLAGS,
+    TERMINATED,
+    TRUNCATED,
+    DerivedColumn,
+    Table,
+    TableFormat,
+    cached,
+    combined_flags,
+    is_set,
+)
+from jrb.datasets.reading.names import leaves_in_ted
 from jrb.keys import Keys, lookup
 
 _WRITER = os.path.join("writer", "metadata.json")
@@ -46,7 +57,7 @@ class TorchRL(TableFormat):
     keys: Keys = _KEYS
 
     def matches(self, source: Source) -> bool:
-        """Returns whether there are a storage and the position of its writer."""
+        """Returns True if there are a storage and the position of its writer."""
         if not isinstance(source, str) or not os.path.isdir(source):
             return False
         if not any(os.path.isfile(os.path.join(source, "storage", name)) for name in _STORAGES):
@@ -60,46 +71,66 @@ class TorchRL(TableFormat):
     @contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens a dump; steps of the default layout stay on the disk until they are read."""
-        key = source, self.keys, self.max_expansion, file_stamps([os.path.join(source, _WRITER)])
-        yield _tables.get(key, lambda: _table(source, self.keys, self.max_expansion))
+        key = source, self.keys, self.max_expansion
+        yield cached([os.path.join(source, _WRITER)], key, lambda: self._table(source))
 
+    def _table(self, path: str) -> Table:
+        items, info = interop.read_torchrl(path, squeeze=True, max_expansion=self.max_expansion)
+        envs, axes = info["num_envs"] or 1, 1 if info["num_envs"] is None else 2
+        count = len(jax.tree.leaves(items)[0])
+        oldest = info["cursor"] if info["full"] else 0
+        rows = ((oldest + np.arange(count)) % max(count, 1))[:, None] * envs + np.arange(envs)
+        items = jax.tree.map(lambda leaf: leaf.reshape(count * envs, *leaf.shape[axes:]), items)
+        is_end, has_lost = self._is_end(path, items, rows), info["write_count"] > count
+        # Episodes are in the order in which they began, and then of environments.
+        stops = [
+            {count, *(np.flatnonzero(is_end[:, env]) + 1).tolist()} - {0} for env in range(envs)
+        ]
+        ranges = sorted(
+            (start, env, stop)
+            for env, each in enumerate(map(sorted, stops))
+            for start, stop in zip([0, *each], each, strict=False)
+        )
+        order = np.concatenate([np.zeros(0, np.int64), *(rows[a:b, env] for a, env, b in ranges)])
+        ends = np.cumsum([stop - start for start, _, stop in ranges], dtype=np.int64)
+        running = np.array([not is_end[stop - 1, env] for _, env, stop in ranges], bool)
+        cut = np.array([start == 0 and has_lost for start, _, _ in ranges], bool)
+        facts = {
+            "environment": np.array([env for _, env, _ in ranges], np.int64),
+            "complete": ~running & ~cut,
+            "running": running,
+            "cut": cut,
+        }
+        names = leaves_in_ted(path, leaf_names(items), self.keys)
+        columns: dict[str, Any] = {
+            leaf: _ordered(array, order.astype(np.int64))
+            for leaf, array in zip(names.values(), jax.tree.leaves(items), strict=True)
+        }
+        flags = {name: is_set(columns[name][:]) for name in FLAGS if name in columns}
+        terminated, truncated = combined_flags(len(order), *map(flags.get, FLAGS))
+        columns.pop(DONE, None)
+        columns |= {TERMINATED: terminated, TRUNCATED: truncated}
+        metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}
+        return Table(columns, ends, facts, metadata, (DONE_NOTE,) * (flags.keys() == {DONE}))
 
-_tables: StatCache[Table] = StatCache()
-
-
-def _table(path: str, keys: Keys, max_expansion: float) -> Table:
-    items, info = interop.read_torchrl(path, squeeze=True, max_expansion=max_expansion)
-    envs, axes = info["num_envs"] or 1, 1 if info["num_envs"] is None else 2
-    count = len(jax.tree.leaves(items)[0])
-    oldest = info["cursor"] if info["full"] else 0
-    rows = ((oldest + np.arange(count)) % max(count, 1))[:, None] * envs + np.arange(envs)
-    items = jax.tree.map(lambda leaf: leaf.reshape(count * envs, *leaf.shape[axes:]), items)
-    has_lost = np.full(envs, info["write_count"] > count)
-    order, ends, facts = episode_order(rows, _is_end(path, items, keys, rows), has_lost)
-    names, leaves = leaf_names(items), jax.tree.leaves(items)
-    columns = {name: _ordered(leaf, order) for name, leaf in zip(names, leaves, strict=True)}
-    metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}
-    return table_in_ted(path, columns, keys, ends, facts, metadata)
+    def _is_end(self, path: str, items: Any, rows: np.ndarray) -> np.ndarray:
+        """Returns which rows `[R, E]`, oldest first, end an episode."""
+        flags = self.keys.flags(items)
+        if not flags:
+            raise ValueError(
+                f"{path}: done: expected flags such as next/done, got items with the leaves "
+                f"{leaf_names(items)}. Name them with keys=jrb.Keys(done=...)."
+            )
+        is_end = np.zeros(rows.shape, bool)
+        for flag in flags.values():
+            is_end |= (flag != 0).any(axis=tuple(range(1, flag.ndim)))[rows]
+        numbers = None if self.keys.episode is None else lookup(items, self.keys.episode)
+        if numbers is not None:
+            numbers = numbers.reshape(-1)[rows]
+            is_end[:-1] |= numbers[1:] != numbers[:-1]
+        return is_end
 
 
 def _ordered(leaf: np.ndarray, order: np.ndarray) -> DerivedColumn:
     shape = (len(order), *leaf.shape[1:])
     return DerivedColumn(shape, leaf.dtype, lambda start, stop: leaf[order[start:stop]])
-
-
-def _is_end(path: str, items: Any, keys: Keys, rows: np.ndarray) -> np.ndarray:
-    """Returns which rows `[R, E]`, oldest first, end an episode."""
-    flags = keys.flags(items)
-    if not flags:
-        raise ValueError(
-            f"{path}: done: expected flags such as next/done, got items with the leaves "
-            f"{leaf_names(items)}. Name them with keys=jrb.Keys(done=...)."
-        )
-    is_end = np.zeros(rows.shape, bool)
-    for flag in flags.values():
-        is_end |= (flag != 0).any(axis=tuple(range(1, flag.ndim)))[rows]
-    numbers = None if keys.episode is None else lookup(items, keys.episode)
-    if numbers is not None:
-        numbers = numbers.reshape(-1)[rows]
-        is_end[:-1] |= numbers[1:] != numbers[:-1]
-    return is_end

@@ -1,4 +1,4 @@
-"""Steps of all episodes as columns, one row a step, and the formats that are read this way.
+"""Steps as columns, one row a step, and the formats that are read this way.
 
 K episodes, T steps over all of them.
 """
@@ -6,43 +6,29 @@ K episodes, T steps over all of them.
 import abc
 import contextlib
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import h5py
 import numpy as np
 
+from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Description, Episode, Indexed, Source, spec_of
-from jrb.datasets.reading.stat_cache import StatCache, file_stamps
 from jrb.layouts.names import nest
 
 TERMINATED, TRUNCATED, DONE, EPISODE = "next/terminated", "next/truncated", "next/done", "episode"
+VALID, FLAGS = "next/valid", (DONE, TERMINATED, TRUNCATED)
 _BLOCK = 8 << 20  # bytes of all columns that `blocks` reads at a time
+DONE_NOTE = "Only done flags are stored: what is done counts as terminated."
 _TEXTS = (
     "Texts tell episodes apart: the leaf 'episode' has numbers in the order of appearance, "
     "facts['episode'] has the texts."
 )
 
-
-class Column(Protocol):
-    """One leaf of all steps: an array, or data on the disk that are read by slices."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`[T, ...]`."""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """A dtype of NumPy."""
-        ...
-
-    def __len__(self) -> int:
-        """T."""
-        ...
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """The rows of a slice, `[rows, ...]`."""
-        ...
+Column = Any
+"""A leaf of all steps `[T, ...]`: an array, or data with its shape, dtype, length and slices."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,18 +39,20 @@ class DerivedColumn:
         shape: `[T, ...]`.
         dtype: of the values.
         read: a function from the first row and the row after the last one to values `[rows, ...]`.
+        is_shared: True if another column reads the same data.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     read: Callable[[int, int], np.ndarray]
+    is_shared: bool = False
 
     def __len__(self) -> int:
         """T."""
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """The rows of a slice."""
+        """Returns the rows of a slice."""
         start, stop, _ = rows.indices(len(self))
         return self.read(start, max(start, stop))
 
@@ -90,15 +78,36 @@ def flag_column(column: Column, name: str, source: object) -> DerivedColumn:
 
 
 def rows_at(column: Column, rows: np.ndarray) -> DerivedColumn:
-    """Returns the rows of a column at rising positions, int64 `[T]`."""
+    """Returns the rows of a column at positions, int64 `[T]`."""
 
     def read(start: int, stop: int) -> np.ndarray:
-        if start == stop:
-            return column[0:0]
+        # One slice for each run of neighbours: the rows between runs may belong to others.
         positions = rows[start:stop]
-        return column[int(positions[0]) : int(positions[-1]) + 1][positions - positions[0]]
+        edges = np.flatnonzero(np.diff(positions) != 1) + 1
+        bounds = zip([0, *edges.tolist()], [*edges.tolist(), len(positions)], strict=True)
+        if not len(positions):
+            return column[0:0]
+        runs = [column[int(positions[a]) : int(positions[b - 1]) + 1] for a, b in bounds]
+        return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
     return DerivedColumn((len(rows), *column.shape[1:]), column.dtype, read)
+
+
+def with_next(columns: Mapping[str, Column], steps: int, heads: Sequence[str]) -> dict[str, Column]:
+    """Returns the columns of an episode, those below `heads` with T + 1 rows as two columns.
+
+    The second one, under `next/`, begins a row later. Both are read together.
+    """
+    leaves: dict[str, Column] = {}
+    for name, column in columns.items():
+        leaves[name] = column
+        if len(column) == steps + 1 and name.split("/")[0] in heads:
+            whole = functools.cache(lambda column=column: column[:])
+            for lag, leaf in enumerate((name, f"next/{name}")):
+                shape = (steps, *column.shape[1:])
+                read = lambda a, b, lag=lag, whole=whole: whole()[a + lag : b + lag].copy()
+                leaves[leaf] = DerivedColumn(shape, column.dtype, read, is_shared=bool(lag))
+    return leaves
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,6 +121,8 @@ class Table:
         facts: as in `Description`.
         metadata: as in `Description`.
         notes: as in `Description`.
+        left_out: the names of what is not read.
+        cut: as in `Description`; None to tell it from the flags.
     """
 
     columns: Mapping[str, Column]
@@ -119,11 +130,8 @@ class Table:
     facts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    @property
-    def starts(self) -> np.ndarray:
-        """int64 `[K]`, the number of steps before each episode."""
-        return self.ends - np.diff(self.ends, prepend=0)
+    left_out: Iterable[str] = ()
+    cut: np.ndarray | None = None
 
     @property
     def has_next(self) -> bool:
@@ -139,12 +147,14 @@ class Table:
         return spec_of(nest(leaves))
 
     @property
-    def is_cut(self) -> np.ndarray:
-        """Bool `[K]`: the last step did not terminate, and lacks its next observation."""
-        last = self.ends[self.ends > self.starts] - 1
+    def is_cut(self) -> np.ndarray | None:
+        """Bool `[K]`: the last step lacks its next observation; None if the files have all."""
+        if self.cut is not None or self.has_next:
+            return self.cut
+        has_steps = np.diff(self.ends, prepend=0) > 0
         is_cut = np.ones(len(self.ends), bool)
-        is_cut[self.ends > self.starts] = ~self.columns[TERMINATED][:][last]
-        return is_cut & (not self.has_next)
+        is_cut[has_steps] = ~self.columns[TERMINATED][:][self.ends[has_steps] - 1]
+        return is_cut
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Returns where an episode begins and ends."""
@@ -154,6 +164,7 @@ class Table:
         """Reads the steps from `start` to `stop`, in TED."""
         leaves: dict[str, np.ndarray] = {}
         has_next, beyond = self.has_next, min(stop + 1, int(self.ends[-1]))
+        first, last = np.searchsorted(self.ends, [start + 1, stop + 1])
         for name, column in self.columns.items():
             if has_next or not is_seen(name):
                 rows = column[start:stop]
@@ -161,21 +172,15 @@ class Table:
                 leaves[name] = rows.copy() if isinstance(column, np.ndarray) else rows
                 continue
             rows = column[start:beyond]
-            leaves[name] = rows[: stop - start]
-            leaves["next/" + name] = self._next_rows(rows, start, stop)
+            after = np.zeros((stop - start, *rows.shape[1:]), rows.dtype)
+            after[: len(rows) - 1] = rows[1:]
+            after[self.ends[first:last] - 1 - start] = 0  # no row follows the last of an episode
+            leaves[name], leaves["next/" + name] = rows[: stop - start], after
         return nest(leaves)
-
-    def _next_rows(self, rows: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Returns the rows after those of these steps; zeros after the last step of an episode."""
-        after = np.zeros((stop - start, *rows.shape[1:]), rows.dtype)
-        after[: len(rows) - 1] = rows[1:]
-        first, last = np.searchsorted(self.ends, [start + 1, stop + 1])
-        after[self.ends[first:last] - 1 - start] = 0
-        return after
 
 
 def is_seen(name: str) -> bool:
-    """Returns whether a leaf is of the observation."""
+    """Returns True if a leaf is of the observation."""
     return name.split("/")[0] == "observation"
 
 
@@ -190,8 +195,9 @@ class TableFormat(Indexed):
         """Describes the dataset, from the shapes of columns and the ends of episodes."""
         with self.table(source) as table:
             lengths = np.diff(table.ends, prepend=0).astype(np.int64)
-            cut = None if table.has_next else table.is_cut
-            return Description(table.spec, lengths, cut, table.facts, table.metadata, table.notes)
+            notes = (*table.notes, *left_out_note(table.left_out))
+            facts, metadata = table.facts, table.metadata
+            return Description(table.spec, lengths, table.is_cut, facts, metadata, notes)
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """Yields the episodes of these numbers."""
@@ -206,7 +212,11 @@ class TableFormat(Indexed):
             sizes = (np.dtype(column.dtype).itemsize for column in table.columns.values())
             width = sum(int(width) * size for width, size in zip(widths, sizes, strict=True))
             step = max(1, _BLOCK // max(width, 1))
-            for start, stop in _merged_ranges(map(table.bounds, numbers)):
+            ranges: list[tuple[int, int]] = []
+            for start, stop in map(table.bounds, numbers):
+                follows = bool(ranges) and ranges[-1][1] == start
+                ranges.append((ranges.pop()[0] if follows else start, stop))
+            for start, stop in ranges:
                 for row in range(start, stop, step):
                     yield table.rows(row, min(row + step, stop))
 
@@ -218,40 +228,71 @@ class TableFormat(Indexed):
                 yield column[slice(*table.bounds(number))]
 
 
-def _merged_ranges(bounds: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows, those that follow each other as one."""
-    start, stop = next(bounds, (0, 0))
-    for first, last in bounds:
-        if first != stop:
-            yield start, stop
-            start = first
-        stop = last
-    if stop > start:
-        yield start, stop
+class EpisodeFormat(Indexed):
+    """A format in which each episode is a table of its own."""
+
+    @abc.abstractmethod
+    def files(self, source: Source) -> list[str]:
+        """Returns the files of a dataset, in order."""
+
+    @abc.abstractmethod
+    def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
+        """Yields the tables of episodes, and where each is."""
+
+    @abc.abstractmethod
+    def about(
+        self, source: Source
+    ) -> tuple[int, Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
+        """Returns the number of episodes, facts, metadata and notes; see `Description`."""
+
+    def describe(self, source: Source) -> Description:
+        """Describes the dataset, from the shapes and the flags of all episodes."""
+        count, facts, metadata, notes = self.about(source)
+        spec, lengths, is_cut, left_out = None, list[int](), list[bool](), set[str]()
+        limit, more = ExpansionLimit(source, self.files(source), self.max_expansion), set[str]()
+        for where, table in self.tables(source, range(count)):
+            own = {n: c for n, c in table.columns.items() if not getattr(c, "is_shared", False)}
+            limit.add(declared_nbytes(own))  # before anything is read
+            spec = table.spec if spec is None else spec
+            if table.spec != spec:
+                raise ValueError(
+                    f"{where}: expected the leaves of the first episode, {spec}, got {table.spec}."
+                )
+            lengths.append(int(table.ends[0]))
+            is_cut.append(table.is_cut is not None and bool(table.is_cut[0]))
+            left_out |= {*table.left_out}
+            more |= {*table.notes}
+        if spec is not None and "reward" not in spec["next"]:
+            more.add("There are no rewards in the files.")
+        notes = (*notes, *sorted(more), *left_out_note(left_out))
+        cut = np.array(is_cut, bool) if any(is_cut) else None
+        return Description(spec, np.array(lengths, np.int64), cut, facts, metadata, notes)
+
+    def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
+        """Yields the episodes of these numbers."""
+        for _, table in self.tables(source, numbers):
+            yield table.rows(0, int(table.ends[0]))
+
+    def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields the rewards of these episodes; reads nothing else of them."""
+        for _, table in self.tables(source, numbers):
+            yield table.columns["next/reward"][:]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class EpisodeEnds:
-    """The ends of episodes. Tables share the arrays, so they are only read.
-
-    Attributes:
-        terminated: bool `[T]`.
-        truncated: bool `[T]`.
-        ends: int64 `[K]`, as in `Table`.
-        facts: the numbers of episodes, if there are any.
-        notes: as in `Description`.
-        codes: int64 `[T]`, numbers in place of texts that tell episodes apart; None without texts.
-    """
-
-    terminated: np.ndarray
-    truncated: np.ndarray
-    ends: np.ndarray
-    facts: dict[str, np.ndarray]
-    notes: tuple[str, ...]
-    codes: np.ndarray | None = None
+@functools.lru_cache(maxsize=16)
+def _results(key: Hashable) -> list[Any]:
+    """Returns the list that holds the result of a key."""
+    return []
 
 
-_episode_ends: StatCache[EpisodeEnds] = StatCache()
+def cached(files: Iterable[str], key: Hashable, compute: Callable[[], Any]) -> Any:
+    """Returns the result of a costly look at files, computed anew when they have changed."""
+    stats = ((path, os.stat(path)) for path in files if os.path.exists(path))
+    stamps = [(path, stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats]
+    results = _results((key, *stamps))
+    if not results:
+        results.append(compute())
+    return results[0]
 
 
 def table_of(
@@ -259,45 +300,39 @@ def table_of(
     columns: Mapping[str, Column],
     *,
     files: Sequence[str] = (),
-    cache_key: Hashable = None,
+    key: Hashable = None,
     notes: tuple[str, ...] = (),
     metadata: Mapping[str, Any] | None = None,
+    left_out: Iterable[str] = (),
 ) -> Table:
     """Returns the table of columns, after reading all flags that tell where episodes end.
 
     Args:
         source: the dataset, for messages.
-        columns: by leaf of TED; see `read_ends`.
-        files: where the flags lie; while these stay the same, flags are read once. Without files
-            nothing is remembered.
-        cache_key: options on which the flags depend, such as the names of their columns.
+        columns: by leaf of TED. An episode ends at flags (`next/terminated`, `next/truncated`,
+            `next/done`; see `combined_flags`), and before a step with another `episode`.
+        files: where the flags are stored; while these stay the same, flags are read once.
+        key: options on which the flags depend, such as the names of their columns.
         notes: further notes.
         metadata: as in `Description`.
+        left_out: as in `Table`.
 
     Raises:
-        ValueError: see `read_ends`.
+        ValueError: no column tells where episodes end, flags are not 0 and 1, or the steps of an
+            episode are not next to each other.
     """
-    if files:
-        key = (file_stamps(files), cache_key)
-        ends = _episode_ends.get(key, lambda: read_ends(columns, source))
-    else:
-        ends = read_ends(columns, source)
-    steps: dict[str, Column] = {name: each for name, each in columns.items() if name != DONE}
-    steps |= {TERMINATED: ends.terminated, TRUNCATED: ends.truncated}
-    steps |= {} if ends.codes is None else {EPISODE: ends.codes}
-    return Table(steps, ends.ends, ends.facts, metadata or {}, (*ends.notes, *notes))
+    read = functools.partial(_read_ends, columns, source)
+    # Tables share these arrays, so they are only read.
+    flags, ends, facts, more = cached(files, key, read) if files else read()
+    steps = {name: each for name, each in columns.items() if name != DONE} | flags
+    return Table(steps, ends, facts, metadata or {}, (*more, *notes), left_out)
 
 
-def read_ends(columns: Mapping[str, Column], source: object) -> EpisodeEnds:
-    """Reads where episodes end: at flags, and before a step with another number in `episode`.
-
-    The flags are `next/terminated`, `next/truncated` and `next/done`; see `combined_flags`.
-
-    Raises:
-        ValueError: there is none of them, flags are not 0 and 1, or the steps of an episode are not
-            next to each other.
-    """
-    names = [name for name in (DONE, TERMINATED, TRUNCATED) if name in columns]
+def _read_ends(
+    columns: Mapping[str, Column], source: object
+) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, np.ndarray], tuple[str, ...]]:
+    """Reads columns that tell the ends of episodes; returns them, the ends, facts and notes."""
+    names = [name for name in FLAGS if name in columns]
     if not names and EPISODE not in columns:
         raise ValueError(
             f"{source}: expected a column that tells where episodes end (done, terminated, "
@@ -305,22 +340,34 @@ def read_ends(columns: Mapping[str, Column], source: object) -> EpisodeEnds:
         )
     flags = {name: flag_column(columns[name], name, source)[:] for name in names}
     steps = len(next(iter(columns.values())))
-    terminated, truncated = combined_flags(steps, *map(flags.get, (DONE, TERMINATED, TRUNCATED)))
+    terminated, truncated = combined_flags(steps, *map(flags.get, FLAGS))
     notes: tuple[str, ...] = ()
     if not flags:
         notes = ("No flags tell how episodes ended: all are taken for truncated.",)
     elif DONE in flags and TERMINATED not in flags:
-        other = ", unless they are truncated" if TRUNCATED in flags else ""
+        other = ", unless they are truncated" * (TRUNCATED in flags)
         notes = (f"Steps that are done are taken for terminated{other}.",)
+    steps_read, is_end = {TERMINATED: terminated, TRUNCATED: truncated}, terminated | truncated
     if EPISODE not in columns:
-        return EpisodeEnds(terminated, truncated, ends_of(terminated | truncated), {}, notes)
-    numbers, changes = _episode_numbers(columns[EPISODE], source)
-    ends = ends_of(terminated | truncated | changes)
-    facts = {EPISODE: numbers[ends - 1]}
-    if numbers.dtype.kind in "biufc":
-        return EpisodeEnds(terminated, truncated, ends, facts, notes)
-    codes = np.cumsum(changes, dtype=np.int64) - changes
-    return EpisodeEnds(terminated, truncated, ends, facts, (*notes, _TEXTS), codes)
+        return steps_read, ends_of(is_end), {}, notes
+    numbers = columns[EPISODE][:]
+    if numbers.size != len(numbers):
+        raise ValueError(
+            f"{source}: 'episode': expected a number for each step, got {list(numbers.shape)}."
+        )
+    numbers = numbers.reshape(-1)
+    changes = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
+    values, counts = np.unique(numbers[changes], return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"{source}: 'episode': expected the steps of an episode side by side, got those of "
+            f"{values[counts > 1][:5].tolist()} apart. Sort the rows by episode and time."
+        )
+    ends = ends_of(is_end | changes)
+    if numbers.dtype.kind not in "biufc":
+        steps_read[EPISODE] = np.cumsum(changes, dtype=np.int64) - changes
+        notes += (_TEXTS,)
+    return steps_read, ends, {EPISODE: numbers[ends - 1]}, notes
 
 
 def combined_flags(
@@ -340,33 +387,35 @@ def combined_flags(
     return terminated, truncated | (done & ~terminated)
 
 
-def _episode_numbers(column: Column, source: object) -> tuple[np.ndarray, np.ndarray]:
-    """Reads the number of each step's episode `[T]`, and flags of the last steps of each number."""
-    numbers = column[:]
-    if numbers.size != len(numbers):
-        raise ValueError(
-            f"{source}: 'episode': expected a number for each step, got {list(numbers.shape)}."
-        )
-    numbers = numbers.reshape(-1)
-    changes = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
-    values, counts = np.unique(numbers[changes], return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(
-            f"{source}: 'episode': expected the steps of an episode side by side, got those of "
-            f"{values[counts > 1][:5].tolist()} apart. Sort the rows by episode and time."
-        )
-    return numbers, changes
+def is_set(flags: np.ndarray) -> np.ndarray:
+    """Returns flags of any dtype, `[T]` or `[T, 1]`, as bool `[T]`."""
+    return (flags != 0).reshape(len(flags))
 
 
 def ends_of(is_end: np.ndarray) -> np.ndarray:
     """Returns int64 `[K]`, where episodes end, by flags `[T]`; the last step ends one too."""
-    ends = np.flatnonzero(is_end) + 1
-    if len(is_end) and (not len(ends) or ends[-1] != len(is_end)):
-        ends = np.append(ends, len(is_end))
-    return ends.astype(np.int64)
+    return np.unique(
+        np.append(np.flatnonzero(is_end) + 1, [len(is_end)] * bool(len(is_end)))
+    ).astype(np.int64)
 
 
-def check_names_present(source: object, present: Iterable[str], names: Iterable[str]) -> None:
+def by_content(
+    arrays: Mapping[str, Column],
+) -> tuple[dict[str, Column], dict[str, Column], set[str]]:
+    """Returns the arrays of numbers, those of texts `[T]`, and the names of the others."""
+    numbers, texts = dict[str, Column](), dict[str, Column]()
+    for name, array in arrays.items():
+        if array is None or not array.shape:
+            continue
+        kind = np.dtype(array.dtype).kind
+        if kind in "biufc":
+            numbers[name] = array
+        elif kind in "US" or h5py.check_string_dtype(array.dtype) is not None:
+            texts |= {name: array} if len(array.shape) == 1 else {}
+    return numbers, texts, arrays.keys() - numbers.keys() - texts.keys()
+
+
+def check_present(source: object, present: Iterable[str], names: Iterable[str]) -> None:
     """Refuses files that lack an array."""
     present = list(present)
     for name in names:

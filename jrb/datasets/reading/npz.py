@@ -10,16 +10,15 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jrb.authoring import MAX_EXPANSION, ExpansionLimit
-from jrb.datasets.reading.columns import Column
+from jrb.datasets.reading.columns import Column, by_content
 from jrb.datasets.reading.names import check_names
 
 _SIGNATURE, _SUFFIX = b"PK\x03\x04", ".npy"
-_PIECE = 1 << 20  # bytes
 _END, _END_SIZE = b"PK\x05\x06", 22 + (1 << 16)  # of the directory, with the longest comment
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -36,23 +35,9 @@ _DAMAGED = (  # raised by zipfile, zlib and NumPy
 )
 
 
-class Archive(NamedTuple):
-    """The contents of an archive.
-
-    Attributes:
-        columns: the arrays of numbers `[T, ...]`, by name (`a/b`).
-        texts: the arrays of texts `[T]`, by name.
-        left_out: the names of everything else, such as objects and single numbers.
-    """
-
-    columns: dict[str, Column]
-    texts: dict[str, Column]
-    left_out: tuple[str, ...]
-
-
 @contextlib.contextmanager
-def opened(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[Archive]:
-    """Opens an archive for reading.
+def opened(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[str, Column]]:
+    """Opens an archive for reading: its arrays by name (`a/b`), None for what is no array.
 
     Raises:
         ValueError: it is cut short, damaged or encrypted, two arrays have one name, or it declares
@@ -62,69 +47,58 @@ def opened(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[Archive]
         members = archive.infolist()
         # Nothing is decompressed before this: a kilobyte can hold gigabytes of zeros.
         ExpansionLimit(path, [path], max_expansion).add(sum(each.file_size for each in members))
-        columns: dict[str, Column] = {}
-        texts: dict[str, Column] = {}
-        left_out: list[str] = []
+        arrays = {_name(info): _array(path, archive, info) for info in members}
+        *_, others = by_content(arrays)
         for info in members:
-            name, array = info.filename.removesuffix(_SUFFIX), _array(path, archive, info)
-            if array is not None and array.is_numeric:
-                columns[name] = array
-            elif array is not None and array.is_text:
-                texts[name] = array
-            else:
-                # Damage may have made this of a column, so its CRC-32 is compared at once.
+            if _name(info) in others:
+                # Damage may have made this of an array, so its CRC-32 is compared at once.
                 with _refused(path, info), archive.open(info) as file:
-                    while file.read(_PIECE):
+                    while file.read(1 << 20):
                         pass
-                left_out.append(name)
-        yield Archive(columns, texts, tuple(left_out))
+        yield arrays
 
 
 def is_npz(path: object) -> bool:
-    """Returns whether a file begins as an archive."""
+    """Returns True if a file begins as an archive."""
     if not isinstance(path, str) or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
         return file.read(len(_SIGNATURE)) == _SIGNATURE
 
 
-def top(path: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each array of numbers; nothing if this is no whole archive."""
+def top(path: Any) -> dict[str, Column]:
+    """Returns the arrays of numbers, which cannot be read; none if this is no whole archive."""
     if not is_npz(path):
         return {}
     try:
         with _archive(path) as archive:
             members = archive.infolist()
-            arrays = {info.filename: _array(path, archive, info) for info in members}
+            return by_content({_name(info): _array(path, archive, info) for info in members})[0]
     except (ValueError, OSError):
         return {}
-    return {
-        name.removesuffix(_SUFFIX): array.shape
-        for name, array in arrays.items()
-        if array is not None and array.is_numeric
-    }
+
+
+def _name(info: zipfile.ZipInfo) -> str:
+    return info.filename.removesuffix(_SUFFIX)
 
 
 @contextlib.contextmanager
 def _archive(path: str) -> Iterator[zipfile.ZipFile]:
-    """Opens an archive, and checks the names of its members."""
+    """Opens an archive, and checks the number and the names of its members."""
     with contextlib.ExitStack() as stack:
         with _refused(path):  # not by np.load, which leaves a damaged file open
             archive = stack.enter_context(zipfile.ZipFile(path))
-            _check_count(path, len(archive.infolist()))
-        check_names(path, [each.filename.removesuffix(_SUFFIX) for each in archive.infolist()])
+            count = len(archive.infolist())
+            # zipfile ignores members that are in the directory's count and not in the directory.
+            with open(path, "rb") as file:
+                file.seek(max(0, os.path.getsize(path) - _END_SIZE))
+                tail = file.read()
+            at = tail.rfind(_END)
+            declared = int.from_bytes(tail[at + 10 : at + 12], "little")
+            if declared not in (count, 0xFFFF):
+                raise zipfile.BadZipFile(f"{declared} members by its directory, got {count}")
+        check_names(path, map(_name, archive.infolist()))
         yield archive
-
-
-def _check_count(path: str, count: int) -> None:
-    """Refuses an archive with other members than its directory counts, which zipfile ignores."""
-    with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - _END_SIZE))
-        tail = file.read()
-    at = tail.rfind(_END)
-    declared = int.from_bytes(tail[at + 10 : at + 12], "little")
-    if declared not in (count, 0xFFFF):
-        raise zipfile.BadZipFile(f"{declared} members by its directory, {count} found")
 
 
 class NpzArray:
@@ -133,8 +107,6 @@ class NpzArray:
     Attributes:
         shape: `[T, ...]`.
         dtype: in the order of bytes of the file.
-        is_numeric: True for an array of numbers with one axis or more.
-        is_text: True for an array of texts `[T]`.
     """
 
     def __init__(
@@ -146,9 +118,8 @@ class NpzArray:
         dtype: np.dtype,
     ) -> None:
         self._path, self._archive, self._info = path, archive, info
-        self.shape, self.dtype = shape, dtype
-        self.is_numeric = bool(shape) and dtype.kind in "biufc"
-        self.is_text = len(shape) == 1 and dtype.kind in "US"
+        self.shape: tuple[int, ...] = shape
+        self.dtype: np.dtype = dtype
 
     def __len__(self) -> int:
         """T."""
@@ -160,7 +131,7 @@ class NpzArray:
 
     @functools.cached_property
     def _array(self) -> np.ndarray:
-        # The end of a member is reached, where zipfile compares the CRC-32: see `_array`.
+        # The end of a member is reached, where zipfile compares the CRC-32: see `_array` below.
         with _refused(self._path, self._info), self._archive.open(self._info) as file:
             return np.lib.format.read_array(file, allow_pickle=False)
 

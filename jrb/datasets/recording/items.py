@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb.authoring import leaf_name, leaf_names
-from jrb.datasets.reading.mapping import ted_names
-from jrb.datasets.reading.names import check_names
+from jrb.datasets.reading.names import check_names, ted_names
 from jrb.datasets.recording.parts import TERMINATED, TRUNCATED, RecordedLeaf
 from jrb.keys import Keys, path_name, within
 

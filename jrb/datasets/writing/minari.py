@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from jrb.authoring import escaped_errors, leaf_name, require
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.formats.minari import METADATA, leaf_spaces, package
+from jrb.datasets.formats.minari import METADATA
 from jrb.datasets.output import absent, new_path
 from jrb.datasets.reading.names import check_names
 from jrb.datasets.writing.source import VALID, Source, first_break
@@ -171,13 +172,13 @@ def write_minari(
         os.makedirs(data)
         # The spaces are known after the last episode; without JPEG the package does not use them.
         any_space = require("gymnasium.spaces", "minari").Discrete(1)
-        storage = package().MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
+        storage = _package().MinariStorage.new(data, any_space, any_space, jpeg_encoding=False)
         storage.update_episodes(episodes())
         if not facts:
             raise ValueError("write_minari: expected at least one episode, got none.")
         for role, given in spaces.items():
             space = _derived(role, nest(arrays)[role], bounds) if given is None else given
-            got = {leaf: getattr(each, "shape", None) for leaf, each in leaf_spaces(role, space)}
+            got = {leaf: getattr(each, "shape", None) for leaf, each in _leaf_spaces(role, space)}
             want = {leaf: it.shape[1:] for leaf, it in arrays.items() if within(leaf, role)}
             if got != want:
                 raise ValueError(
@@ -304,3 +305,21 @@ def _derived(name: str, array: Any, bounds: Mapping[str, tuple[int, int]]) -> An
     limits = None if dtype.kind in "fc" else np.iinfo(dtype)
     low, high = (limits.min, limits.max) if limits else (-np.inf, np.inf)
     return spaces.Box(np.full(shape, low, dtype), np.full(shape, high, dtype), dtype=dtype)
+
+
+def _package() -> ModuleType:
+    """Returns the package's module of storages, all that it may import later being there."""
+    for name in ("PIL.Image", "pyarrow.dataset"):
+        require(name, "minari")
+    return require("minari.dataset.minari_storage", "minari")
+
+
+def _leaf_spaces(name: str, space: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the spaces of single arrays of Gymnasium's space, with the names of the arrays."""
+    kind = type(space).__name__
+    if kind not in ("Dict", "Tuple"):
+        yield name, space
+        return
+    numbered = {f"_index_{number}": entry for number, entry in enumerate(space.spaces)}
+    for part, entry in (space.spaces if kind == "Dict" else numbered).items():
+        yield from _leaf_spaces(f"{name}/{part}", entry)

@@ -1,3 +1,4 @@
+import os
 import tracemalloc
 
 import h5py
@@ -206,3 +207,45 @@ def test_other_files_are_refused(tmp_path):
             jrb.datasets.open(tmp_path / name)
         with pytest.raises(ValueError, match=r"expected an \.npz or HDF5 file"):
             jrb.datasets.open(tmp_path / name, format="arrays")
+
+
+def write_d4rl(path, ends):
+    steps = 12
+    with h5py.File(path, "w") as file:
+        for name in ("observations", "actions", "rewards"):
+            file[name] = np.arange(steps, dtype=np.float32)
+        file["terminals"] = np.isin(np.arange(steps), ends)
+        file["timeouts"] = np.zeros(steps, bool)
+    return path
+
+
+def test_another_file_at_the_path_is_read_anew(tmp_path):
+    path = tmp_path / "a.hdf5"
+    assert jrb.datasets.open(write_d4rl(path, [2, 11])).lengths.tolist() == [3, 9]
+    path.unlink()
+    write_d4rl(path, [4, 11])
+    os.utime(path, ns=(5, 5))
+    assert jrb.datasets.open(path).lengths.tolist() == [5, 7]
+
+
+def test_what_was_read_may_be_changed(tmp_path):
+    """Flags are kept for the next episode: none is a view of them."""
+    dataset = jrb.datasets.open(write_d4rl(tmp_path / "a.hdf5", [2, 11]))
+    first = dataset[0]
+    for name in ("terminated", "truncated", "done"):
+        first["next"][name][:] = True
+    assert dataset[0]["next"]["terminated"].tolist() == [False, False, True]
+    assert dataset[0]["next"]["truncated"].tolist() == [False] * 3
+    for block in dataset.blocks():
+        block["next"]["terminated"][:] = True
+    assert dataset[1]["next"]["terminated"].tolist() == [False] * 8 + [True]
+
+
+def test_options_have_their_own(tmp_path):
+    path = tmp_path / "a.npz"
+    over = np.arange(6) == 3
+    np.savez(path, obs=np.zeros(6), actions=np.zeros(6), x=over, y=~over)
+    for name, lengths in (("x", [4, 2]), ("y", [1, 1, 1, 2, 1]), ("x", [4, 2])):
+        dataset = jrb.datasets.open(path, mapping={name: "done"})
+        assert dataset.lengths.tolist() == lengths
+        assert dataset[0]["next"]["terminated"].sum() == 1

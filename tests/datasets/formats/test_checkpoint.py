@@ -378,7 +378,7 @@ def test_each_of_several_buffers_can_be_opened(tmp_path):
 def test_two_leaves_of_one_name(tmp_path):
     data = {"r": jnp.ones(3), "next": {"reward": jnp.ones(3), "done": jnp.ones(3) > 0}}
     jrb.save(tmp_path / "a", *jrb.from_items(data))
-    with pytest.raises(ValueError, match=r"leaf '(r|next/reward)': expected a place of its own"):
+    with pytest.raises(ValueError, match=r"a leaf of its own for each name, got .*'r'"):
         jrb.datasets.open(tmp_path / "a", keys=jrb.Keys(reward="r"))
     with pytest.raises(ValueError, match="reward: expected a leaf at 'rew'"):
         jrb.datasets.open(tmp_path / "a", keys=jrb.Keys(reward="rew"))

@@ -19,11 +19,11 @@ from gymnasium import spaces
 from minari.serialization import serialize_space
 
 import jrb.datasets
-from jrb.datasets.formats.minari import Minari
 from tests.datasets.formats import minari_sets as sets
 
 pytestmark = pytest.mark.interop
 
+FORMAT = jrb.datasets.formats()["minari"]
 CARTPOLE = pathlib.Path(__file__).parents[2] / "data" / "minari" / "cartpole-v0"
 FORMATS = ("hdf5", "arrow", "parquet")
 
@@ -79,7 +79,7 @@ def test_what_minari_says_of_a_set(recorded):
     assert dataset.metadata["jpeg"] == ["observation/colour", "observation/grey"]
     jpeg, left_out = dataset.notes
     assert "observation/colour, observation/grey are kept as JPEG" in jpeg
-    assert left_out.endswith("not alike in all episodes: observations/text.")
+    assert left_out.endswith("for each step: 'observations/text'.")
 
 
 def test_infos_in_dicts(place):
@@ -91,14 +91,13 @@ def test_infos_in_dicts(place):
     assert found["next"]["info"]["grid"][:, 1, 0].tolist() == [1, 2, 3]
 
 
-def test_infos_in_dicts_of_arrow_are_left_out(place):
-    """Minari itself reads them as objects."""
+def test_infos_in_dicts_of_arrow(place):
     pytest.importorskip("pyarrow")
     options = {"episodes": 1, "data_format": "arrow"}
     path, _ = sets.recorded(place, sets.World(nested=True), "name/nested-arrow-v0", **options)
-    dataset = jrb.datasets.open(path)
-    assert dataset[0]["info"].keys() == {"grid", "steps"}
-    assert dataset.notes[-1].endswith("infos/more, infos/more/grid, observations/text.")
+    found = jrb.datasets.open(path)[0]["info"]
+    assert found["more"]["grid"].tolist() == found["grid"].tolist()
+    assert found["grid"].shape == (3, 2, 2)
 
 
 def test_images_that_are_no_jpeg_are_exact(place):
@@ -110,20 +109,13 @@ def test_images_that_are_no_jpeg_are_exact(place):
     assert len(dataset.notes) == 1
 
 
-def test_a_set_without_spaces_is_refused(place, tmp_path):
-    """Minari would make the environment, and so run code that a file names."""
-    path, _ = sets.recorded(place, sets.World(), "name/told-v0", episodes=1)
-    shutil.copytree(path, tmp_path / "set")
-    change(tmp_path / "set" / "data", lambda about: about.pop("observation_space"))
-    with pytest.raises(ValueError, match=r"metadata.json: 'observation_space': expected a space"):
-        jrb.datasets.open(tmp_path / "set")
-
-
-def test_what_minari_does_not_read_is_refused_with_its_words(tmp_path):
+def test_a_set_without_spaces_is_read_as_it_is_stored(tmp_path):
+    """No environment is made, so no code runs that a file names."""
     path = sets.made(tmp_path, [sets.episode(2)])
-    change(tmp_path, lambda about: about.pop("data_format"))
-    with pytest.raises(ValueError, match=r"metadata.json: expected what minari .*'data_format'"):
-        jrb.datasets.open(path)
+    whole = jrb.datasets.open(path)[0]
+    for name in ("observation_space", "data_format"):
+        change(tmp_path, lambda about, name=name: about.pop(name))
+        sets.assert_same(jrb.datasets.open(path)[0], whole)
 
 
 def test_a_set_recorded_once():
@@ -174,7 +166,7 @@ def test_infos_of_each_step_and_such_that_differ(tmp_path):
     assert first["info"]["b"]["c"].tolist() == [0, 1, 2, 3]
     assert first["next"]["info"]["b"]["c"].tolist() == [1, 2, 3, 4]
     (note,) = dataset.notes
-    assert note.endswith("infos/d, infos/odd, infos/text.")
+    assert note.endswith("'infos/d', 'infos/odd', 'infos/text'.")
 
 
 def test_episodes_without_a_last_observation(tmp_path):
@@ -221,40 +213,28 @@ def without(name):
 
 @pytest.mark.parametrize("name", ["actions", "rewards", "terminations", "truncations"])
 def test_arrays_of_several_lengths_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"episode_1.*expected T > 0 rewards.*got \{"):
+    with pytest.raises(ValueError, match=r"episode_1: expected arrays of one length, got \{"):
         jrb.datasets.open(sets.made(tmp_path, [sets.episode(3), reduced(name)]))
 
 
 @pytest.mark.parametrize("name", list(sets.episode(1)))
 def test_a_missing_array_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"main_data.hdf5: 'episode_1': expected T > 0"):
+    with pytest.raises(ValueError, match=f"main_data.hdf5: /episode_1: expected an array '{name}'"):
         jrb.datasets.open(sets.made(tmp_path, [sets.episode(3), without(name)]))
 
 
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (sets.episode(3, rows=6), "T > 0"),
-        (sets.episode(0), "T > 0"),
-        (
-            sets.episode(3, observations=np.zeros((4, 2))),
-            r"expected rows of .*'observations': \(\(3,\), .* got .*'observations': \(\(2,\)",
-        ),
-        (
-            sets.episode(3, actions=np.zeros(3)),
-            "expected rows of .*'actions'.*int64.* got .*'actions'.*f8",
-        ),
-        (sets.episode(3, terminations=np.zeros(3)), "bools of terminations"),
-        (sets.episode(3, truncations=np.zeros((3, 1), bool)), "bools of terminations"),
-        (
-            sets.episode(3, observations=np.array([b"text"] * 4)),
-            "expected rows of .* got .*S4",
-        ),
-        ({**without("rewards"), "rewards/a": np.zeros(4)}, "T > 0 rewards"),
-        (
-            {**without("actions"), "actions/a": np.zeros(4, int)},
-            "expected rows of .*got .*'actions/a'",
-        ),
+        (sets.episode(3, rows=6), "arrays of one length"),
+        (sets.episode(0), "one step or more"),
+        (sets.episode(3, observations=np.zeros((4, 2))), "the leaves of the first"),
+        (sets.episode(3, actions=np.zeros(3)), "the leaves of the first"),
+        (sets.episode(3, terminations=np.full(3, 0.5)), "flags of 0 and 1"),
+        (sets.episode(3, truncations=np.zeros((3, 2), bool)), "a flag for each step"),
+        (sets.episode(3, observations=np.array([b"text"] * 4)), "an array 'observations'"),
+        ({**without("rewards"), "rewards/a": np.zeros(4)}, "an array 'rewards'"),
+        ({**without("actions"), "actions/a": np.zeros(4, int)}, "the leaves of the first"),
     ],
 )
 def test_episodes_that_do_not_fit_are_refused(tmp_path, wrong, match):
@@ -262,7 +242,7 @@ def test_episodes_that_do_not_fit_are_refused(tmp_path, wrong, match):
         sets.put(file, "episode_1", wrong)
     change(tmp_path, lambda about: about.update(total_episodes=2))
     with pytest.raises(ValueError, match=match):
-        jrb.datasets.open(tmp_path)
+        list(jrb.datasets.open(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -276,12 +256,6 @@ def test_episodes_that_do_not_fit_are_refused(tmp_path, wrong, match):
         (
             lambda about: about.update(total_episodes=10**15),
             "expected 1000000000000000 episodes .* got 2",
-        ),
-        (lambda about: about.update(observation_space=3), "'observation_space': expected a space"),
-        (lambda about: about.update(action_space='{"type": "Box"}'), "metadata.json: .*'shape'"),
-        (
-            lambda about: about.update(action_space='{"type": "Tuple", "subspaces": [3]}'),
-            "metadata.json: expected what minari",
         ),
         (
             lambda about: about.update(observation_space="{"),
@@ -330,7 +304,7 @@ def test_links_that_lead_elsewhere_are_refused(tmp_path, link):
         del file["episode_1"]
         file["episode_1"] = link(tmp_path / "other")
     with pytest.raises(
-        ValueError, match=r"main_data.hdf5: 'episode_1': expected data in the file itself"
+        ValueError, match=r"main_data.hdf5: '/episode_1': expected data in the file itself"
     ):
         jrb.datasets.open(path)
 
@@ -345,7 +319,7 @@ def test_arrays_that_lie_in_other_files_are_not_read(tmp_path):
     dataset = jrb.datasets.open(path)
     sets.assert_same(dataset[0]["info"]["soft"], dataset[0]["next"]["reward"])
     (note,) = dataset.notes
-    assert note.endswith("infos/nothing, infos/one.")
+    assert note.endswith("'infos/nothing', 'infos/one'.")
 
 
 @pytest.mark.parametrize("name", ["rewards", "infos/x", "observations"])
@@ -365,7 +339,9 @@ def test_numbers_with_gaps_are_taken_in_their_order(tmp_path):
         file.move("episode_1", "episode_2")
     dataset = jrb.datasets.open(path)
     assert dataset.lengths.tolist() == [len(each["action"]) for each in dataset] == [2, 3, 4]
-    assert "8 numbers are missing between the episodes 0 and 10." in dataset.notes
+    assert (
+        "main_data.hdf5: 8 numbers are missing between episode_0 and episode_10." in dataset.notes
+    )
 
 
 def test_more_than_the_files_could_hold_is_refused_before_it_is_read(tmp_path):
@@ -419,7 +395,7 @@ def test_damaged_images_are_refused(place, tmp_path):
         file["episode_2/observations/grey"][1] = file["episode_2/observations/colour"][1]
     dataset = jrb.datasets.open(tmp_path / "set")
     for number in (1, 2):
-        with pytest.raises(ValueError, match=rf"'episode_{number}': expected what minari"):
+        with pytest.raises(ValueError, match=rf"/episode_{number}: .*grey': expected .*images"):
             dataset[number]
 
 
@@ -431,10 +407,10 @@ def test_damaged_files_of_arrow_are_refused(place, tmp_path):
         part = pathlib.Path(path) / "data" / "1" / f"part-0.{layout}"
         whole = part.read_bytes()
         part.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(ValueError, match=r"/data/1: expected what minari .* reads"):
+        with pytest.raises(ValueError, match=rf"/data/1/part-0.{layout}: expected a whole"):
             jrb.datasets.open(path)
         part.unlink()
-        with pytest.raises(ValueError, match="/data/1: expected T > 0"):
+        with pytest.raises(ValueError, match="/data/1: episode_1: expected a file of Arrow"):
             jrb.datasets.open(path)
         shutil.rmtree(part.parent)
         with pytest.raises(ValueError, match="missing is 1"):
@@ -457,14 +433,14 @@ def test_damaged_files_of_arrow_are_refused(place, tmp_path):
 )
 def test_what_is_no_set_is_not_taken_for_one(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    assert not Minari().matches(str(tmp_path))
-    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+    assert not FORMAT.matches(str(tmp_path))
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(str(tmp_path))):
         jrb.datasets.open(tmp_path, format="minari")
 
 
 def test_nothing_else_is_taken_for_a_set(tmp_path):
     for source in (str(tmp_path), str(tmp_path / "no"), [], None, lambda: 0):
-        assert not Minari().matches(source)
+        assert not FORMAT.matches(source)
     with pytest.raises(ValueError, match=r"expected a folder with 'metadata\.json'"):
         jrb.datasets.open(tmp_path, format="minari")
 
@@ -478,9 +454,5 @@ def test_files_that_change_under_a_dataset_are_refused(place, tmp_path):
     data = pathlib.Path(path) / "data"
     shutil.copy(data / "0" / "part-0.arrow", data / "1" / "part-0.arrow")
     assert dataset.lengths.tolist() == [3, 4]
-    with pytest.raises(
-        ValueError, match="/data/1: expected 4 steps as when the dataset was opened"
-    ):
+    with pytest.raises(ValueError, match="expected 4 steps in all, as when the dataset was opened"):
         dataset[1]
-    with pytest.raises(ValueError, match="Open it again"):
-        dataset.returns()

@@ -203,7 +203,7 @@ def test_a_source_that_changes_is_refused():
     shuffled = lambda: iter(episodes[next(turns) :])
     dataset = jrb.datasets.open(shuffled)  # recognised by the first turn, described by the second
     for read in (dataset.blocks, lambda: dataset, lambda: dataset.steps(3)):
-        with pytest.raises(ValueError, match="expected the same episodes each time"):
+        with pytest.raises(ValueError, match=r"each time|as when the dataset was opened"):
             list(read())
     fewer = jrb.datasets.open(Again(lambda: iter(episodes[: 12 - (next(turns) > 6)])))
     with pytest.raises(ValueError, match="12 episodes, got 11"):

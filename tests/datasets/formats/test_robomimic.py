@@ -105,7 +105,7 @@ def test_rewards_are_read_alone(tmp_path, monkeypatch):
     spy = lambda self, part, *rest: read.add(self.name.split("/")[-1]) or get(self, part, *rest)
     monkeypatch.setattr(h5py.Dataset, "__getitem__", spy)
     dataset.returns()
-    assert read == {"rewards", "dones"}
+    assert read == {"rewards"}
 
 
 def test_names_of_lost_demonstrations_are_told(tmp_path):

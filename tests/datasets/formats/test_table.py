@@ -177,22 +177,17 @@ def test_files_of_a_folder_follow_each_other_by_numbers(tmp_path):
 
 
 @pytest.mark.slow
-def test_random_stretches_of_columns(tmp_path, monkeypatch):
+def test_random_episodes_of_files_with_other_groups_and_lists(tmp_path, monkeypatch):
     monkeypatch.setattr(arrow, "_PIECE", 100)
     leaves = made()
     for number, part in enumerate([slice(0, 20), slice(20, 21), slice(21, STEPS)]):
         table = table_of({name: leaf[part] for name, leaf in leaves.items()}, fixed=number != 1)
-        write_parquet(str(tmp_path / f"{number}"), table)
-    files = arrow.ArrowFiles(arrow.tables(str(tmp_path)))
-    found, _ = arrow.numeric_leaves(files.schema)
-    columns = {leaf.name.replace(".", "/"): arrow.ArrowColumn(files, leaf) for leaf in found}
-    rng = np.random.default_rng(1)
-    for _ in range(200):
-        start, stop = np.sort(rng.integers(0, STEPS + 1, 2))
-        for name, leaf in leaves.items():
-            read = columns[name][start:stop]
-            np.testing.assert_array_equal(read, leaf[start:stop])
-            assert read.dtype == leaf.dtype and read.flags.writeable
+        write_parquet(str(tmp_path / f"{number}.parquet"), table)
+    dataset, rng = datasets.open(tmp_path), np.random.default_rng(1)
+    for _ in range(20):
+        numbers = rng.integers(0, len(LENGTHS), 10)
+        for number, episode in zip(numbers, dataset.only(numbers), strict=True):
+            same(episode, expected(leaves, LENGTHS, number))
 
 
 def test_what_is_held_while_columns_are_read_together_is_bounded(tmp_path, monkeypatch):
@@ -212,20 +207,20 @@ def test_what_is_held_while_columns_are_read_together_is_bounded(tmp_path, monke
     assert most < 2_000_000  # of 8 MB
 
 
-def test_only_the_row_groups_that_are_needed_are_read(tmp_path, monkeypatch):
-    leaves = {name: leaf for name, leaf in made().items() if leaf.ndim == 1}
+def test_only_the_row_groups_that_are_needed_are_read(tmp_path):
+    leaves = {**made(), "wide": np.arange(STEPS * 50_000).reshape(STEPS, -1)}
     write_parquet(path := str(tmp_path / "t"), table_of(leaves))
-    files, groups = arrow.ArrowFiles([path]), []
-    found, _ = arrow.numeric_leaves(files.schema)
-    column = arrow.ArrowColumn(files, next(leaf for leaf in found if leaf.name == "count"))
-    file = files.file(0)
-    inner = file.batches
-    file.batches = lambda group, *rest: groups.append(group) or inner(group, *rest)
-    assert column[15:20].tolist() == list(range(15, 20))
-    assert column[20:30].tolist() == list(range(20, 30))  # goes on
-    assert column[44:46].tolist() == [44, 45]
-    assert column[3:4].tolist() == [3]
-    assert groups == [2, 6, 0]
+    metadata = parquet.read_metadata(path)
+    column = metadata.schema.names.index("element", metadata.num_columns - 1)
+    with open(path, "r+b") as file:  # a group amid the file
+        chunk = metadata.row_group(3).column(column)
+        file.seek(chunk.data_page_offset + chunk.total_compressed_size // 2)
+        file.write(bytes(40))
+    dataset = datasets.open(path)
+    same(dataset[0], expected(leaves, LENGTHS, 0))
+    same(dataset[-1], expected(leaves, LENGTHS, len(LENGTHS) - 1))
+    with pytest.raises(ValueError, match="t: expected a whole"):
+        list(dataset)
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -359,7 +354,10 @@ def uneven():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"action": uneven()}, r"column 'action': expected lists of 2, got some of \[2, 3\]"),
+        (
+            {"action": uneven()},
+            r"column 'action': expected lists of one length, got some of \[2, 3\]",
+        ),
         ({"next__reward": pa.array([None, *[1.0] * (STEPS - 1)])}, "values everywhere, got a null"),
         ({"action": pa.array([None, *[[1.0]] * (STEPS - 1)])}, "values everywhere, got a null"),
         ({"next__terminated": pa.array([2] * STEPS)}, "flags of 0 and 1"),
