@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import counting, eager, steps, transforming, validate
+from jrb._core import eager, steps, transforming, validate
 from jrb._util import checks, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.ring import Occupancy, Ring
@@ -297,7 +297,7 @@ def _refill(
     slots = jnp.asarray(kept.slots[kept.mask])
     samplers = [each.sampler for each in states]
     sampler = _sampler_state(old, samplers, new, made, slots, new_slots)
-    return made.replace(sampler=counting.adopted(sampler, samplers, slots, new_slots))
+    return made.replace(sampler=steps.import_counts(sampler, samplers, slots, new_slots))
 
 
 def _write_items(

@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import counting, eager
+from jrb._core import eager, steps
 from jrb._util import casting, checks, display, pytree, wording
 from jrb._xla import random_bits
 from jrb.buffer import ReplayBuffer
@@ -205,7 +205,7 @@ class Mix:
             if sampler.count_draws:
                 own = drawn & (sample.info["source"] == number)
                 samplers = before[number].sampler, after[number].sampler
-                counted = self._within(counting.drawn_of, samplers, (sample, own))
+                counted = self._within(steps.recount, samplers, (sample, own))
                 after[number] = after[number].replace(sampler=counted)
         return tuple(after)
 

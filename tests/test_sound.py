@@ -10,7 +10,7 @@ import pytest
 
 import jrb
 from jrb import sum_tree, testing, types
-from jrb._core import columns
+from jrb._core import packed
 from jrb._util import pytree
 from jrb.checkpoint import schema
 
@@ -440,7 +440,7 @@ def test_dtypes_that_equal_those_of_numpy_are_these(tmp_path):
         dtype = file["x"].dtype
     assert dtype == np.float32
     assert dtype is not np.dtype(np.float32)
-    assert not columns.is_small(dtype)
+    assert not packed.is_small(dtype)
     state = jrb.ReplayBuffer(37).init({"x": jax.ShapeDtypeStruct((), dtype)})
     assert isinstance(state.storage["x"], jax.Array)
     assert state.storage["x"].dtype == np.float32

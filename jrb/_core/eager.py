@@ -17,21 +17,15 @@ import numpy as np
 
 from jrb._core import editing, steps, transforming
 from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, on_host, without_items
-from jrb._core.validate import (
-    blank,
-    check,
-    check_kind,
-    check_state,
-    explained,
-    warn_of_copies,
-)
+from jrb._core.validate import blank, check, check_kind, check_state, explained, warn_of_copies
 from jrb._util import casting, checks, pytree
 from jrb._util.pytree import Leaf, SpecKey
-from jrb._xla import compiling
-from jrb._xla.compiling import per_description
+from jrb._xla.compiling import by_description, per_description, standalone_program
 from jrb.state import Buffer, BufferState, Device, Sample
 from jrb.types import Item, TransformContext
 from jrb.types.messages import PartState
+
+_MANY_ELEMENTS = 1 << 14  # of an array of which a copy takes longer than one more compiled call
 
 
 def refusal() -> TypeError:
@@ -49,7 +43,7 @@ def copy_if_owned(array: jax.Array, state: PartState) -> jax.Array:
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Returns if any of their leaves is no array, but stands for one inside `jit`."""
+    """Returns if any of their leaves stands for an array inside `jit`."""
     return any(map(is_tracer, jax.tree.leaves(arguments)))
 
 
@@ -84,13 +78,16 @@ def init(buffer: Buffer, spec: Item, device: Device) -> Any:
     """Makes an empty state; `spec` is that of an item as it is stored."""
     if not on_host(buffer):
         return _blank(buffer, spec, device)
-    state = _blank(for_device(buffer), spec, device)
+    state = half(buffer, spec, device)
     storage = buffer.storage.make(
         buffer.ring, spec, state.storage, is_chronological=buffer.writer.is_chronological
     )
-    if device is not None:
-        storage = jax.device_put(storage, device)
-    return state.replace(storage=storage)
+    return state.replace(storage=storage if device is None else jax.device_put(storage, device))
+
+
+def half(buffer: Buffer, spec: Item, device: Device = None) -> Any:
+    """Makes an empty state without items, which are on the host."""
+    return _blank(for_device(buffer), spec, device)
 
 
 def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
@@ -98,33 +95,24 @@ def _blank(buffer: Buffer, spec: Item, device: Device) -> Any:
         device = jax.sharding.SingleDeviceSharding(device)
     if device is not None:
         return jax.jit(lambda: blank(buffer, spec), out_shardings=device)()
-    leaves, structure = jax.tree.flatten(spec)
-    state = _compiled_blank(buffer, structure, tuple(leaves))
+    state = _compiled_blank(buffer, SpecKey(spec))
     # Memory that is not there is an error here, and not at some later call.
     return state if is_traced(state) else jax.block_until_ready(state)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compiled_blank(
-    buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]
-) -> Any:
-    """`blank`, all arrays in one program."""
-    return blank(buffer, jax.tree.unflatten(structure, leaves))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled_blank(buffer: Buffer, spec: SpecKey) -> Any:
+    return blank(buffer, spec.spec)
 
 
 def nbytes(buffer: Buffer, spec: Item) -> int:
     """Returns the bytes that `init` allocates, on the device and on the host."""
-    if not on_host(buffer):
-        return pytree.nbytes(jax.eval_shape(lambda: blank(buffer, spec)))
-    inner = pytree.nbytes(jax.eval_shape(lambda: blank(for_device(buffer), spec)))
-    return inner + buffer.storage.nbytes(
-        buffer.ring, spec, is_chronological=buffer.writer.is_chronological
-    )
-
-
-def half(buffer: Buffer, spec: Item) -> Any:
-    """Makes an empty state without items, which are on the host."""
-    return _blank(for_device(buffer), spec, None)
+    inner = for_device(buffer) if on_host(buffer) else buffer
+    size = pytree.nbytes(jax.eval_shape(lambda: blank(inner, spec)))
+    if on_host(buffer):
+        is_chronological = buffer.writer.is_chronological
+        size += buffer.storage.nbytes(buffer.ring, spec, is_chronological=is_chronological)
+    return size
 
 
 # Writes.
@@ -144,23 +132,23 @@ def write(
 
     With `donate`, arrays of a state whose items are on the host are written in place.
     """
-    rest = mask, cuts, priorities
+    others = mask, cuts, priorities
     if buffer.writer.blocks_when_full:
         _check_room(buffer, state, items, mask)
-    if is_one_step(buffer, state, items, rest):
-        if not is_traced(state, items, rest):
+    if is_one_step(buffer, state, items, others):
+        if not is_traced(state, items, others):
             warn_of_copies(buffer, state, 6)
-        return steps.write(buffer, state, casting.copy_arrays(items), *rest)
-    after = _put(buffer, state, items, items, rest, donate)
-    return steps.write(buffer, state, items, *rest) if after is None else after
+        return steps.write(buffer, state, casting.copy_arrays(items), *others)
+    after = _put(buffer, state, items, items, others, donate)
+    return steps.write(buffer, state, items, *others) if after is None else after
 
 
 def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array | None) -> None:
     """Raises where rows would find no room, as far as that is known."""
-    if is_traced(state, items, mask):
-        return
-    room = steps.room(buffer, state.replace(storage=None))
-    if is_traced(room):
+    room = (
+        None if is_traced(state, items, mask) else steps.room(buffer, state.replace(storage=None))
+    )
+    if room is None or is_traced(room):
         return
     num_rows = len(jax.tree.leaves(items)[0]) if mask is None else int(np.sum(mask))
     if num_rows > room:
@@ -178,7 +166,7 @@ def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
 
 
 def _put(
-    buffer: Buffer, state: BufferState, arrays: Item, items: Item, rest: tuple, donate: bool
+    buffer: Buffer, state: BufferState, arrays: Item, items: Item, others: tuple, donate: bool
 ) -> Any:
     """Writes items to a storage on the host; returns None if some arguments are traced.
 
@@ -187,31 +175,42 @@ def _put(
         state: a state.
         arrays: the items as jitted parts know them.
         items: as the storage takes them.
-        rest: other arguments of `steps.write`.
-        donate: whether arrays of the state may be written in place.
+        others: further arguments of `steps.write`.
+        donate: True if arrays of the state may be written in place.
     """
-    storage, part, half = buffer.storage, for_device(buffer), on_device(buffer, state)
+    storage, inner, half = buffer.storage, for_device(buffer), on_device(buffer, state)
     # In place, the slots are planned first, and the arrays written last of all: where the items
     # find no room on the disk, or an interrupt comes before, the state is as it was. To plan costs
     # one more call, so small arrays are copied in place of that.
-    in_place = (
-        donate
-        and storage.takes_back
-        and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY_ELEMENTS
-    )
-    after: Any = None if in_place else steps.write(part, half, arrays, *rest)
-    plan = steps.planned(part, half, arrays, *rest) if in_place else after.storage
+    in_place = donate and storage.takes_back
+    if in_place and max(leaf.size for leaf in jax.tree.leaves(half)) > _MANY_ELEMENTS:
+        after, plan = None, _planned(inner, half, arrays, *others)
+    else:
+        after = steps.write(inner, half, arrays, *others)
+        plan = after.storage
     if is_traced(plan, after):
         return None
     with storage.writing(state.storage):
-        kept = storage.put(state.storage, plan, items)
-        if in_place:
-            after = steps.write_in_place(part, half, arrays, *rest)
-            kept = storage.moved(kept, after.storage)
-        return after.replace(storage=kept)
+        stored = storage.put(state.storage, plan, items)
+        if after is None:
+            after = _write_in_place(inner, half, arrays, *others)
+            stored = storage.moved(stored, after.storage)
+        return after.replace(storage=stored)
 
 
-_MANY_ELEMENTS = 1 << 14  # of an array of which a copy takes longer than one more compiled call
+@by_description()
+@standalone_program
+def _planned(buffer: Buffer, state: BufferState, items: Item, *others: jax.Array | None) -> Any:
+    """Returns where a storage on the host is written; XLA leaves out all other results."""
+    return buffer.storage.slots_of(steps.write(buffer, state, items, *others).storage)
+
+
+@by_description(donated=("state",))
+@standalone_program
+def _write_in_place(
+    buffer: Buffer, state: BufferState, items: Item, *others: jax.Array | None
+) -> BufferState:
+    return steps.write(buffer, state, items, *others)
 
 
 def fill(
@@ -225,10 +224,10 @@ def fill(
     check_state(buffer, state)
     if on_host(buffer):
         return write(buffer, state, items, mask, cuts)
-    return _written_in_place(buffer, state, items, mask, cuts)
+    return _fill(buffer, state, items, mask, cuts)
 
 
-_written_in_place = jax.jit(steps.write, donate_argnums=1)
+_fill = jax.jit(steps.write, donate_argnums=1)
 
 
 def write_index_only(buffer: Buffer, half: BufferState, items: Item, mask: jax.Array | None) -> Any:
@@ -308,11 +307,12 @@ def draw(
         ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
     """
     check_kind(buffer, state)
-    program = _program_of(buffer)
-    drawn = None
+    program, drawn = _program_of(buffer), None
     if not (is_tracer(key) or is_tracer(state.edits)):
         run = _draw_from_host if program.is_on_host else _draw_on_device
-        drawn = run(program, buffer, state, key, batch_size, beta, quiet, moves)
+        check_mask = None if quiet else functools.partial(_check_some, buffer, state)
+        options = {"batch_size": batch_size, "moves": moves}
+        drawn = run(program, buffer, state, key, beta, options, check_mask)
     if drawn is None:  # some of the arguments are traced
         if buffer.storage.of_objects:
             raise refusal()
@@ -321,33 +321,27 @@ def draw(
     sampler, sample = drawn
     if program.inside < len(buffer.transforms):
         batch = TransformContext(key, sample.mask, buffer.keys, ends=sample.info.get("is_last"))
-        rest = buffer.transforms[program.inside :]
-        data = transforming.outward(rest, sample.data, batch, program.inside)
+        outside = buffer.transforms[program.inside :]
+        data = transforming.outward(outside, sample.data, batch, program.inside)
         sample = sample.replace(data=data)
     return state.replace(sampler=sampler) if moves else state, sample
 
 
 class _DrawProgram(NamedTuple):
-    """Everything about draws outside `jit` that equal descriptions share, looked up once.
+    """The facts on draws outside `jit` that equal descriptions share, looked up once.
 
     Between two compiled calls of a Python loop, each call of a function costs a microsecond.
 
-    Attributes:
-        inside: how many transforms, from the first on, are compiled with the draw. A plain function
-            among them may close over a value that changes: it is called each time.
-        compiled: the compiled draw.
-        is_on_host: whether items are on the host.
-        inner: of these, the description that jitted parts know.
-        is_plain: whether items are drawn as they are stored; `assemble` has nothing to do then.
-        at_anchors: and are read where the anchors are.
     """
 
+    # How many transforms, from the first on, are compiled with the draw. A plain function among
+    # them may close over a value that changes: it is called each time.
     inside: int
     compiled: Callable[..., Any]
     is_on_host: bool
-    inner: Any = None
-    is_plain: bool = False
-    at_anchors: bool = False
+    inner: Any = None  # the description that jitted parts know
+    is_plain: bool = False  # items are drawn as they are stored: nothing is left to assemble
+    at_anchors: bool = False  # and they are read where the anchors are
 
 
 @functools.lru_cache(maxsize=64)
@@ -365,58 +359,31 @@ def _program_of(buffer: Buffer) -> _DrawProgram:
 
 
 @per_description("batch_size", "moves")
-@compiling.standalone_program
+@standalone_program
 def _draw_compiled(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    beta: jax.Array | float | None,
-    batch_size: int,
-    moves: bool,
+    buffer: Buffer, state: BufferState, key: jax.Array, beta: Any, batch_size: int, moves: bool
 ) -> tuple[Any, Sample]:
-    """A draw outside `jit`. The state is checked when it is traced, not at each call.
-
-    What a compiled function returns is copied: neither items nor, unless it `moves`, the sampler.
-    """
+    """Draws outside `jit`. The state is checked when it is traced, not at each call."""
     check(buffer, state)
     sampler, sample = steps.draw(buffer, state, key, batch_size, beta)
+    # All that a compiled function returns is copied: so the sampler only if its state moves.
     return sampler if moves else None, sample
 
 
-def _draw_on_device(
-    program: _DrawProgram,
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
-    quiet: bool,
-    moves: bool,
-) -> tuple[Any, Sample] | None:
-    """Draws by one compiled call; returns None where some arguments are traced."""
-    drawn = program.compiled(state, key, beta, batch_size=batch_size, moves=moves)
-    mask = drawn[1].mask
-    if is_tracer(mask):
-        return None
-    if not quiet:
-        _check_some(buffer, state, mask)
-    return drawn
-
-
 @per_description("batch_size", "names", "moves", "is_plain", "spec")
-@compiling.standalone_program
+@standalone_program
 def _choose_compiled(
     buffer: Buffer,
     state: BufferState,
     key: jax.Array,
-    beta: jax.Array | float | None,
+    beta: Any,
     batch_size: int,
     names: tuple[str, ...] | None,
     moves: bool,
     is_plain: bool,
     spec: SpecKey,
 ) -> tuple[Any, Any, Any]:
-    """The part of a draw before items are fetched from the host.
+    """Makes the part of a draw before items are fetched from the host.
 
     Returns:
         The sampler's state if it `moves`; the `Draw`, or if it `is_plain` the sample but its data;
@@ -433,41 +400,60 @@ def _choose_compiled(
 _assemble_compiled = per_description()(steps.assemble)
 
 
+def _draw_on_device(
+    program: _DrawProgram,
+    _: Buffer,
+    state: BufferState,
+    key: Any,
+    beta: Any,
+    options: dict,
+    check: Any,
+) -> tuple[Any, Sample] | None:
+    """Draws by one compiled call; returns None where some arguments are traced."""
+    drawn = program.compiled(state, key, beta, **options)
+    if is_tracer(drawn[1].mask):
+        return None
+    if check is not None:
+        check(drawn[1].mask)
+    return drawn
+
+
 def _draw_from_host(
     program: _DrawProgram,
     buffer: Buffer,
     state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
-    quiet: bool,
-    moves: bool,
+    key: Any,
+    beta: Any,
+    options: dict,
+    check: Any,
 ) -> tuple[Any, Sample] | None:
     """Draws anchors by a compiled call, fetches items, and assembles the sample by another one.
 
     Returns None where some arguments are traced.
     """
-    storage, kept = buffer.storage, state.storage
-    if is_traced(kept):
+    storage, rows, is_plain = buffer.storage, state.storage, program.is_plain
+    if is_traced(rows):
         return None
-    half, spec = on_device(buffer, state), storage.spec_key(kept)
-    names = None if program.at_anchors else storage.names(kept)
-    options = {"batch_size": batch_size, "names": names, "moves": moves}
-    options |= {"is_plain": program.is_plain, "spec": spec}
-    with storage.drawing(kept):  # nothing is overwritten meanwhile
+    half, names = on_device(buffer, state), None if program.at_anchors else storage.names(rows)
+    options |= {"names": names, "is_plain": is_plain, "spec": storage.spec_key(rows)}
+    with storage.drawing(rows):  # nothing is overwritten meanwhile
         sampler, chosen, places = program.compiled(half, key, beta, **options)
         if is_tracer(chosen.mask):
             return None
-        if not quiet:
-            _check_some(buffer, state, chosen.mask)
-        slots = chosen.indices if program.is_plain else chosen.slots
-        data = storage.fetch(kept, slots, places)
+        if check is not None:
+            check(chosen.mask)
+        data = storage.fetch(rows, chosen.indices if is_plain else chosen.slots, places)
     if storage.of_objects:
-        return sampler, chosen.replace(data=_collated(buffer, program, data, chosen.mask, key))
-    if program.is_plain:
-        return sampler, chosen.replace(data=data)
-    fetched = half.replace(storage=data)
-    return sampler, _assemble_compiled(program.inner)(fetched, chosen, key)
+        mask = np.asarray(chosen.mask)
+        if not mask.all():  # None where nothing was drawn
+            data = [item if real else None for item, real in zip(data, mask, strict=True)]
+        data = data if storage.collate is None else storage.collate(data)
+        if program.inside:
+            batch = TransformContext(key, chosen.mask, buffer.keys)
+            data = transforming.outward(buffer.transforms[: program.inside], data, batch)
+    elif not is_plain:
+        return sampler, _assemble_compiled(program.inner)(half.replace(storage=data), chosen, key)
+    return sampler, chosen.replace(data=data)
 
 
 def _check_some(buffer: Buffer, state: BufferState, mask: Any) -> None:
@@ -488,20 +474,6 @@ def _check_some(buffer: Buffer, state: BufferState, mask: Any) -> None:
     )
 
 
-def _collated(
-    buffer: Buffer, program: _DrawProgram, objects: list[Any], mask: jax.Array, key: jax.Array
-) -> Any:
-    """Makes the data of a sample of objects, None where nothing was drawn."""
-    drawn, collate = np.asarray(mask), buffer.storage.collate
-    if not drawn.all():
-        objects = [item if real else None for item, real in zip(objects, drawn, strict=True)]
-    data = objects if collate is None else collate(objects)
-    if not program.inside:
-        return data
-    batch = TransformContext(key, mask, buffer.keys)
-    return transforming.outward(buffer.transforms[: program.inside], data, batch)
-
-
 @explained
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
     """Returns if a draw gives at least one item, bool `[]`."""
@@ -512,30 +484,24 @@ def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Arr
 def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Any:
     """Returns the items at slots of any shape; objects in one list."""
     check_state(buffer, state)
-    if not is_traced(state, indices):
-        _check_held(buffer, state, np.asarray(indices))
+    if not is_traced(state, indices) and np.size(indices):
+        slots = np.asarray(indices)
+        # The check is compiled for each length: take powers of two.
+        padded = np.zeros(1 << (slots.size - 1).bit_length(), np.int32)
+        padded[: slots.size] = slots.reshape(-1)
+        holds = steps.holds(buffer.writer, buffer.ring, state.writer, jax.device_put(padded))
+        is_empty = ~np.asarray(holds)[: slots.size].reshape(slots.shape)
+        if is_empty.any():
+            raise ValueError(
+                f"take: expected slots that hold items, got {slots[is_empty][0]}, which holds "
+                f"none: {int(buffer.size(state))} are held, as in_order tells."
+            )
     if is_one_step(buffer, state, indices):
         return steps.take(buffer, state, indices)
     return buffer.storage.take(state.storage, np.asarray(indices))
 
 
-def _check_held(buffer: Buffer, state: BufferState, slots: np.ndarray) -> None:
-    """Raises unless all slots hold items."""
-    if not slots.size:
-        return
-    # The check is compiled for each length: take powers of two.
-    padded = np.zeros(1 << (slots.size - 1).bit_length(), np.int32)
-    padded[: slots.size] = slots.reshape(-1)
-    holds = steps.holds(buffer.writer, buffer.ring, state.writer, jax.device_put(padded))
-    empty = ~np.asarray(holds)[: slots.size].reshape(slots.shape)
-    if empty.any():
-        raise ValueError(
-            f"take: expected slots that hold items, got {slots[empty][0]}, which holds none: "
-            f"{int(buffer.size(state))} are held, as in_order tells."
-        )
-
-
-# What changes the sampler only.
+# Verbs that leave the items as they are: outside `jit` they are not passed.
 
 
 @explained
@@ -547,10 +513,7 @@ def update(
     donate: bool = False,
 ) -> Any:
     """Sets priorities."""
-    check_state(buffer, state)
-    if is_traced(state, sample, priorities):
-        return steps.update(buffer, state, sample, priorities)
-    return _moved(steps.update, donate, buffer, state, _light(sample), priorities)
+    return _moved(steps.update, donate, buffer, state, sample, priorities)
 
 
 @explained
@@ -558,17 +521,18 @@ def drop(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, donate: bool = False
 ) -> BufferState:
     """Takes anchors out of the draws."""
-    check_state(buffer, state)
-    if is_traced(state, where):
-        return steps.drop(buffer, state, where)
-    return _moved(steps.drop, donate, buffer, state, _light(where))
+    return _moved(steps.drop, donate, buffer, state, where)
 
 
 def _moved(
     step: Callable[..., Any], donate: bool, buffer: Buffer, state: BufferState, *args: Any
 ) -> Any:
-    """Calls a step that changes nothing in the state but what its sampler remembers."""
+    """Calls a step that leaves items as they are; with `donate`, one that changes the sampler."""
+    check_state(buffer, state)
+    if is_traced(state, args):
+        return step(buffer, state, *args)
     inner, half = without_items(buffer), state.replace(storage=None)
+    args = tuple(map(_light, args))
     if not donate:
         return step(inner, half, *args).replace(storage=state.storage)
     moved = _moved_in_place(step)(inner)
@@ -578,8 +542,8 @@ def _moved(
 @functools.cache
 def _moved_in_place(step: Callable[..., Any]) -> Callable[[Buffer], Any]:
     @per_description(donated=("sampler",))
-    def moved(buffer: Buffer, sampler: Any, rest: BufferState, *args: Any) -> Any:
-        return step(buffer, rest.replace(sampler=sampler), *args).sampler
+    def moved(buffer: Buffer, sampler: Any, others: BufferState, *args: Any) -> Any:
+        return step(buffer, others.replace(sampler=sampler), *args).sampler
 
     return moved
 
@@ -594,20 +558,15 @@ def _light(where: Sample | jax.Array | None) -> Any:
 @explained
 def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
     """Lets nothing of some environments, bool `[E]`, go on."""
-    check_state(buffer, state)
-    if is_traced(state, which):
-        return steps.truncate(buffer, state, which)
-    after = steps.truncate(without_items(buffer), state.replace(storage=None), which)
-    return after.replace(storage=state.storage)
+    return _moved(steps.truncate, False, buffer, state, which)
 
 
 @explained
 def empty(buffer: Buffer, state: BufferState) -> Any:
     """Returns the state without its items."""
-    check_state(buffer, state)
+    after = _moved(steps.empty, False, buffer, state)
     if is_traced(state):
-        return steps.empty(buffer, state)
-    after = steps.empty(without_items(buffer), state.replace(storage=None))
+        return after
     storage = buffer.storage.reset(buffer.ring, state.storage, jnp.int32(0))
     return after.replace(storage=storage)
 
@@ -640,13 +599,10 @@ def edit(
             warn_of_copies(buffer, state)
             where = _light(where)
         return editing.edit(buffer, state, where, casting.copy_arrays(values))
-    names = () if buffer.storage.of_objects else tuple(values)
-    ends = bool(names) and editing.changes_ends(buffer, state, names)
-    before = editing.cuts(*_with_flags(buffer, state)) if ends else None
     if where is None:
         where = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    after = _edit_outside(buffer, state, where, values)
-    return after if before is None else _with_ends(buffer, after, before)
+    cuts = _cuts_on_host(buffer, state, values)
+    return _with_ends(buffer, _edit_on_host(buffer, state, where, values), cuts)
 
 
 @explained
@@ -660,18 +616,17 @@ def rewrite(
             warn_of_copies(buffer, state)
         return editing.rewrite(buffer, state, function, batch_size)
     order, count = steps.in_order(buffer.writer, buffer.ring, state.writer)
-    slots, compiled = np.asarray(order)[: int(count)], jax.jit(function)
-    before = None
+    slots, compiled, cuts = np.asarray(order)[: int(count)], jax.jit(function), None
     for start in range(0, len(slots), batch_size):
         part = jnp.asarray(slots[start : start + batch_size])
         values = compiled(take(buffer, state, part))
-        if not start and editing.changes_ends(buffer, state, tuple(values)):
-            before = editing.cuts(*_with_flags(buffer, state))
-        state = _edit_outside(buffer, state, part, values)
-    return state if before is None else _with_ends(buffer, state, before)
+        if not start:
+            cuts = _cuts_on_host(buffer, state, values)
+        state = _edit_on_host(buffer, state, part, values)
+    return _with_ends(buffer, state, cuts)
 
 
-def _edit_outside(
+def _edit_on_host(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, values: Item
 ) -> BufferState:
     """Edits items on the host; the unit is not updated."""
@@ -684,17 +639,26 @@ def _edit_outside(
         return after.replace(storage=storage)
 
 
+def _cuts_on_host(buffer: Buffer, state: BufferState, values: Item) -> jax.Array | None:
+    """Returns the cuts (`editing.cuts`) if an edit of these leaves changes ends of episodes."""
+    if buffer.storage.of_objects or not editing.changes_ends(buffer, state, tuple(values)):
+        return None
+    return editing.cuts(*_with_flags(buffer, state))
+
+
+def _with_ends(buffer: Buffer, state: BufferState, cuts: jax.Array | None) -> BufferState:
+    """Rebuilds unit and sampler after an edit that changed ends of episodes."""
+    if cuts is None:
+        return state
+    after = editing.with_ends(*_with_flags(buffer, state), cuts)
+    return after.replace(storage=state.storage)
+
+
 def _with_flags(buffer: Buffer, state: BufferState) -> tuple[Any, BufferState]:
     """Fetches the flags of ends of episodes, which stand for the items on the host."""
     names, flags = buffer.storage.names(state.storage), frozenset(editing.flags(buffer, state))
     inner, half = for_device(buffer), on_device(buffer, state)
     with buffer.storage.drawing(state.storage):
         slots, places = editing.places_of(inner, half, names, flags)
-        read = buffer.storage.fetch(state.storage, slots, places)
-    return without_items(buffer), state.replace(storage=read)
-
-
-def _with_ends(buffer: Buffer, state: BufferState, before: jax.Array) -> BufferState:
-    """`editing.with_ends` for items on the host, which the compiled step knows nothing of."""
-    after = editing.with_ends(*_with_flags(buffer, state), before)
-    return after.replace(storage=state.storage)
+        leaves = buffer.storage.fetch(state.storage, slots, places)
+    return without_items(buffer), state.replace(storage=leaves)

@@ -25,8 +25,7 @@ def check(spec: Item, keys: Keys, is_needed: bool = True) -> None:
             f"while nothing lies at '{path_name(getattr(keys, role))}'. Name it with "
             f"keys=jrb.Keys({role}={path!r}); or write {role}=None if it is something else."
         )
-    is_needed = is_needed and keys.episode is None
-    flags = _flags(spec, keys) if is_needed else keys.flags(spec)
+    flags = _flags(spec, keys) if is_needed and keys.episode is None else keys.flags(spec)
     for name, flag in flags.items():
         where = f"done: leaf '{name}'"
         if flag.shape not in ((), (1,)):
@@ -43,7 +42,7 @@ def check(spec: Item, keys: Keys, is_needed: bool = True) -> None:
 
 
 def no_numbers(ring: Ring, spec: Item, keys: Keys) -> jax.Array | None:
-    """Zeros in place of the numbers of episodes, `[E]`; None if items are not known to have any.
+    """Returns zeros as the numbers of episodes, `[E]`; None if items are not known to have any.
 
     Raises:
         ValueError, TypeError: there is no such leaf, or it is not one integer.
@@ -52,9 +51,9 @@ def no_numbers(ring: Ring, spec: Item, keys: Keys) -> jax.Array | None:
         return None
     leaf, where = keys.get(spec, "episode"), f"episode: leaf '{path_name(keys.episode)}'"
     if not pytree.is_array(leaf) or leaf.shape not in ((), (1,)):
-        found = leaf.shape if pytree.is_array(leaf) else pytree.leaf_names(leaf)
+        shape = leaf.shape if pytree.is_array(leaf) else pytree.leaf_names(leaf)
         raise ValueError(
-            f"{where}: expected shape () or (1,) for one transition, got {found}. An episode has "
+            f"{where}: expected shape () or (1,) for one transition, got {shape}. An episode has "
             "one number."
         )
     if not jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -65,7 +64,7 @@ def no_numbers(ring: Ring, spec: Item, keys: Keys) -> jax.Array | None:
 def changes(
     items: Item, keys: Keys, written: jax.Array, before: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where the numbers of episodes change from one row to the next of the same environment.
+    """Finds where the numbers of episodes change from one row to the next of an environment.
 
     Args:
         items: leaves `[T, E, ...]`.
@@ -81,6 +80,7 @@ def changes(
     numbers = numbers.reshape(numbers.shape[:2])
     length, env = numbers.shape[0], jnp.arange(numbers.shape[1], dtype=jnp.int32)
     row = jnp.arange(length, dtype=jnp.int32)[:, None]
+    # The last row that passes up to each row, and the one before that; -1 for the rows before.
     last = lax.cummax(jnp.where(written, row, -1) + jnp.zeros_like(env), axis=0)
     earlier = jnp.concatenate([jnp.full_like(last[:1], -1), last[:-1]])
     number = lambda at: jnp.where(at < 0, before, numbers[jnp.maximum(at, 0), env])
@@ -91,15 +91,9 @@ def changes(
 
 
 def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
-    """Which rows end an episode: those of which any flag that the items have is not zero.
+    """Returns which items end an episode: those of which any flag is not zero, bool `[T, E]`.
 
-    Args:
-        items: leaves `[T, E, ...]`.
-        keys: how they are keyed.
-        lead: how many axes come before those of an item.
-
-    Returns:
-        Bool `[T, E]`.
+    `lead` is the number of axes before those of an item.
     """
     _flags(items, keys)
     is_set = lambda flag: (flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead])
@@ -107,25 +101,22 @@ def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
 
 
 def ending(context: Context, write: WritePlan, items: Item) -> jax.Array:
-    """Which rows of a write are the last of their episodes: by their flags, or cut off by it.
-
-    Items without any flag end by cuts alone.
+    """Returns which rows of a write are the last of their episodes, by flags or cuts, `[T, E]`.
 
     Args:
         context: of the buffer.
         write: of these rows.
-        items: leaves `[T, E, ...]`.
-
-    Returns:
-        Bool `[T, E]`.
+        items: leaves `[T, E, ...]`; those without any flag end by cuts only.
     """
-    flagged = bool(context.keys.flags(items))
-    done = ends(items, context.keys) if flagged else jnp.zeros(write.slots.shape, jnp.bool_)
+    if context.keys.flags(items):
+        done = ends(items, context.keys)
+    else:
+        done = jnp.zeros(write.slots.shape, jnp.bool_)
     return done if write.cuts is None else done | write.cuts
 
 
 def _flags(item: Item, keys: Keys) -> dict[str, jax.Array]:
-    """The flags that say where episodes end, by name; at least one."""
+    """Returns the flags that say where episodes end, by name; at least one."""
     flags = keys.flags(item)
     if not flags:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What stands for a storage on the host in the jitted parts of a verb."""
+"""The stand-in for a storage on the host in the jitted parts of a verb."""
 
 import abc
 import dataclasses
@@ -67,7 +67,7 @@ class DeviceProxy(Storage):
 
 @pytree.component
 class HostStorageProxy(DeviceProxy):
-    """Has nothing on the device."""
+    """The stand-in for a storage that has nothing on the device; its state is None."""
 
     def init(self, context: Context, spec: Item) -> None:
         """Returns no state."""
@@ -121,6 +121,6 @@ def on_device(buffer: Buffer, state: BufferState) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def without_items(buffer: Buffer) -> Any:
-    """Returns the buffer for verbs that leave its items alone: returned, they would be copied."""
+    """Returns the buffer for verbs that leave items as they are: returned, they would be copied."""
     learning = tuple(transforming.learning(buffer.transforms))
     return dataclasses.replace(buffer, storage=HostStorageProxy(), transforms=learning)

@@ -1,4 +1,4 @@
-"""Arrays of the device as bytes, and back."""
+"""Arrays of the device as bytes, and back, in pieces where they are large."""
 
 import dataclasses
 import functools
@@ -16,29 +16,30 @@ from jrb._util import prng_keys
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
 
-Place = jax.Device | jax.sharding.Sharding | None
+Device = jax.Device | jax.sharding.Sharding | None
 
 _SMALL = 4096  # bytes
+_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)  # primes of xxHash
 
 PIECE = 8 << 20
-"""Bytes that are on their way at a time."""
+"""Bytes that are transferred at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """`array[place]` of an array on a device, not taken out yet: it may be large."""
+    """`array[index]` of an array on a device, not taken out yet: it may be large."""
 
     array: jax.Array
-    place: int
+    index: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the part."""
         return self.array.shape[1:]
 
     @property
     def dtype(self) -> Any:
-        """As an array has it."""
+        """The dtype of the array."""
         return self.array.dtype
 
     @property
@@ -52,67 +53,65 @@ class Part:
         return len(self.shape)
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return self.array[self.place][index]
+        return self.array[self.index][index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.array[self.place], dtype)
+        return np.asarray(self.array[self.index], dtype)
 
 
 def on_host(leaf: Leaf) -> bool:
-    """Whether the host can read an array where it lies."""
-    if isinstance(leaf, np.ndarray):
-        return True
-    if isinstance(leaf, Part):
-        return False
+    """Returns if the host can read an array where it is."""
+    if isinstance(leaf, np.ndarray | Part):
+        return isinstance(leaf, np.ndarray)
     return len(leaf.devices()) == 1 and all(d.platform == "cpu" for d in leaf.devices())
 
 
 def reader(leaf: Leaf) -> Callable[[int, int], Any]:
-    """From a start and a stop to those bytes of an array, without a copy if it is on the host."""
+    """Returns a function from a start and a stop to those bytes; no copy if it is on the host."""
     if isinstance(leaf, Part):
-        whole, first = reader(leaf.array), leaf.place * leaf.size * leaf.dtype.itemsize
+        whole, first = reader(leaf.array), leaf.index * leaf.size * leaf.dtype.itemsize
         return lambda start, stop: whole(first + start, first + stop)
     if on_host(leaf):
-        held = view(np.asarray(leaf))
-        return lambda start, stop: held[start:stop]
+        whole = view(np.asarray(leaf))
+        return lambda start, stop: whole[start:stop]
     if len(leaf.devices()) > 1:
         return _over_devices(leaf)
     width = leaf.dtype.itemsize
 
     def read(start: int, stop: int) -> memoryview:
-        with compat.enable_x64():  # for places beyond 2^31
+        with compat.enable_x64():  # for positions beyond 2^31
             return view(np.asarray(_cut(leaf, np.int64(start // width), (stop - start) // width)))
 
     return read
 
 
 def _over_devices(leaf: jax.Array) -> Callable[[int, int], Any]:
-    """The same of an array that is cut over devices: each byte is asked of one that has it."""
-    pieces = {_first(piece.index): piece.data for piece in leaf.addressable_shards}
-    whole = any(piece.shape[1:] != leaf.shape[1:] for piece in pieces.values())
-    if whole or sum(piece.shape[0] for piece in pieces.values()) != leaf.shape[0]:
-        everything = view(np.asarray(leaf))
-        return lambda start, stop: everything[start:stop]
+    """Returns the reader of an array that is cut over devices: one that has a byte is asked."""
+    pieces = {
+        (piece.index[0].start or 0) if piece.index else 0: piece.data
+        for piece in leaf.addressable_shards
+    }
+    has_other_cuts = any(piece.shape[1:] != leaf.shape[1:] for piece in pieces.values())
+    if has_other_cuts or sum(piece.shape[0] for piece in pieces.values()) != leaf.shape[0]:
+        whole = view(np.asarray(leaf))
+        return lambda start, stop: whole[start:stop]
     row = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
-    found = [(first * row, pieces[first], reader(pieces[first])) for first in sorted(pieces)]
+    parts = [(first * row, len(piece) * row, reader(piece)) for first, piece in pieces.items()]
+    parts.sort(key=lambda part: part[0])
 
     def read(start: int, stop: int) -> Any:
         some = [
-            read_one(max(start - first, 0), min(stop - first, piece.size * leaf.dtype.itemsize))
-            for first, piece, read_one in found
-            if first < stop and start < first + piece.size * leaf.dtype.itemsize
+            read_one(max(start - first, 0), min(stop - first, nbytes))
+            for first, nbytes, read_one in parts
+            if first < stop and start < first + nbytes
         ]
         return some[0] if len(some) == 1 else memoryview(b"".join(some))
 
     return read
 
 
-def _first(index: tuple[slice, ...]) -> int:
-    return (index[0].start or 0) if index else 0
-
-
 def view(array: np.ndarray) -> memoryview:
-    """The bytes of an array."""
+    """Returns the bytes of an array."""
     flat: Any = np.ascontiguousarray(array).reshape(-1)
     return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
 
@@ -123,7 +122,7 @@ def _cut(leaf: jax.Array, start: Any, length: int) -> jax.Array:
 
 
 def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
-    """Hashes of the rows of an array, computed on its device, uint8 `[rows, 4]`.
+    """Returns hashes of the rows of an array, computed on its device, uint8 `[rows, 4]`.
 
     Args:
         leaf: an array of JAX, keys as their words, or a `Part` of one.
@@ -131,18 +130,15 @@ def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
     """
     count = leaf.size * leaf.dtype.itemsize // width
     if isinstance(leaf, Part):
-        whole = row_hashes(leaf.array, width)
-        return whole[leaf.place * count :][:count]
+        return row_hashes(leaf.array, width)[leaf.index * count :][:count]
     return np.asarray(_row_hashes(leaf, count)).view(np.uint8).reshape(count, 4)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
-    """Hashes `[count]`, uint32.
-
-    Each word goes through bijections that depend on its position: another value of one word always
-    changes the sum, and so do two words that change places, but for one case in 2^32.
-    """
+    """Returns hashes `[count]`, uint32."""
+    # Each word goes through bijections that depend on its position: another value of one word
+    # always changes the sum, and so do two words that change places, but for one case in 2^32.
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if leaf.dtype == jnp.bool_:
@@ -154,11 +150,8 @@ def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
     return jnp.sum((mixed ^ (mixed >> 15)) * _ODD[2], axis=1, dtype=jnp.uint32)
 
 
-_ODD = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)  # primes of xxHash
-
-
-def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Place = None) -> jax.Array:
-    """An array of the device from its bytes.
+def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Device = None) -> jax.Array:
+    """Makes an array of the device from its bytes.
 
     Large ones on a CPU stay in the memory that they were read into; JAX copies them when they are
     first donated.
@@ -181,23 +174,23 @@ def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Place = None) -
     return array if device is None else jax.device_put(array, device)
 
 
-def placed(array: np.ndarray, device: Place = None) -> jax.Array:
-    """An array of the device from one of the host, aligned, that nobody else uses any more."""
+def placed(array: np.ndarray, device: Device = None) -> jax.Array:
+    """Makes an array of the device from an aligned one of the host that nobody else uses."""
     if array.nbytes <= PIECE or _goes_to_cpu(device):
-        found = _taken_over(array)
+        result = _taken_over(array)
     else:
         whole = view(array)
         starts = range(0, len(whole), PIECE)
-        found = _filled(array, ((start, whole[start : start + PIECE]) for start in starts))
-    return found if device is None else jax.device_put(found, device)
+        result = _filled(array, ((start, whole[start : start + PIECE]) for start in starts))
+    return result if device is None else jax.device_put(result, device)
 
 
 def _taken_over(array: np.ndarray) -> jax.Array:
-    copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
-    return jnp.array(array, copy=True) if copied else jax.device_put(array)
+    is_copied = _SMALL < array.nbytes <= PIECE  # for which a program is compiled
+    return jnp.array(array, copy=True) if is_copied else jax.device_put(array)
 
 
-def _goes_to_cpu(device: Place) -> bool:
+def _goes_to_cpu(device: Device) -> bool:
     if device is None:
         return jax.default_backend() == "cpu"
     devices = device.device_set if isinstance(device, jax.sharding.Sharding) else {device}
@@ -205,9 +198,9 @@ def _goes_to_cpu(device: Place) -> bool:
 
 
 def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
-    """An array that never lies on the host as a whole."""
+    """Makes an array that is never on the host as a whole."""
     array = jnp.zeros(spec.size, spec.dtype)
-    with compat.enable_x64():  # for places beyond 2^31
+    with compat.enable_x64():  # for positions beyond 2^31
         for start, piece in pieces:
             block = np.frombuffer(piece, spec.dtype)
             array = _fill(array, block, np.int64(start // spec.dtype.itemsize))

@@ -1,13 +1,13 @@
-"""Small leaves of items side by side in one array: few gathers and one write for all.
+"""The arrays in which items are stored: small leaves packed into few arrays, others in columns.
 
-N capacity, W the elements of an item's leaves that lie in one array, T time, E environments,
-R = N / E.
+N capacity, W the elements of the leaves in one packed array, T time, E environments, R = N / E.
 
-Where items have several small leaves of one size of elements, these lie as unsigned integers of
-that size, bit for bit, in one array `[N, W]`, or `[E, R, W]` (see `jrb._core.orders`). The rest
-lie in columns of their own, in the order of slots. So do rewards and what says where episodes end:
-units read these in many rows where they read nothing else, which is two or three times quicker
-where they lie close together.
+A draw of items with many leaves would need a gather for each, and an add a write. So the small
+leaves whose elements are of one size are stored, bit for bit, as unsigned integers in one array
+`[N, W]`, or `[E, R, W]` (see `RowOrder`). The other leaves are in columns of their own, `[N, ...]`,
+in the order of slots. So are rewards and the flags of ends of episodes: units read these in many
+rows where they read nothing else, which takes a half or a third of the time if they are close
+together. `jrb/_xla/README.md` has the measurements.
 """
 
 import dataclasses
@@ -22,30 +22,211 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._core import columns, rows
-from jrb._core.orders import Order
+from jrb._core import rows
 from jrb._util import pytree
-from jrb._util.pytree import DType
-from jrb._xla import dependencies, gather
+from jrb._util.pytree import DType, PyTree
+from jrb._xla import gather
 from jrb.keys import Keys, path_name, within
 from jrb.types import AuxRead, Item, SlotsForLeaf, WritePlan
 from jrb.types.messages import PartState
 
-_SMALL = 1024
-"""Bytes of the largest leaf of an item that lies beside others."""
-
-_NARROW = 32
-"""Bytes of the largest that is read together with others: cutting wider ones apart costs more than
-a gather for each (1.3 times the time of a cycle of n-step returns, or of windows)."""
-
+_MAX_BYTES = 1024  # of an item's leaf that is packed
+_NARROW_BYTES = 32  # of one that is read together with others: to cut wider ones apart costs more
+# Elements that are read together, and a few more. XLA's CPU compiler copies rows of 49 to 75 one
+# element after the other: a cycle with rows of 63 takes 1.3 to 1.9 times as long.
 _PIECE = 40
-"""Elements that are read together, and a few more. XLA's CPU compiler copies rows of 49 to 75 one
-element after the other: a cycle with rows of 63 takes 1.3 to 1.9 times as long."""
+
+# Small dtypes. XLA's CPU compiler computes on floats of 8 bits, bfloat16, and integers of fewer
+# than 8 bits in wider types: a write to one row passes over the whole array, and signalling NaNs
+# become quiet. So they are stored as integers of at least 8 bits, with the same bits.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class SmallColumn:
+    """A column of a small dtype. It can be looked at like the array that it stands for.
+
+    Attributes:
+        words: `[N, ...]`, integers.
+        dtype: the leaf's own; no array.
+    """
+
+    words: Any
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.words.shape
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return from_words(self.words[index], self.dtype)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return np.asarray(from_words(self.words, self.dtype)).__array__(*args, **kwargs)
+
+
+Column = Any
+"""An array, or a `SmallColumn`."""
+
+
+def is_column(thing: Any) -> bool:
+    """Returns if it is a `SmallColumn`, for `jax.tree.map(..., is_leaf=is_column)`."""
+    return isinstance(thing, SmallColumn)
+
+
+def is_small(dtype: DType) -> bool:
+    """Returns if XLA's CPU compiler computes on such a dtype in a wider one."""
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return not extended and np.dtype(dtype).isbuiltin == 2  # one that was added to NumPy's own
+
+
+def word_dtype(dtype: DType) -> np.dtype:
+    """Returns the dtype of an array that stores leaves of this dtype, which is not one of keys."""
+    if not is_small(dtype):
+        return np.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(f"uint{max(8, jnp.finfo(dtype).bits)}")
+    return np.dtype("uint8" if jnp.issubdtype(dtype, jnp.unsignedinteger) else "int8")
+
+
+def to_words(values: PyTree) -> Any:
+    """Returns an array as it is stored."""
+    if not is_small(values.dtype):
+        return values
+    values = jnp.asarray(values)
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        bits = jnp.dtype(f"uint{jnp.finfo(values.dtype).bits}")
+        values = lax.bitcast_convert_type(values, bits)
+    return values.astype(word_dtype(values.dtype)) if is_small(values.dtype) else values
+
+
+def from_words(words: Any, dtype: DType) -> jax.Array:
+    """Returns an array of this dtype, from one as it is stored."""
+    if not is_small(dtype):
+        return words
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return words.astype(dtype)
+    bits = jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+    return lax.bitcast_convert_type(words.astype(bits), dtype)
+
+
+def zeros_column(count: int, spec: Item) -> Column:
+    """Makes the column of so many items of a leaf."""
+    shape = (count, *spec.shape)
+    if not is_small(spec.dtype):
+        return jnp.zeros(shape, spec.dtype)
+    return SmallColumn(words=jnp.zeros(shape, word_dtype(spec.dtype)), dtype=np.dtype(spec.dtype))
+
+
+def stored_array(column: Column) -> jax.Array:
+    """Returns the array of a column."""
+    return column.words if isinstance(column, SmallColumn) else column
+
+
+def with_array(column: Column, array: Any) -> Column:
+    """Returns a column with another array."""
+    return dataclasses.replace(column, words=array) if is_column(column) else array
+
+
+def put_column(column: Column, write: WritePlan, words: jax.Array) -> Column:
+    """Puts rows `[T, E, ...]`, as they are stored, at the slots of a write."""
+    return with_array(column, rows.put(stored_array(column), write, lax.stop_gradient(words)))
+
+
+def edit_column(column: Column, slots: jax.Array | None, values: jax.Array) -> Column:
+    """Puts items `[B, ...]` at slots, int32 `[B]`, distinct but for N; or, for None, at all N."""
+    words, whole = lax.stop_gradient(to_words(values)), stored_array(column)
+    if slots is None and words.shape == whole.shape:
+        return with_array(column, words)
+    slots = jnp.arange(len(words), dtype=jnp.int32) if slots is None else slots
+    return with_array(column, whole.at[slots].set(words, mode="drop"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a leaf is that lies beside others.
+class RowOrder:
+    """The order of the rows of a packed array: that of slots, or one environment after another.
+
+    Slot s is row s // E of environment s % E. Rows that follow one another in time are E rows apart
+    in the order of slots, and next to each other environment by environment. Only this class knows:
+    elsewhere rows are named by their slots.
+
+    Attributes:
+        envs: E of arrays `[E, R, W]`; None for arrays `[N, W]` in the order of slots.
+    """
+
+    envs: int | None = None
+
+    @property
+    def axes(self) -> int:
+        """The number of axes that stand for slots."""
+        return 1 if self.envs is None else 2
+
+    def lead(self, capacity: int) -> tuple[int, ...]:
+        """Returns the axes that stand for N slots."""
+        return (capacity,) if self.envs is None else (self.envs, capacity // self.envs)
+
+    def places(self, numbers: np.ndarray, capacity: int) -> np.ndarray:
+        """Returns where rows are, by their numbers: slot s of buffer v has number v * N + s."""
+        if self.envs is None:
+            return numbers
+        buffer, slots = np.divmod(numbers, capacity)
+        row, env = np.divmod(slots, self.envs)
+        return buffer * capacity + env * (capacity // self.envs) + row
+
+    def by_slot(self, words: Any) -> Any:
+        """Returns all rows in the order of slots, `[..., N, W]`."""
+        if self.envs is None:
+            return words
+        *batch, envs, num_rows, width = words.shape
+        return words.swapaxes(-3, -2).reshape(*batch, envs * num_rows, width)
+
+    def index(self, slots: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the indices of slots, of which none is negative; N is outside."""
+        slots = slots.astype(jnp.uint32)  # XLA then handles no negative indices
+        if self.envs is None:
+            return (slots,)
+        return lax.rem(slots, np.uint32(self.envs)), lax.div(slots, np.uint32(self.envs))
+
+    def put(self, array: jax.Array, write: WritePlan, words: jax.Array) -> jax.Array:
+        """Puts rows `[T, E, W]` at the slots of a write (see `jrb._core.rows.put`)."""
+        if write.consecutive:
+            # Signed: under `vmap` JAX 0.5 writes nothing where such an index has no sign.
+            start = self.index(write.starts[0])[-1].astype(jnp.int32)
+            block = words[0] if self.envs is None else words[0][:, None]
+            return lax.dynamic_update_slice_in_dim(array, block, start, axis=self.axes - 1)
+        words = words.reshape(-1, words.shape[-1])
+        return self.edit(array, write.slots.reshape(-1), slice(None), words)
+
+    def edit(
+        self, array: jax.Array, slots: jax.Array | None, part: slice, words: jax.Array
+    ) -> jax.Array:
+        """Sets a part of the rows at slots, int32 `[B]`, without those of N; None for all N."""
+        if slots is not None:
+            return array.at[(*self.index(slots), part)].set(words, mode="drop")
+        if self.envs is not None:
+            words = words.reshape(-1, self.envs, words.shape[-1]).swapaxes(0, 1)
+        return array.at[..., part].set(words)
+
+    def get(self, array: jax.Array, slots: jax.Array, start: int, stop: int) -> jax.Array:
+        """Returns some elements of the rows at slots `[...]`, all in range: `[..., stop - start]`.
+
+        Called in `gather.read_each`.
+        """
+        at, axes = self.index(slots), tuple(range(self.axes))
+        if stop - start == array.shape[-1]:
+            return gather.items_at(array, *at)
+        dims = lax.GatherDimensionNumbers(
+            offset_dims=(slots.ndim,), collapsed_slice_dims=axes, start_index_map=(*axes, len(axes))
+        )
+        index = jnp.stack([*at, jnp.full_like(at[0], start)], axis=-1)
+        sizes = (*(1 for _ in axes), stop - start)
+        return lax.gather(array, index, dims, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSlice:
+    """The position of a packed leaf.
 
     Attributes:
         words: the name of the array, the dtype of its elements.
@@ -61,117 +242,116 @@ class Place:
 
     @property
     def stop(self) -> int:
-        """Behind the leaf's last element."""
+        """The position behind the leaf's last element."""
         return self.start + math.prod(self.shape)
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it is read together with others."""
-        return (self.stop - self.start) * np.dtype(self.words).itemsize <= _NARROW
+        """True if the leaf is read together with others."""
+        return math.prod(self.shape) * np.dtype(self.words).itemsize <= _NARROW_BYTES
 
     def of_rows(self, words: Any, first: int = 0) -> jax.Array:
-        """The leaf, `[..., *shape]`, of rows `[..., W]` from their element `first` on."""
+        """Returns the leaf, `[..., *shape]`, of rows `[..., W]` from their element `first` on."""
         flat = words[..., self.start - first : self.stop - first]
-        return _from_words(flat.reshape(*words.shape[:-1], *self.shape), self.dtype)
-
-    def to_rows(self, values: jax.Array) -> jax.Array:
-        """The leaf's elements `[..., stop - start]` as they lie in the array."""
-        return _to_words(self.flat(values), np.dtype(self.words))
+        flat, dtype = flat.reshape(*words.shape[:-1], *self.shape), word_dtype(self.dtype)
+        return from_words(flat if flat.dtype == dtype else _cast(flat, dtype), self.dtype)
 
     def flat(self, values: jax.Array) -> jax.Array:
-        """The leaf's elements `[..., stop - start]`, of its own dtype."""
+        """Returns the leaf's elements `[..., stop - start]`, of its own dtype."""
         lead = values.shape[: values.ndim - len(self.shape)]
         return values.reshape(*lead, self.stop - self.start)
 
 
+def _cast(values: Any, dtype: DType) -> jax.Array:
+    """Returns the same bits as another dtype of the same size; flags as numbers, and back."""
+    if dtype == np.bool_:
+        return values != 0
+    if values.dtype == np.bool_:
+        return values.astype(dtype)
+    return lax.bitcast_convert_type(values, dtype)
+
+
+def _as_words(values: jax.Array, dtype: np.dtype) -> jax.Array:
+    words = to_words(values)
+    return words if words.dtype == dtype else _cast(words, dtype)
+
+
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """How items of which some leaves lie side by side are put together.
+class PackedLayout:
+    """The layout of items of which some leaves are packed.
 
     Attributes:
         structure: of the items.
-        entries: for each leaf its place beside others, or the name of its column.
-        order: in which rows lie.
+        entries: for each leaf its slice of a packed array, or the name of its column.
+        order: of the rows of packed arrays.
     """
 
     structure: Any
-    entries: tuple[Place | str, ...]
-    order: Order
+    entries: tuple[LeafSlice | str, ...]
+    order: RowOrder
 
 
 class PackedLeaves(pytree.State):
-    """Items of which some leaves lie side by side. They can be looked at as if they did not.
+    """Items of which some leaves are packed. They can be looked at as if they were not.
 
     `state["next"]["reward"]`, or `state.next.reward` for items with attributes, is a copy of that
-    leaf as an array `[N, ...]`; where it lies in a column of its own, the column.
+    leaf as an array `[N, ...]`; if the leaf has a column of its own, the column.
 
     Attributes:
-        columns: of the leaves that lie alone, by their names.
+        columns: of the other leaves, by their names.
         arrays: `[N, W]`, or `[E, R, W]`, by the names of their dtypes.
-        form: what is where; no array.
+        layout: of the leaves; no array.
     """
 
     columns: dict[str, Any]
     arrays: dict[str, Any]
-    form: Form = pytree.static(default=None)
+    layout: PackedLayout = pytree.static(default=None)
 
     @property
-    def order(self) -> Order:
-        """In which rows lie."""
-        return self.form.order
+    def order(self) -> RowOrder:
+        """The order of the rows of packed arrays."""
+        return self.layout.order
 
     @property
     def places(self) -> Any:
-        """The pytree of the items, with columns, and `Place`s for the leaves beside others."""
-        entries = self.form.entries
-        found = [it if isinstance(it, Place) else self.columns[it] for it in entries]
-        return jax.tree.unflatten(self.form.structure, found)
-
-    def filled(self, places: Any, arrays: dict[str, Any]) -> "PackedLeaves":
-        """The same items in other columns and arrays; what `places` has for others is not read."""
-        flat = jax.tree.leaves(places, is_leaf=columns.is_column)
-        pairs = zip(self.form.entries, flat, strict=True)
-        alone = {name: column for name, column in pairs if not isinstance(name, Place)}
-        return self.replace(columns=alone, arrays=arrays)
+        """The pytree of the items, with columns, and `LeafSlice`s for packed leaves."""
+        entries = self.layout.entries
+        each = [it if isinstance(it, LeafSlice) else self.columns[it] for it in entries]
+        return jax.tree.unflatten(self.layout.structure, each)
 
     @property
     def leaves(self) -> Any:
         """All leaves, a pytree like the items."""
-        return self._seen(self.places)
+        return self._unpacked(self.places)
 
-    @property
-    def widths(self) -> dict[str, int]:
-        """W of every array as the places want it, by its name."""
-        return _widths(self.places)
-
-    def shown(self) -> Any:
-        """The pytree of the items, with columns, and specs for the leaves beside others."""
-        if not all(map(pytree.is_array, self.arrays.values())):
-            return self  # of a state that was mapped to something else
-
+    def _unpacked(self, places: Any) -> Any:
         def leaf(it: Any) -> Any:
-            if not isinstance(it, Place):
-                return columns.array(it)
-            return jax.ShapeDtypeStruct(self.shape(it), it.dtype)
-
-        return jax.tree.map(leaf, self.places, is_leaf=columns.is_column)
-
-    def shape(self, place: Place) -> tuple[int, ...]:
-        """That of a leaf that lies beside others, `[..., N, ...]`."""
-        shape = self.arrays[place.words].shape
-        return (*shape[: -1 - self.order.axes], self.order.capacity(shape), *place.shape)
-
-    def _seen(self, places: Any) -> Any:
-        def leaf(it: Any) -> Any:
-            if not isinstance(it, Place):
+            if not isinstance(it, LeafSlice):
                 return it
             words = self.arrays[it.words][..., it.start : it.stop]
             return it.of_rows(self.order.by_slot(words), it.start)
 
-        return jax.tree.map(leaf, places, is_leaf=columns.is_column)
+        return jax.tree.map(leaf, places, is_leaf=is_column)
+
+    def shown(self) -> Any:
+        """Returns the pytree of the items, with columns, and specs for packed leaves."""
+        if not all(map(pytree.is_array, self.arrays.values())):
+            return self  # of a state that was mapped to something else
+
+        def leaf(it: Any) -> Any:
+            if not isinstance(it, LeafSlice):
+                return stored_array(it)
+            return jax.ShapeDtypeStruct(self.shape(it), it.dtype)
+
+        return jax.tree.map(leaf, self.places, is_leaf=is_column)
+
+    def shape(self, place: LeafSlice) -> tuple[int, ...]:
+        """Returns the shape of a packed leaf, `[..., N, ...]`."""
+        shape, axes = self.arrays[place.words].shape, self.order.axes
+        return (*shape[: -1 - axes], math.prod(shape[-1 - axes : -1]), *place.shape)
 
     def __getitem__(self, name: Any) -> Any:
-        return self._seen(self.places[name])
+        return self._unpacked(self.places[name])
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.leaves)
@@ -183,69 +363,44 @@ class PackedLeaves(pytree.State):
         return name in self.places
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("columns", "arrays", "form", "order", "places"):
+        if name.startswith("_") or name in ("columns", "arrays", "layout", "order", "places"):
             raise AttributeError(name)
         getattr(self.places, name)  # raises where items have no such thing
         return getattr(self.leaves, name)
 
 
-def places(state: PartState) -> Any:
-    """The pytree of the items, with columns or `Place`s for leaves."""
-    return state.places if isinstance(state, PackedLeaves) else state
-
-
-def _arrays(state: PartState) -> dict[str, Any]:
-    return state.arrays if isinstance(state, PackedLeaves) else {}
-
-
-def _with(state: PartState, places: Any, arrays: dict[str, Any]) -> Any:
-    """The same items, or their columns, with other arrays."""
-    return state.filled(places, arrays) if isinstance(state, PackedLeaves) else places
-
-
-def _order(state: PartState) -> Order:
-    return state.order if isinstance(state, PackedLeaves) else Order()
-
-
-def room(count: int, spec: Item, keys: Keys, order: Order) -> Any:
-    """Zeros for so many items; a plain pytree of columns where no leaves lie side by side."""
-    found = _placed(spec, keys)
-    if not found:
-        return jax.tree.map(functools.partial(columns.room, count), spec)
-    names, leaves = pytree.unique_names(spec), jax.tree.leaves(spec)
-    alone = {names[n]: columns.room(count, it) for n, it in enumerate(leaves) if n not in found}
-    entries = tuple(found.get(n, name) for n, name in enumerate(names))
-    wanted = _widths(entries).items()
-    arrays = {name: jnp.zeros((*order.lead(count), width), name) for name, width in wanted}
-    form = Form(jax.tree.structure(spec), entries, order)
-    return PackedLeaves(columns=alone, arrays=arrays, form=form)
-
-
-def _widths(places: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for it in jax.tree.leaves(places, is_leaf=columns.is_column):
-        if isinstance(it, Place):
-            found[it.words] = max(it.stop, found.get(it.words, 0))
-    return found
-
-
-def _placed(spec: Item, keys: Keys) -> dict[int, Place]:
-    """The places of those leaves that lie beside others, by their numbers."""
+def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
+    """Makes room for so many items; a plain pytree of columns where no leaves can be packed."""
+    leaves, names = jax.tree.leaves(spec), pytree.unique_names(spec)
     groups: dict[str, list[int]] = {}
-    leaves, names = jax.tree.leaves(spec), pytree.leaf_names(spec)
-    for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-        words = None if _is_read_alone(name, keys) else _words_of(leaf.dtype)
-        if words is not None and 0 < leaf.size * words.itemsize <= _SMALL:
+    for number, (name, leaf) in enumerate(zip(pytree.leaf_names(spec), leaves, strict=True)):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or _is_read_alone(name, keys):
+            continue
+        words = word_dtype(leaf.dtype)
+        if words.itemsize <= 4:  # those of 8 bytes as they are: TPUs cannot cast floats to integers
+            words = np.dtype(f"uint{8 * words.itemsize}")
+        if 0 < leaf.size * words.itemsize <= _MAX_BYTES:
             groups.setdefault(words.name, []).append(number)
-    found = {}
+    entries: list[LeafSlice | str] = list(names)
+    arrays = {}
     for words, numbers in groups.items():
+        if len(numbers) == 1:
+            continue
+        slices = [
+            LeafSlice(words, 0, tuple(leaves[n].shape), np.dtype(leaves[n].dtype)) for n in numbers
+        ]
         start = 0
-        each = [Place(words, 0, tuple(leaves[n].shape), np.dtype(leaves[n].dtype)) for n in numbers]
-        pairs = zip(numbers, each, strict=True)
+        pairs = zip(numbers, slices, strict=True)
         for number, place in sorted(pairs, key=lambda pair: not pair[1].is_narrow):
-            found[number] = dataclasses.replace(place, start=start)
-            start = found[number].stop
-    return {n: place for n, place in found.items() if len(groups[place.words]) > 1}
+            entries[number] = place = dataclasses.replace(place, start=start)
+            start = place.stop
+        arrays[words] = jnp.zeros((*order.lead(count), start), words)
+    if not arrays:
+        return jax.tree.map(functools.partial(zeros_column, count), spec)
+    pairs = zip(entries, leaves, strict=True)
+    columns = {it: zeros_column(count, leaf) for it, leaf in pairs if isinstance(it, str)}
+    layout = PackedLayout(jax.tree.structure(spec), tuple(entries), order)
+    return PackedLeaves(columns=columns, arrays=arrays, layout=layout)
 
 
 def _is_read_alone(name: str, keys: Keys) -> bool:
@@ -253,217 +408,149 @@ def _is_read_alone(name: str, keys: Keys) -> bool:
     return any(role is not None and within(name, path_name(role)) for role in roles)
 
 
-def spec(state: PartState) -> Item:
-    """One item."""
+def _places(state: PartState) -> Any:
+    return state.places if isinstance(state, PackedLeaves) else state
 
-    def kind(it: Any) -> jax.ShapeDtypeStruct:
-        shape = it.shape if isinstance(it, Place) else it.shape[1:]
+
+def _entries(state: PartState) -> tuple[list[str], list[Any]]:
+    """Returns the names of all leaves, and their columns or slices."""
+    pairs = jax.tree_util.tree_leaves_with_path(_places(state), is_leaf=is_column)
+    return [pytree.leaf_name(path) for path, _ in pairs], [it for _, it in pairs]
+
+
+def _changed(state: PartState, entries: list[Any], arrays: dict[str, Any]) -> Any:
+    """Returns the state with other columns and arrays; the slices among `entries` stay."""
+    if not isinstance(state, PackedLeaves):
+        return jax.tree.unflatten(jax.tree.structure(state, is_leaf=is_column), entries)
+    pairs = zip(state.layout.entries, entries, strict=True)
+    columns = {name: column for name, column in pairs if isinstance(name, str)}
+    return state.replace(columns=columns, arrays=arrays)
+
+
+def spec(state: PartState) -> Item:
+    """Returns the spec of one item."""
+
+    def one(it: Any) -> jax.ShapeDtypeStruct:
+        shape = it.shape if isinstance(it, LeafSlice) else it.shape[1:]
         return jax.ShapeDtypeStruct(shape, it.dtype)
 
-    return jax.tree.map(kind, places(state), is_leaf=columns.is_column)
+    return jax.tree.map(one, _places(state), is_leaf=is_column)
 
 
 def put(state: PartState, write: WritePlan, items: Item) -> tuple[Any, WritePlan]:
-    """Returns the state with rows `[T, E, ...]` at the slots of a write, and the write.
+    """Puts rows `[T, E, ...]` at the slots of a write; returns the write too.
 
     The write waits for these rows (see `rows.in_line`). Gradients stop here.
     """
-    found: dict[str, list[tuple[Place, jax.Array]]] = {name: [] for name in _arrays(state)}
-
-    def one(it: Any, new: jax.Array) -> Any:
-        nonlocal write
-        if not isinstance(it, Place):
-            column = columns.put(it, write, columns.packed(new))
-            write = rows.in_line(write, columns.array(column))
-            return column
-        found[it.words].append((it, lax.stop_gradient(new)))
-        return it
-
-    left = jax.tree.map(one, places(state), items, is_leaf=columns.is_column)
+    _, entries = _entries(state)
+    parts: dict[str, list[tuple[LeafSlice, jax.Array]]] = {}
+    after = []
+    for it, new in zip(entries, jax.tree.leaves(items), strict=True):
+        if isinstance(it, LeafSlice):
+            parts.setdefault(it.words, []).append((it, lax.stop_gradient(new)))
+        else:
+            it = put_column(it, write, to_words(new))
+            write = rows.in_line(write, stored_array(it))
+        after.append(it)
+    if not isinstance(state, PackedLeaves):
+        return _changed(state, after, {}), write
     arrays = {}
-    for name, array in _arrays(state).items():
-        arrays[name] = _order(state).put(array, write, _joined(found[name]))
+    for name, array in state.arrays.items():
+        arrays[name] = state.order.put(array, write, _joined(parts[name]))
         write = rows.in_line(write, arrays[name])
-    return _with(state, left, arrays), write
+    return _changed(state, after, arrays), write
 
 
-def _joined(leaves: list[tuple[Place, jax.Array]]) -> jax.Array:
-    """The rows `[..., W]` of which these are the leaves.
-
-    Neighbours of one dtype are cast together: XLA's CPU compiler makes a kernel of each operand
-    where it joins more than eight.
-    """
+def _joined(leaves: list[tuple[LeafSlice, jax.Array]]) -> jax.Array:
+    """Returns the rows `[..., W]` of which these are the leaves."""
     leaves = sorted(leaves, key=lambda pair: pair[0].start)
-    runs = itertools.groupby(leaves, key=lambda pair: pair[0].dtype)
     words = np.dtype(leaves[0][0].words)
     join = lambda parts: jnp.concatenate(list(parts), axis=-1)
-    return join(_to_words(join(place.flat(leaf) for place, leaf in run), words) for _, run in runs)
+    # Neighbours of one dtype are cast together: XLA's CPU compiler makes a kernel of each operand
+    # where it joins more than eight.
+    runs = itertools.groupby(leaves, key=lambda pair: pair[0].dtype)
+    return join(_as_words(join(it.flat(leaf) for it, leaf in run), words) for _, run in runs)
+
+
+def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:
+    """Puts items `[B, ...]` of some leaves at slots, int32 `[B]`, distinct but for N.
+
+    None stands for all slots in order.
+    """
+    names, entries = _entries(state)
+    arrays = dict(state.arrays) if isinstance(state, PackedLeaves) else {}
+    for number, (name, it) in enumerate(zip(names, entries, strict=True)):
+        if name not in values:
+            continue
+        if isinstance(it, LeafSlice):
+            words = _as_words(it.flat(lax.stop_gradient(values[name])), np.dtype(it.words))
+            part = slice(it.start, it.stop)
+            arrays[it.words] = state.order.edit(arrays[it.words], slots, part, words)
+        else:
+            entries[number] = edit_column(it, slots, values[name])
+    return _changed(state, entries, arrays)
 
 
 def get(
     state: PartState, where: SlotsForLeaf, lookups: Sequence[AuxRead]
 ) -> tuple[Item, list[jax.Array]]:
-    """Each leaf at its slots, read just once; a gather for many that are read at the same slots.
+    """Reads each leaf at its slots exactly once, many that have the same slots in one gather.
 
     Returns:
         The items, and what is looked up beside them.
     """
-    beside = [it.array for it in lookups]
-    paths, _ = jax.tree_util.tree_flatten_with_path(places(state), is_leaf=columns.is_column)
-    asked = [where(pytree.leaf_name(path)) for path, _ in paths]
-    asked += [it.slots for it in lookups]
-    unique = list({id(slots): slots for slots in asked}.values())
-    number = [[one is slots for one in unique].index(True) for slots in asked]
-    arrays, structure = jax.tree.flatten((state, beside))
+    slots = [*map(where, _entries(state)[0]), *(it.slots for it in lookups)]
+    unique = {id(each): each for each in slots}
+    index = {key: number for number, key in enumerate(unique)}
+    arrays, structure = jax.tree.flatten((state, [it.array for it in lookups]))
 
-    def found(times: int, *flat: jax.Array) -> tuple[Item, list[jax.Array]]:
+    def read(times: int, *flat: jax.Array) -> tuple[Item, list[jax.Array]]:
         state, beside = jax.tree.unflatten(structure, flat[: len(arrays)])
-        asked = [flat[len(arrays) :][which] for which in number]
-        return _read(state, beside, _gathers(state, beside, asked, times))
+        each = [flat[len(arrays) + index[id(it)]] for it in slots]
+        numbers, gathers = _gathers(state, beside, each, times)
+        results = dict(zip(numbers, itertools.chain(*gather.read_each(gathers)), strict=True))
+        ordered = [results[number] for number in range(len(results))]
+        result = jax.tree.structure((_places(state), beside), is_leaf=is_column)
+        return jax.tree.unflatten(result, ordered)
 
-    few = any(gather.is_few for gather in _gathers(state, beside, asked, 1))
-    return gather.scaled_by_vmap(few, found, *arrays, *unique)
-
-
-def _read(
-    state: PartState, beside: list[jax.Array], gathers: list["_Gather"]
-) -> tuple[Item, list[jax.Array]]:
-    """The leaves, and what is beside them, that some gathers read, together."""
-    read = dependencies.materialize(
-        lambda: [gather.read() for gather in gathers],
-        lambda found: [gather.laid(rows) for gather, rows in zip(gathers, found, strict=True)],
-    )
-    leaves: dict[int, jax.Array] = {}
-    for each, found in zip(gathers, read, strict=True):
-        leaves.update(zip(each.entries, each.leaves(found), strict=True))
-    structure = jax.tree.structure((places(state), beside), is_leaf=columns.is_column)
-    return jax.tree.unflatten(structure, [leaves[number] for number in range(len(leaves))])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gather:
-    """Leaves that one gather reads.
-
-    Attributes:
-        array: in which they lie, a column or `[..., W]`.
-        slots: of the items, int32 `[...]`.
-        order: in which rows lie.
-        is_few: whether one thread is to read them (see `jrb._xla.gather`).
-        entries: their places, or one column, by the numbers of the leaves.
-    """
-
-    array: jax.Array
-    slots: jax.Array
-    order: Order
-    is_few: bool
-    entries: dict[int, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def first(self) -> int:
-        """The first element of a row that is read."""
-        return min(it.start for it in self.entries.values())
-
-    def read(self) -> Any:
-        """The leaves, or few rows of all of them; to be called in `dependencies.materialize`."""
-        if any(isinstance(it, Place) for it in self.entries.values()):
-            stop = max(it.stop for it in self.entries.values())
-            found = self.order.get(self.array, self.slots, self.first, stop)
-        else:
-            found = gather.items_at(self.array, self.slots)
-        return found if self.is_few else self._cut(found)
-
-    def laid(self, found: Any) -> Any:
-        """What was read, if it is few rows in a room."""
-        return gather.into_scratch(found) if self.is_few else found
-
-    def leaves(self, read: Any) -> list[jax.Array]:
-        """The leaves, of what was read and laid."""
-        return self._cut(gather.from_scratch(read)) if self.is_few else read
-
-    def _cut(self, found: jax.Array) -> list[jax.Array]:
-        return [
-            it.of_rows(found, self.first)
-            if isinstance(it, Place)
-            else columns.unpacked(found, it.dtype)
-            for it in self.entries.values()
-        ]
+    _, gathers = _gathers(state, [it.array for it in lookups], slots, 1)
+    few = any(is_few for _, is_few, _ in gathers)
+    return gather.scaled_by_vmap(few, read, *arrays, *unique.values())
 
 
 def _gathers(
-    state: PartState, beside: list[jax.Array], asked: list[jax.Array], times: int
-) -> list[_Gather]:
-    """The gathers for all entries, each asked for at its slots, so many `times` at once.
+    state: PartState, beside: list[jax.Array], slots: list[jax.Array], times: int
+) -> tuple[list[int], list[gather.Gather]]:
+    """Returns the numbers of all leaves, in the order in which these gathers read them.
 
-    Where rows are few, one for all that lie in an array; else one for narrow leaves that lie close
-    together, and one for each of the others.
+    Each is for so many such reads at a time.
+
+    Where rows are few, one gather reads all leaves of a packed array; else one reads narrow leaves
+    that are close together, and one each of the others.
     """
-    found: dict[Any, _Gather] = {}
-    entries = jax.tree.leaves((places(state), beside), is_leaf=columns.is_column)
-    for number, (it, slots) in enumerate(zip(entries, asked, strict=True)):
-        array, alone = _array_of(state, it), not isinstance(it, Place)
-        width = array.shape[1:] if alone else array.shape[-1:]
-        few = gather.is_few(array, slots, math.prod(width), times)
+    groups: dict[Any, tuple[jax.Array, jax.Array, bool, dict[int, Any]]] = {}
+    entries = [*_entries(state)[1], *beside]
+    for number, (it, at) in enumerate(zip(entries, slots, strict=True)):
+        is_packed = isinstance(it, LeafSlice)
+        array = state.arrays[it.words] if is_packed else stored_array(it)
+        width = array.shape[-1] if is_packed else math.prod(array.shape[1:])
+        is_few = gather.is_few(array, at, width, times)
         key: Any = number
-        if not alone and (few or it.is_narrow):
-            key = it.words, id(slots), None if few else (it.stop - 1) // _PIECE
-        group = found.setdefault(key, _Gather(array, slots, _order(state), few))
-        group.entries[number] = it
-    return list(found.values())
+        if is_packed and (is_few or it.is_narrow):
+            key = it.words, id(at), None if is_few else (it.stop - 1) // _PIECE
+        groups.setdefault(key, (array, at, is_few, {}))[3][number] = it
+    gathers = [_gather(state, *group) for group in groups.values()]
+    return [number for *_, leaves in groups.values() for number in leaves], gathers
 
 
-def _array_of(state: PartState, it: Any) -> jax.Array:
-    return _arrays(state)[it.words] if isinstance(it, Place) else columns.array(it)
-
-
-def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:
-    """Items `[B, ...]` of some leaves at slots, int32 `[B]`, distinct but for N; None for all N."""
-    arrays = dict(_arrays(state))
-
-    def one(path: tuple, it: Any) -> Any:
-        new = values.get(pytree.leaf_name(path))
-        if new is None:
-            return it
-        if not isinstance(it, Place):
-            return columns.edit(it, slots, new)
-        words, there = it.to_rows(lax.stop_gradient(new)), slice(it.start, it.stop)
-        arrays[it.words] = _order(state).edit(arrays[it.words], slots, there, words)
-        return it
-
-    left = jax.tree_util.tree_map_with_path(one, places(state), is_leaf=columns.is_column)
-    return _with(state, left, arrays)
-
-
-def _words_of(dtype: DType) -> np.dtype | None:
-    """The elements as which a leaf of this dtype lies beside others; None if it cannot.
-
-    Those of 8 bytes as they are: TPUs have no such integers that take the bits of floats.
-    """
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return None
-    lies = _as_it_lies(dtype)
-    return lies if lies.itemsize > 4 else np.dtype(f"uint{8 * lies.itemsize}")
-
-
-def _as_it_lies(dtype: DType) -> np.dtype:
-    return columns.word_dtype(dtype) if columns.is_small(dtype) else np.dtype(dtype)
-
-
-def _to_words(values: jax.Array, words: np.dtype) -> jax.Array:
-    values = columns.packed(values)
-    if values.dtype == words:
-        return values
-    return _cast(values, words)
-
-
-def _from_words(words: Any, dtype: DType) -> jax.Array:
-    lies = _as_it_lies(dtype)
-    return columns.unpacked(words if words.dtype == lies else _cast(words, lies), dtype)
-
-
-def _cast(values: Any, dtype: np.dtype) -> jax.Array:
-    """The same bits as another dtype of the same size."""
-    if dtype == np.bool_:
-        return values != 0
-    if values.dtype == np.bool_:
-        return values.astype(dtype)
-    return lax.bitcast_convert_type(values, dtype)
+def _gather(
+    state: PartState, array: jax.Array, slots: jax.Array, is_few: bool, leaves: dict[int, Any]
+) -> gather.Gather:
+    """Returns the gather of one column, or of some slices of a packed array."""
+    each = list(leaves.values())
+    if not isinstance(each[0], LeafSlice):
+        get = functools.partial(gather.items_at, array, slots)
+        return get, is_few, lambda found: [from_words(found, each[0].dtype)]
+    first, stop = min(it.start for it in each), max(it.stop for it in each)
+    get = functools.partial(state.order.get, array, slots, first, stop)
+    return get, is_few, lambda found: [it.of_rows(found, first) for it in each]

@@ -1,6 +1,6 @@
-"""Rows of time put into arrays over slots, and got from them, in place.
+"""Rows of time put into arrays over slots, in place.
 
-N capacity, E environments, T time.
+N capacity, E environments, T time, B batch.
 """
 
 import dataclasses
@@ -12,6 +12,8 @@ from jax import lax
 from jrb._xla import compiling, dependencies, gather
 from jrb.ring import Clock, Ring
 from jrb.types import SlotsForLeaf, WritePlan
+
+_MAX_PAIRS = 512  # indices of which all pairs are compared; more are sorted
 
 
 def plan_rows(
@@ -51,9 +53,9 @@ def plan_rows(
 
 
 def put(array: jax.Array, write: WritePlan, rows: jax.Array) -> jax.Array:
-    """Rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`.
+    """Puts rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`.
 
-    A slice for consecutive slots, else a scatter of items; what `write` drops is left out.
+    A slice for consecutive slots, else a scatter of items without those that `write` drops.
     """
     if write.consecutive:
         return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
@@ -62,10 +64,7 @@ def put(array: jax.Array, write: WritePlan, rows: jax.Array) -> jax.Array:
 
 
 def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Puts blocks `[K, W, ...]` from `starts` (int32 `[K]`) on, in an array of any length.
-
-    None where the start lies beyond the end.
-    """
+    """Puts blocks `[K, W, ...]` from `starts`, int32 `[K]`, on; none beyond the array's end."""
     # Tried on the CPU: a loop of slices, with a rule for vmap. No faster for frames of 84 x 84.
     at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     return array.at[at].set(blocks, mode="drop")
@@ -74,25 +73,25 @@ def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Ar
 def move(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
     """Copies rows of an array to other places of it, int32 `[K]` to int32 `[K]`.
 
-    None where the target lies beyond the end. No target may be a source.
+    None where the target is beyond the end. No target may be a source.
     """
     moved = dependencies.materialize(lambda: gather.items_at(array, sources))
     return array.at[targets].set(moved, mode="drop")
 
 
 def last_of_equals(ring: Ring, slots: jax.Array) -> jax.Array:
-    """The slots, int32 `[B]`; of those that stand twice, N in place of all but the last one.
+    """Returns slots, int32 `[B]`, with N in place of all but the last one of equal slots.
 
-    Not so on the CPU, where a scatter goes from the first to the last in any case.
+    On the CPU they stay as they are: a scatter goes from the first to the last there.
     """
     return lax.platform_dependent(cpu=lambda: slots, default=lambda: distinct(ring, slots))
 
 
 def distinct(ring: Ring, slots: jax.Array) -> jax.Array:
-    """The same on every backend."""
-    if slots.size <= _FEW:
-        place = jnp.arange(slots.size, dtype=jnp.int32)
-        later = (slots[:, None] == slots) & (place[:, None] < place)
+    """Returns slots, int32 `[B]`, with N in place of all but the last one of equal slots."""
+    if slots.size <= _MAX_PAIRS:
+        position = jnp.arange(slots.size, dtype=jnp.int32)
+        later = (slots[:, None] == slots) & (position[:, None] < position)
         return jnp.where(later.any(axis=1), ring.capacity, slots)
     order = jnp.argsort(slots, stable=True)
     line = slots[order]
@@ -100,44 +99,39 @@ def distinct(ring: Ring, slots: jax.Array) -> jax.Array:
     return slots.at[order].set(jnp.where(again, ring.capacity, line))
 
 
-_FEW = 512
-
-
 def by_number(numbers: jax.Array, following: jax.Array, count: jax.Array) -> jax.Array:
-    """The slots of items that were numbered as they came, int32 `[N]`, oldest first.
+    """Returns the slots of items that were numbered as they came, int32 `[N]`, oldest first.
 
     Args:
         numbers: uint32 `[N]`, modulo 2^32.
         following: uint32 `[]`, the number of the next item.
         count: int32 `[]`, how many slots, from 0 on, hold items; the others come last.
     """
-    place = jnp.arange(numbers.size, dtype=jnp.int32)
-    age = jnp.where(place < count, following - numbers, 0)  # the greatest is the oldest
+    slot = jnp.arange(numbers.size, dtype=jnp.int32)
+    age = jnp.where(slot < count, following - numbers, 0)  # the greatest is the oldest
     return jnp.argsort(~age, stable=True).astype(jnp.int32)
 
 
 def after(write: WritePlan, token: jax.Array) -> WritePlan:
-    """The same write, whose slots are not known before `token`, an int32 zero."""
+    """Returns a write whose slots are not known before `token`, an int32 zero."""
     return dataclasses.replace(write, starts=write.starts + token, slots=write.slots + token)
 
 
 def in_line(write: WritePlan, array: jax.Array) -> WritePlan:
-    """Returns the write, in a program for one verb made to wait until `array` was written.
-
-    XLA's CPU compiler hands kernels to another thread where more than nine could run at once. To
-    wake it takes longer than they do: adds take 2 to 5 times as long (see `jrb/_xla/README.md`).
-    """
+    """Returns a write that waits, in a program for one verb, until `array` was written."""
+    # XLA's CPU compiler hands kernels to another thread where more than nine could run at once. To
+    # wake it takes longer than they do: adds take 2 to 5 times as long (see `jrb/_xla/README.md`).
     if not (compiling.is_standalone() and array.size):
         return write
     return after(write, dependencies.zero_after(array))
 
 
 def where_after(where: SlotsForLeaf, token: jax.Array) -> SlotsForLeaf:
-    """The same slots, not known before `token`; one array for leaves that had one."""
-    known: dict[int, tuple[jax.Array, jax.Array]] = {}
+    """Returns slots that are not known before `token`; one array for leaves that had one."""
+    later: dict[int, tuple[jax.Array, jax.Array]] = {}
 
-    def later(name: str) -> jax.Array:
+    def slots_of(name: str) -> jax.Array:
         slots = where(name)
-        return known.setdefault(id(slots), (slots, slots + token))[1]
+        return later.setdefault(id(slots), (slots, slots + token))[1]
 
-    return later
+    return slots_of

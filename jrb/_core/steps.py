@@ -1,7 +1,7 @@
 """The verbs as compiled steps: how the parts of a buffer work together.
 
 `jrb._core.eager` calls them outside `jit`. Inside `jit` they are traced into the user's program.
-B batch, T time, E environments.
+B batch, T time, E environments, N capacity.
 """
 
 import dataclasses
@@ -10,19 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jrb._core import counting, episode_ends, rows, transforming
-from jrb._xla import compiling, dependencies, gather
+from jrb._core import episode_ends, rows, transforming
+from jrb._xla import dependencies, gather, scatter
 from jrb._xla.compiling import by_description
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample, origin_of
 from jrb.types import (
     Context,
     Draw,
+    DrawCounts,
     IncomingPriorities,
     Item,
     OrderedSampler,
-    ReadPlan,
     ShardedSampler,
     ShardStats,
     TransformContext,
@@ -50,6 +51,9 @@ def in_order(writer: Writer, ring: Ring, state: PartState) -> tuple[jax.Array, j
 def holds(writer: Writer, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
     """Returns for slots, int32 `[K]`, if they hold items, bool `[K]`."""
     return writer.held(ring, state).holds(ring, slots)
+
+
+# Writes.
 
 
 @by_description()
@@ -87,8 +91,10 @@ def write(
         extra = plan.expired - jnp.maximum(num_rows + plan.rows - ring.rows, 0)
         writer = buffer.writer.evict_oldest(ring, writer, extra)
     state = state.replace(storage=storage)
-    if buffer.sampler.count_draws:
-        state = state.replace(sampler=counting.written(state.sampler, plan))
+    if isinstance(state.sampler, DrawCounts) and state.sampler.draws is not None:
+        none = jnp.zeros(plan.slots.shape, jnp.int32)  # new items were drawn 0 times
+        draws = rows.put(state.sampler.draws, plan, none)
+        state = state.replace(sampler=state.sampler.replace(draws=draws))
     if state.numbers is not None:
         # Items carry the number of their episode: another number ends the one before.
         changes, ended, numbers = episode_ends.changes(
@@ -109,20 +115,38 @@ def write(
     return _indexed(buffer, context, state, writer, plan, items, incoming)
 
 
-@by_description()
-@compiling.standalone_program
-def planned(buffer: Buffer, state: BufferState, items: Item, *rest: jax.Array | None) -> Any:
-    """Returns where `write` writes to a storage on the host; XLA leaves out all other results."""
-    return buffer.storage.slots_of(write(buffer, state, items, *rest).storage)
-
-
-@by_description(donated=("state",))
-@compiling.standalone_program
-def write_in_place(
-    buffer: Buffer, state: BufferState, items: Item, *rest: jax.Array | None
+def _indexed(
+    buffer: Buffer,
+    context: Context,
+    state: BufferState,
+    writer: PartState,
+    plan: WritePlan,
+    items: Item,
+    incoming: IncomingPriorities | None = None,
 ) -> BufferState:
-    """`write`, to a state that is donated."""
-    return write(buffer, state, items, *rest)
+    """Updates unit and sampler after a write; `context` is from before it, `writer` from after."""
+    unit, change = buffer.unit.on_write(context, state.unit, plan, items)
+    change = dataclasses.replace(change, incoming=incoming)
+    anchors = buffer.unit.anchors(context_of(buffer, writer), unit)
+    sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
+    return state.replace(writer=writer, sampler=sampler, unit=unit)
+
+
+@by_description()
+def expire(buffer: Buffer, state: BufferState, items: Item, num_rows: jax.Array) -> BufferState:
+    """Removes the oldest rows, int32 `[]`, or `[E]` where each environment has its own clock.
+
+    Args:
+        buffer: the description.
+        state: its items are not looked at.
+        items: a row that is not written, leaves `[1, E, ...]`.
+        num_rows: how many.
+    """
+    ring, context = buffer.ring, context_of(buffer, state.writer)
+    writer, plan = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
+    plan = dataclasses.replace(plan, expired=num_rows, bounded=False)
+    writer = buffer.writer.evict_oldest(ring, writer, num_rows)
+    return _indexed(buffer, context, state, writer, plan, items)
 
 
 @by_description()
@@ -165,49 +189,14 @@ def can_write(buffer: Buffer, state: BufferState) -> jax.Array:
     return jnp.bool_(buffer.writer.writes)
 
 
-def _indexed(
-    buffer: Buffer,
-    context: Context,
-    state: BufferState,
-    writer: PartState,
-    plan: WritePlan,
-    items: Item,
-    incoming: IncomingPriorities | None = None,
-) -> BufferState:
-    """Updates unit and sampler after a write; `context` is from before it, `writer` from after."""
-    unit, change = buffer.unit.on_write(context, state.unit, plan, items)
-    change = dataclasses.replace(change, incoming=incoming)
-    anchors = buffer.unit.anchors(context_of(buffer, writer), unit)
-    sampler = buffer.sampler.on_write(buffer.ring, state.sampler, change, anchors)
-    return state.replace(writer=writer, sampler=sampler, unit=unit)
-
-
-@by_description()
-def expire(buffer: Buffer, state: BufferState, items: Item, num_rows: jax.Array) -> BufferState:
-    """Removes the oldest rows, int32 `[]`, or `[E]` where each environment has its own clock.
-
-    Args:
-        buffer: the description.
-        state: its items are not looked at.
-        items: a row that is not written, leaves `[1, E, ...]`.
-        num_rows: how many.
-    """
-    ring, context = buffer.ring, context_of(buffer, state.writer)
-    writer, plan = buffer.writer.plan(ring, state.writer, items, jnp.zeros(1, jnp.bool_))
-    plan = dataclasses.replace(plan, expired=num_rows, bounded=False)
-    writer = buffer.writer.evict_oldest(ring, writer, num_rows)
-    return _indexed(buffer, context, state, writer, plan, items)
+# Draws.
 
 
 @by_description("batch_size")
 def draw_inside(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
+    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: Any
 ) -> tuple[BufferState, Sample]:
-    """`draw` inside another compiled function: writes to the new state wait for its reads."""
+    """Draws inside another compiled function: writes to the new state wait for the reads."""
     sampler, sample = draw(buffer, state, key, batch_size, beta)
     return wait(buffer, state.replace(sampler=sampler), sample), sample
 
@@ -217,7 +206,7 @@ def draw(
     state: BufferState,
     key: jax.Array,
     batch_size: int,
-    beta: jax.Array | float | None,
+    beta: Any,
     *,
     read: bool = True,
 ) -> tuple[PartState, Any]:
@@ -239,11 +228,7 @@ def draw(
 
 
 def choose(
-    buffer: Buffer,
-    state: BufferState,
-    key: jax.Array,
-    batch_size: int,
-    beta: jax.Array | float | None,
+    buffer: Buffer, state: BufferState, key: jax.Array, batch_size: int, beta: Any
 ) -> tuple[Any, Draw]:
     """Returns the sampler's state after a draw, and the anchors that it drew."""
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
@@ -274,8 +259,49 @@ def if_enough(
 
 
 def counted(buffer: Buffer, sampler: PartState, draw: Draw) -> tuple[Any, Draw]:
-    """Counts a draw, where the sampler is asked to count."""
-    return counting.drawn(sampler, draw) if buffer.sampler.count_draws else (sampler, draw)
+    """Counts a draw, where the sampler is asked to; the draw then has the counts before it."""
+    if not isinstance(sampler, DrawCounts) or sampler.draws is None:
+        return sampler, draw
+    slots = jnp.where(draw.mask, draw.slots, 0)
+    before = jnp.where(draw.mask, gather.read(sampler.draws, slots), 0)
+    return count_draws(sampler, draw.slots, draw.mask, before), draw.replace(draws=before)
+
+
+def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: jax.Array) -> Any:
+    """Returns the sampler's state in which slots, int32 `[B]`, are counted where `mask`.
+
+    Args:
+        sampler: a state with counts; one without is returned as it is.
+        slots: that were drawn.
+        mask: bool `[B]`.
+        before: int32 `[B]`, the counts before the draw.
+    """
+    if not isinstance(sampler, DrawCounts) or sampler.draws is None:
+        return sampler
+    draws = sampler.draws
+    counts = mask & (before < 2**31 - 1 - slots.size)  # near 2^31 a count stays as it is
+    at = jnp.where(counts, slots, draws.size) + dependencies.zero_depending_on(before)
+    one = jnp.ones(slots.shape, jnp.int32)
+    return sampler.replace(draws=scatter.put(draws, at, one, lax.scatter_add))
+
+
+def recount(before: PartState, after: PartState, sample: Sample, mask: jax.Array) -> Any:
+    """Returns the sampler's state after a draw of which only some, bool `[B]`, are in a sample."""
+    if not isinstance(before, DrawCounts) or before.draws is None:
+        return after
+    return after.replace(
+        draws=count_draws(before, sample.indices, mask, sample.info["draws"]).draws
+    )
+
+
+def import_counts(
+    new: PartState, old: list[PartState], slots: jax.Array, new_slots: jax.Array
+) -> Any:
+    """Returns a sampler's state with the counts of others; from `slots`, of all, to `new_slots`."""
+    if not all(isinstance(state, DrawCounts) and state.draws is not None for state in (new, *old)):
+        return new
+    draws = jnp.concatenate([jnp.asarray(state.draws) for state in old])
+    return new.replace(draws=new.draws.at[new_slots].set(draws[slots]))
 
 
 def assemble(
@@ -291,16 +317,25 @@ def assemble(
         key: of the draw.
         read: False for a sample whose `data` is None and is put in later, as it is stored.
     """
-    context = context_of(buffer, state.writer)
+    context, storage = context_of(buffer, state.writer), buffer.storage
     plan = buffer.unit.plan_read(context, state.unit, draw.slots, draw.mask, key)
-    lookups = plan.aux_reads
-    data, info = None, plan.info
-    if read:
-        items, values = _read(buffer, state, context, plan)
-        data, info = buffer.unit.reduce(items, plan, buffer.keys)
+    lookups, data, info = list(plan.aux_reads.values()), None, plan.info
+    read_lookups = lambda: gather.read_items(*((it.array, it.slots) for it in lookups))
+    if not read:
+        values = read_lookups() if lookups else []
     else:
-        values = _looked_up(plan)
-    pairs = zip(lookups.items(), values, strict=True)
+        both = storage.read_with(context, state.storage, plan.where, lookups) if lookups else None
+        if both is not None:
+            items, values = both
+        elif lookups:
+            # Read one after the other, so that whoever waits for the items waits for the rest too.
+            values = read_lookups()
+            where = rows.where_after(plan.where, dependencies.zero_depending_on(values))
+            items = storage.read(context, state.storage, where)
+        else:
+            items, values = storage.read(context, state.storage, plan.where), []
+        data, info = buffer.unit.reduce(items, plan, buffer.keys)
+    pairs = zip(plan.aux_reads.items(), values, strict=True)
     info = {**info, **{name: lookup.postprocess(value) for (name, lookup), value in pairs}}
     if read and buffer.transforms:
         batch = TransformContext(key, plan.mask, buffer.keys, ends=info.get("is_last"))
@@ -315,28 +350,6 @@ def assemble(
         stamp=buffer.writer.generation_of(buffer.ring, state.writer, draw.slots),
         origin=origin_of(buffer),
     )
-
-
-def _read(
-    buffer: Buffer, state: BufferState, context: Context, plan: ReadPlan
-) -> tuple[Item, list[jax.Array]]:
-    """Reads the items of a plan as they are stored, and what is looked up for `info`."""
-    storage, lookups = buffer.storage, list(plan.aux_reads.values())
-    if not lookups:
-        return storage.read(context, state.storage, plan.where), []
-    both = storage.read_with(context, state.storage, plan.where, lookups)
-    if both is not None:
-        return both
-    # Read one after the other, so that whoever waits for the items waits for the rest too.
-    values = _looked_up(plan)
-    where = rows.where_after(plan.where, dependencies.zero_depending_on(values))
-    return storage.read(context, state.storage, where), values
-
-
-def _looked_up(plan: ReadPlan) -> list[jax.Array]:
-    """Reads what is looked up for `info` in arrays of the unit."""
-    lookups = plan.aux_reads.values()
-    return gather.read_items(*((it.array, it.slots) for it in lookups)) if lookups else []
 
 
 def locate(
@@ -354,14 +367,14 @@ def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Arr
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
     is_ready = buffer.sampler.ready(state.sampler, anchors, batch_size)
-    return (
-        is_ready if buffer.min_size is None else is_ready & (context.held.size >= buffer.min_size)
-    )
+    if buffer.min_size is None:
+        return is_ready
+    return is_ready & (context.held.size >= buffer.min_size)
 
 
 def wait(buffer: Buffer, state: BufferState, sample: Sample) -> BufferState:
     """Returns the state, to which later writes wait for what the sample was read from."""
-    return _after(state, dependencies.zero_depending_on((_reads_of(sample), sample.mask)))
+    return _after(state, _zero_after_reads(sample, sample.mask))
 
 
 def _after(state: BufferState, token: jax.Array) -> BufferState:
@@ -370,13 +383,15 @@ def _after(state: BufferState, token: jax.Array) -> BufferState:
     return state.replace(storage=parts[0], writer=parts[1], unit=parts[2])
 
 
-def _reads_of(sample: Sample) -> Any:
-    """Returns what a later write must wait for, beside the mask.
+def _zero_after_reads(sample: Sample, mask: jax.Array) -> jax.Array:
+    """Returns zero, not known before what a later write must wait for."""
+    # Without probabilities and weights: nothing is to compute them where nobody uses them, and the
+    # indices wait for what a sampler reads.
+    reads = sample.data, sample.indices, sample.info, sample.stamp, mask
+    return dependencies.zero_depending_on(reads)
 
-    Probabilities and weights are left out, as nothing is to compute them where nobody uses them,
-    and the indices wait for what a sampler reads.
-    """
-    return sample.data, sample.indices, sample.info, sample.stamp
+
+# Changes of the sampler, and of ends.
 
 
 @by_description()
@@ -410,11 +425,9 @@ def target_slots(
     """
     if not isinstance(where, Sample):
         return state, where, jnp.ones(where.shape, jnp.bool_)
-    is_current = (
-        buffer.writer.generation_of(buffer.ring, state.writer, where.indices) == where.stamp
-    )
-    mask = is_current & where.mask.reshape(where.mask.shape[0], -1).any(axis=1)
-    token = dependencies.zero_depending_on((_reads_of(where), mask))
+    generation = buffer.writer.generation_of(buffer.ring, state.writer, where.indices)
+    mask = (generation == where.stamp) & where.mask.reshape(where.mask.shape[0], -1).any(axis=1)
+    token = _zero_after_reads(where, mask)
     return _after(state, token), where.indices + token, mask
 
 
@@ -427,7 +440,6 @@ def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> BufferStat
 def _truncated(
     buffer: Buffer, context: Context, state: BufferState, which: jax.Array
 ) -> BufferState:
-    """`truncate`, for a context that is known."""
     unit, change = buffer.unit.truncate(context, state.unit, which)
     begun = transforming.truncated(buffer.transforms, state.transforms, which)
     state = state.replace(unit=unit, transforms=begun)

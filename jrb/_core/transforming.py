@@ -29,9 +29,9 @@ def outward(
         first: the number of the first one.
         states: of those that have one.
     """
-    left = iter(states)
+    remaining = iter(states)
     for number, transform in enumerate(transforms, first):
-        state = next(left) if isinstance(transform, StatefulTransform) else None
+        state = next(remaining) if isinstance(transform, StatefulTransform) else None
         data = _applied(transform, number, data, batch, state)
     return data
 
@@ -64,8 +64,8 @@ def fixed(transforms: tuple) -> int:
 
 def inverses(transforms: tuple) -> list[Callable[[Any], Any]]:
     """Returns the inverses of transforms, from last to first, of those that have one."""
-    found = [method(transform, "inverse") for transform in reversed(transforms)]
-    return [inverse for inverse in found if inverse is not None]
+    methods = [method(transform, "inverse") for transform in reversed(transforms)]
+    return [inverse for inverse in methods if inverse is not None]
 
 
 def inward(transforms: tuple, item: Item) -> Any:
@@ -106,30 +106,25 @@ def check(transforms: tuple, storage: Storage) -> None:
 
 def init(transforms: tuple, context: Context, spec: Item) -> tuple:
     """Makes the states before any write; `spec` is of an item as it is stored."""
-    seen = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), spec)
-    one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), spec)
+    item = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     states = []
     for number, transform in enumerate(_until_last(transforms)):
         state = None
         if isinstance(transform, StatefulTransform):
-            state = transform.init(context, jax.tree.map(one, seen))
+            state = transform.init(context, jax.tree.map(item, rows))
             states.append(state)
         apply = functools.partial(_applied, transform, number, state=state)
-        seen = jax.eval_shape(lambda data, apply=apply: apply(data, _of_rows(context, 1)), seen)
+        rows = jax.eval_shape(lambda data, apply=apply: apply(data, _of_rows(context, 1)), rows)
     return tuple(states)
 
 
 def learned(
     transforms: tuple, states: tuple, context: Context, items: Item, write: WritePlan
 ) -> tuple:
-    """Returns the states after a write of items, leaves `[T, E, ...]`.
+    """Returns the states after a write of items, as they are stored, leaves `[T, E, ...]`.
 
-    Args:
-        transforms: of the buffer.
-        states: of those that have one.
-        context: of the buffer before the write.
-        items: as they are stored.
-        write: of these rows.
+    `context` is of the buffer before the write.
     """
     first = _until_last(transforms)
     if not first:
@@ -138,12 +133,12 @@ def learned(
     mask = jnp.broadcast_to(write.times[0], lead)
     ended = mask & episode_ends.ending(context, write, items)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), items)
-    left, after = iter(states), []
+    remaining, after = iter(states), []
     for number, transform in enumerate(first):
         state = None
         if isinstance(transform, StatefulTransform):
             seen = jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), rows)
-            state = transform.on_write(context, next(left), seen, mask, ended)
+            state = transform.on_write(context, next(remaining), seen, mask, ended)
             after.append(state)
         if len(after) < len(states):
             rows = _applied(transform, number, rows, _of_rows(context, mask.size), state)
@@ -166,12 +161,11 @@ def adopted(old: tuple[tuple, tuple], new: tuple[tuple, tuple]) -> tuple:
 
     The n-th transform of a class takes over what the n-th one of that class had.
     """
-    known: dict[type, list[Any]] = {}
+    by_class: dict[type, list[Any]] = {}
     for transform, state in zip(learning(old[0]), old[1], strict=True):
-        known.setdefault(type(transform), []).append(state)
-
-    def adopted_by(transform: StatefulTransform, state: PartState) -> Any:
-        left = known.get(type(transform))
-        return transform.import_state(state, left.pop(0)) if left else state
-
-    return tuple(map(adopted_by, learning(new[0]), new[1]))
+        by_class.setdefault(type(transform), []).append(state)
+    states = []
+    for transform, state in zip(learning(new[0]), new[1], strict=True):
+        others = by_class.get(type(transform))
+        states.append(transform.import_state(state, others.pop(0)) if others else state)
+    return tuple(states)

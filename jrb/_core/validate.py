@@ -1,8 +1,8 @@
-"""Does a state belong to a description, and can its arrays be used?
+"""Checks that a state belongs to a description, and that its arrays can be used.
 
-`blank` says what a state of a description looks like, and `check_state` compares. The comparison is
-made of what is static, shapes and kinds of parts, and remembered: it costs nothing when a traced
-verb runs, and one look-up outside `jit`. N capacity, E environments.
+`blank` makes the state of a description, and `check_state` compares. The comparison is of static
+facts, shapes and kinds of parts, and remembered: it costs nothing when a traced verb runs, and one
+look-up outside `jit`. N capacity, E environments.
 """
 
 import functools
@@ -16,18 +16,17 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import counting, episode_ends, transforming
+from jrb._core import episode_ends, transforming
 from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, on_host
 from jrb._core.steps import context_of
 from jrb._util import pytree, wording
-from jrb._util.pytree import Leaf, PyTree, SpecKey
+from jrb._util.pytree import Leaf, SpecKey
 from jrb._xla import compat
 from jrb._xla.compiling import entry
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.types import HostState, Item, PrioritizedSampler
+from jrb.types import DrawCounts, HostState, Item, PrioritizedSampler
 from jrb.types.messages import PartState
-from jrb.types.parts import BASES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,6 +35,7 @@ _RESIZE = (
     "To bring the newest rows to another size, save the state with its own description, and load "
     "it by jrb.load(path, capacity=..., num_envs=...)."
 )
+_PARTS = ("writer", "unit", "sampler", "storage", "transforms")
 
 
 @entry
@@ -63,15 +63,19 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     )
 
 
-def _attached(buffer: Buffer, sampler: PartState) -> Any:
+def _attached(buffer: Buffer, state: PartState) -> Any:
     """Returns a new state of the sampler as part of a state of the buffer."""
-    if isinstance(buffer.sampler, PrioritizedSampler):
-        sampler = buffer.sampler.attach(sampler, buffer.unit.has_delayed_anchors)
-    return (
-        counting.init(buffer.sampler, buffer.ring, sampler)
-        if buffer.sampler.count_draws
-        else sampler
-    )
+    sampler = buffer.sampler
+    if isinstance(sampler, PrioritizedSampler):
+        state = sampler.attach(state, buffer.unit.has_delayed_anchors)
+    if not sampler.count_draws:
+        return state
+    if not isinstance(state, DrawCounts):
+        raise TypeError(
+            f"{type(sampler).__name__}: count_draws: expected a state below "
+            f"jrb.types.DrawCounts, got {type(state).__name__}. Nothing could be counted."
+        )
+    return state.replace(draws=jnp.zeros(buffer.ring.capacity, jnp.int32))
 
 
 def check_slots(slots: int) -> None:
@@ -106,11 +110,11 @@ def check_kind(buffer: Buffer, state: BufferState) -> None:
             "the other verbs return."
         )
     storage, items = buffer.storage, state.storage
-    if (
-        not isinstance(items, storage.state_type)
-        if on_host(buffer)
-        else isinstance(items, HostState)
-    ):
+    if on_host(buffer):
+        is_its_kind = isinstance(items, storage.state_type)
+    else:
+        is_its_kind = not isinstance(items, HostState)
+    if not is_its_kind:
         raise TypeError(
             f"expected a state of this buffer, whose storage is {type(storage).__name__}, got one "
             f"that has its items in {type(items).__name__}. Pass the state that its init made."
@@ -133,9 +137,7 @@ def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> No
     try:
         kinds = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
     except AttributeError:
-        odd = next(
-            leaf for leaf in leaves if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-        )
+        odd = next(leaf for leaf in leaves if not pytree.is_array(leaf))
         raise TypeError(
             f"expected a state of this buffer, with arrays for leaves, got {type(odd).__name__}. "
             "Pass the state that came back from the last verb."
@@ -145,49 +147,57 @@ def check(buffer: Buffer, state: BufferState, spec: SpecKey | None = None) -> No
 
 @functools.lru_cache(maxsize=256)
 def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -> None:
-    """`check` of specs; it is remembered where nothing was raised."""
-    given = None if spec is None else spec.spec
+    """Checks specs; that nothing was raised is remembered."""
 
     def without_axes(count: int) -> BufferState:
         leaves = [jax.ShapeDtypeStruct(shape[count:], dtype) for shape, dtype in kinds]
         return jax.tree.unflatten(structure, leaves)
 
     state = without_axes(0)
-    if _fits(buffer, state, given):
+    odd = _odd_part(buffer, state, spec)
+    if odd is None:
         return
-    if state.ring != buffer.ring:
+    ring = state.ring
+    if ring != buffer.ring:
+        own = _size(buffer.ring, ring)
         raise ValueError(
-            f"expected a state of this buffer, of {_size(buffer.ring, state.ring)}, got one of "
-            f"{_size(state.ring, buffer.ring)}. {_MEND} {_RESIZE}"
+            f"expected a state of this buffer, of {own}, got one of {_size(ring, buffer.ring)}. "
+            f"{_MEND} {_RESIZE}"
         )
     for axes in (1, 2, 3):
-        if _fits(buffer, without_axes(axes), given):
+        if _odd_part(buffer, without_axes(axes), spec) is None:
             raise ValueError(
                 f"expected a state of one buffer, got one with the leading axes "
                 f"{kinds[0][0][:axes]} of many. Call the verb under jax.vmap, or take one of them."
             )
-    raise _other_part(buffer, state, given)
+    name, expected = odd
+    got = getattr(state, name)
+    is_same_kind = name == "sampler" and type(got) is type(expected)
+    if is_same_kind and pytree.alike(expected, _attached(buffer, got)):
+        raise TypeError(
+            "expected a state whose sampler was told of all its anchors, got one on which a "
+            f"new state of {type(buffer.sampler).__name__} was put by hand. {_MEND}"
+        )
+    part = getattr(buffer, name, None)
+    raise TypeError(
+        f"expected a state of this buffer, whose {name} is {part!r}, got one that was made for "
+        f"another, with {_shape(got)}{_owners(got)}. {_MEND}"
+    )
 
 
-def _fits(buffer: Buffer, state: BufferState, spec: Item | None) -> bool:
-    own = _specs(buffer, state, spec)
-    if own is None or state.ring != buffer.ring:
-        return False
-    names = (*_PARTS, "numbers")
-    return all(pytree.alike(getattr(own, name), getattr(state, name)) for name in names)
-
-
-_PARTS = ("writer", "unit", "sampler", "storage", "transforms")
-
-
-def _specs(buffer: Buffer, state: BufferState, spec: Item | None) -> BufferState | None:
-    """Returns the specs of a state for the items that this one has; None where it has none."""
+def _odd_part(
+    buffer: Buffer, state: BufferState, spec: SpecKey | None
+) -> tuple[str, PartState] | None:
+    """Returns the first part whose state is not of its own making, and the specs of its state."""
     try:
-        if spec is None:
-            spec = buffer.storage.spec(state.storage)
-        return jax.eval_shape(lambda: blank(buffer, spec))
+        item = buffer.storage.spec(state.storage) if spec is None else spec.spec
+        own = jax.eval_shape(lambda: blank(buffer, item))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return None  # anything that parts raise for a state that is not theirs
+        return "storage", None  # anything that parts raise for a state that is not theirs
+    for name in (*_PARTS, "numbers"):
+        if not pytree.alike(getattr(own, name), getattr(state, name)):
+            return name, getattr(own, name)
+    return None if state.ring == buffer.ring else ("storage", own.storage)
 
 
 def _size(ring: Ring | None, other: Ring | None) -> str:
@@ -198,61 +208,19 @@ def _size(ring: Ring | None, other: Ring | None) -> str:
     return f"capacity {ring.capacity}" + ("" if same else f" with num_envs={ring.envs}")
 
 
-def _other_part(buffer: Buffer, state: BufferState, spec: Item | None) -> TypeError:
-    """Makes the error that names the first part whose state is not of its own making."""
-    own = _specs(buffer, state, spec)
-    if own is None:
-        return _of_other("storage", type(buffer.storage).__name__, _shape(state.storage))
-    for name in _PARTS:
-        expected, got, part = getattr(own, name), getattr(state, name), getattr(buffer, name)
-        if pytree.alike(expected, got):
-            continue
-        kind = type(part).__name__
-        if name == "transforms":
-            learning = transforming.learning(buffer.transforms)
-            kind = " and ".join(type(each).__name__ for each in learning) or "without a state"
-        is_same_kind = name == "sampler" and type(got) is type(expected)
-        if is_same_kind and pytree.alike(expected, _attached(buffer, got)):
-            return TypeError(
-                f"expected a state whose sampler was told of all its anchors, got one on which a "
-                f"new state of {kind} was put by hand. {_MEND}"
-            )
-        if _leaves(expected) == _leaves(got):
-            return TypeError(
-                f"expected a state of this buffer, whose {name} is {part!r}, got one that was made "
-                f"for another {kind}. {_MEND}"
-            )
-        owners = _owners(name, got)
-        if owners and kind not in owners:
-            return TypeError(
-                f"expected a state of this buffer, whose {name} is {kind}, got one that was made "
-                f"by a buffer with {' or '.join(owners)}. {_MEND}"
-            )
-        return _of_other(name, f"{kind}, {_shape(expected)}", _shape(got))
-    return TypeError(f"expected a state of this buffer, got another. {_MEND}")
-
-
-def _leaves(tree: PyTree) -> list[tuple[str, Any, Any]]:
-    """Returns name, shape and dtype of all leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(pytree.leaf_name(path), leaf.shape, leaf.dtype) for path, leaf in leaves]
-
-
-def _owners(name: str, state: PyTree) -> list[str]:
-    """Returns the parts that make such a state: those of its module, or those without a state."""
-    near = sys.modules[type(state).__module__]
-    if name not in BASES or not isinstance(state, pytree.State):
-        without = {"sampler": ["Uniform"], "unit": ["Transition"]}
-        return without.get(name, []) if not jax.tree.leaves(state) else []
-    parts = [it for it in vars(near).values() if isinstance(it, type) and pytree.is_component(it)]
-    return [it.__name__ for it in parts if it.__module__ == near.__name__]
-
-
-def _of_other(name: str, expected: str, got: str) -> TypeError:
-    return TypeError(
-        f"expected a state of this buffer, whose {name} is {expected}, got one whose {name} keeps "
-        f"{got}. {_MEND}"
-    )
+def _owners(state: PartState) -> str:
+    """Returns the parts that make such a state, as text: those of its module."""
+    if not isinstance(state, pytree.State):
+        return ""
+    module = sys.modules[type(state).__module__]
+    parts = [
+        part.__name__
+        for part in vars(module).values()
+        if isinstance(part, type)
+        and pytree.is_component(part)
+        and part.__module__ == module.__name__
+    ]
+    return f", as {' or '.join(parts)} has it" if parts else ""
 
 
 def _shape(tree: Item) -> str:
@@ -313,10 +281,7 @@ def _has_one_device() -> bool:
 
 
 def check_donated(states: Any) -> None:
-    """Raises where a state on several devices was donated: JAX would end the process.
-
-    On one device JAX raises an error.
-    """
+    """Raises where a state on several devices was donated: JAX would end the process."""
     for state in states if isinstance(states, tuple) else (states,):
         edits = state.edits if isinstance(state, BufferState) else None
         if isinstance(edits, jax.core.Tracer) or not isinstance(edits, jax.Array):
@@ -336,8 +301,14 @@ class CopyWarning(UserWarning):
     """A write outside `jit` copies the buffer, as nobody donated its state."""
 
 
+class PriorityWarning(UserWarning):
+    """Priorities that are NaN, infinite or negative were given, and refused."""
+
+
 _MANY_BYTES = 1_000_000
+_BITS_OF_INFINITY = 0x7F800000  # NaN has more, and so have negative numbers, by their sign bit
 _warned_of_copies: set[Any] = set()
+_warned_of_refused: set[Any] = set()
 
 
 def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None:
@@ -355,14 +326,6 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
         CopyWarning,
         stacklevel=depth,
     )
-
-
-class PriorityWarning(UserWarning):
-    """Priorities that are NaN, infinite or negative were given, and refused."""
-
-
-_BITS_OF_INFINITY = 0x7F800000  # NaN has more, and so have negative numbers, by their sign bit
-_warned_of_refused: set[Any] = set()
 
 
 def warn_of_refused(

@@ -27,7 +27,13 @@ ArrayLike = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 DType = Any
 """A dtype of NumPy, or one of JAX that extends these."""
 
+WIDE = frozenset("lLqQdDgG")
+"""NumPy's letters for numbers of 64 bits and more."""
+
 _COMPONENTS: set[type] = set()
+_HASHES: dict[int, tuple[weakref.ref, int]] = {}  # of the descriptions that there are, by `id`
+
+# Descriptions.
 
 
 @dataclass_transform(frozen_default=True)
@@ -44,18 +50,16 @@ def component(cls: type[T]) -> type[T]:
             _check_static(type(self).__name__, field.name, getattr(self, field.name))
         check(self)
 
+    def representation(self: Any) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in changed(self))
+        return f"{type(self).__name__}({fields})"
+
     cls.__post_init__ = post_init  # pyright: ignore[reportAttributeAccessIssue]: of any class
     if "__repr__" not in cls.__dict__:
-        cls.__repr__ = _call
+        cls.__repr__ = representation
     _COMPONENTS.add(cls)
     made = dataclasses.dataclass(frozen=True, repr=False)(cls)
-    made.__init__ = _explained(made.__init__)
-    made.__hash__ = _hashed_once(made.__hash__)  # pyright: ignore[reportAttributeAccessIssue]: the same
-    return jax.tree_util.register_static(made)
-
-
-def _explained(init: Callable[..., None]) -> Callable[..., None]:
-    """The `__init__` of a description, whose error for names that it does not have is of use."""
+    init, compute_hash = made.__init__, made.__hash__
 
     @functools.wraps(init)
     def explained(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,56 +71,58 @@ def _explained(init: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise other from None
 
-    return explained
-
-
-_HASHES: dict[int, tuple[weakref.ref, int]] = {}
-"""Those of the descriptions that there are, by `id`."""
-
-
-def _hashed_once(compute: Callable[[Any], int]) -> Callable[[Any], int]:
-    """The hash of a description, computed once: each call of a verb outside `jit` asks for it.
-
-    It goes through all fields and those of all parts. It is not kept in the description, in which
-    there is nothing but its fields.
-    """
-
-    def remembered(self: Any) -> int:
-        found = _HASHES.get(id(self))
-        if found is None or found[0]() is not self:  # an interrupt may have stopped `forget`
+    def hashed_once(self: Any) -> int:
+        # Each call of a verb outside `jit` asks for it, and it goes through all fields and those of
+        # all parts. In the description itself there is nothing but its fields.
+        entry = _HASHES.get(id(self))
+        if entry is None or entry[0]() is not self:  # an interrupt may have stopped `forget`
             forget = functools.partial(_HASHES.pop, id(self))
-            found = weakref.ref(self, lambda _: forget()), compute(self)
-            _HASHES[id(self)] = found
-        return found[1]
+            entry = weakref.ref(self, lambda _: forget()), compute_hash(self)
+            _HASHES[id(self)] = entry
+        return entry[1]
 
-    return remembered
+    made.__init__ = explained
+    made.__hash__ = hashed_once  # pyright: ignore[reportAttributeAccessIssue]: the same
+    return jax.tree_util.register_static(made)
+
+
+def _check_static(owner: str, name: str, value: object) -> None:
+    if isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(
+            f"{owner}.{name}: expected a plain Python value, got an array of shape {value.shape}. "
+            "A description is static: pass a number, or keep the array in a state or an argument."
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{owner}.{name}: expected a hashable value, got {type(value).__name__} ({error}). "
+            "Use a tuple for a list, and a frozen dataclass or a function for a part."
+        ) from None
 
 
 def changed(description: Any) -> list[tuple[str, Any]]:
-    """The fields of a description that are not what they are by default, and their values."""
-    found = [(field, getattr(description, field.name)) for field in dataclasses.fields(description)]
+    """Returns the fields of a description that differ from their defaults, and their values."""
+    pairs = [(field, getattr(description, field.name)) for field in dataclasses.fields(description)]
     same = lambda value, default: type(value) is type(default) and value == default
-    return [(field.name, value) for field, value in found if not same(value, field.default)]
-
-
-def _call(self: Any) -> str:
-    """How a description is written, without what goes without saying."""
-    fields = ", ".join(f"{name}={value!r}" for name, value in changed(self))
-    return f"{type(self).__name__}({fields})"
+    return [(field.name, value) for field, value in pairs if not same(value, field.default)]
 
 
 def is_component(cls: Any) -> bool:
-    """Whether a class was made a description by `component`."""
+    """Returns if a class was made a description by `component`."""
     return cls in _COMPONENTS
 
 
+# States.
+
+
 def static(*, default: Any) -> Any:
-    """A field of a state that is no array, and the same in all states that are mapped together."""
+    """Makes a field of a state that is no array, the same in states that are mapped together."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 def cursor() -> Any:
-    """A field of a state, integers that say where the next write goes: it waits for earlier reads.
+    """Makes a field of integers that say where the next write goes: it waits for earlier reads.
 
     Empty, it is 0 (see `jrb._xla.dependencies`).
     """
@@ -124,7 +130,7 @@ def cursor() -> Any:
 
 
 def tally() -> Any:
-    """A field of a state, integers that count what there is: 0 when it is emptied."""
+    """Makes a field of integers that count what there is: 0 when the state is emptied."""
     return dataclasses.field(metadata={"mark": "tally"})
 
 
@@ -138,7 +144,7 @@ class State:
     """
 
     def summary(self, ring: Any) -> dict[str, str]:
-        """What a person wants to know of it first, by name; the default is nothing.
+        """Returns what a person wants to know of it first, by name; the default is nothing.
 
         Args:
             ring: the shape of the buffer's ring.
@@ -146,7 +152,7 @@ class State:
         return {}
 
     def shown(self) -> Any:
-        """The pytree of arrays, or specs, as which a person sees it; the default is itself."""
+        """Returns the pytree of arrays, or specs, as which a person sees it; by default itself."""
         return self
 
     def __init_subclass__(cls) -> None:
@@ -157,7 +163,7 @@ class State:
         jax.tree_util.register_dataclass(cls, arrays, fixed)
 
     def replace(self, **changes: Any) -> Self:
-        """The same state with other fields.
+        """Returns the state with other fields.
 
         Raises:
             TypeError: it has no such field.
@@ -194,7 +200,7 @@ class SpecKey:
         leaves, structure = jax.tree.flatten(spec)
         self.spec: PyTree = spec
         self._key: tuple[Any, ...] = (structure, tuple(leaves))
-        self._hash = hash(self._key)
+        self._hash: int = hash(self._key)
 
     def __hash__(self) -> int:
         return self._hash
@@ -204,30 +210,28 @@ class SpecKey:
 
 
 def mapped_marks(state: T, change: Callable[[str, jax.Array], jax.Array]) -> T:
-    """A state in which marked fields are changed, wherever they lie in it.
+    """Returns a state in which marked fields are changed, wherever they are in it.
 
     Args:
         state: a `State`, or a plain dict or tuple of such; all else stays as it is.
         change: from the mark, "cursor" or "tally", and an array to an array.
     """
 
-    def changed(tree: PyTree) -> Any:
+    def mapped(tree: PyTree) -> Any:
         if isinstance(tree, State):
-            return tree.replace(
-                **{
-                    field.name: changed_field(field, getattr(tree, field.name))
-                    for field in dataclasses.fields(tree)  # pyright: ignore[reportArgumentType]
-                }
-            )
+            fields = {}
+            for field in dataclasses.fields(tree):  # pyright: ignore[reportArgumentType]
+                value, mark = getattr(tree, field.name), field.metadata.get("mark")
+                if mark is None or value is None:
+                    fields[field.name] = mapped(value)
+                else:
+                    fields[field.name] = change(mark, value)
+            return tree.replace(**fields)
         if type(tree) is dict:
-            return {name: changed(entry) for name, entry in tree.items()}
-        return tuple(map(changed, tree)) if type(tree) is tuple else tree
+            return {name: mapped(entry) for name, entry in tree.items()}
+        return tuple(map(mapped, tree)) if type(tree) is tuple else tree
 
-    def changed_field(field: dataclasses.Field, value: Leaf) -> Any:
-        mark = field.metadata.get("mark")
-        return changed(value) if mark is None or value is None else change(mark, value)
-
-    return changed(state)
+    return mapped(state)
 
 
 def unmarked_names(state: PyTree) -> list[str]:
@@ -236,46 +240,29 @@ def unmarked_names(state: PyTree) -> list[str]:
     return leaf_names(mapped_marks(state, lambda mark, value: nothing))
 
 
-def _check_static(owner: str, name: str, value: object) -> None:
-    if isinstance(value, jax.Array | np.ndarray):
-        raise TypeError(
-            f"{owner}.{name}: expected a plain Python value, got an array of shape {value.shape}. "
-            "A description is static: pass a number, or keep the array in a state or an argument."
-        )
-    try:
-        hash(value)
-    except TypeError as error:
-        raise TypeError(
-            f"{owner}.{name}: expected a hashable value, got {type(value).__name__} ({error}). "
-            "Use a tuple for a list, and a frozen dataclass or a function for a part."
-        ) from None
+# Names of leaves.
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """`next/reward` for a key path of `jax.tree_util`; the whole item has the name `.`."""
+    """Returns `next/reward` for a key path of `jax.tree_util`; the whole item has the name `.`."""
     return "/".join(map(part_name, path)) or "."
 
 
 def part_name(part: PyTree) -> str:
-    """The name of one part of a key path: a key, a number, or that of an attribute."""
+    """Returns the name of one part of a key path: a key, a number, or that of an attribute."""
     for kind in ("key", "idx", "name"):
         if hasattr(part, kind):
             return str(getattr(part, kind))
     return str(part)
 
 
-def shown_name(path: tuple[Any, ...]) -> str:
-    """The name of a leaf for people: the keys may come from a file."""
-    return printable(leaf_name(path), "")
-
-
 def leaf_names(tree: PyTree) -> list[str]:
-    """The names of all leaves, in order."""
+    """Returns the names of all leaves, in order."""
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def unique_names(tree: PyTree) -> list[str]:
-    """The same, each once: a second one is followed by `#2`."""
+    """Returns the names of all leaves, each once: a second one is followed by `#2`."""
     names: dict[str, None] = {}
     for name in leaf_names(tree):
         unique, number = name, 1
@@ -287,17 +274,20 @@ def unique_names(tree: PyTree) -> list[str]:
 
 
 def shown_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves and their names, as a person sees them (see `State.shown`)."""
+    """Returns the leaves and their names, as a person sees them (see `State.shown`)."""
     differs = lambda it: isinstance(it, State) and type(it).shown is not State.shown
-    found = []
+    pairs = []
     for path, it in jax.tree_util.tree_leaves_with_path(tree, is_leaf=differs):
         inner = jax.tree_util.tree_leaves_with_path(it.shown() if differs(it) else it)
-        found += [(leaf_name((*path, *rest)), leaf) for rest, leaf in inner]
-    return found
+        pairs += [(leaf_name((*path, *below)), leaf) for below, leaf in inner]
+    return pairs
+
+
+# Specs.
 
 
 def spec_of(tree: PyTree, what: str) -> Any:
-    """The shapes and dtypes of `tree`, as `jax.ShapeDtypeStruct`s.
+    """Returns the shapes and dtypes of `tree`, as `jax.ShapeDtypeStruct`s.
 
     Args:
         tree: a pytree of arrays, `ShapeDtypeStruct`s or Python numbers.
@@ -306,9 +296,8 @@ def spec_of(tree: PyTree, what: str) -> Any:
     Raises:
         TypeError: a leaf is no array, or has a dtype that JAX would change (float64 without x64).
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _leaf_spec(f"{what}: leaf '{shown_name(path)}'", leaf), tree
-    )
+    where = lambda path: f"{what}: leaf '{printable(leaf_name(path), '')}'"
+    return jax.tree_util.tree_map_with_path(lambda path, it: _leaf_spec(where(path), it), tree)
 
 
 def _leaf_spec(where: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -334,7 +323,7 @@ def _leaf_spec(where: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def no_array(where: str, leaf: Leaf) -> TypeError:
-    """An error for a leaf that is no array."""
+    """Makes the error for a leaf that is no array."""
     return TypeError(
         f"{where}: expected an array, got {type(leaf).__name__}. Convert it with jnp.asarray, or "
         "leave it out of the item."
@@ -357,7 +346,7 @@ def check_like(
         what: who asks, for the error's first words.
         mend: what to do, for the error's last words.
         lead: axes that every leaf of `got` has in front.
-        casts: whether dtypes were converted as far as a buffer with `cast=True` does.
+        casts: True if dtypes were converted as far as a buffer with `cast=True` does.
 
     Raises:
         ValueError: another structure or shape.
@@ -366,10 +355,11 @@ def check_like(
     check_structure(expected, got, what, mend)
     pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True)
     if all(_is_like(want, leaf, lead) for want, leaf in pairs):
-        return
+        return  # the quick way: at every call
     leaves = jax.tree_util.tree_leaves_with_path(expected)
     for (path, want), leaf in zip(leaves, jax.tree.leaves(spec_of(got, what)), strict=True):
-        where, shape = f"{what}: leaf '{shown_name(path)}'", (*lead, *want.shape)
+        where = f"{what}: leaf '{printable(leaf_name(path), '')}'"
+        shape = (*lead, *want.shape)
         if leaf.shape != shape:
             raise ValueError(f"{where}: expected shape {shape}, got {leaf.shape}. {mend}")
         if leaf.dtype != want.dtype:
@@ -383,28 +373,10 @@ def check_like(
 
 
 def _is_like(want: jax.ShapeDtypeStruct, leaf: Leaf, lead: tuple[int, ...]) -> bool:
-    """Whether a leaf is surely what is wanted; if not, somebody has to look who names it.
-
-    That somebody also knows whether JAX keeps numbers of 64 bits.
-    """
+    """Returns if a leaf is surely as expected, whether or not JAX keeps numbers of 64 bits."""
     if not is_array(leaf) or getattr(leaf.dtype, "char", "") in WIDE:
         return False
     return leaf.dtype == want.dtype and tuple(leaf.shape) == (*lead, *want.shape)
-
-
-WIDE = frozenset("lLqQdDgG")
-"""NumPy's letters for numbers of 64 bits and more."""
-
-
-def alike(one: PyTree, other: PyTree) -> bool:
-    """Whether two trees have the same structure, shapes and dtypes."""
-    return jax.tree.structure(one) == jax.tree.structure(other) and same_arrays(one, other)
-
-
-def same_arrays(one: PyTree, other: PyTree) -> bool:
-    """Returns whether the arrays of two trees have the same shapes and dtypes, one by one."""
-    kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
-    return kinds(one) == kinds(other)
 
 
 def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None:
@@ -424,27 +396,38 @@ def check_structure(expected: PyTree, got: PyTree, what: str, mend: str) -> None
     raise ValueError(f"{what}: leaf '{first}': {text}. {mend}")
 
 
+def alike(one: PyTree, other: PyTree) -> bool:
+    """Returns if two trees have the same structure, shapes and dtypes."""
+    return jax.tree.structure(one) == jax.tree.structure(other) and same_arrays(one, other)
+
+
+def same_arrays(one: PyTree, other: PyTree) -> bool:
+    """Returns if the arrays of two trees have the same shapes and dtypes, one by one."""
+    kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    return kinds(one) == kinds(other)
+
+
 def is_array(thing: PyTree) -> bool:
-    """Whether it has a shape and a dtype, as arrays and their specs have."""
+    """Returns if it has a shape and a dtype, as arrays and their specs have."""
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 
 def dtype_of(thing: PyTree) -> Any:
-    """The dtype of an array or a spec of one; None for anything else."""
+    """Returns the dtype of an array or a spec of one; None for anything else."""
     return getattr(thing, "dtype", None)
 
 
 def wide(leaf: jax.Array) -> jax.Array:
-    """The leaf as float32, or as it is where it is of that or a wider floating dtype."""
+    """Returns a leaf as float32, or as it is where it is of that or a wider floating dtype."""
     is_wide = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
     return leaf if is_wide else leaf.astype(jnp.float32)
 
 
 def nbytes(spec: PyTree) -> int:
-    """The bytes that arrays of these shapes and dtypes take."""
+    """Returns the bytes that arrays of these shapes and dtypes take."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
 
 
 def is_mapping(tree: PyTree) -> bool:
-    """Whether entries are reached by `tree[name]` rather than by attribute."""
+    """Returns if entries are reached by `tree[name]` rather than by attribute."""
     return isinstance(tree, Mapping)

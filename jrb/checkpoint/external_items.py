@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import columns, eager, memory, steps
-from jrb._core.orders import Order
+from jrb._core import eager, memory, packed, steps
+from jrb._core.packed import RowOrder
 from jrb._core.steps import context_of
 from jrb._store import table
 from jrb._store.table import Column
@@ -36,7 +36,7 @@ KIND = "apart"
 
 MEND = "Pass what jrb.items(buffer, state) gave when it was saved."
 
-_BY_SLOT = Order()
+_BY_SLOT = RowOrder()
 _WITNESSES = 64  # items that are compared to tell them from others
 
 Pieces = Iterable[tuple[np.ndarray, list[np.ndarray]]]
@@ -176,7 +176,7 @@ def bytes_of(leaf: Leaf) -> np.ndarray:
 
 def _words(leaf: Leaf) -> Any:
     """Returns rows as they lie in the state's memory."""
-    return np.asarray(columns.packed(leaf)) if columns.is_small(leaf.dtype) else leaf
+    return np.asarray(packed.to_words(leaf)) if packed.is_small(leaf.dtype) else leaf
 
 
 # Back into a state.
@@ -239,7 +239,7 @@ def _put(
     batch: tuple[int, ...],
     state: Any,
     spec: Item,
-    targets: list[tuple[np.ndarray, Order]],
+    targets: list[tuple[np.ndarray, RowOrder]],
     pieces: Pieces,
 ) -> None:
     """Puts items into the bytes of the storage's arrays, uint8 `[V, N or more, width]`."""

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from jrb._core import memory
-from jrb._core.orders import Order
-from jrb._core.packed import PackedLeaves
+from jrb._core.packed import PackedLeaves, RowOrder
 from jrb._store import table
 from jrb._store.store import Store
 from jrb._store.table import Column
@@ -40,7 +39,7 @@ class OrderedRows:
     """
 
     source: Any
-    order: Order
+    order: RowOrder
 
 
 @dataclasses.dataclass(frozen=True)

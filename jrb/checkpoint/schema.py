@@ -21,9 +21,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jrb import sum_tree
-from jrb._core import columns, eager, memory, validate
+from jrb._core import eager, memory, packed, validate
 from jrb._core.host_proxy import HostStorageProxy
-from jrb._core.packed import PackedLeaves, Place
+from jrb._core.packed import LeafSlice, PackedLeaves
 from jrb._util import display, prng_keys, pytree
 from jrb._util.pytree import Leaf, PyTree
 from jrb._xla import compat
@@ -99,7 +99,7 @@ class UnpackedStorage(DeviceStorage):
 
     def init(self, context: Context, spec: Item) -> Any:
         """Zeros."""
-        return jax.tree.map(lambda leaf: columns.room(context.ring.capacity, leaf), spec)
+        return jax.tree.map(lambda leaf: packed.zeros_column(context.ring.capacity, leaf), spec)
 
 
 @pytree.component
@@ -126,13 +126,13 @@ def named_storage(storage: Any) -> Any:
         return storage  # its items were left out
 
     def leaf(it: Any) -> Any:
-        if not isinstance(it, Place):
+        if not isinstance(it, LeafSlice):
             return it
         size, shape = np.dtype(it.words).itemsize, storage.shape(it)
         part = slice(it.start * size, it.stop * size)
         return _column(lambda dtype: PackedLeaf(it.words, part, shape, dtype), it.dtype)
 
-    return jax.tree.map(leaf, storage.places, is_leaf=columns.is_column)
+    return jax.tree.map(leaf, storage.places, is_leaf=packed.is_column)
 
 
 def _host_leaves(view: HostView) -> Any:
@@ -148,9 +148,9 @@ def _host_leaves(view: HostView) -> Any:
 
 def _column(make: Any, dtype: Any) -> Any:
     """Returns a column of a dtype, made from the dtype of its words."""
-    if not columns.is_small(dtype):
+    if not packed.is_small(dtype):
         return make(dtype)
-    return columns.Packed(make(columns.word_dtype(dtype)), np.dtype(dtype))
+    return packed.SmallColumn(make(packed.word_dtype(dtype)), np.dtype(dtype))
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:

@@ -5,9 +5,7 @@ from typing import Any
 import jax
 
 from jrb._core import packed
-from jrb._core.orders import Order
 from jrb._util import checks, pytree
-from jrb.ring import Ring
 from jrb.storages import shared_next
 from jrb.types import AuxRead, Context, Item, SlotsForLeaf, Storage, WritePlan
 from jrb.types.messages import PartState
@@ -59,21 +57,19 @@ class DeviceStorage(Storage):
 
     @property
     def requires_chronological(self) -> bool:
-        """Whether rows must come in the order of time."""
+        """True if rows must come in the order of time."""
         return self.share_next_observations
 
     def init(self, context: Context, spec: Item) -> Any:
-        """Zeros."""
-        if self.share_next_observations:
-            return shared_next.init(context, spec, self._num_terminal(context.ring))
-        # Measured on a CPU, windows of 64 rows of 160 bytes in a ring of 10^6: an add and a draw of
-        # 32 take 0.86 of the time with 16 environments, 0.73 with 64; adds cost the same.
-        in_runs = context.reads_windows and context.ring.envs > 1
-        order = Order(context.ring.envs if in_runs else None)
-        return packed.room(context.ring.capacity, spec, context.keys, order)
-
-    def _num_terminal(self, ring: Ring) -> int:
-        """Returns how many next observations are stored by themselves, M."""
+        """Makes arrays of zeros."""
+        ring = context.ring
+        if not self.share_next_observations:
+            # Measured on a CPU, windows of 64 rows of 160 bytes in a ring of 10^6: an add and a
+            # draw of 32 take 0.86 of the time with 16 environments, 0.73 with 64; adds cost the
+            # same.
+            in_runs = context.reads_windows and ring.envs > 1
+            order = packed.RowOrder(ring.envs if in_runs else None)
+            return packed.zeros(ring.capacity, spec, context.keys, order)
         count = self.terminal_capacity
         if count is None:
             count = max(ring.capacity // 32, ring.envs)
@@ -88,34 +84,34 @@ class DeviceStorage(Storage):
                 "capacity: expected, with terminal_capacity and num_envs, less than 2^31, got "
                 f"{ring.capacity}."
             )
-        return count
+        return shared_next.init(context, spec, count)
 
     def spec(self, state: PartState) -> Item:
-        """What one slot holds."""
+        """Returns the spec of one item."""
         return packed.spec(self.slotted(state))
 
     def write(
         self, context: Context, state: PartState, write: WritePlan, items: Item
     ) -> tuple[Any, WritePlan]:
-        """A slice for consecutive slots, else a scatter of items. Gradients stop here."""
+        """Writes a slice for consecutive slots, else a scatter of items. Gradients stop here."""
         if self.share_next_observations:
             return shared_next.write(context, state, write, items)
         return packed.put(state, write, items)
 
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """One gather for each large leaf, and one for all small ones of one size of elements."""
+        """Reads by one gather for each large leaf, and one for all small leaves of one size."""
         return self.read_with(context, state, where, [])[0]
 
     def read_with(
         self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]]:
-        """The same, and a gather for each lookup."""
+        """Reads items, and by one gather each what is looked up beside them."""
         if self.share_next_observations:
             return shared_next.read(context, state, where, lookups)
         return packed.get(state, where, lookups)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
-        """Whether there are observations among them that are stored once."""
+        """Returns if there are observations among these leaves that are stored once."""
         return self.share_next_observations and shared_next.is_shared(context, state, names)
 
     def edit(
@@ -125,10 +121,10 @@ class DeviceStorage(Storage):
         slots: jax.Array | None,
         values: dict[str, jax.Array],
     ) -> Any:
-        """A scatter of items for each of the leaves, or another array for all."""
+        """Scatters the items of each leaf, or sets another array for all."""
         new = packed.edit(self.slotted(state), slots, values)
         return state.replace(items=new) if self.share_next_observations else new
 
     def slotted(self, state: PartState) -> Item:
-        """The items; not where next observations are."""
+        """Returns the items; not where next observations are."""
         return state.items if self.share_next_observations else state

@@ -1,6 +1,6 @@
 """Observations stored once: a next observation is the next row's observation, unless it differs.
 
-N capacity, E environments, M room for last observations.
+N capacity, E environments, M capacity of the pool of last observations.
 
 An array of observations has N + M + E rows: the ring; a pool of next observations that are not the
 next row's observation; and the next observations of the newest row, whose next row is not there
@@ -10,6 +10,7 @@ termination, truncation, automatic resets, and data that was put together. The p
 first out. Where it has no room, the oldest rows leave, up to the one whose entry is needed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._core import columns, rows
+from jrb._core import packed, rows
 from jrb._util import pytree
 from jrb._util.pytree import Leaf
 from jrb._xla import dependencies, gather
@@ -35,7 +36,7 @@ class Shared(pytree.State):
         pointer: int32 `[N]`, where in the pool a slot's next observation is; -1 for nowhere.
         owner: int32 `[M]`, the slot that each entry of the pool is for.
         head: int32 `[]`, the oldest entry.
-        count: int32 `[]`, the entries.
+        count: int32 `[]`, the number of entries.
     """
 
     items: Item
@@ -46,24 +47,28 @@ class Shared(pytree.State):
 
 
 def pairs(spec: Item, keys: Keys) -> dict[str, str]:
-    """From leaves of the next observation to those of the observation that hold their rows."""
+    """Maps leaves of the next observation to those of the observation that hold their rows."""
     named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
-    found = {name: keys.twin(name) for name in named}
+    twins = {name: keys.twin(name) for name in named}
     return {
         name: other
-        for name, other in found.items()
+        for name, other in twins.items()
         if other in named and named[name] == named[other]
     }
 
 
 def is_shared(context: Context, state: Shared, names: frozenset[str]) -> bool:
-    """Whether any of these leaves is an observation that is stored once."""
-    found = pairs(columns.spec(state.items), context.keys)
-    return bool(names & {*found.keys(), *found.values()})
+    """Returns if any of these leaves is an observation that is stored once."""
+    twins = pairs(packed.spec(state.items), context.keys)
+    return bool(names & {*twins.keys(), *twins.values()})
 
 
 def init(context: Context, spec: Item, room: int) -> Shared:
-    """No items. Raises if there is nothing to share."""
+    """Makes a state without items, with room for so many last observations.
+
+    Raises:
+        ValueError: there is nothing to share.
+    """
     ring, keys = context.ring, context.keys
     shared = pairs(spec, keys)
     if not shared:
@@ -74,10 +79,10 @@ def init(context: Context, spec: Item, room: int) -> Shared:
             "keys=jrb.Keys(...)."
         )
 
-    def zeros(path: tuple, leaf: Leaf) -> jax.Array:
+    def zeros(path: tuple, leaf: Leaf) -> Any:
         name = pytree.leaf_name(path)
         more = room + ring.envs if name in shared.values() else 0
-        return columns.room(0 if name in shared else ring.capacity + more, leaf)
+        return packed.zeros_column(0 if name in shared else ring.capacity + more, leaf)
 
     return Shared(
         items=jax.tree_util.tree_map_with_path(zeros, spec),
@@ -88,93 +93,88 @@ def init(context: Context, spec: Item, room: int) -> Shared:
     )
 
 
+def _columns(items: Item) -> dict[str, Any]:
+    pairs = jax.tree_util.tree_leaves_with_path(items, is_leaf=packed.is_column)
+    return {pytree.leaf_name(path): column for path, column in pairs}
+
+
 def read(
     context: Context, state: Shared, where: SlotsForLeaf, lookups: Sequence[AuxRead]
 ) -> tuple[Item, list[jax.Array]]:
-    """One gather per leaf: next observations from the array of the observations.
+    """Reads leaves, one gather each: next observations from the array of the observations.
 
     Returns:
         The items, and what is looked up beside them.
     """
-    shared = pairs(columns.spec(state.items), context.keys)
-    named = columns.named(state.items)
-    sources: dict[int, jax.Array] = {}
+    shared = pairs(packed.spec(state.items), context.keys)
+    columns, slots_of = _columns(state.items), {}
+    sources: dict[int, jax.Array] = {}  # of next observations, by the `id` of their slots
+    for name in columns:
+        slots = slots_of[name] = where(name)
+        if name in shared:
+            if id(slots) not in sources:
+                sources[id(slots)] = source(context, state, slots)
+            slots_of[name] = sources[id(slots)]
 
-    def found(slots: jax.Array) -> jax.Array:
-        if id(slots) not in sources:
-            sources[id(slots)] = source(context, state, slots)
-        return sources[id(slots)]
-
-    at = {name: where(name) for name in named}
-    at = {name: found(slots) if name in shared else slots for name, slots in at.items()}
-
-    def get(path: tuple, column: columns.Column) -> jax.Array:
+    def get(path: tuple, column: packed.Column) -> jax.Array:
         name = pytree.leaf_name(path)
-        return columns.get(named[shared.get(name, name)], at[name])
+        words = packed.stored_array(columns[shared.get(name, name)])
+        return packed.from_words(gather.items_at(words, slots_of[name]), column.dtype)
 
-    every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
+    every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=packed.is_column)
     beside = lambda: [gather.items_at(it.array, it.slots) for it in lookups]
     return dependencies.materialize(lambda: (every(get, state.items), beside()))
 
 
 def source(context: Context, state: Shared, slots: jax.Array) -> jax.Array:
-    """The row of the arrays of observations that holds the next observation of each slot."""
-    ring, held = context.ring, context.held
+    """Returns the row of the arrays of observations with the next observation of each slot."""
+    ring = context.ring
     pointer = gather.read(state.pointer, slots)
-    newest = held.after(ring, slots) <= 0
+    is_newest = context.held.after(ring, slots) <= 0
     tail = ring.capacity + state.owner.size + ring.env_of(slots)
     later = jnp.where(pointer < 0, ring.slot_after(slots, ring.envs), ring.capacity + pointer)
-    return jnp.where(newest, tail, later)
+    return jnp.where(is_newest, tail, later)
 
 
 def write(
     context: Context, state: Shared, write: WritePlan, items: Item
 ) -> tuple[Shared, WritePlan]:
-    """One row after the other; all else at once."""
-    shared = pairs(columns.spec(state.items), context.keys)
-    new = {name: columns.packed(leaf) for name, leaf in columns.named(items).items()}
-    old = columns.named(state.items)
+    """Writes observations one row after the other, and all else at once."""
+    shared = pairs(packed.spec(state.items), context.keys)
+    new = {name: packed.to_words(leaf) for name, leaf in _columns(items).items()}
+    old = _columns(state.items)
     both = {name: (after, new[name], new[after]) for after, name in shared.items()}
     before = context.held.rows(context.ring)[0]
-    carry = ({name: columns.array(old[name]) for name in both}, state, before)
+    carry = ({name: packed.stored_array(old[name]) for name in both}, state, before)
     step = lambda t, carry: _write_row(context, write, both, t, carry)
     if write.written.size == 1:
-        kept, state, rows_held = step(0, carry)
+        arrays, state, num_rows = step(0, carry)
     else:
-        kept, state, rows_held = dependencies.loop(write.written.size, step, carry)
+        arrays, state, num_rows = dependencies.loop(write.written.size, step, carry)
 
-    def put(path: tuple, column: columns.Column) -> columns.Column:
+    def put(path: tuple, column: packed.Column) -> packed.Column:
         name = pytree.leaf_name(path)
-        if name in kept:
-            return columns.with_array(column, kept[name])
-        return column if name in shared else columns.put(column, write, new[name])
+        if name in arrays:
+            return packed.with_array(column, arrays[name])
+        return column if name in shared else packed.put_column(column, write, new[name])
 
-    items = jax.tree_util.tree_map_with_path(put, state.items, is_leaf=columns.is_column)
-    return state.replace(items=items), _shortened(context, write, before + write.rows - rows_held)
-
-
-def _shortened(context: Context, write: WritePlan, expired: jax.Array) -> WritePlan:
-    """The write after which so many of the oldest rows are not held."""
-    ring = context.ring
-    stays = context.held.rows(ring)[0] + write.passed > expired
-    drop = lambda slots, stays: jnp.where(stays, slots, ring.capacity)
-    return WritePlan(
+    items = jax.tree_util.tree_map_with_path(put, state.items, is_leaf=packed.is_column)
+    # Rows that left for the pool's sake are expired, and if they came with this call, not written.
+    expired = before + write.rows - num_rows
+    stays = before + write.passed > expired
+    drop = lambda slots, stays: jnp.where(stays, slots, context.ring.capacity)
+    plan = dataclasses.replace(
+        write,
         starts=drop(write.starts, stays),
         slots=drop(write.slots, stays[:, None]),
-        written=write.written,
-        passed=write.passed,
         expired=expired,
-        consecutive=write.consecutive,
         bounded=False,
     )
+    return state.replace(items=items), plan
 
 
 def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any) -> Any:
-    """Row t: settles the row before it, makes room in the pool, and is written.
-
-    What was kept as the next observation of the row before is compared with the observation that
-    has come. Where they are the same, it may go: the row that is written now holds it. Else it
-    moves from the tail to the pool, before the tail gets the next observation of the new row.
+    """Writes row t: settles the row before it, and makes room in the pool.
 
     Args:
         context: of the buffer, before the call.
@@ -184,98 +184,60 @@ def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any
         t: int32 `[]`.
         carry: the arrays of observations by name, the state, and how many rows are held.
     """
-    kept, state, rows_held = carry
-    ring, room, written = context.ring, state.owner.size, write.written[t]
+    arrays, state, num_rows = carry
+    ring, room, is_written = context.ring, state.owner.size, write.written[t]
     envs = jnp.arange(ring.envs, dtype=jnp.int32)
-    tail, end = ring.capacity + room, ring.capacity + room + ring.envs  # nothing lies at the end
-    waited = jnp.minimum(state.head, 0)  # zero, not known before what was read (see `ordering`)
-    start, before = _slots(context, write, t)
-    known = written & (rows_held > 0)
-    differs = known & _any_differs([(kept[name][tail:], both[name][1][t]) for name in both])
-    state, rows_held = _make_room(ring, state, start, rows_held, written, differs)
-    place = state.count + jnp.cumsum(differs, dtype=jnp.int32) - 1
-    entry = (state.head + place) % room
-    moved = jnp.where(differs, ring.capacity + entry, end) + waited
-    here = jnp.where(written, start, end) + waited
-    behind = jnp.where(written, tail, end) + waited
-    kept = {
-        name: _put_row(kept[name], tail + envs, moved, here, one[t], behind, after[t])
-        for name, (_, one, after) in both.items()
-    }
-    state = _settled(
-        state, jnp.where(known, before, ring.capacity) + waited, before, entry, differs
-    )
-    return kept, state, rows_held + written.astype(jnp.int32)
-
-
-def _slots(context: Context, write: WritePlan, t: Any) -> tuple[jax.Array, jax.Array]:
-    """The slot at which row t begins, int32 `[]`, and those of the row before it, int32 `[E]`."""
-    ring, held = context.ring, context.held
-    cursor = held.next_row(ring)[0]  # of the first row of the call
+    tail, end = ring.capacity + room, ring.capacity + room + ring.envs  # nothing is at the end
+    waited = jnp.minimum(state.head, 0)  # zero, not known before what earlier draws read
+    cursor = context.held.next_row(ring)[0]  # of the first row of the call
     start = ring.row_after(cursor, write.passed[t] - 1 + ring.rows) * ring.envs
-    return start, ring.slot_before(start, ring.envs) + jnp.arange(ring.envs, dtype=jnp.int32)
+    before = ring.slot_before(start, ring.envs) + envs
 
+    # What was kept as the next observation of the row before is compared with the observation that
+    # has come. Where they are the same, it may go: the row that is written now holds it.
+    has_before = is_written & (num_rows > 0)
+    compared = [(arrays[name][tail:], one[t]) for name, (_, one, _) in both.items()]
+    differ = lambda: jnp.any(jnp.stack([_differ(*pair) for pair in compared]), axis=0)
+    differs = has_before & dependencies.materialize(differ)
+    state, num_rows = _make_room(ring, state, start, num_rows, is_written, differs)
 
-def _any_differs(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """For which environments any of these pairs of rows `[E, ...]` differs, bool `[E]`."""
-    differ = lambda: jnp.any(jnp.stack([_differ(*pair) for pair in pairs]), axis=0)
-    return dependencies.materialize(differ)
-
-
-def _settled(
-    state: Shared, known: jax.Array, before: jax.Array, entry: jax.Array, differs: jax.Array
-) -> Shared:
-    """The state in which the row before says where its next observations are.
-
-    Args:
-        state: with room for those that differ.
-        known: int32 `[E]`, its slots, N where there is none.
-        before: int32 `[E]`, its slots.
-        entry: int32 `[E]`, their places in the pool.
-        differs: bool `[E]`, which are there.
-    """
-    room, waited = state.owner.size, jnp.minimum(state.head, 0)
+    # Else it moves from the tail to the pool, before the tail gets the new next observation.
+    entry = (state.head + state.count + jnp.cumsum(differs, dtype=jnp.int32) - 1) % room
+    to_pool = jnp.where(differs, ring.capacity + entry, end) + waited
+    to_ring = jnp.where(is_written, start, end) + waited
+    to_tail = jnp.where(is_written, tail, end) + waited
+    stop = lax.stop_gradient
+    for name, (_, one, after) in both.items():
+        array = rows.move(arrays[name], tail + envs, to_pool)
+        array = rows.put_blocks(array, to_ring[None], stop(one[t])[None])
+        arrays = {**arrays, name: rows.put_blocks(array, to_tail[None], stop(after[t])[None])}
+    settled = jnp.where(has_before, before, ring.capacity) + waited
     owned = jnp.where(differs, entry, room) + waited
-    return state.replace(
-        pointer=state.pointer.at[known].set(jnp.where(differs, entry, -1), mode="drop"),
+    state = state.replace(
+        pointer=state.pointer.at[settled].set(jnp.where(differs, entry, -1), mode="drop"),
         owner=state.owner.at[owned].set(before, mode="drop"),
         count=state.count + jnp.sum(differs, dtype=jnp.int32),
     )
-
-
-def _put_row(
-    array: jax.Array,
-    tail: jax.Array,
-    entries: jax.Array,
-    start: jax.Array,
-    here: jax.Array,
-    last: jax.Array,
-    after: jax.Array,
-) -> jax.Array:
-    """Last observations into the pool, observations into the ring, the next ones behind it."""
-    stop = lax.stop_gradient
-    array = rows.move(array, tail, entries)
-    array = rows.put_blocks(array, start[None], stop(here)[None])
-    return rows.put_blocks(array, last[None], stop(after)[None])
+    return arrays, state, num_rows + is_written.astype(jnp.int32)
 
 
 def _make_room(
     ring: Ring,
     state: Shared,
     start: jax.Array,
-    rows_held: jax.Array,
-    written: jax.Array,
+    num_rows: jax.Array,
+    is_written: jax.Array,
     differs: jax.Array,
 ) -> tuple[Shared, jax.Array]:
-    """Rows leave that the new one overwrites, or whose entries it needs; and so do entries.
+    """Lets rows leave that the new one overwrites, or whose entries it needs.
 
     Args:
         ring: the ring's shape.
         state: before the row.
         start: int32 `[]`, the slot of the new row.
-        rows_held: int32 `[]`, before the row.
-        written: bool `[]`, whether there is a new row.
-        differs: bool `[E]`, what it needs.
+        num_rows: int32 `[]`, held before the row.
+        is_written: bool `[]`, False if there is no new row.
+        differs: bool `[E]`, which environments need an entry.
 
     Returns:
         The state, and how many rows are still held.
@@ -286,23 +248,22 @@ def _make_room(
     # How many rows older than the new one an owner is, 1 to R.
     age = (start - owners - 1 + ring.capacity) % ring.capacity // ring.envs + 1
     entries = first < state.count
-    most = jnp.where(written, ring.rows - 1, ring.rows)  # rows beside the new one
+    most = jnp.where(is_written, ring.rows - 1, ring.rows)  # rows beside the new one
     needed = state.count + jnp.sum(differs, dtype=jnp.int32) - room
-    wanted = jnp.min(jnp.where(entries & (first < needed), age - 1, ring.rows))
-    kept = jnp.minimum(jnp.minimum(rows_held, most), wanted)
+    limit = jnp.min(jnp.where(entries & (first < needed), age - 1, ring.rows))
+    kept = jnp.minimum(jnp.minimum(num_rows, most), limit)
     leaves = jnp.sum(entries & (age > kept), dtype=jnp.int32)
-    head = (state.head + leaves) % room
-    return state.replace(head=head, count=state.count - leaves), kept
+    return state.replace(head=(state.head + leaves) % room, count=state.count - leaves), kept
 
 
 def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Which rows `[E, ...]` differ in any bit, bool `[E]`."""
+    """Returns which rows `[E, ...]` differ in any bit, bool `[E]`."""
     one, other = _integers(one), _integers(other)
     return jnp.any((one != other).reshape(one.shape[0], -1), axis=1)
 
 
 def _integers(leaf: jax.Array) -> jax.Array:
-    """The bits of a leaf as numbers that are equal only to themselves."""
+    """Returns the bits of a leaf as numbers that are equal only to themselves."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import columns, rows
+from jrb._core import packed, rows
 from jrb._core.host_proxy import DeviceProxy, UniqueSlots
 from jrb._util import checks, pytree
 from jrb._xla import dependencies, gather
@@ -68,12 +68,12 @@ class DeviceCache(DeviceProxy):
     def init(self, context: Context, spec: Item) -> DeviceCacheState:
         """Returns the state without rows."""
         cache = self.ring(context.ring)
-        items = jax.tree.map(lambda leaf: columns.room(cache.capacity, leaf), spec)
+        items = jax.tree.map(lambda leaf: packed.zeros_column(cache.capacity, leaf), spec)
         return DeviceCacheState(items=items, clock=cache.start())
 
     def spec(self, state: DeviceCacheState) -> Item:
         """Returns the spec of an item."""
-        return columns.spec(state.items)
+        return packed.spec(state.items)
 
     def write(
         self, context: Context, state: DeviceCacheState, write: WritePlan, items: Item
@@ -82,8 +82,8 @@ class DeviceCache(DeviceProxy):
         mask = None if write.consecutive else write.written
         ring = self.ring(context.ring)
         clock, put = rows.plan_rows(ring, state.clock, write.passed.size, mask)
-        write_to = lambda column, new: columns.put(column, put, columns.packed(new))
-        new = jax.tree.map(write_to, state.items, items, is_leaf=columns.is_column)
+        write_to = lambda column, new: packed.put_column(column, put, packed.to_words(new))
+        new = jax.tree.map(write_to, state.items, items, is_leaf=packed.is_column)
         return (write.slots, DeviceCacheState(items=new, clock=clock)), write
 
     def edit(
@@ -99,11 +99,11 @@ class DeviceCache(DeviceProxy):
         row, is_cached = self.where(context, state, jnp.minimum(slots, capacity - 1))
         at = jnp.where(is_cached & (slots < capacity), row, size)
 
-        def put(path: tuple, column: columns.Column) -> columns.Column:
+        def put(path: tuple, column: packed.Column) -> packed.Column:
             new = values.get(pytree.leaf_name(path))
-            return column if new is None else columns.edit(column, at, new)
+            return column if new is None else packed.edit_column(column, at, new)
 
-        every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=columns.is_column)
+        every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=packed.is_column)
         return state.replace(items=every(put, state.items))
 
     def planned(
@@ -233,10 +233,10 @@ class SpillStorage(StoreArrays):
         slots = (first + np.arange(count * ring.envs)) % ring.capacity
         newest = view.rows.fetch(view.version, [slots] * len(view.rows.names))
         state = part.init(Context(ring, TED, occupancy), view.rows.spec)
-        put = lambda column, new: columns.with_array(
-            column, columns.array(column).at[: len(slots)].set(columns.packed(new))
+        put = lambda column, new: packed.with_array(
+            column, packed.stored_array(column).at[: len(slots)].set(packed.to_words(new))
         )
-        items = jax.tree.map(put, state.items, newest, is_leaf=columns.is_column)
+        items = jax.tree.map(put, state.items, newest, is_leaf=packed.is_column)
         clock = cache.advance(state.clock, jnp.int32(count))
         return TieredState(cache=DeviceCacheState(items=items, clock=clock), view=view)
 
@@ -248,8 +248,8 @@ class SpillStorage(StoreArrays):
         at = places.each(lambda one: _uncached(np.asarray(one[0]), np.asarray(one[2])))
         others = view.rows.items(view.rows.take(view.version, [slots for slots, _ in at]))
         leaves, structure = jax.tree.flatten(others)
-        merged = _merged(cached, list(map(columns.packed, leaves)), [offset for _, offset in at])
-        unpacked = map(columns.unpacked, merged, [leaf.dtype for leaf in leaves])
+        merged = _merged(cached, list(map(packed.to_words, leaves)), [offset for _, offset in at])
+        unpacked = map(packed.from_words, merged, [leaf.dtype for leaf in leaves])
         return jax.tree.unflatten(structure, unpacked)
 
     def read(self, context: Context, state: TieredState, where: SlotsForLeaf) -> Item:
@@ -264,8 +264,8 @@ class SpillStorage(StoreArrays):
         items = []
         for leaf, other, (_, _, is_cached) in zip(cached, others, at, strict=True):
             flags = is_cached.reshape(*is_cached.shape, *(1,) * (leaf.ndim - is_cached.ndim))
-            merged = jnp.where(flags, leaf, columns.packed(other))
-            items.append(columns.unpacked(merged, other.dtype))
+            merged = jnp.where(flags, leaf, packed.to_words(other))
+            items.append(packed.from_words(merged, other.dtype))
         return jax.tree.unflatten(structure, items)
 
     def reset(self, ring: Ring, state: TieredState, token: jax.Array) -> TieredState:

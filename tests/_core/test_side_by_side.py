@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jrb
-from jrb._core import columns
+from jrb._core import packed
 from jrb._core.packed import PackedLeaves
 from jrb._util import prng_keys
 from jrb._xla import compat
@@ -88,7 +88,7 @@ def assert_same(got, want):
 
 def seen(leaves):
     words = lambda leaf: np.asarray(prng_keys.raw(leaf))
-    return jax.tree.map(words, leaves, is_leaf=columns.is_column)
+    return jax.tree.map(words, leaves, is_leaf=packed.is_column)
 
 
 class Model:
