@@ -8,7 +8,7 @@ slots are written and read. With traced arguments, a verb is its step in the pro
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -307,55 +307,97 @@ def draw(
         ValueError: outside `jit`, there is nothing to draw, unless `quiet`.
     """
     check_kind(buffer, state)
-    program, drawn = _program_of(buffer), None
+    inside, run = _program_of(buffer)
+    drawn = None
     if not (is_tracer(key) or is_tracer(state.edits)):
-        run = _draw_from_host if program.is_on_host else _draw_on_device
-        check_mask = None if quiet else functools.partial(_check_some, buffer, state)
-        options = {"batch_size": batch_size, "moves": moves}
-        drawn = run(program, buffer, state, key, beta, options, check_mask)
+        is_drawn = functools.partial(_is_drawn, buffer, state, quiet)
+        drawn = run(state, key, beta, {"batch_size": batch_size, "moves": moves}, is_drawn)
     if drawn is None:  # some of the arguments are traced
         if buffer.storage.of_objects:
             raise refusal()
         check_state(buffer, state)
         return steps.draw_inside(buffer, state, key, batch_size, beta)
     sampler, sample = drawn
-    if program.inside < len(buffer.transforms):
+    if inside < len(buffer.transforms):
         batch = TransformContext(key, sample.mask, buffer.keys, ends=sample.info.get("is_last"))
-        outside = buffer.transforms[program.inside :]
-        data = transforming.outward(outside, sample.data, batch, program.inside)
+        data = transforming.outward(buffer.transforms[inside:], sample.data, batch, inside)
         sample = sample.replace(data=data)
     return state.replace(sampler=sampler) if moves else state, sample
 
 
-class _DrawProgram(NamedTuple):
-    """The facts on draws outside `jit` that equal descriptions share, looked up once.
-
-    Between two compiled calls of a Python loop, each call of a function costs a microsecond.
-
-    """
-
-    # How many transforms, from the first on, are compiled with the draw. A plain function among
-    # them may close over a value that changes: it is called each time.
-    inside: int
-    compiled: Callable[..., Any]
-    is_on_host: bool
-    inner: Any = None  # the description that jitted parts know
-    is_plain: bool = False  # items are drawn as they are stored: nothing is left to assemble
-    at_anchors: bool = False  # and they are read where the anchors are
+def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> bool:
+    """Returns False for a traced draw; raises, unless `quiet`, if a draw found nothing."""
+    if is_tracer(mask) or quiet:
+        return not is_tracer(mask)
+    # A thread that sleeps and is woken costs 25 us and more, longer than the computation between
+    # two parts in Python: poll for some 200 us first.
+    for _ in range(1000):
+        if mask.is_ready():
+            break
+    values = np.asarray(mask)
+    if values.item(0) or values.any():
+        return True
+    least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
+    raise ValueError(
+        f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
+        f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
+        f"there are enough{least}."
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _program_of(buffer: Buffer) -> _DrawProgram:
-    inside = transforming.fixed(buffer.transforms)
+def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
+    """Returns how many transforms are compiled with a draw, and the draw.
+
+    The draw returns the sampler's state and the sample; None where some arguments are traced.
+    """
+    # Looked up once: between two compiled calls of a Python loop, each call of a function costs a
+    # microsecond. A plain function among the transforms may close over a value that changes: it is
+    # called each time, and so are the transforms behind it.
+    inside, storage = transforming.fixed(buffer.transforms), buffer.storage
     fixed: Any = buffer
     if inside < len(buffer.transforms):
         fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])
     if not on_host(buffer):
-        return _DrawProgram(inside, _draw_compiled(fixed), is_on_host=False)
+        compiled = _draw_compiled(fixed)
+
+        def draw_on_device(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
+            drawn = compiled(state, key, beta, **options)
+            return drawn if is_drawn(drawn[1].mask) else None
+
+        return inside, draw_on_device
+
     inner = for_device(fixed)
+    choose, assemble = _choose_compiled(inner), _assemble_compiled(inner)
+    # Items that are drawn as they are stored need no second program. Mostly they are read where the
+    # anchors are.
     is_plain = inner.unit.one_row and not inner.transforms
     at_anchors = is_plain and isinstance(inner.storage, HostStorageProxy)
-    return _DrawProgram(inside, _choose_compiled(inner), True, inner, is_plain, at_anchors)
+
+    def draw_from_host(state: Any, key: Any, beta: Any, options: dict, is_drawn: Any) -> Any:
+        rows = state.storage
+        if is_traced(rows):
+            return None
+        half, names = on_device(buffer, state), None if at_anchors else storage.names(rows)
+        options |= {"names": names, "is_plain": is_plain, "spec": storage.spec_key(rows)}
+        with storage.drawing(rows):  # nothing is overwritten meanwhile
+            sampler, chosen, places = choose(half, key, beta, **options)
+            if not is_drawn(chosen.mask):
+                return None
+            data = storage.fetch(rows, chosen.indices if is_plain else chosen.slots, places)
+        if storage.of_objects:
+            mask = np.asarray(chosen.mask)
+            if not mask.all():  # None where nothing was drawn
+                data = [item if real else None for item, real in zip(data, mask, strict=True)]
+            data = data if storage.collate is None else storage.collate(data)
+            if inside:
+                batch = TransformContext(key, chosen.mask, buffer.keys)
+                data = transforming.outward(buffer.transforms[:inside], data, batch)
+        elif not is_plain:
+            return sampler, assemble(half.replace(storage=data), chosen, key)
+        return sampler, chosen.replace(data=data)
+
+    return inside, draw_from_host
 
 
 @per_description("batch_size", "moves")
@@ -398,80 +440,6 @@ def _choose_compiled(
 
 
 _assemble_compiled = per_description()(steps.assemble)
-
-
-def _draw_on_device(
-    program: _DrawProgram,
-    _: Buffer,
-    state: BufferState,
-    key: Any,
-    beta: Any,
-    options: dict,
-    check: Any,
-) -> tuple[Any, Sample] | None:
-    """Draws by one compiled call; returns None where some arguments are traced."""
-    drawn = program.compiled(state, key, beta, **options)
-    if is_tracer(drawn[1].mask):
-        return None
-    if check is not None:
-        check(drawn[1].mask)
-    return drawn
-
-
-def _draw_from_host(
-    program: _DrawProgram,
-    buffer: Buffer,
-    state: BufferState,
-    key: Any,
-    beta: Any,
-    options: dict,
-    check: Any,
-) -> tuple[Any, Sample] | None:
-    """Draws anchors by a compiled call, fetches items, and assembles the sample by another one.
-
-    Returns None where some arguments are traced.
-    """
-    storage, rows, is_plain = buffer.storage, state.storage, program.is_plain
-    if is_traced(rows):
-        return None
-    half, names = on_device(buffer, state), None if program.at_anchors else storage.names(rows)
-    options |= {"names": names, "is_plain": is_plain, "spec": storage.spec_key(rows)}
-    with storage.drawing(rows):  # nothing is overwritten meanwhile
-        sampler, chosen, places = program.compiled(half, key, beta, **options)
-        if is_tracer(chosen.mask):
-            return None
-        if check is not None:
-            check(chosen.mask)
-        data = storage.fetch(rows, chosen.indices if is_plain else chosen.slots, places)
-    if storage.of_objects:
-        mask = np.asarray(chosen.mask)
-        if not mask.all():  # None where nothing was drawn
-            data = [item if real else None for item, real in zip(data, mask, strict=True)]
-        data = data if storage.collate is None else storage.collate(data)
-        if program.inside:
-            batch = TransformContext(key, chosen.mask, buffer.keys)
-            data = transforming.outward(buffer.transforms[: program.inside], data, batch)
-    elif not is_plain:
-        return sampler, _assemble_compiled(program.inner)(half.replace(storage=data), chosen, key)
-    return sampler, chosen.replace(data=data)
-
-
-def _check_some(buffer: Buffer, state: BufferState, mask: Any) -> None:
-    """Raises unless a draw found something; this waits for it."""
-    # A thread that sleeps and is woken costs 25 us and more, longer than the computation between
-    # two parts in Python: poll for some 200 us first.
-    for _ in range(1000):
-        if mask.is_ready():
-            break
-    values = np.asarray(mask)
-    if values.item(0) or values.any():
-        return
-    least = "" if buffer.min_size is None else f": min_size is {buffer.min_size}"
-    raise ValueError(
-        f"sample: expected something to draw, got a buffer of size {buffer.size(state)} in which "
-        f"{type(buffer.sampler).__name__} finds nothing. Add items first; can_sample tells when "
-        f"there are enough{least}."
-    )
 
 
 @explained
