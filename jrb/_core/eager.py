@@ -354,7 +354,8 @@ def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
     # Looked up once: between two compiled calls of a Python loop, each call of a function costs a
     # microsecond. A plain function among the transforms may close over a value that changes: it is
     # called each time, and so are the transforms behind it.
-    inside, storage = transforming.fixed(buffer.transforms), buffer.storage
+    inside = transforming.fixed(buffer.transforms) if buffer.transforms else 0
+    storage = buffer.storage
     fixed: Any = buffer
     if inside < len(buffer.transforms):
         fixed = dataclasses.replace(buffer, transforms=buffer.transforms[:inside])

@@ -441,8 +441,10 @@ def _truncated(
     buffer: Buffer, context: Context, state: BufferState, which: jax.Array
 ) -> BufferState:
     unit, change = buffer.unit.truncate(context, state.unit, which)
-    begun = transforming.truncated(buffer.transforms, state.transforms, which)
-    state = state.replace(unit=unit, transforms=begun)
+    state = state.replace(unit=unit)
+    if state.transforms:
+        begun = transforming.truncated(buffer.transforms, state.transforms, which)
+        state = state.replace(transforms=begun)
     if change is None:
         return state
     anchors = buffer.unit.anchors(context, unit)

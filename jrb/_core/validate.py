@@ -50,14 +50,15 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
     writer = buffer.writer.init(ring, spec)
     context = context_of(buffer, writer)
     # The number of an episode is kept where somebody looks at ends of episodes.
-    looks_at_ends = not buffer.unit.one_row or transforming.learning(buffer.transforms)
+    transforms = buffer.transforms and transforming.init(buffer.transforms, context, spec)
+    looks_at_ends = not buffer.unit.one_row or transforms
     return BufferState(
         storage=buffer.storage.init(context, spec),
         writer=writer,
         sampler=_attached(buffer, buffer.sampler.init(ring)),
         unit=buffer.unit.init(context, spec),
         edits=jnp.zeros((), jnp.uint32),
-        transforms=transforming.init(buffer.transforms, context, spec),
+        transforms=transforms,
         numbers=episode_ends.no_numbers(ring, spec, buffer.keys) if looks_at_ends else None,
         ring=ring,
     )

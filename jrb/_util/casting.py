@@ -14,13 +14,12 @@ import numpy as np
 from jrb._util import pytree
 from jrb._util.pytree import DType, Leaf, PyTree
 
-_NUMPY = (np.ndarray, np.generic)
 _NUMBER = bool | int | float | complex
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def arrays(items: PyTree, what: str) -> Any:
-    """Items whose leaves are arrays of JAX or NumPy, in the machine's byte order, or numbers.
+    """Returns items whose leaves are arrays, in the machine's byte order, or numbers.
 
     Raises:
         TypeError: a leaf that cannot be made an array, or a list of numbers, of which JAX would
@@ -30,15 +29,13 @@ def arrays(items: PyTree, what: str) -> Any:
     if all(map(_is_plain, jax.tree.leaves(items))):
         return items
     has_numbers = lambda it: isinstance(it, list) and any(isinstance(x, _NUMBER | list) for x in it)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _as_array(f"{what}: leaf '{pytree.leaf_name(path)}'", leaf),
-        items,
-        is_leaf=has_numbers,
-    )
+    name = lambda path: f"{what}: leaf '{pytree.leaf_name(path)}'"
+    convert = lambda path, leaf: _as_array(name(path), leaf)
+    return jax.tree_util.tree_map_with_path(convert, items, is_leaf=has_numbers)
 
 
 def _is_plain(leaf: Leaf) -> bool:
-    """Whether a leaf may stay as it is; quick, as it is asked at every call."""
+    """Returns if a leaf may stay as it is; quick, as it is asked at every call."""
     return isinstance(leaf, jax.Array) or (type(leaf) is np.ndarray and leaf.dtype.isnative)
 
 
@@ -59,26 +56,31 @@ def _as_array(where: str, leaf: Leaf) -> Any:
 
 
 def kept(items: PyTree, what: str) -> Any:
-    """Items whose NumPy leaves have dtypes that JAX keeps, the same values but for rounding.
+    """Returns items whose NumPy leaves have dtypes that JAX keeps; values may be rounded.
 
     Raises:
         ValueError: a number that the smaller dtype cannot hold.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _kept(path, leaf, what), items)
+
+    def convert(path: Any, leaf: Leaf) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        if is_kept(leaf):
+            return leaf
+        return _cast(path, leaf, jax.dtypes.canonicalize_dtype(leaf.dtype), what)
+
+    return jax.tree_util.tree_map_with_path(convert, items)
 
 
 def is_kept(leaf: Leaf) -> bool:
-    """Whether JAX leaves the dtype of a leaf as it is; quick, as it is asked at every call."""
-    if not isinstance(leaf, _NUMPY) or leaf.dtype.char not in pytree.WIDE:
+    """Returns if JAX leaves the dtype of a leaf as it is; quick, as it is asked at every call."""
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.char not in pytree.WIDE:
         return True
     return jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
 
 
 def accepted(items: PyTree, what: str, cast: bool) -> Any:
-    """Items for `jit`, which would change some dtypes of NumPy without a word.
-
-    Returns:
-        Items, NumPy's arrays copied.
+    """Returns items for `jit`, which would change some dtypes of NumPy; NumPy's arrays are copied.
 
     Raises:
         TypeError: there is one of these, and nobody asked to cast them.
@@ -94,39 +96,8 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
     return structure.unflatten(map(copy_array, leaves))
 
 
-def _kept(path: Any, leaf: Leaf, what: str) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    if is_kept(leaf):
-        return leaf
-    return _cast(path, leaf, jax.dtypes.canonicalize_dtype(leaf.dtype), what)
-
-
-def _cast(path: Any, leaf: Leaf, dtype: DType, what: str) -> Any:
-    """An array of NumPy in another dtype, in which each finite number stays one.
-
-    Raises:
-        ValueError: there is one that the dtype cannot hold.
-    """
-    with np.errstate(over="ignore"):
-        found = leaf.astype(dtype)
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    if is_integer and leaf.size:
-        bounds = np.iinfo(dtype)
-        fits = (leaf >= bounds.min) & (leaf <= bounds.max)
-    else:
-        fits = np.isfinite(found) | ~np.isfinite(leaf)
-    if not np.all(fits):
-        kind, wrong = "integers" if is_integer else "numbers", np.asarray(leaf)[~fits]
-        raise ValueError(
-            f"{what}: leaf '{pytree.leaf_name(path)}': expected {kind} that {dtype} holds, got "
-            f"some from {wrong.min()} to {wrong.max()}. Set jax_enable_x64, or encode them."
-        )
-    return found
-
-
 def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
-    """Items in the dtypes of a spec of the same structure; what is no such kind stays as it is.
+    """Returns items in the dtypes of a spec of the same structure, those that are of a lesser kind.
 
     Integers do not go into a smaller dtype: inside `jit` nobody knows whether they fit.
 
@@ -139,27 +110,45 @@ def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
         ValueError: another structure, or a number of NumPy that the dtype cannot hold.
     """
     pytree.check_structure(spec, items, what, "Only dtypes are converted.")
-    change = lambda path, spec, leaf: _converted(path, spec, leaf, what)
-    return jax.tree_util.tree_map_with_path(change, spec, items)
 
+    def convert(path: Any, spec: PyTree, leaf: Leaf) -> Any:
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if dtype == spec.dtype or not _goes_into(dtype, spec.dtype):
+            return leaf
+        if isinstance(leaf, np.ndarray | np.generic):
+            return _cast(path, leaf, spec.dtype, what)  # on the host, so that this needs no device
+        return jnp.asarray(leaf).astype(spec.dtype)
 
-def _converted(path: Any, spec: PyTree, leaf: Leaf, what: str) -> Any:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    if dtype == spec.dtype or not _goes_into(dtype, spec.dtype):
-        return leaf
-    if isinstance(leaf, np.ndarray | np.generic):
-        return _cast(path, leaf, spec.dtype, what)  # on the host, so that this needs no device
-    return jnp.asarray(leaf).astype(spec.dtype)
+    return jax.tree_util.tree_map_with_path(convert, spec, items)
 
 
 def _goes_into(dtype: DType, target: Any) -> bool:
-    """Whether a dtype is of the kind of another, or of a lesser one; integers must all fit."""
+    """Returns if a dtype is of the kind of another, or of a lesser one; integers must all fit."""
     if any(jnp.issubdtype(each, jax.dtypes.extended) for each in (dtype, target)):
         return False
     rank = lambda dtype: next(n for n, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind))
     if rank(dtype) == rank(target) and jnp.issubdtype(target, jnp.integer):
         return np.can_cast(dtype, target)
     return rank(dtype) <= rank(target)
+
+
+def _cast(path: Any, leaf: Leaf, dtype: DType, what: str) -> Any:
+    """Returns an array of NumPy in another dtype, in which each finite number stays one."""
+    with np.errstate(over="ignore"):
+        result = leaf.astype(dtype)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if is_integer and leaf.size:
+        bounds = np.iinfo(dtype)
+        fits = (leaf >= bounds.min) & (leaf <= bounds.max)
+    else:
+        fits = np.isfinite(result) | ~np.isfinite(leaf)
+    if not np.all(fits):
+        kind, wrong = "integers" if is_integer else "numbers", np.asarray(leaf)[~fits]
+        raise ValueError(
+            f"{what}: leaf '{pytree.leaf_name(path)}': expected {kind} that {dtype} holds, got "
+            f"some from {wrong.min()} to {wrong.max()}. Set jax_enable_x64, or encode them."
+        )
+    return result
 
 
 def copy_arrays(tree: PyTree) -> Any:

@@ -1,7 +1,7 @@
-"""What differs between the versions of JAX that jrb runs on, in one place.
+"""The differences between the versions of JAX that jrb runs on, in one place.
 
 JAX 0.5 knows no axes of a mesh that are explicit, and no arrays that vary over some axes of a mesh
-and not over others; what asks for these finds none there.
+and not over others; functions that ask for these find none there.
 """
 
 import importlib
@@ -17,15 +17,16 @@ Axes = frozenset[Any]
 _HAS_MESH_IN_TYPES = hasattr(jax, "typeof")
 _CAST = getattr(lax, "pcast", None)
 _CAST_BEFORE = getattr(lax, "pvary", None)  # its name from JAX 0.6 on
-_KNOWS_WHAT_VARIES = jax.__version_info__ >= (0, 10)
+_IS_RECENT = jax.__version_info__ >= (0, 10)
+_PATIENCE = 600_000  # milliseconds; of a process that has died one hears sooner
 
-INDEX = "uint32" if jax.__version_info__ >= (0, 10) else "int32"
-"""Of what rows are gathered by. XLA is quicker with the first, but that of JAX 0.5 fails where the
-array is cut over devices."""
+# The dtype of what rows are gathered by. XLA is quicker with the first, but that of JAX 0.5 fails
+# where the array is cut over devices.
+INDEX = "uint32" if _IS_RECENT else "int32"
 
 
 def enable_x64() -> AbstractContextManager[Any]:
-    """A time in which 64 bits are enabled."""
+    """Enables 64 bits for a while."""
     make = getattr(jax, "enable_x64", None)
     if make is None:
         make = importlib.import_module("jax.experimental").enable_x64
@@ -33,37 +34,47 @@ def enable_x64() -> AbstractContextManager[Any]:
 
 
 def is_x64() -> bool:
-    """Whether 64 bits are enabled."""
+    """Returns if 64 bits are enabled."""
     return jax.dtypes.canonicalize_dtype("int64") == "int64"
 
 
 def types_of(tree: Any) -> Any:
-    """The types of arrays, with the axes of a mesh that they lie on or vary over."""
+    """Returns the types of arrays, with the axes of a mesh that they are on or vary over."""
     if in_shard_map() or not _HAS_MESH_IN_TYPES:
         return jax.eval_shape(lambda: tree)
     return jax.tree.map(jax.typeof, tree)  # a hundred times faster
 
 
 def varying_axes(aval: Any) -> Axes:
-    """The axes of a mesh over which an array of this type varies, inside `jax.shard_map`."""
+    """Returns the mesh axes over which an array of this type varies, inside `jax.shard_map`."""
     manual = getattr(aval, "manual_axis_type", None)
     return getattr(aval, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
 
+def vary(array: jax.Array, axes: Axes) -> jax.Array:
+    """Returns an array of a type that varies over these axes too."""
+    missing = tuple(axes - varying_axes(jax.typeof(array)))
+    if not missing:
+        return array
+    if _CAST is not None:
+        return _CAST(array, missing, to="varying")
+    return array if _CAST_BEFORE is None else _CAST_BEFORE(array, missing)
+
+
 def in_shard_map() -> bool:
-    """Whether arrays may vary over the axes of a mesh."""
+    """Returns if arrays may vary over the axes of a mesh."""
     return bool(manual_axes())
 
 
 def manual_axes() -> Axes:
-    """The axes of a mesh that belong to the `jax.shard_map` around this, if there is one."""
+    """Returns the mesh axes that belong to the `jax.shard_map` around this, if there is one."""
     if not _HAS_MESH_IN_TYPES:
         return frozenset()
     return frozenset(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
 
 
 def ambient_mesh() -> Any:
-    """The mesh that was set around this; None without one."""
+    """Returns the mesh that was set around this; None without one."""
     if not _HAS_MESH_IN_TYPES:
         return None
     mesh = jax.sharding.get_abstract_mesh()
@@ -71,13 +82,11 @@ def ambient_mesh() -> Any:
 
 
 def shard_map(body: Callable[..., Any], mesh: Any, ins: Any, outs: Any) -> Callable[..., Any]:
-    """`jax.shard_map`, where there is one; arguments are brought to where they belong."""
+    """Returns `jax.shard_map` of a body; arguments are brought to where they belong."""
     if not hasattr(jax, "shard_map"):
         old = importlib.import_module("jax.experimental.shard_map").shard_map
         return old(body, mesh=mesh, in_specs=ins, out_specs=outs, check_rep=False)
-    mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=_KNOWS_WHAT_VARIES
-    )
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=_IS_RECENT)
     mesh = mesh or jax.sharding.get_abstract_mesh()
     if not any("Explicit" in str(kind) for kind in mesh.axis_types):
         return mapped  # XLA brings them
@@ -91,7 +100,7 @@ def shard_map(body: Callable[..., Any], mesh: Any, ins: Any, outs: Any) -> Calla
 
 
 def coordination() -> tuple[int, int, Callable[[str, str], Any], Callable[[str], str]] | None:
-    """What processes of `jax.distributed` talk through, which JAX has under no public name.
+    """Returns the channel of the processes of `jax.distributed`, which has no public name in JAX.
 
     Returns:
         The number of this process, how many there are, a function that leaves a message under a
@@ -104,26 +113,13 @@ def coordination() -> tuple[int, int, Callable[[str, str], Any], Callable[[str],
     return jax.process_index(), jax.process_count(), client.key_value_set, fetch
 
 
-_PATIENCE = 600_000  # milliseconds; of a process that has died one hears sooner
-
-
-def vary(array: jax.Array, axes: Axes) -> jax.Array:
-    """The same array, of a type that varies over these axes too."""
-    missing = tuple(axes - varying_axes(jax.typeof(array)))
-    if not missing:
-        return array
-    if _CAST is not None:
-        return _CAST(array, missing, to="varying")
-    return array if _CAST_BEFORE is None else _CAST_BEFORE(array, missing)
-
-
 def is_committed(array: jax.Array) -> bool:
-    """Whether an array was put on its device by somebody, and has to stay there."""
+    """Returns if an array was put on its device by somebody, and has to stay there."""
     return getattr(array, "committed", False)
 
 
 def is_of_explicit_mesh(error: Exception) -> bool:
-    """Whether JAX could not tell how a result lies on a mesh of explicit axes."""
+    """Returns if JAX could not tell how a result lies on a mesh of explicit axes."""
     if type(error).__name__ == "ShardingTypeError":  # JAX does not export the class
         return True
     # Under vmap it looks for the axis of what is cut in the empty mesh of what is not.
@@ -131,7 +127,7 @@ def is_of_explicit_mesh(error: Exception) -> bool:
 
 
 def is_of_donated(error: Exception) -> bool:
-    """Whether an array was used that had been donated, or deleted."""
+    """Returns if an array was used that had been donated, or deleted."""
     return isinstance(error, RuntimeError | ValueError) and (
         "has been deleted" in str(error) or "deleted or donated" in str(error)
     )

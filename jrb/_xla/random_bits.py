@@ -1,4 +1,4 @@
-"""Random bits, and their maps to a range that no float32 could resolve."""
+"""Random bits, their maps to a range that no float32 could resolve, and a computed permutation."""
 
 import math
 
@@ -10,17 +10,16 @@ from jax import lax
 from jrb._xla import dependencies
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
+_ROUNDS = 64  # a pair keeps about 0.6 of what was seen of it before in each; for any n below 2^31
 
 
 def bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Uniform uint32 of this shape: `jax.random.bits(key, shape)`, as JAX has it by default.
+    """Returns uniform uint32: `jax.random.bits(key, shape)`, as JAX has it by default.
 
     JAX lowers its default generator to a loop on the CPU, which costs more than a whole draw from a
-    buffer; here the same twenty rounds are written out. Keys of other generators go to JAX.
-
-    Args:
-        key: a typed key, or the uint32 `[2]` of an old-style one. It is consumed.
-        shape: the shape of the result.
+    buffer; here the same twenty rounds are written out. Keys of other generators go to JAX. A key
+    is typed, or the uint32 `[2]` of an old-style one.
 
     Reference: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3" (Threefry-2x32).
     """
@@ -42,25 +41,21 @@ def _threefry(
     for group in range(5):
         for turn in _ROTATIONS[group % 2]:
             x0 = lax.add(x0, x1)
-            x1 = lax.bitwise_xor(x0, _rotated(x1, turn))
+            upper = lax.shift_left(x1, np.uint32(turn))
+            lower = lax.shift_right_logical(x1, np.uint32(32 - turn))
+            x1 = lax.bitwise_xor(x0, lax.bitwise_or(upper, lower))
         x0 = x0 + keys[(group + 1) % 3]
         x1 = x1 + (keys[(group + 2) % 3] + np.uint32(group + 1))
     return x0, x1
 
 
-def _rotated(word: jax.Array, turn: int) -> jax.Array:
-    """The bits of a uint32, turned to the left."""
-    upper = lax.shift_left(word, np.uint32(turn))
-    return lax.bitwise_or(upper, lax.shift_right_logical(word, np.uint32(32 - turn)))
-
-
 def unit_interval(words: jax.Array) -> jax.Array:
-    """Float32 in [0, 1), multiples of 2^-24, from uint32."""
+    """Returns float32 in [0, 1), multiples of 2^-24, from uint32."""
     return (words >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
 
 
 def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
-    """int32 in [0, n), of equal probability to within n / 2^64; 0 where n is 0.
+    """Returns int32 in [0, n), of equal probability to within n / 2^64; 0 where n is 0.
 
     Args:
         n: int32, at least 0, broadcast against the words.
@@ -76,23 +71,14 @@ def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     return (_mulhi(_halves(high), halves) + carry.astype(jnp.uint32)).astype(jnp.int32)
 
 
-def mulhi(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The upper 32 bits of the product of two uint32 of one shape.
-
-    From four products of halves: `lax.mulhi` does not compile in a program of several devices.
-    """
-    return _mulhi(_halves(x), _halves(y))
-
-
-_HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
-
-
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The upper and the lower 16 bits."""
+    """Returns the upper and the lower 16 bits."""
     return x >> _HALF, x & _LOW
 
 
 def _mulhi(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns the upper 32 bits of the product of two uint32, given by halves."""
+    # `lax.mulhi` does not compile in a program of several devices.
     (x1, x0), (y1, y0) = x, y
     middle = x1 * y0 + ((x0 * y0) >> _HALF)
     other = x0 * y1 + (middle & _LOW)
@@ -100,7 +86,7 @@ def _mulhi(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]) -> ja
 
 
 def mix(words: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit reaches every output bit.
+    """Returns a bijection of uint32 in which every input bit reaches every output bit.
 
     Reference: Wellons, 2018, "Prospecting for hash functions" (lowbias32).
     """
@@ -110,22 +96,22 @@ def mix(words: jax.Array) -> jax.Array:
 
 
 def words(key: jax.Array, batch_size: int) -> jax.Array:
-    """uint32 `[2, B]`, uniform, computed once."""
+    """Returns uint32 `[2, B]`, uniform, computed once."""
     return dependencies.evaluate_once(lambda: bits(key, (2, batch_size)))
 
 
 def seed(key: jax.Array) -> jax.Array:
-    """uint32 `[2]`, uniform."""
+    """Returns uint32 `[2]`, uniform."""
     return bits(key, (2,))
 
 
 def counted(seed: jax.Array, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two uniform words for each number, uint32 `[B]`, from a seed, uint32 `[2]`."""
+    """Returns two uniform words for each number, uint32 `[B]`, from a seed, uint32 `[2]`."""
     return _threefry(seed[0], seed[1], jnp.zeros_like(numbers), numbers)
 
 
 def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
-    """`jax.random.fold_in(key, number)`, without a loop on the CPU; a number may be traced."""
+    """Returns `jax.random.fold_in(key, number)`, without a loop on the CPU."""
     words = jax.random.key_data(key)
     if words.shape[-1:] != (2,):
         return jax.random.fold_in(key, number)
@@ -134,12 +120,7 @@ def fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def fold(key: jax.Array, number: int) -> jax.Array:
-    """Another key, whose bits are independent of those of `key` and of other numbers.
-
-    Args:
-        key: a typed key, or the uint32 `[2]` of an old-style one.
-        number: at least 0.
-    """
+    """Returns a key whose bits are independent of those of `key` and of other numbers from 0 on."""
     words = jax.random.key_data(key)
     if words.shape[-1:] != (2,):
         return jax.random.fold_in(key, 2**32 - 1 - number)
@@ -149,20 +130,17 @@ def fold(key: jax.Array, number: int) -> jax.Array:
 
 
 def _like(key: jax.Array, words: jax.Array) -> jax.Array:
-    """A key of these words, typed or not as the other one."""
+    """Returns a key of these words, typed or not as the other one."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return words
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
-
-
-_ROUNDS = 64  # a pair keeps about 0.6 of what was seen of it before in each; for any n below 2^31
 
 
 def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
     """Returns where a random permutation of 0 .. n - 1 sends each `i`; it is computed, not stored.
 
     In each round a random number k pairs every x with (k - x) mod n, and a random bit of the pair
-    says whether the two change places. It uses no memory beside the seed.
+    says whether the two change places.
 
     Args:
         seed: uint32 `[2]`.
@@ -179,7 +157,7 @@ def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
     number = jnp.arange(_ROUNDS, dtype=jnp.uint32) * np.uint32(0x9E3779B9)
     words = mix(mix(number + seed[0]) ^ seed[1])
     salts = mix(words ^ np.uint32(0x85EBCA6B))
-    sums = mulhi(words, jnp.broadcast_to(size, words.shape))
+    sums = _mulhi(_halves(words), _halves(jnp.broadcast_to(size, words.shape)))
 
     def swap_or_not(turn: jax.Array, x: jax.Array) -> jax.Array:
         other = sums[turn] - x  # modulo 2^32: what is negative is at least 2^31, so above n
@@ -189,6 +167,5 @@ def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
 
     rounds = lambda unroll: dependencies.loop(_ROUNDS, swap_or_not, i.astype(jnp.uint32), unroll)
     # Each turn of a loop is a kernel on a GPU; on the CPU, what is written out is slower.
-    return lax.platform_dependent(cpu=lambda: rounds(1), default=lambda: rounds(8)).astype(
-        jnp.int32
-    )
+    ranks = lax.platform_dependent(cpu=lambda: rounds(1), default=lambda: rounds(8))
+    return ranks.astype(jnp.int32)
