@@ -171,14 +171,7 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
                 f"expected a state of one buffer, got one with the leading axes "
                 f"{kinds[0][0][:axes]} of many. Call the verb under jax.vmap, or take one of them."
             )
-    name, expected = odd
-    got = getattr(state, name)
-    is_same_kind = name == "sampler" and type(got) is type(expected)
-    if is_same_kind and pytree.alike(expected, _attached(buffer, got)):
-        raise TypeError(
-            "expected a state whose sampler was told of all its anchors, got one on which a "
-            f"new state of {type(buffer.sampler).__name__} was put by hand. {_MEND}"
-        )
+    name, got = odd, getattr(state, odd)
     part = getattr(buffer, name, None)
     raise TypeError(
         f"expected a state of this buffer, whose {name} is {part!r}, got one that was made for "
@@ -186,19 +179,17 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
     )
 
 
-def _odd_part(
-    buffer: Buffer, state: BufferState, spec: SpecKey | None
-) -> tuple[str, PartState] | None:
-    """Returns the first part whose state is not of its own making, and the specs of its state."""
+def _odd_part(buffer: Buffer, state: BufferState, spec: SpecKey | None) -> str | None:
+    """Returns the name of the first part whose state is not of its own making."""
     try:
         item = buffer.storage.spec(state.storage) if spec is None else spec.spec
         own = jax.eval_shape(lambda: blank(buffer, item))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return "storage", None  # anything that parts raise for a state that is not theirs
+        return "storage"  # anything that parts raise for a state that is not theirs
     for name in (*_PARTS, "numbers"):
         if not pytree.alike(getattr(own, name), getattr(state, name)):
-            return name, getattr(own, name)
-    return None if state.ring == buffer.ring else ("storage", own.storage)
+            return name
+    return None if state.ring == buffer.ring else "storage"
 
 
 def _size(ring: Ring | None, other: Ring | None) -> str:
