@@ -16,11 +16,9 @@ from jrb._store.lock import Lock
 from jrb._util import casting, checks
 from jrb._util.checks import MAX_EXPANSION, ExpansionLimit, declared_nbytes
 from jrb._util.display import table_html, table_text
-from jrb._util.extras import require
-from jrb._util.printing import escaped_errors, printable
 from jrb._util.pytree import check_like, leaf_name, leaf_names, spec_of
 from jrb._util.pytree import nbytes as tree_nbytes
-from jrb._util.wording import bytes_text
+from jrb._util.wording import bytes_text, escaped_errors, printable, require
 from jrb._xla.compat import enable_x64
 from jrb._xla.dependencies import emptied, materialize, overwrite
 from jrb._xla.gather import read as read_rows

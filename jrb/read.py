@@ -13,7 +13,7 @@ import numpy as np
 
 from jrb._core import editing, episode_ends, validate
 from jrb._core.steps import context_of
-from jrb._util import checks, prng_keys, pytree
+from jrb._util import casting, checks, pytree
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import leaves_at
 from jrb.state import BufferState
@@ -79,13 +79,13 @@ def taken(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:
     if buffer.storage.of_objects:
         return buffer.take(state, jnp.asarray(slots))
     spec = buffer.stored(state)
-    raw = jax.tree.map(prng_keys.raw_spec, spec)
+    raw = jax.tree.map(casting.raw_spec, spec)
     whole = jax.tree.map(lambda leaf: np.empty((len(slots), *leaf.shape), leaf.dtype), raw)
     step = max(1, _PIECE // max(pytree.nbytes(raw), 1))
     for start in range(0, len(slots), step):
         part = slots[start : start + step]
         found = jax.device_get(
-            jax.tree.map(prng_keys.raw, buffer.take(state, jnp.asarray(_rounded(part))))
+            jax.tree.map(casting.raw, buffer.take(state, jnp.asarray(_rounded(part))))
         )
         for target, leaf in zip(jax.tree.leaves(whole), jax.tree.leaves(found), strict=True):
             target[start : start + step] = leaf[: len(part)]

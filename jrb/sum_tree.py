@@ -33,7 +33,7 @@ from jax import lax
 
 from jrb._util import checks
 from jrb._util.pytree import PyTree
-from jrb._xla import dependencies, gather, random_bits, scatter
+from jrb._xla import dependencies, gather, random_bits
 from jrb._xla.compiling import entry
 
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -200,7 +200,7 @@ def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     good = (indices >= 0) & (indices < tree.capacity) & (masses >= 0) & jnp.isfinite(masses)
     node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
     node = jnp.where(good, node, np.uint32(tree.nodes.size))
-    nodes, _ = scatter.put_last(tree.nodes, node, bounded(tree, masses))
+    nodes, _ = gather.put_last(tree.nodes, node, bounded(tree, masses))
     return _reduce_above(tree.replace(nodes), node)
 
 
@@ -401,7 +401,7 @@ def set_leaves(
     index = index.astype(jnp.uint32)  # a negative one is a large number here
     beyond = np.uint32(tree.nodes.size)
     node = jnp.where(index < tree.capacity, index + np.uint32(tree.leaf), beyond)
-    nodes = scatter.put_in_turns(tree.nodes, node, values, counts or (node.size,))
+    nodes = gather.put_in_turns(tree.nodes, node, values, counts or (node.size,))
     return _reduce_above(tree.replace(nodes), node)
 
 
@@ -488,7 +488,7 @@ def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
         values = reduce_rows(tree, rows.reshape(count, tree.branching))
         # Not a slice, which `vmap` would make a write to all nodes.
         level_nodes = jnp.arange(begin, begin + count, dtype=jnp.uint32)
-        tree = tree.replace(scatter.put(tree.nodes, level_nodes, values))
+        tree = tree.replace(gather.put(tree.nodes, level_nodes, values))
     return tree
 
 
@@ -500,11 +500,11 @@ def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
     def climb(_: jax.Array, carry: tuple, rows_at: Callable) -> tuple:
         nodes, above = carry
         rows = rows_at(nodes, _children(tree, above))
-        nodes = scatter.put(nodes, above, reduce_rows(tree, rows))
+        nodes = gather.put(nodes, above, reduce_rows(tree, rows))
         # Without the zero, the indices of this write would be copied before they are overwritten.
         return nodes, _parent(tree, above) + dependencies.zero_after(nodes, jnp.uint32)
 
-    start = (tree.nodes, scatter.column(above))
+    start = (tree.nodes, gather.column(above))
     (nodes, _), _ = gather.loop(levels, climb, start, tree.nodes, node.size, tree.branching)
     return tree.replace(nodes)
 

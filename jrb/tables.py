@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jrb import read
-from jrb._util import checks, extras, prng_keys, pytree
+from jrb._util import casting, checks, pytree, wording
 from jrb._util.pytree import DType
 from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState
@@ -60,7 +60,7 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
         >>> table.column_names, table["x"].to_pylist()[1]
         (['slot', 'environment', 'x', 'y'], [2, 3])
     """
-    pa = extras.require("pyarrow", _EXTRA)
+    pa = wording.require("pyarrow", _EXTRA)
     if chunks is not None:
         checks.count("chunks", chunks)
     slots, facts = _facts("to_arrow", buffer, state)
@@ -103,7 +103,7 @@ def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
         >>> frame.groupby("episode")["next/reward"].sum().tolist()
         [1.0, 5.0]
     """
-    pandas = extras.require("pandas", _EXTRA)
+    pandas = wording.require("pandas", _EXTRA)
     slots, columns = _facts("to_pandas", buffer, state)
     if buffer.storage.of_objects:
         columns = {**columns, "item": _in_rows(read.taken(buffer, state, slots))}
@@ -189,7 +189,7 @@ def _parts(count: int, size: int) -> Iterator[slice]:
 
 def rows_of_a_batch(buffer: ReplayBuffer, state: BufferState) -> int:
     """How many items are some megabytes."""
-    raw = jax.tree.map(prng_keys.raw_spec, buffer.stored(state))
+    raw = jax.tree.map(casting.raw_spec, buffer.stored(state))
     return max(1, _PIECE // max(pytree.nbytes(raw), 1))
 
 
@@ -204,7 +204,7 @@ def _schema(pa: Any, spec: Item, facts: Columns) -> Any:
 
 
 def _field(pa: Any, name: str, leaf: Any) -> Any:
-    raw = prng_keys.raw_spec(leaf)
+    raw = casting.raw_spec(leaf)
     words, shape = _parted(_plain(raw.dtype), raw.shape)
     kind = pa.from_numpy_dtype(words)
     own = _dtype_name(leaf.dtype)
@@ -220,8 +220,8 @@ def _parted(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[in
 
 
 def _dtype_name(dtype: DType) -> str:
-    if prng_keys.is_keys(dtype):
-        return f"key:{prng_keys.implementation(dtype)}"
+    if casting.is_keys(dtype):
+        return f"key:{casting.implementation(dtype)}"
     return str(np.dtype(dtype))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._util import extras, wording
+from jrb._util import wording
 
 EXAMPLE = {
     "observation": jnp.zeros(4),
@@ -178,7 +178,7 @@ def test_refused_priorities_cost_no_wait_and_nothing_inside_jit():
 
 def test_a_package_that_is_not_installed_is_named():
     with pytest.raises(ModuleNotFoundError, match=r"^nosuchthing is not .*jrb\[plot\]"):
-        extras.require("nosuchthing.axes", "plot")
+        wording.require("nosuchthing.axes", "plot")
     code = (
         "import sys; sys.modules['orbax'] = None; import jrb.checkpoint\n"
         "try: jrb.checkpoint.orbax\n"

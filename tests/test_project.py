@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import jrb
-from jrb._util import extras
+from jrb._util import wording
 
 ROOT = pathlib.Path(jrb.__file__).parent
 
@@ -122,4 +122,4 @@ def test_a_bare_import_is_without_jax():
 
 def test_a_missing_extra_is_named():
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'jrb\[demo\]'"):
-        extras.require("no_such_module_anywhere", "demo")
+        wording.require("no_such_module_anywhere", "demo")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jrb import sum_tree
-from jrb._xla import random_bits, scatter
+from jrb._xla import gather, random_bits
 
 CAPACITIES = (1, 2, 7, 8, 9, 63, 65, 513, 1000, 4099)
 BRANCHINGS = (2, 8, 32)
@@ -522,14 +522,14 @@ def test_the_last_duplicate_wins_where_a_scatter_has_no_order(count):
     for index, value in zip(indices, values, strict=True):
         if index < 1000:
             expected[index] = value
-    out, found = jax.jit(scatter.put_in_any_order)(jnp.full(1000, 2.0), indices, values)
+    out, found = jax.jit(gather.put_in_any_order)(jnp.full(1000, 2.0), indices, values)
     assert same_bits(out, expected)
     inside = indices < 1000
     assert same_bits(np.asarray(found)[inside], expected[indices[inside]])
 
 
 @pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("put", [scatter.put_in_turns, scatter.put_part_by_part])
+@pytest.mark.parametrize("put", [gather.put_in_turns, gather.put_part_by_part])
 def test_what_is_put_in_a_later_turn_stays(put, columns):
     rng = np.random.default_rng(9)
     counts, expected = (40, 1, 30), np.full(50, 2, np.float32)
@@ -538,7 +538,7 @@ def test_what_is_put_in_a_later_turn_stays(put, columns):
     for index, value in zip(indices, values, strict=True):
         if index < 50:
             expected[index] = value
-    shaped = [scatter.column(each) if columns else each for each in (indices, values)]
+    shaped = [gather.column(each) if columns else each for each in (indices, values)]
     assert same_bits(jax.jit(put, static_argnums=3)(jnp.full(50, 2.0), *shaped, counts), expected)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import jrb
-from jrb._util import extras
+from jrb._util import wording
 
 from ..workloads.case import Wanted
 
@@ -122,7 +122,7 @@ def cloned(path: str) -> dict[str, Any]:
 
 def picture(result: dict[str, Any]) -> Any:
     """Returns over steps of training, beside those that were recorded, as a figure."""
-    figure = extras.require("matplotlib.figure", "demo").Figure((6.4, 4), layout="constrained")
+    figure = wording.require("matplotlib.figure", "demo").Figure((6.4, 4), layout="constrained")
     axes, steps = figure.subplots(), STEPS * np.arange(1, PARTS + 1)
     returns = np.array(result["returns"])
     axes.fill_between(

@@ -15,7 +15,7 @@ import numpy as np
 
 from jrb._core import episode_ends, rows, steps
 from jrb._core.steps import context_of
-from jrb._util import prng_keys, pytree
+from jrb._util import casting, pytree
 from jrb._xla import compiling, dependencies
 from jrb._xla.compiling import by_description
 from jrb.keys import path_name
@@ -115,7 +115,7 @@ def _mixed(state: BufferState, slots: jax.Array | None, values: Values) -> jax.A
     """Returns a number that tells one history of edits from another, for the next save."""
     mixed = state.edits * _ODD + np.uint32(1)
     for leaf in [*values.values()] if slots is None else [slots, *values.values()]:
-        words = jax.random.key_data(leaf) if prng_keys.is_keys(leaf.dtype) else leaf
+        words = jax.random.key_data(leaf) if casting.is_keys(leaf.dtype) else leaf
         total = jnp.uint32(0)
         if words.size:  # some bits of the first element of each row
             first = words.reshape(words.shape[0], -1)[:, 0]

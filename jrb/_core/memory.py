@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jrb._store.table import aligned
-from jrb._util import prng_keys
+from jrb._util import casting
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
 
@@ -162,7 +162,7 @@ def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Device = None) 
             bytes, in order, without gaps.
         device: a device or a sharding; None for the default one.
     """
-    inner = prng_keys.raw_spec(spec)
+    inner = casting.raw_spec(spec)
     size = inner.size * inner.dtype.itemsize
     if size > PIECE and not _goes_to_cpu(device):
         array = _filled(inner, read(None))
@@ -170,7 +170,7 @@ def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Device = None) 
         host: Any = aligned((size,))
         read(memoryview(host))
         array = _taken_over(host.view(inner.dtype).reshape(inner.shape))
-    array = prng_keys.wrapped(array, spec.dtype)
+    array = casting.wrapped(array, spec.dtype)
     return array if device is None else jax.device_put(array, device)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._core import episode_ends, rows, transforming
-from jrb._xla import dependencies, gather, scatter
+from jrb._xla import dependencies, gather
 from jrb._xla.compiling import by_description
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState, Sample, origin_of
@@ -282,7 +282,7 @@ def count_draws(sampler: PartState, slots: jax.Array, mask: jax.Array, before: j
     counts = mask & (before < 2**31 - 1 - slots.size)  # near 2^31 a count stays as it is
     at = jnp.where(counts, slots, draws.size) + dependencies.zero_depending_on(before)
     one = jnp.ones(slots.shape, jnp.int32)
-    return sampler.replace(draws=scatter.put(draws, at, one, lax.scatter_add))
+    return sampler.replace(draws=gather.put(draws, at, one, lax.scatter_add))
 
 
 def recount(before: PartState, after: PartState, sample: Sample, mask: jax.Array) -> Any:

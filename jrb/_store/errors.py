@@ -1,8 +1,6 @@
 """What can be wrong with files: the errors and warnings of a store."""
 
-from jrb._util.printing import escaped_errors as escaped_errors
-from jrb._util.printing import printable as printable
-from jrb._util.printing import printable_args
+from jrb._util.wording import printable_args
 
 
 class _FileError(Exception):

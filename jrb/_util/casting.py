@@ -1,5 +1,6 @@
-"""The one rule for items of other dtypes than the buffer's: refused, or converted where asked for.
+"""Arrays in other dtypes: items that are cast, keys as words, and copies of what users pass.
 
+The rule for items of other dtypes than the buffer's: refused, or converted where asked for.
 Outside `jit` NumPy makes float64 and int64, which JAX would change without a word. A buffer refuses
 them; with `cast=True` it converts what it is given to the dtypes that it stores, within a kind
 (floats to floats) or from a lesser kind to a greater one (bool, integer, float, complex).
@@ -14,6 +15,7 @@ import numpy as np
 from jrb._util import pytree
 from jrb._util.pytree import DType, Leaf, PyTree
 
+_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of keys
 _NUMBER = bool | int | float | complex
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -163,3 +165,45 @@ def copy_arrays(tree: PyTree) -> Any:
 def copy_array(leaf: Leaf) -> Any:
     """Returns an array of NumPy copied, anything else as it is."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+# PRNG keys are stored as their words.
+
+
+def raw(leaf: Leaf) -> Any:
+    """Returns the array itself, or the words of an array of keys."""
+    return jax.random.key_data(leaf) if is_keys(leaf.dtype) else leaf
+
+
+def raw_spec(spec: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of `raw`."""
+    if is_keys(spec.dtype):
+        return jax.eval_shape(jax.random.key_data, spec)
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+
+def wrapped(words: Any, dtype: DType) -> Any:
+    """Returns the array of this dtype that has these words."""
+    if not is_keys(dtype):
+        return words
+    return jax.random.wrap_key_data(words, impl=implementation(dtype))
+
+
+def is_keys(dtype: DType) -> bool:
+    """Returns if this is the dtype of typed keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def implementation(dtype: DType) -> str:
+    """Returns the name of the implementation of keys of this dtype, one that JAX brings."""
+    for name in _IMPLEMENTATIONS:
+        if dtype_of(name) == dtype:
+            return name
+    raise TypeError(f"expected keys of {', '.join(_IMPLEMENTATIONS)}, got {dtype}.")
+
+
+def dtype_of(name: str) -> Any:
+    """Returns the dtype of keys of an implementation; raises `KeyError` for another name."""
+    if name not in _IMPLEMENTATIONS:
+        raise KeyError(name)
+    return jax.random.key(0, impl=name).dtype

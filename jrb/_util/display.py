@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._util import pytree, wording
-from jrb._util.printing import printable
 from jrb._util.pytree import Leaf, PyTree
+from jrb._util.wording import printable
 
 Row = tuple[str, ...]
 """Cells of a table."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._util import wording
-from jrb._util.printing import printable
+from jrb._util.wording import printable
 
 T = TypeVar("T")
 

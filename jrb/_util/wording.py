@@ -1,9 +1,20 @@
-"""Words for people, without JAX: sizes, and hints in errors about names of other libraries."""
+r"""Words for people, without JAX: text made fit to be shown, sizes, and hints in errors.
 
+A terminal obeys control characters, shows text between bidirectional ones in another order, and
+cannot print lone surrogates. They are shown as Python writes them: `\x1b`, `\u202e`. Text for
+people that comes from files goes through `printable`, and errors of functions that read files
+through `escaped_errors`.
+"""
+
+import contextlib
 import difflib
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Iterable
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any, TypeVar
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -95,3 +106,62 @@ def bytes_text(count: float) -> str:
     while count >= 1000 and unit < len(units) - 1:
         count, unit = count / 1000, unit + 1
     return f"{count:.0f} {units[unit]}" if unit == 0 else f"{count:.1f} {units[unit]}"
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """The module, imported.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or module).partition(".")[0]
+        raise ModuleNotFoundError(
+            f"{package} is not installed. It comes with the extra '{extra}': "
+            f"pip install 'jrb[{extra}]'",
+            name=error.name,
+        ) from error
+
+
+_HIDDEN = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}  # controls, formats, surrogates, separators
+_INVISIBLE = re.compile(  # of other categories, such as variation selectors and fillers
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
+)
+
+
+def printable(text: str, keep: str = "\n") -> str:
+    """Returns a text without characters that steer a terminal or cannot be seen.
+
+    Args:
+        text: any string.
+        keep: characters that stay; "" for a text of one line.
+    """
+    if text.isprintable() and not _INVISIBLE.search(text):
+        return text
+    characters = []
+    for character in text:
+        is_hidden = unicodedata.category(character) in _HIDDEN or _INVISIBLE.match(character)
+        if is_hidden and character not in keep:
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
+
+
+def printable_args(args: tuple[object, ...]) -> tuple[object, ...]:
+    """Returns the arguments of an error, the texts among them printable."""
+    return tuple(printable(it) if isinstance(it, str) else it for it in args)
+
+
+@contextlib.contextmanager
+def escaped_errors() -> Iterator[None]:
+    """Makes the messages of errors printable, also those of what caused them."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            cause.args = printable_args(cause.args)
+            cause = cause.__cause__
+        raise

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._util import prng_keys, pytree
+from jrb._util import casting, pytree
 from jrb._xla import compat
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def _always() -> jax.Array:
 def _zeros(like: Any) -> Any:
     """Returns zeros of a type; those of keys do not vary over a mesh by themselves."""
     zeros = jnp.zeros_like(like)
-    if not prng_keys.is_keys(like.dtype) or not compat.in_shard_map():
+    if not casting.is_keys(like.dtype) or not compat.in_shard_map():
         return zeros
     return compat.vary(zeros, compat.varying_axes(like))
 

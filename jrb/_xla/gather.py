@@ -1,11 +1,16 @@
-"""Gathers of few rows from a large array, which XLA's CPU compiler is to leave to one thread.
+"""Gathers and scatters of rows of an array. N entries, B indices.
 
+**Gathers** of few rows from a large array: XLA's CPU compiler is to leave them to one thread.
 It spreads a gather over threads where the array is large, however little is read of it, and to
 wake a thread takes 2 to 5 us in a loop, 40 to 90 in a call by itself. Not so where the rows are
 written into a slice of a small array, the scratch, at a place that the compiler does not know, and
 the scratch is a result: of `dependencies.materialize`, or of a step of a loop. Taken out of the
 scratch within it, the rows would be gathered there after all. `tests/_xla/test_gather.py` guards
 this.
+
+**Scatters** whose result is the same on every backend: XLA writes from the first index to the last
+on the CPU, and in any order elsewhere. Where an index may stand twice with different values,
+`put_in_turns` and `put_last` say which one wins. `tests/test_sum_tree.py` compares both ways.
 """
 
 import functools
@@ -18,13 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._util import prng_keys
+from jrb._util import casting
 from jrb._xla import compat, compiling, dependencies
 
 T = TypeVar("T")
 
 _LARGE = 1 << 19  # bytes of an array from which on XLA spreads a gather
 _OF_A_ROW = 8  # to find a row takes as long as to read so many bytes
+_MAX_PAIRS = 4096  # indices of which all pairs are compared to find duplicates
 _HUGE = 1 << 26  # bytes of an array in no cache: from there on one thread waits for each row
 
 
@@ -37,7 +43,7 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
         width: of a row, in elements.
         times: how many such reads are made at once (see `scaled_by_vmap`).
     """
-    if not slots.ndim or prng_keys.is_keys(array.dtype):
+    if not slots.ndim or casting.is_keys(array.dtype):
         return False
     size, count, limits = array.dtype.itemsize, slots.size * times, compiling.current_limits()
     whole, nbytes = array.size * size, count * (width * size + _OF_A_ROW)
@@ -79,7 +85,7 @@ def scratch(array: jax.Array, *shape: int) -> jax.Array:
     return jnp.broadcast_to(element, (shape[0] + 1, *shape[1:]))
 
 
-def put(room: jax.Array, rows: jax.Array) -> jax.Array:
+def _put_rows(room: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the scratch with rows, `[B, ...]`, in it."""
     # Unsigned: of a signed start JAX asks whether it counts from the end.
     start = dependencies.opaque(0, jnp.uint32)
@@ -103,7 +109,7 @@ def _put_slices(
 
 def into_scratch(rows: jax.Array) -> jax.Array:
     """Returns a scratch with these rows in it."""
-    return put(jnp.zeros_like(scratch(rows, *rows.shape)), rows)
+    return _put_rows(jnp.zeros_like(scratch(rows, *rows.shape)), rows)
 
 
 def from_scratch(room: jax.Array) -> jax.Array:
@@ -153,7 +159,7 @@ def loop(
 
     return lax.platform_dependent(
         carry,
-        cpu=functools.partial(run, put, None),
+        cpu=functools.partial(run, _put_rows, None),
         default=functools.partial(run, _put_in_new, max(1, trips)),
     )
 
@@ -245,3 +251,81 @@ def read_at(array: jax.Array, index: jax.Array) -> jax.Array:
 def read(array: jax.Array, slots: jax.Array) -> jax.Array:
     """Returns whole items at slots, int32 `[...]`, all in range, read exactly once."""
     return read_items((array, slots))[0]
+
+
+def column(values: jax.Array) -> jax.Array:
+    """Returns values `[B]` as a column, `[B, 1]`: the shape that XLA's gathers and scatters use.
+
+    Compute what depends on them from the column too: XLA compiles two kernels for an array that is
+    used in two shapes.
+    """
+    return values.reshape(-1, 1)
+
+
+def put(
+    array: jax.Array, index: jax.Array, values: jax.Array, scatter: Callable = lax.scatter
+) -> jax.Array:
+    """Returns `array.at[index].set(values)`: `[N]` at indices `[B]`; those outside are dropped.
+
+    Indices are integers of any dtype, as a conversion would be a kernel of its own; they and the
+    values may be columns, `[B, 1]`.
+    """
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
+    )
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    return scatter(array, column(index), column(values), dims, mode=drop)
+
+
+def put_in_turns(
+    array: jax.Array, index: jax.Array, values: jax.Array, counts: tuple[int, ...]
+) -> jax.Array:
+    """`put` of the first `counts[0]` elements, then of the next `counts[1]`, and so on."""
+    if len(counts) == 1:
+        return put(array, index, values)
+    by_turns = functools.partial(put_part_by_part, counts=counts)
+    return lax.platform_dependent(array, index, values, cpu=put, default=by_turns)
+
+
+def put_part_by_part(
+    array: jax.Array, index: jax.Array, values: jax.Array, counts: tuple[int, ...]
+) -> jax.Array:
+    """`put_in_turns` as one scatter for each count, for any order of writes."""
+    parts = zip(lax.split(index, counts), lax.split(values, counts), strict=True)
+    return functools.reduce(lambda array, part: put(array, *part), parts, array)
+
+
+def put_last(array: jax.Array, index: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sets elements; the last value wins where an index stands twice.
+
+    Args:
+        array: float32 `[N]`.
+        index: uint32 `[B]`; others than [0, N) are dropped.
+        values: float32 `[B]`.
+
+    Returns:
+        The array; and values, float32 `[B]`, with which `put` at this index sets the same elements
+        of any other array.
+    """
+    in_order = lambda array, index, values: (put(array, index, values), values)
+    return lax.platform_dependent(array, index, values, cpu=in_order, default=put_in_any_order)
+
+
+def put_in_any_order(
+    array: jax.Array, index: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`put_last` for any order of writes: each duplicate writes the value of the last one."""
+    position = jnp.arange(index.size, dtype=jnp.int32)
+    if index.size <= _MAX_PAIRS:  # the B x B pairs are reduced as they are compared, never stored
+        last = jnp.max(jnp.where(index[:, None] == index, position, 0), axis=1, initial=0)
+    elif index.size > 2**24:  # the greatest position that float32 holds
+        raise ValueError(
+            f"indices: expected at most 2^24 in one update, got {index.size}. "
+            "Update in several calls."
+        )
+    else:  # positions in the batch, scattered into the array itself: no memory of size N
+        array = put(array, index, jnp.full(index.shape, -1.0, jnp.float32))
+        array = put(array, index, position.astype(jnp.float32), lax.scatter_max)
+        last = read_at(array, index).astype(jnp.int32)
+    last_values = values.at[last].get(mode="clip")
+    return put(array, index, last_values), last_values

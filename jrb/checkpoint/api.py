@@ -15,7 +15,7 @@ from jrb._store import generation as generation_files
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.opening import Progress, no_progress
 from jrb._util import checks
-from jrb._util.printing import escaped_errors, printable
+from jrb._util.wording import escaped_errors, printable
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import background, composite, descriptions, manifest, saving, schema
 from jrb.checkpoint import extra as extra_data

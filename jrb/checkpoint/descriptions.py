@@ -17,7 +17,7 @@ import numpy as np
 
 from jrb import buffer, keys, mix, samplers, sharding, storages, transforms, units, writers
 from jrb._store.errors import DamagedError
-from jrb._util import prng_keys, pytree
+from jrb._util import casting, pytree
 from jrb._util.pytree import DType, PyTree
 from jrb.types import Item
 
@@ -304,9 +304,7 @@ def dtype_name(dtype: DType) -> str:
         TypeError: keys of an implementation that JAX does not bring.
     """
     return (
-        f"key:{prng_keys.implementation(dtype)}"
-        if prng_keys.is_keys(dtype)
-        else str(np.dtype(dtype))
+        f"key:{casting.implementation(dtype)}" if casting.is_keys(dtype) else str(np.dtype(dtype))
     )
 
 
@@ -318,7 +316,7 @@ def dtype_of(name: str) -> Any:
     """
     kind, _, implementation = name.partition(":")
     try:
-        dtype = prng_keys.dtype_of(implementation) if kind == "key" else jnp.dtype(name)
+        dtype = casting.dtype_of(implementation) if kind == "key" else jnp.dtype(name)
     except (KeyError, TypeError) as error:
         raise UnknownError(f"expected a dtype that JAX knows, got {name!r}.") from error
     if kind != "key" and (dtype.kind in "OSUMm" or dtype.fields is not None):

@@ -20,7 +20,7 @@ from jrb._core.packed import RowOrder
 from jrb._core.steps import context_of
 from jrb._store import table
 from jrb._store.table import Column
-from jrb._util import prng_keys, pytree
+from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf
 from jrb.checkpoint import rows, schema
 from jrb.checkpoint.rows import StateRows
@@ -45,7 +45,7 @@ Pieces = Iterable[tuple[np.ndarray, list[np.ndarray]]]
 
 def host_spec(spec: Item) -> Any:
     """Returns the specs of an item as it is on the host: keys as their words."""
-    return jax.tree.map(prng_keys.raw_spec, spec)
+    return jax.tree.map(casting.raw_spec, spec)
 
 
 def without(buffer: Buffer, state: Any) -> Any:
@@ -139,7 +139,7 @@ def _check(
     names, twins = pytree.leaf_names(spec), _twins(buffer, spec)
     fits = len(leaves) == len(names)
     for name, leaf, one in zip(names, leaves, jax.tree.leaves(spec), strict=False):
-        raw, inner = prng_keys.raw_spec(leaf), prng_keys.raw_spec(one)
+        raw, inner = casting.raw_spec(leaf), casting.raw_spec(one)
         fits &= raw.shape[len(batch) + 1 :] == inner.shape
         fits &= name in twins or leaf.shape[len(batch)] >= buffer.capacity
         fits &= raw.dtype.itemsize == inner.dtype.itemsize

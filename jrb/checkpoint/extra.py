@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
-from jrb._util import prng_keys, pytree
+from jrb._util import casting, pytree
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
 from jrb.checkpoint import descriptions, rows, schema
@@ -65,7 +65,7 @@ def of(extra: Item, copy: bool) -> ExtraData:
 
 def _whole(array: Leaf) -> Any:
     """The array; of one that other processes have parts of, all parts, which all ask for."""
-    raw = prng_keys.raw(array)
+    raw = casting.raw(array)
     if not isinstance(raw, jax.Array) or raw.is_fully_addressable or raw.is_fully_replicated:
         return array
     return multihost_utils.process_allgather(raw, tiled=True)
@@ -78,7 +78,7 @@ def _array(name: str, leaf: Leaf) -> Any:
             f"save: extra: leaf '{name}': expected an array or a number, got "
             f"{type(leaf).__name__}. Encode it, or leave it out."
         )
-    if not prng_keys.is_keys(array.dtype) and np.dtype(array.dtype).kind in "OSUMm":
+    if not casting.is_keys(array.dtype) and np.dtype(array.dtype).kind in "OSUMm":
         raise TypeError(f"save: extra: leaf '{name}': expected numbers, got dtype {array.dtype}.")
     return array
 
@@ -117,14 +117,14 @@ def _restored(opened: Generation, name: str, example: Leaf) -> Any:
             f"{opened.path}: extra: leaf '{name}': expected {entry['kind']} as it was saved, got "
             f"an example of {list(schema.kind_of(wanted))}."
         )
-    raw = prng_keys.raw_spec(wanted)
+    raw = casting.raw_spec(wanted)
     array = opened.array(EXTRA + name, raw.dtype).reshape(raw.shape)
     if isinstance(example, _NUMBER):
         return type(example)(array.item())
     if isinstance(example, np.ndarray | np.generic):
         return array if isinstance(example, np.ndarray) else array[()]
     device = example.sharding if compat.is_committed(example) else None
-    return jax.device_put(prng_keys.wrapped(jax.numpy.asarray(array), wanted.dtype), device)
+    return jax.device_put(casting.wrapped(jax.numpy.asarray(array), wanted.dtype), device)
 
 
 def _as_wide(example: Leaf, kind: list[str]) -> Any:

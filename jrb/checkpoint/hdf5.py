@@ -36,7 +36,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
 from jrb._store.opening import Progress, no_progress
-from jrb._util import prng_keys, pytree
+from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import composite, descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.composite import AnySnapshot
@@ -133,13 +133,13 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
     occupancy = buffer.writer.held(buffer.ring, saved.state.writer)
     slots = np.asarray(occupancy.nth(buffer.ring, jnp.arange(int(occupancy.size), dtype=jnp.int32)))
     slots = slots.reshape(-1, buffer.ring.envs if buffer.writer.is_chronological else 1)
-    raws = [prng_keys.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
+    raws = [casting.raw_spec(leaf) for leaf in jax.tree.leaves(spec)]
     arrays = [np.empty((*slots.shape, *leaf.shape), leaf.dtype) for leaf in raws]
     state = saved.state.replace(storage=saved.stored)
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
         items = eager.take(buffer, state, jnp.asarray(slots[piece], jnp.int32))
         for array, leaf in zip(arrays, jax.tree.leaves(items), strict=True):
-            array[piece] = np.asarray(prng_keys.raw(leaf))
+            array[piece] = np.asarray(casting.raw(leaf))
     about = schema.about(saving.BUFFER, saved) | {"rows": len(slots), "trajectories": []}
     if len(slots):
         leaves = dict(zip(_names(spec), arrays, strict=True))
@@ -152,7 +152,7 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
                 _put(group, name, leaf, leaf.dtype, options)
     group = file.create_group("state")
     for name, leaf in schema.by_name(schema.with_tree_leaves(_parts(saved.state))).items():
-        _put(group, name, np.asarray(prng_keys.raw(leaf)), leaf.dtype, options)
+        _put(group, name, np.asarray(casting.raw(leaf)), leaf.dtype, options)
     text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
     _put(file, "jrb", text, text.dtype, {})
     file.attrs.update(format=FORMAT, version=VERSION)
@@ -270,13 +270,13 @@ def _array(group: h5py.Group, name: str, dtype: Any) -> np.ndarray:
 
 
 def _restored(file: h5py.File, name: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
-    array, raw = _array(file, name, spec.dtype), prng_keys.raw_spec(spec)
+    array, raw = _array(file, name, spec.dtype), casting.raw_spec(spec)
     if array.shape != raw.shape or array.dtype.itemsize != raw.dtype.itemsize:
         raise DamagedError(
             f"{file.filename}: leaf '{name}': expected {raw.dtype}{list(raw.shape)}, got "
             f"{array.dtype}{list(array.shape)}."
         )
-    return prng_keys.wrapped(jnp.array(array.view(raw.dtype), copy=True), spec.dtype)
+    return casting.wrapped(jnp.array(array.view(raw.dtype), copy=True), spec.dtype)
 
 
 def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str, Any]) -> Any:
@@ -292,7 +292,7 @@ def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str
         state = state.replace(writer=state.writer.replace(cursor=first))
     for piece in pieces(np.arange(rows), pytree.nbytes(spec) * target.ring.envs):
         leaves = [
-            prng_keys.wrapped(jnp.asarray(array[piece]), leaf.dtype)
+            casting.wrapped(jnp.asarray(array[piece]), leaf.dtype)
             for array, leaf in zip(arrays, specs, strict=True)
         ]
         if target.num_envs is None:
@@ -317,7 +317,7 @@ def _items(
         return []
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
-    raws = map(prng_keys.raw_spec, jax.tree.leaves(spec))
+    raws = map(casting.raw_spec, jax.tree.leaves(spec))
     raw_specs = dict(zip(_names(spec), raws, strict=True))
     parts: dict[str, list[np.ndarray]] = {}
     for number, length in enumerate(lengths):

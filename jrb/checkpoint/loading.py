@@ -17,7 +17,7 @@ from jrb._store import generation, opening
 from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.generation import Generation, Location
 from jrb._store.store import Store
-from jrb._util import casting, prng_keys
+from jrb._util import casting
 from jrb._util.pytree import PyTree
 from jrb._xla import compat
 from jrb.checkpoint import external_items, hooks, manifest, objects, rows, schema
@@ -261,7 +261,7 @@ def _places(opened: OpenedCheckpoint, named: PyTree, has_rows: bool) -> dict[str
     for name, leaf in wanted.items():
         location = in_rows.get(name)
         kind = tuple(arrays[name]["kind"]) if location is None else location.leaf.kind
-        inner = prng_keys.raw_spec(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        inner = casting.raw_spec(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         size = inner.size * inner.dtype.itemsize
         array = name if location is None else name + BEYOND
         saved = arrays[array]["size"] if array in arrays else 0

@@ -16,7 +16,7 @@ from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.table import Column
-from jrb._util import extras, prng_keys
+from jrb._util import casting, wording
 from jrb._util.pytree import PyTree
 from jrb.checkpoint import descriptions, external_items
 from jrb.checkpoint.rows import StateRows
@@ -33,7 +33,7 @@ _TUPLE, _NUMPY, _SCALAR, _JAX = range(4)  # msgpack's extension types
 
 
 def _msgpack() -> Any:
-    return extras.require("msgpack", "objects")
+    return wording.require("msgpack", "objects")
 
 
 def _packable(value: Any, where: str) -> Any:
@@ -73,9 +73,9 @@ def _array(value: Any, where: str) -> Any:
             f"save: {where}: expected an array of numbers, got a {type(value).__name__} of "
             f"dtype {dtype}. Store its fields, or np.asarray of it."
         )
-    by_name = prng_keys.is_keys(dtype) or dtype.kind not in "SUMm"
+    by_name = casting.is_keys(dtype) or dtype.kind not in "SUMm"
     name = descriptions.dtype_name(dtype) if by_name else dtype.str
-    raw = np.asarray(prng_keys.raw(value))
+    raw = np.asarray(casting.raw(value))
     return _ext(kind, [name, list(value.shape), raw.tobytes()])
 
 
@@ -98,7 +98,7 @@ def _unpack(data: Any, device: Device) -> Any:
 def _restored_array(kind: int, value: Any, device: Device) -> Any:
     name, shape, data = value
     dtype = np.dtype(name) if name[1:2] in "SUMm" else descriptions.dtype_of(name)
-    spec = prng_keys.raw_spec(jax.ShapeDtypeStruct(tuple(shape), dtype))
+    spec = casting.raw_spec(jax.ShapeDtypeStruct(tuple(shape), dtype))
     raw = np.frombuffer(bytearray(data), spec.dtype) if data else np.zeros(0, spec.dtype)
     raw = raw.reshape(spec.shape)
     if kind != _JAX:
@@ -109,13 +109,13 @@ def _restored_array(kind: int, value: Any, device: Device) -> Any:
             f"load: expected a program that keeps {raw.dtype}, as an object was saved in one, "
             "got one that does not. Set jax_enable_x64."
         )
-    array = prng_keys.wrapped(array, dtype)
+    array = casting.wrapped(array, dtype)
     return array if device is None else jax.device_put(array, device)
 
 
 def _is_plain(dtype: Any) -> bool:
     """Returns whether the bytes of an array say all, and the name of its dtype is known."""
-    if prng_keys.is_keys(dtype) or dtype.kind in "biufcSUMm":
+    if casting.is_keys(dtype) or dtype.kind in "biufcSUMm":
         return True
     try:
         return descriptions.dtype_of(descriptions.dtype_name(dtype)) == dtype

@@ -36,12 +36,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import memory
-from jrb._util import extras
+from jrb._util import wording
 from jrb._util.pytree import Leaf
 from jrb.checkpoint import api, composite
 from jrb.checkpoint.composite import AnySnapshot
 
-ocp: Any = extras.require("orbax.checkpoint", "orbax")
+ocp: Any = wording.require("orbax.checkpoint", "orbax")
 
 FOLDER = "jrb"
 """The folder below that of the item; Orbax may put files of its own beside it."""

@@ -16,7 +16,7 @@ from jrb._core.packed import PackedLeaves, RowOrder
 from jrb._store import table
 from jrb._store.store import Store
 from jrb._store.table import Column
-from jrb._util import prng_keys
+from jrb._util import casting
 from jrb._util.pytree import Leaf
 from jrb.checkpoint import schema
 from jrb.checkpoint.schema import HostLeaf, PackedLeaf, Snapshot
@@ -149,9 +149,7 @@ def split(saved: Snapshot) -> tuple[StateRows, dict[str, Any], dict[str, list[st
             columns.append(column)
             sources.append(source)
             if leaf.shape[axes] > buffer.capacity:
-                beyond = prng_keys.raw(leaf)[
-                    (slice(None),) * axes + (slice(buffer.capacity, None),)
-                ]
+                beyond = casting.raw(leaf)[(slice(None),) * axes + (slice(buffer.capacity, None),)]
                 arrays[name + BEYOND] = memory.view(np.asarray(beyond))
                 kinds[name + BEYOND] = list(schema.kind_of(leaf))
     for array, leaves in packed.items():
@@ -184,7 +182,7 @@ def packed_source(storage: PackedLeaves, array: str, buffers: int) -> Any:
 
 def array_bytes(leaf: Leaf) -> Any:
     """Returns the bytes of an array, keys as their words."""
-    return memory.view(np.asarray(prng_keys.raw(leaf)))
+    return memory.view(np.asarray(casting.raw(leaf)))
 
 
 def column_of(name: str, leaf: Any, batch: tuple[int, ...]) -> tuple[Column, Any]:
@@ -192,7 +190,7 @@ def column_of(name: str, leaf: Any, batch: tuple[int, ...]) -> tuple[Column, Any
     kind = schema.kind_of(leaf)
     if isinstance(leaf, HostLeaf):
         return Column.of(name, kind, leaf.width), leaf
-    words = prng_keys.raw(leaf)
+    words = casting.raw(leaf)
     length = int(np.prod(words.shape[: len(batch) + 1], dtype=int))
     width = words.size // max(length, 1) * words.dtype.itemsize
     return Column.of(name, kind, width), source_of(words, batch)
@@ -214,10 +212,10 @@ def rows_of(array: np.ndarray, batch: tuple[int, ...]) -> np.ndarray:
 
 def host_array(spec: Any, make: Any = np.empty) -> np.ndarray:
     """Returns memory on the host for an array of a state, which XLA takes without a copy."""
-    raw = prng_keys.raw_spec(spec)
+    raw = casting.raw_spec(spec)
     return table.aligned(raw.shape, raw.dtype, make=make)
 
 
 def placed(spec: Any, array: np.ndarray, device: Device) -> jax.Array:
     """Returns an array of a state, from one of the host that nobody else uses any more."""
-    return prng_keys.wrapped(memory.placed(array, device), spec.dtype)
+    return casting.wrapped(memory.placed(array, device), spec.dtype)

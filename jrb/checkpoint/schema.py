@@ -24,7 +24,7 @@ from jrb import sum_tree
 from jrb._core import eager, memory, packed, validate
 from jrb._core.host_proxy import HostStorageProxy
 from jrb._core.packed import LeafSlice, PackedLeaves
-from jrb._util import display, prng_keys, pytree
+from jrb._util import casting, display, pytree
 from jrb._util.pytree import Leaf, PyTree
 from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
@@ -455,7 +455,7 @@ def _check_widths(path: str, node: descriptions.Json) -> None:
 
 def narrow(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the spec of a leaf in the dtype that JAX keeps."""
-    if prng_keys.is_keys(leaf.dtype):
+    if casting.is_keys(leaf.dtype):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 

@@ -3,11 +3,11 @@
 import sys
 from typing import Annotated, Any
 
-from jrb._util import extras
-from jrb._util.printing import printable
+from jrb._util import wording
+from jrb._util.wording import printable
 from jrb.cli import bench, convert, data, demo, found, inspect, stats, verify
 
-typer: Any = extras.require("typer", "cli")
+typer: Any = wording.require("typer", "cli")
 
 _TRACEBACK = "--traceback"
 _INTERRUPTED = 130

@@ -7,9 +7,9 @@ import sys
 from types import ModuleType
 from typing import Annotated, Any
 
-from jrb._util import extras
+from jrb._util import wording
 
-typer: Any = extras.require("typer", "cli")
+typer: Any = wording.require("typer", "cli")
 _option = typer.Option
 
 _NAME = "jrb._benchmarks"
@@ -34,9 +34,9 @@ def bench(
     ] = False,
 ) -> None:
     """Compare the speed of jrb and other libraries, and write tables and plots."""
-    extras.require("gymnasium", "bench")
+    wording.require("gymnasium", "bench")
     if plot:
-        extras.require("matplotlib", "bench")
+        wording.require("matplotlib", "bench")
     command = importlib.import_module(f"{_package().__name__}.command")
     if show:
         command.show()

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jrb._store.opening import Progress, no_progress
-from jrb._util import extras
-from jrb._util.printing import printable
+from jrb._util import wording
+from jrb._util.wording import printable
 
-rich_box: Any = extras.require("rich.box", "cli")
-rich_console: Any = extras.require("rich.console", "cli")
-rich_padding: Any = extras.require("rich.padding", "cli")
-rich_table: Any = extras.require("rich.table", "cli")
-rich_text: Any = extras.require("rich.text", "cli")
+rich_box: Any = wording.require("rich.box", "cli")
+rich_console: Any = wording.require("rich.console", "cli")
+rich_padding: Any = wording.require("rich.padding", "cli")
+rich_table: Any = wording.require("rich.table", "cli")
+rich_text: Any = wording.require("rich.text", "cli")
 
 _ENDLESS = 4096  # columns, where nobody looks: lines are not broken in a pipe
 
@@ -97,7 +97,7 @@ def bar(text: str) -> Iterator[Progress]:
     if not console.is_terminal:
         yield no_progress
         return
-    rich = extras.require("rich.progress", "cli")
+    rich = wording.require("rich.progress", "cli")
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn()
     with rich.Progress(
         *columns, rich.TimeRemainingColumn(), console=console, transient=True

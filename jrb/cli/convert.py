@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from jrb._util import extras
+from jrb._util import wording
 from jrb._util.wording import bytes_text
 from jrb.cli import console, found, reports
 
-typer: Any = extras.require("typer", "cli")
+typer: Any = wording.require("typer", "cli")
 
 _LOADED = ("native", "h5")  # by `jrb.load`, into arrays of JAX
 _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
@@ -184,9 +184,9 @@ def _write_table(to: str, path: str, buffer: Any, state: Any) -> None:
     reader = tables.to_arrow(buffer, state, chunks=tables.rows_of_a_batch(buffer, state))
     if to == "parquet":
         _check_widths(reader.schema)
-        make = extras.require("pyarrow.parquet", "tables").ParquetWriter
+        make = wording.require("pyarrow.parquet", "tables").ParquetWriter
     else:
-        make = extras.require("pyarrow", "tables").RecordBatchFileWriter
+        make = wording.require("pyarrow", "tables").RecordBatchFileWriter
     with make(path, reader.schema) as writer:
         for batch in reader:
             writer.write_batch(batch)

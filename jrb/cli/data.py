@@ -3,12 +3,11 @@
 import importlib
 from typing import Annotated, Any
 
-from jrb._util import extras
-from jrb._util.printing import printable
-from jrb._util.wording import bytes_text
+from jrb._util import wording
+from jrb._util.wording import bytes_text, printable
 from jrb.cli import console, found
 
-typer: Any = extras.require("typer", "cli")
+typer: Any = wording.require("typer", "cli")
 
 app: Any = typer.Typer(
     help="List, copy and delete datasets.",

@@ -3,9 +3,9 @@
 import importlib
 from typing import Annotated, Any
 
-from jrb._util import extras
+from jrb._util import wording
 
-typer: Any = extras.require("typer", "cli")
+typer: Any = wording.require("typer", "cli")
 _option = typer.Option
 
 

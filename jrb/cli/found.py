@@ -6,13 +6,13 @@ from typing import Any
 
 from jrb._store import generation
 from jrb._store.files import Folder
-from jrb._util import extras
+from jrb._util import wording
 from jrb.checkpoint import manifest
 
 FOLDER, FILE, OTHER = "folder", "file", "other"
 """A checkpoint or a store in a folder; one in HDF5; what somebody else made, perhaps."""
 
-SOURCE = extras.require("typer", "cli").Argument(
+SOURCE = wording.require("typer", "cli").Argument(
     help="A checkpoint, a store, or a dataset of any kind.", callback=os.path.expanduser
 )
 """The argument of commands that read."""

@@ -8,12 +8,12 @@ import os
 from typing import Annotated, Any
 
 import jrb
-from jrb._util import extras
+from jrb._util import wording
 from jrb._util.wording import bytes_text
 from jrb.cli import console, found, reports
 from jrb.cli.reports import Leaf, Report
 
-typer: Any = extras.require("typer", "cli")
+typer: Any = wording.require("typer", "cli")
 
 _LONGEST = 200  # characters of what a file says of itself
 

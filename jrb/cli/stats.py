@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from jrb._util import extras
+from jrb._util import wording
 from jrb.cli import console, found
 
-typer: Any = extras.require("typer", "cli")
+typer: Any = wording.require("typer", "cli")
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BINS = 16

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from jrb._store.opening import Progress
-from jrb._util import extras
-from jrb._util.printing import printable
+from jrb._util import wording
+from jrb._util.wording import printable
 from jrb.checkpoint import manifest
 from jrb.cli import console, found
 
-typer: Any = extras.require("typer", "cli")
+typer: Any = wording.require("typer", "cli")
 
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 """What is raised by files that are not what they should be."""

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from jrb._util import extras
+from jrb._util import wording
 from jrb.demo import training
 from jrb.plot import canvas
 from jrb.plot.of_state import priority_spread
 
-rich_console: Any = extras.require("rich.console", "demo")
-rich_progress: Any = extras.require("rich.progress", "demo")
-rich_table: Any = extras.require("rich.table", "demo")
+rich_console: Any = wording.require("rich.console", "demo")
+rich_progress: Any = wording.require("rich.progress", "demo")
+rich_table: Any = wording.require("rich.table", "demo")
 
 _PARTS = 8
 

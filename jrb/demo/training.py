@@ -25,15 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._util import extras
+from jrb._util import wording
 from jrb.buffer import ReplayBuffer
 from jrb.demo import devices
 from jrb.samplers import Prioritized
 from jrb.sharding import Sharded
 from jrb.state import BufferState, Sample
 
-gymnax: Any = extras.require("gymnax", "demo")
-optax: Any = extras.require("optax", "demo")
+gymnax: Any = wording.require("gymnax", "demo")
+optax: Any = wording.require("optax", "demo")
 
 Network = list[tuple[jax.Array, jax.Array]]
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._store import files
-from jrb._util import extras
-from jrb._util.printing import escaped_errors
+from jrb._util import wording
 from jrb._util.pytree import Leaf
+from jrb._util.wording import escaped_errors
 from jrb.interop.dump import Dump
 from jrb.mix import AnyState
 from jrb.types import Item
@@ -194,7 +194,7 @@ def read_vault(
         FileNotFoundError: there is no vault.
         ModuleNotFoundError: flashbax or tensorstore is not installed.
     """
-    library = extras.require("flashbax.vault", "flashbax")
+    library = wording.require("flashbax.vault", "flashbax")
     vault = _opened(library, files.absolute(path), example)
     rows = vault.vault_index if newest is None else min(newest, vault.vault_index)
     items = jax.tree.map(_time_first, vault.read(timesteps=rows).experience)

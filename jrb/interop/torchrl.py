@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrb._util.checks import MAX_EXPANSION
-from jrb._util.printing import escaped_errors
+from jrb._util.wording import escaped_errors
 from jrb.interop import torchrl_files as dump
 from jrb.interop.dump import Dump
 from jrb.interop.torchrl_files import Folder, Key, Leaves

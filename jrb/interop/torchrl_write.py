@@ -17,8 +17,8 @@ import numpy as np
 from jrb._core import memory
 from jrb._store import files
 from jrb._util import checks, pytree
-from jrb._util.printing import escaped_errors
 from jrb._util.pytree import Leaf
+from jrb._util.wording import escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.interop import torchrl_files as dump
 from jrb.layouts import chain, flat, names

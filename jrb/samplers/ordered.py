@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jrb._util import checks, pytree
-from jrb._xla import dependencies, scatter
+from jrb._xla import dependencies, gather
 from jrb.ring import Ring
 from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, OrderedSampler
 from jrb.types.messages import PartState
@@ -195,7 +195,7 @@ class Lifo(OnceInOrder):
         at = jnp.where(offset < new, at, ring.capacity)
         numbers = state.following - (new - offset).astype(jnp.uint32)
         return state.replace(
-            numbers=scatter.put(state.numbers, at, numbers), count=state.count + new
+            numbers=gather.put(state.numbers, at, numbers), count=state.count + new
         )
 
     def draw(

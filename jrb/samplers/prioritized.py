@@ -12,7 +12,7 @@ from jax import lax
 
 from jrb import sum_tree
 from jrb._util import checks, display, pytree
-from jrb._xla import dependencies, gather, random_bits, scatter
+from jrb._xla import dependencies, gather, random_bits
 from jrb._xla.compiling import by_description
 from jrb.ring import Occupancy, Ring
 from jrb.sum_tree import Tree
@@ -174,19 +174,19 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             highest = jnp.maximum(state.highest, jnp.max(seen))
             state = state.replace(highest=highest, refused=state.refused + refused)
         if waiting is not None:  # rows become anchors later: note their priorities, then take some
-            entered = scatter.column(change.entered)
+            entered = gather.column(change.entered)
             if incoming is not None:
                 none = jnp.full(incoming.slots.shape, _NO_ANCHOR, jnp.float32)
                 new = none if own is None else own
                 if incoming.first_slot is None:
-                    waiting = scatter.put(waiting, incoming.slots, new)
+                    waiting = gather.put(waiting, incoming.slots, new)
                 else:
                     waiting = lax.dynamic_update_slice_in_dim(
                         waiting, new, incoming.first_slot, axis=0
                     )
             own = gather.read_at(waiting, entered)
             none = jnp.minimum(own, _NO_ANCHOR)  # always -1, but known only once `own` was read
-            state = state.replace(waiting=scatter.put(waiting, entered, none))
+            state = state.replace(waiting=gather.put(waiting, entered, none))
             own = own.reshape(-1)
         if own is None:
             return state, jnp.broadcast_to(default, change.entered.shape)
@@ -264,7 +264,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         is_anchor = ok & (index < ring.capacity) & (gather.read_at(state.raw, index) >= 0)
         good = _is_priority(priorities)
         index = jnp.where(is_anchor & good, index, np.uint32(ring.capacity))
-        raw, last = scatter.put_last(state.raw, index, priorities)
+        raw, last = gather.put_last(state.raw, index, priorities)
         greatest = jnp.max(jnp.where(index < ring.capacity, priorities, 0.0), initial=0.0)
         state = state.replace(
             raw=raw,
@@ -391,10 +391,10 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         sets = tuple(one for one in sets if one[0].size)
         if not sets:
             return state
-        columns = (map(scatter.column, one) for one in sets)
+        columns = (map(gather.column, one) for one in sets)
         slots, new = map(jnp.concatenate, zip(*columns, strict=True))
         counts = tuple(one.size for one, _ in sets)
-        state = state.replace(raw=scatter.put_in_turns(state.raw, slots, new, counts))
+        state = state.replace(raw=gather.put_in_turns(state.raw, slots, new, counts))
         put = lambda tree, leaf: sum_tree.set_leaves(tree, slots, leaf, counts)
         return self._put(state, new, put)
 
@@ -441,7 +441,7 @@ def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Pr
         after, token = dependencies.loop(trips, set_masses, (state, jnp.zeros_like(changed)))
         # Nothing is put there: it is for later writes, which have to wait for these reads.
         nowhere = (capacity + token)[None]
-        return after.replace(raw=scatter.put(after.raw, nowhere, jnp.zeros(1, jnp.float32)))
+        return after.replace(raw=gather.put(after.raw, nowhere, jnp.zeros(1, jnp.float32)))
 
     at_once = lambda: sampler._put(state, state.raw, sum_tree.set_all)  # its trips are not known
     return lax.platform_dependent(cpu=in_runs, default=at_once)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jrb._core import memory
-from jrb._util import prng_keys
+from jrb._util import casting
 from jrb._util.pytree import Leaf
 from jrb.sharding.sharded import Sharded
 from jrb.state import BufferState
@@ -59,7 +59,7 @@ def _pieces(leaf: Leaf, is_large: bool) -> dict[int, Any]:
 
 def _taken(array: jax.Array, place: int, is_large: bool) -> Any:
     """One shard of those on a device: on the CPU without a copy, a large one where it lies."""
-    if prng_keys.is_keys(array.dtype):
+    if casting.is_keys(array.dtype):
         return array[place]
     if memory.on_host(array):
         return np.asarray(array)[place]

@@ -16,7 +16,7 @@ from jax.experimental import io_callback
 from jrb._core.host_proxy import HostStorageProxy
 from jrb._store import table
 from jrb._store.errors import StaleError
-from jrb._util import prng_keys, pytree
+from jrb._util import casting, pytree
 from jrb._util.pytree import SpecKey
 from jrb._xla import compat, dependencies
 from jrb.ring import Occupancy, Ring
@@ -51,7 +51,7 @@ class HostRows(abc.ABC):
         self.spec: Item = spec
         self.spec_key: SpecKey = SpecKey(spec)
         self.names: tuple[str, ...] = tuple(pytree.leaf_names(spec))
-        self.raw: list[jax.ShapeDtypeStruct] = list(map(prng_keys.raw_spec, jax.tree.leaves(spec)))
+        self.raw: list[jax.ShapeDtypeStruct] = list(map(casting.raw_spec, jax.tree.leaves(spec)))
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -180,7 +180,7 @@ class HostRows(abc.ABC):
 
 def _items(leaves: list[Any], spec: Item) -> Item:
     specs, structure = jax.tree.flatten(spec)
-    wrap = lambda leaf, spec: prng_keys.wrapped(leaf, spec.dtype)
+    wrap = lambda leaf, spec: casting.wrapped(leaf, spec.dtype)
     return jax.tree.unflatten(structure, map(wrap, leaves, specs))
 
 
@@ -413,7 +413,7 @@ class HostArrays(HostStorage):
 
     def put(self, state: PartState, planned: Any, items: Item) -> Any:
         """Puts items, leaves `[T, E, ...]` or `[T, ...]`, at the slots that were planned."""
-        view, leaves = self.view(state), map(prng_keys.raw, jax.tree.leaves(items))
+        view, leaves = self.view(state), map(casting.raw, jax.tree.leaves(items))
         slots, device_state = self.device_part.planned(planned)
         version = view.rows.put(view.version, slots, *leaves, patient=True)
         return self.combine(view.after(version), device_state)
@@ -426,7 +426,7 @@ class HostArrays(HostStorage):
         self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
     ) -> Any:
         """Puts other values into some leaves, and leaves all others as they are."""
-        view, leaves = self.view(state), map(prng_keys.raw, values.values())
+        view, leaves = self.view(state), map(casting.raw, values.values())
         version = view.rows.edit(view.version, slots, tuple(values), *leaves)
         return self.combine(view.after(version), device_state)
 
@@ -451,7 +451,7 @@ class HostArrays(HostStorage):
         view, before = self.view(state), self.device_state(state)
         planned, write = self.device_part.write(context, before, write, items)
         slots, device_state = self.device_part.planned(planned)
-        leaves = [lax.stop_gradient(prng_keys.raw(leaf)) for leaf in jax.tree.leaves(items)]
+        leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in jax.tree.leaves(items)]
         version = call(view.rows.put, VERSION, view.version, slots, *leaves)
         return self.combine(view.after(version), device_state), write
 
@@ -468,7 +468,7 @@ class HostArrays(HostStorage):
         view, names = self.view(state), tuple(values)
         device_state = self.device_part.edit(context, self.device_state(state), slots, values)
         edit = lambda version, slots, *leaves: view.rows.edit(version, slots, names, *leaves)
-        leaves = [lax.stop_gradient(prng_keys.raw(leaf)) for leaf in values.values()]
+        leaves = [lax.stop_gradient(casting.raw(leaf)) for leaf in values.values()]
         version = call(edit, VERSION, view.version, slots, *leaves)
         return self.combine(view.after(version), device_state)
 

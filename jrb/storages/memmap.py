@@ -15,7 +15,7 @@ from jrb._store.errors import StaleError
 from jrb._store.opening import create
 from jrb._store.store import Store
 from jrb._store.table import Column
-from jrb._util import checks, prng_keys, pytree
+from jrb._util import casting, checks, pytree
 from jrb.ring import Ring
 from jrb.storages.host_rows import (
     VERSION,
@@ -111,7 +111,7 @@ def columns(spec: Item) -> tuple[Column, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     every = []
     for path, leaf in leaves:
-        raw, parts = prng_keys.raw_spec(leaf), []
+        raw, parts = casting.raw_spec(leaf), []
         for key in path:
             part = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
             parts.append("%2E" if part == "." else part)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jrb._util import pytree
-from jrb._xla import dependencies, gather, scatter
+from jrb._xla import dependencies, gather
 from jrb.ring import Occupancy, Ring, first_places, locate
 from jrb.types import Anchors, AnchorUpdate, Context, WritePlan
 
@@ -244,7 +244,7 @@ def after_write(
     offset = queue.count + jnp.cumsum(joins, axis=0, dtype=jnp.int32) - 1
     at = jnp.where(joins, queue.positions(ring, offset), ring.capacity)
     added = jnp.sum(joins, axis=0, dtype=jnp.int32).reshape(queue.count.shape)
-    queue = queue.replace(slots=scatter.put(queue.slots, at, entered), count=queue.count + added)
+    queue = queue.replace(slots=gather.put(queue.slots, at, entered), count=queue.count + added)
     return queue, update
 
 

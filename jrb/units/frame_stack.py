@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jrb._core import episode_ends, rows
-from jrb._util import checks, prng_keys, pytree
+from jrb._util import casting, checks, pytree
 from jrb._xla import dependencies, gather
 from jrb.keys import Keys, Path, path_name, within
 from jrb.ring import Ring
@@ -344,7 +344,7 @@ class FrameStack(WrappingUnit):
 def _moved_on(frames: jax.Array, k: int, new: jax.Array, axis: int) -> jax.Array:
     """Returns stacks of k: the last k - 1 of these frames, along an axis, and a new one."""
     many, dims = frames.shape[axis], range(frames.ndim)
-    if prng_keys.is_keys(frames.dtype):  # which cannot be padded
+    if casting.is_keys(frames.dtype):  # which cannot be padded
         before = lax.slice_in_dim(frames, many - k + 1, many, axis=axis)
         return jnp.concatenate([before, jnp.expand_dims(new, axis)], axis=axis)
     # On the CPU, XLA takes longer to concatenate frames than to choose between two arrays of them.

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jrb
 from jrb._core import packed
 from jrb._core.packed import PackedLeaves
-from jrb._util import prng_keys
+from jrb._util import casting
 from jrb._xla import compat
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def assert_same(got, want):
 
 
 def seen(leaves):
-    words = lambda leaf: np.asarray(prng_keys.raw(leaf))
+    words = lambda leaf: np.asarray(casting.raw(leaf))
     return jax.tree.map(words, leaves, is_leaf=packed.is_column)
 
 

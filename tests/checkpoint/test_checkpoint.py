@@ -23,7 +23,7 @@ from jrb._core import memory
 from jrb._store import files, generation
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
-from jrb._util import prng_keys, pytree
+from jrb._util import casting, pytree
 from jrb._xla import compat
 from jrb.checkpoint import api, composite
 
@@ -68,8 +68,8 @@ def assert_same(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert bytes(memory.view(np.asarray(prng_keys.raw(a)))) == bytes(
-            memory.view(np.asarray(prng_keys.raw(b)))
+        assert bytes(memory.view(np.asarray(casting.raw(a)))) == bytes(
+            memory.view(np.asarray(casting.raw(b)))
         )
 
 

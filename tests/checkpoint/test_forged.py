@@ -13,7 +13,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint, testing
-from jrb._util import prng_keys
+from jrb._util import casting
 from jrb.checkpoint.descriptions import UnknownError
 from jrb.cli import inspect, stats
 from tests.checkpoint import forging
@@ -69,7 +69,7 @@ def content(buffer, state):
     if isinstance(buffer, jrb.ReplayBuffer):
         held = jrb.items(buffer, state)
         return str(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), held))
-    return [np.asarray(prng_keys.raw(leaf)).tolist() for leaf in jax.tree.leaves(state)]
+    return [np.asarray(casting.raw(leaf)).tolist() for leaf in jax.tree.leaves(state)]
 
 
 def calls(kind, path, held):

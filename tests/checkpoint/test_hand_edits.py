@@ -10,7 +10,7 @@ import pytest
 import jrb
 from jrb import checkpoint
 from jrb._core import memory
-from jrb._util import prng_keys
+from jrb._util import casting
 from tests.checkpoint.test_checkpoint import assert_same, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::jrb.CopyWarning")
@@ -79,8 +79,8 @@ def test_an_edit_by_hand_is_saved_wherever_it_is(where, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted(EXAMPLE))
 def test_each_kind_of_leaf_is_looked_at_on_its_device(name):
     leaf = items()[name]
-    words = lambda leaf: memory.row_hashes(prng_keys.raw(leaf), raw.nbytes // N)
-    raw = prng_keys.raw(leaf)
+    words = lambda leaf: memory.row_hashes(casting.raw(leaf), raw.nbytes // N)
+    raw = casting.raw(leaf)
     before, after = words(leaf), words(other(leaf, 50))
     assert np.flatnonzero((before != after).any(axis=1)).tolist() == [50]
 

@@ -12,7 +12,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb._util import prng_keys
+from jrb._util import casting
 from jrb.checkpoint import api
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def filled(rows=400, start=0):
 
 def raw(state):
     """All arrays of a state on the host, copied."""
-    return [np.array(prng_keys.raw(leaf)) for leaf in jax.tree.leaves(state)]
+    return [np.array(casting.raw(leaf)) for leaf in jax.tree.leaves(state)]
 
 
 def assert_same(one, other):
