@@ -28,31 +28,21 @@ from jrb.state import BufferState, Device, Sample, origin_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Epochs:
-    """Every anchor once an epoch, in random order; made by `epochs`. It can be gone through again.
+    """Every anchor once an epoch, in random order; made by `epochs`. It can be repeated."""
 
-    Attributes:
-        buffer: with a sampler without replacement.
-        state: what is drawn from.
-        key: of the order.
-        batches: how many, over all epochs.
-        origin: of the batches: the buffer's own, whose verbs take them.
-    """
-
-    buffer: ReplayBuffer
+    buffer: ReplayBuffer  # with a sampler without replacement
     state: BufferState
     key: jax.Array
-    batches: int
-    origin: str
+    batches: int  # of all epochs
+    origin: str  # of the batches: the user's buffer, whose methods take them
 
     def __len__(self) -> int:
-        """The number of batches."""
+        """Returns the number of batches."""
         return self.batches
 
     def __iter__(self) -> Iterator[Sample]:
-        state = self.state
-        for number in range(self.batches):
-            state, sample = self.buffer.draw(state, jax.random.fold_in(self.key, number))
-            yield sample.replace(origin=self.origin)
+        batches = _draws(self.buffer, self.state, self.key, None)
+        return (it.replace(origin=self.origin) for it in itertools.islice(batches, self.batches))
 
 
 def epochs(
@@ -63,16 +53,14 @@ def epochs(
     n_epochs: int = 1,
     drop_last: bool = False,
 ) -> Epochs:
-    """Goes through all that a buffer holds, without replacement, whatever its own sampler is.
-
-    B batch.
+    """Returns batches of all that a buffer holds, without replacement, whatever its own sampler is.
 
     Args:
-        buffer: the description. Its unit says what is gone through: transitions, windows, ...
+        buffer: the description. Its unit says of what: transitions, windows, ...
         state: is only read; it may not be donated meanwhile.
         key: a PRNG key. It is consumed.
         batch_size: B; None for the buffer's.
-        n_epochs: how often.
+        n_epochs: the number of epochs.
         drop_last: whether the last batch of an epoch is left out where it is short. Else it is
             masked at its end, so that all batches have one shape.
 
@@ -125,7 +113,7 @@ def steps(
     max_iter: int | None = None,
     batch_size: int | None = None,
 ) -> Iterator[Sample]:
-    """So many batches for a loop: whole epochs, or single draws, or the first of one or the other.
+    """Returns batches for a loop: those of whole epochs, or draws, up to a number.
 
     Args:
         buffer: the description.
@@ -133,7 +121,7 @@ def steps(
         key: a PRNG key, which is consumed; None for `jax.random.key(0)`.
         n_epochs: how often to go through everything, without replacement, as `epochs`; None for
             draws of the buffer's own sampler.
-        max_iter: at most so many batches; None for no limit but that of the epochs.
+        max_iter: the largest number of batches; None for no limit but that of the epochs.
         batch_size: B; None for the buffer's.
 
     Returns:
@@ -217,27 +205,20 @@ class _BatchQueue:
     An interrupt after `get` of a queue would lose a batch. So the first one moves to `first` by
     calls of C, between which no interrupt comes, and stays there until it is returned.
 
-    Attributes:
-        owner: of the iterator.
-        worker: the thread.
-        batches: those that were drawn, with their numbers; None behind the last one.
-        first: the batch that is returned next, if it has left the queue.
-        limit: the number of the first batch that may not be drawn yet.
-        requests: an entry for each batch that was taken, and others, at which the thread looks at
-            `limit` again.
-        error: what was raised in the thread.
     """
 
     owner: weakref.ref[Prefetch]
     worker: Worker
 
     def __init__(self, depth: int) -> None:
+        # Batches that were drawn, with their numbers; None behind the last one.
         self.batches = queue.SimpleQueue[Any]()
         self.first: collections.deque[Any] = collections.deque()
-        self.depth, self.limit = depth, depth
+        self.depth, self.limit = depth, depth  # no batch of that number may be drawn yet
+        # An entry whenever the thread has to look at `limit` again.
         self.requests = queue.SimpleQueue[Any]()
         self.is_closed = False
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # raised in the thread
 
     def is_open(self) -> bool:
         """Returns whether batches may still be taken."""
@@ -341,27 +322,22 @@ def prefetch(
     *,
     device: Device = None,
 ) -> Prefetch:
-    """Draws batches ahead, in a thread, while the caller computes with those it has.
+    """Draws batches ahead in a thread, or takes them from any iterable until that ends.
 
-    Or takes them ahead from any iterable, such as `epochs` or `steps`, until that ends.
-
-    Batch number n is what `buffer.draw(state, jax.random.fold_in(key, n))` gives, and lies on the
-    device when it is handed over. There are never more than `depth` batches that were drawn and
-    not taken, and as many as that while the caller computes.
-
-    Given a state, the states that samplers which consume leave behind are followed; it may not be
-    donated meanwhile. Given a function, it is called before every draw, in the thread, and returns
-    the state to draw from. Batch n is drawn after batch n - depth was taken: what happened to the
-    state before that is seen by batch n, so that new priorities arrive at most `depth` batches
-    late. Samplers that consume are only looked at. Where the state was donated before the draw was
-    over, as by a verb of `jrb.jitted`, or its rows on the host were overwritten, the function is
-    called again for a newer one, which has to come within a second. States on several devices may
-    not be donated before a draw is over.
+    Batch number n is that of `buffer.draw(state, jax.random.fold_in(key, n))`, and is on the device
+    when it is handed over. There are never more than `depth` batches that were drawn and not taken.
+    Batch n is drawn after batch n - depth was taken, so it sees all changes of the state before
+    that: new priorities arrive at most `depth` batches late.
 
     Args:
-        buffer: a `ReplayBuffer` or a `Mix`, with a batch size; or an iterable of batches, without
-            state and key.
-        state_or_fn: a state, or a function without arguments that returns one.
+        buffer: a `ReplayBuffer` or a `Mix`, with a batch size; or an iterable of batches, such as
+            `epochs`, without state and key.
+        state_or_fn: a state, which may not be donated meanwhile; each draw continues from the
+            state of the one before. Or a function without arguments, called in the thread before
+            every draw, that returns the newest state; samplers that consume do not move on then. If
+            that state is donated before the draw is over, as by `jrb.jitted`, or its rows on the
+            host are overwritten, the function is called again, for a second at most. States on
+            several devices may not be donated before a draw is over.
         key: a PRNG key. It is consumed.
         depth: how many batches are drawn ahead, at least 1.
         device: a device or a sharding that the batches are copied to; None for where they are.

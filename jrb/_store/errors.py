@@ -1,4 +1,4 @@
-"""What can be wrong with files: the errors and warnings of a store."""
+"""The errors and warnings of a store."""
 
 from jrb._util.wording import printable_args
 

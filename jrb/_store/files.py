@@ -34,14 +34,6 @@ def absolute(path: Any, name: str = "path") -> str:
     """Returns the absolute path that a user means, in which `~` is the home folder.
 
     Paths are read once, where they come in: a later `chdir` changes nothing.
-
-    Args:
-        path: a string or an `os.PathLike`.
-        name: of the argument, for messages.
-
-    Raises:
-        TypeError: it is no path.
-        ValueError: it is empty, which would be the working folder.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name}: expected a path, got {path!r}.")
@@ -55,9 +47,6 @@ class Folder:
     """An open folder: its methods act on it wherever somebody moves it meanwhile.
 
     Names may have several parts, such as `rows/next/observation.bin`. Links are never followed.
-
-    Args:
-        path: of an existing folder.
     """
 
     def __init__(self, path: str) -> None:
@@ -70,12 +59,9 @@ class Folder:
         return os.path.join(self.path, name)
 
     def check(self) -> None:
-        """Raises unless the path still leads to this folder.
-
-        Raises:
-            OSError: the folder was renamed, removed, or replaced by another.
-        """
+        """Raises unless the path still leads to this folder."""
         with contextlib.suppress(OSError):
+            # By device and inode: another folder may have come to the same path.
             if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
                 return
         raise OSError(
@@ -110,6 +96,7 @@ class Folder:
     def _at(self, name: str) -> Iterator[tuple[int, str]]:
         """Opens the folder of the last part of a name; gives its descriptor, and that part."""
         *folders, last = name.split("/")
+        # Folder by folder: `O_NOFOLLOW` refuses links only in the last part of a path.
         with contextlib.ExitStack() as stack:
             folder = self._file
             for part in folders:
@@ -126,12 +113,7 @@ class Folder:
             yield folder, last
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """Opens a plain file.
-
-        Raises:
-            DamagedError: it is a link, or no plain file.
-            OSError: it is not there, or may not be opened so.
-        """
+        """Opens a plain file."""
         path = self.path_of(name)
         with self._at(name) as (folder, last):
             try:
@@ -140,6 +122,7 @@ class Folder:
                 if error.errno == errno.ELOOP:
                     raise DamagedError(f"{path}: expected a plain file, found a link.") from error
                 raise
+        # A pipe or a device may hang, or act, when it is read.
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
             raise DamagedError(f"{path}: expected a plain file, found something else.")
@@ -159,6 +142,7 @@ class Folder:
                 announce("mkdir", self.path_of(path))
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(last, dir_fd=folder)
+            # Its name lasts before there is anything in it.
             self.sync(os.path.dirname(path) or ".")
 
     def create(self, name: str) -> int:
@@ -203,6 +187,7 @@ class Folder:
             elif path.endswith(".bin"):
                 self.remove(path)
         if sign in inside:
+            # A crash must not leave files without the sign.
             self.sync(name)
             self.remove(f"{name}/{sign}")
         announce("rmdir", self.path_of(name))
@@ -240,11 +225,7 @@ def write_at(file: int, path: str, offset: int, data: Bytes) -> int:
 
 
 def read_at(file: int, path: str, offset: int, target: memoryview) -> None:
-    """Fills the target from an offset in a file on.
-
-    Raises:
-        DamagedError: the file is too short.
-    """
+    """Fills the target from an offset in a file on."""
     done = 0
     while done < len(target):
         count = os.preadv(file, [target[done:]], offset + done)
@@ -262,19 +243,10 @@ def sync(file: int, path: str) -> None:
 
 
 def resize(file: int, path: str, size: int, reserve: bool) -> None:
-    """Gives an open file a size, zeros at its end.
-
-    Args:
-        file: opened to be written.
-        path: of it.
-        size: bytes.
-        reserve: whether the disk sets the room aside now, or finds it when it is written to.
-
-    Raises:
-        OSError: there is no room.
-    """
+    """Gives an open file a size, zeros at its end."""
     announce("resize", path, size)
     try:
+        # Without `fallocate`, a file has holes, and a full disk is an error of a later write.
         if reserve and size:
             os.posix_fallocate(file, 0, size)
         else:

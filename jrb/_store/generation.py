@@ -38,7 +38,6 @@ FORMAT, VERSION = "jrb", 4
 PREFIX, _NEW = "generation-", "generation.new"
 _HEAD = f'{{"format":"{FORMAT}",'.encode()  # how the file of each generation begins
 _LARGEST_HEAD = 200  # bytes of the first line
-_PIECE = 1 << 20  # bytes that are looked at at a time
 
 Body = dict[str, Any]
 
@@ -50,10 +49,8 @@ def name_of(generation: int) -> str:
 
 def numbers(folder: Folder) -> list[int]:
     """Returns the generations in a folder, oldest first; 0 is a store without a commit."""
-    names = folder.names()
-    ends = {name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
-    some = [int(end) for end in ends if end.isascii() and end.isdigit()]
-    return sorted(number for number in some if name_of(number) in names)
+    names = [name for name in folder.names() if re.fullmatch(PREFIX + "[0-9]{12}", name)]
+    return sorted(int(name.removeprefix(PREFIX)) for name in names)
 
 
 def last(folder: Folder) -> int | None:
@@ -67,25 +64,19 @@ def is_own(folder: Folder, name: str) -> bool:
     A crash may have cut it short, or have left zeros; and a flipped bit makes it no other's.
     """
     try:
-        file = folder.open(name)
+        with os.fdopen(folder.open(name), "rb") as file:
+            head = file.read(len(_HEAD)).rstrip(b"\0")
     except DamagedError:  # a link, or no plain file
         return False
-    try:
-        head = os.pread(file, len(_HEAD), 0).rstrip(b"\0")
-    finally:
-        os.close(file)
     if name == lock.NAME:
         return not head
+    # Of a whole head one byte may be another: somebody else's file differs in more.
     wrong = sum(one != other for one, other in zip(head, _HEAD, strict=False))
     return wrong <= (len(head) == len(_HEAD))
 
 
 def check_own(folder: Folder) -> None:
-    """Raises if a file has a name of the store's, but was not written by one.
-
-    Raises:
-        ValueError: there is such a file, which would be lost.
-    """
+    """Raises if a file has a name of the store's, but was not written by one."""
     own = {lock.NAME, _NEW, *map(name_of, numbers(folder))}
     for name in folder.names():
         if name in own and not is_own(folder, name):
@@ -105,15 +96,10 @@ def body_of(
 
 
 def write(folder: Folder, body: Body, arrays: dict[str, Any]) -> None:
-    """Writes a generation and gives it its name; `Folder.sync` makes that last.
-
-    Args:
-        folder: of the store.
-        body: without the sizes and sums of arrays, which are filled in.
-        arrays: the bytes of each of `body["arrays"]`, by name.
-    """
+    """Writes a generation and gives it its name; `Folder.sync` makes that last."""
     check_own(folder)  # a file of that name is overwritten
     data = [memoryview(arrays[entry["name"]]) for entry in body["arrays"]]
+    # The first line checks the body, and the body checks the arrays.
     for entry, array in zip(body["arrays"], data, strict=True):
         entry.update(size=array.nbytes, sum=zlib.crc32(array))
     text = json.dumps(body, separators=(",", ":")).encode() + b"\n"
@@ -141,17 +127,8 @@ class Location:
 class Generation:
     """A generation that was opened, its body checked.
 
-    Args:
-        folder: of the store.
-        number: of the generation.
-
     Attributes:
         identity: a digest of the body, and so of the checksums of all that it names.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        DamagedError: it is not what was written.
-        ValueError: it is of a newer version.
     """
 
     def __init__(self, folder: Folder, number: int) -> None:
@@ -194,29 +171,13 @@ class Generation:
         }
 
     def read(self, name: str, target: memoryview) -> None:
-        """Fills the target with an array, checked.
-
-        Raises:
-            DamagedError: it is not what was written.
-        """
+        """Fills the target with an array, checked."""
         offset, entry = self._find(name)
         files.read_at(self._file, self.path, offset, target)
-        self._compare(name, offset, entry["sum"], zlib.crc32(target))
-
-    def check(self, name: str) -> None:
-        """Raises as `read`; an array of any size takes little memory."""
-        offset, entry = self._find(name)
-        buffer, checksum = bytearray(min(_PIECE, entry["size"])), 0
-        for start in range(0, entry["size"], _PIECE):
-            piece = memoryview(buffer)[: entry["size"] - start]
-            files.read_at(self._file, self.path, offset + start, piece)
-            checksum = zlib.crc32(piece, checksum)
-        self._compare(name, offset, entry["sum"], checksum)
-
-    def _compare(self, name: str, offset: int, expected: int, checksum: int) -> None:
-        if checksum != expected:
+        checksum = zlib.crc32(target)
+        if checksum != entry["sum"]:
             raise DamagedError(
-                f"{self.path}: leaf '{name}': expected the checksum {expected:08x}, found "
+                f"{self.path}: leaf '{name}': expected the checksum {entry['sum']:08x}, found "
                 f"{checksum:08x}: the bytes from {offset} on were damaged."
             )
 
@@ -230,11 +191,7 @@ class Generation:
         raise DamagedError(f"{self.path}: leaf '{name}': expected an array, found none.")
 
     def array(self, name: str, dtype: Any) -> np.ndarray:
-        """Returns an array, as numbers of a dtype.
-
-        Raises:
-            DamagedError: it is not there, or not what was written.
-        """
+        """Returns an array, as numbers of a dtype."""
         target = bytearray(self._find(name)[1]["size"])
         self.read(name, memoryview(target))
         if len(target) % np.dtype(dtype).itemsize:
@@ -242,11 +199,7 @@ class Generation:
         return np.frombuffer(target, dtype)
 
     def runs(self) -> np.ndarray:
-        """Returns the places of slots as runs, int64 `[K, 3]`; see `jrb._store.places.runs_of`.
-
-        Raises:
-            DamagedError: they do not fit into the table.
-        """
+        """Returns the places of slots as runs, int64 `[K, 3]`; see `jrb._store.places.runs_of`."""
         table = self.body["table"]
         try:
             runs = self.array(".places", np.int64).reshape(-1, 3)
@@ -266,12 +219,7 @@ class Generation:
 
 
 def newest(folder: Folder) -> Generation:
-    """Returns the newest generation.
-
-    Raises:
-        FileNotFoundError: there is none.
-        DamagedError: it is not what was written; the message names the one before it.
-    """
+    """Returns the newest generation."""
     while True:
         some = numbers(folder)
         if not some:
@@ -291,6 +239,7 @@ def newest(folder: Folder) -> Generation:
 
 def _read(file: int, path: str) -> tuple[Body, int, str]:
     """Returns the body, where the arrays begin, and the identity."""
+    # The first line is read before its checksum is known: it is short, and all in it is checked.
     first, line, _ = os.pread(file, _LARGEST_HEAD, 0).partition(b"\n")
     try:
         head = json.loads(first)
@@ -299,6 +248,7 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
             raise ValueError("its first line is another")
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: expected a generation of a store, got {error!r}.") from error
+    # First of all: of a newer version the body may be anything.
     if head["version"] > VERSION:
         raise ValueError(
             f"{path}: expected version {VERSION} or older, got version {head['version']}. A newer "
@@ -310,6 +260,7 @@ def _read(file: int, path: str) -> tuple[Body, int, str]:
             f"{path}: expected the checksum {head['sum']!r}, found {zlib.crc32(text)}: it was "
             "damaged, or edited by hand."
         )
+    # A checksum shows damage. Whoever forges a file can forge that too: all values are checked.
     try:
         body = json.loads(text)
         _check_body(body)
@@ -362,23 +313,20 @@ def check_json(value: Any, schema: Schema, where: str, depth: int = _DEEPEST) ->
     elif callable(schema) and not isinstance(schema, type):
         check_json(value, schema(value), where, depth - 1)
     else:
-        kinds = schema if isinstance(schema, tuple) else (schema,)
-        fits = any(
-            type(value) is int and value in kind if isinstance(kind, range) else type(value) is kind
-            for kind in kinds
-        )
-        _expect(fits, where, " or ".join(map(_kind_name, kinds)), value)
+        fits, names = False, []
+        for kind in schema if isinstance(schema, tuple) else (schema,):
+            if isinstance(kind, range):
+                fits |= type(value) is int and value in kind
+                names.append(f"a number from {kind.start} to {kind.stop - 1}")
+            else:
+                fits |= type(value) is kind
+                names.append("nothing" if kind is type(None) else f"a {kind.__name__}")
+        _expect(fits, where, " or ".join(names), value)
 
 
 def _expect(fits: bool, where: str, expected: str, value: Any) -> None:
     if not fits:
         raise ValueError(f"{where}: expected {expected}, got {repr(value)[:80]}")
-
-
-def _kind_name(kind: _Kind) -> str:
-    if isinstance(kind, range):
-        return f"a number from {kind.start} to {kind.stop - 1}"
-    return "nothing" if kind is type(None) else f"a {kind.__name__}"
 
 
 _FIRST_LINE = {"format": str, "version": range(1, 1 << 31), "size": NATURAL, "sum": NATURAL}

@@ -17,13 +17,6 @@ class Lock:
 
     The system takes it back when the process ends, however it ends. A process that was forked off
     does not have it.
-
-    Args:
-        folder: in which files are written.
-        name: of the file that is locked.
-
-    Raises:
-        LockedError: somebody else has it.
     """
 
     def __init__(self, folder: Folder, name: str = NAME) -> None:
@@ -36,6 +29,8 @@ class Lock:
         except ImportError as error:  # Windows
             raise OSError(errno.ENOSYS, "expected a system that has flock", folder.path) from error
         try:
+            # Between the opening and the locking the file may be removed by whoever had the lock:
+            # a lock on a file without a name would keep no other process away.
             while not self._files:
                 self._files.append(folder.open(name, os.O_RDWR | os.O_CREAT))
                 try:
@@ -46,7 +41,7 @@ class Lock:
                         "holds the lock. Wait until it is done, or choose another path."
                     ) from error
                 if not self._is_in_place():
-                    self.release()  # it was renamed or removed meanwhile
+                    self.release()
             _locks.add(self)
         except BaseException:
             self.release()
@@ -64,12 +59,7 @@ class Lock:
             os.close(file)
 
     def check(self) -> None:
-        """Raises unless the lock is still held, and the folder still where it was.
-
-        Raises:
-            LockedError: this is another process than the one that took it, or it was released.
-            OSError: the folder, or the lock in it, was renamed, removed or replaced.
-        """
+        """Raises unless the lock is still held, and the folder still where it was."""
         if not self._files or self._process != os.getpid():
             raise LockedError(
                 f"{self._folder.path}: expected the process that opened the store, got one that "
@@ -87,6 +77,7 @@ class Lock:
 
 def _holder(file: int) -> str:
     """Returns who has locked an open file, as far as the system says so."""
+    # A line is such as `1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF`: process, device and inode.
     inode = str(os.fstat(file).st_ino)
     with contextlib.suppress(OSError, IndexError), open("/proc/locks") as lines:
         for _, kind, _, _, process, where, *_ in map(str.split, lines):

@@ -42,28 +42,41 @@ def create(
     """Makes a new store, to which nothing is saved yet, and which this process writes.
 
     Args:
-        path: of the folder; None for a temporary one that goes with the store.
+        path: of a folder that is empty or not there; None for a temporary one that goes with the
+            store.
         columns: of the rows.
         slots: N.
         room: P, for how many rows there is room, at least N.
         reserve: whether the disk sets the room aside now.
-
-    Raises:
-        ValueError: the folder holds something.
-        LockedError: another process writes there.
-        OSError: there is no room, or it cannot be written to.
     """
-    columns = table.blocked(columns, slots, room)
-    if path is not None:
-        return _new_store(os.path.realpath(path), columns, slots, room, reserve)
-    removal.discard_stale(tempfile.gettempdir(), _TEMPORARY)
-    path = os.path.realpath(tempfile.mkdtemp(prefix=_TEMPORARY))
+    columns, is_temporary = table.blocked(columns, slots, room), path is None
+    if path is None:
+        removal.discard_stale(tempfile.gettempdir(), _TEMPORARY)
+        path = tempfile.mkdtemp(prefix=_TEMPORARY)
+    path = os.path.realpath(path)
     try:
-        store = _new_store(path, columns, slots, room, reserve)
+        if path in writing and os.path.exists(path):
+            raise ValueError(
+                f"{path}: expected nothing there, found a store that a state of this process is "
+                "in. Go on with that state, or let go of it first."
+            )
+        _check_free(path)
+        files.make_folder(path)
+        folder = Folder(path)
+        lock = Lock(folder)
+        try:
+            _check_free(path)  # another process may have made one meanwhile
+            store = writing[path] = _with_table(folder, columns, slots, room, reserve, lock)
+        except BaseException:
+            writing.pop(path, None)
+            lock.release()
+            raise
     except BaseException:
-        _discard(path, os.getpid())
+        if is_temporary:
+            _discard(path, os.getpid())
         raise
-    weakref.finalize(store, _discard, path, os.getpid())
+    if is_temporary:
+        weakref.finalize(store, _discard, path, os.getpid())
     return store
 
 
@@ -71,28 +84,6 @@ def _discard(path: str, process: int) -> None:
     if os.getpid() == process:
         with contextlib.suppress(OSError):
             removal.discard(path, removal.is_of_store)
-
-
-def _new_store(
-    path: str, columns: tuple[Column, ...], slots: int, room: int, reserve: bool
-) -> Store:
-    if path in writing and os.path.exists(path):
-        raise ValueError(
-            f"{path}: expected nothing there, found a store that a state of this process is in. "
-            "Go on with that state, or let go of it first."
-        )
-    _check_free(path)
-    files.make_folder(path)
-    folder = Folder(path)
-    lock = Lock(folder)
-    try:
-        _check_free(path)  # another process may have made one meanwhile
-        store = writing[path] = _with_table(folder, columns, slots, room, reserve, lock)
-        return store
-    except BaseException:
-        writing.pop(path, None)
-        lock.release()
-        raise
 
 
 def _check_free(path: str) -> None:
@@ -132,11 +123,13 @@ def _with_table(
     empty, or has a store to which nothing was saved.
     """
     table_folder = 0 if number is None else number + 1
+    # A crash of an earlier try may have left some files of this table.
     folder.clear(folder_of(table_folder), sign=table.NUMBERS)
     if number is None:
         about = {"folder": 0, "slots": slots, "room": room, "most": room}
         generation.write(folder, generation.body_of(0, 0, None, {}, columns, **about), {})
         folder.sync()
+    # Files are made as large as they will be if room is set aside; memory always grows with rows.
     first = table.first_room(columns, room)
     table.make(folder, folder_of(table_folder), columns, room if reserve else first, reserve)
     rows = Table(folder, folder_of(table_folder), columns, first, writable=True)
@@ -150,26 +143,19 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
     """Opens the store at a path, made if there is none, with a table of these columns and its lock.
 
     Where the last save had other columns, or is damaged, the table is a new one.
-
-    Args:
-        path: of the folder.
-        columns: of the rows.
-        slots: N.
-        parts: the names of folders in it that are checkpoints themselves.
-
-    Raises:
-        LockedError: somebody else writes there.
-        ValueError: there is something else.
     """
     columns = table.blocked(columns, slots, slots)
     files.make_folder(path)
     folder = Folder(path)
-    _check_names(folder, parts)  # before a lock of ours is among files of others
+    # Before there is a lock: it would be among files of others.
+    _check_names(folder, parts)
     lock = Lock(folder)
     try:
         numbers = generation.numbers(folder)
         if numbers in ([], [0]):
             return _with_table(folder, columns, slots, slots, False, lock)
+        # The rows of the last save are gone on from only if they are whole: a row that is lost or
+        # damaged would else be promised again.
         with contextlib.suppress(DamagedError):
             last = generation.newest(folder)
             if last.columns == columns and last.body["table"]["slots"] == slots:
@@ -201,11 +187,7 @@ def _check_names(folder: Folder, parts: Iterable[str]) -> None:
 
 
 def folder_at(path: str) -> Folder:
-    """Returns the folder of a store.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Returns the folder of a store."""
     try:
         return Folder(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -216,11 +198,7 @@ def folder_at(path: str) -> Folder:
 
 
 def at(folder: Folder, number: int) -> Generation:
-    """Returns a generation.
-
-    Raises:
-        FileNotFoundError: it is not there.
-    """
+    """Returns a generation."""
     try:
         return Generation(folder, number)
     except FileNotFoundError:
@@ -230,23 +208,19 @@ def at(folder: Folder, number: int) -> Generation:
         ) from None
 
 
-def store_of(opened: Generation) -> Store:
-    """Returns the store as a generation has it; no rows are looked at.
-
-    Raises:
-        FileNotFoundError: it is of a store to which nothing was saved.
-        DamagedError: a file is not what was written.
-    """
-    folder, about = opened.folder, opened.body["table"]
-    if not opened.number:
+def store_of(one: Generation) -> Store:
+    """Returns the store as a generation has it; no rows are looked at."""
+    folder, about = one.folder, one.body["table"]
+    if not one.number:
         raise FileNotFoundError(
             f"{folder.path}: expected a store with something saved, found one to which nothing "
             "was. jrb.save(path, buffer, state) does that."
         )
-    rows = Table(folder, folder_of(about["folder"]), opened.columns, about["room"], writable=False)
-    places = Places(opened.runs(), about["slots"], about["room"], opened.body["rows"])
-    store = Store(folder, rows, places, opened.number, about["folder"], most=about["most"])
-    store.load_generation(opened)
+    rows = Table(folder, folder_of(about["folder"]), one.columns, about["room"], writable=False)
+    places = Places(one.runs(), about["slots"], about["room"], one.body["rows"])
+    store = Store(folder, rows, places, one.number, about["folder"], most=about["most"])
+    store.sums.columns, store.sums.named = one.sums(), places.named()
+    store.leave_out_lost()
     return store
 
 
@@ -258,12 +232,7 @@ def check(store: Store, rows: bool) -> None:
 
 
 def damages(path: str, progress: Progress = no_progress) -> list[str]:
-    """Returns all that is wrong with a store and its older generations, a line each.
-
-    Args:
-        path: of the folder.
-        progress: is called with the share that is done, perhaps by other threads, one at a time.
-    """
+    """Returns all that is wrong with a store and its older generations, a line each."""
     folder = folder_at(path)
     while True:
         numbers = generation.numbers(folder)
@@ -272,12 +241,12 @@ def damages(path: str, progress: Progress = no_progress) -> list[str]:
         lines: list[str] = []
         for number, step in zip(reversed(numbers), steps(progress, len(numbers)), strict=True):
             try:
-                opened = Generation(folder, number)
+                one = Generation(folder, number)
                 if not number:
                     continue
-                for entry in opened.body["arrays"]:
-                    opened.check(entry["name"])
-                store = store_of(opened)
+                for entry in one.body["arrays"]:
+                    one.array(entry["name"], np.uint8)
+                store = store_of(one)
                 store.table.check_numbers()
                 lines += _damages(store, step)
             except (DamagedError, OSError) as error:
@@ -295,9 +264,10 @@ def _damages(store: Store, progress: Progress = no_progress) -> Iterator[str]:
     count, turn = itertools.count(1), threading.Lock()
 
     def check(task: tuple[int, int]) -> None:
-        damage = store.sums.damage(*task)
-        if damage:
-            damages.append((*task, damage))
+        try:
+            store.sums.check(*task)
+        except DamagedError as error:
+            damages.append((*task, str(error)))
         with turn:
             progress(next(count) / len(blocks))
 

@@ -107,12 +107,9 @@ class Places:
         return slots
 
     def line_up(self, kept: np.ndarray) -> None:
-        """Queues all places that nothing names, from the one behind the last written place on.
-
-        Args:
-            kept: bool `[P]`, the places that generations name which must stay.
-        """
+        """Queues all places that nothing names, from the one behind the last written place on."""
         first = self.next(self.numbered)  # their numbers are on the disk: they stay at the head
+        # Free places follow in the order of the file, so that rows of a ring stay in line.
         is_busy = kept | self.named()
         is_busy[first] = True
         free = np.flatnonzero(~is_busy)
@@ -127,6 +124,7 @@ class Places:
         self._requeue(places, np.concatenate([self.kept, np.zeros(room - self.room, bool)]))
 
     def _requeue(self, places: np.ndarray, kept: np.ndarray) -> None:
+        # An assignment to other places than these cannot be taken back any more.
         queue, self._undo = np.zeros(len(kept), _dtype(len(kept))), None
         queue[: len(places)] = places
         self.kept, self._queue, self._head, self.free = kept, queue, 0, len(places)
@@ -143,12 +141,7 @@ class Places:
         self.free += len(places)
 
     def assign(self, slots: np.ndarray, expiring: bool) -> None:
-        """Gives slots the first places in the queue, completely or not at all.
-
-        Args:
-            slots: int64 `[B]`, each once.
-            expiring: whether their old rows may be given up where a generation still names them.
-        """
+        """Gives slots the first places in the queue, completely or not at all."""
         self.settle()
         count, old, new = len(slots), self.at(slots), self.next(len(slots))
         # `max` of an array takes 3 to 6 us more than `argmax`, as its code in Python is cold.
@@ -158,6 +151,7 @@ class Places:
             inverted = np.zeros(size, self._inverted.dtype)
             inverted[: self.reach] = self._inverted[: self.reach]
             self._inverted = inverted
+        # From here on an interrupt leaves a half-made assignment, which `settle` takes back.
         cursors = {name: getattr(self, name) for name in _CURSORS}
         self._undo = slots, old, new, cursors, len(self._displaced)
         self._is_under_way = True
@@ -170,31 +164,24 @@ class Places:
         old = old[old >= 0]
         is_kept = self.kept[old]
         self._append(old[~is_kept])
+        # A generation names these places: they are used again only when no other is free.
         if expiring and is_kept.any():
             self._displaced.append(old[is_kept])
         self._is_under_way = False
 
-    def settle(self) -> None:
-        """Takes back an assignment that something interrupted."""
-        if self._is_under_way:
-            self._revert()
-
-    def take_back(self, version: int) -> None:
-        """Takes the last assignment back if it made another version of this one."""
-        self.settle()
-        if self._undo is not None and self._undo[3]["version"] == version != self.version:
+    def settle(self, version: int | None = None) -> None:
+        """Takes back an interrupted assignment, or the last one if it followed this version."""
+        if self._undo is None:
+            return
+        slots, old, new, cursors, displaced = self._undo
+        if self._is_under_way or cursors["version"] == version != self.version:
             self._is_under_way = True
-            self._revert()
-
-    def _revert(self) -> None:
-        if self._undo is not None:
-            slots, old, new, cursors, displaced = self._undo
             self._inverted[slots] = ~old
             del self._displaced[displaced:]
             vars(self).update(cursors)
             # Old places may have been appended over the first ones, where the queue was full.
             self._queue[np.arange(self._head, self._head + len(new)) % len(self._queue)] = new
-        self._is_under_way, self._undo = False, None
+            self._is_under_way, self._undo = False, None
 
     def give_up(self, count: int) -> None:
         """Queues places of replaced rows though a generation names them, those that left first.
@@ -215,11 +202,6 @@ class Places:
         self.mark(slots, LOST)
         self._append(places)
 
-    def resize(self, slots: int) -> None:
-        """Changes N; slots from there on are dropped."""
-        self._undo, self.slots, self.reach = None, slots, min(self.reach, slots)
-        self._inverted = np.append(self._inverted[: self.reach], self._inverted[-1:])
-
 
 def _dtype(count: int) -> type:
     """Returns the dtype of numbers below a count."""
@@ -238,6 +220,7 @@ def runs_of(places: np.ndarray) -> np.ndarray:
 
 def named_by(runs: np.ndarray, room: int) -> np.ndarray:
     """Returns which places runs have, bool `[P]`."""
+    # Runs do not overlap: the sum of steps up at their starts and down at their ends is 0 or 1.
     edges = np.zeros(room + 1, np.int8)
     edges[runs[:, 1]] += 1
     edges[runs[:, 1] + runs[:, 2]] -= 1
@@ -245,11 +228,7 @@ def named_by(runs: np.ndarray, room: int) -> np.ndarray:
 
 
 def check_runs(runs: np.ndarray, slots: int, room: int) -> None:
-    """Checks runs that should be of N slots and P places.
-
-    Raises:
-        ValueError: runs overlap, or are not within the table.
-    """
+    """Checks runs that should be of N slots and P places."""
     for starts, most in ((runs[:, 0], slots), (runs[:, 1], room)):
         order = np.argsort(starts)
         first, length = starts[order], runs[order, 2]

@@ -36,12 +36,7 @@ def remove(path: str, is_own: IsOwn) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, is_own: IsOwn) -> Iterator[None]:
-    """Holds the locks of all writers in a folder in which nothing is but files of its format.
-
-    Raises:
-        ValueError: there are other files, which the message names; or a link, or a file system.
-        LockedError: a store or a recording in it is being written to.
-    """
+    """Holds the locks of all writers in a folder in which nothing is but files of its format."""
     with contextlib.ExitStack() as stack:
         own = _checked(path, is_own)
         locks = {name for name in own if name.endswith(_LOCK)}

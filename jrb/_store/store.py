@@ -1,12 +1,5 @@
 """A store of rows on a disk: written as a ring, committed as a whole, never over what it promised.
 
-```
-generation-000000000007     what the last commit has promised (see `jrb._store.generation`)
-rows/next/observation.bin   the rows of a leaf, or of several (see `jrb._store.table`)
-rows/.numbers               the number of the row at each place
-lock                        of the process that writes
-```
-
 A row is written to a free place (see `jrb._store.places`), so the rows that the last commit names
 stay as they are, and a commit has nothing to do but to sync the rows and to write one file. There
 is nothing to be undone after a crash. Only where a ring has no free place left since the last
@@ -50,17 +43,9 @@ class Store:
     it knows of; only the newest may be written to, and of others rows that are still there are
     read. The first write takes the lock.
 
-    Args:
-        folder: where it is.
-        table: the rows.
-        places: where they are.
-        number: of the generation that is open.
-        table_folder: the generation that made the table.
-        reserve: whether room is set aside on the disk when the table grows.
-        lock: of one who writes already.
-        most: P, for how many rows the table is to have room before old ones go.
-
     Attributes:
+        path: of its folder.
+        slots: N, how many rows there can be.
         drawing: lets draws in, which writes of other threads wait for.
         sums: of the rows that were committed or opened.
         lost: int64, the slots whose rows were promised, but are lost.
@@ -82,21 +67,21 @@ class Store:
         most: int = 0,
     ) -> None:
         self.folder: Folder = folder
+        self.path: str = folder.path
+        self.slots: int = places.slots
         self.table: Table = table
         self.generation: int = number
         self.drawing: Gate = Gate()
         self.sums: Sums = Sums(table)
         self.lost: np.ndarray = np.zeros(0, np.int64)
-        self._places, self._table_folder = places, table_folder
-        self._reserve, self._lock, self._is_ousted, self._most = reserve, lock, False, most
+        self._places = places
+        self._table_folder = table_folder  # the generation that made the table
+        self._reserve = reserve  # whether the disk sets room aside when the table grows
+        self._most = most  # P, up to which the table grows before old rows go
+        self._lock, self._is_ousted = lock, False
         self._kept: dict[int, np.ndarray] = {}  # places by generation
         self._folders: dict[int, int] = {}  # those of tables, by generation
         self._turn, self._writer = threading.RLock(), 0
-
-    def load_generation(self, opened: Generation) -> None:
-        """Loads the sums of the generation that is open, and leaves out rows that are lost."""
-        self.sums.columns, self.sums.named = opened.sums(), self._places.named()
-        self.leave_out_lost()
 
     def leave_out_lost(self) -> bool:
         """Leaves out the rows that were overwritten since the last call; returns if any were.
@@ -117,20 +102,11 @@ class Store:
 
     def _overwritten(self) -> np.ndarray:
         """Returns the slots whose rows this store has promised, but that were overwritten."""
-        if self.table.highest() <= self.version:  # as mostly, and quicker found
+        if not (self.table.numbers() > self.version).any():  # as mostly
             return np.zeros(0, np.int64)
         places = self._places.used
-        return np.flatnonzero((places >= 0) & self.table.newer(places, self.version))
-
-    @property
-    def path(self) -> str:
-        """Of the folder."""
-        return self.folder.path
-
-    @property
-    def slots(self) -> int:
-        """N, how many rows there can be."""
-        return self._places.slots
+        numbers = self.table.numbers(np.maximum(places, 0))
+        return np.flatnonzero((places >= 0) & (numbers > self.version))
 
     @property
     def reach(self) -> int:
@@ -144,84 +120,56 @@ class Store:
 
     # Reading.
 
-    def take(self, version: int, slots: list[np.ndarray]) -> list[np.ndarray]:
-        """Returns rows of every column, uint8 `[B, width]`, at slots `[B]`.
-
-        They are zeros where none was written.
-
-        Raises:
-            StaleError: one of them was overwritten after this version.
-        """
-        rows, places = [], {}
-        for number, at in enumerate(slots):
-            if id(at) not in places:  # mostly, all columns are read at the same slots
-                places[id(at)] = self._places_at(at)
-            rows.append(self._rows(number, *places[id(at)]))
-        for pair in places.values():
-            self._check_unchanged(version, *pair)
-        return rows
-
     def take_column(
         self, version: int, number: int, slots: np.ndarray, part: slice | None = None
     ) -> np.ndarray:
         """Returns rows as `take`, of one column or of a part of its bytes."""
-        places, is_written = self._places_at(slots)
-        rows = self._rows(number, places, is_written, part)
-        self._check_unchanged(version, places, is_written)
-        return rows
+        return self.take(version, [slots], number, part)[0]
 
-    def _places_at(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the places of slots; and at which a row was written, bool `[B]`, None if at all.
+    def take(
+        self, version: int, slots: list[np.ndarray], first: int = 0, part: slice | None = None
+    ) -> list[np.ndarray]:
+        """Returns rows of consecutive columns, uint8 `[B, width]`, at slots `[B]` of each.
 
-        Raises:
-            StaleError: a row is lost.
+        They are zeros where none was written. `StaleError`: one is newer than the version.
         """
-        places = self._places.at(slots)
-        if not places.size or places.item(places.argmin()) >= 0:
-            return places, None
-        if (places == LOST).any():
-            raise self._stale()
-        return places, places >= 0
-
-    def _rows(
-        self,
-        number: int,
-        places: np.ndarray,
-        is_written: np.ndarray | None,
-        part: slice | None = None,
-    ) -> np.ndarray:
-        if is_written is None:
-            return self.table.take(number, places, part)
-        written = self.table.take(number, places[is_written], part)  # reading a hole may take disk
-        rows = np.zeros((len(places), written.shape[1]), np.uint8)
-        rows[is_written] = written
+        rows, places_at = [], {}
+        for number, at in enumerate(slots, first):
+            if id(at) not in places_at:  # mostly, all columns are read at the same slots
+                places_at[id(at)] = self._places.at(at)
+            places = places_at[id(at)]
+            # `min` of an array takes 3 to 6 us more than `argmin`, as its code in Python is cold.
+            if not places.size or places.item(places.argmin()) >= 0:
+                rows.append(self.table.take(number, places, part))
+                continue
+            is_written = places >= 0  # reading a hole may take disk
+            written = self.table.take(number, places[is_written], part)
+            rows.append(np.zeros((len(places), written.shape[1]), np.uint8))
+            rows[-1][is_written] = written
+        # Last of all: meanwhile a row may have been overwritten.
+        for places in places_at.values():
+            self._check_unchanged(version, places)
         return rows
 
-    def _check_unchanged(
-        self, version: int, places: np.ndarray, is_written: np.ndarray | None = None
-    ) -> None:
-        """Raises `StaleError` if a row that was read may be of a later version."""
-        places = places if is_written is None else places[is_written]
-        if self._is_ousted or self.table.newest_number(places) > version:
-            raise self._stale()
-
-    def _stale(self) -> StaleError:
-        return StaleError(
-            f"{self.path}: expected a state whose rows are still there, got one of which some "
-            "that were asked for were overwritten since. Draw from the state that the last "
-            "write returned, or load the path again."
-        )
+    def _check_unchanged(self, version: int, places: np.ndarray) -> None:
+        """Raises `StaleError` if a row is lost, or may be of a later version."""
+        lowest = places.item(places.argmin()) if places.size else 0
+        numbers = self.table.numbers(places[places >= 0] if lowest < 0 else places)
+        is_newer = numbers.size and numbers.item(numbers.argmax()) > version
+        if self._is_ousted or is_newer or (lowest <= LOST and (places == LOST).any()):
+            raise StaleError(
+                f"{self.path}: expected a state whose rows are still there, got one of which some "
+                "that were asked for were overwritten since. Draw from the state that the last "
+                "write returned, or load the path again."
+            )
 
     def read_columns(self, targets: dict[int, np.ndarray]) -> None:
         """Fills targets, uint8 `[N, width]` by the numbers of columns, with all rows, checked.
 
         Some rows of all columns are read before the next ones: targets may be parts of the rows of
         one array, which then pass through the cache once.
-
-        Raises:
-            DamagedError: a block is not what was written.
-            StaleError: some of it was overwritten meanwhile.
         """
+        # By places and not by slots: a file is read from its beginning to its end.
         slots_at, size = self._places.slots_at(), self.sums.block
 
         def read(blocks: range) -> None:
@@ -239,17 +187,14 @@ class Store:
                 for start, block in zip(range(0, len(rows), size), blocks, strict=True):
                     part = slice(start, start + size)
                     checksum = checksum_of(rows[part], is_named[part])
-                    expected = int(self.sums.columns[number][block])
-                    if checksum != expected:
-                        raise DamagedError(self.table.damage(number, block, expected, checksum))
+                    self.table.check(number, block, self.sums.columns[number][block], checksum)
                 if not is_direct:
                     target[slots] = rows[is_named]
 
         try:
             share(read, self.sums.runs(list(targets)))
         except DamagedError:
-            places = self._places.used
-            self._check_unchanged(self.version, places, places >= 0)
+            self._check_unchanged(self.version, self._places.used)
             raise
         blank = np.flatnonzero(self._places.used < 0)
         for target in targets.values():
@@ -259,7 +204,7 @@ class Store:
     def numbers(self, slots: np.ndarray) -> np.ndarray:
         """Returns the numbers of rows; 0 for slots that were never written."""
         places = self._places.at(slots)
-        return np.where(places >= 0, self.table.numbers_at(places), 0)
+        return np.where(places >= 0, self.table.numbers(np.maximum(places, 0)), 0)
 
     def is_new_table(self) -> bool:
         """Returns if no generation has this table yet."""
@@ -295,7 +240,7 @@ class Store:
         old rows of these slots may be lost, which draws and commits then say.
 
         Args:
-            version: of the state; it must be the newest.
+            version: of the state; it must be the newest, else it raises `StaleError`.
             slots: int64.
             rows: of every column.
             expiring: whether rows that were promised may go where no place is free, because the
@@ -304,11 +249,6 @@ class Store:
 
         Returns:
             The version of the state that knows of them.
-
-        Raises:
-            StaleError: the state is not the newest one.
-            LockedError: another process writes.
-            OSError: the disk is full or broken.
         """
         with self._turn:
             self.own()
@@ -333,7 +273,7 @@ class Store:
         """
         with self._turn:
             if self._writer == threading.get_ident():
-                self._places.take_back(version)
+                self._places.settle(version)
 
     def _make_room(self, slots: np.ndarray, expiring: bool) -> None:
         """Frees as many places as there are slots, and writes the numbers of the next rows."""
@@ -370,18 +310,15 @@ class Store:
             self._places.grow(room)
 
     def own(self) -> None:
-        """Makes this the store that writes.
-
-        Raises:
-            LockedError: another process writes.
-            StaleError: another has committed since this one was opened.
-        """
+        """Makes this the store that writes."""
         with self._turn:
             if self._lock is not None and not self._is_ousted:
                 self._lock.check()
                 return
             self.folder.check()
             self._check_generation()
+            # A store of this process that has the lock hands it over: the state that is written to
+            # first goes on, and the other one is stale.
             rival = writing.get(self.path)
             if rival is not None and not rival.folder.is_same(self.folder):
                 rival = None
@@ -424,9 +361,9 @@ class Store:
         generations.check_own(self.folder)
         places = self._places
         places.mark(self._overwritten(), LOST)
-        places.following = max(self.table.highest(), places.version) + 1
-        used = places.used
-        places.last = self.table.newest(used[used >= 0])
+        places.following = max(int(self.table.numbers().max(initial=0)), places.version) + 1
+        used = places.used[places.used >= 0]
+        places.last = int(used[self.table.numbers(used).argmax()]) if len(used) else -1
         self._lock = lock
         # Generations that were written, but that the whole never came to name, are undone.
         later = [one for one in generations.numbers(self.folder) if one > self.generation]
@@ -455,7 +392,7 @@ class Store:
                 continue
             is_named = named_by(generation.runs(), self.table.room)
             places = np.flatnonzero(is_named)
-            is_named[places[self.table.newer(places, generation.body["rows"])]] = False
+            is_named[places[self.table.numbers(places) > generation.body["rows"]]] = False
             self._kept[number] = is_named
         self._free()
 
@@ -490,6 +427,8 @@ class Store:
     ) -> int:
         """Makes all that was written the next generation.
 
+        Where it fails, a note of the error says whether it has happened.
+
         Args:
             version: of the state; it must be the newest.
             meta: of the owner, for JSON.
@@ -499,11 +438,6 @@ class Store:
 
         Returns:
             The number of the generation.
-
-        Raises:
-            StaleError: the state is not the newest one, or some of its rows are lost.
-            LockedError: another process writes.
-            OSError: the disk is full or broken. A note says whether it has happened.
         """
         with self._turn:
             self.own()
@@ -515,6 +449,7 @@ class Store:
                     "or load the path to go on from what was saved last."
                 )
             self._fit()
+            # A commit names the places that slots have now.
             number, is_named = self.generation + 1, self._places.named()
             try:
                 self.sums.settle(is_named)
@@ -564,6 +499,7 @@ class Store:
     def expire(self, kept: set[int]) -> None:
         """Removes the generations that need not stay, and frees what only they named."""
         numbers = {*generations.numbers(self.folder), *self._kept, *self._folders}
+        # Files go before their places are free: no generation names a row that was overwritten.
         expired = sorted(numbers - kept)
         self._remove(expired)
         for number in expired:

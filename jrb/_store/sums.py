@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jrb._store.errors import DamagedError
 from jrb._store.table import Table, runs
 from jrb._store.threads import share
 
@@ -76,31 +75,17 @@ class Sums:
         self.named, self._touched = longer(self.named, room), longer(self._touched, room)
         self._unsynced = longer(self._unsynced, room)
 
-    def damage(self, number: int, block: int) -> str:
-        """Returns what is wrong with a block; nothing if it is whole."""
+    def check(self, number: int, block: int) -> None:
+        """Raises `DamagedError` unless a block is what was written."""
         checksum = self.table.checksum(number, block, self.named)
-        expected = int(self.columns[number][block])
-        return "" if checksum == expected else self.table.damage(number, block, expected, checksum)
+        self.table.check(number, block, self.columns[number][block], checksum)
 
     def check_column(self, number: int) -> None:
         """Raises `DamagedError` unless all of a column is what was written."""
-        share(lambda block: self._check(number, block), self._blocks_of(self.named))
-
-    def _check(self, number: int, block: int) -> None:
-        damage = self.damage(number, block)
-        if damage:
-            raise DamagedError(damage)
+        share(lambda block: self.check(number, block), self._blocks_of(self.named))
 
     def settle(self, named: np.ndarray) -> None:
-        """Sums up the blocks that changed, and takes all rows to the disk, both at once.
-
-        Args:
-            named: bool `[P]`, the places that the next commit names.
-
-        Raises:
-            DamagedError: rows that were committed before are not what was written.
-            OSError: the disk is full or broken.
-        """
+        """Sums up the blocks that changed, and takes all rows to the disk, both at once."""
         touched = self._touched | self._unsynced
         changed = (named != self.named) | self._touched
         if self._unsynced.any():
@@ -110,7 +95,7 @@ class Sums:
             unchecked = set(self._blocks_of(self._touched & self.named))
             for number, column in enumerate(self.table.columns):
                 for block in sorted(set(self._blocks_of(places)) - unchecked):
-                    self._check(number, block)
+                    self.check(number, block)
                 step = max(1, (4 << 20) // max(column.width, 1))
                 at = np.flatnonzero(places)
                 for part in (at[start : start + step] for start in range(0, len(at), step)):
@@ -136,8 +121,9 @@ class Sums:
             number, block = task
             part = slice(block * self.block, (block + 1) * self.block)
             before = self.named[part]
+            # Rows that were committed, and not written since, have to be what they were.
             if (before & named[part]).any() and not (before & self._touched[part]).any():
-                self._check(number, block)  # or damage would be summed up as if it were right
+                self.check(number, block)
             sums[number][block] = self.table.checksum(number, block, named)
 
         blocks = self._blocks_of(changed)

@@ -95,7 +95,7 @@ class Column:
         first, more = self.leaves[0].name, len(self.leaves) - 1
         parts = [quote(part, safe="%", errors="surrogatepass") for part in first.split("/")]
         # No part is empty or begins with a dot: `..` would lead out of the folder.
-        parts = ["%2E" + part[1:] if part.startswith(".") else part or "%" for part in parts]
+        parts = [part.replace(".", "%2E", 1) if part[:1] == "." else part or "%" for part in parts]
         name = "items" if first == "." else "/".join(parts)
         return f"{name}+{more}.bin" if more else f"{name}.bin"
 
@@ -135,6 +135,7 @@ def blocked(columns: tuple[Column, ...], slots: int, room: int) -> tuple[Column,
     They are of 256 kB in all, or there are 4096 of them; and so small that none holds the newest
     rows of a ring and the oldest ones too, which only the spare room separates.
     """
+    # Large blocks make few checksums; small ones make a commit cheap that changes few rows.
     block = max(_SMALLEST_BLOCK // _row_width(columns), -(-slots // _MOST_BLOCKS), 1)
     if room > slots:
         block = max(1, min(block, (room - slots) // 2))
@@ -151,16 +152,6 @@ class Table:
     A process may open 256 or 1024 files, and items may have thousands of leaves. Of many columns
     all but the first files are opened each time they are written to, or read by blocks; mappings
     need no open file.
-
-    Args:
-        folder: the store's.
-        name: of the table's folder in it.
-        columns: of the rows.
-        room: P.
-        writable: whether rows will be written.
-
-    Raises:
-        DamagedError: a file is missing, or too short.
     """
 
     rows: list[np.ndarray]
@@ -185,7 +176,7 @@ class Table:
             is_new = number not in self._open_files and number not in self._closed_files
             if is_new and len(self._open_files) < _MOST_OPEN:
                 self._open_files[number] = self._open(number)
-            with self._opened(number) as file:
+            with self._file(number) as file:
                 if is_new and number not in self._open_files:
                     self._closed_files[number] = os.fstat(file)
                 mappings.append(_mapped(file, room, self._column(number).width))
@@ -210,7 +201,7 @@ class Table:
             raise DamagedError(f"{expected} bytes, found {actual}.")
         return file
 
-    def _opened(self, number: int) -> contextlib.AbstractContextManager[int]:
+    def _file(self, number: int) -> contextlib.AbstractContextManager[int]:
         """Returns a context in which the file of a column is open; -1 for the numbers."""
         file = self._open_files.get(number)
         return self._reopened(number) if file is None else contextlib.nullcontext(file)
@@ -219,6 +210,7 @@ class Table:
     def _reopened(self, number: int) -> Iterator[int]:
         file = self._open(number)
         try:
+            # Another file may have been put in its place, to which nothing may be written.
             first = self._closed_files.get(number)
             if first is not None and not os.path.samestat(os.fstat(file), first):
                 path = self.paths[number]
@@ -231,28 +223,10 @@ class Table:
 
     # The numbers of rows.
 
-    def numbers_at(self, places: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the rows at places, uint64."""
-        return self._words[places] >> np.uint64(16)
-
-    def newer(self, places: np.ndarray | slice, number: int) -> np.ndarray:
-        """Returns at which places the row has a higher number than this one."""
-        return self._words[places] > np.uint64(number << 16 | 0xFFFF)
-
-    def highest(self) -> int:
-        """Returns the highest number of all."""
-        return int(self._words.max(initial=0)) >> 16
-
-    def newest(self, places: np.ndarray) -> int:
-        """Returns the one of some places whose row has the highest number; -1 if there is none."""
-        return int(places[self._words[places].argmax()]) if len(places) else -1
-
-    def newest_number(self, places: np.ndarray) -> int:
-        """Returns the highest number of the rows at some places; 0 if there is none."""
-        if not len(places):
-            return 0
-        words = self._words.take(places)
-        return words.item(words.argmax()) >> 16  # `max` of an array takes 3 to 6 us more
+    def numbers(self, places: np.ndarray | None = None) -> np.ndarray:
+        """Returns the numbers of the rows at some places, or at all, uint64."""
+        words = self._words if places is None else self._words.take(places)
+        return words >> np.uint64(16)
 
     def number(self, places: np.ndarray, numbers: np.ndarray, lasting: bool) -> None:
         """Sets the numbers of the rows that will be written at places, int64 `[B]`.
@@ -307,12 +281,13 @@ class Table:
         Raises:
             OSError: the disk is full or broken; some of the rows may be written.
         """
+        # Places of a ring mostly follow one another: one call of the system for each run.
         spans = [(start, stop, int(places[start])) for start, stop in runs(places)]
         for number, rows in enumerate(columns, first):
             width = rows.shape[1]
             if not width:
                 continue
-            with self._opened(number) as file:
+            with self._file(number) as file:
                 for start, stop, place in spans:
                     data = rows[start:stop].reshape(-1).data
                     files.write_at(file, self.paths[number], place * width, data)
@@ -323,7 +298,7 @@ class Table:
         It reads the file, as pages of a mapping count as memory of the process.
         """
         if target.size:
-            with self._opened(number) as file:
+            with self._file(number) as file:
                 data = target.reshape(-1).data
                 files.read_at(file, self.paths[number], place * target.shape[1], data)
 
@@ -339,29 +314,26 @@ class Table:
             checksum = checksum_of(rows, is_named[start : start + len(rows)], checksum)
         return checksum
 
-    def damage(self, number: int, block: int, expected: int, checksum: int) -> str:
-        """Returns what to say of a block whose rows are not what was written."""
+    def check(self, number: int, block: int, expected: int, checksum: int) -> None:
+        """Raises `DamagedError` unless the rows of a block are what was written."""
         column = self.columns[number]
-        return (
-            f"{self.paths[number]}: {column.display_name}, block {block}: expected the checksum "
-            f"{expected:08x}, found {checksum:08x}: the bytes from "
-            f"{block * column.block * column.width} on were damaged."
-        )
+        if checksum != expected:
+            raise DamagedError(
+                f"{self.paths[number]}: {column.display_name}, block {block}: expected the "
+                f"checksum {expected:08x}, found {checksum:08x}: the bytes from "
+                f"{block * column.block * column.width} on were damaged."
+            )
 
     def sync(self, number: int) -> None:
         """Takes all that was written to a column to the disk; -1 for the numbers."""
-        with self._opened(number) as file:
+        with self._file(number) as file:
             files.sync(file, self.paths[number])
 
     def grow(self, room: int, reserve: bool) -> None:
-        """Makes room for this many rows.
-
-        Raises:
-            OSError: there is none; then nothing has changed.
-        """
+        """Makes room for this many rows."""
         for number in (*range(len(self.columns)), -1):
             path, size = self.paths[number], room * self._column(number).width
-            with self._opened(number) as file:
+            with self._file(number) as file:
                 if os.fstat(file).st_size < size:  # else all was set aside when it was made
                     files.resize(file, path, size, reserve or number < 0)
                     files.sync(file, path)
@@ -398,11 +370,7 @@ def first_room(columns: tuple[Column, ...], most: int) -> int:
 
 
 def make(folder: Folder, name: str, columns: tuple[Column, ...], room: int, reserve: bool) -> None:
-    """Makes the files of a table, full of zeros.
-
-    Raises:
-        OSError: there is no room for them; then none is there afterwards.
-    """
+    """Makes the files of a table, full of zeros."""
     if reserve:
         folder.check_free(room * sum(column.width for column in (_NUMBERS, *columns)))
     try:
@@ -438,6 +406,7 @@ def _mapped(file: int, room: int, width: int) -> np.ndarray:
         code = ctypes.get_errno()
         raise OSError(code, f"mapping {size} bytes: {os.strerror(code)}")
     memory = (ctypes.c_uint8 * size).from_address(address)
+    # Not at exit: other threads may still read then, and the system unmaps all anyway.
     weakref.finalize(memory, _libc().munmap, address, size).atexit = False
     return np.frombuffer(memoryview(memory).toreadonly(), np.uint8).reshape(room, width)
 

@@ -35,11 +35,6 @@ def taken_lock() -> threading.Lock:
 class Worker:
     """A thread that calls a function once; an interrupt of `start` or `wait` changes nothing of it.
 
-    Args:
-        work: the function.
-        name: of the thread.
-        daemon: whether a program may end while it runs.
-
     Attributes:
         error: what the function raised, or None.
     """
@@ -49,14 +44,11 @@ class Worker:
         self._work = [work]
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
         self._starters: list[int] = []
+        # Locks that the thread releases: to wait for one is a call of C.
         self._starting, self._running, self._is_over = taken_lock(), taken_lock(), False
 
     def start(self) -> None:
-        """Starts the thread.
-
-        Raises:
-            RuntimeError: the system or the interpreter, which is ending, allows no more threads.
-        """
+        """Starts the thread."""
         # One call of C: an interrupt comes before it, or finds the starter in the list. `start` of
         # a `Thread` is called by another thread, as no interrupt comes there.
         self._starters.extend(map(_thread.start_new_thread, [self._start], [()]))
@@ -96,6 +88,7 @@ class Worker:
         """Returns when the function has returned; at once if it was not started, or calls this."""
         if not self.is_started or self._thread.ident == threading.get_ident():
             return
+        # Whoever waits passes the lock on to others that wait.
         if not self._is_over:
             with self._running:
                 pass

@@ -68,28 +68,21 @@ class HostRows(abc.ABC):
         patient: bool = False,
         replace: bool = False,
     ) -> np.ndarray:
-        """Writes leaves `[T, E, ...]` at slots `[T, E]`, those of N or more left out.
+        """Writes all leaves, `[T, E, ...]`, at slots `[T, E]`, and returns the next version.
 
         Args:
-            version: of the state, uint32 `[2]`.
-            slots: where.
+            version: of the state, which must be the newest, else it raises `StaleError`.
+            slots: those of N or more are left out.
             leaves: in the order of the items' leaves, keys as their words.
             patient: whether draws that are under way are waited for.
             replace: whether the rows are those at these slots with other values, and not new ones.
-
-        Returns:
-            The version of the state after the write, uint32 `[2]`.
-
-        Raises:
-            StaleError: the state is not the newest.
         """
 
     @abc.abstractmethod
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
-        """Returns the leaf of this number at slots, integers `[B]`, as bytes, uint8 `[B, width]`.
+        """Returns a leaf, by its number, at slots `[B]` as bytes, uint8 `[B, width]`.
 
-        Raises:
-            StaleError: a row there was overwritten after this version.
+        Raises `StaleError` if a row there was overwritten after this version.
         """
 
     def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
@@ -145,16 +138,15 @@ class HostRows(abc.ABC):
             leaves.append(row_bytes.view(spec.dtype).reshape((*at.shape, *spec.shape)))
         return leaves
 
-    def fetch(self, version: Version, slots: list[Any], device: Device = None) -> Item:
+    def fetch(
+        self, version: Version, slots: list[Any], device: Device = None, is_draw: bool = False
+    ) -> Item:
         """Returns the items at slots of any shape, on a device; None for the default one."""
-        return self.items(jax.device_put(self.take(version, slots), device))
-
-    def fetch_draw(self, version: Version, slots: list[Any], device: Device) -> Item:
-        """Returns items as `fetch`, in less time for draws, which are of few shapes."""
         leaves = self.take(version, slots)
         # Small arguments of a compiled function come to the default device five times as fast as by
-        # `device_put`; but for every shape it is compiled, and large ones it copies.
-        if device is None and all(leaf.nbytes < table.SMALL for leaf in leaves):
+        # `device_put`; but it is compiled for every shape, of which draws have few, and copies
+        # large ones.
+        if is_draw and device is None and all(leaf.nbytes < table.SMALL for leaf in leaves):
             return _handed_over(leaves, spec=self.spec_key)
         return self.items(jax.device_put(leaves, device))
 
@@ -313,11 +305,7 @@ def bytes_of(leaf: np.ndarray, count: int) -> np.ndarray:
 
 
 def call(function: Callable[..., Any], shapes: Any, *args: Any) -> Any:
-    """Calls a function of NumPy arrays from jitted code, in the order of the program.
-
-    Raises:
-        TypeError: under `vmap`.
-    """
+    """Calls a function of NumPy arrays from jitted code, in order; `TypeError` under `vmap`."""
     return io_callback(function, shapes, *map(_single, args), ordered=True)
 
 
@@ -352,7 +340,7 @@ class HostArrays(HostStorage):
 
     @property
     def device_part(self) -> Any:
-        """What stands for this storage in jitted parts."""
+        """The part that replaces this storage in jitted parts."""
         return HostStorageProxy()
 
     def device_state(self, state: PartState) -> Any:
@@ -435,7 +423,7 @@ class HostArrays(HostStorage):
         view = self.view(state)
         at = [np.asarray(slots)] * len(view.rows.raw) if places is None else places.each(np.asarray)
         device = slots.sharding if compat.is_committed(slots) else None
-        return view.rows.fetch_draw(view.version, at, device)
+        return view.rows.fetch(view.version, at, device, is_draw=True)
 
     def take(self, state: PartState, slots: np.ndarray) -> Item:
         """Returns the items at slots of any shape."""

@@ -17,31 +17,19 @@ from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb._util import casting, checks, pytree
 from jrb.ring import Ring
-from jrb.storages.host_rows import (
-    VERSION,
-    HostArrays,
-    HostRows,
-    Version,
-    bytes_of,
-    number,
-    words,
-)
+from jrb.storages import host_rows
+from jrb.storages.host_rows import HostArrays, HostRows, Version
 from jrb.types import Item
 
 
 class StoreRows(HostRows):
-    """The rows of a store.
-
-    Args:
-        store: with the rows.
-        spec: of one item.
-        expiring: whether rows that a commit has promised may go when the ring comes round to them.
-    """
+    """The rows of a store."""
 
     def __init__(self, store: Store, spec: Item, expiring: bool) -> None:
         super().__init__(store.slots, spec)
         self.store: Store = store
         self.path = store.path
+        # Whether rows that a commit has promised may go when the ring comes round to them.
         self._expiring = expiring
 
     @property
@@ -59,25 +47,27 @@ class StoreRows(HostRows):
     ) -> np.ndarray:
         """See `HostRows.put`."""
         at = np.asarray(slots).reshape(-1).astype(np.int64)
-        rows = [bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]
+        rows = [host_rows.bytes_of(np.asarray(leaf), len(at)) for leaf in leaves]
         is_kept = at < self.capacity
         if not is_kept.all():
             at, rows = at[is_kept], [leaf[is_kept] for leaf in rows]
         # The table grows rather than that a saved row goes whose slot keeps its place in time.
         expiring = self._expiring and not replace
-        return words(self.store.put(number(version), at, rows, expiring, patient))
+        return host_rows.words(
+            self.store.put(host_rows.number(version), at, rows, expiring, patient)
+        )
 
     def read(self, version: Version, slots: list[np.ndarray]) -> list[np.ndarray]:
         """See `HostRows.read`."""
-        return self.store.take(number(version), slots)
+        return self.store.take(host_rows.number(version), slots)
 
     def read_leaf(self, version: Version, leaf: int, slots: np.ndarray) -> np.ndarray:
         """See `HostRows.read_leaf`."""
-        return self.store.take_column(number(version), leaf, slots)
+        return self.store.take_column(host_rows.number(version), leaf, slots)
 
     def check_newest(self, version: Version) -> None:
         """See `HostRows.check_newest`."""
-        self.store.check_newest(number(version))
+        self.store.check_newest(host_rows.number(version))
 
     def drawing(self) -> AbstractContextManager[None]:
         """See `HostRows.drawing`."""
@@ -86,7 +76,7 @@ class StoreRows(HostRows):
     @contextlib.contextmanager
     def writing(self, version: Version) -> Iterator[None]:
         """See `HostRows.writing`."""
-        before = number(version)
+        before = host_rows.number(version)
         is_newest = before == self.store.version
         try:
             yield
@@ -103,11 +93,7 @@ _ATOMIC_BYTES = 8 << 20
 
 
 def columns(spec: Item) -> tuple[Column, ...]:
-    """Returns the columns of a store for such items.
-
-    Raises:
-        ValueError: leaves have names that are one as files, or that are too long.
-    """
+    """Returns the columns of a store for such items."""
     leaves = jax.tree_util.tree_leaves_with_path(spec)
     every = []
     for path, leaf in leaves:
@@ -129,13 +115,7 @@ def columns(spec: Item) -> tuple[Column, ...]:
 
 
 class StoreArrays(HostArrays):
-    """A storage whose rows are in the files of a store.
-
-    Attributes:
-        path: of its folder; None for a temporary one.
-        prealloc: whether the space on the disk is allocated at once.
-        spare_fraction: additional rows for what is written between two commits, as a fraction of N.
-    """
+    """A storage whose rows are in the files of a store; see `MemmapStorage`."""
 
     path: str | os.PathLike[str] | None
     prealloc: bool
@@ -178,7 +158,9 @@ class StoreArrays(HostArrays):
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
         """The bytes of all files when they are full, of the numbers of rows, and of the version."""
         width = 8 + sum(column.width for column in columns(spec))
-        return width * self._num_places(ring, spec, is_chronological) + pytree.nbytes(VERSION)
+        return width * self._num_places(ring, spec, is_chronological) + pytree.nbytes(
+            host_rows.VERSION
+        )
 
     def _num_places(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
         """Returns P, how many rows the files hold when they are full."""
@@ -201,18 +183,18 @@ class MemmapStorage(StoreArrays):
     `vmap` they are refused. The file of a leaf `next/observation` is `rows/next/observation.bin`,
     raw rows, written round and round.
 
-    States share their rows: an older one, of which something was overwritten since, may neither be
-    written to nor draw that (`jrb.StaleError`). `jrb.save` to the path is a commit, which costs
-    what changed, and `jrb.load` of the path opens it again, after a crash too, exactly as it was
-    committed: nothing that is promised is written over. Only if more rows are written between two
-    commits than there is room for beside N, the oldest that were promised go; a crash after that
-    gives the last commit without them, and a `jrb.LostWarning` says so.
+    States share their rows. An older state can neither be written to nor draw rows that were
+    overwritten since (`jrb.StaleError`). `jrb.save` to the path is a commit, which costs what
+    changed. `jrb.load` of the path opens it again as it was committed, after a crash too: no
+    committed row is overwritten. Only if more rows are written between two commits than there is
+    spare room for, the oldest committed ones go; a crash after that gives the last commit without
+    them, and a `jrb.LostWarning`.
 
-    One process may write; any number may load and read, each what was committed when it did, or
-    `jrb.StaleError` when that is overwritten; files that somebody cuts short meanwhile bring a
-    process down, as mappings do. Of the threads of a process one may write while others draw: a
-    write waits for draws that are under way. Where a process loads a path that it writes already,
-    the state that is written to first goes on, and the other is stale.
+    One process may write; any number may load and read what was committed when they did, or get
+    `jrb.StaleError` when it is overwritten. Files that are cut short meanwhile crash a process, as
+    mappings do. Of the threads of a process one may write while others draw: a write waits for
+    draws that are under way. Where a process loads a path that it writes already, the state that is
+    written to first stays valid, and the other is stale.
 
     Attributes:
         path: of a folder that is not there, or is empty; None for a temporary one, which is removed
@@ -220,7 +202,7 @@ class MemmapStorage(StoreArrays):
             by JAX, until the program ends or calls `jax.clear_caches()`.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
             Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
-        spare_fraction: additional rows for what is written between two commits, as a fraction of
+        spare_fraction: additional rows for those written between two commits, as a fraction of
             N. Writers that do not write in the order of time get as many as they need, at most N.
 
     Example:

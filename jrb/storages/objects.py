@@ -80,7 +80,7 @@ class ListStorage(HostStorage):
 
     @property
     def device_part(self) -> HostStorageProxy:
-        """What stands for this storage in jitted parts."""
+        """The part that replaces this storage in jitted parts."""
         return HostStorageProxy()
 
     def device_state(self, state: Objects) -> None:

@@ -183,7 +183,7 @@ class SpillStorage(StoreArrays):
         device_capacity: H, how many items are on the device, a multiple of E; at most N are.
         prealloc: whether the disk sets all room aside in `init`, so that it cannot be full later.
             Otherwise files grow as they are filled, and a full disk is an `OSError` of the write.
-        spare_fraction: additional rows for what is written between two commits, as a fraction of N.
+        spare_fraction: additional rows for those written between two commits, as a fraction of N.
     """
 
     path: str | os.PathLike[str] | None
@@ -209,7 +209,7 @@ class SpillStorage(StoreArrays):
 
     @property
     def device_part(self) -> DeviceCache:
-        """What stands for this storage in jitted parts."""
+        """The part that replaces this storage in jitted parts."""
         return DeviceCache(self.device_capacity)
 
     def device_state(self, state: TieredState) -> DeviceCacheState:

@@ -3,14 +3,18 @@
 import os
 import pathlib
 import shutil
+import threading
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jrb._store import files, generation, opening, store, table
+from jrb._store import files, generation, opening, places, store, table, threads
 from jrb._store.errors import DamagedError, StaleError
 from jrb._store.files import Folder
 from jrb._store.table import Column, Leaf, files_of
+from jrb._store.threads import Gate
 from tests._store import faults
 
 
@@ -388,3 +392,114 @@ def test_a_copy_of_a_folder_is_another_store(path, tmp_path):
     with pytest.raises(OSError, match="renamed"):
         ring.write(1)
     assert faults.content(faults.opened(path)) == 21
+
+
+# The places of slots, as runs.
+
+
+@st.composite
+def lying(draw):
+    """Places of some slots among P, round a ring or in any order, some never written; and P."""
+    room = draw(st.integers(1, 12))
+    count = draw(st.integers(1, room))
+    order = draw(st.permutations(range(room)))
+    turned = np.roll(np.arange(room), draw(st.integers(0, room)))
+    of = np.asarray(draw(st.sampled_from([order, list(turned)]))[:count], np.int64)
+    never = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    return np.where(never, places.NEVER, of), room
+
+
+@hypothesis.given(lying())
+def test_runs_say_where_all_slots_lie_and_are_as_few_as_can_be(where):
+    of, room = where
+    runs = places.runs_of(of)
+    places.check_runs(runs, len(of), room)
+    np.testing.assert_array_equal(places.Places(runs, len(of), room).at(np.arange(len(of))), of)
+    follows = lambda s: s > 0 and of[s - 1] >= 0 and of[s] == of[s - 1] + 1
+    assert len(runs) == sum(of[s] >= 0 and not follows(s) for s in range(len(of)))
+
+
+@hypothesis.given(lying())
+def test_named_places_are_those_of_slots(where):
+    of, room = where
+    known = places.Places(places.runs_of(of), len(of), room)
+    assert np.flatnonzero(known.named()).tolist() == sorted(place for place in of if place >= 0)
+    assert known.reach == max((s + 1 for s in range(len(of)) if of[s] >= 0), default=0)
+    assert known.slots == len(of) and known.room == room
+    np.testing.assert_array_equal(known.runs, places.runs_of(of))
+    np.testing.assert_array_equal(known.used, of[: known.reach])
+    slots = {place: slot for slot, place in enumerate(of) if place >= 0}
+    assert known.slots_at().tolist() == [slots.get(place, -1) for place in range(room)]
+
+
+# Writes wait for draws that are under way.
+
+AT_MOST = 60  # seconds, where what is waited for never comes
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    monkeypatch.setattr(threads, "PATIENCE", 2 * AT_MOST)
+
+
+class Watched:
+    """A lock that tells when somebody waits for it."""
+
+    def __init__(self, lock):
+        self.lock, self.is_waited_for = lock, threading.Event()
+        self.release = lock.release
+
+    def acquire(self, **options):
+        self.is_waited_for.set()
+        return self.lock.acquire(**options)
+
+
+def waiting(one):
+    """A thread that waits at the gate until this one has left."""
+    ((number, lock),) = one.inside.items()
+    one.inside[number] = watched = Watched(lock)
+    thread = threading.Thread(target=one.wait, daemon=True)
+    thread.start()
+    assert watched.is_waited_for.wait(AT_MOST)
+    return thread
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_write_waits_until_a_draw_of_another_thread_is_over():
+    one = Gate()
+    with one.entered():
+        thread = waiting(one)
+        assert thread.is_alive()
+    thread.join(AT_MOST)
+    assert not thread.is_alive()
+    assert not one.inside
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_draw_within_a_draw_holds_a_write_up_as_long_as_the_outer_one():
+    one = Gate()
+    with one.entered():
+        thread = waiting(one)
+        with one.entered():
+            pass
+        assert thread.is_alive()
+    thread.join(AT_MOST)
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("patient")
+def test_nobody_waits_for_oneself():
+    one = Gate()
+    with one.entered():
+        one.wait()
+    assert not one.inside
+
+
+def test_a_draw_that_never_ends_is_not_waited_for_twice(monkeypatch):
+    one = Gate()
+    monkeypatch.setattr(threads, "PATIENCE", 0.01)
+    one.inside[-1] = threads.taken_lock()  # of a thread that an interrupt has thrown out
+    one.wait()
+    assert not one.inside
+    monkeypatch.setattr(threads, "PATIENCE", AT_MOST)
+    one.wait()
