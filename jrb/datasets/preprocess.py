@@ -22,7 +22,7 @@ import numpy as np
 from jrb.authoring import Folder, checks, leaf_name, tree_nbytes
 from jrb.datasets.format import Episode, native, rows_of
 from jrb.datasets.output import new_path, track
-from jrb.datasets.reading.columns import is_set
+from jrb.datasets.reading.tabular import is_set
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.parts import RecordedLeaf, RecordingSchema
 from jrb.layouts.names import Leaves, flatten

@@ -15,17 +15,9 @@ from typing import Any, ClassVar
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Source
-from jrb.datasets.reading import arrow, hdf5, npz
-from jrb.datasets.reading.columns import (
-    Column,
-    Table,
-    TableFormat,
-    by_content,
-    check_lengths,
-    check_roles_present,
-    table_of,
-)
-from jrb.datasets.reading.names import episode_text, to_ted
+from jrb.datasets.reading import arrow, hdf5, npz, tabular
+from jrb.datasets.reading.names import check, episode_text, to_ted
+from jrb.datasets.reading.tabular import Column, Table, TableFormat
 from jrb.keys import Keys
 
 _ENDINGS = (".npz", ".h5", ".hdf5", ".parquet", ".arrow", ".feather")
@@ -49,32 +41,29 @@ class Arrays(TableFormat):
 
     def matches(self, source: Source) -> bool:
         """Returns True if there are arrays, all of one length."""
-        arrays = npz.top(source)
         try:
-            if not arrays and hdf5.is_hdf5(source):
-                with hdf5.opened(source) as file:
-                    arrays, *_ = by_content(hdf5.below(file))
-                    return len({len(array) for array in arrays.values()}) == 1
+            with _opened(source, math.inf) as every:
+                arrays, _, _ = tabular.by_content(every)
+                return len({len(array) for array in arrays.values()}) == 1
         except (ValueError, OSError):
             return False
-        return len({len(array) for array in arrays.values()}) == 1
 
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file."""
         with _opened(source, self.max_expansion) as every:
-            arrays, texts, left_out = by_content(every)
+            arrays, texts, left_out = tabular.by_content(every)
             names = episode_text(arrays, texts, self.mapping, source)
             left_out |= texts.keys() - set(names)
             arrays |= {name: texts[name] for name in names}
-            check_lengths(source, arrays)
+            tabular.check_lengths(source, arrays)
             limit = ExpansionLimit(source, [source], self.max_expansion)
             limit.add(declared_nbytes(arrays))
             leaves = to_ted(arrays, self.mapping, source)
             columns = {leaves[name]: column for name, column in arrays.items()}
-            check_roles_present(source, columns, leaves, ("observation", "action"))
+            tabular.check_roles_present(source, leaves, ("observation", "action"))
             key = tuple(sorted(leaves.items()))
-            yield table_of(source, columns, files=[source], key=key, left_out=left_out)
+            yield tabular.table_of(source, columns, files=[source], key=key, left_out=left_out)
 
 
 @contextlib.contextmanager
@@ -87,7 +76,7 @@ def _opened(path: str, max_expansion: float) -> Iterator[Mapping[str, Column]]:
         with npz.opened(path, max_expansion) as arrays:
             yield arrays
     else:
-        raise ValueError(f"{path}: expected an .npz or HDF5 file, got another.")
+        check(False, path, "an .npz or HDF5 file", "another")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +108,9 @@ class Tables(TableFormat):
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the files."""
         paths = arrow.tables(source)
-        if not paths:
-            raise ValueError(f"{source}: expected Parquet or Arrow files, found none.")
+        check(paths, source, "Parquet or Arrow files", "none")
         files = arrow.ArrowFiles(paths)
-        if not files.starts[-1]:
-            raise ValueError(f"{source}: expected rows, found none.")
+        check(files.starts[-1], source, "rows", "none")
         numbers, texts, others = arrow.by_type(files.schema)
         texts = episode_text(numbers, texts, self.mapping, source)
         leaves = to_ted([*numbers, *texts], self.mapping, source)
@@ -131,11 +118,11 @@ class Tables(TableFormat):
             leaves[name]: arrow.ArrowColumn(files, path) for name, path in numbers.items()
         }
         columns |= {leaves[name]: arrow.TextColumn(files, (name,)) for name in texts}
-        check_roles_present(source, columns, leaves, ("observation",))
+        tabular.check_roles_present(source, leaves, ("observation",))
         ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(columns))
         notes = arrow.left_out([(".".join(p), kind) for p, kind in others if p[0] not in texts])
         key = tuple(sorted(leaves.items()))
-        yield table_of(source, columns, files=paths, key=key, notes=notes)
+        yield tabular.table_of(source, columns, files=paths, key=key, notes=notes)
 
 
 def check_whole(path: str) -> str:
@@ -168,11 +155,7 @@ def check_whole(path: str) -> str:
 
 
 def read_json(path: str) -> Any:
-    """Reads a file of JSON.
-
-    Raises:
-        ValueError: it is none, or damaged.
-    """
+    """Reads a file of JSON; refuses one that is none, or damaged."""
     with open(path, "rb") as file:
         try:
             return json.load(file)

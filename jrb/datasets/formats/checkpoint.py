@@ -19,20 +19,9 @@ from jrb.authoring import enable_x64, leaf_names
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import DamagedError
 from jrb.datasets.format import Source, native
-from jrb.datasets.reading.columns import (
-    DONE,
-    DONE_NOTE,
-    FLAGS,
-    TERMINATED,
-    TRUNCATED,
-    VALID,
-    DerivedColumn,
-    Table,
-    TableFormat,
-    combined_flags,
-    is_set,
-)
-from jrb.datasets.reading.names import leaves_in_ted
+from jrb.datasets.reading import tabular
+from jrb.datasets.reading.names import check, leaves_in_ted
+from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, VALID, Table
 from jrb.keys import Keys
 
 _Loaded = tuple[Table, int | None, str]
@@ -40,7 +29,7 @@ _Loaded = tuple[Table, int | None, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint(TableFormat):
+class Checkpoint(tabular.TableFormat):
     """The items of a buffer as they were saved, in episodes.
 
     Attributes:
@@ -123,31 +112,24 @@ class CheckpointFile(Checkpoint):
 
 
 def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
-    """Loads one generation, or a file.
-
-    Raises:
-        ValueError: the checkpoint is not of one buffer whose items are in episodes.
-    """
+    """Loads one generation, or a file; refuses all but one buffer whose items are in episodes."""
     with enable_x64():
         options = {"generation": number, "verify": format.verify}
         buffer, state = jrb.load(path, format.buffer, **options)
         if not isinstance(buffer, ReplayBuffer):
             inside = (os.path.join(path, name) for name in sorted(os.listdir(path)))
             parts = ", ".join(each for each in inside if jrb.checkpoint.is_checkpoint(each))
-            raise ValueError(
-                f"{path}: expected a single buffer, got several. Open one of them: {parts}"
-            )
+            check(False, path, "a single buffer", f"several. Open one of them: {parts}")
         keys = format.keys or buffer.keys
         if keys != buffer.keys:
             keyed = dataclasses.replace(buffer, keys=keys, storage=jrb.DeviceStorage())
             buffer, state = keyed, jrb.rebuild(buffer, state, keyed)
         episodes = jrb.episodes(buffer, state)
     names = leaf_names(buffer.stored(state))
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(
-            f"{path}: leaf '{twice[0]}': expected leaves with names of their own, got "
-            f"{len(twice)} of this name. Load it with jrb.load, and rename one."
-        )
+    twice = [name for name in names if names.count(name) > 1]
+    got = f"{len(twice)} of this name. Load it with jrb.load, and rename one"
+    where = f"{path}: leaf '{', '.join(twice[:1])}'"
+    check(not twice, where, "leaves with names of their own", got)
     facts = {
         "environment": np.array([each.environment for each in episodes], np.int64),
         "complete": np.array([each.complete for each in episodes], bool),
@@ -183,32 +165,35 @@ def _table(
             items = buffer.take(state, jnp.asarray(padded, jnp.int32))
             arrays = [np.array(_raw(leaf))[: len(at)] for leaf in jax.tree.leaves(items)]
         steps = dict(zip(leaves, arrays, strict=True))
-        flags = {name: is_set(steps.pop(name)) for name in FLAGS if name in steps}
-        terminated, truncated = combined_flags(len(at), *map(flags.get, FLAGS))
+        flags = {name: tabular.is_set(steps.pop(name)) for name in FLAGS if name in steps}
+        terminated, truncated = tabular.combined_flags(len(at), *map(flags.get, FLAGS))
         return {**steps, TERMINATED: terminated, TRUNCATED: truncated}
 
     # All columns of a slice are read at once: a table asks for two slices, one a row longer.
     @functools.lru_cache(maxsize=2)
     def read(start: int, stop: int) -> dict[str, np.ndarray]:
         steps = take(order[start:stop])
-        inside = is_set(steps[VALID]) | is_last[start:stop] if VALID in steps else np.ones(1, bool)
-        if not inside.all():
-            raise ValueError(
-                f"{path}: leaf '{VALID}': expected True but for last steps of episodes, got "
-                f"{np.count_nonzero(~inside)} others."
-            )
+        inside = (
+            tabular.is_set(steps[VALID]) | is_last[start:stop]
+            if VALID in steps
+            else np.ones(1, bool)
+        )
+        got, where = f"{np.count_nonzero(~inside)} others", f"{path}: leaf '{VALID}'"
+        check(inside.all(), where, "True but for last steps of episodes", got)
         return steps
 
-    last, columns = take(order[is_last]), dict[str, DerivedColumn]()
+    last, columns = take(order[is_last]), dict[str, tabular.DerivedColumn]()
     for name, leaf in last.items():
         column = lambda start, stop, name=name: read(start, stop)[name].copy()
-        columns[name] = DerivedColumn((len(order), *leaf.shape[1:]), native(leaf.dtype), column)
+        columns[name] = tabular.DerivedColumn(
+            (len(order), *leaf.shape[1:]), native(leaf.dtype), column
+        )
     cut = None
     if columns.pop(VALID, None) is not None:  # `Dataset` adds it again
-        cut = ~is_set(last[VALID]) & ~last[TERMINATED]
+        cut = ~tabular.is_set(last[VALID]) & ~last[TERMINATED]
     elif not any(name.split("/")[:2] == ["next", "observation"] for name in columns):
         cut = ~last[TERMINATED]
-    notes = (DONE_NOTE,) * ({*FLAGS}.intersection(leaves) == {DONE})
+    notes = (tabular.DONE_NOTE,) * ({*FLAGS}.intersection(leaves) == {DONE})
     return Table(columns, ends, facts, notes=notes, cut=cut)
 
 

@@ -14,19 +14,9 @@ import numpy as np
 
 from jrb.authoring import ExpansionLimit, checks, declared_nbytes
 from jrb.datasets.format import Source
-from jrb.datasets.reading import hdf5
-from jrb.datasets.reading.columns import (
-    TERMINATED,
-    TRUNCATED,
-    DerivedColumn,
-    Table,
-    TableFormat,
-    by_content,
-    check_lengths,
-    check_present,
-    flag_column,
-    table_of,
-)
+from jrb.datasets.reading import hdf5, tabular
+from jrb.datasets.reading.names import check
+from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, DerivedColumn, Table, TableFormat
 
 _NAMES = {
     "observations": "observation",
@@ -37,7 +27,6 @@ _NAMES = {
     "next_observations": "next/observation",
 }
 _NEEDED = ("observations", "actions", "rewards", "terminals")
-_NO_TIME_OUTS = "There are no time-outs in the file: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,37 +57,32 @@ class D4RL(TableFormat):
         with hdf5.opened(source) as file:
             every = hdf5.below(file)
             names = [name for name in every if name in _NAMES or name.startswith("infos/")]
-            arrays, texts, others = by_content({name: every[name] for name in names})
-            check_present(source, arrays, _NEEDED)
-            check_lengths(source, arrays)
+            arrays, texts, others = tabular.by_content({name: every[name] for name in names})
+            tabular.check_present(source, arrays, _NEEDED)
+            tabular.check_lengths(source, arrays)
             ExpansionLimit(source, [source], self.max_expansion).add(declared_nbytes(arrays))
             columns = {
                 _NAMES.get(name, "info" + name.removeprefix("infos")): array
                 for name, array in arrays.items()
             }
             notes: tuple[str, ...] = ()
-            if TRUNCATED not in columns:
-                terminated = flag_column(columns[TERMINATED], TERMINATED, source)
-                columns[TRUNCATED] = DerivedColumn(
-                    terminated.shape,
-                    terminated.dtype,
-                    lambda start, stop: self._time_outs(terminated[:])[start:stop],
-                )
-                notes = (f"{_NO_TIME_OUTS}every {self.horizon} steps stand for one (horizon=).",)
+            if TRUNCATED in columns:
+                where, expected = f"{source}: horizon", "None for a file with its own 'timeouts'"
+                check(self.horizon is None, where, expected, f"{self.horizon}. Leave it out")
+            else:
+                terminated = tabular.flag_column(columns[TERMINATED], TERMINATED, source)
+                read = lambda start, stop: self._time_outs(terminated[:])[start:stop]
+                columns[TRUNCATED] = DerivedColumn(terminated.shape, terminated.dtype, read)
                 if self.horizon is None:
-                    notes = (
-                        f"{_NO_TIME_OUTS}episodes end where one terminated only, and may be "
-                        "several in one. Give horizon= if you know it.",
-                    )
-            elif self.horizon is not None:
-                raise ValueError(
-                    f"{source}: horizon: expected None for a file with its own 'timeouts', got "
-                    f"{self.horizon}. Leave it out."
-                )
+                    how = "episodes end where one terminated only, and may be several in one. Give "
+                    how += "horizon= if you know it."
+                else:
+                    how = f"every {self.horizon} steps stand for one (horizon=)."
+                notes = (f"There are no time-outs in the file: {how}",)
             metadata = hdf5.strings(file)
             if isinstance(group := hdf5.own(file, "metadata"), h5py.Group):
                 metadata |= hdf5.strings(group)
-            yield table_of(
+            yield tabular.table_of(
                 source,
                 columns,
                 files=[source],

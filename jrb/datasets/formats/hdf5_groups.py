@@ -6,7 +6,6 @@ References: Bharadhwaj et al., RoboAgent, 2023. Mandlekar et al., What Matters i
 Offline Human Demonstrations, 2021.
 """
 
-import abc
 import contextlib
 import dataclasses
 import itertools
@@ -21,23 +20,9 @@ import h5py
 import numpy as np
 
 from jrb.datasets.format import Source
-from jrb.datasets.reading import hdf5
-from jrb.datasets.reading.columns import (
-    TERMINATED,
-    TRUNCATED,
-    Column,
-    DerivedColumn,
-    EpisodeFormat,
-    Table,
-    by_content,
-    cached,
-    check_lengths,
-    check_present,
-    flag_column,
-    is_seen,
-    with_next,
-)
-from jrb.datasets.reading.names import natural_order
+from jrb.datasets.reading import hdf5, tabular
+from jrb.datasets.reading.names import check, natural_order
+from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, About, Column, Table
 
 _DONE_NOTE = "The files have one flag, 'done': it is taken for a termination, not for a time-out."
 _DONES_NOTE = (
@@ -58,7 +43,7 @@ class EpisodeGroup:
         return f"{self.path}: {self.name}"
 
 
-class GroupFormat(EpisodeFormat):
+class GroupFormat(tabular.EpisodeFormat):
     """A format whose files have a group for each episode, with arrays `[T, ...]` of its steps.
 
     Attributes:
@@ -77,54 +62,25 @@ class GroupFormat(EpisodeFormat):
     names: ClassVar[Mapping[str, str]]
     carried: ClassVar[tuple[str, ...]] = ()
 
-    @abc.abstractmethod
-    def layout(
-        self, source: Source, groups: Sequence[EpisodeGroup]
-    ) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
-        """Returns facts, metadata and notes; see `Description`."""
-
-    def about(
-        self, source: Source
-    ) -> tuple[int, Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
-        """Returns what is known without the arrays, with a note on numbers that are missing."""
-        groups = self.groups(source)
-        if not groups:
-            raise ValueError(f"{source}: expected {self.looks_for}, got none.")
-        facts, metadata, notes = self.layout(source, groups)
-        for path, neighbours in itertools.groupby(groups, operator.attrgetter("path")):
-            inside = list(neighbours)
-            first, last = inside[0], inside[-1]
-            missing = last.number - first.number + 1 - len(inside)
-            if missing:
-                between = " and ".join(os.path.basename(each.name) for each in (first, last))
-                file = os.path.basename(path)
-                notes += (f"{file}: {missing} numbers are missing between {between}.",)
-        return len(groups), facts, metadata, notes
-
     def groups(self, source: Source) -> list[EpisodeGroup]:
-        """Returns the groups of one file after the other, by their numbers, which may have gaps.
-
-        Raises:
-            ValueError: a file has none, or two of one number.
-        """
+        """Returns the groups of one file after the other, by their numbers, which may have gaps."""
         files = self.files(source)
-        return cached(
-            files, self, lambda: [group for path in files for group in self._inside(path)]
-        )
+        inside = lambda: [group for path in files for group in self.groups_in(path)]
+        groups = tabular.cached(files, self, inside)
+        check(groups, source, self.looks_for, "none")
+        return groups
 
-    def _inside(self, path: str) -> list[EpisodeGroup]:
+    def groups_in(self, path: str) -> list[EpisodeGroup]:
+        """Returns the groups of a file; refuses one without any, or with two of one number."""
         with hdf5.opened(path) as file:
             above = hdf5.own(file, self.parent)
-            if not isinstance(above, h5py.Group):
-                raise ValueError(f"{path}: expected a group '{self.parent}', got {list(file)}.")
+            check(isinstance(above, h5py.Group), path, f"a group '{self.parent}'", list(file))
             prefix = str(above.name).rstrip("/")
             matches = [match for match in map(self.pattern.fullmatch, map(str, above)) if match]
         groups = [EpisodeGroup(path, f"{prefix}/{match[0]}", int(match[1])) for match in matches]
-        if not groups or len({each.number for each in groups}) < len(groups):
-            raise ValueError(
-                f"{path}: expected one group or more, each of a number of its own, that are named "
-                f"as {self.pattern.pattern}, got {[each.name for each in groups]}."
-            )
+        is_right = 0 < len(groups) == len({each.number for each in groups})
+        expected = f"groups, each of a number of its own, that are named as {self.pattern.pattern}"
+        check(is_right, path, expected, [each.name for each in groups])
         return sorted(groups, key=operator.attrgetter("number"))
 
     def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
@@ -134,14 +90,11 @@ class GroupFormat(EpisodeFormat):
             yield where, self.table(where, hdf5.below(group))
 
     def table(self, where: object, arrays: Mapping[str, Column]) -> Table:
-        """Returns the steps of an episode.
-
-        Raises:
-            ValueError: arrays are missing, or are not of one length.
-        """
-        every, _, _ = by_content(arrays)
-        check_present(where, every, self.needed[:1])
-        check_present(where, {name.split("/")[0]: None for name in every}, self.needed)
+        """Returns the steps of an episode; refuses one that lacks arrays, or rows of them."""
+        every, _, _ = tabular.by_content(arrays)
+        tabular.check_present(where, every, self.needed[:1])
+        heads = dict.fromkeys(name.split("/")[0] for name in every)
+        tabular.check_present(where, heads, self.needed)
         steps, columns = len(every[self.needed[0]]), dict[str, Column]()
         for name, array in every.items():
             leaf, rows = self.leaf_of(name), len(array)
@@ -150,20 +103,15 @@ class GroupFormat(EpisodeFormat):
             if rows == steps or is_carried or head in ("observation", "action", "next"):
                 columns[leaf] = array
         left_out = {name for name in arrays if self.leaf_of(name) not in columns}
-        check_lengths(where, {name: leaf for name, leaf in columns.items() if is_seen(name)})
-        columns = with_next(columns, steps, self.carried)
-        check_lengths(where, columns)
-        if not steps or not any(map(is_seen, columns)):
-            raise ValueError(
-                f"{where}: expected observations of one step or more, got {steps} steps of "
-                f"{list(every)}."
-            )
+        seen = {name: column for name, column in columns.items() if tabular.is_seen(name)}
+        tabular.check_lengths(where, seen)
+        columns = tabular.with_next(columns, steps, self.carried)
+        tabular.check_lengths(where, columns)
+        got = f"{steps} steps of {list(every)}"
+        check(steps and seen, where, "observations of one step or more", got)
+        columns.setdefault(TRUNCATED, np.zeros(steps, bool))
         for name in (TERMINATED, TRUNCATED):
-            if name in columns:
-                columns[name] = flag_column(columns[name], name, where)
-            else:
-                zeros = lambda start, stop: np.zeros(stop - start, bool)
-                columns[name] = DerivedColumn((steps,), np.dtype(bool), zeros)
+            columns[name] = tabular.flag_column(columns[name], name, where)
         return Table(columns, np.array([steps]), left_out=left_out)
 
     def leaf_of(self, name: str) -> str:
@@ -173,18 +121,26 @@ class GroupFormat(EpisodeFormat):
 
 
 def opened_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, h5py.Group]]:
-    """Yields open groups; neighbours in one file share its handle.
-
-    Raises:
-        ValueError: one is no group of its file.
-    """
+    """Yields open groups; neighbours in one file share its handle."""
     for path, neighbours in itertools.groupby(groups, operator.attrgetter("path")):
         with hdf5.opened(path) as file:
             for where in neighbours:
                 group = hdf5.own(file, where.name)
-                if not isinstance(group, h5py.Group):
-                    raise ValueError(f"{where}: expected a group of this file, got none.")
+                check(isinstance(group, h5py.Group), where, "a group of this file", "none")
                 yield where, group
+
+
+def gap_notes(groups: Sequence[EpisodeGroup]) -> tuple[str, ...]:
+    """Returns a note on each file in which some numbers are missing."""
+    notes = list[str]()
+    for path, neighbours in itertools.groupby(groups, operator.attrgetter("path")):
+        first, *others = neighbours
+        last = others[-1] if others else first
+        if missing := last.number - first.number - len(others):
+            between = " and ".join(os.path.basename(each.name) for each in (first, last))
+            file = os.path.basename(path)
+            notes.append(f"{file}: {missing} numbers are missing between {between}.")
+    return tuple(notes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,26 +182,24 @@ class RoboSet(GroupFormat):
         # A damaged file is kept, so that it is refused when it is opened.
         return [path for path in paths if hdf5.is_hdf5(path) or path.endswith((".h5", ".hdf5"))]
 
-    def layout(
-        self, source: Source, groups: Sequence[EpisodeGroup]
-    ) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
+    def about(self, source: Source) -> About:
         """Returns the numbers of files and trials."""
-        files = self.files(source)
+        groups, files = self.groups(source), self.files(source)
         facts = {
             "seed": np.array([files.index(group.path) for group in groups], np.int64),
             "episode": np.array([group.number for group in groups], np.int64),
         }
-        return facts, {"files": [os.path.basename(path) for path in files]}, (_DONE_NOTE,)
+        metadata = {"files": [os.path.basename(path) for path in files]}
+        return len(groups), facts, metadata, (_DONE_NOTE, *gap_notes(groups))
 
 
 @dataclasses.dataclass(frozen=True)
 class Robomimic(GroupFormat):
     """One HDF5 file with `data/demo_<k>/{obs, next_obs, actions, rewards, dones, states}`.
 
-    Each demonstration has an attribute `num_samples`; `data` has `env_args`, of which the
-    environment was built, as JSON. Rewards may be missing. As facts, `demo` is the number of a
-    demonstration, and `mask/<key>`, bool, tells which of them the file lists under this key, such
-    as those to train on.
+    `data` has `env_args`, of which the environment was built, as JSON. Rewards may be missing. As
+    facts, `demo` is the number of a demonstration, and `mask/<key>`, bool, tells which of them the
+    file lists under this key, such as those to train on.
     """
 
     name: ClassVar[str] = "robomimic"
@@ -272,40 +226,29 @@ class Robomimic(GroupFormat):
         with hdf5.opened(source) as file:
             return any(map(self.pattern.fullmatch, map(str, hdf5.own(file, "data"))))
 
-    def layout(
-        self, source: Source, groups: Sequence[EpisodeGroup]
-    ) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
+    def about(self, source: Source) -> About:
         """Returns the numbers, the masks, and the attributes of the file and of `data`."""
-        for where, group in opened_groups(groups):
-            count, actions = group.attrs.get("num_samples"), hdf5.own(group, "actions")
-            has_rows = isinstance(actions, h5py.Dataset) and actions.shape
-            if count is not None and has_rows and len(actions) != count:
-                raise ValueError(
-                    f"{where}: expected {count} actions by its attribute num_samples, got "
-                    f"{len(actions)}."
-                )
+        groups, notes = self.groups(source), list[str]()
         facts: dict[str, np.ndarray] = {
             "demo": np.array([each.number for each in groups], np.int64)
         }
-        notes = list[str]()
         names = [group.name.split("/")[-1] for group in groups]
         with hdf5.opened(source) as file:
-            metadata = {name: hdf5.plain(value) for name, value in file.attrs.items()}
-            metadata |= {n: hdf5.plain(value) for n, value in hdf5.own(file, "data").attrs.items()}
+            attributes = {**file.attrs, **hdf5.own(file, "data").attrs}
             masks = hdf5.own(file, "mask")
-            lists = hdf5.below(masks) if isinstance(masks, h5py.Group) else {}
-            for key, entry in lists.items():
+            for key, entry in hdf5.below(masks).items() if isinstance(masks, h5py.Group) else ():
                 listed = [str(hdf5.plain(text)) for text in np.reshape(entry[:], -1)]
-                missing = sorted(set(listed) - set(names), key=natural_order)
+                missing = sorted({*listed} - {*names}, key=natural_order)
                 if missing:
                     shown = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
-                    notes.append(
-                        f"mask/{key} lists {len(missing)} demonstrations that are not in the file: "
-                        f"{shown}."
+                    lists = (
+                        f"mask/{key} lists {len(missing)} demonstrations that are not in the file"
                     )
+                    notes.append(f"{lists}: {shown}.")
                 facts[f"mask/{key}"] = np.isin(names, listed)
+        metadata: dict[str, Any] = {name: hdf5.plain(value) for name, value in attributes.items()}
         for name, value in metadata.items():
             if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
                 with contextlib.suppress(ValueError):  # a text that is no JSON stays
                     metadata[name] = json.loads(value)
-        return facts, metadata, (_DONES_NOTE, *notes)
+        return len(groups), facts, metadata, (_DONES_NOTE, *notes, *gap_notes(groups))

@@ -19,7 +19,8 @@ from jrb.datasets.format import Source
 from jrb.datasets.formats import lerobot_meta
 from jrb.datasets.formats.lerobot_meta import LeRobotMeta
 from jrb.datasets.reading import arrow, images
-from jrb.datasets.reading.columns import (
+from jrb.datasets.reading.names import check, to_ted
+from jrb.datasets.reading.tabular import (
     DONE,
     FLAGS,
     TERMINATED,
@@ -31,7 +32,6 @@ from jrb.datasets.reading.columns import (
     combined_flags,
     flag_column,
 )
-from jrb.datasets.reading.names import to_ted
 
 # Columns that each dataset has: a number for each step, though LeRobot calls their shape [1].
 _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -72,19 +72,25 @@ class LeRobot(TableFormat):
         """Opens the tables and videos."""
         meta = lerobot_meta.read(source)
         files = arrow.ArrowFiles([*meta.counts], [*meta.counts.values()])
-        own = {"episode_index": "episode_index"} if "episode_index" in meta.features else {}
-        names, ends = to_ted(meta.features, own, source), np.cumsum(meta.lengths)
-        features, notes = _columns(files, meta)
-        columns = {names[name]: column for name, column in features.items()}
+        features = meta.info["features"]
+        own = {"episode_index": "episode_index"} if "episode_index" in features else {}
+        names, ends = to_ted(features, own, source), np.cumsum(meta.lengths)
+        in_tables, notes = _columns(files, meta)
+        columns = {names[name]: column for name, column in in_tables.items()}
         limit = ExpansionLimit(source, files.paths, self.max_expansion)
         limit.add(declared_nbytes(columns))
         for feature, (paths, begins) in meta.videos.items():
-            reason = self._why_left_out(meta.features[feature], paths, columns)
+            reason = self._why_left_out(features[feature], paths, columns)
             if reason is not None:
                 notes.append(f"The video {feature} is left out: {reason}.")
                 continue
             columns[names[feature]] = images.VideoColumn(
-                paths, begins, ends, columns["timestamp"], _frame(meta, feature), meta.info["fps"]
+                paths,
+                begins,
+                ends,
+                columns["timestamp"],
+                _frame(features[feature]),
+                meta.info["fps"],
             )
             how = "are decoded from a video, which keeps them inexactly"
             notes.append(f"The frames {feature} {how}.")
@@ -139,14 +145,11 @@ def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Colu
     """Returns the columns of features in tables, and notes on those that are left out."""
     present, (numbers, _, _) = files.schema.names, arrow.by_type(files.schema)
     columns, others = dict[str, Column](), list[tuple[str, str]]()
-    for name, about in meta.features.items():
+    for name, about in meta.info["features"].items():
         if about["dtype"] == "video":
             continue
-        if name not in present:
-            raise ValueError(
-                f"{files.paths[0]}: expected a column '{name}', as in info.json, got "
-                f"{sorted(present)}."
-            )
+        expected = f"a column '{name}', as in info.json"
+        check(name in present, files.paths[0], expected, sorted(present))
         if about["dtype"] == "image":
             columns[name] = images.ImageColumn(files, (name,))
         elif numbers.get(name) == (name,):
@@ -154,7 +157,7 @@ def _columns(files: arrow.ArrowFiles, meta: LeRobotMeta) -> tuple[dict[str, Colu
         else:
             others.append((name, about["dtype"]))
     notes = [*arrow.left_out(others)]
-    if strange := ", ".join(name for name in present if name not in meta.features):
+    if strange := ", ".join(name for name in present if name not in meta.info["features"]):
         notes.append(f"Columns that are not in info.json are left out: {strange}.")
     return columns, notes
 
@@ -163,12 +166,10 @@ def _number_column(files: arrow.ArrowFiles, meta: LeRobotMeta, name: str) -> Col
     """Returns a column in the shape that `info.json` says."""
     column, path = arrow.ArrowColumn(files, (name,)), files.paths[0]
     is_scalar = not column.shape[1:] and (name in _OWN or name.startswith("next."))
-    shape = () if is_scalar else tuple(meta.features[name]["shape"])
-    if math.prod(shape) != math.prod(column.shape[1:]):
-        raise ValueError(
-            f"{path}: column '{name}': expected {list(shape)} for each step, as in info.json, got "
-            f"{list(column.shape[1:])}."
-        )
+    shape = () if is_scalar else tuple(meta.info["features"][name]["shape"])
+    row = list(column.shape[1:])
+    expected = f"{list(shape)} for each step, as in info.json"
+    check(math.prod(shape) == math.prod(row), f"{path}: column '{name}'", expected, row)
     stops = np.cumsum(meta.lengths)
 
     def read(start: int, stop: int) -> np.ndarray:
@@ -178,21 +179,17 @@ def _number_column(files: arrow.ArrowFiles, meta: LeRobotMeta, name: str) -> Col
             episodes = np.searchsorted(stops, rows, side="right")
             wrong = np.flatnonzero(values != episodes)
             if len(wrong):
-                raise ValueError(
-                    f"{path}: row {rows[wrong[0]]}: expected a step of episode "
-                    f"{episodes[wrong[0]]}, as lengths tell, got one of {values[wrong[0]]}."
-                )
+                row = int(wrong[0])
+                expected = f"a step of episode {episodes[row]}, as lengths tell"
+                check(False, f"{path}: row {rows[row]}", expected, f"one of {values[row]}")
         return values
 
     return DerivedColumn((len(column), *shape), column.dtype, read)
 
 
-def _frame(meta: LeRobotMeta, feature: str) -> tuple[int, int, int]:
+def _frame(about: Mapping[str, Any]) -> tuple[int, int, int]:
     """Returns the shape `[height, width, channel]` of frames that may have their channels first."""
-    (first, second, last), names = (
-        meta.features[feature]["shape"],
-        meta.features[feature].get("names"),
-    )
+    (first, second, last), names = about["shape"], about.get("names")
     named = isinstance(names, list) and names and str(names[0]).startswith("channel")
     is_first = named or (first in (1, 3, 4) and last not in (1, 3, 4))
     return (second, last, first) if is_first else (first, second, last)

@@ -16,24 +16,20 @@ import numpy as np
 from jrb.authoring import require
 from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading.columns import cached
-from jrb.datasets.reading.names import natural_order
+from jrb.datasets.reading.names import check, natural_order
+from jrb.datasets.reading.tabular import cached
 
 _INFO = os.path.join("meta", "info.json")
 _MAX_STEPS = 1 << 48  # of one episode
-_OWN = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
+_OWN = ("episode_index", "length", "dataset_from_index", "dataset_to_index")
 _GROUPS = ("stats/", "data/", "videos/", "meta/")
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{0,2})d?)?\}")
-_PATHS = {  # of tables and of videos, by version
-    "2": (
-        "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-        "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
-    ),
-    "3": (
-        "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-    ),
+_PATHS = {  # by version
+    ("2", "data"): "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    ("2", "video"): "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    ("3", "data"): "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+    ("3", "video"): "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
 }
 
 
@@ -42,7 +38,7 @@ class LeRobotMeta:
     """The metadata of a dataset, read before its tables are opened.
 
     Attributes:
-        info: `info.json`.
+        info: `info.json`, with the description of each leaf of a step under `features`.
         lengths: int64 `[K]`, the steps of each episode.
         counts: the number of rows of each table, by its path, in order.
         facts: arrays `[K]` by name.
@@ -58,11 +54,6 @@ class LeRobotMeta:
     tasks: Mapping[int, str]
     videos: Mapping[str, tuple[list[str], np.ndarray]]
 
-    @property
-    def features(self) -> dict[str, dict[str, Any]]:
-        """The description of each leaf of a step, by name."""
-        return self.info["features"]
-
 
 def is_dataset(path: object) -> bool:
     """Returns True if a folder has an `info.json` of LeRobot's."""
@@ -76,11 +67,7 @@ def is_dataset(path: object) -> bool:
 
 
 def read(root: str) -> LeRobotMeta:
-    """Reads the metadata of a dataset, once as long as they stay the same.
-
-    Raises:
-        ValueError: it is of another version, something is missing, or does not fit together.
-    """
+    """Reads the metadata of a dataset, once as long as they stay the same."""
     walk = os.walk(os.path.join(root, "meta"))
     files = [os.path.join(folder, name) for folder, _, names in walk for name in names]
     return cached(files, ("lerobot", root), lambda: _read(root))
@@ -88,89 +75,71 @@ def read(root: str) -> LeRobotMeta:
 
 def _read(root: str) -> LeRobotMeta:
     info, version = _info(root)
+    kind = "jsonl" if version == "2" else "parquet"
     path = os.path.join(root, "meta", "episodes.jsonl" if version == "2" else "episodes")
     lines = _rows(path)
     numbers = [line.get("episode_index") for line in lines]
-    if not all(type(number) is int for number in numbers):
-        raise ValueError(f"{path}: expected a number 'episode_index' for each episode.")
+    is_number = all(type(number) is int for number in numbers)
+    check(is_number, path, "a number 'episode_index' for each episode", "others")
     missing = sorted({*range(len(lines))} - {*numbers})
-    if missing or not lines:
-        raise ValueError(
-            f"{path}: expected a table of episodes from 0 to {len(lines) - 1}, got none with the "
-            f"numbers {missing[:5]}."
-        )
+    expected = f"a table of episodes from 0 to {len(lines) - 1}"
+    check(lines and not missing, path, expected, f"none with the numbers {missing[:5]}")
     lines = sorted(lines, key=lambda line: line["episode_index"])
-    for number, line in enumerate(lines):
-        length = line.get("length")
-        if type(length) is not int or not 0 < length < _MAX_STEPS:
-            raise ValueError(
-                f"{path}: episode {number}: length: expected a number above 0, got {length!r}."
-            )
-    lengths = np.array([line["length"] for line in lines], np.int64)
-    stops = np.cumsum(lengths)
-    for name, rows in (("dataset_from_index", stops - lengths), ("dataset_to_index", stops)):
-        for number, (line, row) in enumerate(zip(lines, rows.tolist(), strict=True)):
-            if line.get(name, row) != row:
-                raise ValueError(
-                    f"{path}: episode {number}: {name}: expected {row}, as lengths tell, got "
-                    f"{line[name]!r}."
-                )
-    for name, total in (("episodes", len(lengths)), ("frames", int(lengths.sum()))):
-        if (declared := info.get(f"total_{name}", total)) != total:
-            raise ValueError(
-                f"{root}: {_INFO}: total_{name}: expected {total}, as listed, got {declared!r}."
-            )
-    paths = [
-        info.get(f"{kind}_path") or _PATHS[version][kind == "video"] for kind in ("data", "video")
-    ]
-    fields = _file_fields(path, lines, version, info, "data")
-    files = [_path_in(root, paths[0], **each) for each in fields]
+    lengths: list[Any] = [line.get("length") for line in lines]
+    for number, length in enumerate(lengths):
+        is_right = type(length) is int and 0 < length < _MAX_STEPS
+        check(is_right, f"{path}: episode {number}: length", "a number above 0", repr(length))
+    for name, total in (("episodes", len(lengths)), ("frames", sum(lengths))):
+        where, declared = f"{root}: {_INFO}: total_{name}", info.get(f"total_{name}", total)
+        check(declared == total, where, f"{total}, as listed", repr(declared))
+    files = _files(root, path, lines, info, version, "data", "data")
     counts = dict.fromkeys(files, 0)
-    if 1 + sum(one != other for one, other in itertools.pairwise(files)) != len(counts):
-        raise ValueError(f"{path}: expected the episodes of a file side by side, got them apart.")
-    for file, length in zip(files, lengths.tolist(), strict=True):
+    runs = 1 + sum(one != other for one, other in itertools.pairwise(files))
+    check(runs == len(counts), path, "the episodes of a file side by side", "them apart")
+    for file, length in zip(files, lengths, strict=True):
         counts[file] += length
     videos = dict[str, tuple[list[str], np.ndarray]]()
     for key in [name for name, about in info["features"].items() if about["dtype"] == "video"]:
-        fields = _file_fields(path, lines, version, info, f"videos/{key}")
         name = f"videos/{key}/from_timestamp"
         begins = [0.0 if version == "2" else line.get(name) for line in lines]
-        if not all(isinstance(begin, float | int) for begin in begins):
-            raise ValueError(f"{path}: expected numbers in '{name}'.")
-        files = [_path_in(root, paths[1], video_key=key, **each) for each in fields]
+        are_numbers = all(isinstance(begin, float | int) for begin in begins)
+        check(are_numbers, f"{path}: '{name}'", "numbers", begins)
+        files = _files(root, path, lines, info, version, "video", f"videos/{key}", video_key=key)
         videos[key] = files, np.array(begins, np.float64)
-    tasks = _rows(os.path.join(root, "meta", "tasks." + ("jsonl" if version == "2" else "parquet")))
-    return LeRobotMeta(info, lengths, counts, _facts(lines), _tasks(tasks), videos)
+    tasks = dict[int, str]()
+    for line in _rows(os.path.join(root, "meta", f"tasks.{kind}")):
+        # pandas keeps texts in a column that has no name of its own.
+        text = next((value for value in line.values() if isinstance(value, str)), None)
+        if isinstance(line.get("task_index"), int) and text is not None:
+            tasks[line["task_index"]] = text
+    steps, tasks = np.array(lengths, np.int64), dict(sorted(tasks.items()))
+    return LeRobotMeta(info, steps, counts, _facts(lines), tasks, videos)
 
 
 def _info(root: str) -> tuple[dict[str, Any], str]:
     """Reads `info.json`, and returns it and the number of the version."""
     path = os.path.join(root, _INFO)
-    if not os.path.isfile(path):
-        raise ValueError(f"{root}: expected {_INFO}, found none.")
+    check(os.path.isfile(path), root, _INFO, "none")
     info = read_json(path)
-    if not isinstance(info, dict) or "codebase_version" not in info:
-        raise ValueError(f"{path}: expected 'codebase_version', got {info!r:.80}.")
-    version = re.fullmatch(r"v?([23])\.\d+", str(info["codebase_version"]))
-    fps, features = info.get("fps"), info.get("features")
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not fps > 0:
-        raise ValueError(f"{path}: fps: expected a number above 0, got {fps!r}.")
-    if not isinstance(features, dict) or not all(map(_is_feature, features.values())):
-        raise ValueError(
-            f"{path}: features: expected dicts with 'dtype' and 'shape', got {features!r:.200}."
-        )
+    has_version = isinstance(info, dict) and "codebase_version" in info
+    check(has_version, path, "'codebase_version'", f"{info!r:.80}")
+    version, fps = info["codebase_version"], info.get("fps")
+    features: Any = info.get("features", None)
+    is_fps = isinstance(fps, int | float) and not isinstance(fps, bool) and fps > 0
+    check(is_fps, f"{path}: fps", "a number above 0", repr(fps))
+    are_right = isinstance(features, dict) and all(map(_is_feature, features.values()))
+    where = f"{path}: features"
+    check(are_right, where, "dicts with 'dtype' and 'shape'", f"{features!r:.200}")
     for name in features:
-        if "/" in name or "\0" in name or not name.strip("."):
-            raise ValueError(f"{path}: features: expected names without a slash, got {name!r}.")
-    if version is None:
-        raise ValueError(
-            f"{path}: codebase_version: expected v2 or v3, got {info['codebase_version']!r}. "
-            "Convert it with LeRobot."
-        )
+        is_name = "/" not in name and "\0" not in name and name.strip(".")
+        check(is_name, where, "names without a slash", repr(name))
+    match = re.fullmatch(r"v?([23])\.\d+", str(version))
+    got = f"{version!r}. Convert it with LeRobot"
+    check(match, f"{path}: codebase_version", "v2 or v3", got)
     size = info.get("chunks_size", 1000)
-    if type(size) is not int or size < 1:
-        raise ValueError(f"{path}: chunks_size: expected a number above 0, got {size!r}.")
-    return info, version[1]
+    is_size = type(size) is int and size > 0
+    check(is_size, f"{path}: chunks_size", "a number above 0", repr(size))
+    return info, match[1] if match else ""
 
 
 def _is_feature(about: Any) -> bool:
@@ -180,41 +149,36 @@ def _is_feature(about: Any) -> bool:
     return all(type(size) is int and size >= 0 for size in shape)
 
 
-def _file_fields(
+def _files(
+    root: str,
     where: str,
     lines: Sequence[Mapping[str, Any]],
-    version: str,
     info: Mapping[str, Any],
+    version: str,
+    kind: str,
     group: str,
-) -> list[dict[str, Any]]:
-    """Returns the numbers in the paths of the files that episodes are in."""
-    if version == "2":
-        size = info.get("chunks_size", 1000)
-        return [{"episode_chunk": k // size, "episode_index": k} for k in range(len(lines))]
-    fields = [
-        {n: line.get(f"{group}/{n}") for n in ("chunk_index", "file_index")} for line in lines
-    ]
-    for episode, each in enumerate(fields):
-        if not all(type(number) is int and number >= 0 for number in each.values()):
-            raise ValueError(
-                f"{where}: episode {episode}: expected numbers in '{group}/chunk_index' and "
-                f"'{group}/file_index', got {list(each.values())}."
-            )
-    return fields
+    **fields: str,
+) -> list[str]:
+    """Returns the paths of the tables or videos that episodes are in."""
+    template, files = info.get(f"{kind}_path") or _PATHS[version, kind], list[str]()
+    for number, line in enumerate(lines):
+        chunk = number // info.get("chunks_size", 1000)
+        numbers = {"episode_chunk": chunk, "episode_index": number}
+        if version == "3":
+            numbers = {n: line.get(f"{group}/{n}") for n in ("chunk_index", "file_index")}
+        are_right = all(type(each) is int and each >= 0 for each in numbers.values())
+        expected = f"numbers in '{group}/chunk_index' and '{group}/file_index'"
+        check(are_right, f"{where}: episode {number}", expected, [*numbers.values()])
+        files.append(_path_in(root, template, **numbers, **fields))
+    return files
 
 
 def _path_in(root: str, template: Any, **fields: Any) -> str:
-    """Returns the path that a template of `info.json` gives.
-
-    Raises:
-        ValueError: it has fields that are not known, or leads out of the folder.
-    """
+    """Returns the path that a template of `info.json` gives; refuses one that leads elsewhere."""
     where = f"{root}: {_INFO}"
-    if not isinstance(template, str):
-        raise ValueError(f"{where}: expected the template of a path, got {template!r}.")
-    for match in _FIELD.finditer(template):
-        if match[1] not in fields:
-            raise ValueError(f"{where}: expected a path of {sorted(fields)}, got {template!r}.")
+    check(isinstance(template, str), where, "the template of a path", repr(template))
+    names = {match[1] for match in _FIELD.finditer(template)}
+    check(names <= fields.keys(), where, f"a path of {sorted(fields)}", repr(template))
 
     def replaced(match: re.Match[str]) -> str:
         value = fields[match[1]]
@@ -223,10 +187,8 @@ def _path_in(root: str, template: Any, **fields: Any) -> str:
     # Not `str.format`, which reads attributes (`{video_key.__class__}`).
     name = _FIELD.sub(replaced, template)
     parts = re.split(r"[/\\]", name)
-    if set(name) & set("{}\0:") or not {"", ".", ".."}.isdisjoint(parts):
-        raise ValueError(
-            f"{where}: expected the template of a path within the folder, got {template!r}."
-        )
+    is_inside = {"", ".", ".."}.isdisjoint(parts) and {*"{}\0:"}.isdisjoint(name)
+    check(is_inside, where, "the template of a path within the folder", repr(template))
     return os.path.join(root, *parts)
 
 
@@ -245,16 +207,6 @@ def _facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     return facts
 
 
-def _tasks(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Returns texts by number; pandas keeps them in a column that has no name of its own."""
-    tasks = dict[int, str]()
-    for line in lines:
-        text = next((value for value in line.values() if isinstance(value, str)), None)
-        if isinstance(line.get("task_index"), int) and text is not None:
-            tasks[line["task_index"]] = text
-    return dict(sorted(tasks.items()))
-
-
 def _rows(path: str) -> list[dict[str, Any]]:
     """Reads a file of JSON lines, a table, or the tables in the folders of a folder.
 
@@ -262,22 +214,18 @@ def _rows(path: str) -> list[dict[str, Any]]:
     """
     rows = list[dict[str, Any]]()
     if path.endswith(".jsonl"):
-        lines = []
-        if os.path.isfile(path):
-            with open(path, encoding="utf-8") as file:
-                lines = [line for line in file if line.strip()]
         try:
-            rows = [json.loads(line) for line in lines]
+            if os.path.isfile(path):
+                with open(path, encoding="utf-8") as file:
+                    rows = [json.loads(line) for line in file if line.strip()]
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: expected lines of JSON, got others: {error}") from error
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{path}: expected a dict of JSON in each line, got others.")
+        check(all(isinstance(row, dict) for row in rows), path, "a dict in each line", "others")
         return rows
     parquet = require("pyarrow.parquet", "datasets")
     chunks = sorted(os.listdir(path), key=natural_order) if os.path.isdir(path) else [""]
-    for table in [
-        each for chunk in chunks for each in arrow.tables(os.path.join(path, chunk).rstrip("/"))
-    ]:
+    folders = [os.path.join(path, chunk) if chunk else path for chunk in chunks]
+    for table in [each for folder in folders for each in arrow.tables(folder)]:
         with arrow.refused(table):
             names = parquet.read_schema(table).names
             names = [name for name in names if not name.startswith("stats/")]

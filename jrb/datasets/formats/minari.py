@@ -16,9 +16,10 @@ import numpy as np
 from jrb.authoring import require
 from jrb.datasets.format import Source
 from jrb.datasets.formats.arrays import read_json
-from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, opened_groups
-from jrb.datasets.reading import arrow, hdf5, images
-from jrb.datasets.reading.columns import Column, DerivedColumn, Table, by_content, cached, rows_at
+from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, gap_notes, opened_groups
+from jrb.datasets.reading import arrow, hdf5, images, tabular
+from jrb.datasets.reading.names import check
+from jrb.datasets.reading.tabular import About, Column, DerivedColumn, Table
 
 METADATA = "metadata.json"
 HDF5_FILE = "main_data.hdf5"
@@ -85,41 +86,30 @@ class Minari(GroupFormat):
         return [os.path.join(inner, name) for inner, _, names in os.walk(folder) for name in names]
 
     def groups(self, source: Source) -> list[EpisodeGroup]:
-        """Returns the groups, or the folders, of all episodes by their numbers.
-
-        Raises:
-            ValueError: there are more or fewer than the metadata count.
-        """
+        """Returns the groups, or the folders, of all episodes by their numbers."""
         folder, about, _ = _about(source)
         if _is_hdf5(about):
             path = os.path.join(folder, HDF5_FILE)
-            groups = cached([path], self, lambda: self._inside(path))
+            groups = tabular.cached([path], self, lambda: self.groups_in(path))
         else:
             numbers = sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
-            paths = [os.path.join(folder, str(number)) for number in numbers]
-            groups = [
-                EpisodeGroup(p, f"episode_{k}", k) for p, k in zip(paths, numbers, strict=True)
-            ]
-        if len(groups) != about.get("total_episodes"):
-            numbers = {group.number for group in groups}
-            missing = min({*range(len(numbers) + 1)} - numbers)
-            raise ValueError(
-                f"{folder}: expected {about.get('total_episodes')} episodes as {METADATA} says, "
-                f"got {len(groups)}; the first that is missing is {missing}."
-            )
+            path_of = lambda number: os.path.join(folder, str(number))
+            groups = [EpisodeGroup(path_of(k), f"episode_{k}", k) for k in numbers]
+        numbers, count = {group.number for group in groups}, about.get("total_episodes")
+        missing = min({*range(len(numbers) + 1)} - numbers)
+        got = f"{len(groups)}; the first that is missing is {missing}"
+        check(len(groups) == count, folder, f"{count} episodes as {METADATA} says", got)
         return groups
 
-    def layout(
-        self, source: Source, groups: Sequence[EpisodeGroup]
-    ) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
+    def about(self, source: Source) -> About:
         """Returns the attributes of all episodes, the metadata, and the notes in them."""
-        _, about, _ = _about(source)
+        groups, (_, about, _) = self.groups(source), _about(source)
         if _is_hdf5(about):
             every = [dict(group.attrs) for _, group in opened_groups(groups)]
         else:
             every = [_flat(read_json(os.path.join(each.path, METADATA))) for each in groups]
-        names, facts = dict.fromkeys(name for each in every for name in each), {}
-        for name in names.keys() - {"total_steps"}:
+        facts = dict[str, np.ndarray]()
+        for name in dict.fromkeys(name for each in every for name in each if name != "total_steps"):
             values = [hdf5.plain(each.get(name)) for each in every]
             is_plain = {type(value) for value in values} in ({int}, {float}, {bool}, {str})
             facts[name] = np.array(values) if is_plain else np.fromiter(values, object, len(values))
@@ -133,12 +123,14 @@ class Minari(GroupFormat):
                 f"Images of {', '.join(jpeg)} are kept as JPEG, which loses detail: these are what "
                 "is decoded, not what was seen."
             )
-        return facts, {**about, "jpeg": jpeg}, tuple(notes)
+        return len(groups), facts, {**about, "jpeg": jpeg}, (*notes, *gap_notes(groups))
 
     def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
         """Yields the tables of episodes, and where each is."""
         groups = self.groups(source)
-        infos = cached(self.files(source), (self, "infos"), lambda: self._infos(source, groups))
+        infos = tabular.cached(
+            self.files(source), (self, "infos"), lambda: self._infos(source, groups)
+        )
         for where, arrays in self._arrays(source, [groups[number] for number in numbers]):
             others = {name for name in arrays if name.startswith("infos/") and name not in infos}
             table = self.table(where, {n: array for n, array in arrays.items() if n not in others})
@@ -149,7 +141,7 @@ class Minari(GroupFormat):
         alike: set[Any] | None = None
         for _, arrays in self._arrays(source, groups):
             steps, forms = len(arrays.get("rewards") or ()), set[Any]()
-            for name, array in by_content(arrays)[0].items():
+            for name, array in tabular.by_content(arrays)[0].items():
                 if name.startswith("infos/"):
                     forms.add(
                         (name, tuple(array.shape[1:]), np.dtype(array.dtype), len(array) - steps)
@@ -184,19 +176,13 @@ def _about(source: Source) -> tuple[str, dict[str, Any], dict[str, MinariSpace]]
     """Returns the folder with the data, the metadata, and the space of each array.
 
     In the metadata, spaces and environments are dicts; `environment` is the name of one.
-
-    Raises:
-        ValueError: there is no such folder, or the metadata are damaged.
     """
     folders = (source, os.path.join(source, "data")) if isinstance(source, str) else ()
     paths = [os.path.join(folder, METADATA) for folder in folders]
-    path = next(filter(os.path.isfile, paths), None)
-    if path is None:
-        raise ValueError(
-            f"{source}: expected a folder with '{METADATA}', or one with such a folder 'data', "
-            "found none."
-        )
-    return os.path.dirname(path), *cached([path], "minari", lambda: _metadata(path))
+    path = next(filter(os.path.isfile, paths), "")
+    expected = f"a folder with '{METADATA}', or one with such a folder 'data'"
+    check(path, source, expected, "none")
+    return os.path.dirname(path), *tabular.cached([path], "minari", lambda: _metadata(path))
 
 
 def _metadata(path: str) -> tuple[dict[str, Any], dict[str, MinariSpace]]:
@@ -211,10 +197,9 @@ def _metadata(path: str) -> tuple[dict[str, Any], dict[str, MinariSpace]]:
         spaces |= _spaces("actions", ("actions",), about.get("action_space"))
     except (ValueError, RecursionError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: expected metadata of Minari in JSON, got: {error}") from error
-    if about.get("data_format", "hdf5") not in ("hdf5", "arrow", "parquet"):
-        raise ValueError(
-            f"{path}: data_format: expected hdf5, arrow or parquet, got {about['data_format']!r}."
-        )
+    data_format = about.get("data_format", "hdf5")
+    is_known = data_format in ("hdf5", "arrow", "parquet")
+    check(is_known, f"{path}: data_format", "hdf5, arrow or parquet", repr(data_format))
     return about, spaces
 
 
@@ -242,10 +227,7 @@ def _jpeg_column(column: Column, where: str, shape: tuple[int, ...]) -> JpegColu
         values = np.empty((stop - start, *shape), np.uint8)
         for place, data in enumerate(column[start:stop]):
             image = images.decoded(np.asarray(data, np.uint8).tobytes(), where)
-            if image.shape != shape:
-                raise ValueError(
-                    f"{where}: expected images {list(shape)}, got {list(image.shape)}."
-                )
+            check(image.shape == shape, where, f"images {list(shape)}", list(image.shape))
             values[place] = image
         return values
 
@@ -257,8 +239,7 @@ def _in_tables(
 ) -> dict[str, Column]:
     """Returns the arrays of the tables in the folder of an episode."""
     paths = arrow.tables(where.path)
-    if not paths:
-        raise ValueError(f"{where}: expected a file of Arrow or Parquet, found none.")
+    check(paths, where, "a file of Arrow or Parquet", "none")
     files = arrow.ArrowFiles(paths)
     numbers, _, others = arrow.by_type(files.schema)
     types, arrays = require("pyarrow", "datasets").types, dict[str, Column]()
@@ -272,7 +253,7 @@ def _in_tables(
         elif types.is_binary(kind):
             column = images.ImageColumn(files, path, has_channels=False)
         if column is not None and path[0] in _PADDED:
-            column = rows_at(column, np.arange(len(column) - 1))
+            column = tabular.rows_at(column, np.arange(len(column) - 1))
         arrays[name] = column
     return arrays
 

@@ -16,22 +16,9 @@ import numpy as np
 
 from jrb.authoring import checks
 from jrb.datasets.format import Source
-from jrb.datasets.reading import npz
-from jrb.datasets.reading.columns import (
-    DONE,
-    FLAGS,
-    TERMINATED,
-    Column,
-    EpisodeFormat,
-    Table,
-    by_content,
-    check_roles_present,
-    is_seen,
-    rows_at,
-    table_of,
-    with_next,
-)
-from jrb.datasets.reading.names import natural_order, to_ted
+from jrb.datasets.reading import npz, tabular
+from jrb.datasets.reading.names import check, natural_order, to_ted
+from jrb.datasets.reading.tabular import DONE, TERMINATED, About, Column, Table
 from jrb.keys import Keys, within
 
 _FLAGS = {"is_terminal": TERMINATED, "is_last": DONE, "is_first": None}
@@ -42,7 +29,7 @@ _ARRIVES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class NpzEpisodes(EpisodeFormat):
+class NpzEpisodes(tabular.EpisodeFormat):
     """A folder of `.npz` files, one for each episode, in the natural order of their names.
 
     Observations have as many rows as actions, or one more. Without flags of ends, an episode whose
@@ -83,19 +70,16 @@ class NpzEpisodes(EpisodeFormat):
         if self.arrives is not None or not paths:
             return self
         with npz.opened(paths[0], self.max_expansion) as arrays:
-            columns = self._columns(paths[0], by_content(arrays)[0])
+            columns = self._columns(paths[0], tabular.by_content(arrays)[0])
             led = [name for name in columns if within(name, "action") or name == "next/reward"]
             is_zero = not any(columns[name][:1].any() for name in led)
             arrives = is_zero and bool({"discount", "is_first"} & arrays.keys())
         return dataclasses.replace(self, arrives=arrives)
 
-    def about(
-        self, source: Source
-    ) -> tuple[int, Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
+    def about(self, source: Source) -> About:
         """Returns the names of the files as a fact."""
         paths = self.files(source)
-        if not paths:
-            raise ValueError(f"{source}: expected {self.looks_for}, got none.")
+        check(paths, source, self.looks_for, "none")
         return len(paths), {"file": np.array([os.path.basename(path) for path in paths])}, {}, ()
 
     def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
@@ -103,7 +87,7 @@ class NpzEpisodes(EpisodeFormat):
         paths = self.files(source)
         for number in numbers:
             with npz.opened(paths[number], self.max_expansion) as arrays:
-                every, texts, others = by_content(arrays)
+                every, texts, others = tabular.by_content(arrays)
                 columns = self._columns(paths[number], every)
                 yield paths[number], self._table(paths[number], columns, others | texts.keys())
 
@@ -111,7 +95,7 @@ class NpzEpisodes(EpisodeFormat):
         """Returns the arrays by their leaves in TED."""
         leaves = to_ted(arrays, self.mapping, path)
         columns = {leaves[name]: column for name, column in arrays.items()}
-        check_roles_present(path, columns, leaves, ("observation", "action"))
+        tabular.check_roles_present(path, leaves, ("observation", "action"))
         for name, leaf in _FLAGS.items():
             flag = columns.pop(name, None)
             if flag is not None and leaf is not None:
@@ -120,29 +104,26 @@ class NpzEpisodes(EpisodeFormat):
 
     def _table(self, path: str, columns: Mapping[str, Column], left_out: set[str]) -> Table:
         """Returns the steps of a file, without a row that has no action or no step after it."""
-        counts = {len(column) for name, column in columns.items() if not is_seen(name)}
-        stops = {len(column) for name, column in columns.items() if is_seen(name)}
+        counts = {len(column) for name, column in columns.items() if not tabular.is_seen(name)}
+        stops = {len(column) for name, column in columns.items() if tabular.is_seen(name)}
         count, stop = min(counts), min(stops)
         first = int(bool(self.arrives) and stop == count)
         steps = count - first
-        if len(counts) > 1 or len(stops) > 1 or stop not in (count, count + 1) or steps < 1:
-            rows = {name: len(column) for name, column in columns.items()}
-            raise ValueError(f"{path}: expected steps of one number in all arrays, got {rows}.")
+        rows = {name: len(column) for name, column in columns.items()}
+        is_right = len(counts) == len(stops) == 1 and stop in (count, count + 1) and steps > 0
+        check(is_right, path, "steps of one number in all arrays", rows)
         if first:
             rows = np.arange(1, count)
             columns = {
-                name: column if is_seen(name) else rows_at(column, rows)
+                name: column if tabular.is_seen(name) else tabular.rows_at(column, rows)
                 for name, column in columns.items()
             }
-        columns = with_next(columns, steps, ("observation",))
-        if columns.keys().isdisjoint(FLAGS):
+        columns = tabular.with_next(columns, steps, ("observation",))
+        if columns.keys().isdisjoint(tabular.FLAGS):
             terminated = np.zeros(steps, bool)
             terminated[-1] = "discount" in columns and not columns["discount"][steps - 1 :].any()
             columns[TERMINATED] = terminated
-        table = table_of(path, columns, notes=(_ARRIVES,) * first, left_out=left_out)
-        if len(table.ends) > 1:
-            raise ValueError(
-                f"{path}: expected one episode in the file, got one that ends after "
-                f"{table.ends[0]} of {steps} steps."
-            )
+        table = tabular.table_of(path, columns, notes=(_ARRIVES,) * first, left_out=left_out)
+        got = f"one that ends after {table.ends[0]} of {steps} steps"
+        check(len(table.ends) == 1, path, "one episode in the file", got)
         return table

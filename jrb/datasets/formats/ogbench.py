@@ -16,19 +16,9 @@ from typing import ClassVar
 import numpy as np
 
 from jrb.datasets.format import Source
-from jrb.datasets.reading import npz
-from jrb.datasets.reading.columns import (
-    TERMINATED,
-    TRUNCATED,
-    Table,
-    TableFormat,
-    by_content,
-    check_lengths,
-    check_present,
-    ends_of,
-    flag_column,
-    rows_at,
-)
+from jrb.datasets.reading import npz, tabular
+from jrb.datasets.reading.names import check
+from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, Table, TableFormat
 
 _NAMES = {"observations": "observation", "actions": "action"}
 _NEEDED = ("observations", "actions", "terminals")
@@ -55,20 +45,20 @@ class OGBench(TableFormat):
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file, without the last row of each episode."""
         with npz.opened(source, self.max_expansion) as every:
-            arrays, texts, others = by_content(every)
-            check_present(source, arrays, _NEEDED)
-            check_lengths(source, arrays)
-            stops = ends_of(flag_column(arrays["terminals"], "terminals", source)[:])
+            arrays, texts, others = tabular.by_content(every)
+            tabular.check_present(source, arrays, _NEEDED)
+            tabular.check_lengths(source, arrays)
+            stops = tabular.ends_of(
+                tabular.flag_column(arrays["terminals"], "terminals", source)[:]
+            )
             short = np.flatnonzero(np.diff(stops, prepend=0) < 2)
-            if len(short):
-                raise ValueError(
-                    f"{source}: 'terminals': expected two rows or more of each episode, got one of "
-                    f"episode {short[0]}."
-                )
+            got = f"one of episode {', '.join(map(str, short[:1]))}"
+            where = f"{source}: 'terminals'"
+            check(not len(short), where, "two rows or more of each episode", got)
             rows = np.delete(np.arange(len(arrays["terminals"])), stops - 1)
             ends, observation = stops - np.arange(1, len(stops) + 1), arrays["observations"]
             columns = {
-                _NAMES.get(name, name): rows_at(array, rows)
+                _NAMES.get(name, name): tabular.rows_at(array, rows)
                 for name, array in arrays.items()
                 if name != "terminals"
             }
@@ -77,7 +67,7 @@ class OGBench(TableFormat):
             yield Table(
                 {
                     **columns,
-                    "next/observation": rows_at(observation, rows + 1),
+                    "next/observation": tabular.rows_at(observation, rows + 1),
                     TERMINATED: terminated,
                     TRUNCATED: truncated,
                 },

@@ -15,17 +15,15 @@ import numpy as np
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.checkpoint import DamagedError
 from jrb.datasets.format import Format, Source
-from jrb.datasets.reading import arrow
-from jrb.datasets.reading.columns import (
+from jrb.datasets.reading import arrow, tabular
+from jrb.datasets.reading.names import check
+from jrb.datasets.reading.tabular import (
     TERMINATED,
     TRUNCATED,
     VALID,
     DerivedColumn,
     Table,
     TableFormat,
-    cached,
-    is_set,
-    rows_at,
 )
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.parts import ENV, EPISODE, RecordedLeaf
@@ -70,24 +68,17 @@ class Recorded(TableFormat):
             for number in range(count)
         ]
         key = (self.max_expansion, sealed)
-        yield cached(paths, key, lambda: _table(source, paths, sealed, self.max_expansion))
+        yield tabular.cached(paths, key, lambda: _table(source, paths, sealed, self.max_expansion))
 
     def _sealed(self, source: Source) -> tuple[tuple[str, int], ...]:
         if self.sealed:
             return self.sealed
-        if not self.matches(source):
-            raise ValueError(f"{source}: expected {self.looks_for}, got something else.")
+        check(self.matches(source), source, self.looks_for, "something else")
         return tuple(parts.part_counts(source).items())
 
 
 class RecordedColumn(arrow.ArrowColumn):
-    """A leaf of the rows of all parts, in the shape and dtype of their schema.
-
-    Args:
-        files: the parts.
-        leaf: of the items.
-        column: the name of the column.
-    """
+    """A leaf of the rows of all parts, in the shape and dtype of their schema."""
 
     def __init__(self, files: arrow.ArrowFiles, leaf: RecordedLeaf, column: str) -> None:
         super().__init__(files, (column,))
@@ -107,14 +98,7 @@ class RecordedColumn(arrow.ArrowColumn):
 def _table(
     source: str, paths: list[str], sealed: tuple[tuple[str, int], ...], max_expansion: float
 ) -> Table:
-    """Returns all steps.
-
-    Args:
-        source: the recording.
-        paths: of its parts.
-        sealed: the writers, and how many of their parts count.
-        max_expansion: see `Format`.
-    """
+    """Returns all steps of the parts at `paths`."""
     begins = np.cumsum([0, *(count for _, count in sealed)])
     schemas = [parts.schema_of(paths[begin]) for begin in begins[:-1]]
     for (name, _), schema in zip(sealed, schemas, strict=True):
@@ -135,7 +119,7 @@ def _table(
         # Leaves without numbers have no column.
         zeros = lambda start, stop, leaf=leaf: np.zeros((stop - start, *leaf.shape), leaf.numpy)
         empty = DerivedColumn((len(order), *leaf.shape), leaf.numpy, zeros)
-        columns[leaf.name] = rows_at(column, order) if leaf.width else empty
+        columns[leaf.name] = tabular.rows_at(column, order) if leaf.width else empty
     ExpansionLimit(source, paths, max_expansion).add(declared_nbytes(columns))
     columns |= {name: numbers[name][order] for name in (TERMINATED, TRUNCATED)}
     episode, env, writer = numbers[EPISODE][order], env[order], writer[order]
@@ -148,12 +132,10 @@ def _table(
         if any(len(fact) != len(ends) for fact in facts.values()):
             raise DamagedError(f"{source}: expected facts of {len(ends)} episodes, got others.")
         if VALID in columns:  # `Dataset` adds it again
-            valid = is_set(columns.pop(VALID)[:])
-            if not np.delete(valid, ends - 1).all():
-                raise ValueError(
-                    f"{source}: leaf '{VALID}': expected True but for last steps of episodes, got "
-                    "others."
-                )
+            valid = tabular.is_set(columns.pop(VALID)[:])
+            inside = np.delete(valid, ends - 1)
+            where, expected = f"{source}: leaf '{VALID}'", "True but for last steps of episodes"
+            check(inside.all(), where, expected, "others")
             cut = ~valid[ends - 1] & ~columns[TERMINATED][ends - 1]
         return Table(columns, ends, facts, metadata, notes, cut=cut)
     last = np.flatnonzero(is_last(env, writer))

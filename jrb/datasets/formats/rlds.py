@@ -16,15 +16,9 @@ import numpy as np
 
 from jrb.authoring import checks
 from jrb.datasets.format import Description, Episode, Format, Source, shifted, spec_of
-from jrb.datasets.reading.columns import (
-    TERMINATED,
-    TRUNCATED,
-    check_lengths,
-    check_present,
-    is_seen,
-    left_out_note,
-)
-from jrb.datasets.reading.names import check_names
+from jrb.datasets.reading import tabular
+from jrb.datasets.reading.names import check, check_names
+from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, is_seen
 from jrb.layouts.names import nest
 
 _FIRST, _LAST, _TERMINAL = _FLAGS = ("is_first", "is_last", "is_terminal")
@@ -36,13 +30,9 @@ Leaves = dict[str, np.ndarray]
 class RLDSEpisode(NamedTuple):
     """One episode that was read.
 
-    Attributes:
-        items: in TED.
-        is_cut: see `Description.cut`.
-        facts: single numbers beside the steps, by name.
-        left_out: the names of values that are no arrays of numbers.
-        dropped: the names of leaves of a last step that is not read, though they are not zero.
-        has_terminal: True if its steps have the flag `is_terminal`.
+    `is_cut` is as in `Description.cut`, `facts` are single numbers beside the steps, `left_out` are
+    the names of values that are no arrays of numbers, `dropped` those of leaves of a last step that
+    is not read, though they are not zero, and `has_terminal` is True for steps with `is_terminal`.
     """
 
     items: Episode
@@ -106,18 +96,15 @@ class RLDS(Format):
         for number, episode in enumerate(self._read(source)):
             other = spec_of(episode.items)
             spec = other if spec is None else spec
-            if other != spec:
-                raise ValueError(
-                    f"episode {number}: expected the leaves of the others, {spec}, got {other}."
-                )
+            where, expected = f"episode {number}", f"the leaves of the others, {spec}"
+            check(other == spec, where, expected, other)
             lengths.append(len(episode.items["next"]["terminated"]))
             every.append(episode._replace(items={}))  # without what is large
-        if not every:
-            raise ValueError("rlds: expected one episode or more, got none.")
+        check(every, "rlds", "one episode or more", "none")
         vars(self)["_count"] = len(every)
         common = set(every[0].facts).intersection(*(episode.facts for episode in every))
         names = set().union(*(episode.left_out | episode.facts.keys() for episode in every))
-        notes = left_out_note(names - common)
+        notes = tabular.left_out_note(names - common)
         notes += (_NO_TERMINAL,) * (not all(episode.has_terminal for episode in every))
         if count := sum(bool(episode.dropped) for episode in every):
             dropped = ", ".join(sorted(set().union(*(episode.dropped for episode in every))))
@@ -137,11 +124,11 @@ class RLDS(Format):
             yield episode.items
             count += 1
         expected = vars(self).get("_count", count)
-        if count != expected:
-            raise ValueError(
-                f"rlds: expected the same episodes each time, {expected} episodes, got {count}. "
-                "Let the source not shuffle, or give an iterator of it, which is taken into memory."
-            )
+        got = (
+            f"{count}. Let the source not shuffle, or give an iterator of it, which is taken into "
+        )
+        what = f"the same episodes each time, {expected} episodes"
+        check(count == expected, "rlds", what, got + "memory")
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """Yields the episodes of these numbers; reads all, unless the source is a sequence."""
@@ -166,30 +153,20 @@ def _is_episode(episode: Any) -> bool:
 
 
 def _read(where: str, episode: Any, keeps_last: bool) -> RLDSEpisode:
-    """Reads an episode.
-
-    Raises:
-        ValueError: it is none, or has no step; arrays of several lengths, or flags amid it.
-    """
-    if not _is_episode(episode):
-        names = f" with {list(episode)}" if isinstance(episode, Mapping) else ""
-        raise ValueError(
-            f"{where}: expected a dict with 'steps', got {type(episode).__name__}{names}."
-        )
+    """Reads an episode; refuses arrays of several lengths, and flags amid it."""
+    names = f" with {list(episode)}" if isinstance(episode, Mapping) else ""
+    check(_is_episode(episode), where, "a dict with 'steps'", type(episode).__name__ + names)
     every = _arrays(where, episode["steps"])
     leaves = {name: leaf for name, leaf in every.items() if _is_numeric(leaf) and leaf.shape}
-    check_present(where, leaves, [_LAST])
-    check_lengths(where, leaves)
+    tabular.check_present(where, leaves, [_LAST])
+    tabular.check_lengths(where, leaves)
     for name in {*_FLAGS} & leaves.keys():
         flag = leaves[name]
-        if flag.ndim != 1:
-            raise ValueError(f"{where}: '{name}': expected one flag a step, got {flag.shape}.")
-        inner = flag[1:] if name == _FIRST else flag[:-1]
-        if inner.any():
-            raise ValueError(
-                f"{where}: '{name}': expected it of the {name.removeprefix('is_')} step alone, got "
-                f"it of step {int(np.flatnonzero(inner)[0]) + (name == _FIRST)} of {len(flag)}."
-            )
+        is_flag = f"{where}: '{name}'"
+        check(flag.ndim == 1, is_flag, "one flag a step", flag.shape)
+        inner = np.flatnonzero(flag[1:] if name == _FIRST else flag[:-1]) + (name == _FIRST)
+        expected = f"it of the {name.removeprefix('is_')} step alone"
+        check(not len(inner), is_flag, expected, f"it of step {inner[:1]} of {len(flag)}")
     besides = dict(_flat({name: each for name, each in episode.items() if name != "steps"}))
     facts = {name: each for name, each in besides.items() if _is_numeric(each) and not each.shape}
     left_out = (every.keys() - leaves.keys()) | (besides.keys() - facts.keys())
@@ -200,11 +177,9 @@ def _read(where: str, episode: Any, keeps_last: bool) -> RLDSEpisode:
     own = {name for name in leaves if name not in (*_FLAGS, "discount") and not is_seen(name)}
     dropped = {name for name in own if drops and np.any(leaves[name][-1:])}
     steps = len(leaves[_LAST]) - drops
-    if steps < 1 or not any(map(is_seen, leaves)):
-        raise ValueError(
-            f"{where}: expected observations of one step or more, and one after the last, got "
-            f"{steps} steps of {list(leaves)}. Leave it out."
-        )
+    expected = "observations of one step or more, and one after the last"
+    has_steps, got = steps > 0 and any(map(is_seen, leaves)), f"{steps} steps of {list(leaves)}"
+    check(has_steps, where, expected, f"{got}. Leave it out")
     is_end = np.arange(steps) == steps - 1
     items = {TERMINATED: is_end & is_terminal, TRUNCATED: is_end & is_last & (not is_terminal)}
     for name, leaf in leaves.items():
@@ -218,22 +193,17 @@ def _read(where: str, episode: Any, keeps_last: bool) -> RLDSEpisode:
 
 def _arrays(where: str, steps: Any) -> Leaves:
     """Returns all values of all steps by name."""
-    if isinstance(steps, Iterator):
-        raise ValueError(
-            f"{where}: 'steps': expected what can be gone through again, got an iterator. Make it "
-            "a list, or give an iterator of episodes, which is taken into memory."
-        )
+    got = "an iterator. Make it a list, or give an iterator of episodes, which is taken into memory"
+    is_iterator = isinstance(steps, Iterator)
+    check(not is_iterator, f"{where}: 'steps'", "what can be gone through again", got)
     if isinstance(steps, Mapping):
         return dict(_flat(steps))
     rows = [dict(_flat(step)) for step in steps]
-    if not rows:
-        raise ValueError(f"{where}: expected one step or more, got none.")
+    check(rows, where, "one step or more", "none")
     shapes = [{name: leaf.shape for name, leaf in row.items()} for row in rows]
     for number, row in enumerate(shapes):
-        if row != shapes[0]:
-            raise ValueError(
-                f"{where}: step {number}: expected the shapes of the first, {shapes[0]}, got {row}."
-            )
+        expected = f"the shapes of the first, {shapes[0]}"
+        check(row == shapes[0], f"{where}: step {number}", expected, row)
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 

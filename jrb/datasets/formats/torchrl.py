@@ -13,20 +13,9 @@ import numpy as np
 from jrb import interop
 from jrb.authoring import leaf_names
 from jrb.datasets.format import Source
-from jrb.datasets.reading.columns import (
-    DONE,
-    DONE_NOTE,
-    FLAGS,
-    TERMINATED,
-    TRUNCATED,
-    DerivedColumn,
-    Table,
-    TableFormat,
-    cached,
-    combined_flags,
-    is_set,
-)
-from jrb.datasets.reading.names import leaves_in_ted
+from jrb.datasets.reading import tabular
+from jrb.datasets.reading.names import check, leaves_in_ted
+from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, Table, TableFormat
 from jrb.keys import Keys, lookup
 
 _WRITER = os.path.join("writer", "metadata.json")
@@ -72,7 +61,7 @@ class TorchRL(TableFormat):
     def table(self, source: Source) -> Iterator[Table]:
         """Opens a dump; steps of the default layout stay on the disk until they are read."""
         key = source, self.keys, self.max_expansion
-        yield cached([os.path.join(source, _WRITER)], key, lambda: self._table(source))
+        yield tabular.cached([os.path.join(source, _WRITER)], key, lambda: self._table(source))
 
     def _table(self, path: str) -> Table:
         items, info = interop.read_torchrl(path, squeeze=True, max_expansion=self.max_expansion)
@@ -106,21 +95,20 @@ class TorchRL(TableFormat):
             leaf: _ordered(array, order.astype(np.int64))
             for leaf, array in zip(names.values(), jax.tree.leaves(items), strict=True)
         }
-        flags = {name: is_set(columns[name][:]) for name in FLAGS if name in columns}
-        terminated, truncated = combined_flags(len(order), *map(flags.get, FLAGS))
+        flags = {name: tabular.is_set(columns[name][:]) for name in FLAGS if name in columns}
+        terminated, truncated = tabular.combined_flags(len(order), *map(flags.get, FLAGS))
         columns.pop(DONE, None)
         columns |= {TERMINATED: terminated, TRUNCATED: truncated}
         metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}
-        return Table(columns, ends, facts, metadata, (DONE_NOTE,) * (flags.keys() == {DONE}))
+        return Table(
+            columns, ends, facts, metadata, (tabular.DONE_NOTE,) * (flags.keys() == {DONE})
+        )
 
     def _is_end(self, path: str, items: Any, rows: np.ndarray) -> np.ndarray:
         """Returns which rows `[R, E]`, oldest first, end an episode."""
         flags = self.keys.flags(items)
-        if not flags:
-            raise ValueError(
-                f"{path}: done: expected flags such as next/done, got items with the leaves "
-                f"{leaf_names(items)}. Name them with keys=jrb.Keys(done=...)."
-            )
+        got = f"items with the leaves {leaf_names(items)}. Name them with keys=jrb.Keys(done=...)"
+        check(flags, f"{path}: done", "flags such as next/done", got)
         is_end = np.zeros(rows.shape, bool)
         for flag in flags.values():
             is_end |= (flag != 0).any(axis=tuple(range(1, flag.ndim)))[rows]
@@ -131,6 +119,6 @@ class TorchRL(TableFormat):
         return is_end
 
 
-def _ordered(leaf: np.ndarray, order: np.ndarray) -> DerivedColumn:
+def _ordered(leaf: np.ndarray, order: np.ndarray) -> tabular.DerivedColumn:
     shape = (len(order), *leaf.shape[1:])
-    return DerivedColumn(shape, leaf.dtype, lambda start, stop: leaf[order[start:stop]])
+    return tabular.DerivedColumn(shape, leaf.dtype, lambda start, stop: leaf[order[start:stop]])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jrb.authoring import require
-from jrb.datasets.reading.names import natural_order
+from jrb.datasets.reading.names import check, natural_order
 
 _ENDINGS = (".parquet", ".arrow", ".feather")
 _SIGNATURES = {b"PAR1": "parquet", b"ARRO": "file", b"\xff\xff\xff\xff": "stream"}
@@ -47,12 +47,11 @@ def tables(path: Any) -> list[str]:
 @contextlib.contextmanager
 def refused(path: str) -> Iterator[None]:
     """Raises `ValueError` with the path for what pyarrow raises over damaged files."""
-    pa = require("pyarrow", "datasets")
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
+    except (FileNotFoundError, PermissionError):
+        raise
+    except (require("pyarrow", "datasets").ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path}: expected a whole Parquet or Arrow file, got one that is not: {error}"
         ) from error
@@ -64,17 +63,9 @@ def starts_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 class TableFile:
-    """A table in a file.
+    """A table in a file; `starts`, int64 `[G + 1]`, has the rows before each group, and all.
 
-    Attributes:
-        path: of the file.
-        schema: Arrow's.
-        starts: int64 `[G + 1]`, the rows before each of G groups that can be read alone, and all. A
-            stream of Arrow is one group, a file has one for each of its batches.
-
-    Raises:
-        ValueError: it is damaged, is none, or has two columns of one name.
-        FileNotFoundError: there is no such file.
+    A group can be read by itself. A stream of Arrow is one, a file has one for each batch.
     """
 
     def __init__(self, path: str) -> None:
@@ -82,8 +73,7 @@ class TableFile:
         self._form = format_of(path)
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path}: no such file or directory.")
-        if self._form is None:
-            raise ValueError(f"{path}: expected a Parquet or Arrow file, got another.")
+        check(self._form, path, "a Parquet or Arrow file", "another")
         with refused(path):
             if self._form == "parquet":
                 file = require("pyarrow.parquet", "datasets").ParquetFile(path, memory_map=True)
@@ -95,14 +85,12 @@ class TableFile:
                 self.schema = self._reader([]).schema
                 # The rows are counted in a column without children, which is read fastest.
                 kinds = [field.type.num_fields for field in self.schema]
-                column = kinds.index(0) if 0 in kinds else 0
-                batches = self._batches(0, column) if kinds else ()
+                batches = self._batches(0, kinds.index(0) if 0 in kinds else 0) if kinds else ()
                 counts = [batch.num_rows for batch in batches]
                 counts = [sum(counts)] if self._form == "stream" else counts
             names = self.schema.names
         self.starts: np.ndarray = starts_of(counts)
-        if len(set(names)) < len(names):
-            raise ValueError(f"{path}: expected a name of its own for each column, got {names}.")
+        check(len({*names}) == len(names), path, "a name of its own for each column", names)
 
     def column(self, group: int, name: str, rows: int) -> Iterator[Any]:
         """Yields a column from a group on, in arrays of Arrow of about so many rows."""
@@ -139,91 +127,66 @@ class ArrowFiles:
     Args:
         paths: of the files, in order; at least one.
         counts: the rows of each; a file is then opened when it is read. None to open all at once.
-
-    Attributes:
-        paths: as above.
-        starts: int64, the rows before each file, and all.
     """
 
     def __init__(self, paths: Sequence[str], counts: Sequence[int] | None = None) -> None:
         self.paths: list[str] = list(paths)
         self._counts = counts
         self._open = functools.lru_cache(maxsize=_OPEN)(TableFile)
+        self.schema: Any = self.file(0).schema
         if counts is None:
             names, counts = sorted(self.schema.names), list[int]()
             for number, path in enumerate(self.paths):
                 file = self.file(number)
-                if sorted(file.schema.names) != names:
-                    raise ValueError(
-                        f"{path}: expected the columns {names}, as in {paths[0]}, got "
-                        f"{sorted(file.schema.names)}."
-                    )
+                expected, others = (
+                    f"the columns {names}, as in {paths[0]}",
+                    sorted(file.schema.names),
+                )
+                check(others == names, path, expected, others)
                 counts.append(int(file.starts[-1]))
         self.starts: np.ndarray = starts_of(counts)
 
-    @property
-    def schema(self) -> Any:
-        """The schema of the first file."""
-        return self.file(0).schema
-
     def file(self, number: int) -> TableFile:
-        """Opens a file, of which a few stay open.
-
-        Raises:
-            ValueError: it has another number of rows than `counts`.
-        """
+        """Opens a file, of which a few stay open."""
         file = self._open(self.paths[number])
-        if self._counts is not None and file.starts[-1] != self._counts[number]:
-            raise ValueError(
-                f"{file.path}: expected {self._counts[number]} rows, got {file.starts[-1]}."
-            )
+        rows, counts = file.starts[-1], self._counts
+        expected = rows if counts is None else counts[number]
+        check(rows == expected, file.path, f"{expected} rows", rows)
         return file
 
 
 def by_type(
     schema: Any,
 ) -> tuple[dict[str, tuple[str, ...]], list[str], list[tuple[tuple[str, ...], Any]]]:
-    """Returns the columns and fields of numbers, the columns of texts, and all that is no number.
+    """Returns the columns of numbers, the columns of texts, and all that is no number.
 
-    Returns:
-        By names joined with dots (`observation.arm`), the name of the column and of the fields
-        within it; the names of columns of texts; the same path and Arrow's type of others.
+    By names joined with dots (`observation.arm`), the name of the column and of the fields within
+    it; the names of columns of texts; the same path and Arrow's type of the others.
     """
-    types, paths, texts = require("pyarrow", "datasets").types, list[tuple[str, ...]](), list[str]()
+    pa = require("pyarrow", "datasets")
+    types, paths, texts = pa.types, dict[str, tuple[str, ...]](), list[str]()
     others, fields = list[Any](), [((field.name,), field.type) for field in schema]
     while fields:
         path, kind = fields.pop(0)
         if types.is_struct(kind):
             fields = [((*path, field.name), field.type) for field in kind] + fields
             continue
-        element = _element(kind)
-        is_kind = (types.is_integer, types.is_floating, types.is_boolean)
-        if element is not None and any(is_number(element) for is_number in is_kind):
-            paths.append(path)
+        element = kind
+        while _is_list(element) or hasattr(element, "storage_type"):
+            axes = getattr(element, "permutation", None)
+            if axes is not None and axes != sorted(axes):
+                break
+            element = element.value_type if _is_list(element) else element.storage_type
+        if types.is_integer(element) or types.is_floating(element) or types.is_boolean(element):
+            name = ".".join(path)
+            check(name not in paths, "columns", "a name of its own for each field", repr(name))
+            paths[name] = path
             continue
         others.append((path, kind))
         text = kind.value_type if types.is_dictionary(kind) else kind
         if len(path) == 1 and (types.is_string(text) or types.is_large_string(text)):
             texts.append(path[0])
-    names = [".".join(path) for path in paths]
-    if len(set(names)) < len(names):
-        raise ValueError(f"expected a name of its own for each column and field, got {names}.")
-    return dict(zip(names, paths, strict=True)), texts, others
-
-
-def _element(kind: Any) -> Any:
-    """Returns the type of the numbers in tensors, and in lists of lists; None for turned axes."""
-    pa = require("pyarrow", "datasets")
-    while True:
-        axes = kind.permutation if isinstance(kind, pa.FixedShapeTensorType) else None
-        if axes is not None and axes != sorted(axes):
-            return None
-        if hasattr(kind, "storage_type"):
-            kind = kind.storage_type
-        elif _is_list(kind):
-            kind = kind.value_type
-        else:
-            return kind
+    return paths, texts, others
 
 
 def _is_list(kind: Any) -> bool:
@@ -255,7 +218,6 @@ class ArrowColumn:
         self._first, self._stop, self._file = 0, -1, 0  # the rows of the batch, and its file
 
     def __len__(self) -> int:
-        """T."""
         return int(self._files.starts[-1])
 
     @functools.cached_property
@@ -279,7 +241,6 @@ class ArrowColumn:
         return max(1, _PIECE // max(1, self._example.nbytes))
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Returns the rows of a slice, in an array of their own."""
         start, stop, _ = rows.indices(len(self))
         values = np.empty((max(stop - start, 0), *self.shape[1:]), self.dtype)
         for place, piece in self._pieces(start, stop):
@@ -356,10 +317,7 @@ class ArrowColumn:
         return f"{self._files.paths[self._file]}: column '{'.'.join(self._path)}'"
 
     def _check(self, is_right: bool, expected: str, got: str) -> None:
-        if not is_right:
-            raise ValueError(
-                f"{self._where}: expected {expected}, got {got} in the rows from {self._first} on."
-            )
+        check(is_right, self._where, expected, f"{got} in the rows from {self._first} on")
 
 
 class TextColumn(ArrowColumn):

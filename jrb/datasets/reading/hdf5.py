@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 from h5py import h5d  # pyright: ignore[reportAttributeAccessIssue]: in C
 
-from jrb.datasets.reading.columns import Column, DerivedColumn
-from jrb.datasets.reading.names import check_names
+from jrb.datasets.reading.names import check, check_names
+from jrb.datasets.reading.tabular import Column, DerivedColumn
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _DEPTH = 16  # of groups within groups, and of links to links: more only in a circle
@@ -26,11 +26,7 @@ def is_hdf5(path: object) -> bool:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[h5py.File]:
-    """Opens a file for reading.
-
-    Raises:
-        ValueError: HDF5 cannot read it, as it is cut short or damaged.
-    """
+    """Opens a file for reading; refuses one that is cut short or damaged."""
     with _refused(path), h5py.File(path, "r") as file:
         yield file
 
@@ -40,9 +36,9 @@ def _refused(path: str) -> Iterator[None]:
     """Raises `ValueError` with the path for what HDF5 cannot read."""
     try:
         yield
+    except (FileNotFoundError, PermissionError):
+        raise
     except (OSError, RuntimeError, KeyError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
         raise ValueError(
             f"{path}: expected a whole HDF5 file, got one that is not: {error}"
         ) from error
@@ -62,17 +58,11 @@ def top(path: Any) -> dict[str, bool]:
 def below(group: h5py.Group, prefix: str = "") -> dict[str, Column]:
     """Returns all datasets below a group, of whatever they are, by name (`a/b`).
 
-    Soft links are followed within the file.
-
-    Raises:
-        ValueError: a name or a link that leads elsewhere, a group that is in itself, or data that
-            are not in the dataset itself.
+    Soft links are followed within the file. Links, names and datasets that lead elsewhere are
+    refused, as are groups that are in themselves.
     """
-    path, arrays = group.file.filename, dict[str, Column]()
-    if prefix.count("/") > _DEPTH:
-        raise ValueError(
-            f"{path}: expected at most {_DEPTH} groups in each other, got more, or one in itself."
-        )
+    path, arrays, is_deep = group.file.filename, dict[str, Column](), prefix.count("/") > _DEPTH
+    check(not is_deep, path, f"at most {_DEPTH} groups in each other", "more, or one in itself")
     with _refused(path):
         names = list(map(str, _followed(path, group, prefix, _DEPTH)))
     for name in names:
@@ -89,11 +79,9 @@ def below(group: h5py.Group, prefix: str = "") -> dict[str, Column]:
 def _column(path: str, name: str, entry: h5py.Dataset) -> DerivedColumn:
     """Returns a column that refuses damage wherever it is read; texts as Python strings."""
     with _refused(path):
-        if entry.external or entry.id.get_create_plist().get_layout() == h5d.VIRTUAL:
-            raise ValueError(
-                f"{path}: '{name}': expected data in the dataset itself, got an external or "
-                "virtual one. Copy the data into the file."
-            )
+        is_elsewhere = entry.external or entry.id.get_create_plist().get_layout() == h5d.VIRTUAL
+        got = "an external or virtual one. Copy the data into the file"
+        check(not is_elsewhere, f"{path}: '{name}'", "data in the dataset itself", got)
         is_text = h5py.check_string_dtype(entry.dtype) is not None
 
     def read(start: int, stop: int) -> Any:
@@ -105,11 +93,7 @@ def _column(path: str, name: str, entry: h5py.Dataset) -> DerivedColumn:
 
 
 def own(group: h5py.Group, path: str) -> Any:
-    """Returns the group or dataset at a path below a group of this file; None if there is none.
-
-    Raises:
-        ValueError: a link leads out of the file, to nothing, or to itself; or the file is damaged.
-    """
+    """Returns the group or dataset at a path below a group of this file; None if there is none."""
     filename = group.file.filename
     with _refused(filename):
         return _followed(f"{filename}: '{path}'", group, path, _DEPTH)

@@ -11,17 +11,14 @@ import numpy as np
 
 from jrb.authoring import require
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading.columns import Column
+from jrb.datasets.reading.names import check
+from jrb.datasets.reading.tabular import Column
 
 _AT_ONCE = 16  # images
 
 
 def decoded(data: bytes, where: str) -> np.ndarray:
-    """Decodes an image, `[height, width]` or `[height, width, channel]`.
-
-    Raises:
-        ValueError: it is damaged, or none.
-    """
+    """Decodes an image, `[height, width]` or `[height, width, channel]`; refuses a damaged one."""
     pillow = require("PIL.Image", "datasets")
     try:
         with pillow.open(io.BytesIO(data)) as image:
@@ -33,10 +30,7 @@ def decoded(data: bytes, where: str) -> np.ndarray:
 class ImageColumn(arrow.ArrowColumn):
     """A column of encoded images, bytes or `{bytes, path}`, decoded when they are read.
 
-    Args:
-        files: the tables.
-        path: the name of the column, and of the fields within it.
-        has_channels: True to give gray images an axis of one channel.
+    Gray images get an axis of one channel, unless `has_channels` is False.
     """
 
     def __init__(
@@ -96,11 +90,9 @@ class VideoColumn:
         self.dtype: np.dtype = np.dtype(np.uint8)
 
     def __len__(self) -> int:
-        """T."""
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Returns the frames of a slice."""
         start, stop, _ = rows.indices(len(self))
         frames, row = np.empty((stop - start, *self.shape[1:]), np.uint8), start
         while row < stop:
@@ -108,20 +100,14 @@ class VideoColumn:
             end, path = min(stop, int(self._ends[episode])), self._paths[episode]
             times = self._times[row:end].astype(np.float64) + self._begins[episode]
             for frame in self._nearest(path, times):
-                if frame.shape != self.shape[1:]:
-                    raise ValueError(
-                        f"{path}: expected frames {list(self.shape[1:])}, got {list(frame.shape)}."
-                    )
+                expected, got = list(self.shape[1:]), list(frame.shape)
+                check(expected == got, path, f"frames {expected}", got)
                 frames[row - start] = frame
                 row += 1
         return frames
 
     def _nearest(self, path: str, times: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the frames nearest to rising times in seconds.
-
-        Raises:
-            ValueError: the file is damaged, or has none so near.
-        """
+        """Yields the frames nearest to rising times in seconds; refuses a file without."""
         av = require("av", "video")
         try:
             with av.open(path) as container:
@@ -130,10 +116,12 @@ class VideoColumn:
                 begin = max(0.0, times[0] - self._tolerance) / stream.time_base
                 container.seek(int(begin) + (stream.start_time or 0), stream=stream)
                 frames = container.decode(stream)
-                frame: Any = next(frames, None)
-                following = next(frames, None)
+                frames: Iterator[Any] = iter(frames)
+                frame, following = next(frames, None), next(frames, None)
                 for time in times.tolist():
-                    while following and abs(following.time - time) <= abs(frame.time - time):
+                    while (
+                        frame and following and abs(following.time - time) <= abs(frame.time - time)
+                    ):
                         frame, following = following, next(frames, None)
                     if frame is None or abs(frame.time - time) > self._tolerance:
                         raise ValueError(

@@ -33,6 +33,12 @@ _SEPARATOR = re.compile(r"[./]")
 _DEPTH = 64  # parts of a name
 
 
+def check(is_right: object, where: object, expected: str, got: object) -> None:
+    """Raises `ValueError` that names the file, what was expected in it, and what it has."""
+    if not is_right:
+        raise ValueError(f"{where}: expected {expected}, got {got}.")
+
+
 def natural_order(name: str) -> list[tuple[int, int, str]]:
     """Returns the key that sorts `part-9` before `part-10`, whatever is around the numbers."""
     parts = re.findall(r"\d+|\D+", name)
@@ -41,31 +47,17 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
 
 
 def check_names(source: object, names: Iterable[str]) -> None:
-    """Refuses names that lead elsewhere, and such as no nested dict could hold together.
-
-    Args:
-        source: the file, for the message.
-        names: with slashes between their parts.
-
-    Raises:
-        ValueError: a part that is empty, `.` or `..`; more than 64 parts; a name twice, or one
-            that is also a group.
-    """
+    """Refuses names that lead elsewhere, and such as no nested dict could hold together."""
     seen: set[str] = set()
     for name in names:
         parts = name.split("/")
-        if len(parts) > _DEPTH or not {"", ".", ".."}.isdisjoint(parts) or "\0" in name:
-            raise ValueError(
-                f"{source}: expected names of arrays such as 'a/b', got {name[:99]!r}. Rename it."
-            )
-        if name in seen:
-            raise ValueError(f"{source}: expected one array of each name, got {name!r} twice.")
+        is_path = len(parts) <= _DEPTH and {"", ".", ".."}.isdisjoint(parts) and "\0" not in name
+        check(is_path, source, "names of arrays such as 'a/b'", f"{name[:99]!r}. Rename it")
+        check(name not in seen, source, "one array of each name", f"{name!r} twice")
         seen.add(name)
     for name in sorted(seen):
-        if above := _above(name) & seen:
-            raise ValueError(
-                f"{source}: expected '{min(above)}' to be an array or a group of arrays, got both."
-            )
+        above = ", ".join(_above(name) & seen)
+        check(not above, source, f"'{above}' to be an array or a group of arrays", "both")
 
 
 def _above(name: str) -> set[str]:
@@ -79,16 +71,11 @@ def to_ted(
 ) -> dict[str, str]:
     """Returns the leaves in TED of names in a file, `{"rewards": "next/reward"}`.
 
-    Names that a mapping lacks are looked up among usual ones (`obs`, `next_obs`, `rewards`,
-    `terminals`, ...). Others stay. Dots in them are levels, as slashes are; a name that is mapped
-    or usual takes along the names below it (`obs.arm`, `obs/arm`).
-
-    Args:
-        names: those in the file.
-        mapping: from names to fields of `jrb.Keys` (`"reward"`) or to leaves of TED
-            (`("next", "reward")`, `"next/reward"`); or `jrb.Keys` with the names in the file, of
-            which those that the file lacks may be TED's.
-        source: the file, for errors.
+    A mapping leads from names to fields of `jrb.Keys` (`"reward"`) or to leaves of TED
+    (`("next", "reward")`, `"next/reward"`); or it is `jrb.Keys` with the names in the file. Names
+    that it lacks are looked up among usual ones (`obs`, `next_obs`, `rewards`, ...). Others stay.
+    Dots in them are levels, as slashes are; a name that is mapped or usual takes along the names
+    below it (`obs.arm`, `obs/arm`).
 
     Raises:
         ValueError: the file has no name that is mapped; two names are mapped to one leaf; or a name
@@ -123,62 +110,36 @@ def episode_text(
     mapping: Mapping[str, Any] | Keys | None,
     source: object,
 ) -> list[str]:
-    """Returns the name of texts that tell episodes apart, in a list; an empty one if none do.
-
-    Args:
-        names: those of arrays of numbers.
-        texts: those of arrays of texts.
-        mapping: as for `to_ted`.
-        source: the file, for errors.
-
-    Raises:
-        ValueError: texts are mapped to another leaf.
-    """
-    names, texts = list(names), list(texts)
+    """Returns the name of texts that tell episodes apart, in a list; an empty one if none do."""
+    names, texts, episode = list(names), list(texts), ROLES["episode"]
     mapped = _mapped([*names, *texts], mapping, source)
     mapped_texts = [text for text in texts if text in mapped]
     for text in mapped_texts:
-        if mapped[text] != ROLES["episode"]:
-            raise ValueError(
-                f"{source}: mapping: '{mapped[text]}': expected numbers, got {text!r}, which holds "
-                "texts."
-            )
-    if mapped_texts or ROLES["episode"] in to_ted(names, mapping, source).values():
+        where, got = f"{source}: mapping: '{mapped[text]}'", f"{text!r}, which holds texts"
+        check(mapped[text] == episode, where, "numbers", got)
+    if mapped_texts or episode in to_ted(names, mapping, source).values():
         return mapped_texts
-    usual = [text for text in texts if _usual(text) == ROLES["episode"]]
+    usual = [text for text in texts if _usual(text) == episode]
     return usual if len(usual) == 1 else []
 
 
 def ted_names(names: Iterable[str], keys: Keys, roles: Iterable[str] = FIELDS) -> dict[str, str]:
-    """Returns the leaves in TED of leaves of a buffer's items; those without a role keep theirs.
-
-    Args:
-        names: those of the leaves.
-        keys: the paths to the parts of a transition.
-        roles: the parts that are renamed.
-    """
-    paths, leaves = {role: path_name(getattr(keys, role)) for role in roles}, dict[str, str]()
+    """Returns the leaves in TED of leaves of a buffer's items; those without a role keep theirs."""
+    leaves, paths = dict[str, str](), {role: path_name(getattr(keys, role)) for role in roles}
     for name in names:
         # The longest path counts: `obs/now` may be the observation, and `obs` the next one.
-        role = max(
-            (r for r in paths if within(name, paths[r])), key=lambda r: len(paths[r]), default=""
-        )
-        leaves[name] = ROLES[role] + name[len(paths[role]) :] if role else name
+        fitting = [role for role, path in paths.items() if within(name, path)]
+        role = max(fitting, key=lambda role: len(paths[role]), default=None)
+        leaves[name] = name if role is None else ROLES[role] + name[len(paths[role]) :]
     return leaves
 
 
 def leaves_in_ted(source: object, names: Iterable[str], keys: Keys) -> dict[str, str]:
-    """Returns the leaves in TED of all leaves of a buffer's items.
-
-    Raises:
-        ValueError: no reward, or two leaves of one name.
-    """
-    names = list(names)
-    if not any(within(name, path_name(keys.reward)) for name in names):
-        raise ValueError(
-            f"{source}: reward: expected a leaf at '{path_name(keys.reward)}', got items with the "
-            f"leaves {names}. Name the right one with keys=jrb.Keys(reward=...)."
-        )
+    """Returns the leaves in TED of all leaves of a buffer's items, with a reward among them."""
+    names, path = list(names), path_name(keys.reward)
+    got = f"items with the leaves {names}. Name the right one with keys=jrb.Keys(reward=...)"
+    has_reward = any(within(name, path) for name in names)
+    check(has_reward, f"{source}: reward", f"a leaf at '{path}'", got)
     leaves = ted_names(names, keys)
     _check_apart(leaves, source, "keys=jrb.Keys(...)")
     return leaves
@@ -212,11 +173,8 @@ def _mapped(
     else:
         raise TypeError(f"mapping: expected a dict or jrb.Keys, got {mapping!r}.")
     for name in mapped:
-        if not is_present(name):
-            raise ValueError(
-                f"{source}: mapping: expected names that are there, got {name!r}. There are "
-                f"{sorted(names)}."
-            )
+        got = f"{name!r}. There are {sorted(names)}"
+        check(is_present(name), f"{source}: mapping", "names that are there", got)
     return mapped
 
 
@@ -244,11 +202,9 @@ def _check_apart(leaves: dict[str, str], source: object, option: str) -> None:
     """Refuses leaves that two names have, that are below others, and that are no paths."""
     every = list(leaves.values())
     for name, leaf in leaves.items():
-        if not {"", ".", ".."}.isdisjoint(leaf.split("/")):
-            raise ValueError(f"{source}: expected names of leaves, got {name!r}.")
-        if every.count(leaf) > 1 or _above(leaf) & set(every):
-            names = [other for other, each in leaves.items() if each == leaf]
-            raise ValueError(
-                f"{source}: expected a leaf of its own for each name, got {names} for '{leaf}' "
-                f"among {sorted(set(every))}. Tell them apart with {option}."
-            )
+        is_path = {"", ".", ".."}.isdisjoint(leaf.split("/"))
+        check(is_path, source, "names of leaves", repr(name))
+        is_apart = every.count(leaf) == 1 and _above(leaf).isdisjoint(every)
+        names = [other for other, each in leaves.items() if each == leaf]
+        got = f"{names} for '{leaf}' among {sorted({*every})}. Tell them apart with {option}"
+        check(is_apart, source, "a leaf of its own for each name", got)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jrb.authoring import MAX_EXPANSION, ExpansionLimit
-from jrb.datasets.reading.columns import Column, by_content
 from jrb.datasets.reading.names import check_names
+from jrb.datasets.reading.tabular import Column, DerivedColumn, by_content
 
 _SIGNATURE, _SUFFIX = b"PK\x03\x04", ".npy"
 _END, _END_SIZE = b"PK\x05\x06", 22 + (1 << 16)  # of the directory, with the longest comment
@@ -24,24 +24,16 @@ _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-_DAMAGED = (  # raised by zipfile, zlib and NumPy
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    ValueError,
-)
+# Raised by zipfile, zlib and NumPy; `NotImplementedError` is a `RuntimeError`.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
 
 
 @contextlib.contextmanager
 def opened(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[str, Column]]:
     """Opens an archive for reading: its arrays by name (`a/b`), None for what is no array.
 
-    Raises:
-        ValueError: it is cut short, damaged or encrypted, two arrays have one name, or it declares
-            more bytes than `max_expansion` times those that it stores.
+    Refuses one that is cut short, damaged or encrypted, or declares more bytes than `max_expansion`
+    times those that it stores.
     """
     with _archive(path) as archive:
         members = archive.infolist()
@@ -101,43 +93,11 @@ def _archive(path: str) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-class NpzArray:
-    """An array of an archive, read as a whole when its first row is asked for.
+def _array(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> DerivedColumn | None:
+    """Reads the header of an array; None for a member that is no array, or one of objects.
 
-    Attributes:
-        shape: `[T, ...]`.
-        dtype: in the order of bytes of the file.
+    The array is read as a whole when its first row is asked for.
     """
-
-    def __init__(
-        self,
-        path: str,
-        archive: zipfile.ZipFile,
-        info: zipfile.ZipInfo,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-    ) -> None:
-        self._path, self._archive, self._info = path, archive, info
-        self.shape: tuple[int, ...] = shape
-        self.dtype: np.dtype = dtype
-
-    def __len__(self) -> int:
-        """T."""
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice, /) -> np.ndarray:
-        """Returns a copy of the rows of a slice."""
-        return np.array(self._array[rows])
-
-    @functools.cached_property
-    def _array(self) -> np.ndarray:
-        # The end of a member is reached, where zipfile compares the CRC-32: see `_array` below.
-        with _refused(self._path, self._info), self._archive.open(self._info) as file:
-            return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def _array(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NpzArray | None:
-    """Reads the header of an array; None for a member that is no array, or one of objects."""
     with _refused(path, info), archive.open(info) as file:
         if not info.filename.endswith(_SUFFIX):
             return None
@@ -150,7 +110,14 @@ def _array(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NpzArr
         size, nbytes = info.file_size - file.tell(), math.prod(shape) * dtype.itemsize
         if size != nbytes:
             raise ValueError(f"{nbytes} bytes for shape {shape} of {dtype}, got {size}")
-    return NpzArray(path, archive, info, shape, dtype)
+
+    @functools.cache
+    def whole() -> np.ndarray:
+        # The end of a member is reached, where zipfile compares the CRC-32, as the sizes fit.
+        with _refused(path, info), archive.open(info) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+    return DerivedColumn(shape, dtype, lambda start, stop: np.array(whole()[start:stop]))
 
 
 @contextlib.contextmanager
@@ -158,9 +125,9 @@ def _refused(path: str, info: zipfile.ZipInfo | None = None) -> Iterator[None]:
     """Raises `ValueError` with the file and the member for damage that zipfile or NumPy find."""
     try:
         yield
+    except (FileNotFoundError, PermissionError):
+        raise
     except _DAMAGED as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
         member = f" '{info.filename}':" if info else ""
         raise ValueError(
             f"{path}:{member} expected a whole .npz file, got one that is damaged: {error}"

@@ -16,8 +16,8 @@ from jrb import read
 from jrb.authoring import leaf_name, leaf_names, tree_nbytes
 from jrb.buffer import ReplayBuffer
 from jrb.datasets.dataset import Dataset
-from jrb.datasets.reading.columns import combined_flags
 from jrb.datasets.reading.names import check_names, ted_names
+from jrb.datasets.reading.tabular import combined_flags
 from jrb.keys import TED, within
 from jrb.layouts import chain
 from jrb.layouts.names import Leaves

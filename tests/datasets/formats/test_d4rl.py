@@ -4,7 +4,7 @@ import pytest
 
 import jrb
 from jrb.datasets.formats.d4rl import D4RL
-from jrb.datasets.reading import columns
+from jrb.datasets.reading import tabular
 from tests.datasets.access import after, assert_same, chained, check_access
 
 
@@ -84,7 +84,7 @@ def test_next_observations_and_infos_are_read(tmp_path):
 
 
 def test_blocks_do_not_look_across_their_edges(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns, "_BLOCK", 64)
+    monkeypatch.setattr(tabular, "_BLOCK", 64)
     lengths = [1, 7, 2, 5, 1, 1]
     arrays = arrays_of(lengths, [False, True, False, True, True, False])
     dataset = jrb.datasets.open(write(tmp_path / "a.h5", arrays))

@@ -343,8 +343,6 @@ def test_bad_episodes_are_refused(tmp_path, write, change, told):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda rows: edit(rows, 3, dataset_from_index=0), "episode 3: dataset_from_index"),
-        (lambda rows: edit(rows, 3, dataset_to_index=0), "episode 3: dataset_to_index"),
         (lambda rows: edit(rows, 3, **{"data/file_index": None}), "'data/file_index'"),
         (lambda rows: edit(rows, 3, **{"data/file_index": -1}), "'data/file_index'"),
         (lambda rows: edit(rows, 3, **{"data/file_index": 1}), "side by side"),

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets.reading import columns
+from jrb.datasets.reading import tabular
 from tests.datasets.access import after, check_access
 
 SAVES = {"plain": np.savez, "compressed": np.savez_compressed}
@@ -46,7 +46,7 @@ def expected_of(arrays, lengths):
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("block", [64, 1 << 20])
 def test_transitions_with_all_next_observations(tmp_path, save, block, monkeypatch):
-    monkeypatch.setattr(columns, "_BLOCK", block)
+    monkeypatch.setattr(tabular, "_BLOCK", block)
     lengths = [3, 1, 6, 2, 1, 1, 9]
     arrays = arrays_of(0, lengths)
     SAVES[save](tmp_path / "maze.npz", **arrays)

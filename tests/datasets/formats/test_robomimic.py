@@ -128,14 +128,6 @@ def test_files_without_rewards_are_opened(tmp_path):
     assert jrb.stats(*dataset.buffer())["complete"] == 3
 
 
-def test_wrong_numbers_of_samples_are_refused(tmp_path):
-    path = write(tmp_path / "b", demos_of(0, 2))
-    with h5py.File(path, "r+") as file:
-        file["data/demo_1"].attrs["num_samples"] = 99
-    with pytest.raises(ValueError, match="demo_1: expected 99 actions"):
-        jrb.datasets.open(path)
-
-
 def test_states_without_observations_are_refused(tmp_path):
     demo = {name: leaf for name, leaf in demos_of(0, 1)["demo_0"].items() if "obs" not in name}
     with pytest.raises(ValueError, match=r"demo_0: expected observations.*states"):

@@ -6,7 +6,7 @@ import pytest
 import jrb
 from jrb import datasets
 from jrb.datasets.reading import arrow
-from jrb.datasets.reading import columns as layout
+from jrb.datasets.reading import tabular as layout
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.feather as feather  # noqa: E402
@@ -416,7 +416,7 @@ def test_files_of_other_types_are_refused(tmp_path):
 
 def test_tables_without_rows_are_refused(tmp_path):
     write_parquet(path := str(tmp_path / "t"), table_of(made()).slice(0, 0))
-    with pytest.raises(ValueError, match="expected rows, found none"):
+    with pytest.raises(ValueError, match="expected rows, got none"):
         datasets.open(path)
 
 

@@ -16,12 +16,13 @@ import numpy as np
 
 from jrb.authoring import ExpansionLimit, declared_nbytes
 from jrb.datasets.format import Description, Episode, Indexed, Source, spec_of
+from jrb.datasets.reading.names import check
 from jrb.layouts.names import nest
 
 TERMINATED, TRUNCATED, DONE, EPISODE = "next/terminated", "next/truncated", "next/done", "episode"
 VALID, FLAGS = "next/valid", (DONE, TERMINATED, TRUNCATED)
-_BLOCK = 8 << 20  # bytes of all columns that `blocks` reads at a time
 DONE_NOTE = "Only done flags are stored: what is done counts as terminated."
+_BLOCK = 8 << 20  # bytes of all columns that `blocks` reads at a time
 _TEXTS = (
     "Texts tell episodes apart: the leaf 'episode' has numbers in the order of appearance, "
     "facts['episode'] has the texts."
@@ -29,6 +30,9 @@ _TEXTS = (
 
 Column = Any
 """A leaf of all steps `[T, ...]`: an array, or data with its shape, dtype, length and slices."""
+
+About = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]
+"""The number of episodes, facts, metadata and notes; see `Description`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,30 +52,21 @@ class DerivedColumn:
     is_shared: bool = False
 
     def __len__(self) -> int:
-        """T."""
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Returns the rows of a slice."""
         start, stop, _ = rows.indices(len(self))
         return self.read(start, max(start, stop))
 
 
 def flag_column(column: Column, name: str, source: object) -> DerivedColumn:
-    """Returns a column `[T]` or `[T, 1]` of zeros and ones, of any dtype, as bool `[T]`.
-
-    Raises:
-        ValueError: it has more than one value for each step; when it is read, a value is neither 0
-            nor 1.
-    """
-    where = f"{source}: '{name}'"
-    if np.prod(column.shape[1:], dtype=np.int64) != 1:
-        raise ValueError(f"{where}: expected a flag for each step, got {list(column.shape[1:])}.")
+    """Returns a column `[T]` or `[T, 1]` of zeros and ones, of any dtype, as bool `[T]`."""
+    where, row = f"{source}: '{name}'", list(column.shape[1:])
+    check(np.prod(row, dtype=np.int64) == 1, where, "a flag for each step", row)
 
     def read(start: int, stop: int) -> np.ndarray:
         flags = column[start:stop].reshape(-1)
-        if not np.isin(flags, (0, 1)).all():
-            raise ValueError(f"{where}: expected flags of 0 and 1, got others.")
+        check(np.isin(flags, (0, 1)).all(), where, "flags of 0 and 1", "others")
         return flags.astype(bool)
 
     return DerivedColumn((len(column),), np.dtype(bool), read)
@@ -81,14 +76,11 @@ def rows_at(column: Column, rows: np.ndarray) -> DerivedColumn:
     """Returns the rows of a column at positions, int64 `[T]`."""
 
     def read(start: int, stop: int) -> np.ndarray:
-        # One slice for each run of neighbours: the rows between runs may belong to others.
+        # One slice for each run of neighbours, as the rows between runs may belong to others.
         positions = rows[start:stop]
-        edges = np.flatnonzero(np.diff(positions) != 1) + 1
-        bounds = zip([0, *edges.tolist()], [*edges.tolist(), len(positions)], strict=True)
-        if not len(positions):
-            return column[0:0]
-        runs = [column[int(positions[a]) : int(positions[b - 1]) + 1] for a, b in bounds]
-        return runs[0] if len(runs) == 1 else np.concatenate(runs)
+        runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+        parts = [column[int(run[0]) : int(run[-1]) + 1] for run in runs if len(run)]
+        return np.concatenate(parts) if len(parts) > 1 else [*parts, column[0:0]][0]
 
     return DerivedColumn((len(rows), *column.shape[1:]), column.dtype, read)
 
@@ -102,9 +94,8 @@ def with_next(columns: Mapping[str, Column], steps: int, heads: Sequence[str]) -
     for name, column in columns.items():
         leaves[name] = column
         if len(column) == steps + 1 and name.split("/")[0] in heads:
-            whole = functools.cache(lambda column=column: column[:])
+            whole, shape = functools.cache(lambda c=column: c[:]), (steps, *column.shape[1:])
             for lag, leaf in enumerate((name, f"next/{name}")):
-                shape = (steps, *column.shape[1:])
                 read = lambda a, b, lag=lag, whole=whole: whole()[a + lag : b + lag].copy()
                 leaves[leaf] = DerivedColumn(shape, column.dtype, read, is_shared=bool(lag))
     return leaves
@@ -118,9 +109,7 @@ class Table:
         columns: by the name of the leaf in TED (`observation/image`, `next/reward`), each
             `[T, ...]`. Without `next/observation`, that is the observation of the next row.
         ends: int64 `[K]`, the number of steps up to the end of each episode.
-        facts: as in `Description`.
-        metadata: as in `Description`.
-        notes: as in `Description`.
+        facts: as in `Description`, as are `metadata` and `notes`.
         left_out: the names of what is not read.
         cut: as in `Description`; None to tell it from the flags.
     """
@@ -208,24 +197,20 @@ class TableFormat(Indexed):
     def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
         """Yields the same steps in blocks; episodes that are neighbours are read together."""
         with self.table(source) as table:
-            widths = (np.prod(column.shape[1:]) for column in table.columns.values())
-            sizes = (np.dtype(column.dtype).itemsize for column in table.columns.values())
-            width = sum(int(width) * size for width, size in zip(widths, sizes, strict=True))
-            step = max(1, _BLOCK // max(width, 1))
-            ranges: list[tuple[int, int]] = []
+            steps, ranges = int(table.ends[-1]) if len(table.ends) else 0, list[tuple[int, int]]()
+            rows = max(1, _BLOCK * steps // max(1, declared_nbytes(table.columns)))
             for start, stop in map(table.bounds, numbers):
                 follows = bool(ranges) and ranges[-1][1] == start
                 ranges.append((ranges.pop()[0] if follows else start, stop))
             for start, stop in ranges:
-                for row in range(start, stop, step):
-                    yield table.rows(row, min(row + step, stop))
+                for row in range(start, stop, rows):
+                    yield table.rows(row, min(row + rows, stop))
 
     def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
         """Yields the rewards of these episodes; reads nothing else of them."""
         with self.table(source) as table:
-            column = table.columns["next/reward"]
             for number in numbers:
-                yield column[slice(*table.bounds(number))]
+                yield table.columns["next/reward"][slice(*table.bounds(number))]
 
 
 class EpisodeFormat(Indexed):
@@ -240,10 +225,8 @@ class EpisodeFormat(Indexed):
         """Yields the tables of episodes, and where each is."""
 
     @abc.abstractmethod
-    def about(
-        self, source: Source
-    ) -> tuple[int, Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]:
-        """Returns the number of episodes, facts, metadata and notes; see `Description`."""
+    def about(self, source: Source) -> About:
+        """Returns what is known of the dataset without its arrays."""
 
     def describe(self, source: Source) -> Description:
         """Describes the dataset, from the shapes and the flags of all episodes."""
@@ -254,14 +237,10 @@ class EpisodeFormat(Indexed):
             own = {n: c for n, c in table.columns.items() if not getattr(c, "is_shared", False)}
             limit.add(declared_nbytes(own))  # before anything is read
             spec = table.spec if spec is None else spec
-            if table.spec != spec:
-                raise ValueError(
-                    f"{where}: expected the leaves of the first episode, {spec}, got {table.spec}."
-                )
+            check(table.spec == spec, where, f"the leaves of the first episode, {spec}", table.spec)
             lengths.append(int(table.ends[0]))
             is_cut.append(table.is_cut is not None and bool(table.is_cut[0]))
-            left_out |= {*table.left_out}
-            more |= {*table.notes}
+            left_out, more = left_out | {*table.left_out}, more | {*table.notes}
         if spec is not None and "reward" not in spec["next"]:
             more.add("There are no rewards in the files.")
         notes = (*notes, *sorted(more), *left_out_note(left_out))
@@ -301,31 +280,20 @@ def table_of(
     *,
     files: Sequence[str] = (),
     key: Hashable = None,
-    notes: tuple[str, ...] = (),
-    metadata: Mapping[str, Any] | None = None,
-    left_out: Iterable[str] = (),
+    **description: Any,
 ) -> Table:
     """Returns the table of columns, after reading all flags that tell where episodes end.
 
-    Args:
-        source: the dataset, for messages.
-        columns: by leaf of TED. An episode ends at flags (`next/terminated`, `next/truncated`,
-            `next/done`; see `combined_flags`), and before a step with another `episode`.
-        files: where the flags are stored; while these stay the same, flags are read once.
-        key: options on which the flags depend, such as the names of their columns.
-        notes: further notes.
-        metadata: as in `Description`.
-        left_out: as in `Table`.
-
-    Raises:
-        ValueError: no column tells where episodes end, flags are not 0 and 1, or the steps of an
-            episode are not next to each other.
+    An episode ends at flags (`next/terminated`, `next/truncated`, `next/done`; see
+    `combined_flags`), and before a step with another `episode`. They are read once as long as
+    `files` stay the same; `key` holds the options on which they depend.
     """
     read = functools.partial(_read_ends, columns, source)
     # Tables share these arrays, so they are only read.
-    flags, ends, facts, more = cached(files, key, read) if files else read()
+    flags, ends, facts, notes = cached(files, key, read) if files else read()
     steps = {name: each for name, each in columns.items() if name != DONE} | flags
-    return Table(steps, ends, facts, metadata or {}, (*more, *notes), left_out)
+    notes += description.pop("notes", ())
+    return Table(steps, ends, facts, notes=notes, **description)
 
 
 def _read_ends(
@@ -333,11 +301,12 @@ def _read_ends(
 ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, np.ndarray], tuple[str, ...]]:
     """Reads columns that tell the ends of episodes; returns them, the ends, facts and notes."""
     names = [name for name in FLAGS if name in columns]
-    if not names and EPISODE not in columns:
-        raise ValueError(
-            f"{source}: expected a column that tells where episodes end (done, terminated, "
-            f"truncated or episode), got {sorted(columns)}. Name it with mapping=."
-        )
+    check(
+        bool(names) or EPISODE in columns,
+        source,
+        "a column that tells where episodes end (done, terminated, truncated or episode)",
+        f"{sorted(columns)}. Name it with mapping=",
+    )
     flags = {name: flag_column(columns[name], name, source)[:] for name in names}
     steps = len(next(iter(columns.values())))
     terminated, truncated = combined_flags(steps, *map(flags.get, FLAGS))
@@ -347,27 +316,21 @@ def _read_ends(
     elif DONE in flags and TERMINATED not in flags:
         other = ", unless they are truncated" * (TRUNCATED in flags)
         notes = (f"Steps that are done are taken for terminated{other}.",)
-    steps_read, is_end = {TERMINATED: terminated, TRUNCATED: truncated}, terminated | truncated
+    flags, is_end = {TERMINATED: terminated, TRUNCATED: truncated}, terminated | truncated
     if EPISODE not in columns:
-        return steps_read, ends_of(is_end), {}, notes
-    numbers = columns[EPISODE][:]
-    if numbers.size != len(numbers):
-        raise ValueError(
-            f"{source}: 'episode': expected a number for each step, got {list(numbers.shape)}."
-        )
+        return flags, ends_of(is_end), {}, notes
+    where, numbers = f"{source}: 'episode'", columns[EPISODE][:]
+    check(numbers.size == len(numbers), where, "a number for each step", list(numbers.shape))
     numbers = numbers.reshape(-1)
     changes = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
     values, counts = np.unique(numbers[changes], return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(
-            f"{source}: 'episode': expected the steps of an episode side by side, got those of "
-            f"{values[counts > 1][:5].tolist()} apart. Sort the rows by episode and time."
-        )
+    apart = f"those of {values[counts > 1][:5].tolist()} apart. Sort the rows by episode and time"
+    check((counts < 2).all(), where, "the steps of an episode side by side", apart)
     ends = ends_of(is_end | changes)
     if numbers.dtype.kind not in "biufc":
-        steps_read[EPISODE] = np.cumsum(changes, dtype=np.int64) - changes
+        flags[EPISODE] = np.cumsum(changes, dtype=np.int64) - changes
         notes += (_TEXTS,)
-    return steps_read, ends, {EPISODE: numbers[ends - 1]}, notes
+    return flags, ends, {EPISODE: numbers[ends - 1]}, notes
 
 
 def combined_flags(
@@ -394,9 +357,8 @@ def is_set(flags: np.ndarray) -> np.ndarray:
 
 def ends_of(is_end: np.ndarray) -> np.ndarray:
     """Returns int64 `[K]`, where episodes end, by flags `[T]`; the last step ends one too."""
-    return np.unique(
-        np.append(np.flatnonzero(is_end) + 1, [len(is_end)] * bool(len(is_end)))
-    ).astype(np.int64)
+    last = [len(is_end)] if len(is_end) else []
+    return np.unique(np.append(np.flatnonzero(is_end) + 1, last)).astype(np.int64)
 
 
 def by_content(
@@ -417,29 +379,22 @@ def by_content(
 
 def check_present(source: object, present: Iterable[str], names: Iterable[str]) -> None:
     """Refuses files that lack an array."""
-    present = list(present)
     for name in names:
-        if name not in present:
-            raise ValueError(f"{source}: expected an array '{name}', got {present}.")
+        check(name in present, source, f"an array '{name}'", list(present))
 
 
-def check_roles_present(
-    source: object, columns: Iterable[str], names: Iterable[str], roles: Sequence[str]
-) -> None:
-    """Refuses columns by leaf of which none is an observation or an action."""
+def check_roles_present(source: object, leaves: Mapping[str, str], roles: Sequence[str]) -> None:
+    """Refuses names of which none stands for an observation or an action."""
     for role in roles:
-        if not any(name.split("/")[0] == role for name in columns):
-            raise ValueError(
-                f"{source}: expected an array for '{role}', got {sorted(names)}. Tell which it is: "
-                f"mapping={{<its name>: '{role}'}}."
-            )
+        is_there = any(leaf.split("/")[0] == role for leaf in leaves.values())
+        cure = f"Tell which it is: mapping={{<its name>: '{role}'}}"
+        check(is_there, source, f"an array for '{role}'", f"{sorted(leaves)}. {cure}")
 
 
 def check_lengths(source: object, columns: Mapping[str, Column]) -> None:
     """Refuses columns of several lengths."""
     lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"{source}: expected arrays of one length, got {lengths}.")
+    check(len({*lengths.values()}) < 2, source, "arrays of one length", lengths)
 
 
 def left_out_note(names: Iterable[str]) -> tuple[str, ...]:
