@@ -10,12 +10,12 @@ from jrb._util import checks, pytree
 
 
 class Counters(pytree.State):
-    """What a limit counts.
+    """The counters of a limit.
 
     Attributes:
-        inserted: int32 `[]`, the items that came, up to the least number that is asked for.
-        balance: int32 `[]`, the samples that are owed for what came, less those that were taken, in
-            parts of 1 / q of a sample for a ratio p / q; it stays within the limit.
+        inserted: int32 `[]`, the items that were added, up to `min_size`.
+        balance: int32 `[]`, the samples that are owed for these items, less those that were taken,
+            in parts of 1 / q of a sample for a ratio p / q; it stays within the limit.
     """
 
     inserted: jax.Array
@@ -27,14 +27,14 @@ class SampleToInsert:
     """Holds the ratio of samples taken to items added within a tolerance.
 
     With n items and m samples, `abs(ratio * (n - min_size) - m)` is at most `tolerance`; nothing is
-    sampled before there are `min_size` items. Pure functions over counters of its own: put them
-    beside the state of the buffer, and ask before each call. The counters never overflow: they hold
-    no totals, and are exact, as the ratio is a fraction.
+    sampled before there are `min_size` items. Its methods are pure functions of `Counters`: keep
+    them beside the state of the buffer, and ask before each call. The counters never overflow, as
+    they are no totals, and are exact, as the ratio is a fraction.
 
     Attributes:
         ratio: samples for an item, above 0; used as the nearest fraction with a denominator of at
             most 1000.
-        min_size: items that must have come before anything is sampled, at least 1.
+        min_size: items that must be added before anything is sampled, at least 1.
         tolerance: in samples; at least the larger of 1 and the ratio.
 
     Reference: Cassirer et al., 2021, "Reverb: a framework for experience replay", section 3.3.
@@ -92,28 +92,29 @@ class SampleToInsert:
         return self._fraction * max(0, items - self.min_size) - samples
 
     def init(self) -> Counters:
-        """Nothing came, nothing was taken."""
+        """Returns counters before anything was added or sampled."""
         return Counters(inserted=jnp.int32(0), balance=jnp.int32(0))
 
     def may_insert(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
-        """Whether so many items may be added now, bool `[]`; always until there are `min_size`."""
+        """Returns True if so many items may be added now, bool `[]`; always until `min_size`."""
         return self.inserted(counters, count).balance <= self._most
 
     def may_sample(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
-        """Whether so many samples may be taken now, bool `[]`."""
+        """Returns True if so many samples may be taken now, bool `[]`."""
         return (counters.inserted >= self.min_size) & (
             self.sampled(counters, count).balance >= -self._most
         )
 
     def inserted(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
-        """After so many items were added, an integer `[]` of at least 0, which may be traced.
+        """Returns the counters after so many items were added.
 
-        Of what was not allowed, as much is remembered as the tolerance is.
+        The count is an integer `[]` of at least 0, which may be traced. Of items that were not
+        allowed, as many are remembered as the tolerance is.
 
         Raises:
             TypeError: the count is no integer.
-            ValueError: it is negative or beyond int32; of an array, which nobody waits for, a
-                negative one counts as 0, and one beyond int32 as 2^31 - 1.
+            ValueError: it is negative or beyond int32; in an array of JAX, a negative one counts as
+                0, and one beyond int32 as 2^31 - 1.
         """
         count = _counted(count)
         missing = jnp.minimum(self.min_size - counters.inserted, count)
@@ -123,7 +124,7 @@ class SampleToInsert:
         return Counters(inserted=counters.inserted + missing, balance=balance)
 
     def sampled(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
-        """After so many samples were taken, as for `inserted`."""
+        """Returns the counters after so many samples were taken, as `inserted`."""
         count = _counted(count)
         room = counters.balance + 2 * self._most
         taken = jnp.minimum(count, room // self._fraction.denominator + 1)
@@ -131,7 +132,7 @@ class SampleToInsert:
 
 
 def _counted(count: jax.Array | int) -> jax.Array:
-    """A number of items or samples, int32 `[]`."""
+    """Returns a number of items or samples, int32 `[]`."""
     array = count if isinstance(count, jax.Array) else np.asarray(count)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape:
         raise TypeError(f"count: expected a single integer, got {count!r}.")

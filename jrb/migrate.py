@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import Sharded
 from jrb._core import eager, steps, transforming, validate
 from jrb._util import checks, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.ring import Occupancy, Ring
 from jrb.samplers.prioritized import DROPPED
-from jrb.sharding import Sharded
-from jrb.sharding import states as shard_states
 from jrb.state import Buffer, BufferState
 from jrb.types import Context, OrderedSampler, PrioritizedSampler, ShardedSampler
 from jrb.types.messages import PartState
@@ -81,12 +80,12 @@ def rebuild(
         return _refill(old, (state,), new, _select(old, state, new))
     states = {0: state}
     if isinstance(old, Sharded):
-        shards = shard_states.split(old, state)
+        shards = old.split(state)
         states = {number: jax.tree.map(jnp.asarray, one) for number, one in shards.items()}
     if not isinstance(new, Sharded):
         return regrouped(old, states, new, 0)
     numbers = new.layout.numbers_here()
-    return shard_states.join(new, {n: regrouped(old, states, new, n) for n in numbers})
+    return new.join({n: regrouped(old, states, new, n) for n in numbers})
 
 
 # Copies that keep the order of rows; datasets and readers of other formats use these too.

@@ -10,11 +10,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import Sharded
 from jrb._core import eager, steps
 from jrb._util import casting, checks, display, pytree, wording
 from jrb._xla import random_bits
-from jrb.buffer import ReplayBuffer
-from jrb.sharding import Sharded
+from jrb.buffer import ReplayBuffer, draw_arguments
 from jrb.state import Buffer, BufferState, Device, Sample, check_origin
 from jrb.types import Item, Sampler
 
@@ -61,9 +61,9 @@ class Mix:
         return display.tree_html(self)
 
     def __post_init__(self) -> None:
-        is_buffers = isinstance(self.buffers, tuple) and self.buffers
         kinds = ReplayBuffer | Sharded
-        if not is_buffers or not all(isinstance(part, kinds) for part in self.buffers):
+        is_tuple = isinstance(self.buffers, tuple) and self.buffers
+        if not is_tuple or not all(isinstance(part, kinds) for part in self.buffers):
             raise TypeError(f"buffers: expected a tuple of buffers, got {self.buffers!r}.")
         layouts = {isinstance(part, Sharded) and part.layout for part in self.buffers}
         if len(layouts) > 1:
@@ -71,12 +71,11 @@ class Mix:
                 "buffers: expected all in the same shards of the same mesh, or none in shards, got "
                 f"{layouts}."
             )
-        numbers = isinstance(self.proportions, tuple) and all(
+        if not isinstance(self.proportions, tuple) or not all(
             isinstance(share, int | float) for share in self.proportions
-        )
-        if not numbers:
+        ):
             raise TypeError(f"proportions: expected a tuple of numbers, got {self.proportions!r}.")
-        _check_proportions(np.asarray(self.proportions, np.float64), len(self.buffers))
+        _check_proportions(self.proportions, len(self.buffers))
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
 
@@ -96,7 +95,7 @@ class Mix:
         return jnp.stack([part.size(state) for part, state in self._pairs(states)])
 
     def can_sample(self, states: States) -> jax.Array:
-        """Returns if every buffer whose part is not empty has something to draw, bool `[]`."""
+        """Returns True if every buffer whose part is not empty can be sampled, bool `[]`."""
         if self.batch_size is None:
             counts = tuple(None if share else 0 for share in self.proportions)
         else:
@@ -117,7 +116,7 @@ class Mix:
         beta: jax.Array | float | None = None,
         proportions: jax.Array | None = None,
     ) -> Sample:
-        """Draws a batch and leaves the states as they are; see `draw`."""
+        """Samples a batch and leaves the states as they are; see `draw`."""
         return self._draw(states, key, batch_size, beta, proportions)[1]
 
     @wording.takes_state
@@ -129,7 +128,7 @@ class Mix:
         beta: jax.Array | float | None = None,
         proportions: jax.Array | None = None,
     ) -> tuple[States, Sample]:
-        """Draws a batch, and moves on those samplers that consume.
+        """Samples a batch, and advances samplers that consume.
 
         Args:
             states: may be donated.
@@ -158,56 +157,59 @@ class Mix:
         return self._draw(states, key, batch_size, beta, proportions)
 
     def _draw(
-        self,
-        states: States,
-        key: jax.Array,
-        batch_size: int | None,
-        beta: jax.Array | float | None,
-        proportions: Any,
+        self, states: States, key: jax.Array, batch_size: int | None, beta: Any, proportions: Any
     ) -> tuple[States, Sample]:
-        batch_size = self.batch_size if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("batch_size: expected a number, got None. Give it to Mix or the call.")
-        checks.count("batch_size", batch_size)
-        checks.key(key)
-        beta = None if beta is None else checks.number("beta", beta)
+        size, beta = draw_arguments(self.batch_size, key, batch_size, beta)
         keys = jax.random.split(key, len(self.buffers) + 1)
         shares = None
         if proportions is None:
-            counts = needed = self._counts(batch_size)
+            counts = needed = self._counts(size)
         else:
             # Shapes may not depend on the proportions: each buffer draws B items, and of these its
             # part of the batch is chosen.
-            shares = self._given_shares(proportions, batch_size)
-            counts = (batch_size,) * len(self.buffers)
+            if not isinstance(proportions, jax.core.Tracer):
+                _check_proportions(proportions, len(self.buffers))
+            values = jnp.asarray(casting.copy_array(proportions)).astype(jnp.float32)
+            if values.shape != (len(self.buffers),):
+                raise ValueError(
+                    f"proportions: expected shape ({len(self.buffers)},), got {values.shape}."
+                )
+            values = jnp.maximum(jnp.nan_to_num(values), 0.0)
+            shares = self._shards * _shares(jnp, values, size // self._shards, 1e-4)
+            counts = (size,) * len(self.buffers)
             needed = counts if isinstance(shares, jax.core.Tracer) else tuple(shares.tolist())
         pairs = self._pairs(states)
         after, parts = list(states), []
         for number, (buffer, state) in enumerate(pairs):
-            count, quiet = counts[number], not needed[number]  # what nobody needs may be empty
+            count, quiet = counts[number], not needed[number]  # a part without items may be empty
             if not count:
                 continue
             draw = buffer._draw if isinstance(buffer, Sharded) else partial(eager.draw, buffer)
             after[number], sample = draw(state, keys[number], count, beta, quiet)
             info = {**sample.info, "source": jnp.full(count, number, jnp.int32)}
             parts.append(sample.replace(info=info, origin=self._origin))
-        _check_alike(parts)
+        first = parts[0]
+        mend = "Give the buffers units and transforms with the same result, and let all or none "
+        for other in parts[1:]:
+            for name in ("data", "mask", "info"):
+                expected, got = (_item_spec({name: vars(it)[name]}) for it in (first, other))
+                pytree.check_like(expected, got, "Mix", mend + "count.")
         if shares is None:
-            return tuple(after), self._within(_joined, (), (parts,), merges=True)
-        chosen = self._for_each(shares, keys[-1])
+            return tuple(after), self._within(_concatenated, (), (parts,), merges=True)
+        chosen: Any = shares, keys[-1]
+        if self._shards_of_first is not None:  # each shard has its own shares, and a key
+            num_shards = self._shards
+            each = jnp.broadcast_to(shares // num_shards, (num_shards, shares.size))
+            chosen = each, jax.random.split(keys[-1], num_shards)
         sample = self._within(_chosen, chosen, (parts,), merges=True)
-        return self._counted(states, after, sample), sample
-
-    def _counted(self, before: States, after: list[BufferState], sample: Sample) -> States:
-        """Counts draws of which only some came into the batch."""
         drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
         for number, sampler in enumerate(self._samplers):
-            if sampler.count_draws:
+            if sampler.count_draws:  # only items that are in the batch count
                 own = drawn & (sample.info["source"] == number)
-                samplers = before[number].sampler, after[number].sampler
+                samplers = states[number].sampler, after[number].sampler
                 counted = self._within(steps.recount, samplers, (sample, own))
                 after[number] = after[number].replace(sampler=counted)
-        return tuple(after)
+        return tuple(after), sample
 
     def update_priority(self, states: States, sample: Sample, priorities: jax.Array) -> States:
         """Sets priorities, each in the buffer that its item is from.
@@ -227,9 +229,8 @@ class Mix:
             )
         source, after = sample.info["source"], []
         for number, (part, state) in enumerate(self._pairs(states)):
-            mine = source == number
-            mask = sample.mask & mine.reshape(-1, *(1,) * (sample.mask.ndim - 1))
-            own = sample.replace(mask=mask, origin=None)
+            mine = (source == number).reshape(-1, *(1,) * (sample.mask.ndim - 1))
+            own = sample.replace(mask=sample.mask & mine, origin=None)
             if self._samplers[number].prioritized:
                 after.append(part.update_priority(state, own, priorities))
             else:
@@ -249,18 +250,6 @@ class Mix:
             )
         return list(zip(self.buffers, states, strict=True))
 
-    def _given_shares(self, proportions: Any, batch_size: int) -> jax.Array:
-        """Returns how many of a batch each buffer gives, int32 `[K]`, for proportions of a call."""
-        if not isinstance(proportions, jax.core.Tracer):
-            _check_proportions(np.asarray(proportions, np.float64), len(self.buffers))
-        values = jnp.asarray(casting.copy_array(proportions)).astype(jnp.float32)
-        if values.shape != (len(self.buffers),):
-            raise ValueError(
-                f"proportions: expected shape ({len(self.buffers)},), got {values.shape}."
-            )
-        values = jnp.maximum(jnp.nan_to_num(values), 0.0)
-        return self._shards * _shares(jnp, values, batch_size // self._shards, 1e-4)
-
     def _counts(self, batch_size: int) -> tuple[int, ...]:
         """Returns how many of a batch each buffer gives, alike in each shard."""
         if batch_size % self._shards:
@@ -274,7 +263,6 @@ class Mix:
 
     @property
     def _origin(self) -> str:
-        """The origin of its samples."""
         return f"Mix({', '.join(part._origin for part in self.buffers)})"
 
     @property
@@ -283,29 +271,26 @@ class Mix:
         return [part.sampler for part in parts]
 
     @property
+    def _shards_of_first(self) -> Sharded | None:
+        """The first buffer, if all are in shards; else None."""
+        return first if isinstance(first := self.buffers[0], Sharded) else None
+
+    @property
     def _shards(self) -> int:
         """The number of shards that each buffer has."""
-        first = self.buffers[0]
-        return first.shards if isinstance(first, Sharded) else 1
+        return 1 if self._shards_of_first is None else self._shards_of_first.shards
 
     def _within(
         self, function: Callable[..., Any], states: tuple, batches: tuple, merges: bool = False
     ) -> Any:
         """Calls a function of states and batches; of sharded ones, in each shard for itself."""
-        first = self.buffers[0]
-        if isinstance(first, Sharded):
-            return first.in_each(function, states, batches, merges)
-        return function(*states, *batches)
-
-    def _for_each(self, shares: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns how many items are from each buffer, and a key; for each shard its own."""
-        if not isinstance(self.buffers[0], Sharded):
-            return shares, key
-        each = jnp.broadcast_to(shares // self._shards, (self._shards, shares.size))
-        return each, jax.random.split(key, self._shards)
+        if self._shards_of_first is None:
+            return function(*states, *batches)
+        return self._shards_of_first.in_each(function, states, batches, merges)
 
 
-def _check_proportions(values: np.ndarray, count: int) -> None:
+def _check_proportions(proportions: Any, count: int) -> None:
+    values = np.asarray(proportions, np.float64)
     if values.shape != (count,):
         raise ValueError(
             f"proportions: expected {count} numbers, one for each buffer, got shape {values.shape}."
@@ -335,20 +320,11 @@ def _shares(xp: Any, proportions: Any, batch_size: int, slack: float) -> Any:
     return xp.where(rank < missing, whole + 1, whole).astype(np.int32)
 
 
-def _check_alike(parts: list[Sample]) -> None:
-    """Raises unless all parts have the same structure, and items of the same shapes and dtypes."""
-    first, *others = parts
-    item = lambda **fields: jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), fields
-    )
-    mend = "Give the buffers units and transforms with the same result, and let all or none count."
-    for other in others:
-        pytree.check_like(item(data=first.data), item(data=other.data), "Mix", mend)
-        want, found = (item(mask=part.mask, info=part.info) for part in (first, other))
-        pytree.check_like(want, found, "Mix", mend)
+def _item_spec(batch: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
-def _joined(parts: list[Sample]) -> Sample:
+def _concatenated(parts: list[Sample]) -> Sample:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
@@ -363,11 +339,11 @@ def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
     seeds = random_bits.bits(key, (len(parts), 2))
     mixed = jnp.stack([random_bits.permute(seed, jnp.int32(size), place) for seed in seeds])
     row = source * size + mixed[source, within]
-    return jax.tree.map(lambda leaf: leaf[row], _joined(parts))
+    return jax.tree.map(lambda leaf: leaf[row], _concatenated(parts))
 
 
 Description = Buffer | Mix | Sharded
-"""What can be saved, compiled and iterated over."""
+"""A description that can be saved, compiled and iterated over."""
 
 AnyState = Any
 """A `BufferState`, or of a `Mix` the tuple of them; `vmap` may have put axes before all arrays."""

@@ -17,9 +17,6 @@ from jrb._util import casting, checks, pytree
 from jrb.buffer import ReplayBuffer, check_single
 from jrb.keys import leaves_at
 from jrb.state import BufferState
-from jrb.types.messages import PartState
-
-_PIECE = 32 << 20  # bytes that are read at a time
 
 
 @overload
@@ -27,7 +24,7 @@ def items(buffer: ReplayBuffer, state: BufferState) -> Any: ...
 @overload
 def items(buffer: ReplayBuffer, state: BufferState, chunks: int) -> Iterator[Any]: ...
 def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -> Any:
-    """All that is held, oldest first, as it is stored: without unit and transforms.
+    """Returns all items that are held, oldest first, as stored: without unit and transforms.
 
     Args:
         buffer: the description.
@@ -49,56 +46,37 @@ def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -
         array([2, 3, 4], dtype=int32)
     """
     slots = held_slots(buffer, state, "items")
-    if chunks is not None:
-        checks.count("chunks", chunks)
-        return _in_chunks(buffer, state, slots, chunks)
-    return taken(buffer, state, slots)
+    if chunks is None:
+        return taken(buffer, state, slots)
+    checks.count("chunks", chunks)
+    starts = range(0, len(slots), chunks)
+    return (taken(buffer, state, slots[start : start + chunks]) for start in starts)
 
 
 def held_slots(buffer: ReplayBuffer, state: BufferState, who: str) -> np.ndarray:
-    """The slots that hold items, oldest first."""
-    _check_single(buffer, state, who)
+    """Returns the slots that hold items, oldest first."""
+    check_single(buffer, who)
+    validate.check_state(buffer, state)
     slots, count = buffer.in_order(state)
     return np.asarray(slots)[: int(count)]
 
 
-def _check_single(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
-    check_single(buffer, who)
-    validate.check_state(buffer, state)
-
-
-def _in_chunks(
-    buffer: ReplayBuffer, state: BufferState, slots: np.ndarray, size: int
-) -> Iterator[Any]:
-    for start in range(0, len(slots), size):
-        yield taken(buffer, state, slots[start : start + size])
-
-
 def taken(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Any:
-    """The items at slots `[K]`, NumPy arrays `[K, ...]`, a few megabytes on their way at a time."""
+    """Returns the items at slots `[K]`, NumPy arrays `[K, ...]`, read in pieces of 32 MB."""
     if buffer.storage.of_objects:
         return buffer.take(state, jnp.asarray(slots))
-    spec = buffer.stored(state)
-    raw = jax.tree.map(casting.raw_spec, spec)
+    raw = jax.tree.map(casting.raw_spec, buffer.stored(state))
     whole = jax.tree.map(lambda leaf: np.empty((len(slots), *leaf.shape), leaf.dtype), raw)
-    step = max(1, _PIECE // max(pytree.nbytes(raw), 1))
+    step = max(1, (32 << 20) // max(pytree.nbytes(raw), 1))
     for start in range(0, len(slots), step):
-        part = slots[start : start + step]
-        found = jax.device_get(
-            jax.tree.map(casting.raw, buffer.take(state, jnp.asarray(_rounded(part))))
-        )
-        for target, leaf in zip(jax.tree.leaves(whole), jax.tree.leaves(found), strict=True):
-            target[start : start + step] = leaf[: len(part)]
+        piece = slots[start : start + step]
+        # Filled up to a power of two: a read is compiled for each length, and episodes have many.
+        missing = (1 << (len(piece) - 1).bit_length()) - len(piece)
+        rounded = jnp.asarray(np.pad(piece, (0, missing), mode="edge"))
+        read = jax.device_get(jax.tree.map(casting.raw, buffer.take(state, rounded)))
+        for target, leaf in zip(jax.tree.leaves(whole), jax.tree.leaves(read), strict=True):
+            target[start : start + step] = leaf[: len(piece)]
     return whole
-
-
-def _rounded(slots: np.ndarray) -> np.ndarray:
-    """Slots of a length that is a power of two, the last of them again and again.
-
-    Reads are compiled once for each length, and episodes are of many.
-    """
-    missing = (1 << (len(slots) - 1).bit_length()) - len(slots)
-    return np.pad(slots, (0, missing), mode="edge")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,11 +88,11 @@ class Episode:
 
     Attributes:
         slots: int32 `[L]`, its rows, oldest first.
-        environment: whose it is, from 0.
+        environment: the number of its environment, from 0.
         return_: the sum of its rewards, float64, in the shape of one, or a pytree of several.
             None if items have none.
-        ended: whether it has ended; otherwise it is running.
-        cut: whether rows from its beginning may be lost.
+        ended: True if it has ended; otherwise it is running.
+        cut: True if rows from its beginning may be lost.
     """
 
     slots: np.ndarray
@@ -127,7 +105,7 @@ class Episode:
 
     @property
     def complete(self) -> bool:
-        """Whether it has ended and its first row is held."""
+        """True if it has ended and its first row is held."""
         return self.ended and not self.cut
 
     @property
@@ -136,7 +114,6 @@ class Episode:
         return len(self.slots)
 
     def __len__(self) -> int:
-        """L."""
         return self.length
 
     @property
@@ -148,28 +125,27 @@ class Episode:
 class Episodes(Sequence[Episode]):
     """The episodes of a state, in the order in which they began, and then of environments."""
 
-    def __init__(self, found: list[Episode]) -> None:
-        self._found = found
+    def __init__(self, episodes: list[Episode]) -> None:
+        self._episodes: list[Episode] = episodes
 
     def __len__(self) -> int:
-        """How many there are."""
-        return len(self._found)
+        return len(self._episodes)
 
     @overload
     def __getitem__(self, index: int) -> Episode: ...
     @overload
     def __getitem__(self, index: slice) -> "Episodes": ...
     def __getitem__(self, index: int | slice) -> Any:
-        """One of them; or a slice, which is as this is."""
-        return Episodes(self._found[index]) if isinstance(index, slice) else self._found[index]
+        part = self._episodes[index]
+        return Episodes(part) if isinstance(part, list) else part
 
     def __repr__(self) -> str:
-        over = sum(each.complete for each in self._found)
-        return f"{len(self)} episodes, {over} of them complete"
+        complete = sum(each.complete for each in self._episodes)
+        return f"{len(self)} episodes, {complete} of them complete"
 
 
 def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
-    """The episodes that a buffer holds.
+    """Returns the episodes that a buffer holds.
 
     One ends where a flag says so (done, terminated or truncated), and where `truncate` was called
     if the unit looks at ends.
@@ -194,49 +170,43 @@ def episodes(buffer: ReplayBuffer, state: BufferState) -> Episodes:
         >>> [(each.length, float(each.return_), each.complete) for each in found]
         [(3, 3.0, True), (2, 7.0, False)]
     """
-    _check_single(buffer, state, "episodes")
+    check_single(buffer, "episodes")
+    validate.check_state(buffer, state)
     checks.chronological("episodes", buffer.writer)
     if buffer.storage.of_objects:
         raise ValueError(
             "episodes: expected items of arrays, got objects, whose flags nobody knows."
         )
     episode_ends.check(buffer.storage.spec(state.storage), buffer.keys)
-    ends, rewards = jax.device_get(_facts(buffer, state))
-    held = buffer.writer.held(buffer.ring, state.writer)
-    slots, envs = np.asarray(held.from_oldest(buffer.ring)), buffer.ring.envs
-    counts = np.broadcast_to(np.asarray(held.rows(buffer.ring)), envs).tolist()
-    lost = has_lost_beginning(buffer, state.writer, state.unit)
-    found = []
+    ends, rewards = jax.device_get(_ends_and_rewards(buffer, state))
+    occupancy = buffer.writer.held(buffer.ring, state.writer)
+    slots, envs = np.asarray(occupancy.from_oldest(buffer.ring)), buffer.ring.envs
+    counts = np.broadcast_to(np.asarray(occupancy.rows(buffer.ring)), envs).tolist()
+    # Where the first row of an environment's oldest episode may be lost.
+    lost = np.broadcast_to(np.asarray(buffer.writer.has_lost(buffer.ring, state.writer)), envs)
+    steps = buffer.unit.episode_step(state.unit, occupancy.from_oldest(buffer.ring)[0])
+    lost = lost if steps is None else lost & (np.asarray(steps) > 0)
+    every = []
     for env, count in enumerate(counts):
         last = np.flatnonzero(ends[:count, env])
         edges = np.unique(np.concatenate([[0], last + 1, [count]]))
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             run = (slice(start, stop), env)
-            total = jax.tree.map(lambda leaf, run=run: leaf[run].sum(0, np.float64), rewards)
-            one = Episode(
+            episode = Episode(
                 slots=slots[start:stop, env],
                 environment=env,
-                return_=total,
+                return_=jax.tree.map(lambda leaf, run=run: leaf[run].sum(0, np.float64), rewards),
                 ended=bool(ends[stop - 1, env]),
                 cut=start == 0 and bool(lost[env]),
                 _buffer=buffer,
                 _state=state,
             )
-            found.append((start, env, one))
-    return Episodes([one for _, _, one in sorted(found, key=lambda each: each[:2])])
-
-
-def has_lost_beginning(buffer: ReplayBuffer, writer: PartState, unit: PartState) -> np.ndarray:
-    """Whether the first row of each environment's oldest episode may be lost, bool `[E]`."""
-    ring = buffer.ring
-    lost = np.broadcast_to(np.asarray(buffer.writer.has_lost(ring, writer)), ring.envs)
-    oldest = buffer.writer.held(ring, writer).from_oldest(ring)[0]
-    before = buffer.unit.episode_step(unit, oldest)
-    return lost if before is None else lost & (np.asarray(before) > 0)
+            every.append((start, env, episode))
+    return Episodes([episode for _, _, episode in sorted(every, key=lambda each: each[:2])])
 
 
 def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
-    """Whether `episodes` can tell them: items lie in time, and have flags or a number."""
+    """Returns True if `episodes` can tell them: items are in order, with flags or a number."""
     storage, keys = buffer.storage, buffer.keys
     if not buffer.writer.is_chronological or storage.of_objects:
         return False
@@ -244,34 +214,33 @@ def has_episodes(buffer: ReplayBuffer, state: BufferState) -> bool:
 
 
 @jax.jit
-def _facts(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, Any]:
-    """Ends, bool `[R, E]`, and rewards `[R, E, ...]`, None if there are none; oldest row first."""
+def _ends_and_rewards(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, Any]:
+    """Ends, bool `[R, E]`, and rewards `[R, E, ...]`, None if items have none; oldest first."""
     context = context_of(buffer, state.writer)
     spec = buffer.storage.spec(state.storage)
     rewards = leaves_at(spec, buffer.keys.reward)
     names = {*buffer.keys.flags(spec), *leaves_at(spec, buffer.keys.episode), *rewards}
-    found = editing.leaves_of(buffer, context, state, names)
+    leaves = editing.leaves_of(buffer, context, state, names)
     slots = context.held.from_oldest(context.ring)
-    ends = editing.flagged_ends(buffer, context, found) | buffer.unit.is_episode_end(
-        context, state.unit, slots
-    )
-    return ends, buffer.keys.get(found, "reward") if rewards else None
+    ends = editing.flagged_ends(buffer, context, leaves)
+    ends |= buffer.unit.is_episode_end(context, state.unit, slots)
+    return ends, buffer.keys.get(leaves, "reward") if rewards else None
 
 
 def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
-    """What a buffer holds, in numbers.
+    """Returns facts about what a buffer holds, in numbers.
 
     Args:
         buffer: the description.
         state: is only read.
 
     Returns:
-        Plain numbers: `size` and `capacity`; where items have flags and lie in time, `episodes`,
-        `complete` of them (see `jrb.read.Episode`), and of these `return` and `length` as `mean`,
-        `std`, `min`, `max`, the return for each leaf of the reward; where there are priorities,
-        `priority` as the same; and where draws are counted, `draws` of the anchors as the same, and
-        `never`, the share of them that was never drawn. Where anchors are episodes, those of all
-        items.
+        Plain numbers: `size` and `capacity`; where items have flags and are in order of time,
+        `episodes`, `complete` of them (see `jrb.read.Episode`), and of these `return` and `length`
+        as `mean`, `std`, `min`, `max`, the return for each leaf of the reward; where there are
+        priorities, `priority` as the same; and where draws are counted, `draws` of the anchors as
+        the same, and `never`, the share of them that was never drawn. Where anchors are episodes,
+        those of all items.
 
     Example:
         >>> import jax.numpy as jnp, jrb
@@ -281,48 +250,41 @@ def stats(buffer: ReplayBuffer, state: BufferState) -> dict[str, Any]:
         >>> jrb.stats(buffer, buffer.extend(empty, items))["return"]
         {'mean': 2.0, 'std': 0.0, 'min': 2.0, 'max': 2.0}
     """
-    found: dict[str, Any] = {"size": len(held_slots(buffer, state, "stats"))}
-    found["capacity"] = buffer.capacity
+    slots = held_slots(buffer, state, "stats")
+    facts: dict[str, Any] = {"size": len(slots), "capacity": buffer.capacity}
     if has_episodes(buffer, state):
         every = episodes(buffer, state)
-        over = [each for each in every if each.complete]
-        found["episodes"], found["complete"] = len(every), len(over)
-        found["length"] = _summary([each.length for each in over])
-        totals = jax.tree.leaves(over[0].return_) if over else []
+        complete = [each for each in every if each.complete]
+        facts["episodes"], facts["complete"] = len(every), len(complete)
+        facts["length"] = _summary([each.length for each in complete])
+        totals = jax.tree.leaves(complete[0].return_) if complete else []
         if totals and not any(map(np.ndim, totals)):
-            each_return = [each.return_ for each in over]
-            found["return"] = jax.tree.map(lambda *values: _summary(values), *each_return)
+            returns = [each.return_ for each in complete]
+            facts["return"] = jax.tree.map(lambda *values: _summary(values), *returns)
     if buffer.sampler.prioritized:
-        known = np.asarray(buffer.priorities(state))
-        found["priority"] = _summary(known[known >= 0])
+        priorities = np.asarray(buffer.priorities(state))
+        facts["priority"] = _summary(priorities[priorities >= 0])
     if buffer.sampler.count_draws:
-        draws = np.asarray(state.sampler.draws)[_drawable(buffer, state)]
-        found["draws"] = _summary(draws)
+        anchors, shares, count = jax.device_get(_anchors(buffer, state.replace(storage=None)))
+        if (shares[:count] == 1).all():  # else an anchor stands for more than a slot
+            slots = anchors[:count]
+        draws = np.asarray(state.sampler.draws)[slots]
+        facts["draws"] = _summary(draws)
         if draws.size:
-            found["draws"]["never"] = float(np.mean(draws == 0))
-    return found
-
-
-def _drawable(buffer: ReplayBuffer, state: BufferState) -> np.ndarray:
-    """The slots of all anchors; where one stands for more than a slot, those of all items."""
-    slots, shares, count = jax.device_get(_anchors(buffer, state.replace(storage=None)))
-    if (shares[:count] == 1).all():
-        return slots[:count]
-    return np.asarray(held_slots(buffer, state, "stats"))
+            facts["draws"]["never"] = float(np.mean(draws == 0))
+    return facts
 
 
 @jax.jit
 def _anchors(buffer: ReplayBuffer, state: BufferState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The anchors in their order, int32 `[N]`; how likely each slot is there; their number."""
+    """Returns the anchors in order, int32 `[N]`; how likely each slot is; and their number."""
     anchors = buffer.unit.anchors(context_of(buffer, state.writer), state.unit)
-    place = jnp.minimum(jnp.arange(buffer.capacity, dtype=jnp.int32), anchors.count - 1)
-    return *anchors.nth(jnp.maximum(place, 0), jax.random.key(0)), anchors.count
+    rank = jnp.minimum(jnp.arange(buffer.capacity, dtype=jnp.int32), anchors.count - 1)
+    return *anchors.nth(jnp.maximum(rank, 0), jax.random.key(0)), anchors.count
 
 
 def _summary(values: Sequence | np.ndarray) -> dict[str, float]:
-    """Of nothing, nothing."""
+    """Returns mean, std, min and max; nothing of nothing."""
     array = np.asarray(values, np.float64)
-    if not array.size:
-        return {}
     names = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-    return {name: float(reduce(array)) for name, reduce in names.items()}
+    return {name: float(reduce(array)) for name, reduce in names.items()} if array.size else {}

@@ -1,4 +1,4 @@
-"""What a buffer holds as a table, for Arrow and pandas: a row for each transition.
+"""Tables of what a buffer holds, for Arrow and pandas: a row for each transition.
 
 K items, N capacity, E environments.
 
@@ -8,11 +8,10 @@ what is held of it; with a sampler that has priorities `priority`; and the leave
 their names, `next/reward`, `.` for items that are one array. A leaf with the name of a column
 above is called `item/step`.
 
-No value is lost. What tables have no type for is held in one that has all its values: bfloat16,
+No value is lost. A dtype that tables do not have becomes one that has all its values: bfloat16,
 float8 and the like as float32, integers of a few bits as ones of 8, PRNG keys as their words.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,15 +24,12 @@ from jrb.buffer import ReplayBuffer
 from jrb.state import BufferState
 from jrb.types import Item
 
-_PIECE = 32 << 20  # bytes of items in a batch of records
-_EXTRA = "tables"
-
 Columns = dict[str, np.ndarray]
 """Arrays `[K, ...]` by the names of columns."""
 
 
 def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -> Any:
-    """What is held, oldest first, as a table of Arrow; see `jrb.tables` for its columns.
+    """Returns all items, oldest first, as a table of Arrow; see `jrb.tables` for its columns.
 
     Leaves of several numbers are fixed-shape tensors; complex numbers are tensors with a last axis
     of real and imaginary parts. A field whose type is not the leaf's own has that in its metadata
@@ -60,7 +56,7 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
         >>> table.column_names, table["x"].to_pylist()[1]
         (['slot', 'environment', 'x', 'y'], [2, 3])
     """
-    pa = wording.require("pyarrow", _EXTRA)
+    pa = wording.require("pyarrow", "tables")
     if chunks is not None:
         checks.count("chunks", chunks)
     slots, facts = _facts("to_arrow", buffer, state)
@@ -69,18 +65,26 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
             "to_arrow: expected items of arrays, got objects. jrb.to_pandas has a column for them."
         )
     spec = buffer.stored(state)
-    schema = _schema(pa, spec, facts)
-    size = chunks or rows_of_a_batch(buffer, state)
-    batches = (
-        _batch(pa, schema, {**_part(facts, rows), **_leaves(buffer, state, slots[rows])})
-        for rows in _parts(len(slots), size)
-    )
+    fields = [pa.field(name, pa.from_numpy_dtype(leaf.dtype)) for name, leaf in facts.items()]
+    for name, leaf in zip(_column_names(spec), jax.tree.leaves(spec), strict=True):
+        fields.append(_arrow_field(pa, name, leaf))
+    schema = pa.schema(fields)
+    row_bytes = pytree.nbytes(jax.tree.map(casting.raw_spec, spec))
+    size = chunks or max(1, (32 << 20) // max(row_bytes, 1))
+
+    def batch(rows: slice) -> Any:
+        columns = {name: leaf[rows] for name, leaf in facts.items()}
+        columns |= _leaves(buffer, state, slots[rows])
+        arrays = [_arrow_array(pa, field.type, columns[field.name]) for field in schema]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    batches = (batch(slice(start, start + size)) for start in range(0, len(slots), size))
     reader = pa.RecordBatchReader.from_batches(schema, batches)
     return reader if chunks is not None else reader.read_all()
 
 
 def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
-    """What is held, oldest first, as a frame of pandas; see `jrb.tables` for its columns.
+    """Returns all items, oldest first, as a frame of pandas; see `jrb.tables` for its columns.
 
     Numbers are columns of their dtype. Where a leaf has several numbers, or words of a PRNG key,
     the column holds an array of NumPy `[...]` in each row. Objects are the column `item`.
@@ -103,43 +107,36 @@ def to_pandas(buffer: ReplayBuffer, state: BufferState) -> Any:
         >>> frame.groupby("episode")["next/reward"].sum().tolist()
         [1.0, 5.0]
     """
-    pandas = wording.require("pandas", _EXTRA)
+    pandas = wording.require("pandas", "tables")
     slots, columns = _facts("to_pandas", buffer, state)
     if buffer.storage.of_objects:
-        columns = {**columns, "item": _in_rows(read.taken(buffer, state, slots))}
+        columns["item"] = _cells(read.taken(buffer, state, slots))
     else:
-        columns = {**columns, **_leaves(buffer, state, slots)}
-    cells = lambda leaf: leaf if leaf.ndim == 1 else _in_rows(leaf)
+        columns |= _leaves(buffer, state, slots)
+    cells = lambda leaf: leaf if leaf.ndim == 1 else _cells(leaf)
     return pandas.DataFrame({name: cells(leaf) for name, leaf in columns.items()})
 
 
 def _facts(who: str, buffer: ReplayBuffer, state: BufferState) -> tuple[np.ndarray, Columns]:
-    """The slots that hold items, oldest first; and the columns that are not of items."""
+    """Returns the slots that hold items, oldest first; and the columns that are not of items."""
     slots = read.held_slots(buffer, state, who)
     facts = {"slot": slots}
     if buffer.writer.is_chronological:
         facts["environment"] = slots % buffer.ring.envs
     if read.has_episodes(buffer, state):
-        facts |= _episodes(buffer, state, slots)
+        number, step = np.zeros((2, buffer.capacity), np.int32)
+        for count, each in enumerate(read.episodes(buffer, state)):
+            number[each.slots], step[each.slots] = count, np.arange(len(each), dtype=np.int32)
+        facts |= {"episode": number[slots], "step": step[slots]}
     if buffer.sampler.prioritized:
         facts["priority"] = np.asarray(buffer.priorities(state))[slots]
     return slots, facts
 
 
-def _episodes(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Columns:
-    """Of which episode each item is, and which of its steps."""
-    number, step = np.zeros((2, buffer.capacity), np.int32)
-    for count, each in enumerate(read.episodes(buffer, state)):
-        number[each.slots], step[each.slots] = count, np.arange(len(each), dtype=np.int32)
-    return {"episode": number[slots], "step": step[slots]}
-
-
-_OURS = ("slot", "environment", "episode", "step", "priority")
-
-
 def _column_names(spec: Item) -> list[str]:
-    """The name of the column of each leaf."""
-    names = [f"item/{name}" if name in _OURS else name for name in pytree.leaf_names(spec)]
+    """Returns the name of the column of each leaf."""
+    ours = ("slot", "environment", "episode", "step", "priority")
+    names = [f"item/{name}" if name in ours else name for name in pytree.leaf_names(spec)]
     if len(set(names)) < len(names):
         raise ValueError(
             f"expected leaves with a name of their own each, got columns {names}. Rename some, as "
@@ -149,19 +146,14 @@ def _column_names(spec: Item) -> list[str]:
 
 
 def _leaves(buffer: ReplayBuffer, state: BufferState, slots: np.ndarray) -> Columns:
-    """The leaves of items at slots, in dtypes that tables have."""
-    found = jax.tree.leaves(read.taken(buffer, state, slots))
-    names = _column_names(buffer.stored(state))
-    return {name: _widened(leaf) for name, leaf in zip(names, found, strict=True)}
-
-
-def _widened(leaf: np.ndarray) -> np.ndarray:
-    """The same values in a dtype that NumPy has of itself."""
-    return leaf.astype(_plain(leaf.dtype), copy=False)
+    """Returns the leaves of items at slots, in dtypes that tables have."""
+    leaves = jax.tree.leaves(read.taken(buffer, state, slots))
+    pairs = zip(_column_names(buffer.stored(state)), leaves, strict=True)
+    return {name: leaf.astype(_plain(leaf.dtype), copy=False) for name, leaf in pairs}
 
 
 def _plain(dtype: DType) -> np.dtype:
-    """The dtype that holds the values of another in a table."""
+    """Returns the dtype of NumPy that holds the values of another in a table."""
     dtype = np.dtype(dtype)
     if dtype.isbuiltin == 1:
         return dtype
@@ -171,70 +163,36 @@ def _plain(dtype: DType) -> np.dtype:
     return np.dtype(np.int8 if signed else np.uint8)
 
 
-def _in_rows(rows: Any) -> np.ndarray:
-    """An array of objects `[K]`, each a row."""
+def _cells(rows: Any) -> np.ndarray:
+    """Returns an array of objects `[K]`, each a row."""
     cells = np.empty(len(rows), object)
     for number, row in enumerate(rows):
         cells[number] = row
     return cells
 
 
-def _part(columns: Columns, rows: slice) -> Columns:
-    return {name: leaf[rows] for name, leaf in columns.items()}
-
-
-def _parts(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, count, size))
-
-
-def rows_of_a_batch(buffer: ReplayBuffer, state: BufferState) -> int:
-    """How many items are some megabytes."""
-    raw = jax.tree.map(casting.raw_spec, buffer.stored(state))
-    return max(1, _PIECE // max(pytree.nbytes(raw), 1))
-
-
-# Arrow.
-
-
-def _schema(pa: Any, spec: Item, facts: Columns) -> Any:
-    fields = [pa.field(name, pa.from_numpy_dtype(leaf.dtype)) for name, leaf in facts.items()]
-    for name, leaf in zip(_column_names(spec), jax.tree.leaves(spec), strict=True):
-        fields.append(_field(pa, name, leaf))
-    return pa.schema(fields)
-
-
-def _field(pa: Any, name: str, leaf: Any) -> Any:
+def _arrow_field(pa: Any, name: str, leaf: Any) -> Any:
     raw = casting.raw_spec(leaf)
-    words, shape = _parted(_plain(raw.dtype), raw.shape)
+    words, shape = _real_parts(_plain(raw.dtype), raw.shape)
     kind = pa.from_numpy_dtype(words)
-    own = _dtype_name(leaf.dtype)
+    is_keys = casting.is_keys(leaf.dtype)
+    own = f"key:{casting.implementation(leaf.dtype)}" if is_keys else str(np.dtype(leaf.dtype))
     metadata = None if own == str(words) else {"jrb.dtype": own}
     return pa.field(name, pa.fixed_shape_tensor(kind, shape) if shape else kind, metadata=metadata)
 
 
-def _parted(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
-    """The dtype and shape of an array whose complex numbers are pairs."""
-    if dtype.kind != "c":
-        return dtype, shape
-    return np.dtype(f"f{dtype.itemsize // 2}"), (*shape, 2)
-
-
-def _dtype_name(dtype: DType) -> str:
-    if casting.is_keys(dtype):
-        return f"key:{casting.implementation(dtype)}"
-    return str(np.dtype(dtype))
-
-
-def _batch(pa: Any, schema: Any, columns: Columns) -> Any:
-    arrays = [_array(pa, field.type, columns[field.name]) for field in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def _array(pa: Any, kind: Any, leaf: np.ndarray) -> Any:
-    words, shape = _parted(leaf.dtype, leaf.shape)
+def _arrow_array(pa: Any, kind: Any, leaf: np.ndarray) -> Any:
+    words, shape = _real_parts(leaf.dtype, leaf.shape)
     flat = pa.array(np.ascontiguousarray(leaf).reshape(-1).view(words))
     if len(shape) == 1:
         return flat
     stored = kind.storage_type
     lists = pa.Array.from_buffers(stored, len(leaf), [None], children=[flat])
     return pa.ExtensionArray.from_storage(kind, lists)
+
+
+def _real_parts(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
+    """Returns the dtype and shape of an array whose complex numbers are pairs."""
+    if dtype.kind != "c":
+        return dtype, shape
+    return np.dtype(f"f{dtype.itemsize // 2}"), (*shape, 2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._xla import compat
+from jrb.authoring import enable_x64
 from tests import reference
 
 KEY = jax.random.key(0)
@@ -162,7 +162,7 @@ def test_every_dtype_comes_back_bit_for_bit():
 
 
 def test_int64_comes_back_under_x64():
-    with compat.enable_x64():
+    with enable_x64():
         item = {"x": np.array([2**63 - 1, -(2**63)]), "y": np.float64(1 / 3)}
         buffer = jrb.ReplayBuffer(capacity=3, batch_size=2, sampler=jrb.Prioritized())
         state = jax.jit(buffer.add)(buffer.init(item), item)
@@ -340,7 +340,7 @@ def test_the_state_shows_itself():
 
 
 def test_numpy_integers_describe_the_same_buffer():
-    with compat.enable_x64():
+    with enable_x64():
         sizes = {"capacity": np.int64(8), "num_envs": np.int16(2), "batch_size": np.int64(2)}
         buffer = jrb.ReplayBuffer(sampler=jrb.Queue(), **sizes)
         assert buffer == jrb.ReplayBuffer(8, num_envs=2, batch_size=2, sampler=jrb.Queue())

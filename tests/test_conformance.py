@@ -6,9 +6,7 @@ import pytest
 
 import jrb
 from jrb import testing
-from jrb._util import pytree
-from jrb._xla import random_bits
-from jrb.types import Sampler
+from jrb.types import Sampler, component
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +25,7 @@ SAMPLERS = [
 EXAMPLE = {"x": jnp.zeros(16), "flag": jnp.bool_(False), "next": {"reward": jnp.float32(0)}}
 
 
-@pytree.component
+@component
 class Recent(Sampler):
     """Draws among the newest `count` anchors only."""
 
@@ -35,7 +33,7 @@ class Recent(Sampler):
 
     def draw(self, ring, state, anchors, key, batch_size, beta=None):
         some = jnp.minimum(anchors.count, self.count)
-        back = random_bits.below(some, *random_bits.words(key, batch_size))
+        back = jax.random.randint(key, (batch_size,), 0, jnp.maximum(some, 1))
         mask = jnp.broadcast_to(anchors.count > 0, (batch_size,))
         drawn = anchors.uniform_draw(jnp.maximum(anchors.count - 1 - back, 0), mask, key)
         share = 1 / jnp.maximum(some, 1).astype(jnp.float32)
@@ -133,7 +131,7 @@ def test_storages_on_the_host_keep_the_contracts(storage, unit):
 
 
 def test_a_broken_part_is_noticed():
-    @pytree.component
+    @component
     class Forgetful(Recent):
         def ready(self, state, anchors, batch_size):
             return jnp.bool_(True)

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jrb
 from jrb import sum_tree, testing
-from jrb._util import pytree
 from jrb._xla import compat
+from jrb.authoring import tree_nbytes
 
 D, E, B = jax.device_count(), 2, 8
 pytestmark = [
@@ -179,7 +179,7 @@ def filled(buffer, keys):
 def allowed(buffer):
     """How many bytes temporaries may have: a tenth of all, and set_alpha lays the trees anew."""
     empty = jax.eval_shape(lambda: buffer.init(EXAMPLE))
-    return 0.1 * pytree.nbytes(empty) + pytree.nbytes(empty.sampler)
+    return 0.1 * tree_nbytes(empty) + tree_nbytes(empty.sampler)
 
 
 @pytest.mark.parametrize(("unit", "sampler", "parts", "modes"), CASES, ids=str)

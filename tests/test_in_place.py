@@ -7,8 +7,8 @@ import pytest
 
 import jrb
 from jrb import testing
-from jrb._util import pytree
 from jrb._xla import dependencies
+from jrb.types import component
 
 pytestmark = pytest.mark.slow
 
@@ -123,7 +123,7 @@ CASES = [(name, step) for name in ("uniform", "prioritized") for step in ANY]
 CASES += [("prioritized", step) for step in UPDATES]
 
 
-@pytree.component
+@component
 class Apart(jrb.DeviceStorage):
     """A storage that reads nothing beside the items."""
 

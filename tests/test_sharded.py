@@ -16,8 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jrb
-from jrb._util import pytree
-from jrb.sharding import states as shard_states
+from jrb.authoring import tree_nbytes
 
 DEVICES = jax.device_count()
 pytestmark = [
@@ -613,12 +612,12 @@ def test_one_shard_is_the_buffer_also_without_environments():
     key = jax.random.key(0)
     want = buffer.sample(alone, jax.random.fold_in(key, 0))
     assert_same(sharded.sample(state, key).data, want.data)
-    assert sharded.nbytes({"x": 0}) == buffer.nbytes({"x": 0}) == pytree.nbytes(state)
+    assert sharded.nbytes({"x": 0}) == buffer.nbytes({"x": 0}) == tree_nbytes(state)
 
 
 def held(buffer, state):
     """What each environment holds, oldest first: items and priorities."""
-    parts = shard_states.split(buffer, state) if isinstance(buffer, jrb.Sharded) else {0: state}
+    parts = buffer.split(state) if isinstance(buffer, jrb.Sharded) else {0: state}
     part = buffer.part if isinstance(buffer, jrb.Sharded) else buffer
     found = []
     for number in sorted(parts):

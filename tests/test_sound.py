@@ -10,9 +10,8 @@ import pytest
 
 import jrb
 from jrb import sum_tree, testing, types
-from jrb._core import packed
-from jrb._util import pytree
 from jrb.checkpoint import schema
+from jrb.types import component
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +28,7 @@ def step(number=0.0, done=False):
 # Stacks over a unit of one's own.
 
 
-@pytree.component
+@component
 class Wrapped(types.Unit):
     """A unit that passes everything on to another."""
 
@@ -105,7 +104,7 @@ def test_a_unit_whose_anchors_are_no_rows_cannot_be_stacked():
 
 @pytest.mark.parametrize("kind", ["sampler", "unit", "writer", "storage"])
 def test_a_part_that_lacks_a_method_is_refused_by_name(kind):
-    @pytree.component
+    @component
     class Half:
         def init(self, *args):
             return {}
@@ -114,7 +113,7 @@ def test_a_part_that_lacks_a_method_is_refused_by_name(kind):
     base = getattr(types, kind.capitalize())
     with pytest.raises(TypeError, match=f"{kind}: .*jrb.types.{base.__name__}.*without .*{method}"):
         jrb.ReplayBuffer(10, **{kind: Half()})
-    below = pytree.component(type("Below", (base,), {"init": Half.init}))
+    below = component(type("Below", (base,), {"init": Half.init}))
     with pytest.raises(TypeError, match=f"abstract.*{method}"):
         below()
 
@@ -440,7 +439,6 @@ def test_dtypes_that_equal_those_of_numpy_are_these(tmp_path):
         dtype = file["x"].dtype
     assert dtype == np.float32
     assert dtype is not np.dtype(np.float32)
-    assert not packed.is_small(dtype)
     state = jrb.ReplayBuffer(37).init({"x": jax.ShapeDtypeStruct((), dtype)})
     assert isinstance(state.storage["x"], jax.Array)
     assert state.storage["x"].dtype == np.float32

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import jrb
     from jrb._store.errors import DamagedError, LockedError
     from jrb.checkpoint.api import (
         generations,
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
         verify,
     )
     from jrb.checkpoint.background import Save
-    from jrb.interop.dump import Dump
-    from jrb.interop.flashbax import read_flashbax, read_vault
-    from jrb.interop.torchrl import read_torchrl, write_torchrl
+
+    Dump = jrb.interop.Dump
+    read_flashbax, read_vault = jrb.interop.read_flashbax, jrb.interop.read_vault
+    read_torchrl, write_torchrl = jrb.interop.read_torchrl, jrb.interop.write_torchrl
 
 __all__ = [
     "DamagedError",

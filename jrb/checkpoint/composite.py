@@ -30,7 +30,6 @@ from jrb.checkpoint.saving import CommitJob, SaveJob
 from jrb.checkpoint.schema import Snapshot
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
-from jrb.sharding import states as shard_states
 from jrb.state import Device
 from jrb.storages.host_rows import HostView
 from jrb.types import Item
@@ -74,7 +73,7 @@ def check(buffer: Several, verb: str) -> None:
 def each(buffer: Several) -> dict[str, Any]:
     """Returns the buffers of a Mix, a dict or a tuple, or the shards of a Sharded, by name."""
     if isinstance(buffer, Sharded):
-        return dict.fromkeys(shard_states.names(buffer), buffer.part)
+        return dict.fromkeys(buffer.names(), buffer.part)
     return _entries(buffer.buffers if isinstance(buffer, Mix) else buffer)
 
 
@@ -175,8 +174,8 @@ def snapshot(buffer: Several, state: AnyState, verb: str = "save") -> AnySnapsho
     if isinstance(buffer, ReplayBuffer):
         return schema.snapshot(buffer, state)
     if isinstance(buffer, Sharded):
-        names = shard_states.names(buffer)
-        states = {names[number]: one for number, one in shard_states.split(buffer, state).items()}
+        names = buffer.names()
+        states = {names[number]: one for number, one in buffer.split(state).items()}
     else:
         states = for_each(buffer, state, "save: states")
     buffers = each(buffer)
@@ -228,7 +227,7 @@ class GroupJob:
         self._group: process_group.ProcessGroup = (
             process_group.of_program() if is_sharded else process_group.SingleProcess()
         )
-        names = shard_states.names(saved.buffer) if is_sharded else self.parts
+        names = saved.buffer.names() if is_sharded else self.parts
         self._folders = list(map(manifest.folder_name, names))
         self._store: Store | None = None
 
@@ -330,8 +329,10 @@ def _about(saved: SnapshotGroup) -> dict[str, Any]:
 
 def _without_mesh(buffer: Any) -> Any:
     """Returns the description without meshes, which no file can hold."""
+    if isinstance(buffer, Sharded):
+        return dataclasses.replace(buffer, mesh=None)
     if not isinstance(buffer, Mix):
-        return shard_states.without_mesh(buffer)
+        return buffer
     return dataclasses.replace(buffer, buffers=tuple(map(_without_mesh, buffer.buffers)))
 
 
@@ -418,10 +419,10 @@ def _load_shards(
 ) -> tuple[Any, Any]:
     """Loads the shards that belong to this process, each by itself."""
     sharded = _described(opened, given, Sharded)
-    names, known = list(manifest.generations(opened.generation)), shard_states.names(sharded)
+    names, known = list(manifest.generations(opened.generation)), sharded.names()
     if names != known:
         raise DamagedError(f"{opened.path}: expected {len(known)} shards, got {names}.")
-    sharded = shard_states.on_mesh(sharded, device)
+    sharded = sharded.on_mesh(device)
     inward, states = _inward_for_each(sharded, back), {}
     part = None if given is None else given.part
     for place, group in sharded.layout.groups().items():
@@ -430,7 +431,7 @@ def _load_shards(
             buffer, states[number] = load(opened.part(name), part, example, place, inward[name])
             if buffer.storage != sharded.buffer.storage:
                 raise DamagedError(f"{opened.path}: part '{name}': expected the whole's storage.")
-    return sharded, shard_states.join(sharded, states)
+    return sharded, sharded.join(states)
 
 
 def _load_dict(

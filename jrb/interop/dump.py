@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrb import jitted
 from jrb._util import pytree
 from jrb._util.pytree import PyTree
 from jrb.buffer import ReplayBuffer
-from jrb.loops import Jitted
 from jrb.migrate import pieces, writable
 from jrb.state import BufferState
 from jrb.types import PrioritizedSampler
@@ -65,7 +65,7 @@ class Dump(NamedTuple):
         is_chronological = buffer.writer.is_chronological
         order = order[max(0, rows - ring.rows) :] if is_chronological else order
         start = first if rows == ring.rows and is_chronological else 0
-        state, verbs = self._begun(buffer, state, start, rows), Jitted(writable(buffer))
+        state, verbs = self._begun(buffer, state, start, rows), jitted(writable(buffer))
         for piece in pieces(order, pytree.nbytes(spec) * ring.envs):
             rows_ = jax.tree.map(operator.itemgetter(piece), self.items)
             state = verbs.extend(state, rows_)

@@ -1,29 +1,167 @@
-"""Draws of several shards that are, together, a draw from one buffer.
+"""The methods of a sharded buffer on one device, for the shards that it has.
 
-Each shard draws its part of the batch from its own anchors. The statistics of all shards
-(`ShardStats`, one `all_gather`) make probabilities and weights those of the whole. S shards, s of
-them on this device, B batch, b = B / S.
+Each function gets `LocalShards`, hashable arguments, and the arrays of these shards (see
+`jrb.sharding.mesh.run`). A draw of several shards is, together, a draw from one buffer: each shard
+draws its part of the batch from its own anchors, and the statistics of all shards (`ShardStats`,
+one `all_gather`) make probabilities and weights those of the whole.
+
+S shards, s of them on this device, B batch, b = B / S.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import steps
-from jrb.sharding.mesh import LocalShards
-from jrb.state import Buffer, BufferState
+from jrb._core import steps, validate
+from jrb._util.pytree import PyTree
+from jrb._xla import random_bits
+from jrb._xla.compiling import entry
+from jrb.sharding.mesh import Cut, LocalShards, merge_shards
+from jrb.state import Buffer, BufferState, Sample
 from jrb.types import Draw, ShardedSampler, ShardStats
 
 _LEAST, _MOST = 1e-36, 3e38  # of probabilities that are raised to a power, and of weights
-_TINY = float(np.finfo(np.float32).tiny)  # a weight of 0 is for what was not drawn
+_TINY = float(np.finfo(np.float32).tiny)  # a weight of 0 is for entries that are masked
+
+
+def blank(
+    shards: LocalShards, part: Buffer, structure: Any, leaves: tuple[Any, ...]
+) -> BufferState:
+    """Makes empty states for items of this structure and these specs."""
+    spec = jax.tree.unflatten(structure, leaves)
+
+    def blank(number: jax.Array) -> BufferState:
+        state = validate.blank(part, spec)
+        return state.replace(writer=part.writer.in_shard(state.writer, number))
+
+    return jax.vmap(blank)(shards.numbers)
+
+
+def each(
+    shards: LocalShards,
+    part: Buffer,
+    method: Callable[..., Any],
+    options: tuple[Any, ...],
+    cuts: tuple[Cut, ...],
+    splits: bool,
+    returns_items: bool,
+    states: BufferState,
+    *arguments: PyTree,
+) -> Any:
+    """Calls a method of a buffer in each shard.
+
+    Args:
+        shards: the shards of this device.
+        part: the description of one shard.
+        method: called with it, a state, `options`, and arguments.
+        options: hashable arguments.
+        cuts: of the arguments.
+        splits: True if these are of all shards, and have to be cut.
+        returns_items: False for a method that leaves items alone, outside `jit`, where a compiled
+            function copies what it returns.
+        states: arrays `[s, ...]`.
+        arguments: arrays.
+    """
+    if splits:
+        pairs = zip(arguments, cuts, strict=True)
+        arguments = tuple(tree if cut is None else shards.split(tree, cut) for tree, cut in pairs)
+
+    def call(state: BufferState, number: jax.Array, *args: PyTree) -> Any:
+        own = []
+        for arg in args:
+            if isinstance(arg, Sample):  # entries that another shard drew are masked
+                is_own = arg.info["shard"] == number
+                shape = (-1, *(1,) * (arg.mask.ndim - 1))
+                arg = arg.replace(mask=arg.mask & is_own.reshape(shape))
+            own.append(arg)
+        return method(part, state, *options, *own)
+
+    result = jax.vmap(call, (0, 0, *cuts))(states, shards.numbers, *arguments)
+    return result if returns_items else result.replace(storage=None)
+
+
+def in_each(
+    shards: LocalShards, function: Callable[..., Any], count: int, merges: bool, *arguments: PyTree
+) -> Any:
+    """Calls a function of `count` states and of parts of batches in each shard."""
+    states, batches = arguments[:count], arguments[count:]
+    result = jax.vmap(function)(*states, *shards.split(batches, 0))
+    return merge_shards(result) if merges else result
+
+
+def size(shards: LocalShards, part: Buffer, states: BufferState) -> jax.Array:
+    """Returns how many items all shards hold, int32 `[]`."""
+    return shards.total(jax.vmap(part.size)(states))
+
+
+def can_sample(
+    shards: LocalShards,
+    part: Buffer,
+    batch_size: int | None,
+    min_size: int | None,
+    states: BufferState,
+) -> jax.Array:
+    """Returns True if some shard can draw, and all together hold enough, bool `[]`."""
+    ready = jax.vmap(lambda state: steps.ready(part, state, batch_size))(states)
+    is_ready = shards.max(ready.astype(jnp.int32)) > 0
+    return is_ready if min_size is None else is_ready & (size(shards, part, states) >= min_size)
+
+
+def can_add(shards: LocalShards, part: Buffer, states: BufferState) -> jax.Array:
+    """Returns True if all shards have room, bool `[]`."""
+    has_room = jax.vmap(lambda state: steps.can_write(part, state))(states)
+    return shards.max((~has_room).astype(jnp.int32)) == 0
+
+
+@entry
+def draw(
+    shards: LocalShards,
+    part: Buffer,
+    batch_size: int,
+    min_size: int | None,
+    origin: str,
+    returns: str,
+    states: BufferState,
+    key: jax.Array,
+    beta: jax.Array | None,
+) -> Any:
+    """Draws the part of a batch that is from these shards.
+
+    Args:
+        shards: the shards of this device.
+        part: the description of one.
+        batch_size: b.
+        min_size: the items that all shards together must hold.
+        origin: of the sample.
+        returns: "state" for the states and the sample; outside `jit`, where a compiled function
+            copies what it returns, "sampler" for those of samplers, or "sample" for nothing else.
+        states: arrays `[s, ...]`.
+        key: the same for all shards.
+        beta: of the importance weights; None for the sampler's.
+    """
+    keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(shards.numbers)
+    samplers, draws = choose(part, shards, states, keys, batch_size, beta, min_size)
+
+    def finish(state: BufferState, sampler: Any, draw: Any, key: jax.Array) -> Any:
+        sampler, draw = steps.counted(part, sampler, draw)
+        sample = steps.assemble(part, state, draw, key)
+        return steps.wait(part, state.replace(sampler=sampler), sample), sample
+
+    states, samples = jax.vmap(finish)(states, samplers, draws, keys)
+    shard = jnp.broadcast_to(shards.numbers[:, None], samples.indices.shape)
+    samples = samples.replace(info={**samples.info, "shard": shard}, origin=origin)
+    if returns == "sample":
+        return merge_shards(samples)
+    return states if returns == "state" else states.sampler, merge_shards(samples)
 
 
 def choose(
     part: Buffer,
-    here: LocalShards,
+    shards: LocalShards,
     states: BufferState,
     keys: jax.Array,
     batch_size: int,
@@ -32,14 +170,7 @@ def choose(
 ) -> tuple[Any, Draw]:
     """Draws b anchors in each shard on this device, as parts of a batch.
 
-    Args:
-        part: the description of one shard.
-        here: which they are.
-        states: theirs, arrays `[s, ...]`.
-        keys: `[s]`, one for each.
-        batch_size: b.
-        beta: of the importance weights; None for the sampler's.
-        min_size: the items that all shards together must hold.
+    The arguments are those of `draw`, with `keys`, `[s]`, one for each shard.
 
     Returns:
         The samplers' states, arrays `[s, ...]`; and the draws, arrays `[s, b]`, weighted among all
@@ -54,13 +185,13 @@ def choose(
 
     own, sizes = jax.vmap(stats_of)(states)
     if own is not None:  # else the sampler has no weights, as each shard uses up its own anchors
-        every = here.all_gather(own)
+        every = shards.all_gather(own)
         sampler: Any = part.sampler  # a ShardedSampler, as it has stats
-        draws = weighted(sampler, draws, own, every, beta, here)
+        draws = weighted(sampler, draws, own, every, beta, shards)
         sync = lambda state, _: sampler.sync_shards(state, every)
-        samplers = jax.vmap(sync)(samplers, here.numbers)  # a sampler's state may have no arrays
+        samplers = jax.vmap(sync)(samplers, shards.numbers)  # its state may have no arrays
     if min_size is not None:
-        enough = here.total(sizes) >= min_size
+        enough = shards.total(sizes) >= min_size
         samplers, draws = steps.if_enough(enough, states.sampler, samplers, draws)
     return samplers, draws
 
@@ -71,7 +202,7 @@ def weighted(
     own: ShardStats,
     every: ShardStats,
     beta: jax.Array | None,
-    here: LocalShards,
+    shards: LocalShards,
 ) -> Draw:
     """Returns the draws of some shards as parts of a draw from all.
 
@@ -85,15 +216,15 @@ def weighted(
         own: stats of these shards, arrays `[s]`.
         every: stats of all, arrays `[S]`.
         beta: of the importance weights; None for the sampler's.
-        here: how to communicate.
+        shards: how to communicate.
     """
     power, num_shards = sampler.exponent(beta), len(every.mass)
     # While no anchor has mass, all that may be drawn are alike.
     has_mass = jnp.max(every.mass) > 0
     mass_of = lambda it: jnp.where(has_mass, it.mass, it.num_drawable.astype(jnp.float32))
-    anchors = _sum(every.num_anchors.astype(jnp.float32))
+    anchors = _pairwise_sum(every.num_anchors.astype(jnp.float32))
     # Multiplied by the inverse, as XLA may round one quotient in two ways in two programs.
-    inverse = 1 / jnp.maximum(_sum(mass_of(every)), _TINY)
+    inverse = 1 / jnp.maximum(_pairwise_sum(mass_of(every)), _TINY)
     own_part, parts = mass_of(own) * inverse, mass_of(every) * inverse  # M_s / M
 
     relative = lambda probability: jnp.maximum(anchors * probability, _LEAST) ** -power
@@ -101,7 +232,7 @@ def weighted(
     mask = draws.mask & (own_part > 0)[:, None]
     weights = jnp.minimum(num_shards * own_part[:, None] * relative(probabilities), _MOST)
     if sampler.normalize == "batch":
-        weights = weights * (1 / jnp.maximum(here.max(jnp.where(mask, weights, 0.0)), _TINY))
+        weights = weights * (1 / jnp.maximum(shards.max(jnp.where(mask, weights, 0.0)), _TINY))
     elif sampler.normalize == "buffer":
         # By the weight of the least likely anchor of any shard.
         least = jnp.where(has_mass, every.min_mass * inverse, 1 / anchors)
@@ -114,7 +245,7 @@ def weighted(
     )
 
 
-def _sum(numbers: jax.Array) -> jax.Array:
+def _pairwise_sum(numbers: jax.Array) -> jax.Array:
     """Returns the sum of `[S]`, added by pairs: alike in all programs, which `jnp.sum` is not."""
     while numbers.size > 1:
         even = jnp.pad(numbers, (0, numbers.size % 2))

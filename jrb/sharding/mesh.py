@@ -20,13 +20,14 @@ from jrb._util.pytree import PyTree
 from jrb._xla import compat, compiling
 from jrb.types.messages import ShardStats
 
-_MAX_INT32 = 2**31 - 1
-
 Cut = int | None
 """The axis of an argument or a result that is cut over shards; None if all shards share it."""
 
 Cuts = Cut | tuple[Cut, ...]
 """The cut of a result, or of each part of a tuple of results."""
+
+Body = Callable[..., Any]
+"""Called with `LocalShards`, static arguments, and the parts of arrays that are on this device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Layout:
         return sorted({number for group in self.groups().values() for number in group})
 
     def is_inside(self) -> bool:
-        """Returns if a `jax.shard_map` over the axis is around this: arguments are its parts."""
+        """Returns True if a `jax.shard_map` over the axis is around this: arguments are parts."""
         return self.axis in compat.manual_axes()
 
 
@@ -88,7 +89,7 @@ class LocalShards:
 
     Attributes:
         numbers: int32 `[s]`.
-        axis: of the mesh; None where all shards are here.
+        axis: of the mesh; None where all shards are on this device.
     """
 
     numbers: jax.Array
@@ -114,32 +115,28 @@ class LocalShards:
         rough, exact = jnp.sum(counts.astype(jnp.float32)), jnp.sum(counts, dtype=jnp.int32)
         if self.axis is not None:
             rough, exact = lax.psum((rough, exact), self.axis)
-        return jnp.where(rough < 2.0**31 - 2.0**8, exact, _MAX_INT32)
+        return jnp.where(rough < 2.0**31 - 2.0**8, exact, 2**31 - 1)
 
     def split(self, tree: PyTree, axis: int) -> Any:
         """Cuts an axis of leaves `[..., s * k, ...]` into one for shards: `[..., s, k, ...]`."""
 
         def split(leaf: Any) -> jax.Array:
             leaf = jnp.asarray(leaf)
-            shape, some = leaf.shape, self.numbers.size
-            if shape[axis : axis + 1] == () or shape[axis] % some:
+            shape, count = leaf.shape, self.numbers.size
+            if shape[axis : axis + 1] == () or shape[axis] % count:
                 raise ValueError(
-                    f"expected arguments whose axis {axis} can be cut into {some} shards, got "
+                    f"expected arguments whose axis {axis} can be cut into {count} shards, got "
                     f"shape {shape}. Give one entry for each environment, or for each of the batch."
                 )
-            return leaf.reshape(*shape[:axis], some, shape[axis] // some, *shape[axis + 1 :])
+            return leaf.reshape(*shape[:axis], count, shape[axis] // count, *shape[axis + 1 :])
 
         return jax.tree.map(split, tree)
 
 
-def merged(tree: PyTree) -> Any:
+def merge_shards(tree: PyTree) -> Any:
     """Returns leaves `[s, k, ...]` without the axis of shards: `[s * k, ...]`."""
     flat = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
     return jax.tree.map(flat, tree)
-
-
-Body = Callable[..., Any]
-"""Called with `LocalShards`, static arguments, and the parts of arrays that are on this device."""
 
 
 def run(
@@ -172,41 +169,43 @@ def _run(
     static: tuple[Any, ...],
     cuts: tuple[Cut, ...],
     out: Cuts,
-    few: compiling.SerialLimits,
+    limits: compiling.SerialLimits,
     arrays: tuple[Any, ...],
 ) -> Any:
-    """`run` from outside a `jax.shard_map`, compiled for what is few now."""
-    del few
+    """`run` from outside a `jax.shard_map`; the limits are part of the key of compiled programs."""
+    del limits
     devices = layout.devices()
     local = functools.partial(_call, layout, body, static, devices)
     if devices is None:
         return local(*arrays)
-    spec = lambda cut: PartitionSpec(*(None,) * cut, layout.axis) if cut is not None else _WHOLE
+
+    def spec(cut: Cut) -> PartitionSpec:
+        return PartitionSpec() if cut is None else PartitionSpec(*(None,) * cut, layout.axis)
+
     outs = tuple(map(spec, out)) if isinstance(out, tuple) else spec(out)
     return compat.shard_map(local, layout.mesh, tuple(map(spec, cuts)), outs)(*arrays)
-
-
-_WHOLE = PartitionSpec()
 
 
 def _call(
     layout: Layout, body: Body, static: tuple[Any, ...], devices: int | None, *arrays: PyTree
 ) -> Any:
     """Calls a body with the numbers of the shards on this device."""
-    some = layout.shards // (devices or 1)
-    numbers, axis = jnp.arange(some, dtype=jnp.int32), None
+    count = layout.shards // (devices or 1)
+    numbers, axis = jnp.arange(count, dtype=jnp.int32), None
     if devices is not None:
         axis = layout.axis
-        numbers = numbers + lax.axis_index(axis) * some
+        numbers = numbers + lax.axis_index(axis) * count
     return body(LocalShards(numbers, axis), *static, *arrays)
 
 
+# A mesh without its devices, so that a description can be pickled.
+
 NamedMesh = tuple[str, list, tuple[str, ...], Any]
-"""A mesh without its devices: their platform, their numbers, and the names and types of axes."""
+"""The platform of the devices of a mesh, their numbers, and the names and types of its axes."""
 
 
 def named_mesh(mesh: jax.sharding.Mesh | None) -> NamedMesh | None:
-    """Returns which mesh it is, so that it can be pickled."""
+    """Returns which mesh it is."""
     if mesh is None:
         return None
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()

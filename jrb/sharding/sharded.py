@@ -3,75 +3,80 @@
 import dataclasses
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jrb._core import eager, transforming
+from jrb._core import eager, memory, transforming
 from jrb._core.host_proxy import on_host
 from jrb._core.validate import check_donated, explained, warn_of_copies
 from jrb._util import casting, checks, display, pytree, wording
-from jrb._util.pytree import PyTree
-from jrb.buffer import ReplayBuffer
-from jrb.sharding import bodies, mesh
+from jrb._util.pytree import Leaf, PyTree
+from jrb.buffer import ReplayBuffer, draw_arguments
+from jrb.sharding import joint, mesh
 from jrb.sharding.mesh import Cut, Cuts, Layout, NamedMesh, mesh_of, named_mesh
 from jrb.state import BufferState, Sample, check_origin, origin_of
 from jrb.types import Item, ShardedSampler
 
+_run = explained(mesh.run)
 
-class _Verb(NamedTuple):
-    """How a verb of a buffer is called for its shards.
+
+class _ShardedMethod(NamedTuple):
+    """How a method of a buffer is called for its shards.
 
     Attributes:
-        method: of `ReplayBuffer`.
         out: the cut of what it returns.
         changes: "items" if it writes items; "index" if it leaves them alone; "" if it only reads.
-        per_env: whether its arguments have an axis of environments, which all shards share where
+        per_env: True if its arguments have an axis of environments, which all shards share where
             the buffer has none.
     """
 
-    method: Callable[..., Any]
     out: Cuts = 0
     changes: str = "items"
     per_env: bool = False
 
 
-_ADD = _Verb(ReplayBuffer.add, per_env=True)
-_EXTEND = _Verb(ReplayBuffer.extend, per_env=True)
-_SET, _MAP = _Verb(ReplayBuffer.set), _Verb(ReplayBuffer.map)
-_EMPTY = _Verb(ReplayBuffer.empty)
-_UPDATE = _Verb(ReplayBuffer.update_priority, changes="index")
-_SET_ALPHA = _Verb(ReplayBuffer.set_alpha, changes="index")
-_DROP = _Verb(ReplayBuffer.drop, changes="index")
-_TRUNCATE = _Verb(ReplayBuffer.truncate, changes="index", per_env=True)
-_TAKE = _Verb(ReplayBuffer.take, changes="")
-_PRIORITIES = _Verb(ReplayBuffer.priorities, changes="")
-_IN_ORDER = _Verb(ReplayBuffer.in_order, (0, 0), changes="")
-_NEWEST = _Verb(ReplayBuffer.newest, (0, 0), changes="")
+_METHODS = {
+    "add": _ShardedMethod(per_env=True),
+    "extend": _ShardedMethod(per_env=True),
+    "set": _ShardedMethod(),
+    "map": _ShardedMethod(),
+    "empty": _ShardedMethod(),
+    "update_priority": _ShardedMethod(changes="index"),
+    "set_alpha": _ShardedMethod(changes="index"),
+    "drop": _ShardedMethod(changes="index"),
+    "truncate": _ShardedMethod(changes="index", per_env=True),
+    "take": _ShardedMethod(changes=""),
+    "priorities": _ShardedMethod(changes=""),
+    "in_order": _ShardedMethod((0, 0), changes=""),
+    "newest": _ShardedMethod((0, 0), changes=""),
+}
 
 
 @pytree.component
 class Sharded:
     """A buffer in S shards, each an ordinary one of N / S slots and E / S environments.
 
-    Its verbs are those of a buffer, on arrays that are cut over an axis of a mesh: states have a
-    leading axis `[S, ...]`, items have all environments, batches are as for one buffer. What they
-    do depends on S, not on the number of devices D, which divides S: shard s draws with the key
-    `jax.random.fold_in(key, s)`. They work outside and inside `jit`, and inside a `jax.shard_map`
-    over the axis, where each device passes its part of every argument, and the same key.
+    Its methods are those of a buffer, on arrays that are cut over an axis of a mesh: states have a
+    leading axis `[S, ...]`, items have all environments, batches are as for one buffer. Results
+    depend on S, not on the number of devices D, which divides S: shard s draws with the key
+    `jax.random.fold_in(key, s)`. Methods work outside and inside `jit`, and inside a
+    `jax.shard_map` over the axis, where each device passes its part of every argument, and the same
+    key.
 
     A draw is as exact as one from a single buffer. Each shard draws B / S of its own anchors; the
-    weights correct for how much of the whole that is: `(n P_i)^-beta S M_s / M`, with P_i the
-    probability of anchor i among all n, M_s the mass of its shard and M that of all. A mean of
-    `weights * loss` over the batch has the expectation that it has with one buffer. Of a shard
-    without anything to draw, the part of the batch is masked, and the others weigh more. Samplers
-    that use up what they draw do so in each shard for itself, and have no weights.
+    weights correct for its share of the whole: `(n P_i)^-beta S M_s / M`, with P_i the probability
+    of anchor i among all n, M_s the mass of its shard and M that of all. A mean of `weights * loss`
+    over the batch has the expectation that it has with one buffer. If a shard has nothing to draw,
+    its part of the batch is masked, and the others weigh more. Samplers that consume do so in each
+    shard by itself, and have no weights.
 
-    Only `draw` and `sample` let devices talk: a few numbers of each shard, in one `all_gather`, and
-    with `normalize="batch"` one maximum. What was seen of the greatest priority goes round with
-    them. Writers that rank items, and reservoirs, keep the best, or a sample, of each shard.
+    Only `draw` and `sample` communicate between devices: a few numbers of each shard, in one
+    `all_gather`, and with `normalize="batch"` one maximum. Writers that rank items, and reservoirs,
+    keep the best, or a sample, of each shard.
 
     N capacity, E environments, B batch, S shards, D devices.
 
@@ -79,10 +84,10 @@ class Sharded:
     refused: `jrb.remote(buffer, shards=k)` keeps such a buffer in several processes.
 
     Attributes:
-        buffer: what the shards are together.
+        buffer: the buffer that the shards are together.
         shards: S, which divides E and B.
         mesh: None for the mesh that is set around a call (`jax.set_mesh`); without one, all shards
-            lie on one device. Pickled, it is that of the devices with the same numbers.
+            are on one device. Pickled, it is that of the devices with the same numbers.
         axis: the axis of the mesh that the shards are cut over.
 
     Example:
@@ -144,7 +149,6 @@ class Sharded:
     def part(self) -> ReplayBuffer:
         """The description of one shard."""
         whole, shards, sampler = self.buffer, self.shards, self.buffer.sampler
-        sampler = whole.sampler
         return dataclasses.replace(
             whole,
             capacity=whole.capacity // shards,
@@ -166,20 +170,12 @@ class Sharded:
 
     @property
     def _origin(self) -> str:
-        """The origin of its samples."""
         return f"{self.shards} shards of {origin_of(self.buffer)}"
 
     def init(self, example: Item) -> Any:
-        """Makes empty states, arrays `[S, ...]`, cut over the axis.
-
-        Args:
-            example: one transition, as for `ReplayBuffer.init`.
-
-        Raises:
-            TypeError, ValueError: as for `ReplayBuffer.init`.
-        """
+        """Makes empty states, arrays `[S, ...]`, cut over the axis: see `ReplayBuffer.init`."""
         leaves, structure = jax.tree.flatten(self.part._stored_spec(example))
-        return _run(self.layout, bodies.blank, (self.part, structure, tuple(leaves)), (), 0, ())
+        return _run(self.layout, joint.blank, (self.part, structure, tuple(leaves)), (), 0, ())
 
     def nbytes(self, example: Item) -> int:
         """Returns the bytes of all shards together that `init(example)` allocates."""
@@ -193,7 +189,7 @@ class Sharded:
         priorities: jax.Array | None = None,
     ) -> Any:
         """Writes one timestep of all environments, leaves `[E, ...]`: see `ReplayBuffer.add`."""
-        return self._add(_ADD, 0, state, item, mask, priorities)
+        return self._write("add", 0, state, item, mask, priorities)
 
     def extend(
         self,
@@ -203,16 +199,17 @@ class Sharded:
         priorities: jax.Array | None = None,
     ) -> Any:
         """Writes T timesteps, leaves `[T, E, ...]`: see `ReplayBuffer.extend`."""
-        return self._add(_EXTEND, 1, state, items, mask, priorities)
+        return self._write("extend", 1, state, items, mask, priorities)
 
-    def _add(
-        self, verb: _Verb, axis: int, state: BufferState, items: Item, mask: Any, priorities: Any
+    def _write(
+        self, name: str, axis: int, state: BufferState, items: Item, mask: Any, priorities: Any
     ) -> Any:
         """Writes items whose environments are along an axis."""
-        name = verb.method.__name__
         items = casting.accepted(items, name, self.buffer.cast)
         if self.buffer.num_envs is not None:
-            envs = self.buffer.num_envs // self._devices_around()
+            # Inside a `jax.shard_map`, each device passes its own environments.
+            devices = (self.layout.devices() or 1) if self.layout.is_inside() else 1
+            envs = self.buffer.num_envs // devices
             for path, leaf in jax.tree_util.tree_leaves_with_path(items):
                 shape = jnp.shape(leaf)
                 if len(shape) <= axis or shape[axis] != envs:
@@ -222,7 +219,7 @@ class Sharded:
                     )
         priorities = checks.given_numbers(f"{name}: priorities", priorities)
         pairs = (items, axis), (mask, _axis_of_mask(mask, axis)), (priorities, axis)
-        return self._call(verb, state, *pairs)
+        return self._call(name, state, *pairs)
 
     @wording.takes_state
     def sample(
@@ -232,7 +229,7 @@ class Sharded:
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
     ) -> Sample:
-        """Draws a batch and leaves the state as it is; see `draw`."""
+        """Samples a batch and leaves the state as it is; see `draw`."""
         return self._draw(state, key, batch_size, beta, moves=False)[1]
 
     @wording.takes_state
@@ -243,7 +240,7 @@ class Sharded:
         batch_size: int | None = None,
         beta: jax.Array | float | None = None,
     ) -> tuple[Any, Sample]:
-        """Draws a batch, and moves on those samplers that consume.
+        """Samples a batch, and advances samplers that consume.
 
         Args:
             state: may be donated.
@@ -252,9 +249,9 @@ class Sharded:
             beta: of the importance weights, float `[]`, may be traced; None for the sampler's.
 
         Returns:
-            The state, and the batch, cut over the axis: first what shard 0 drew, then shard 1, as
-            `info["shard"]` says, int32 `[B]`. `indices` are slots of that shard; `probabilities`
-            are those among the anchors of all shards.
+            The state, and the batch, cut over the axis: first the part of shard 0, then of shard 1,
+            as `info["shard"]` says, int32 `[B]`. `indices` are slots of that shard;
+            `probabilities` are those among the anchors of all shards.
 
         Raises:
             ValueError: as for `ReplayBuffer.draw`.
@@ -270,18 +267,10 @@ class Sharded:
         quiet: bool = False,
         moves: bool = True,
     ) -> tuple[Any, Sample]:
-        """`draw`; quiet, it may find nothing, as for a `Mix`; unless it moves, as `sample`."""
+        """Draws; quiet, there may be nothing, as for a `Mix`; unless it moves, as `sample`."""
         self._check_state(state)
-        batch_size = self.batch_size if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError(
-                "batch_size: expected a number, got None. Give it to ReplayBuffer(batch_size=...), "
-                "or to this call."
-            )
-        checks.count("batch_size", batch_size)
-        self._check_divides("batch_size", int(batch_size))
-        checks.key(key)
-        beta = None if beta is None else checks.number("beta", beta)
+        count, beta = draw_arguments(self.batch_size, key, batch_size, beta)
+        self._check_divides("batch_size", count)
         in_program = self._is_in_program(state, key)
         if not (quiet or in_program):
             can_sample = self.can_sample(state)
@@ -291,9 +280,9 @@ class Sharded:
                     "transitions, of which none can be drawn. Add items first; can_sample tells."
                 )
         returns = ("state" if in_program else "sampler") if moves else "sample"
-        size, out = int(batch_size) // self.shards, (0, 0) if moves else 0
-        static = self.part, size, self.buffer.min_size, self._origin, returns
-        drawn = _run(self.layout, bodies.draw, static, (0, None, None), out, (state, key, beta))
+        static = self.part, count // self.shards, self.buffer.min_size, self._origin, returns
+        cuts, out = (0, None, None), (0, 0) if moves else 0
+        drawn = _run(self.layout, joint.draw, static, cuts, out, (state, key, beta))
         if not moves:
             return state, drawn
         after, batch = drawn
@@ -304,27 +293,29 @@ class Sharded:
     ) -> Any:
         """Sets priorities `[B]` for a `Sample`; or `[S, K]` for slots of each shard, int32.
 
-        Those in the part of the batch of another shard are left alone: do not change their order.
+        Those in the part of the batch of another shard stay as they are: keep their order.
         """
         priorities = checks.given_numbers("update_priority: priorities", priorities)
-        return self._call_where(_UPDATE, state, sample_or_indices, (priorities, 0))
+        pairs = (sample_or_indices, 0), (priorities, 0)
+        splits = isinstance(sample_or_indices, Sample)
+        return self._call("update_priority", state, *pairs, splits=splits)
 
     def set_alpha(self, state: BufferState, alpha: jax.Array | float) -> Any:
         """Sets the exponent of the priorities: see `ReplayBuffer.set_alpha`."""
-        return self._call(_SET_ALPHA, state, (checks.number("alpha", alpha), None))
+        return self._call("set_alpha", state, (checks.number("alpha", alpha), None))
 
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> Any:
-        """Lets environments begin anew, bool `[E]` or `[]`: see `ReplayBuffer.truncate`."""
-        return self._call(_TRUNCATE, state, (mask, _axis_of_mask(mask, 0)))
+        """Ends episodes of environments, bool `[E]` or `[]`: see `ReplayBuffer.truncate`."""
+        return self._call("truncate", state, (mask, _axis_of_mask(mask, 0)))
 
     def take(self, state: BufferState, indices: jax.Array) -> Item:
         """Returns the items at slots of each shard, `[S, ...]`: see `ReplayBuffer.take`."""
-        return self._call(_TAKE, state, (indices, 0), splits=False)
+        return self._call("take", state, (indices, 0), splits=False)
 
     def set(
         self, state: BufferState, where: Sample | jax.Array | EllipsisType, values: Item
     ) -> Any:
-        """Sets values of items that are held: see `ReplayBuffer.set`.
+        """Sets leaves of items that are held: see `ReplayBuffer.set`.
 
         Args:
             state: may be donated.
@@ -333,57 +324,53 @@ class Sharded:
         """
         values = casting.accepted(values, "set", self.buffer.cast)
         if where is ...:
-            return self._call(_SET, state, (values, 0), options=(...,), splits=False)
-        return self._call_where(_SET, state, where, (values, 0))
+            return self._call("set", state, (values, 0), options=(...,), splits=False)
+        splits = isinstance(where, Sample)
+        return self._call("set", state, (where, 0), (values, 0), splits=splits)
 
     def map(
         self, state: BufferState, function: Callable[[Item], Item], batch_size: int = 1024
     ) -> Any:
-        """Puts a function over all items that are held: see `ReplayBuffer.map`."""
-        return self._call(_MAP, state, options=(function, batch_size))
+        """Applies a function to all items that are held: see `ReplayBuffer.map`."""
+        return self._call("map", state, options=(function, batch_size))
 
     def drop(self, state: BufferState, where: Sample | jax.Array) -> Any:
-        """Takes anchors out of the draws: of a `Sample`, or at slots `[S, K]` of each shard."""
-        return self._call_where(_DROP, state, where)
+        """Excludes anchors: of a `Sample`, or at slots `[S, K]`; see `ReplayBuffer.drop`."""
+        return self._call("drop", state, (where, 0), splits=isinstance(where, Sample))
 
     def in_order(self, state: BufferState) -> tuple[jax.Array, jax.Array]:
         """Returns slots, int32 `[S, N / S]`, oldest first; and how many hold items, `[S]`."""
-        return self._call(_IN_ORDER, state)
+        return self._call("in_order", state)
 
     def newest(self, state: BufferState, n: int) -> tuple[jax.Array, jax.Array]:
         """Returns the slots of the newest rows, int32 `[S, n, E / S]`; and which of them exist."""
         checks.count("n", n, self.part.ring.rows)
-        return self._call(_NEWEST, state, options=(int(n),))
+        return self._call("newest", state, options=(int(n),))
 
     def priorities(self, state: BufferState, slots: jax.Array | None = None) -> jax.Array:
-        """Returns the priorities as they were given, `[S, N / S]`; or those of slots `[S, ...]`."""
-        return self._call(_PRIORITIES, state, (slots, 0), splits=False)
+        """Returns the priorities as they were set, `[S, N / S]`; or those of slots `[S, ...]`."""
+        return self._call("priorities", state, (slots, 0), splits=False)
 
     def size(self, state: BufferState) -> jax.Array:
         """Returns the transitions that all shards hold, int32 `[]`; at most 2^31 - 1."""
         self._check_state(state)
-        return _run(self.layout, bodies.size, (self.part,), (0,), None, (state,))
+        return _run(self.layout, joint.size, (self.part,), (0,), None, (state,))
 
     def can_sample(self, state: BufferState, batch_size: int | None = None) -> jax.Array:
-        """Returns if a draw gives at least one item, bool `[]`.
-
-        Args:
-            state: is only read.
-            batch_size: B of the draw; None for the buffer's.
-        """
+        """Returns True if `sample` gives at least one item: see `ReplayBuffer.can_sample`."""
         self._check_state(state)
         size = self.batch_size if batch_size is None else batch_size
         static = self.part, size and size // self.shards, self.buffer.min_size
-        return _run(self.layout, bodies.can_sample, static, (0,), None, (state,))
+        return _run(self.layout, joint.can_sample, static, (0,), None, (state,))
 
     def can_add(self, state: BufferState) -> jax.Array:
-        """Returns if `add` would write to every shard, bool `[]`."""
+        """Returns True if `add` would write to every shard, bool `[]`."""
         self._check_state(state)
-        return _run(self.layout, bodies.can_add, (self.part,), (0,), None, (state,))
+        return _run(self.layout, joint.can_add, (self.part,), (0,), None, (state,))
 
     def empty(self, state: BufferState) -> Any:
         """Returns the state without its items."""
-        return self._call(_EMPTY, state)
+        return self._call("empty", state)
 
     def in_each(
         self,
@@ -398,78 +385,136 @@ class Sharded:
             function: hashable, of arrays of one shard.
             states: its first arguments, arrays `[S, ...]`.
             batches: the others, arrays `[B, ...]` as from `draw`; each shard gets its part.
-            merges: whether the results are parts of a batch, and not of a state.
+            merges: True if the results are parts of a batch, and not of a state.
         """
         static, arrays = (function, len(states), merges), (*states, *batches)
-        return _run(self.layout, bodies.in_each, static, (0,) * len(arrays), 0, arrays)
+        return _run(self.layout, joint.in_each, static, (0,) * len(arrays), 0, arrays)
 
-    def _call_where(
-        self, verb: _Verb, state: BufferState, where: Sample | jax.Array, *pairs: tuple[PyTree, Cut]
-    ) -> Any:
-        """Calls a verb for a sample of all shards; or for slots that have an axis of shards."""
-        return self._call(verb, state, (where, 0), *pairs, splits=isinstance(where, Sample))
+    # States of single shards.
+
+    def names(self) -> list[str]:
+        """Returns a name for each shard, in order."""
+        return [f"{number:0{len(str(self.shards - 1))}}" for number in range(self.shards)]
+
+    def split(self, state: Any) -> dict[int, BufferState]:
+        """Returns the states of the shards that this process has, by number.
+
+        No array moves from one device to another.
+
+        Raises:
+            ValueError: it is no state of so many shards.
+        """
+        num_shards = self.shards
+        leaves, structure = jax.tree.flatten(state)
+        items = set(map(id, jax.tree.leaves(state.storage)))
+        parts = []
+        for leaf in leaves:
+            if not np.ndim(leaf) or np.shape(leaf)[0] != num_shards:
+                raise ValueError(
+                    f"expected a state of {num_shards} shards, arrays [{num_shards}, ...], got one "
+                    f"with an array of shape {np.shape(leaf)}."
+                )
+            parts.append(_shards_of(leaf, id(leaf) in items))
+        numbers = sorted(set.intersection(*map(set, parts)))
+        return {
+            number: jax.tree.unflatten(structure, [part[number] for part in parts])
+            for number in numbers
+        }
+
+    def join(self, states: dict[int, BufferState]) -> Any:
+        """Returns the state of all shards, from those that this process has, by number.
+
+        Args:
+            states: for each device, those of its shards are on it, or on the host.
+        """
+        if self.mesh is None:
+            each = [states[number] for number in range(self.shards)]
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
+        groups = self.layout.groups()
+
+        def joined(*leaves: Any) -> jax.Array:
+            own = dict(zip(states, leaves, strict=True))
+            pieces = []
+            for device, numbers in groups.items():
+                placed = [jax.device_put(own[number], device) for number in numbers]
+                pieces.append(_with_axis(placed[0]) if len(placed) == 1 else jnp.stack(placed))
+            shape = (self.shards, *leaves[0].shape)
+            return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+        return jax.tree.map(joined, *states.values())
+
+    def on_mesh(self, device: Any) -> Self:
+        """Returns the description on the mesh that was named in place of a device.
+
+        Raises:
+            TypeError: it is no mesh.
+        """
+        if device is None:
+            return self
+        if not isinstance(device, jax.sharding.Mesh):
+            raise TypeError(
+                "load: device: expected a mesh for a checkpoint of shards, got "
+                f"{type(device).__name__}. Pass the mesh whose axis {self.axis!r} they go over."
+            )
+        return dataclasses.replace(self, mesh=device)
 
     def _call(
         self,
-        verb: _Verb,
+        name: str,
         state: BufferState,
         *pairs: tuple[PyTree, Cut],
         options: tuple[Any, ...] = (),
         splits: bool = True,
     ) -> Any:
-        """Calls a verb in each shard.
+        """Calls a method of the buffer in each shard.
 
         Args:
-            verb: what to call.
+            name: of the method.
             state: arrays `[S, ...]`.
             pairs: its arguments, and where each is cut.
             options: arguments that are no arrays.
-            splits: whether arguments are of all shards; else they have an axis of shards.
+            splits: True if arguments are of all shards; else they have an axis of shards.
         """
         self._check_state(state)
-        returns_items = True
-        if verb.changes and not self._is_in_program(state, pairs):
+        method, returns_items = _METHODS[name], True
+        if method.changes and not self._is_in_program(state, pairs):
             # Outside `jit`, all that a compiled function returns is copied.
-            returns_items = verb.changes == "items"
+            returns_items = method.changes == "items"
             if returns_items:
-                warn_of_copies(self, state, 5)
-        arguments = tuple(
-            self._argument(verb, casting.copy_array(argument)) for argument, _ in pairs
-        )
-        is_shared = self.buffer.num_envs is None and verb.per_env
+                warn_of_copies(self, state, 5 if name in ("add", "extend") else 4)
+        arguments = []
+        for argument, _ in pairs:
+            if isinstance(argument, Sample):
+                if "shard" not in argument.info:
+                    raise ValueError(
+                        "expected a Sample of this Sharded, got one whose info has no 'shard'."
+                    )
+                check_origin(name, argument, self._origin)
+                argument = argument.replace(origin=None)
+            arguments.append(casting.copy_array(argument))
+        is_shared = self.buffer.num_envs is None and method.per_env
         cuts = tuple(None if argument is None or is_shared else cut for argument, cut in pairs)
-        static = self.part, verb.method, options, cuts, splits, returns_items
-        result = _run(self.layout, bodies.each, static, (0, *cuts), verb.out, (state, *arguments))
+        call = getattr(ReplayBuffer, name)
+        static = self.part, call, options, cuts, splits, returns_items
+        arrays = (state, *arguments)
+        result = _run(self.layout, joint.each, static, (0, *cuts), method.out, arrays)
         return result if returns_items else result.replace(storage=state.storage)
 
-    def _argument(self, verb: _Verb, argument: PyTree) -> Any:
-        """Returns an argument as each shard takes it; raises for a sample of another buffer."""
-        if not isinstance(argument, Sample):
-            return argument
-        if "shard" not in argument.info:
-            raise ValueError(
-                "expected a Sample of this Sharded, got one whose info has no 'shard'."
-            )
-        check_origin(verb.method.__name__, argument, self._origin)
-        return argument.replace(origin=None)
-
     def _is_in_program(self, *arguments: PyTree) -> bool:
-        """Returns if this is inside `jit` or `jax.shard_map`, where results are not copied."""
+        """Returns True inside `jit` or `jax.shard_map`, where results are not copied."""
         return eager.is_traced(arguments) or self.layout.is_inside()
-
-    def _devices_around(self) -> int:
-        """Returns D inside a `jax.shard_map` over the axis, where arguments are parts; else 1."""
-        return (self.layout.devices() or 1) if self.layout.is_inside() else 1
 
     def _check_state(self, state: BufferState) -> None:
         check_donated(state)
-        expected = self.shards // self._devices_around()
+        devices = (self.layout.devices() or 1) if self.layout.is_inside() else 1
+        expected = self.shards // devices
         lead = jnp.shape(state.edits) if isinstance(state, BufferState) else None
         if lead != (expected,):
+            got = f"{type(state)}" if lead is None else f"one with leading axes {lead}"
             raise ValueError(
                 f"expected a state of {expected} shards, arrays [{expected}, ...], as init makes "
-                "it, got "
-                + (f"one with leading axes {lead}." if lead is not None else f"{type(state)}.")
+                f"it, got {got}."
             )
 
 
@@ -478,9 +523,32 @@ def _unpickled(buffer: ReplayBuffer, shards: int, mesh: NamedMesh | None, axis: 
     return Sharded(buffer, shards, mesh_of(mesh), axis)
 
 
-_run = explained(mesh.run)
-
-
 def _axis_of_mask(mask: jax.Array | None, axis: int) -> Cut:
     """Returns the axis of a mask that is cut, if it has one of environments."""
     return axis if mask is not None and np.ndim(mask) > axis else None
+
+
+def _shards_of(leaf: Leaf, is_large: bool) -> dict[int, Any]:
+    """Returns the entries of an array that this process has, by their numbers.
+
+    On the CPU they are not copied; entries of a large array on a device are taken out later.
+    """
+    if isinstance(leaf, np.ndarray):
+        return dict(enumerate(leaf))
+    shards = {}
+    for piece in leaf.addressable_shards:
+        array, first = piece.data, piece.index[0].start or 0
+        for place in range(array.shape[0]):
+            if casting.is_keys(array.dtype):
+                shard = array[place]
+            elif memory.on_host(array):
+                shard = np.asarray(array)[place]
+            else:
+                shard = memory.Part(array, place) if is_large else array[place]
+            shards.setdefault(first + place, shard)
+    return shards
+
+
+@jax.jit
+def _with_axis(leaf: jax.Array) -> jax.Array:
+    return leaf[None]

@@ -18,7 +18,6 @@ from jrb._store import files, threads
 from jrb.checkpoint import api, composite, descriptions, process_group
 from jrb.checkpoint import extra as extra_data
 from jrb.checkpoint.extra import ExtraData
-from jrb.sharding import states as shard_states
 
 pytestmark = [
     pytest.mark.slow,
@@ -226,7 +225,7 @@ class Process(process_group.DistributedProcesses):
 def saved_by(count, path, sharded, state, monkeypatch, **options):
     """A save by so many processes; what each of them raised, or its generation."""
     board, local = Board(count), threading.local()
-    whole = shard_states.split
+    whole = jrb.Sharded.split
 
     def of_this_process():
         process = Process(local.number, count, board.leave, board.fetch, "save")
@@ -238,7 +237,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
         return {name: one for name, one in each.items() if name % count == local.number}
 
     monkeypatch.setattr(process_group, "of_program", of_this_process)
-    monkeypatch.setattr(shard_states, "split", mine)
+    monkeypatch.setattr(jrb.Sharded, "split", mine)
 
     def in_turn(verb):
         def alone(*arguments):

@@ -7,7 +7,6 @@ import pytest
 
 import jrb
 from jrb.checkpoint import composite
-from jrb.sharding import states as shard_states
 
 ITEM = {"x": jnp.float32(0)}
 
@@ -41,8 +40,8 @@ def test_what_does_not_fit_is_refused_each_time(tmp_path):
 
 
 def test_a_state_is_cut_into_shards_once(tmp_path, monkeypatch):
-    calls, split = [], shard_states.split
-    monkeypatch.setattr(shard_states, "split", lambda *given: calls.append(1) or split(*given))
+    calls, split = [], jrb.Sharded.split
+    monkeypatch.setattr(jrb.Sharded, "split", lambda *given: calls.append(1) or split(*given))
     sharded, other = jrb.Sharded(jrb.ReplayBuffer(8, num_envs=2), shards=2), jrb.ReplayBuffer(3)
     states = {"other": other.init(ITEM), "one": sharded.init(ITEM)}
     jrb.save(tmp_path / "x", {"one": sharded, "other": other}, states)
