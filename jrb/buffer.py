@@ -208,9 +208,9 @@ class ReplayBuffer:
         Args:
             state: may be donated.
             item: leaves `[E, ...]`, or `[...]` without `num_envs`.
-            mask: bool `[]`; nothing is written if it is False. Under `vmap` that holds for each
-                buffer by itself, where a `lax.cond` around the call would copy the ring. None
-                writes. With `writer=jrb.PerEnvironment()` also `[E]`, for each environment.
+            mask: bool `[]`; nothing is written if it is False, under `vmap` for each buffer
+                separately, where a `lax.cond` around the call would copy the ring. None writes.
+                With `writer=jrb.PerEnvironment()` also `[E]`, for each environment.
             priorities: real `[E]`, or `[]` without `num_envs`: of the anchors that these
                 transitions are, or will be once their unit is complete; used as float32. None for
                 those of new items. One that is NaN, infinite or negative is refused: the anchor
@@ -401,16 +401,16 @@ class ReplayBuffer:
     def truncate(self, state: BufferState, mask: jax.Array | None = None) -> BufferState:
         """Ends the episodes of environments: no item crosses from the newest row to the next one.
 
-        No window, n-step return or stack of frames goes on from the newest row to the next one,
-        though no flag says that an episode ended: for environments that are reset in the middle of
-        one, such as after a restart of the program. Stored items stay as they are.
+        For environments that are reset in the middle of an episode, such as after a restart of the
+        program: no flag says so, but no window, n-step return or stack of frames may cross the
+        reset. Stored items stay as they are.
 
         Args:
             state: may be donated.
             mask: bool `[E]`, or `[]` for all or none; None for all.
 
         Raises:
-            TypeError: a mask that is not bool, or a unit of one's own without `truncate`.
+            TypeError: a mask that is not bool, or a custom unit without `truncate`.
             ValueError: a mask of another shape.
 
         Example:

@@ -96,17 +96,17 @@ class SampleToInsert:
         return Counters(inserted=jnp.int32(0), balance=jnp.int32(0))
 
     def may_insert(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
-        """Returns True if so many items may be added now, bool `[]`; always until `min_size`."""
+        """Returns True if `count` items may be added now, bool `[]`; always until `min_size`."""
         return self.inserted(counters, count).balance <= self._most
 
     def may_sample(self, counters: Counters, count: jax.Array | int = 1) -> jax.Array:
-        """Returns True if so many samples may be taken now, bool `[]`."""
+        """Returns True if `count` samples may be taken now, bool `[]`."""
         return (counters.inserted >= self.min_size) & (
             self.sampled(counters, count).balance >= -self._most
         )
 
     def inserted(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
-        """Returns the counters after so many items were added.
+        """Returns the counters after `count` items were added.
 
         The count is an integer `[]` of at least 0, which may be traced. Of items that were not
         allowed, as many are remembered as the tolerance is.
@@ -124,7 +124,7 @@ class SampleToInsert:
         return Counters(inserted=counters.inserted + missing, balance=balance)
 
     def sampled(self, counters: Counters, count: jax.Array | int = 1) -> Counters:
-        """Returns the counters after so many samples were taken, as `inserted`."""
+        """Returns the counters after `count` samples were taken, as `inserted`."""
         count = _counted(count)
         room = counters.balance + 2 * self._most
         taken = jnp.minimum(count, room // self._fraction.denominator + 1)

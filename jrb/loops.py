@@ -124,7 +124,7 @@ _moves_and_reads = functools.partial(_moves, gathers=True)
 
 
 def _is_traced(state: Any) -> bool:
-    """Returns True if a state is one of another compiled function; False for what is no state."""
+    """Returns True if a state is one of another compiled function; False for anything else."""
     return isinstance(getattr(state, "edits", None), jax.core.Tracer)
 
 
@@ -155,7 +155,7 @@ class Jitted(_BufferMethods):
             methods["extend"] = functools.partial(buffer._write, "extend", donate=True)
             methods["update_priority"] = functools.partial(buffer._update_priority, donate=True)
             methods["drop"] = functools.partial(buffer._drop, donate=True)
-        _bind(self, buffer, methods, _METHODS, on_host(one), (one.cast, one.storage.of_objects))
+        _bind(self, buffer, methods, _METHODS, on_host(one))
         vars(self).update(init=buffer.init, nbytes=buffer.nbytes, take=buffer.take)
 
 
@@ -170,7 +170,7 @@ class JittedMix(_MixMethods):
         self.mix: Mix = mix
         parts = [part.buffer if isinstance(part, Sharded) else part for part in mix.buffers]
         methods = {name: getattr(mix, name) for name in _MIX_METHODS}
-        _bind(self, mix, methods, _MIX_METHODS, any(map(on_host, parts)), (False, False))
+        _bind(self, mix, methods, _MIX_METHODS, any(map(on_host, parts)))
         vars(self).update(init=mix.init, nbytes=mix.nbytes)
 
 
@@ -209,14 +209,13 @@ def _bind(
     methods: dict[str, Callable[..., Any]],
     compilers: dict[str, Callable[..., Any]],
     is_on_host: bool,
-    casts_and_objects: tuple[bool, bool],
 ) -> None:
     """Puts compiled methods of a buffer in the place of those of a class."""
     for name, method in methods.items():
         parameters = list(inspect.signature(getattr(type(buffer), name)).parameters.values())[2:]
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
         run = explained(method if is_on_host else compilers[name](method, static))
-        vars(self)[name] = _caller(self, buffer, name, run, parameters, casts_and_objects)
+        vars(self)[name] = _caller(self, buffer, name, run, parameters)
 
 
 def _caller(
@@ -225,13 +224,11 @@ def _caller(
     name: str,
     run: Callable[..., Any],
     parameters: list[inspect.Parameter],
-    casts_and_objects: tuple[bool, bool],
 ) -> Callable[..., Any]:
     """Returns a method that prepares its arguments for a compiled one, by position.
 
     Names in a call of a function of `jit` take a microsecond more, and so does a partial.
     """
-    casts, of_objects = casts_and_objects
     preparers: dict[str, Callable[[Any], Any]] = {
         "batch_size": _size,
         "sample": functools.partial(_without_data, name),
@@ -239,9 +236,12 @@ def _caller(
         "where": functools.partial(_without_data, name),
         "priorities": functools.partial(checks.given_numbers, f"{name}: priorities"),
     }
-    # Items that neither `jit` nor anybody else will change; objects stay as they are.
-    accept = lambda items: items if of_objects else casting.accepted(items, name, casts)
-    preparers |= {"item": accept, "items": accept, "values": accept}
+    if not isinstance(buffer, Mix):
+        # Items that neither `jit` nor anybody else will change; objects stay as they are.
+        whole = buffer.buffer if isinstance(buffer, Sharded) else buffer
+        of_objects, casts = whole.storage.of_objects, whole.cast
+        accept = lambda items: items if of_objects else casting.accepted(items, name, casts)
+        preparers |= {"item": accept, "items": accept, "values": accept}
     prepare = [preparers.get(each.name, copy_array) for each in parameters]
     names = [each.name for each in parameters]
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}

@@ -1,4 +1,4 @@
-"""What a buffer holds, read out on the host: items, episodes, statistics.
+"""Reads on the host what a buffer holds: items, episodes, statistics.
 
 K items, N capacity, E environments, R = N / E rows, L length of an episode.
 """
@@ -29,7 +29,7 @@ def items(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None) -
     Args:
         buffer: the description.
         state: is only read.
-        chunks: so many items at a time, for what memory cannot hold; None for all at once.
+        chunks: the number of items at a time, for more than memory holds; None for all at once.
 
     Returns:
         A pytree of NumPy arrays `[K, ...]`, PRNG keys as their words; or an iterator of such, of

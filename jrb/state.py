@@ -20,7 +20,7 @@ class BufferState(pytree.State):
 
     Attributes:
         storage: the items. Of `DeviceStorage` their pytree with leaves `[N, ...]`, or, where small
-            ones lie side by side in memory, something that gives these by their names; `.leaves`
+            leaves are packed in one array, an object that gives these by their names; `.leaves`
             is the pytree, a copy.
         writer: where the next row goes; for `RoundRobin` a `jrb.ring.Clock`.
         sampler: what the sampler remembers.

@@ -39,7 +39,7 @@ def to_arrow(buffer: ReplayBuffer, state: BufferState, chunks: int | None = None
     Args:
         buffer: the description.
         state: is only read, some megabytes at a time.
-        chunks: so many rows at a time, for what memory cannot hold; None for all at once.
+        chunks: the number of rows at a time, for more than memory holds; None for all at once.
 
     Returns:
         A `pyarrow.Table`, whose chunks are some megabytes; or a `pyarrow.RecordBatchReader`, which

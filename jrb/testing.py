@@ -434,19 +434,17 @@ def check_in_place(make: Make, example: Item) -> None:
     A part may compute arrays of less than 64 bytes a slot, such as to sort all priorities.
     """
 
-    def add(buffer: ReplayBuffer, state: BufferState, total: jax.Array, key: jax.Array) -> Any:
+    def add(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         return buffer.add(state, rows(example, total, *_lead(buffer))), total
 
-    def sample(buffer: ReplayBuffer, state: BufferState, total: jax.Array, key: jax.Array) -> Any:
+    def sample(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         return state, total + consumed(buffer.sample(state, jax.random.fold_in(key, 1)))
 
-    def add_sample(
-        buffer: ReplayBuffer, state: BufferState, total: jax.Array, key: jax.Array
-    ) -> Any:
+    def add_sample(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         state = add(buffer, state, total, key)[0]
         return state, consumed(buffer.sample(state, key))
 
-    def draw_add(buffer: ReplayBuffer, state: BufferState, total: jax.Array, key: jax.Array) -> Any:
+    def draw_add(buffer: ReplayBuffer, state: BufferState, total: Any, key: Any) -> Any:
         state, sample = buffer.draw(state, key)
         return add(buffer, state, total, key)[0], consumed(sample)
 
@@ -455,7 +453,7 @@ def check_in_place(make: Make, example: Item) -> None:
             grown = growth(make, example, step, agents)
             if grown < 0.01:
                 continue
-            # A method alone has no reason to copy: what it needs by itself, a part computes.
+            # A method alone has no reason to copy: the arrays that it has, a part computes.
             copied, *own = (_copies(make, example, each, agents) for each in (step, add, sample))
             what = f"{step.__name__}, {agents or 'no'} agents: "
             is_copy = len(copied) > sum(map(len, own))

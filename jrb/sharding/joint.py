@@ -144,7 +144,18 @@ def draw(
         beta: of the importance weights; None for the sampler's.
     """
     keys = jax.vmap(lambda number: random_bits.fold_in(key, number))(shards.numbers)
-    samplers, draws = choose(part, shards, states, keys, batch_size, beta, min_size)
+    choose = functools.partial(steps.choose, part, batch_size=batch_size, beta=beta)
+    samplers, draws = jax.vmap(choose)(states, keys)  # draws have arrays [s, b]
+    own = jax.vmap(lambda state: steps.shard_stats(part, state))(states)
+    if own is not None:  # else the sampler has no weights, as each shard uses up its own anchors
+        every = shards.all_gather(own)
+        own_sampler: Any = part.sampler  # a ShardedSampler, as it has stats
+        draws = weighted(own_sampler, draws, own, every, beta, shards)
+        sync = lambda state, _: own_sampler.sync_shards(state, every)
+        samplers = jax.vmap(sync)(samplers, shards.numbers)  # its state may have no arrays
+    if min_size is not None:
+        enough = size(shards, part, states) >= min_size
+        samplers, draws = steps.if_enough(enough, states.sampler, samplers, draws)
 
     def finish(state: BufferState, sampler: Any, draw: Any, key: jax.Array) -> Any:
         sampler, draw = steps.counted(part, sampler, draw)
@@ -157,43 +168,6 @@ def draw(
     if returns == "sample":
         return merge_shards(samples)
     return states if returns == "state" else states.sampler, merge_shards(samples)
-
-
-def choose(
-    part: Buffer,
-    shards: LocalShards,
-    states: BufferState,
-    keys: jax.Array,
-    batch_size: int,
-    beta: jax.Array | None,
-    min_size: int | None,
-) -> tuple[Any, Draw]:
-    """Draws b anchors in each shard on this device, as parts of a batch.
-
-    The arguments are those of `draw`, with `keys`, `[s]`, one for each shard.
-
-    Returns:
-        The samplers' states, arrays `[s, ...]`; and the draws, arrays `[s, b]`, weighted among all
-        shards.
-    """
-    choose = functools.partial(steps.choose, part, batch_size=batch_size, beta=beta)
-    samplers, draws = jax.vmap(choose)(states, keys)
-
-    def stats_of(state: BufferState) -> tuple[ShardStats | None, jax.Array]:
-        size = steps.context_of(part, state.writer).held.size
-        return steps.shard_stats(part, state), size
-
-    own, sizes = jax.vmap(stats_of)(states)
-    if own is not None:  # else the sampler has no weights, as each shard uses up its own anchors
-        every = shards.all_gather(own)
-        sampler: Any = part.sampler  # a ShardedSampler, as it has stats
-        draws = weighted(sampler, draws, own, every, beta, shards)
-        sync = lambda state, _: sampler.sync_shards(state, every)
-        samplers = jax.vmap(sync)(samplers, shards.numbers)  # its state may have no arrays
-    if min_size is not None:
-        enough = shards.total(sizes) >= min_size
-        samplers, draws = steps.if_enough(enough, states.sampler, samplers, draws)
-    return samplers, draws
 
 
 def weighted(

@@ -32,7 +32,7 @@ Body = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which device each shard is on.
+    """The device that each shard is on.
 
     Attributes:
         shards: S.

@@ -25,7 +25,7 @@ _run = explained(mesh.run)
 
 
 class _ShardedMethod(NamedTuple):
-    """How a method of a buffer is called for its shards.
+    """The way in which a method of a buffer is called for its shards.
 
     Attributes:
         out: the cut of what it returns.
@@ -72,7 +72,7 @@ class Sharded:
     of anchor i among all n, M_s the mass of its shard and M that of all. A mean of `weights * loss`
     over the batch has the expectation that it has with one buffer. If a shard has nothing to draw,
     its part of the batch is masked, and the others weigh more. Samplers that consume do so in each
-    shard by itself, and have no weights.
+    shard separately, and have no weights.
 
     Only `draw` and `sample` communicate between devices: a few numbers of each shard, in one
     `all_gather`, and with `normalize="batch"` one maximum. Writers that rank items, and reservoirs,
@@ -402,7 +402,7 @@ class Sharded:
         No array moves from one device to another.
 
         Raises:
-            ValueError: it is no state of so many shards.
+            ValueError: it is no state of S shards.
         """
         num_shards = self.shards
         leaves, structure = jax.tree.flatten(state)
@@ -433,7 +433,7 @@ class Sharded:
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axis))
         groups = self.layout.groups()
 
-        def joined(*leaves: Any) -> jax.Array:
+        def join_leaf(*leaves: Any) -> jax.Array:
             own = dict(zip(states, leaves, strict=True))
             pieces = []
             for device, numbers in groups.items():
@@ -442,7 +442,7 @@ class Sharded:
             shape = (self.shards, *leaves[0].shape)
             return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
-        return jax.tree.map(joined, *states.values())
+        return jax.tree.map(join_leaf, *states.values())
 
     def on_mesh(self, device: Any) -> Self:
         """Returns the description on the mesh that was named in place of a device.
