@@ -3,46 +3,69 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from jrb import (
-        checkpoint,
-        datasets,
-        interop,
-        layouts,
-        limits,
-        plot,
-        remote,
-        ring,
-        sum_tree,
-        testing,
-        transforms,
-        types,
-    )
-    from jrb._core.validate import CopyWarning, PriorityWarning
-    from jrb._store.errors import LostWarning, StaleError
-    from jrb.buffer import ReplayBuffer, from_items
-    from jrb.checkpoint import load, save
-    from jrb.environments import from_brax, from_gymnasium, from_gymnax, from_jaxmarl, transition
-    from jrb.iterate import epochs, prefetch, steps
-    from jrb.keys import TED, Keys
-    from jrb.loops import jitted
-    from jrb.migrate import rebuild
-    from jrb.mix import Mix
-    from jrb.read import episodes, items, stats
-    from jrb.samplers import Lifo, Newest, Prioritized, Queue, Uniform, WithoutReplacement
-    from jrb.sharding import Sharded
-    from jrb.state import BufferState, Sample
-    from jrb.storages import DeviceStorage, ListStorage, MemmapStorage, SpillStorage
-    from jrb.tables import to_arrow, to_pandas
-    from jrb.units import FrameStack, Hindsight, NStep, Sequence, Transition
-    from jrb.writers import (
-        BlockWhenFull,
-        MaxValue,
-        PerEnvironment,
-        ReadOnly,
-        Reservoir,
-        RoundRobin,
-    )
+if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers export them
+    from jrb import checkpoint as checkpoint
+    from jrb import datasets as datasets
+    from jrb import interop as interop
+    from jrb import layouts as layouts
+    from jrb import limits as limits
+    from jrb import plot as plot
+    from jrb import remote as remote
+    from jrb import ring as ring
+    from jrb import sum_tree as sum_tree
+    from jrb import testing as testing
+    from jrb import transforms as transforms
+    from jrb import types as types
+    from jrb._core.validate import CopyWarning as CopyWarning
+    from jrb._core.validate import PriorityWarning as PriorityWarning
+    from jrb._store.errors import LostWarning as LostWarning
+    from jrb._store.errors import StaleError as StaleError
+    from jrb.buffer import ReplayBuffer as ReplayBuffer
+    from jrb.buffer import from_items as from_items
+    from jrb.checkpoint import load as load
+    from jrb.checkpoint import save as save
+    from jrb.environments import from_brax as from_brax
+    from jrb.environments import from_gymnasium as from_gymnasium
+    from jrb.environments import from_gymnax as from_gymnax
+    from jrb.environments import from_jaxmarl as from_jaxmarl
+    from jrb.environments import transition as transition
+    from jrb.iterate import epochs as epochs
+    from jrb.iterate import prefetch as prefetch
+    from jrb.iterate import steps as steps
+    from jrb.keys import TED as TED
+    from jrb.keys import Keys as Keys
+    from jrb.loops import jitted as jitted
+    from jrb.migrate import rebuild as rebuild
+    from jrb.mix import Mix as Mix
+    from jrb.read import episodes as episodes
+    from jrb.read import items as items
+    from jrb.read import stats as stats
+    from jrb.samplers import Lifo as Lifo
+    from jrb.samplers import Newest as Newest
+    from jrb.samplers import Prioritized as Prioritized
+    from jrb.samplers import Queue as Queue
+    from jrb.samplers import Uniform as Uniform
+    from jrb.samplers import WithoutReplacement as WithoutReplacement
+    from jrb.sharding import Sharded as Sharded
+    from jrb.state import BufferState as BufferState
+    from jrb.state import Sample as Sample
+    from jrb.storages import DeviceStorage as DeviceStorage
+    from jrb.storages import ListStorage as ListStorage
+    from jrb.storages import MemmapStorage as MemmapStorage
+    from jrb.storages import SpillStorage as SpillStorage
+    from jrb.tables import to_arrow as to_arrow
+    from jrb.tables import to_pandas as to_pandas
+    from jrb.units import FrameStack as FrameStack
+    from jrb.units import Hindsight as Hindsight
+    from jrb.units import NStep as NStep
+    from jrb.units import Sequence as Sequence
+    from jrb.units import Transition as Transition
+    from jrb.writers import BlockWhenFull as BlockWhenFull
+    from jrb.writers import MaxValue as MaxValue
+    from jrb.writers import PerEnvironment as PerEnvironment
+    from jrb.writers import ReadOnly as ReadOnly
+    from jrb.writers import Reservoir as Reservoir
+    from jrb.writers import RoundRobin as RoundRobin
 
 __version__ = "0.1.0"
 
@@ -81,70 +104,7 @@ _HOMES = {
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-__all__ = [
-    "TED",
-    "BlockWhenFull",
-    "BufferState",
-    "CopyWarning",
-    "DeviceStorage",
-    "FrameStack",
-    "Hindsight",
-    "Keys",
-    "Lifo",
-    "ListStorage",
-    "LostWarning",
-    "MaxValue",
-    "MemmapStorage",
-    "Mix",
-    "NStep",
-    "Newest",
-    "PerEnvironment",
-    "Prioritized",
-    "PriorityWarning",
-    "Queue",
-    "ReadOnly",
-    "ReplayBuffer",
-    "Reservoir",
-    "RoundRobin",
-    "Sample",
-    "Sequence",
-    "Sharded",
-    "SpillStorage",
-    "StaleError",
-    "Transition",
-    "Uniform",
-    "WithoutReplacement",
-    "checkpoint",
-    "datasets",
-    "episodes",
-    "epochs",
-    "from_brax",
-    "from_gymnasium",
-    "from_gymnax",
-    "from_items",
-    "from_jaxmarl",
-    "interop",
-    "items",
-    "jitted",
-    "layouts",
-    "limits",
-    "load",
-    "plot",
-    "prefetch",
-    "rebuild",
-    "remote",
-    "ring",
-    "save",
-    "stats",
-    "steps",
-    "sum_tree",
-    "testing",
-    "to_arrow",
-    "to_pandas",
-    "transforms",
-    "transition",
-    "types",
-]
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]: not a literal
 
 
 if not TYPE_CHECKING:  # or every misspelt name would have a type

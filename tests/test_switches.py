@@ -137,8 +137,9 @@ def cases():
     for switch in SWITCHES:
         some = SOME if switch != "no jit" else ["windows"]  # where each operation is a call
         for parts in PARTS if switch in ALL else some:
-            is_slow = switch in ("no jit", "leaks") or (switch not in ALL and parts != "n-step")
+            is_slow = switch in ("no jit", "leaks") or parts != "n-step"
             marks = [pytest.mark.slow] if is_slow else []
+            marks += [pytest.mark.whole] if is_slow and switch in ALL else []
             yield pytest.param(switch, parts, marks=marks, id=f"{switch}, {parts}")
 
 
@@ -159,6 +160,8 @@ def test_compositions_work_under_every_switch(switch, parts):
         del state
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("switch", ["rank promotion", "nans", "x64"])
 def test_so_do_mixes_shards_trees_and_limits(switch):
     with switched(switch):

@@ -231,6 +231,8 @@ def told_by(parts):
     return step, buffer.init(EXAMPLE)
 
 
+@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("name", PARTS)
 def test_draws_are_the_same_however_they_are_read(name, monkeypatch):
     told = plain(story(PARTS[name]))
