@@ -682,7 +682,7 @@ class ReplayBuffer:
 
     def _to_stored(self, state: BufferState, items: Item, lead: tuple[int, ...], verb: str) -> Item:
         """Returns items as the storage takes them, leaves `[*lead, ...]`, or raises."""
-        if transforming.inverses(self.transforms):
+        if self.transforms and transforming.inverses(self.transforms):
             checks.lead(items, lead, verb)
             inverse = functools.partial(transforming.inward, self.transforms)
             for _ in lead:

@@ -9,8 +9,7 @@ import jax
 import jax.core
 import numpy as np
 
-from jrb._core.host_proxy import on_host
-from jrb._core.validate import explained, warn_of_refused
+from jrb._core.validate import explained, on_host, warn_of_refused
 from jrb._util import casting, checks
 from jrb._util.casting import copy_array, copy_arrays
 from jrb._xla import compiling

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb import authoring
 from jrb._util import wording
 
 EXAMPLE = {
@@ -178,7 +179,7 @@ def test_refused_priorities_cost_no_wait_and_nothing_inside_jit():
 
 def test_a_package_that_is_not_installed_is_named():
     with pytest.raises(ModuleNotFoundError, match=r"^nosuchthing is not .*jrb\[plot\]"):
-        wording.require("nosuchthing.axes", "plot")
+        authoring.require("nosuchthing.axes", "plot")
     code = (
         "import sys; sys.modules['orbax'] = None; import jrb.checkpoint\n"
         "try: jrb.checkpoint.orbax\n"

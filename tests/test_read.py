@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._core.steps import context_of
+from jrb.authoring import context_of
 from tests import reference
 
 EXAMPLE = {

@@ -16,8 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import editing, steps, transforming
-from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, on_host, without_items
-from jrb._core.validate import blank, check, check_kind, check_state, explained, warn_of_copies
+from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, without_items
+from jrb._core.validate import (
+    blank,
+    check,
+    check_kind,
+    check_state,
+    explained,
+    on_host,
+    warn_of_copies,
+)
 from jrb._util import casting, checks, pytree
 from jrb._util.pytree import Leaf, SpecKey
 from jrb._xla.compiling import by_description, per_description, standalone_program
@@ -48,7 +56,6 @@ def is_traced(*arguments: Any) -> bool:
 
 
 def is_tracer(leaf: Leaf) -> bool:
-    """Returns if it stands for an array inside `jit`."""
     return isinstance(leaf, jax.core.Tracer)
 
 
@@ -128,10 +135,8 @@ def write(
     priorities: jax.Array | None = None,
     donate: bool = False,
 ) -> Any:
-    """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to a state that was checked.
-
-    With `donate`, arrays of a state whose items are on the host are written in place.
-    """
+    """Writes items, leaves `[T, E, ...]` or `[T, ...]`, to a state that was checked."""
+    # With `donate`, arrays of a state whose items are on the host are written in place.
     others = mask, cuts, priorities
     if buffer.writer.blocks_when_full:
         _check_room(buffer, state, items, mask)
@@ -160,7 +165,6 @@ def _check_room(buffer: Buffer, state: BufferState, items: Item, mask: jax.Array
 
 @explained
 def can_add(buffer: Buffer, state: BufferState) -> jax.Array:
-    """Returns if a row would be written, bool `[]`."""
     check_state(buffer, state)
     return steps.can_write(buffer, state.replace(storage=None))
 
@@ -347,10 +351,8 @@ def _is_drawn(buffer: Buffer, state: BufferState, quiet: bool, mask: Any) -> boo
 
 @functools.lru_cache(maxsize=64)
 def _program_of(buffer: Buffer) -> tuple[int, Callable[..., Any]]:
-    """Returns how many transforms are compiled with a draw, and the draw.
-
-    The draw returns the sampler's state and the sample; None where some arguments are traced.
-    """
+    """Returns how many transforms are compiled with a draw, and the draw."""
+    # The draw returns the sampler's state and the sample; None where some arguments are traced.
     # Looked up once: between two compiled calls of a Python loop, each call of a function costs a
     # microsecond. A plain function among the transforms may close over a value that changes: it is
     # called each time, and so are the transforms behind it.
@@ -445,7 +447,6 @@ _assemble_compiled = per_description()(steps.assemble)
 
 @explained
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
-    """Returns if a draw gives at least one item, bool `[]`."""
     return steps.ready(buffer, state.replace(storage=None), batch_size)
 
 
@@ -481,7 +482,6 @@ def update(
     priorities: jax.Array,
     donate: bool = False,
 ) -> Any:
-    """Sets priorities."""
     return _moved(steps.update, donate, buffer, state, sample, priorities)
 
 
@@ -489,7 +489,6 @@ def update(
 def drop(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array, donate: bool = False
 ) -> BufferState:
-    """Takes anchors out of the draws."""
     return _moved(steps.drop, donate, buffer, state, where)
 
 
@@ -532,7 +531,6 @@ def truncate(buffer: Buffer, state: BufferState, which: jax.Array) -> Any:
 
 @explained
 def empty(buffer: Buffer, state: BufferState) -> Any:
-    """Returns the state without its items."""
     after = _moved(steps.empty, False, buffer, state)
     if is_traced(state):
         return after

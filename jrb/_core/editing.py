@@ -32,10 +32,8 @@ _ODD = np.uint32(0x9E3779B1)  # of no pattern: the golden ratio's
 def _slots_to_edit(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array
 ) -> tuple[BufferState, jax.Array]:
-    """Returns slots to edit, int32 `[B]`; N where nothing is held, or something else by now.
-
-    Writes to the state that comes with them wait for what the sample was read from.
-    """
+    """Returns slots to edit, int32 `[B]`; N where nothing is held, or something else by now."""
+    # Writes to the state that comes with them wait for what the sample was read from.
     ring = buffer.ring
     if isinstance(where, Sample):
         state, slots, is_held = steps.target_slots(buffer, state, where)

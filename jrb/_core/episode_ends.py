@@ -14,10 +14,8 @@ from jrb.types import Context, Item, WritePlan
 
 
 def check(spec: Item, keys: Keys, is_needed: bool = True) -> None:
-    """Raises unless the items say where episodes end: by flags, of one number each, or a number.
-
-    Items that say nothing of it are an error only where that `is_needed`.
-    """
+    """Raises unless the items say where episodes end: by flags, of one number each, or a number."""
+    # Items that say nothing of it are an error only where that `is_needed`.
     for role, name in keys.unnamed(spec).items():
         path = tuple(name.split("/")) if lookup(spec, name) is None else name
         raise ValueError(
@@ -91,10 +89,8 @@ def changes(
 
 
 def ends(items: Item, keys: Keys, lead: int = 2) -> jax.Array:
-    """Returns which items end an episode: those of which any flag is not zero, bool `[T, E]`.
-
-    `lead` is the number of axes before those of an item.
-    """
+    """Returns which items end an episode: those of which any flag is not zero, bool `[T, E]`."""
+    # `lead` is the number of axes before those of an item.
     _flags(items, keys)
     is_set = lambda flag: (flag != jnp.zeros((), flag.dtype)).reshape(flag.shape[:lead])
     return keys.ends(items, is_set)

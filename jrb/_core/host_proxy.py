@@ -11,7 +11,7 @@ import jax
 from jrb._core import transforming
 from jrb._util import pytree
 from jrb.state import Buffer, BufferState
-from jrb.types import Context, HostStorage, Item, SlotsForLeaf, Storage, WritePlan
+from jrb.types import Context, Item, SlotsForLeaf, Storage, WritePlan
 from jrb.types.messages import PartState
 
 
@@ -57,39 +57,36 @@ class DeviceProxy(Storage):
         """Splits what `write` returned into the slots, int32 `[T, E]`, and the state."""
 
     def slots_of(self, plan: Any) -> Any:
-        """Returns the plan without a state."""
         return plan
 
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """Returns the state itself."""
         return state
 
 
 @pytree.component
 class HostStorageProxy(DeviceProxy):
-    """The stand-in for a storage that has nothing on the device; its state is None."""
+    """The stand-in for a storage that has nothing on the device: it returns the slots it is given.
+
+    Its state is None, or what was fetched from the host.
+    """
 
     def init(self, context: Context, spec: Item) -> None:
         """Returns no state."""
 
     def spec(self, state: PartState) -> Item:
-        """Returns the state, as the spec is not known."""
         return state
 
     def write(
         self, context: Context, state: PartState, write: WritePlan, items: Item
     ) -> tuple[jax.Array, WritePlan]:
-        """Returns the slots, int32 `[T, E]`."""
         return write.slots, write
 
     def planned(self, plan: jax.Array) -> tuple[jax.Array, None]:
-        """Returns the slots."""
         return plan, None
 
     def edit(
         self, context: Context, state: PartState, slots: jax.Array | None, values: Item
     ) -> Any:
-        """Changes nothing."""
         return state
 
     def locate(self, context: Context, state: PartState, where: list[jax.Array]) -> UniqueSlots:
@@ -97,13 +94,7 @@ class HostStorageProxy(DeviceProxy):
         return UniqueSlots.of(where, lambda slots: slots)
 
     def reset(self, ring: Any, state: PartState, token: jax.Array) -> Any:
-        """Returns the state."""
         return state
-
-
-def on_host(buffer: Buffer) -> bool:
-    """Returns if the storage keeps items on the host."""
-    return isinstance(buffer.storage, HostStorage)
 
 
 @functools.lru_cache(maxsize=64)

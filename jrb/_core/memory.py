@@ -34,22 +34,18 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
         return self.array.shape[1:]
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the array."""
         return self.array.dtype
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
         return len(self.shape)
 
     def __getitem__(self, index: Any) -> jax.Array:
@@ -111,7 +107,6 @@ def _over_devices(leaf: jax.Array) -> Callable[[int, int], Any]:
 
 
 def view(array: np.ndarray) -> memoryview:
-    """Returns the bytes of an array."""
     flat: Any = np.ascontiguousarray(array).reshape(-1)
     return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
 
@@ -136,7 +131,6 @@ def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
-    """Returns hashes `[count]`, uint32."""
     # Each word goes through bijections that depend on its position: another value of one word
     # always changes the sum, and so do two words that change places, but for one case in 2^32.
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

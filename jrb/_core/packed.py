@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,6 @@ class SmallColumn:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
         return self.words.shape
 
     def __getitem__(self, index: Any) -> jax.Array:
@@ -120,12 +119,10 @@ def zeros_column(count: int, spec: Item) -> Column:
 
 
 def stored_array(column: Column) -> jax.Array:
-    """Returns the array of a column."""
     return column.words if isinstance(column, SmallColumn) else column
 
 
 def with_array(column: Column, array: Any) -> Column:
-    """Returns a column with another array."""
     return dataclasses.replace(column, words=array) if is_column(column) else array
 
 
@@ -159,12 +156,7 @@ class RowOrder:
 
     @property
     def axes(self) -> int:
-        """The number of axes that stand for slots."""
         return 1 if self.envs is None else 2
-
-    def lead(self, capacity: int) -> tuple[int, ...]:
-        """Returns the axes that stand for N slots."""
-        return (capacity,) if self.envs is None else (self.envs, capacity // self.envs)
 
     def places(self, numbers: np.ndarray, capacity: int) -> np.ndarray:
         """Returns where rows are, by their numbers: slot s of buffer v has number v * N + s."""
@@ -242,7 +234,6 @@ class LeafSlice:
 
     @property
     def stop(self) -> int:
-        """The position behind the leaf's last element."""
         return self.start + math.prod(self.shape)
 
     @property
@@ -309,7 +300,6 @@ class PackedLeaves(pytree.State):
 
     @property
     def order(self) -> RowOrder:
-        """The order of the rows of packed arrays."""
         return self.layout.order
 
     @property
@@ -353,12 +343,6 @@ class PackedLeaves(pytree.State):
     def __getitem__(self, name: Any) -> Any:
         return self._unpacked(self.places[name])
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.leaves)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
     def __contains__(self, name: object) -> bool:
         return name in self.places
 
@@ -372,9 +356,11 @@ class PackedLeaves(pytree.State):
 def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
     """Makes room for so many items; a plain pytree of columns where no leaves can be packed."""
     leaves, names = jax.tree.leaves(spec), pytree.unique_names(spec)
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}  # of the leaves by the dtype of their words
+    roles = (keys.reward, keys.done, keys.terminated, keys.truncated, keys.episode)
     for number, (name, leaf) in enumerate(zip(pytree.leaf_names(spec), leaves, strict=True)):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or _is_read_alone(name, keys):
+        is_read_alone = any(role is not None and within(name, path_name(role)) for role in roles)
+        if is_read_alone or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             continue
         words = word_dtype(leaf.dtype)
         if words.itemsize <= 4:  # those of 8 bytes as they are: TPUs cannot cast floats to integers
@@ -394,18 +380,14 @@ def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
         for number, place in sorted(pairs, key=lambda pair: not pair[1].is_narrow):
             entries[number] = place = dataclasses.replace(place, start=start)
             start = place.stop
-        arrays[words] = jnp.zeros((*order.lead(count), start), words)
+        lead = (count,) if order.envs is None else (order.envs, count // order.envs)
+        arrays[words] = jnp.zeros((*lead, start), words)
     if not arrays:
         return jax.tree.map(functools.partial(zeros_column, count), spec)
     pairs = zip(entries, leaves, strict=True)
     columns = {it: zeros_column(count, leaf) for it, leaf in pairs if isinstance(it, str)}
     layout = PackedLayout(jax.tree.structure(spec), tuple(entries), order)
     return PackedLeaves(columns=columns, arrays=arrays, layout=layout)
-
-
-def _is_read_alone(name: str, keys: Keys) -> bool:
-    roles = (keys.reward, keys.done, keys.terminated, keys.truncated, keys.episode)
-    return any(role is not None and within(name, path_name(role)) for role in roles)
 
 
 def _places(state: PartState) -> Any:
@@ -428,7 +410,6 @@ def _changed(state: PartState, entries: list[Any], arrays: dict[str, Any]) -> An
 
 
 def spec(state: PartState) -> Item:
-    """Returns the spec of one item."""
 
     def one(it: Any) -> jax.ShapeDtypeStruct:
         shape = it.shape if isinstance(it, LeafSlice) else it.shape[1:]
@@ -438,10 +419,8 @@ def spec(state: PartState) -> Item:
 
 
 def put(state: PartState, write: WritePlan, items: Item) -> tuple[Any, WritePlan]:
-    """Puts rows `[T, E, ...]` at the slots of a write; returns the write too.
-
-    The write waits for these rows (see `rows.in_line`). Gradients stop here.
-    """
+    """Puts rows `[T, E, ...]` at the slots of a write; returns the write too."""
+    # The write waits for these rows (see `rows.in_line`). Gradients stop here.
     _, entries = _entries(state)
     parts: dict[str, list[tuple[LeafSlice, jax.Array]]] = {}
     after = []
@@ -452,31 +431,23 @@ def put(state: PartState, write: WritePlan, items: Item) -> tuple[Any, WritePlan
             it = put_column(it, write, to_words(new))
             write = rows.in_line(write, stored_array(it))
         after.append(it)
-    if not isinstance(state, PackedLeaves):
-        return _changed(state, after, {}), write
     arrays = {}
-    for name, array in state.arrays.items():
-        arrays[name] = state.order.put(array, write, _joined(parts[name]))
+    join = lambda parts: jnp.concatenate(list(parts), axis=-1)
+    for name, leaves in parts.items():
+        leaves.sort(key=lambda pair: pair[0].start)
+        # Neighbours of one dtype are cast together: XLA's CPU compiler makes a kernel of each
+        # operand where it joins more than eight.
+        runs = itertools.groupby(leaves, key=lambda pair: pair[0].dtype)
+        flat = (join(it.flat(leaf) for it, leaf in run) for _, run in runs)
+        words = join(_as_words(values, np.dtype(name)) for values in flat)
+        arrays[name] = state.order.put(state.arrays[name], write, words)
         write = rows.in_line(write, arrays[name])
     return _changed(state, after, arrays), write
 
 
-def _joined(leaves: list[tuple[LeafSlice, jax.Array]]) -> jax.Array:
-    """Returns the rows `[..., W]` of which these are the leaves."""
-    leaves = sorted(leaves, key=lambda pair: pair[0].start)
-    words = np.dtype(leaves[0][0].words)
-    join = lambda parts: jnp.concatenate(list(parts), axis=-1)
-    # Neighbours of one dtype are cast together: XLA's CPU compiler makes a kernel of each operand
-    # where it joins more than eight.
-    runs = itertools.groupby(leaves, key=lambda pair: pair[0].dtype)
-    return join(_as_words(join(it.flat(leaf) for it, leaf in run), words) for _, run in runs)
-
-
 def edit(state: PartState, slots: jax.Array | None, values: dict[str, jax.Array]) -> Any:
-    """Puts items `[B, ...]` of some leaves at slots, int32 `[B]`, distinct but for N.
-
-    None stands for all slots in order.
-    """
+    """Puts items `[B, ...]` of some leaves at slots, int32 `[B]`, distinct but for N."""
+    # None stands for all slots in order.
     names, entries = _entries(state)
     arrays = dict(state.arrays) if isinstance(state, PackedLeaves) else {}
     for number, (name, it) in enumerate(zip(names, entries, strict=True)):
@@ -521,13 +492,8 @@ def get(
 def _gathers(
     state: PartState, beside: list[jax.Array], slots: list[jax.Array], times: int
 ) -> tuple[list[int], list[gather.Gather]]:
-    """Returns the numbers of all leaves, in the order in which these gathers read them.
-
-    Each is for so many such reads at a time.
-
-    Where rows are few, one gather reads all leaves of a packed array; else one reads narrow leaves
-    that are close together, and one each of the others.
-    """
+    """Returns the numbers of all leaves, in the order in which these gathers read them."""
+    # `times` is how many such reads are made at once.
     groups: dict[Any, tuple[jax.Array, jax.Array, bool, dict[int, Any]]] = {}
     entries = [*_entries(state)[1], *beside]
     for number, (it, at) in enumerate(zip(entries, slots, strict=True)):
@@ -536,21 +502,22 @@ def _gathers(
         width = array.shape[-1] if is_packed else math.prod(array.shape[1:])
         is_few = gather.is_few(array, at, width, times)
         key: Any = number
+        # Of few rows, one gather reads all leaves of a packed array; else one reads narrow leaves
+        # that are close together, and one each of the others.
         if is_packed and (is_few or it.is_narrow):
             key = it.words, id(at), None if is_few else (it.stop - 1) // _PIECE
         groups.setdefault(key, (array, at, is_few, {}))[3][number] = it
-    gathers = [_gather(state, *group) for group in groups.values()]
+
+    def gather_of(array: jax.Array, at: jax.Array, is_few: bool, each: list[Any]) -> gather.Gather:
+        if not isinstance(each[0], LeafSlice):
+            get = functools.partial(gather.items_at, array, at)
+            return get, is_few, lambda rows: [from_words(rows, each[0].dtype)]
+        first, stop = min(it.start for it in each), max(it.stop for it in each)
+        get = functools.partial(state.order.get, array, at, first, stop)
+        return get, is_few, lambda rows: [it.of_rows(rows, first) for it in each]
+
+    gathers = [
+        gather_of(array, at, is_few, [*leaves.values()])
+        for array, at, is_few, leaves in groups.values()
+    ]
     return [number for *_, leaves in groups.values() for number in leaves], gathers
-
-
-def _gather(
-    state: PartState, array: jax.Array, slots: jax.Array, is_few: bool, leaves: dict[int, Any]
-) -> gather.Gather:
-    """Returns the gather of one column, or of some slices of a packed array."""
-    each = list(leaves.values())
-    if not isinstance(each[0], LeafSlice):
-        get = functools.partial(gather.items_at, array, slots)
-        return get, is_few, lambda found: [from_words(found, each[0].dtype)]
-    first, stop = min(it.start for it in each), max(it.stop for it in each)
-    get = functools.partial(state.order.get, array, slots, first, stop)
-    return get, is_few, lambda found: [it.of_rows(found, first) for it in each]

@@ -53,10 +53,8 @@ def plan_rows(
 
 
 def put(array: jax.Array, write: WritePlan, rows: jax.Array) -> jax.Array:
-    """Puts rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`.
-
-    A slice for consecutive slots, else a scatter of items without those that `write` drops.
-    """
+    """Puts rows `[T, E, ...]` at the slots of a write, in an array `[N, ...]`."""
+    # A slice for consecutive slots, else a scatter of items without those that `write` drops.
     if write.consecutive:
         return lax.dynamic_update_slice_in_dim(array, rows[0], write.starts[0], axis=0)
     items = rows.reshape(write.slots.size, *rows.shape[2:])
@@ -71,19 +69,15 @@ def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Ar
 
 
 def move(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-    """Copies rows of an array to other places of it, int32 `[K]` to int32 `[K]`.
-
-    None where the target is beyond the end. No target may be a source.
-    """
+    """Copies rows of an array to other places of it, int32 `[K]` to int32 `[K]`."""
+    # None where the target is beyond the end. No target may be a source.
     moved = dependencies.materialize(lambda: gather.items_at(array, sources))
     return array.at[targets].set(moved, mode="drop")
 
 
 def last_of_equals(ring: Ring, slots: jax.Array) -> jax.Array:
-    """Returns slots, int32 `[B]`, with N in place of all but the last one of equal slots.
-
-    On the CPU they stay as they are: a scatter goes from the first to the last there.
-    """
+    """Returns slots, int32 `[B]`, with N in place of all but the last one of equal slots."""
+    # On the CPU they stay as they are: a scatter goes from the first to the last there.
     return lax.platform_dependent(cpu=lambda: slots, default=lambda: distinct(ring, slots))
 
 

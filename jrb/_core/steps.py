@@ -183,7 +183,6 @@ def has_pending(buffer: Buffer, state: BufferState) -> jax.Array:
 
 
 def can_write(buffer: Buffer, state: BufferState) -> jax.Array:
-    """Returns if a row would be written, bool `[]`."""
     if buffer.writer.blocks_when_full:
         return room(buffer, state) > 0
     return jnp.bool_(buffer.writer.writes)
@@ -363,7 +362,6 @@ def locate(
 
 @by_description("batch_size")
 def ready(buffer: Buffer, state: BufferState, batch_size: int | None) -> jax.Array:
-    """Returns if a draw gives at least one item, bool `[]`."""
     context = context_of(buffer, state.writer)
     anchors = buffer.unit.anchors(context, state.unit)
     is_ready = buffer.sampler.ready(state.sampler, anchors, batch_size)
@@ -398,7 +396,6 @@ def _zero_after_reads(sample: Sample, mask: jax.Array) -> jax.Array:
 def update(
     buffer: Buffer, state: BufferState, sample: Sample | jax.Array, priorities: jax.Array
 ) -> BufferState:
-    """Sets the priorities of anchors that still hold what was drawn."""
     state, slots, mask = target_slots(buffer, state, sample)
     if isinstance(sample, Sample) and priorities.ndim > 1:
         priorities = buffer.unit.reduce_priorities(priorities, sample.mask)
@@ -409,7 +406,6 @@ def update(
 
 @by_description()
 def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> BufferState:
-    """Takes anchors out of the draws."""
     state, slots, mask = target_slots(buffer, state, where)
     sampler: Any = buffer.sampler  # with priorities, as the buffer has checked
     sampler = sampler.drop(buffer.ring, state.sampler, slots, mask)
@@ -419,10 +415,8 @@ def drop(buffer: Buffer, state: BufferState, where: Sample | jax.Array) -> Buffe
 def target_slots(
     buffer: Buffer, state: BufferState, where: Sample | jax.Array
 ) -> tuple[BufferState, jax.Array, jax.Array]:
-    """Returns the slots of a sample, `[B]`, and which still hold what was drawn; or bare slots.
-
-    Writes to the state that comes with them wait for what the sample was read from.
-    """
+    """Returns the slots of a sample, `[B]`, and which still hold what was drawn; or bare slots."""
+    # Writes to the state that comes with them wait for what the sample was read from.
     if not isinstance(where, Sample):
         return state, where, jnp.ones(where.shape, jnp.bool_)
     generation = buffer.writer.generation_of(buffer.ring, state.writer, where.indices)
@@ -454,14 +448,12 @@ def _truncated(
 
 @by_description()
 def take(buffer: Buffer, state: BufferState, indices: jax.Array) -> Item:
-    """Returns the items at slots."""
     context = context_of(buffer, state.writer)
     return buffer.storage.read(context, state.storage, lambda name: indices)
 
 
 @by_description()
 def empty(buffer: Buffer, state: BufferState) -> BufferState:
-    """Returns the state without its items."""
     ring, token = buffer.ring, dependencies.zero_depending_on(state.writer)
     return state.replace(
         storage=buffer.storage.reset(ring, state.storage, token),

@@ -39,7 +39,6 @@ def outward(
 def _applied(
     transform: Any, number: int, data: Item, batch: TransformContext, state: PartState
 ) -> Any:
-    """Returns the data after one transform, which is the `number`-th."""
     apply = method(transform, "apply")
     if apply is None:
         return transform(data)
@@ -53,11 +52,9 @@ def method(transform: Any, name: str) -> Callable[..., Any] | None:
 
 
 def fixed(transforms: tuple) -> int:
-    """Returns how many transforms, from the first on, are descriptions, which never change.
-
-    A function may close over a value that does. Outside `jit` it is therefore called each time, and
-    not compiled with a draw.
-    """
+    """Returns how many transforms, from the first on, are descriptions, which never change."""
+    # A function may close over a value that does. Outside `jit` it is therefore called each time,
+    # and not compiled with a draw.
     kinds = [pytree.is_component(type(transform)) for transform in transforms]
     return kinds.index(False) if False in kinds else len(kinds)
 
@@ -76,7 +73,6 @@ def inward(transforms: tuple, item: Item) -> Any:
 
 
 def learning(transforms: tuple) -> list[StatefulTransform]:
-    """Returns the transforms that have a state."""
     return [each for each in transforms if isinstance(each, StatefulTransform)]
 
 
@@ -122,10 +118,8 @@ def init(transforms: tuple, context: Context, spec: Item) -> tuple:
 def learned(
     transforms: tuple, states: tuple, context: Context, items: Item, write: WritePlan
 ) -> tuple:
-    """Returns the states after a write of items, as they are stored, leaves `[T, E, ...]`.
-
-    `context` is of the buffer before the write.
-    """
+    """Returns the states after a write of items, as they are stored, leaves `[T, E, ...]`."""
+    # `context` is of the buffer before the write.
     first = _until_last(transforms)
     if not first:
         return states
@@ -157,10 +151,8 @@ def truncated(transforms: tuple, states: tuple, which: jax.Array) -> tuple:
 
 
 def adopted(old: tuple[tuple, tuple], new: tuple[tuple, tuple]) -> tuple:
-    """Returns the new states, with what the old ones had learned.
-
-    The n-th transform of a class takes over what the n-th one of that class had.
-    """
+    """Returns the new states, with what the old ones had learned."""
+    # The n-th transform of a class takes over what the n-th one of that class had.
     by_class: dict[type, list[Any]] = {}
     for transform, state in zip(learning(old[0]), old[1], strict=True):
         by_class.setdefault(type(transform), []).append(state)

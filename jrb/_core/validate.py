@@ -6,7 +6,6 @@ look-up outside `jit`. N capacity, E environments.
 """
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb._core import episode_ends, transforming
-from jrb._core.host_proxy import HostStorageProxy, for_device, on_device, on_host
+from jrb._core.host_proxy import HostStorageProxy, for_device, on_device
 from jrb._core.steps import context_of
 from jrb._util import pytree, wording
 from jrb._util.pytree import Leaf, SpecKey
@@ -25,7 +24,7 @@ from jrb._xla import compat
 from jrb._xla.compiling import entry
 from jrb.ring import Ring
 from jrb.state import Buffer, BufferState
-from jrb.types import DrawCounts, HostState, Item, PrioritizedSampler
+from jrb.types import DrawCounts, HostState, HostStorage, Item, PrioritizedSampler
 from jrb.types.messages import PartState
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,7 +64,6 @@ def blank(buffer: Buffer, spec: Item) -> BufferState:
 
 
 def _attached(buffer: Buffer, state: PartState) -> Any:
-    """Returns a new state of the sampler as part of a state of the buffer."""
     sampler = buffer.sampler
     if isinstance(sampler, PrioritizedSampler):
         state = sampler.attach(state, buffer.unit.has_delayed_anchors)
@@ -86,6 +84,11 @@ def check_slots(slots: int) -> None:
             f"capacity: expected at most {2**31 - 1} slots in one state, got {slots}. Cut the "
             "buffer into more shards: jrb.Sharded(buffer, shards=...)."
         )
+
+
+def on_host(buffer: Buffer) -> bool:
+    """Returns if the storage keeps items on the host."""
+    return isinstance(buffer.storage, HostStorage)
 
 
 def check_state(buffer: Buffer, state: BufferState) -> None:
@@ -172,10 +175,11 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
                 f"{kinds[0][0][:axes]} of many. Call the verb under jax.vmap, or take one of them."
             )
     name, got = odd, getattr(state, odd)
-    part = getattr(buffer, name, None)
+    leaves = [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in pytree.shown_leaves(got)]
+    listed = ", ".join(leaves[:4]) + (", ..." if len(leaves) > 4 else "")
     raise TypeError(
-        f"expected a state of this buffer, whose {name} is {part!r}, got one that was made for "
-        f"another, with {_shape(got)}{_owners(got)}. {_MEND}"
+        f"expected a state of this buffer, whose {name} is {getattr(buffer, name, None)!r}, got "
+        f"one that was made for another, with {type(got).__name__}({listed}). {_MEND}"
     )
 
 
@@ -198,29 +202,6 @@ def _size(ring: Ring | None, other: Ring | None) -> str:
         return "no ring"
     same = other is not None and ring.envs == other.envs
     return f"capacity {ring.capacity}" + ("" if same else f" with num_envs={ring.envs}")
-
-
-def _owners(state: PartState) -> str:
-    """Returns the parts that make such a state, as text: those of its module."""
-    if not isinstance(state, pytree.State):
-        return ""
-    module = sys.modules[type(state).__module__]
-    parts = [
-        part.__name__
-        for part in vars(module).values()
-        if isinstance(part, type)
-        and pytree.is_component(part)
-        and part.__module__ == module.__name__
-    ]
-    return f", as {' or '.join(parts)} has it" if parts else ""
-
-
-def _shape(tree: Item) -> str:
-    """Returns the leaves of a part's state in short, with dtypes and shapes."""
-    leaves = pytree.shown_leaves(tree)
-    text = [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves]
-    listed = ", ".join(text[:4]) + (", ..." if len(text) > 4 else "")
-    return f"{type(tree).__name__}({listed})"
 
 
 class DonatedError(ValueError):
@@ -266,10 +247,10 @@ def explained(verb: F) -> F:
 def _has_one_device() -> bool:
     """Returns if there is one device, and no further one on the host; asked once JAX runs."""
     try:
-        on_host = jax.device_count("cpu")
+        on_cpu = jax.device_count("cpu")
     except RuntimeError:  # the program runs without that platform
-        on_host = 0
-    return jax.device_count() == 1 and on_host <= 1
+        on_cpu = 0
+    return jax.device_count() == 1 and on_cpu <= 1
 
 
 def check_donated(states: Any) -> None:
@@ -283,7 +264,6 @@ def check_donated(states: Any) -> None:
 
 
 def check_not_deleted(states: Any) -> None:
-    """Raises where any array was donated, or deleted."""
     arrays = [leaf for leaf in jax.tree.leaves(states) if isinstance(leaf, jax.Array)]
     if any(array.is_deleted() for array in arrays):
         raise DonatedError(_DONATED)
@@ -323,10 +303,8 @@ def warn_of_copies(buffer: Hashable, state: BufferState, depth: int = 5) -> None
 def warn_of_refused(
     buffer: Hashable, verb: str, priorities: Any, mask: Any = True, depth: int = 5
 ) -> None:
-    """Warns once for each description that priorities are refused, where they are on the host.
-
-    Nothing is copied from an accelerator for that, and nothing is done inside `jit`.
-    """
+    """Warns once for each description that priorities are refused, where they are on the host."""
+    # Nothing is copied from an accelerator for that, and nothing is done inside `jit`.
     if not _is_on_cpu(priorities):
         return
     values = np.asarray(priorities)

@@ -154,11 +154,9 @@ def _cast(path: Any, leaf: Leaf, dtype: DType, what: str) -> Any:
 
 
 def copy_arrays(tree: PyTree) -> Any:
-    """Copies NumPy's arrays, to which whoever passes them may write as soon as a verb returns.
-
-    JAX reads an array of NumPy where it lies, and not always before a call returns: an environment
-    may have put its next observation there by then.
-    """
+    """Copies NumPy's arrays, to which whoever passes them may write as soon as a verb returns."""
+    # JAX reads an array of NumPy where it lies, and not always before a call returns: an
+    # environment may have put its next observation there by then.
     return jax.tree.map(copy_array, tree)
 
 
@@ -176,7 +174,6 @@ def raw(leaf: Leaf) -> Any:
 
 
 def raw_spec(spec: PyTree) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of `raw`."""
     if is_keys(spec.dtype):
         return jax.eval_shape(jax.random.key_data, spec)
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
@@ -190,7 +187,6 @@ def wrapped(words: Any, dtype: DType) -> Any:
 
 
 def is_keys(dtype: DType) -> bool:
-    """Returns if this is the dtype of typed keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 

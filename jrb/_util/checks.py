@@ -111,10 +111,10 @@ def in_range(verb: str, indices: jax.Array, size: int) -> None:
     """Indices in [0, size), as far as they are known."""
     if isinstance(indices, jax.core.Tracer):
         return
-    known = np.asarray(indices)
-    wrong = (known < 0) | (known >= size)
+    slots = np.asarray(indices)
+    wrong = (slots < 0) | (slots >= size)
     if wrong.any():
-        raise ValueError(f"{verb}: expected indices in [0, {size}), got {known[wrong][0]}.")
+        raise ValueError(f"{verb}: expected indices in [0, {size}), got {slots[wrong][0]}.")
 
 
 def real_numbers(name: str, value: object) -> jax.Array:
@@ -135,7 +135,7 @@ def real_numbers(name: str, value: object) -> jax.Array:
 
 
 def given_numbers(name: str, value: Any) -> Any:
-    """The same, from outside `jit`; what JAX has already is left as it is, and so is None."""
+    """Real numbers from outside `jit`; arrays of JAX and None are left as they are."""
     return value if value is None or isinstance(value, jax.Array) else real_numbers(name, value)
 
 
@@ -226,14 +226,15 @@ def priorities(value: object, shapes: list[tuple[int, ...]]) -> jax.Array:
 
 
 def _mend_priorities(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> str:
-    """What to do about priorities of a wrong shape."""
+    """Advice on priorities of a wrong shape."""
     fewer = [(*want[:-1], want[-1] - 1) for want in shapes[1:]]
     if shape not in fewer:
         return "Reduce the errors to that, such as jnp.abs(td_error)."
     return (
         "TD errors within a window are one row fewer than its rows, as the last one has no next "
-        "row there. Append a column: of zeros, jnp.pad(errors, ((0, 0), (0, 1))), where eta is 1, "
-        f"as they leave the maximum; else of the errors' mean. Or reduce them to {shapes[0]}."
+        "row there. Append a column: of zeros, jnp.pad(errors, ((0, 0), (0, 1))), where "
+        "priority_max_weight is 1, as they leave the maximum; else of the errors' mean. Or reduce "
+        f"them to {shapes[0]}."
     )
 
 

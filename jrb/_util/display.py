@@ -40,17 +40,16 @@ def share(leaf: Leaf, whole: int) -> str:
 
 
 def count(leaf: Leaf) -> str:
-    """`3` for flags of which three are set; nothing if they are not known."""
     flags = known(leaf)
     return "" if flags is None else f"{int(flags.sum(dtype=np.int64)):,}"
 
 
 def spread(leaf: Leaf) -> str:
     """`mean 0.5, from 0.1 to 2` for numbers; nothing if there are none, or they are not known."""
-    found = known(leaf)
-    if found is None or not found.size:
+    numbers = known(leaf)
+    if numbers is None or not numbers.size:
         return ""
-    mean, least, most = found.mean(dtype=np.float64), found.min(), found.max()
+    mean, least, most = numbers.mean(dtype=np.float64), numbers.min(), numbers.max()
     return f"mean {mean:.3g}, from {least:.3g} to {most:.3g}"
 
 
@@ -65,7 +64,7 @@ def laid_out(description: Any, width: int = 88) -> str:
 
 
 def tree_html(description: Any) -> str:
-    """The same as a list, the parts' own fields below them."""
+    """Returns a description as a list of HTML, the fields of parts below them."""
     return f"<ul style='list-style: none'><li>{_node(description)}</li></ul>"
 
 
@@ -83,15 +82,15 @@ def _escaped(text: str) -> str:
 
 def text(state: PyTree, title: str, facts: dict[str, str]) -> str:
     """A title, facts, and a line for every leaf: name, dtype and shape, bytes, a number's value."""
-    told = [f"{name}: {fact}" for name, fact in facts.items() if fact]
-    return table_text("\n  ".join([title, *told]), (), _rows(state))
+    lines = [f"{name}: {fact}" for name, fact in facts.items() if fact]
+    return table_text("\n  ".join([title, *lines]), (), _rows(state))
 
 
 def html(state: PyTree, title: str, facts: dict[str, str]) -> str:
-    """The same as a table, the leaves folded away."""
-    told = [(name, fact) for name, fact in facts.items() if fact]
+    """Returns the same as a table of HTML, the leaves folded away."""
+    rows = [(name, fact) for name, fact in facts.items() if fact]
     leaves = table_html("", ("leaf", "type", "memory", "value"), _rows(state))
-    return f"{table_html(title, (), told)}<details><summary>leaves</summary>{leaves}</details>"
+    return f"{table_html(title, (), rows)}<details><summary>leaves</summary>{leaves}</details>"
 
 
 def of_arrays(state: PyTree) -> str:
@@ -113,7 +112,7 @@ def table_text(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] 
 
 
 def table_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
-    """The same as a table of HTML."""
+    """Returns a table of HTML with a head if there is one, and notes."""
     top = "".join(f"<th>{_escaped(cell)}</th>" for cell in head)
     cells = "".join(
         "<tr>" + "".join(f"<td>{_escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -125,21 +124,18 @@ def table_html(title: str, head: Row, rows: Sequence[Row], notes: Sequence[str] 
 
 
 def _rows(state: PyTree) -> list[tuple[str, str, str, str]]:
-    return [(name, *_cells(leaf)) for name, leaf in pytree.shown_leaves(state)]
-
-
-def _cells(leaf: Leaf) -> tuple[str, str, str]:
-    if not pytree.is_array(leaf):
-        return type(leaf).__name__, "", repr(leaf)
-    kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    return kind, wording.bytes_text(leaf.size * leaf.dtype.itemsize), _value(leaf)
-
-
-def _value(leaf: Leaf) -> str:
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-        return "donated"
-    found = None if leaf.shape else known(leaf)
-    return "" if found is None else str(found)
+    rows = []
+    for name, leaf in pytree.shown_leaves(state):
+        if not pytree.is_array(leaf):
+            rows.append((name, type(leaf).__name__, "", repr(leaf)))
+            continue
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        number = None if leaf.shape else known(leaf)
+        value = "" if number is None else str(number)
+        kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        nbytes = wording.bytes_text(leaf.size * leaf.dtype.itemsize)
+        rows.append((name, kind, nbytes, "donated" if is_array and leaf.is_deleted() else value))
+    return rows
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,7 +162,7 @@ def identity(description: Any, *left_out: str) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """What a value says of itself, alike for values that are equal."""
+    """Returns a text that is the same for equal values."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int | float):  # True == 1 == 1.0

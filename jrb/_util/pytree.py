@@ -122,10 +122,8 @@ def static(*, default: Any) -> Any:
 
 
 def cursor() -> Any:
-    """Makes a field of integers that say where the next write goes: it waits for earlier reads.
-
-    Empty, it is 0 (see `jrb._xla.dependencies`).
-    """
+    """Makes a field of integers that say where the next write goes: it waits for earlier reads."""
+    # Empty, it is 0 (see `jrb._xla.dependencies`).
     return dataclasses.field(metadata={"mark": "cursor"})
 
 

@@ -26,7 +26,6 @@ INDEX = "uint32" if _IS_RECENT else "int32"
 
 
 def enable_x64() -> AbstractContextManager[Any]:
-    """Enables 64 bits for a while."""
     make = getattr(jax, "enable_x64", None)
     if make is None:
         make = importlib.import_module("jax.experimental").enable_x64
@@ -34,7 +33,6 @@ def enable_x64() -> AbstractContextManager[Any]:
 
 
 def is_x64() -> bool:
-    """Returns if 64 bits are enabled."""
     return jax.dtypes.canonicalize_dtype("int64") == "int64"
 
 
@@ -62,7 +60,6 @@ def vary(array: jax.Array, axes: Axes) -> jax.Array:
 
 
 def in_shard_map() -> bool:
-    """Returns if arrays may vary over the axes of a mesh."""
     return bool(manual_axes())
 
 
@@ -127,7 +124,6 @@ def is_of_explicit_mesh(error: Exception) -> bool:
 
 
 def is_of_donated(error: Exception) -> bool:
-    """Returns if an array was used that had been donated, or deleted."""
     return isinstance(error, RuntimeError | ValueError) and (
         "has been deleted" in str(error) or "deleted or donated" in str(error)
     )

@@ -42,11 +42,9 @@ _limits = contextvars.ContextVar("serial_limits", default=IN_A_LOOP)
 
 
 def current_limits() -> SerialLimits:
-    """Returns the limits of the function that is being traced.
-
-    A `jax.jit` that is called for both uses needs them as a static argument: it would go on with
-    whichever it traced first.
-    """
+    """Returns the limits of the function that is being traced."""
+    # A `jax.jit` that is called for both uses needs them as a static argument: it would go on with
+    # whichever it traced first.
     return _limits.get()
 
 

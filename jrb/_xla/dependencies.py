@@ -92,11 +92,9 @@ def loop(
 
 @jax.custom_batching.custom_vmap
 def max_over_batch(count: jax.Array) -> jax.Array:
-    """Returns a number, at least `count`, that is not batched: for the trips of a loop.
-
-    Under `vmap` a loop whose trips differ would select between whole arrays at each trip. One that
-    makes the trips of the longest, with those that are done doing nothing, works in place.
-    """
+    """Returns a number, at least `count`, that is not batched: for the trips of a loop."""
+    # Under `vmap` a loop whose trips differ would select between whole arrays at each trip. One
+    # that makes the trips of the longest, with those that are done doing nothing, works in place.
     return count
 
 
@@ -107,10 +105,8 @@ def _max_of_all(size: int, batched: list[bool], count: jax.Array) -> tuple[jax.A
 
 @jax.custom_batching.custom_vmap
 def unbatched_flag(flag: jax.Array) -> jax.Array:
-    """Returns `flag`, int32 0 or 1; under `vmap` 1.
-
-    To reduce the flag over the batch would need a collective where the batch axis is sharded.
-    """
+    """Returns `flag`, int32 0 or 1; under `vmap` 1."""
+    # To reduce the flag over the batch would need a collective where the batch axis is sharded.
     return flag
 
 
@@ -154,10 +150,8 @@ def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
 
 
 def zero_depending_on(reads: Any) -> jax.Array:
-    """Returns int32 zero, `[]`, that is not known before every leaf of the pytree `reads` is.
-
-    Add it to an index, and what is written there is written after the reads.
-    """
+    """Returns int32 zero, `[]`, that is not known before every leaf of the pytree `reads` is."""
+    # Add it to an index, and what is written there is written after the reads.
     leaves = [leaf for leaf in jax.tree.leaves(reads) if leaf.size]
     # Whole leaves go into the conditional: of a leaf that was put together from two reads, the
     # first element by itself would wait for one of them.

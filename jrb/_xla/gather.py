@@ -52,11 +52,9 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
 
 
 def scaled_by_vmap(is_few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
-    """Returns `read(times, *arrays)`, with the number of such reads that are made at once.
-
-    That is 1, and under `vmap` the size of its axis, or the product of all: rows that are few for
-    one buffer are many for 64 of them. Where rows are not even few for one, nobody asks.
-    """
+    """Returns `read(times, *arrays)`, with the number of such reads that are made at once."""
+    # That is 1, and under `vmap` the size of its axis, or the product of all: rows that are few for
+    # one buffer are many for 64 of them. Where rows are not even few for one, nobody asks.
     return _read_times(read, 1)(*arrays) if is_few else read(1, *arrays)
 
 
@@ -76,17 +74,14 @@ def _read_times(read: Callable[..., T], times: int) -> Callable[..., T]:
 
 
 def scratch(array: jax.Array, *shape: int) -> jax.Array:
-    """Makes room for rows `[B, ...]` of this shape, and one row more, in the array's dtype.
-
-    It is on the mesh on which the array lies, and not known before the array is.
-    """
+    """Makes room for rows `[B, ...]` of this shape, and one row more, in the array's dtype."""
+    # It is on the mesh on which the array lies, and not known before the array is.
     first = lax.slice(array, (0,) * array.ndim, (1,) * array.ndim)
     element = lax.squeeze(first, range(array.ndim))  # as array[0, ...], which takes long to trace
     return jnp.broadcast_to(element, (shape[0] + 1, *shape[1:]))
 
 
 def _put_rows(room: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the scratch with rows, `[B, ...]`, in it."""
     # Unsigned: of a signed start JAX asks whether it counts from the end.
     start = dependencies.opaque(0, jnp.uint32)
     return _put_slice(room, rows, (start, *[jnp.zeros_like(start)] * (rows.ndim - 1)))
@@ -108,12 +103,10 @@ def _put_slices(
 
 
 def into_scratch(rows: jax.Array) -> jax.Array:
-    """Returns a scratch with these rows in it."""
     return _put_rows(jnp.zeros_like(scratch(rows, *rows.shape)), rows)
 
 
 def from_scratch(room: jax.Array) -> jax.Array:
-    """Returns the rows that were put into a scratch, `[B, ...]`."""
     return room[:-1]
 
 
@@ -254,22 +247,18 @@ def read(array: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def column(values: jax.Array) -> jax.Array:
-    """Returns values `[B]` as a column, `[B, 1]`: the shape that XLA's gathers and scatters use.
-
-    Compute what depends on them from the column too: XLA compiles two kernels for an array that is
-    used in two shapes.
-    """
+    """Returns values `[B]` as a column, `[B, 1]`: the shape that XLA's gathers and scatters use."""
+    # Compute what depends on them from the column too: XLA compiles two kernels for an array that
+    # is used in two shapes.
     return values.reshape(-1, 1)
 
 
 def put(
     array: jax.Array, index: jax.Array, values: jax.Array, scatter: Callable = lax.scatter
 ) -> jax.Array:
-    """Returns `array.at[index].set(values)`: `[N]` at indices `[B]`; those outside are dropped.
-
-    Indices are integers of any dtype, as a conversion would be a kernel of its own; they and the
-    values may be columns, `[B, 1]`.
-    """
+    """Returns `array.at[index].set(values)`: `[N]` at indices `[B]`; those outside are dropped."""
+    # Indices are integers of any dtype, as a conversion would be a kernel of its own; they and the
+    # values may be columns, `[B, 1]`.
     dims = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
     )

@@ -72,7 +72,6 @@ def below(n: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the upper and the lower 16 bits."""
     return x >> _HALF, x & _LOW
 
 
@@ -101,7 +100,6 @@ def words(key: jax.Array, batch_size: int) -> jax.Array:
 
 
 def seed(key: jax.Array) -> jax.Array:
-    """Returns uint32 `[2]`, uniform."""
     return bits(key, (2,))
 
 

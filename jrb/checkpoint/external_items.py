@@ -26,7 +26,8 @@ from jrb.checkpoint import rows, schema
 from jrb.checkpoint.rows import StateRows
 from jrb.checkpoint.schema import PackedLeaf, Snapshot
 from jrb.state import Buffer, BufferState, Device
-from jrb.storages import DeviceStorage, shared_next
+from jrb.storages import DeviceStorage
+from jrb.storages.device import next_observation_rows, shared_leaves
 from jrb.storages.host_rows import HostView
 from jrb.types import Item
 from jrb.types.messages import PartState
@@ -129,7 +130,7 @@ def _twins(buffer: Buffer, spec: Item) -> dict[str, str]:
     """Returns which leaves are stored in the rows of which others, by their names."""
     storage = buffer.storage
     is_once = isinstance(storage, DeviceStorage) and storage.share_next_observations
-    return shared_next.pairs(spec, buffer.keys) if is_once else {}
+    return shared_leaves(spec, buffer.keys) if is_once else {}
 
 
 def _check(
@@ -153,7 +154,9 @@ def _check(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sources(buffer: Buffer, axes: int, writer: PartState, storage: Any) -> jax.Array:
     slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    source = lambda writer, storage: shared_next.source(context_of(buffer, writer), storage, slots)
+    source = lambda writer, storage: next_observation_rows(
+        context_of(buffer, writer), storage, slots
+    )
     for _ in range(axes):
         source = jax.vmap(source)
     return source(writer, storage)

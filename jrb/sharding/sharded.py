@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrb._core import eager, memory, transforming
-from jrb._core.host_proxy import on_host
-from jrb._core.validate import check_donated, explained, warn_of_copies
+from jrb._core.validate import check_donated, explained, on_host, warn_of_copies
 from jrb._util import casting, checks, display, pytree, wording
 from jrb._util.pytree import Leaf, PyTree
 from jrb.buffer import ReplayBuffer, draw_arguments

@@ -1,12 +1,31 @@
-"""Arrays on the device: one for each large leaf, `[N, ...]`, and few for all small ones."""
+"""Arrays on the device: one for each large leaf, `[N, ...]`, and few for all small ones.
 
+N capacity, E environments, M capacity of the pool of last observations.
+
+With `share_next_observations` a next observation is the next row's observation, unless it differs.
+An array of observations has N + M + E rows: the ring; a pool of next observations that are not the
+next row's observation; and the next observations of the newest row, whose next row is not there
+yet. When a row arrives, its observations are compared, bit by bit, with those kept for the row
+before; where they differ, what was kept goes to the pool. No flag is asked: this holds for
+termination, truncation, automatic resets, and data that was put together. The pool is first in,
+first out. Where it has no room, the oldest rows leave, up to the one whose entry is needed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from jrb._core import packed
+from jrb._core import packed, rows
 from jrb._util import checks, pytree
-from jrb.storages import shared_next
+from jrb._util.pytree import Leaf
+from jrb._xla import dependencies, gather
+from jrb.keys import Keys, path_name
+from jrb.ring import Ring
 from jrb.types import AuxRead, Context, Item, SlotsForLeaf, Storage, WritePlan
 from jrb.types.messages import PartState
 
@@ -84,7 +103,7 @@ class DeviceStorage(Storage):
                 "capacity: expected, with terminal_capacity and num_envs, less than 2^31, got "
                 f"{ring.capacity}."
             )
-        return shared_next.init(context, spec, count)
+        return _init_shared(context, spec, count)
 
     def spec(self, state: PartState) -> Item:
         """Returns the spec of one item."""
@@ -95,7 +114,7 @@ class DeviceStorage(Storage):
     ) -> tuple[Any, WritePlan]:
         """Writes a slice for consecutive slots, else a scatter of items. Gradients stop here."""
         if self.share_next_observations:
-            return shared_next.write(context, state, write, items)
+            return _write_shared(context, state, write, items)
         return packed.put(state, write, items)
 
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
@@ -107,12 +126,15 @@ class DeviceStorage(Storage):
     ) -> tuple[Item, list[jax.Array]]:
         """Reads items, and by one gather each what is looked up beside them."""
         if self.share_next_observations:
-            return shared_next.read(context, state, where, lookups)
+            return _read_shared(context, state, where, lookups)
         return packed.get(state, where, lookups)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
         """Returns if there are observations among these leaves that are stored once."""
-        return self.share_next_observations and shared_next.is_shared(context, state, names)
+        if not self.share_next_observations:
+            return False
+        twins = shared_leaves(packed.spec(state.items), context.keys)
+        return bool(names & {*twins.keys(), *twins.values()})
 
     def edit(
         self,
@@ -128,3 +150,245 @@ class DeviceStorage(Storage):
     def slotted(self, state: PartState) -> Item:
         """Returns the items; not where next observations are."""
         return state.items if self.share_next_observations else state
+
+
+class SharedObservations(pytree.State):
+    """Items whose next observations are shared with their successors.
+
+    Attributes:
+        items: as in a plain storage; observations have N + M + E rows, next observations none.
+        pointer: int32 `[N]`, where in the pool a slot's next observation is; -1 for nowhere.
+        owner: int32 `[M]`, the slot that each entry of the pool is for.
+        head: int32 `[]`, the oldest entry.
+        count: int32 `[]`, the number of entries.
+    """
+
+    items: Item
+    pointer: jax.Array
+    owner: jax.Array
+    head: jax.Array = pytree.cursor()
+    count: jax.Array = pytree.tally()
+
+
+def shared_leaves(spec: Item, keys: Keys) -> dict[str, str]:
+    """Maps leaves of the next observation to those of the observation that hold their rows."""
+    named = dict(zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True))
+    twins = {name: keys.twin(name) for name in named}
+    return {
+        name: other
+        for name, other in twins.items()
+        if other in named and named[name] == named[other]
+    }
+
+
+def _init_shared(context: Context, spec: Item, room: int) -> SharedObservations:
+    """Makes a state without items, with room for so many last observations.
+
+    Raises:
+        ValueError: there is nothing to share.
+    """
+    ring, keys = context.ring, context.keys
+    shared = shared_leaves(spec, keys)
+    if not shared:
+        raise ValueError(
+            "DeviceStorage: share_next_observations: expected leaves at "
+            f"'{path_name(keys.next_observation)}' like those at '{path_name(keys.observation)}', "
+            f"got an item with the leaves {pytree.leaf_names(spec)}. Name them with "
+            "keys=jrb.Keys(...)."
+        )
+
+    def zeros(path: tuple, leaf: Leaf) -> Any:
+        name = pytree.leaf_name(path)
+        more = room + ring.envs if name in shared.values() else 0
+        return packed.zeros_column(0 if name in shared else ring.capacity + more, leaf)
+
+    return SharedObservations(
+        items=jax.tree_util.tree_map_with_path(zeros, spec),
+        pointer=jnp.full(ring.capacity, -1, jnp.int32),
+        owner=jnp.zeros(room, jnp.int32),
+        head=jnp.zeros((), jnp.int32),
+        count=jnp.zeros((), jnp.int32),
+    )
+
+
+def _columns(items: Item) -> dict[str, Any]:
+    pairs = jax.tree_util.tree_leaves_with_path(items, is_leaf=packed.is_column)
+    return {pytree.leaf_name(path): column for path, column in pairs}
+
+
+def _read_shared(
+    context: Context, state: SharedObservations, where: SlotsForLeaf, lookups: Sequence[AuxRead]
+) -> tuple[Item, list[jax.Array]]:
+    """Reads leaves, one gather each: next observations from the array of the observations.
+
+    Returns:
+        The items, and what is looked up beside them.
+    """
+    shared = shared_leaves(packed.spec(state.items), context.keys)
+    columns, slots_of = _columns(state.items), {}
+    sources: dict[int, jax.Array] = {}  # of next observations, by the `id` of their slots
+    for name in columns:
+        slots = slots_of[name] = where(name)
+        if name in shared:
+            if id(slots) not in sources:
+                sources[id(slots)] = next_observation_rows(context, state, slots)
+            slots_of[name] = sources[id(slots)]
+
+    def get(path: tuple, column: packed.Column) -> jax.Array:
+        name = pytree.leaf_name(path)
+        words = packed.stored_array(columns[shared.get(name, name)])
+        return packed.from_words(gather.items_at(words, slots_of[name]), column.dtype)
+
+    every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=packed.is_column)
+    beside = lambda: [gather.items_at(it.array, it.slots) for it in lookups]
+    return dependencies.materialize(lambda: (every(get, state.items), beside()))
+
+
+def next_observation_rows(
+    context: Context, state: SharedObservations, slots: jax.Array
+) -> jax.Array:
+    """Returns the row of the arrays of observations with the next observation of each slot."""
+    ring = context.ring
+    pointer = gather.read(state.pointer, slots)
+    is_newest = context.held.after(ring, slots) <= 0
+    tail = ring.capacity + state.owner.size + ring.env_of(slots)
+    later = jnp.where(pointer < 0, ring.slot_after(slots, ring.envs), ring.capacity + pointer)
+    return jnp.where(is_newest, tail, later)
+
+
+def _write_shared(
+    context: Context, state: SharedObservations, write: WritePlan, items: Item
+) -> tuple[SharedObservations, WritePlan]:
+    """Writes observations one row after the other, and all else at once."""
+    shared = shared_leaves(packed.spec(state.items), context.keys)
+    new = {name: packed.to_words(leaf) for name, leaf in _columns(items).items()}
+    old = _columns(state.items)
+    both = {name: (after, new[name], new[after]) for after, name in shared.items()}
+    before = context.held.rows(context.ring)[0]
+    carry = ({name: packed.stored_array(old[name]) for name in both}, state, before)
+    step = lambda t, carry: _write_row(context, write, both, t, carry)
+    if write.written.size == 1:
+        arrays, state, num_rows = step(0, carry)
+    else:
+        arrays, state, num_rows = dependencies.loop(write.written.size, step, carry)
+
+    def put(path: tuple, column: packed.Column) -> packed.Column:
+        name = pytree.leaf_name(path)
+        if name in arrays:
+            return packed.with_array(column, arrays[name])
+        return column if name in shared else packed.put_column(column, write, new[name])
+
+    items = jax.tree_util.tree_map_with_path(put, state.items, is_leaf=packed.is_column)
+    # Rows that left for the pool's sake are expired, and if they came with this call, not written.
+    expired = before + write.rows - num_rows
+    stays = before + write.passed > expired
+    drop = lambda slots, stays: jnp.where(stays, slots, context.ring.capacity)
+    plan = dataclasses.replace(
+        write,
+        starts=drop(write.starts, stays),
+        slots=drop(write.slots, stays[:, None]),
+        expired=expired,
+        bounded=False,
+    )
+    return state.replace(items=items), plan
+
+
+def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any) -> Any:
+    """Writes row t: settles the row before it, and makes room in the pool.
+
+    Args:
+        context: of the buffer, before the call.
+        write: the rows of the call.
+        both: from the name of an observation to the name of the next one, and their rows
+            `[T, E, ...]`.
+        t: int32 `[]`.
+        carry: the arrays of observations by name, the state, and how many rows are held.
+    """
+    arrays, state, num_rows = carry
+    ring, room, is_written = context.ring, state.owner.size, write.written[t]
+    envs = jnp.arange(ring.envs, dtype=jnp.int32)
+    tail, end = ring.capacity + room, ring.capacity + room + ring.envs  # nothing is at the end
+    waited = jnp.minimum(state.head, 0)  # zero, not known before what earlier draws read
+    cursor = context.held.next_row(ring)[0]  # of the first row of the call
+    start = ring.row_after(cursor, write.passed[t] - 1 + ring.rows) * ring.envs
+    before = ring.slot_before(start, ring.envs) + envs
+
+    # What was kept as the next observation of the row before is compared with the observation that
+    # has come. Where they are the same, it may go: the row that is written now holds it.
+    has_before = is_written & (num_rows > 0)
+    compared = [(arrays[name][tail:], one[t]) for name, (_, one, _) in both.items()]
+    differ = lambda: jnp.any(jnp.stack([_differ(*pair) for pair in compared]), axis=0)
+    differs = has_before & dependencies.materialize(differ)
+    state, num_rows = _make_room(ring, state, start, num_rows, is_written, differs)
+
+    # Else it moves from the tail to the pool, before the tail gets the new next observation.
+    entry = (state.head + state.count + jnp.cumsum(differs, dtype=jnp.int32) - 1) % room
+    to_pool = jnp.where(differs, ring.capacity + entry, end) + waited
+    to_ring = jnp.where(is_written, start, end) + waited
+    to_tail = jnp.where(is_written, tail, end) + waited
+    stop = lax.stop_gradient
+    for name, (_, one, after) in both.items():
+        array = rows.move(arrays[name], tail + envs, to_pool)
+        array = rows.put_blocks(array, to_ring[None], stop(one[t])[None])
+        arrays = {**arrays, name: rows.put_blocks(array, to_tail[None], stop(after[t])[None])}
+    settled = jnp.where(has_before, before, ring.capacity) + waited
+    owned = jnp.where(differs, entry, room) + waited
+    state = state.replace(
+        pointer=state.pointer.at[settled].set(jnp.where(differs, entry, -1), mode="drop"),
+        owner=state.owner.at[owned].set(before, mode="drop"),
+        count=state.count + jnp.sum(differs, dtype=jnp.int32),
+    )
+    return arrays, state, num_rows + is_written.astype(jnp.int32)
+
+
+def _make_room(
+    ring: Ring,
+    state: SharedObservations,
+    start: jax.Array,
+    num_rows: jax.Array,
+    is_written: jax.Array,
+    differs: jax.Array,
+) -> tuple[SharedObservations, jax.Array]:
+    """Lets rows leave that the new one overwrites, or whose entries it needs.
+
+    Args:
+        ring: the ring's shape.
+        state: before the row.
+        start: int32 `[]`, the slot of the new row.
+        num_rows: int32 `[]`, held before the row.
+        is_written: bool `[]`, False if there is no new row.
+        differs: bool `[E]`, which environments need an entry.
+
+    Returns:
+        The state, and how many rows are still held.
+    """
+    room = state.owner.size
+    first = jnp.arange(min(3 * ring.envs, room), dtype=jnp.int32)
+    owners = gather.read(state.owner, (state.head + first) % room)
+    # How many rows older than the new one an owner is, 1 to R.
+    age = (start - owners - 1 + ring.capacity) % ring.capacity // ring.envs + 1
+    entries = first < state.count
+    most = jnp.where(is_written, ring.rows - 1, ring.rows)  # rows beside the new one
+    needed = state.count + jnp.sum(differs, dtype=jnp.int32) - room
+    limit = jnp.min(jnp.where(entries & (first < needed), age - 1, ring.rows))
+    kept = jnp.minimum(jnp.minimum(num_rows, most), limit)
+    leaves = jnp.sum(entries & (age > kept), dtype=jnp.int32)
+    return state.replace(head=(state.head + leaves) % room, count=state.count - leaves), kept
+
+
+def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns which rows `[E, ...]` differ in any bit, bool `[E]`."""
+    one, other = _integers(one), _integers(other)
+    return jnp.any((one != other).reshape(one.shape[0], -1), axis=1)
+
+
+def _integers(leaf: jax.Array) -> jax.Array:
+    """Returns the bits of a leaf as numbers that are equal only to themselves."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return jnp.stack([_integers(leaf.real), _integers(leaf.imag)], axis=-1)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        width = jnp.finfo(leaf.dtype).bits
+        return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{width}"))
+    return leaf

@@ -8,10 +8,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jrb
+from jrb import authoring
 from jrb._core import packed
 from jrb._core.packed import PackedLeaves
-from jrb._util import casting
-from jrb._xla import compat
+from jrb.authoring import casting
 
 pytestmark = pytest.mark.slow
 
@@ -204,7 +204,7 @@ def test_every_leaf_comes_back_bit_for_bit(seed, layout, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_leaves_of_eight_bytes_too(layout, tmp_path):
-    with compat.enable_x64():
+    with authoring.enable_x64():
         state = run(11, [*WIDE, *DTYPES[:5]], tmp_path, layout)
     assert isinstance(state.storage, PackedLeaves)
 

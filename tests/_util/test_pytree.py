@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jrb
+from jrb import types
 from jrb._util import pytree
 
 
@@ -29,7 +30,7 @@ def test_a_description_has_nothing_beside_its_fields():
     assert hash(jrb.ReplayBuffer(**vars(buffer))) == hash(buffer)
 
 
-@pytree.component
+@types.component
 class Counted:
     """Says how often it was hashed."""
 

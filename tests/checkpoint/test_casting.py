@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._xla import compat
+from jrb import authoring
 from tests.checkpoint.test_checkpoint import assert_same
 
 EXAMPLE = {
@@ -54,7 +54,7 @@ def pair(parts, count=6):
     """A description, and its states in 64 and in 32 bits after the same calls."""
     buffer, states = jrb.ReplayBuffer(10, 2, batch_size=4, **parts), []
     for wide in (True, False):
-        with compat.enable_x64() if wide else jax.disable_jit(False):
+        with authoring.enable_x64() if wide else jax.disable_jit(False):
             example = jax.tree.map(lambda leaf: leaf[0, 0], rows(1, wide))
             states.append(buffer.extend(buffer.init(example), rows(count, wide)))
     return buffer, *states
@@ -64,7 +64,7 @@ def pair(parts, count=6):
 @pytest.mark.parametrize("name", PARTS)
 def test_items_are_converted_where_asked_for(name, layout, tmp_path):
     buffer, wide, state = pair(PARTS[name])
-    with compat.enable_x64():
+    with authoring.enable_x64():
         jrb.save(tmp_path / "x", buffer, wide, layout=layout)
     with pytest.raises(TypeError, match=r"x: leaf 'action': .*got int64.*load\(path, cast=True\)"):
         jrb.load(tmp_path / "x")
@@ -82,7 +82,7 @@ def test_items_are_converted_where_asked_for(name, layout, tmp_path):
 
 def test_parts_and_shards(tmp_path):
     buffer, wide, state = pair({})
-    with compat.enable_x64():
+    with authoring.enable_x64():
         jrb.save(tmp_path, {"a": buffer, "b": buffer}, {"a": wide, "b": wide})
     with pytest.raises(TypeError, match="cast=True"):
         jrb.load(tmp_path)
@@ -99,7 +99,7 @@ def test_what_has_no_wide_items_is_loaded_as_it_is(tmp_path):
 
 def test_numbers_that_do_not_fit_are_refused(tmp_path):
     buffer = jrb.ReplayBuffer(4)
-    with compat.enable_x64():
+    with authoring.enable_x64():
         state = buffer.extend(buffer.init({"n": np.int64(0)}), {"n": np.array([1, 2**40])})
         jrb.save(tmp_path, buffer, state)
     with pytest.raises(ValueError, match="leaf 'n'"):

@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import checkpoint, testing
+from jrb import authoring, checkpoint, testing, types
 from jrb._core import memory
 from jrb._store import files, generation
 from jrb._store.files import Folder
 from jrb._store.lock import Lock
-from jrb._util import casting, pytree
-from jrb._xla import compat
+from jrb.authoring import casting
 from jrb.checkpoint import api, composite
 
 TED = {
@@ -186,7 +185,7 @@ def _saved(tmp_path, buffer, state, layout):
 
 
 def test_64_bits(tmp_path):
-    with compat.enable_x64():
+    with authoring.enable_x64():
         buffer, state = filled(example={"x": jnp.float64(0), "n": jnp.int64(0)}, envs=None)
         there_and_back(tmp_path, buffer, state)
     with pytest.raises(TypeError, match=r"leaf 'n'.*int64.*jax_enable_x64"):
@@ -262,7 +261,7 @@ def test_functions_have_to_be_brought(tmp_path):
 
 
 def test_a_part_of_ones_own_is_found_if_it_is_defined(tmp_path, monkeypatch):
-    @pytree.component
+    @types.component
     class Sometimes(jrb.Uniform):
         pass
 
@@ -380,7 +379,7 @@ def test_a_save_after_a_few_rows_writes_about_these(once, tmp_path):
     rows = lambda count, seed: testing.rows(example, jnp.float32(seed), count, 2)
     state = buffer.extend(state, rows(3000, 1))
     whole = written(lambda: jrb.save(tmp_path, buffer, state))
-    assert whole > 0.9 * pytree.nbytes(state)
+    assert whole > 0.9 * authoring.tree_nbytes(state)
     for seed in range(2, 40):
         state = buffer.extend(state, rows(20, seed))
         few = written(functools.partial(jrb.save, tmp_path, buffer, state))

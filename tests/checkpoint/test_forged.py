@@ -13,7 +13,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint, testing
-from jrb._util import casting
+from jrb.authoring import casting
 from jrb.checkpoint.descriptions import UnknownError
 from jrb.cli import inspect, stats
 from tests.checkpoint import forging

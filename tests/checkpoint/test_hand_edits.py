@@ -10,7 +10,7 @@ import pytest
 import jrb
 from jrb import checkpoint
 from jrb._core import memory
-from jrb._util import casting
+from jrb.authoring import casting
 from tests.checkpoint.test_checkpoint import assert_same, written
 
 pytestmark = pytest.mark.filterwarnings("ignore::jrb.CopyWarning")

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import checkpoint, testing
-from jrb._util import pytree
-from jrb._xla import compat
+from jrb import authoring, checkpoint, testing
 from tests.checkpoint.test_checkpoint import BUFFERS, TED, assert_same, filled, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
@@ -128,7 +126,7 @@ def test_states_side_by_side_are_encoded(unit, tmp_path):
 
 
 def test_64_bits(tmp_path):
-    with compat.enable_x64():
+    with authoring.enable_x64():
         buffer, state = filled(example={"x": jnp.float64(0), "n": jnp.int64(0)}, envs=None)
         jrb.save(tmp_path, buffer, state, encode=lambda items: items)
         assert_same(jrb.load(tmp_path, decode=lambda saved: saved)[1], state)
@@ -441,7 +439,7 @@ def test_what_is_dead_comes_back_as_zeros_and_is_not_drawn(tmp_path):
     jrb.save(tmp_path, buffer, state, items=False)
     _, back = jrb.load(tmp_path, items=jrb.items(buffer, state))
     assert_same(back.writer, state.writer)
-    assert pytree.nbytes(back) == pytree.nbytes(state)
+    assert authoring.tree_nbytes(back) == authoring.tree_nbytes(state)
     same_draws(buffer, state, back)
 
 

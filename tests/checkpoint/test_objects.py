@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import checkpoint
-from jrb._xla import compat
+from jrb import authoring, checkpoint
 from tests.checkpoint.test_checkpoint import written
 
 pytestmark = pytest.mark.slow
@@ -105,7 +104,7 @@ def test_objects_of_every_kind(tmp_path):
     there_and_back(tmp_path, buffer, state)
     small, state = made(THINGS, capacity=7, sampler=jrb.Prioritized())
     there_and_back(tmp_path, small, state)
-    with compat.enable_x64():
+    with authoring.enable_x64():
         wide, its = made([jnp.float64(0.1)])
         there_and_back(tmp_path, wide, its)
     with pytest.raises(TypeError, match="jax_enable_x64"):

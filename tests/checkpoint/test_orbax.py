@@ -12,7 +12,7 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb._util import casting
+from jrb.authoring import casting
 from jrb.checkpoint import api
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import cli
-from jrb._xla import compat
+from jrb import authoring, cli
 from jrb.cli import found, inspect, stats
 from tests.cli import paths
 from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
@@ -626,7 +625,7 @@ def test_items_of_64_bits_are_counted_and_drawn(layout, tmp_path, capsys):
             "done": np.arange(6) % 3 == 2,
         },
     }
-    with compat.enable_x64():
+    with authoring.enable_x64():
         state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0], rows)), rows)
         jrb.save(path, buffer, state, layout="h5" if layout == "h5" else "native")
     del state

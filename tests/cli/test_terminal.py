@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._util.wording import printable
+from jrb.authoring import printable
 from tests.cli.paths import call, stream
 
 BAD = "\x1b]0;x\x07\x1b[2J\x9b31m\u202e\u2066\u200b[bold]"

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb import datasets, migrate
+from jrb import authoring, datasets, migrate
 from jrb._store import files
-from jrb._xla import compat
 from jrb.datasets import copies, filling
 
 pytestmark = pytest.mark.slow
@@ -287,10 +286,10 @@ def test_a_copy_has_the_dtypes_that_jax_has_then(dataset, tmp_path):
     rewards = lambda: jrb.items(*dataset.buffer(cache=True, root=tmp_path / "root"))["next"][
         "reward"
     ]
-    with compat.enable_x64():
+    with authoring.enable_x64():
         assert rewards().dtype == np.float64
     assert rewards().dtype == np.float32
-    with compat.enable_x64():
+    with authoring.enable_x64():
         assert rewards().dtype == np.float64
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._xla import compat
+from jrb import authoring
 from jrb.datasets import preprocess as preprocessing
 from tests.datasets.access import assert_same
 
@@ -193,7 +193,7 @@ def test_numbers_of_64_bits(tmp_path):
         source.preprocess(same, tmp_path / "b", jit=True)
     found = source.preprocess(same, tmp_path / "b", jit=True, cast=True)
     assert found.spec["next"]["reward"].dtype == np.float32
-    with compat.enable_x64():
+    with authoring.enable_x64():
         wide = source.preprocess(same, tmp_path / "c", jit=True)
     assert_same_set(wide, source)
 

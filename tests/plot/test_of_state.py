@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._util import pytree
+from jrb import authoring
 from jrb.plot import binned
 from jrb.storages import memmap
 from tests.plot import buffers, pictures
@@ -309,7 +309,7 @@ def test_priorities_of_any_size(priority, count):
 def test_of_items_only_flags_and_rewards_are_read(monkeypatch):
     buffer = jrb.ReplayBuffer(12, 2, storage=jrb.MemmapStorage(None), sampler=jrb.Prioritized())
     state = buffers.filled(buffer, 9, observation=SMALL)
-    names, read = pytree.leaf_names(buffer.stored(state)), set()
+    names, read = authoring.leaf_names(buffer.stored(state)), set()
     whole, one = memmap.StoreRows.read, memmap.StoreRows.read_leaf
 
     def note(self, version, slots):

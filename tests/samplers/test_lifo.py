@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._core.steps import context_of
+from jrb.authoring import context_of
 
 KEY = jax.random.key(0)
 EXAMPLE = {"x": jnp.int32(0), "next": {"reward": jnp.float32(0), "done": False}}

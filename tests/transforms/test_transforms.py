@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb import authoring
 from jrb import transforms as tr
-from jrb._util import pytree as pytree_
 from jrb.types import TransformContext
 
 B = 6
@@ -44,7 +44,7 @@ IMAGES = (("observation", "image"), ("next", "observation", "image"))
 
 def changed(before, after):
     """The names of leaves that are not what they were."""
-    named = lambda tree: dict(zip(pytree_.leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    named = lambda tree: dict(zip(authoring.leaf_names(tree), jax.tree.leaves(tree), strict=True))
     one, other = named(before), named(after)
     same = lambda a, b: a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
     return {name for name in one if name not in other or not same(one[name], other[name])}
@@ -191,9 +191,9 @@ def test_a_transform_gets_a_key_of_the_kind_of_the_draw():
 def test_structure():
     before = data()
     kept = tr.Select(("action", ("next", "reward"))).apply(before, batch())
-    assert pytree_.leaf_names(kept) == ["action", "next/reward"]
+    assert authoring.leaf_names(kept) == ["action", "next/reward"]
     rest = tr.Exclude(("action", ("next", "observation"))).apply(before, batch())
-    assert pytree_.leaf_names(rest) == [
+    assert authoring.leaf_names(rest) == [
         "next/done",
         "next/reward",
         "observation/image",
@@ -202,12 +202,12 @@ def test_structure():
     renamed = tr.Rename(((("next", "reward"), "r"), ("action", ("act", "ion")))).apply(
         before, batch()
     )
-    assert {"r", "act/ion"} <= set(pytree_.leaf_names(renamed))
-    assert not {"next/reward", "action"} & set(pytree_.leaf_names(renamed))
+    assert {"r", "act/ion"} <= set(authoring.leaf_names(renamed))
+    assert not {"next/reward", "action"} & set(authoring.leaf_names(renamed))
     paths = (("observation", "state"), ("next", "observation", "state"))
     joined = tr.Concatenate(paths, "both").apply(before, batch())
     assert joined["both"].shape == (B, 8)
-    assert "observation/state" not in pytree_.leaf_names(joined)
+    assert "observation/state" not in authoring.leaf_names(joined)
     assert tr.Concatenate(paths, "both", keep=True).apply(before, batch())["observation"]
 
 

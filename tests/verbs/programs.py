@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jrb
-from jrb._core.steps import context_of
+from jrb.authoring import context_of
 
 T, STEPS, MANY = 2, 14, 256
 AFTER = {"observation": jnp.int32(0), "reward": jnp.float32(0), "done": False}

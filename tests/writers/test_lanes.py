@@ -11,7 +11,7 @@ import pytest
 
 import jrb
 from jrb._core import steps
-from jrb._core.steps import context_of
+from jrb.authoring import context_of
 from jrb.types import Draw
 
 pytestmark = pytest.mark.slow

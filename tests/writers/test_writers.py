@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._core.steps import context_of
+from jrb.authoring import context_of
 
 KEY = jax.random.key(0)
 EXAMPLE = {"id": jnp.int32(0), "rank": jnp.float32(0)}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jrb
+from jrb import authoring
 from jrb._store.errors import DamagedError, LostWarning, StaleError
-from jrb._xla import compat
 from tests.datasets.access import assert_same
 
 pytestmark = pytest.mark.slow
@@ -163,7 +163,7 @@ def test_numbers_of_episodes_tell_their_ends(tmp_path):
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
-    with compat.enable_x64():
+    with authoring.enable_x64():
         data = {
             "next": {"reward": np.array([1.0, np.nan, 1e300]), "done": np.array([0, 1, 1]) > 0},
             "wide": np.array([2**40, -1, 3]),
