@@ -217,6 +217,11 @@ def opened(path: str, number: int | None = None) -> Generation:
     return generation.newest(folder) if number is None else opening.at(folder, number)
 
 
+def numbers(path: str) -> list[int]:
+    """Returns the generations that were saved, oldest first, also damaged ones."""
+    return [number for number in generation.numbers(opening.folder_at(path)) if number]
+
+
 def metadata(path: str, number: int | None = None) -> dict[str, Any]:
     """See `jrb.checkpoint.metadata`."""
     return _metadata(path, opened(path, number))

@@ -1,6 +1,6 @@
-"""The command `jrb`: a file for each of its commands, and what they share.
+"""The command `jrb`.
 
-What needs JAX is imported where it is used: what a store says of itself is told without.
+What needs JAX is imported where it is used: a store is inspected and verified without it.
 """
 
 import importlib
@@ -15,8 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: those behind the name of the program; None for the program's own.
 
     Raises:
-        SystemExit: always, with the status: 0; 1 for what is damaged or failed; 2 for a wrong call,
-            or a path at which there is nothing of ours; 130 for an interrupt.
+        SystemExit: always, with the status: 0; 1 for damage or a failure; 2 for a wrong call,
+            or a path without a file of ours; 130 for an interrupt.
     """
     try:
         app = importlib.import_module("jrb.cli.app")

@@ -1,18 +1,21 @@
-"""The commands together, and what becomes of errors."""
+"""The commands together, and how errors are reported."""
 
+import importlib
+import importlib.util
+import pathlib
 import sys
+from types import ModuleType
 from typing import Annotated, Any
 
-from jrb._util import wording
-from jrb._util.wording import printable
-from jrb.cli import bench, convert, data, demo, found, inspect, stats, verify
+from jrb._util.wording import printable, require
+from jrb.cli import convert, inspect, sources, stats
 
-typer: Any = wording.require("typer", "cli")
+typer: Any = require("typer", "cli")
+_option = typer.Option
 
-_TRACEBACK = "--traceback"
-_INTERRUPTED = 130
+_BENCHMARKS, _TRACEBACK, _INTERRUPTED = "jrb._benchmarks", "--traceback", 130
 
-_UsageError: Any = next(  # typer does not name what it raises for a wrong call
+_UsageError: Any = next(  # typer has no name for what it raises for a wrong call
     base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError"
 )
 
@@ -22,63 +25,127 @@ app: Any = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (
-    inspect.inspect,
-    verify.verify,
-    convert.convert,
-    stats.stats,
-    demo.demo,
-    bench.bench,
-):
+for _command in (inspect.inspect, sources.verify, convert.convert, stats.stats):
     app.command()(_command)
-app.add_typer(data.app, name="data")
+app.add_typer(convert.data, name="data")
 
 
 @app.callback(invoke_without_command=True)
 def _group(
     context: typer.Context,  # pyright: ignore[reportInvalidTypeForm]
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    traceback: Annotated[bool, typer.Option(_TRACEBACK, help="Show where errors arise.")] = False,
+    version: Annotated[bool, _option("--version", help="Print the version.")] = False,
+    traceback: Annotated[bool, _option(_TRACEBACK, help="Show where errors arise.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"jrb {_version()}")
+        typer.echo(f"jrb {sys.modules['jrb'].__version__}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-def _version() -> str:
-    return sys.modules["jrb"].__version__
+@app.command()
+def demo(
+    env: Annotated[
+        str, _option(help="a gymnax environment with discrete actions; a wrong name lists them")
+    ] = ("Breakout-MinAtar"),
+    steps: Annotated[int, _option(help="environment steps of each training", min=1)] = 400_000,
+    seeds: Annotated[int, _option(help="number of trainings, run together under vmap", min=1)] = 1,
+    seed: Annotated[int, _option(help="the first seed")] = 0,
+    devices: Annotated[
+        int, _option(help="number of devices; simulated on the CPU if there are fewer", min=1)
+    ] = 1,
+    out: Annotated[str, _option(help="path of the picture")] = "jrb-demo.png",
+) -> None:
+    """Train a double DQN, all of it inside one jit."""
+    if devices > 1:
+        importlib.import_module("jrb.demo").prepare_devices(devices)
+    report = importlib.import_module("jrb.demo.report")
+    report.main(env=env, steps=steps, seeds=seeds, seed=seed, out=out, devices=devices)
+
+
+@app.command()
+def bench(
+    groups: Annotated[
+        list[str] | None, typer.Argument(help="Groups of workloads; all of them if none is named.")
+    ] = None,
+    quick: Annotated[bool, _option("--quick", help="small sizes, a minute or two")] = False,
+    only: Annotated[str, _option(help="cases whose name contains this")] = "",
+    rounds: Annotated[
+        int | None, _option(help="number of rounds in which all programs run", min=1)
+    ] = None,
+    peers: Annotated[str | None, _option(help="such as flashbax,TorchRL; all if not given")] = None,
+    json: Annotated[str | None, _option(help="one file for all results")] = None,
+    plot: Annotated[bool, _option("--plot", help="draw pictures")] = False,
+    out: Annotated[str, _option(help="the folder of results")] = "jrb-bench",
+    folder: Annotated[str | None, _option(help="a folder on the disk to measure")] = None,
+    show: Annotated[
+        bool, _option("--list", help="list groups and peers, and measure none")
+    ] = False,
+) -> None:
+    """Compare the speed of jrb and other libraries, and write tables and plots."""
+    require("gymnasium", "bench")
+    if plot:
+        require("matplotlib", "bench")
+    command = importlib.import_module(f"{_benchmarks().__name__}.command")
+    if show:
+        command.show()
+        return
+    options = command.Options(
+        groups=groups or (),
+        quick=quick,
+        only=only,
+        rounds=rounds,
+        peers=None if peers is None else [name.strip() for name in peers.split(",")],
+        json=json,
+        plot=plot,
+        out=out,
+        folder=folder,
+    )
+    try:
+        command.check(options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    command.run(options)
+
+
+def _benchmarks() -> ModuleType:
+    """Returns the benchmarks: from the built package, else from the folder next to it."""
+    if _BENCHMARKS in sys.modules or importlib.util.find_spec(_BENCHMARKS) is not None:
+        return importlib.import_module(_BENCHMARKS)
+    folder = pathlib.Path(__file__).parents[2] / "benchmarks"
+    where = [str(folder)]
+    spec = importlib.util.spec_from_file_location(
+        _BENCHMARKS, folder / "__init__.py", submodule_search_locations=where
+    )
+    if not (folder / "command.py").exists() or spec is None or spec.loader is None:
+        raise ModuleNotFoundError("jrb bench: expected the benchmarks in the package, got none.")
+    module = sys.modules[_BENCHMARKS] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a command; the status. What goes wrong is told in a line."""
-    rest = [word for word in arguments if word != _TRACEBACK]
+    """Runs a command and returns the status. An error is one line on stderr."""
+    words = [word for word in arguments if word != _TRACEBACK]
     try:
-        status = app(rest, prog_name="jrb", standalone_mode=False) or 0
-        return status if status != _INTERRUPTED else _failed("interrupted.", _INTERRUPTED)
+        status = app(words, prog_name="jrb", standalone_mode=False) or 0
+        if status != _INTERRUPTED:
+            return status
+        line = "interrupted."
     except (KeyboardInterrupt, typer.Abort):
-        return _failed("interrupted.", _INTERRUPTED)
+        line, status = "interrupted.", _INTERRUPTED
     except _UsageError as error:
-        return _failed(error.format_message(), 2)
-    except BrokenPipeError:  # whoever read has seen enough
+        line, status = error.format_message(), 2
+    except BrokenPipeError:  # the reader has stopped
         sys.stderr.close()
         return 1
     except Exception as error:
-        if len(rest) < len(arguments):
+        if len(words) < len(arguments):
             raise
-        return _failed(_line(error), 2 if isinstance(error, found.NOT_THERE) else 1)
-
-
-def _failed(line: str, status: int) -> int:
+        line, status = str(error), 2 if isinstance(error, sources.NOT_THERE) else 1
+        if isinstance(error, OSError) and error.strerror:
+            line = f"{error.filename or 'a file'}: {error.strerror.lower()}."
+        is_for_people = isinstance(error, OSError | ValueError | TypeError | ImportError)
+        if not line or not (is_for_people or isinstance(error, RuntimeError)):
+            line = f"{type(error).__name__}: {line} ({_TRACEBACK} shows where.)"
     sys.stderr.write(f"jrb: {printable(' '.join(line.split()))}\n")
     return status
-
-
-def _line(error: Exception) -> str:
-    """What an error says; of those that are not meant for people, what it is too."""
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename or 'a file'}: {error.strerror.lower()}."
-    if isinstance(error, OSError | ValueError | TypeError | ImportError | RuntimeError) and text:
-        return text
-    return f"{type(error).__name__}: {text} ({_TRACEBACK} shows where.)"

@@ -1,31 +1,29 @@
-"""What commands write to: tables for people, JSON for programs, bars while something lasts."""
+"""The output of commands: tables for people, JSON for programs, bars while something takes long."""
 
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jrb._store.opening import Progress, no_progress
-from jrb._util import wording
-from jrb._util.wording import printable
+from jrb._util.wording import printable, require
 
-rich_box: Any = wording.require("rich.box", "cli")
-rich_console: Any = wording.require("rich.console", "cli")
-rich_padding: Any = wording.require("rich.padding", "cli")
-rich_table: Any = wording.require("rich.table", "cli")
-rich_text: Any = wording.require("rich.text", "cli")
+rich_box: Any = require("rich.box", "cli")
+rich_console: Any = require("rich.console", "cli")
+rich_table: Any = require("rich.table", "cli")
+rich_text: Any = require("rich.text", "cli")
 
-_ENDLESS = 4096  # columns, where nobody looks: lines are not broken in a pipe
+_ENDLESS = 4096  # columns: lines are not broken in a pipe
 
 
-def out() -> Any:
-    """Where results go."""
+def show(*blocks: Any) -> None:
+    """Prints tables and texts of this module."""
     console = rich_console.Console(highlight=False, soft_wrap=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = rich_console.Console(highlight=False, width=_ENDLESS)
-    return console
+    for block in blocks:
+        console.print(block)
 
 
 def write_json(value: Any) -> None:
@@ -35,72 +33,53 @@ def write_json(value: Any) -> None:
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> Any:
-    """Names and what is said of them, without those of which nothing is."""
+    """Returns names with their values, without those of no value."""
     table = rich_table.Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, text in pairs:
-        if text:
-            table.add_row(plain(name), plain(text))
+    for name, value in pairs:
+        if value:
+            table.add_row(plain(name), plain(value))
     return table
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> Any:
-    """Lines below a head.
-
-    Args:
-        head: the names of columns.
-        rows: their cells.
-        numbers: how many columns at the right hold numbers.
-    """
-    made = rich_table.Table(
-        box=rich_box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold"
-    )
+    """Returns rows below a head, of whose columns the last `numbers` are numbers."""
+    look = {"pad_edge": False, "show_edge": False, "header_style": "bold"}
+    view = rich_table.Table(box=rich_box.SIMPLE_HEAD, **look)
     for place, name in enumerate(head):
         right = place >= len(head) - numbers
         side = "right" if right else "left"
-        made.add_column(plain(name), justify=side, overflow="fold", no_wrap=right)
+        view.add_column(plain(name), justify=side, overflow="fold", no_wrap=right)
     for row in rows:
-        made.add_row(*(rich_text.Text(printable(cell, "")) for cell in row))
-    return made
+        view.add_row(*(rich_text.Text(printable(cell, "")) for cell in row))
+    return view
 
 
 def plain(text: str, style: str = "") -> Any:
-    """Text in which nothing is taken for a mark-up, nor obeyed by a terminal."""
+    """Returns text in which nothing is a mark-up, nor obeyed by a terminal."""
     return rich_text.Text(printable(text), style=style)
-
-
-def indented(thing: Any) -> Any:
-    """The same, two columns to the right."""
-    return rich_padding.Padding(thing, (0, 0, 0, 2), expand=False)
 
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[None]:
-    """Says that something lasts, where somebody looks, and nobody knows for how long."""
+    """Shows on a terminal that something takes long."""
     console = rich_console.Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(plain(text)):
+    with console.status(plain(text)) if console.is_terminal else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
-def bar(text: str) -> Iterator[Progress]:
-    """A bar on stderr, where somebody looks; it goes when the work is done.
+def bar(text: str) -> Iterator[Callable[[float], None]]:
+    """Shows a bar on a terminal, and removes it when the work is done.
 
     Yields:
-        What is told the share that is done.
+        A function that takes the share of the work that is done.
     """
-    console = rich_console.Console(stderr=True)
-    if not console.is_terminal:
-        yield no_progress
-        return
-    rich = wording.require("rich.progress", "cli")
+    console, rich = rich_console.Console(stderr=True), require("rich.progress", "cli")
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn()
-    with rich.Progress(
-        *columns, rich.TimeRemainingColumn(), console=console, transient=True
-    ) as shown:
-        task = shown.add_task(text, total=1.0)
-        yield lambda share: shown.update(task, completed=share)
+    columns += (rich.TimeRemainingColumn(),)
+    look = {"console": console, "transient": True, "disable": not console.is_terminal}
+    with rich.Progress(*columns, **look) as progress:
+        task = progress.add_task(text, total=1.0)
+        yield lambda share: progress.update(task, completed=share)

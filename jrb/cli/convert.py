@@ -1,18 +1,17 @@
-"""`jrb convert`: from one format to another."""
+"""`jrb convert`: from one format to another; `jrb data`: the datasets in a folder."""
 
 import contextlib
 import importlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from jrb._util import wording
-from jrb._util.wording import bytes_text
-from jrb.cli import console, found, reports
+from jrb._util.wording import bytes_text, printable, require
+from jrb.cli import console, sources
+from jrb.cli.inspect import disk
 
-typer: Any = wording.require("typer", "cli")
+typer: Any = require("typer", "cli")
 
 _LOADED = ("native", "h5")  # by `jrb.load`, into arrays of JAX
 _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
@@ -28,9 +27,14 @@ _LOST = {
 }
 """What a format has no place for."""
 
+data: Any = typer.Typer(
+    help="List, copy and delete datasets.", no_args_is_help=True, rich_markup_mode=None
+)
+Root = Annotated[str | None, typer.Option(help="The folder. Default: the cache of the user.")]
+
 
 def convert(
-    source: Annotated[str, found.SOURCE],
+    source: Annotated[str, sources.SOURCE],
     dest: Annotated[
         str, typer.Argument(help="The path of the result.", callback=os.path.expanduser)
     ],
@@ -49,34 +53,24 @@ def convert(
     ] = False,
 ) -> None:
     """Convert SOURCE to another format, at DEST."""
-    _check(to, compression)
-    casts = found.kind_of(source) == found.OTHER and to in _LOADED and not x64
-    _check_dest(source, dest, overwrite)
-    options: dict[str, Any] = {"compression": compression} if to == "h5" else {}
-    options |= {"dataset_id": _minari_id(dest)} if to == "minari" else {}
-    enable_x64 = importlib.import_module("jrb._xla.compat").enable_x64
-    with contextlib.nullcontext() if casts else enable_x64():
-        *what, cast = _opened(source, to, casts)
-        with console.working(f"writing {dest}"):
-            write = lambda path: _write(to, path, what, options)
-            _replace(dest, write, lambda: _check_dest(source, dest, overwrite))
-    size = bytes_text(reports.disk(dest))
-    lost = f" It has no place for {_LOST[to]}." if to in _LOST else ""
-    lost += f" As jrb.load has no 64 bits: {', '.join(cast)}; --x64 keeps them." if cast else ""
-    console.out().print(console.plain(f"{dest}: {to}, {size}.{lost}"))
-
-
-def _minari_id(dest: str) -> str:
-    """The name of the folder, with a version, which Minari wants."""
-    name = os.path.basename(os.path.normpath(dest))
-    return name if re.search(r"-v\d+$", name) else re.sub(r"[^-\w]", "-", name) + "-v0"
-
-
-def _check(to: str, compression: str | None) -> None:
     if to not in FORMATS:
         raise typer.BadParameter(f"--to: expected one of {', '.join(FORMATS)}, got {to!r}.")
     if compression is not None and to != "h5":
         raise typer.BadParameter("--compression: expected none but with --to h5.")
+    casts = sources.kind_of(source) == sources.OTHER and to in _LOADED and not x64
+    _check_dest(source, dest, overwrite)
+    enable_x64 = importlib.import_module("jrb.authoring").enable_x64
+    with contextlib.nullcontext() if casts else enable_x64():
+        buffer, state, cast = _load(source, to, casts)
+        with console.working(f"writing {dest}"):
+            _replace(source, dest, overwrite, (to, buffer, state, compression))
+    lost = f" It has no place for {_LOST[to]}." if to in _LOST else ""
+    lost += f" As jrb.load has no 64 bits: {', '.join(cast)}; --x64 keeps them." if cast else ""
+    console.show(console.plain(f"{dest}: {to}, {bytes_text(disk(dest))}.{lost}"))
+
+
+def _removing() -> Any:
+    return importlib.import_module("jrb.datasets.library")
 
 
 def _check_dest(source: str, dest: str, overwrite: bool) -> None:
@@ -89,56 +83,58 @@ def _check_dest(source: str, dest: str, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ValueError(f"{dest}: there is something already; --overwrite would replace it.")
-    if found.kind_of(dest) == found.OTHER:
-        found.dataset(dest)  # raises where it is none
+    if sources.kind_of(dest) == sources.OTHER:
+        sources.dataset(dest)  # raises where it is none
     with _removing().locked(dest):
         pass  # raises where something else would be lost, or somebody writes
 
 
-def _opened(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
-    """A buffer and its state; or a dataset, and None, where episodes are all that is wanted.
+def _load(source: str, to: str, casts: bool) -> tuple[Any, Any, list[str]]:
+    """Returns a buffer and its state; a dataset and None if only episodes are written.
 
-    The last entry tells which leaves have other dtypes than in the source.
+    The last entry names the leaves that have other dtypes than in the source.
     """
-    if found.kind_of(source) != found.OTHER:
-        buffer, state = found.buffer(source)
-        _check_buffer(source, to, buffer, state)
+    jrb: Any = importlib.import_module("jrb")
+    if sources.kind_of(source) != sources.OTHER:
+        buffer, state = sources.buffer(source)
+        single = isinstance(buffer, jrb.ReplayBuffer) and not state.edits.shape
+        if to != "native" and not (single and not buffer.storage.of_objects):
+            raise ValueError(
+                f"{source}: expected a single buffer of arrays with --to {to}, got several, "
+                "objects, or states under vmap. --to native takes them."
+            )
         return buffer, state, []
-    dataset = found.dataset(source)
+    dataset = sources.dataset(source)
     if to in _EPISODES:
         return dataset, None, []
-    memmap = importlib.import_module("jrb.storages").MemmapStorage(None)
-    buffer, state = dataset.buffer(storage=memmap, cast=casts)
-    names = importlib.import_module("jrb._util.pytree").leaf_names(dataset.spec)
+    buffer, state = dataset.buffer(storage=jrb.MemmapStorage(None), cast=casts)
+    names = importlib.import_module("jrb.authoring").leaf_names(dataset.spec)
     leaves = importlib.import_module("jax").tree.leaves
     pairs = zip(names, leaves(dataset.spec), leaves(buffer.stored(state)), strict=True)
     cast = [f"{n} {a.dtype} as {b.dtype}" for n, a, b in pairs if a.dtype != b.dtype]
     return buffer, state, cast
 
 
-def _check_buffer(source: str, to: str, buffer: Any, state: Any) -> None:
-    """Raises where a format has no place for such buffers."""
-    jrb = importlib.import_module("jrb")
-    single = isinstance(buffer, jrb.ReplayBuffer) and not state.edits.shape
-    if to != "native" and not (single and not buffer.storage.of_objects):
-        raise ValueError(
-            f"{source}: expected a single buffer of arrays with --to {to}, got several, objects, "
-            "or states under vmap. --to native takes them."
-        )
-
-
-def _replace(dest: str, write: Callable[[str], None], check: Callable[[], None]) -> None:
-    """Writes beside the path, and puts it there when it is whole; else all stays as it was."""
+def _replace(source: str, dest: str, overwrite: bool, result: tuple[Any, ...]) -> None:
+    """Writes next to the path, and moves it there when it is whole; else the old one stays."""
     temporary = f"{os.path.normpath(dest)}.new-{os.getpid()}"
+    old = f"{temporary}-old"
     if os.path.lexists(temporary):
         raise ValueError(f"{temporary}: expected nothing there, found something. Move it away.")
     try:
-        write(temporary)
-        check()  # it may have taken long
-        if os.path.lexists(dest):
-            _swap(temporary, dest)
-        else:
+        _write(temporary, dest, *result)
+        _check_dest(source, dest, overwrite)  # to write may have taken long
+        if not os.path.lexists(dest):
             os.rename(temporary, dest)
+            return
+        with _removing().locked(dest) as is_own:
+            try:
+                os.rename(dest, old)
+                os.rename(temporary, dest)
+            finally:
+                if os.path.lexists(old) and not os.path.lexists(dest):
+                    os.rename(old, dest)
+            _removing().discard(old, is_own)
     finally:
         if os.path.isdir(temporary):
             shutil.rmtree(temporary)
@@ -146,57 +142,84 @@ def _replace(dest: str, write: Callable[[str], None], check: Callable[[], None])
             os.remove(temporary)
 
 
-def _swap(temporary: str, dest: str) -> None:
-    """Puts one thing in the place of another, which is removed."""
-    old = f"{temporary}-old"
-    with _removing().locked(dest) as is_own:
-        try:
-            os.rename(dest, old)
-            os.rename(temporary, dest)
-        finally:
-            if os.path.lexists(old) and not os.path.lexists(dest):
-                os.rename(old, dest)
-        _removing().discard(old, is_own)
-
-
-def _removing() -> Any:
-    return importlib.import_module("jrb.datasets.library")
-
-
-def _write(to: str, path: str, what: Sequence[Any], options: dict[str, Any]) -> None:
-    buffer, state = what
-    jrb = importlib.import_module("jrb")
-    if to in ("native", "h5"):
-        jrb.save(path, buffer, state, layout=to, **options)
-    elif to in _TABLES:
-        _write_table(to, path, buffer, state)
+def _write(path: str, dest: str, to: str, buffer: Any, state: Any, compression: str | None) -> None:
+    jrb: Any = importlib.import_module("jrb")
+    if to == "native":
+        jrb.save(path, buffer, state)
+    elif to == "h5":
+        jrb.save(path, buffer, state, layout="h5", compression=compression)
     elif to in _WHOLE:
         layout = "flat" if to == "torchrl-flat" else "default"
         jrb.checkpoint.write_torchrl(path, buffer, state, layout)
+    elif to == "d4rl":
+        jrb.datasets.write_d4rl(path, buffer, state)
+    elif to == "minari":
+        # Minari wants a name with a version.
+        name = os.path.basename(os.path.normpath(dest))
+        versioned = re.search(r"-v\d+$", name) is not None
+        name = name if versioned else re.sub(r"[^-\w]", "-", name) + "-v0"
+        jrb.datasets.write_minari(path, buffer, state, dataset_id=name)
     else:
-        write = {"minari": jrb.datasets.write_minari, "d4rl": jrb.datasets.write_d4rl}[to]
-        write(path, buffer, state, **options)
+        # A table of all items, some megabytes at a time.
+        tables = importlib.import_module("jrb.tables")
+        reader = tables.to_arrow(buffer, state, chunks=tables.rows_of_a_batch(buffer, state))
+        empty = [field.name for field in reader.schema if 0 in getattr(field.type, "shape", ())]
+        if empty and to == "parquet":
+            raise ValueError(
+                f"leaves {empty}: expected arrays of some numbers with --to parquet, got none in "
+                "each. --to arrow takes them."
+            )
+        is_parquet, pyarrow = to == "parquet", require("pyarrow", "tables")
+        parquet = require("pyarrow.parquet", "tables") if is_parquet else None
+        make = pyarrow.RecordBatchFileWriter if parquet is None else parquet.ParquetWriter
+        with make(path, reader.schema) as writer:
+            for batch in reader:
+                writer.write_batch(batch)
 
 
-def _write_table(to: str, path: str, buffer: Any, state: Any) -> None:
-    """A table of all items, some megabytes at a time."""
-    tables = importlib.import_module("jrb.tables")
-    reader = tables.to_arrow(buffer, state, chunks=tables.rows_of_a_batch(buffer, state))
-    if to == "parquet":
-        _check_widths(reader.schema)
-        make = wording.require("pyarrow.parquet", "tables").ParquetWriter
+@data.command("list")
+def list_(
+    root: Root = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """List the datasets in a folder."""
+    counts = ("episodes", "transitions", "nbytes")
+    rows = [
+        {"name": name, "kind": one.format.name, **{key: getattr(one, key) for key in counts}}
+        for name, one in importlib.import_module("jrb.datasets").list(root).items()
+    ]
+    if json:
+        console.write_json(rows)
+    elif rows:
+        numbers = lambda row: [*(f"{row[key]:,}" for key in counts[:2]), bytes_text(row["nbytes"])]
+        cells = [[row["name"], row["kind"], *numbers(row)] for row in rows]
+        head = ("name", "kind", "episodes", "transitions", "memory")
+        console.show(console.table(head, cells, numbers=3))
     else:
-        make = wording.require("pyarrow", "tables").RecordBatchFileWriter
-    with make(path, reader.schema) as writer:
-        for batch in reader:
-            writer.write_batch(batch)
+        folder = importlib.import_module("jrb.datasets.copies").root_of(root)
+        console.show(console.plain(f"No datasets in {folder}."))
 
 
-def _check_widths(schema: Any) -> None:
-    """Raises where Parquet would write what nobody can read."""
-    empty = [field.name for field in schema if 0 in getattr(field.type, "shape", ())]
-    if empty:
-        raise ValueError(
-            f"leaves {empty}: expected arrays of some numbers with --to parquet, got none in each. "
-            "--to arrow takes them."
-        )
+@data.command()
+def delete(
+    name: Annotated[str, typer.Argument(help="The name that `jrb data list` shows.")],
+    root: Root = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a dataset from the disk."""
+    if not yes:
+        typer.confirm(f"Remove {printable(name, '')} for good?", abort=True, err=True)
+    importlib.import_module("jrb.datasets").delete(name, root)
+    console.show(console.plain(f"Removed {name}."))
+
+
+@data.command()
+def copy(
+    source: Annotated[str, typer.Argument(help="A dataset of any kind.")],
+    dest: Annotated[str, typer.Argument(help="The path of the new store; jrb.load reads it.")],
+) -> None:
+    """Copy a dataset into memory-mapped files. Run it again to go on after a stop."""
+    jrb: Any = importlib.import_module("jrb")
+    with importlib.import_module("jrb.authoring").enable_x64():
+        dataset = sources.dataset(source)
+        dataset.buffer(storage=jrb.MemmapStorage(dest), cast=False)
+    console.show(console.plain(f"{dest} holds {dataset.transitions:,} transitions."))

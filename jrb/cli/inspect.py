@@ -1,173 +1,256 @@
-"""`jrb inspect`: what lies at a path."""
+"""`jrb inspect`: shows the contents of a path; of ours without JAX, and without the rows.
 
-import contextlib
-import dataclasses
+A report is the dict that `--json` prints, with the entries of `_BLANK`. Leaves are dicts of a
+`name`, `dtype`, `shape` and `nbytes`: of items, dtype and shape of one, and the bytes of all.
+"""
+
 import importlib
 import json as json_
 import os
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-import jrb
-from jrb._util import wording
-from jrb._util.wording import bytes_text
-from jrb.cli import console, found, reports
-from jrb.cli.reports import Leaf, Report
+from jrb._store.errors import DamagedError
+from jrb._util.wording import bytes_text, require
+from jrb.checkpoint import manifest
+from jrb.cli import console, sources
 
-typer: Any = wording.require("typer", "cli")
+typer: Any = require("typer", "cli")
 
 _LONGEST = 200  # characters of what a file says of itself
+_ROWS = "storage/"
+_BLANK = {
+    **dict.fromkeys(("path", "kind", "description", "size", "capacity", "num_envs", "nbytes")),
+    **dict.fromkeys(("disk", "episodes", "transitions")),
+}
+_LISTS = ("generations", "leaves", "others", "extra", "notes")
+_NOTES = {
+    "encoded": "Items are encoded by {encode}: load(path, decode=...).",
+    "objects": "Items are Python objects.",
+    "apart": "{count} items were left out: load(path, items=...).",
+}
+
+Report = dict[str, Any]
 
 
 def inspect(
-    path: Annotated[str, found.SOURCE],
+    path: Annotated[str, sources.SOURCE],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Save a plot of the buffer as PNG or SVG.")
     ] = None,
 ) -> None:
-    """Show what is stored at PATH."""
-    told = reports.report(path)
-    if plot is not None:
-        _plot(path, plot)
-    if json:
-        console.write_json(dataclasses.asdict(told))
+    """Show the contents of PATH."""
+    kind = sources.kind_of(path)
+    if kind == sources.FOLDER:
+        report = _of_folder(path, manifest.opened(path))
     else:
-        out = console.out()
-        for block in blocks(told):
-            out.print(block)
+        report = _of_file(path) if kind == sources.FILE else _of_dataset(path)
+    if plot is not None:
+        _plot(path, kind, plot)
+    if json:
+        console.write_json(report)
+    else:
+        console.show(*_blocks(report))
 
 
-def _plot(path: str, file: str) -> None:
-    drawing = importlib.import_module("jrb.plot")
-    with importlib.import_module(
-        "jrb._xla.compat"
-    ).enable_x64():  # so that items of any dtype are drawn as they are
-        if found.kind_of(path) == found.OTHER:
-            buffer, state = found.dataset(path).buffer()
+def _plot(path: str, kind: str, file: str) -> None:
+    jrb: Any = importlib.import_module("jrb")
+    with importlib.import_module("jrb.authoring").enable_x64():  # draws items of any dtype
+        if kind == sources.OTHER:
+            buffer, state = sources.dataset(path).buffer()
         else:
-            buffer, state = found.buffer(path)
+            buffer, state = sources.buffer(path)
         if not isinstance(buffer, jrb.ReplayBuffer):
             raise ValueError(
                 f"{path}: expected a single buffer for --plot, got several. Name a part."
             )
-        drawing.state(buffer, state).savefig(os.path.expanduser(file), dpi=150)
+        jrb.plot.state(buffer, state).savefig(os.path.expanduser(file), dpi=150)
 
 
-def blocks(told: Report) -> list[Any]:
-    """What is printed, one below the other."""
-    made = [console.plain(f"{told.path}: {told.kind}", "bold"), console.facts(_facts(told))]
-    made += _section("description", [console.plain(told.description)] if told.description else [])
-    made += _section("generations", [_generations(told)] if told.generations else [])
-    for name, leaves in _sections(told):
-        made += _section(name, [_leaves(leaves)] if leaves else [])
-    made += _section("notes", [console.plain(note) for note in told.notes])
-    for name, part in told.parts.items():
-        made += _section(f"part '{name}'", blocks(part))
-    return made
+def disk(path: str) -> int:
+    """Returns the bytes that files take on the disk."""
+    files = [os.path.join(at, name) for at, _, names in os.walk(path) for name in names] or [path]
+    return sum(os.stat(file).st_blocks * 512 for file in files if os.path.exists(file))
 
 
-def _sections(told: Report) -> list[tuple[str, list[Leaf]]]:
-    arrays = [leaf for leaf in told.others if leaf.shape]
-    numbers = len(told.others) - len(arrays)
-    name = "state" + (f" (and {numbers} numbers)" if numbers else "")
-    return [("items", told.leaves), (name, arrays), ("extra", told.extra)]
+def _report(path: str, kind: str, **entries: Any) -> Report:
+    lists = {name: [] for name in _LISTS} | {"metadata": {}, "parts": {}}
+    return _BLANK | lists | {"path": path, "kind": kind, "disk": disk(path)} | entries
 
 
-def _section(name: str, things: list[Any]) -> list[Any]:
-    if not things:
-        return []
-    return [console.plain(""), console.plain(name, "bold"), *map(console.indented, things)]
+def _leaf(name: str, dtype: str, shape: Any, nbytes: int) -> dict[str, Any]:
+    return {"name": name, "dtype": dtype, "shape": list(shape), "nbytes": int(nbytes)}
 
 
-def _facts(told: Report) -> list[tuple[str, str]]:
-    said = [(name, _shortened(fact)) for name, fact in told.metadata.items() if fact]
-    return [
-        ("items", _size(told)),
-        ("environments", _count(told.num_envs)),
-        ("episodes", _count(told.episodes)),
-        ("transitions", _count(told.transitions)),
-        ("as arrays", "" if told.nbytes is None else bytes_text(told.nbytes)),
-        ("on disk", "" if told.disk is None else bytes_text(told.disk)),
-        *[(name, text) for name, text in said if name != "versions"],
-        ("versions", _versions(told.metadata.get("versions"))),
+def _typed(name: str, kind: Any, nbytes: int) -> dict[str, Any]:
+    """Returns a leaf whose dtype and shape are as a store writes them."""
+    dtype, shape = (*kind, "[]")[:2] if kind else ("bytes", "[]")
+    return _leaf(name, str(dtype), shape if isinstance(shape, list) else json_.loads(shape), nbytes)
+
+
+def _of_folder(path: str, generation: Any) -> Report:
+    """Returns the report of a generation of a checkpoint or a store."""
+    meta = manifest.meta_of(generation)
+    facts, form = meta.get("facts") or {}, meta.get("form") or {}
+    rows, parts = generation.body["table"]["slots"], manifest.generations(generation)
+    leaves = []
+    for _, location in sorted(generation.leaves.items()):
+        leaf = _typed(location.leaf.name, location.leaf.kind, location.leaf.width * rows)
+        if leaf["name"].startswith(_ROWS) and not form:
+            # Leaves of a state's own arrays, whose first axes are of buffers and rows.
+            leaf["shape"] = leaf["shape"][1 + len(meta.get("batch") or ()) :]
+        leaves.append(leaf | {"name": leaf["name"].removeprefix(_ROWS)})
+    # Arrays without a type are those by which a store knows its rows.
+    arrays = [
+        _typed(entry["name"], entry["kind"], entry["size"])
+        for entry in generation.body["arrays"]
+        if entry["kind"]
     ]
+    kind, begins = str(meta.get("kind")), manifest.EXTRA
+    notes = [_NOTES[form["kind"]].format_map(form)] if form.get("kind") in _NOTES else []
+    return _report(
+        path,
+        {"buffer": "checkpoint", "None": "store"}.get(kind, kind),
+        description=facts.get("description"),
+        size=facts.get("size"),
+        capacity=facts.get("capacity", None if parts else rows),
+        num_envs=facts.get("num_envs"),
+        nbytes=sum(leaf["nbytes"] for leaf in (*leaves, *arrays)),
+        generations=list(_generations(path)),
+        leaves=leaves,
+        others=[leaf for leaf in arrays if not leaf["name"].startswith(".")],
+        extra=[
+            leaf | {"name": leaf["name"].removeprefix(begins)}
+            for leaf in arrays
+            if leaf["name"].startswith(begins)
+        ],
+        notes=notes + ["Nothing was saved to it yet."] * (not generation.number),
+        metadata={"versions": facts.get("versions")} if facts else {},
+        parts={
+            name: _of_folder(manifest.path_of(path, name), manifest.part(path, generation, name))
+            for name in parts
+        },
+    )
 
 
-def _shortened(fact: Any) -> str:
-    """What a file says of itself in a line: spaces as gymnasium writes them, numbers in short."""
-    text = str(fact)
-    with contextlib.suppress(TypeError, ValueError, RecursionError):  # it is no JSON, or no space
-        text = str(_space(json_.loads(fact) if isinstance(fact, str) else fact))
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
+def _generations(path: str) -> Iterator[dict[str, Any]]:
+    """Yields number, time and size of each generation, oldest first, or its damage."""
+    for number in manifest.numbers(path):
+        entry = {"generation": number, "time": None, "size": None, "damage": None}
+        try:
+            facts = manifest.metadata(path, number)
+            yield entry | {name: facts.get(name) for name in ("time", "size")}
+        except (DamagedError, FileNotFoundError) as error:
+            yield entry | {"damage": str(error)}
 
 
-def _space(fact: Any) -> Any:
-    """A space that Minari wrote, shortened; all else as it is."""
-    if isinstance(fact, list):
-        return list(map(_space, fact))
-    if not isinstance(fact, dict):
-        return fact
-    if fact.get("type") == "Box" and {"low", "high", "shape", "dtype"} <= fact.keys():
-        bounds = [_bound(fact[side]) for side in ("low", "high")]
-        return _Word(f"Box({', '.join(bounds)}, {tuple(fact['shape'])}, {fact['dtype']})")
-    if fact.get("type") == "Discrete" and "n" in fact:
-        return _Word(f"Discrete({fact['n']})")
-    if fact.get("type") == "Dict" and isinstance(fact.get("subspaces"), dict):
-        inner = {name: _space(space) for name, space in fact["subspaces"].items()}
-        return _Word(f"Dict({inner})")
-    if fact.get("type") == "Tuple" and "subspaces" in fact:
-        return _Word(f"Tuple{tuple(map(_space, fact['subspaces']))}")
-    return {name: _space(value) for name, value in fact.items()}
+def _of_dataset(path: str) -> Report:
+    dataset = sources.dataset(path)
+    authoring, jax = importlib.import_module("jrb.authoring"), importlib.import_module("jax")
+    names, specs = authoring.leaf_names(dataset.spec), jax.tree.leaves(dataset.spec)
+    nbytes = [dataset.transitions * authoring.tree_nbytes(leaf) for leaf in specs]
+    return _report(
+        path,
+        dataset.format.name,
+        nbytes=dataset.nbytes,
+        episodes=dataset.episodes,
+        transitions=dataset.transitions,
+        leaves=[
+            _leaf(name, str(spec.dtype), spec.shape, size)
+            for name, spec, size in zip(names, specs, nbytes, strict=True)
+        ],
+        notes=list(dataset.notes),
+        metadata=dict(dataset.metadata),
+    )
 
 
-class _Word(str):
-    """A text that is shown without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _bound(values: Any) -> str:
-    """The number that all are, or the smallest and the largest."""
-    numbers = [values]
-    while numbers and isinstance(numbers[0], list):
-        numbers = [each for inner in numbers for each in inner]
-    least, most = min(map(float, numbers)), max(map(float, numbers))
-    return f"{least:g}" if least == most else f"{least:g}..{most:g}"
-
-
-def _count(number: int | None) -> str:
-    return "" if number is None else f"{number:,}"
+def _of_file(path: str) -> Report:
+    """Returns the report of a checkpoint in one file of HDF5, which is a dataset too."""
+    report, h5py = _of_dataset(path), importlib.import_module("h5py")
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            about = json_.loads(file["jrb"][()].tobytes())
+            manifest.check(path, about, manifest.ABOUT_HDF5)
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
+    facts = about.get("facts") or {}
+    names = ("description", "size", "capacity", "num_envs")
+    saved = {"generation": 0, "time": facts.get("time"), "size": facts.get("size"), "damage": None}
+    entries = {"kind": "checkpoint in HDF5", "generations": [saved]}
+    entries["metadata"] = {"versions": facts.get("versions")}
+    return report | {name: facts.get(name) for name in names} | entries
 
 
-def _size(told: Report) -> str:
-    """`30 of 40 (75 %)`."""
-    if told.capacity is None or told.size is None:
-        return _count(told.size) if isinstance(told.size, int) else ""
-    if not isinstance(told.size, int):
-        return f"{told.size} of {told.capacity:,} each"
-    return f"{told.size:,} of {told.capacity:,} ({100 * told.size / told.capacity:.0f} %)"
+# The same for people.
 
 
-def _versions(versions: Any) -> str:
-    return ", ".join(f"{name} {number}" for name, number in (versions or {}).items())
+def _blocks(report: Report, indent: str = "") -> Iterator[Any]:
+    """Yields texts and tables, one below the other."""
+    padding = importlib.import_module("rich.padding").Padding
+    shift = lambda block: padding(block, (0, 0, 0, len(indent)), expand=False)
+    yield shift(console.plain(f"{report['path']}: {report['kind']}", "bold"))
+    yield shift(console.facts(_facts(report)))
+    generations = [
+        (
+            str(each["generation"] or ""),
+            each["damage"] or (each["time"] or "").replace("T", " ").replace("+00:00", " UTC"),
+            f"{each['size']:,}" if isinstance(each["size"], int) else str(each["size"] or ""),
+        )
+        for each in report["generations"]
+    ]
+    arrays = [leaf for leaf in report["others"] if leaf["shape"]]
+    numbers = len(report["others"]) - len(arrays)
+    sections: dict[str, list[Any]] = {
+        "description": [console.plain(report["description"])] if report["description"] else [],
+        "generations": [console.table(("number", "saved", "items"), generations, 1)],
+        "items": [_leaf_table(report["leaves"])],
+        "state" + (f" (and {numbers} numbers)" if numbers else ""): [_leaf_table(arrays)],
+        "extra": [_leaf_table(report["extra"])],
+        "notes": [console.plain(note) for note in report["notes"]],
+    }
+    for name, content in sections.items():
+        if any(getattr(block, "row_count", 1) for block in content):
+            yield console.plain("")
+            yield shift(console.plain(name, "bold"))
+            yield from (
+                padding(block, (0, 0, 0, len(indent) + 2), expand=False) for block in content
+            )
+    for name, part in report["parts"].items():
+        yield console.plain("")
+        yield shift(console.plain(f"part '{name}'", "bold"))
+        yield from _blocks(part, indent + "  ")
 
 
-def _generations(told: Report) -> Any:
+def _leaf_table(leaves: list[dict[str, Any]]) -> Any:
     rows = [
         (
-            str(each.generation or ""),
-            each.damage or (each.time or "").replace("T", " ").replace("+00:00", " UTC"),
-            f"{each.size:,}" if isinstance(each.size, int) else str(each.size or ""),
+            leaf["name"],
+            f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]",
+            bytes_text(leaf["nbytes"]),
         )
-        for each in told.generations
-    ]
-    return console.table(("number", "saved", "items"), rows, numbers=1)
-
-
-def _leaves(leaves: list[Leaf]) -> Any:
-    rows = [
-        (leaf.name, f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]", bytes_text(leaf.nbytes))
         for leaf in leaves
     ]
     return console.table(("leaf", "type", "memory"), rows, numbers=1)
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    size, capacity, metadata = report["size"], report["capacity"], report["metadata"]
+    count = lambda name: "" if report[name] is None else f"{report[name]:,}"
+    text = count("size") if isinstance(size, int) else ""
+    if capacity is not None and size is not None:
+        share = f" ({100 * size / capacity:.0f} %)" if isinstance(size, int) else " each"
+        text = f"{text or size} of {capacity:,}{share}"
+    versions = (metadata.get("versions") or {}).items()
+    facts = [(name, str(fact)) for name, fact in metadata.items() if name != "versions" and fact]
+    cut = lambda text: text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
+    return [
+        ("items", text),
+        ("environments", count("num_envs")),
+        ("episodes", count("episodes")),
+        ("transitions", count("transitions")),
+        ("as arrays", bytes_text(report["nbytes"])),
+        ("on disk", bytes_text(report["disk"])),
+        *((name, cut(text)) for name, text in facts),
+        ("versions", ", ".join(f"{name} {number}" for name, number in versions)),
+    ]

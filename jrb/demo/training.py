@@ -5,7 +5,7 @@
 One iteration steps E environments, adds the E transitions, draws U batches at once, takes U
 gradient steps, and writes the U batches' priorities back. A jitted scan runs many iterations; the
 training is cut into chunks of them only so that the progress bar can move. With `seeds=K`, K whole
-trainings run side by side under `vmap`, each with a buffer of its own.
+trainings run together under `vmap`, each with a buffer of its own.
 
 With `devices=D`, environments, buffer and batches are cut over D devices, and each has the network:
 the buffer is a `jrb.Sharded` of D shards. The step is the same; XLA takes the mean of gradients.
@@ -23,29 +23,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jrb._util import wording
+from jrb.authoring import require
 from jrb.buffer import ReplayBuffer
-from jrb.demo import devices
 from jrb.samplers import Prioritized
 from jrb.sharding import Sharded
 from jrb.state import BufferState, Sample
 
-gymnax: Any = wording.require("gymnax", "demo")
-optax: Any = wording.require("optax", "demo")
+gymnax: Any = require("gymnax", "demo")
+optax: Any = require("optax", "demo")
 
 Network = list[tuple[jax.Array, jax.Array]]
+AXIS = "data"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is trained, and how.
+    """A training and its hyperparameters.
 
     Attributes:
         env: a gymnax environment with discrete actions.
         steps: environment steps of each training, over all its environments.
-        seeds: K, trainings side by side.
+        seeds: K, trainings that run together.
         seed: of the first training; the others count on.
         num_envs: E.
         updates: U, gradient steps an iteration.
@@ -84,9 +84,9 @@ class Config:
     devices: int = 1
 
     def __post_init__(self) -> None:
-        known = gymnax.registered_envs
-        if self.env not in known:
-            raise ValueError(f"env: expected one of {', '.join(known)}, got {self.env!r}.")
+        names = gymnax.registered_envs
+        if self.env not in names:
+            raise ValueError(f"env: expected one of {', '.join(names)}, got {self.env!r}.")
 
     @property
     def iterations(self) -> int:
@@ -100,7 +100,7 @@ class Config:
 
 
 class Carry(NamedTuple):
-    """What a training hands from one iteration to the next."""
+    """The carry of a training from one iteration to the next."""
 
     key: jax.Array
     network: Network
@@ -113,16 +113,9 @@ class Carry(NamedTuple):
     iteration: jax.Array
 
 
-class Finished(NamedTuple):
-    """The episodes that ended: the sum of their returns, and how many there were."""
-
-    returns: jax.Array
-    episodes: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a training gave. C chunks, K seeds.
+    """The outcome of a training. C chunks, K seeds.
 
     Attributes:
         returns: sums of the returns of the episodes that ended, float `[C, K]`.
@@ -137,7 +130,7 @@ class Result:
     seconds: float
 
     def mean_return(self, parts: int) -> np.ndarray:
-        """The mean return of each of so many equal parts of the training, `[parts, K]`.
+        """Returns the mean return of each of `parts` equal parts of the training, `[parts, K]`.
 
         NaN where no episode ended.
         """
@@ -147,56 +140,48 @@ class Result:
 
 
 class Environment:
-    """E copies of a gymnax environment, with the last observation and the truncation kept apart."""
-
-    env: Any
-    params: Any
-    actions: int
-    dtype: Any
-    width: int
+    """E copies of a gymnax environment, without its automatic reset."""
 
     def __init__(self, name: str, num_envs: int) -> None:
-        self.env, self.params = gymnax.make(name)
         self.num_envs = num_envs
-        self.actions = self.env.num_actions
+        self.env: Any = None
+        self.params: Any = None
+        self.env, self.params = gymnax.make(name)
         example = jax.eval_shape(self.reset, jax.random.key(0))[0]
         # MinAtar's planes are zeros and ones: stored as bool, they take a quarter.
-        self.dtype = jnp.bool_ if len(example.shape) == 4 else jnp.float32
-        self.width = math.prod(example.shape[1:])
+        self.dtype: Any = jnp.bool_ if len(example.shape) == 4 else jnp.float32
+        self.width: int = math.prod(example.shape[1:])
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, Any]:
-        """New episodes: observations and states."""
+        """Begins episodes; returns observations and states."""
         keys = jax.random.split(key, self.num_envs)
         return jax.vmap(self.env.reset_env, (0, None))(keys, self.params)
 
-    def step(self, key: jax.Array, state: Any, action: jax.Array) -> tuple[Any, ...]:
-        """One step, without gymnax's automatic reset, which would lose the last observation.
+    def step(self, key: jax.Array, state: Any, action: jax.Array) -> tuple[Any, dict[str, Any]]:
+        """Takes a step; returns states, and `next` of the transitions.
 
-        Returns:
-            Observation, state, reward, terminated, truncated.
+        The automatic reset of gymnax would lose the last observation, and whether a time limit or
+        the environment ended the episode.
         """
         keys = jax.random.split(key, self.num_envs)
         step = jax.vmap(self.env.step_env, (0, 0, 0, None))
         observation, state, reward, terminated = step(keys, state, action, self.params)[:4]
-        truncated = jax.vmap(self.env.is_truncated, (0, None))(state, self.params)
-        return observation, state, reward, terminated, truncated & ~terminated
+        truncated = jax.vmap(self.env.is_truncated, (0, None))(state, self.params) & ~terminated
+        return state, {
+            "observation": self.flat(observation),
+            "reward": reward.astype(jnp.float32),
+            "terminated": terminated,
+            "truncated": truncated,
+            "done": terminated | truncated,
+        }
 
     def flat(self, observation: jax.Array) -> jax.Array:
-        """Observations as they are stored, `[E, width]`."""
+        """Returns observations as they are stored, `[E, width]`."""
         return observation.reshape(self.num_envs, self.width).astype(self.dtype)
 
 
-def new_network(key: jax.Array, widths: tuple[int, ...]) -> Network:
-    """A multilayer perceptron (He et al., 2015)."""
-    keys = jax.random.split(key, len(widths) - 1)
-    return [
-        (jax.random.normal(k, (m, n)) * math.sqrt(2 / m), jnp.zeros(n))
-        for k, m, n in zip(keys, widths, widths[1:], strict=False)
-    ]
-
-
 def action_values(network: Network, observation: jax.Array) -> jax.Array:
-    """Q(s, .) for a batch of observations."""
+    """Returns Q(s, .) for a batch of observations."""
     x = observation.astype(jnp.float32)
     for weight, bias in network[:-1]:
         x = jax.nn.relu(x @ weight + bias)
@@ -207,163 +192,158 @@ def action_values(network: Network, observation: jax.Array) -> jax.Array:
 def loss(
     network: Network, target: Network, discount: float, batch: Any, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The weighted Huber loss of double Q-learning, and the sizes of the errors `[B]`.
+    """Returns the weighted Huber loss of double Q-learning, and the sizes of the errors `[B]`.
 
-    An episode that was truncated goes on: only termination ends the sum of rewards.
+    Only termination ends the sum of rewards; a truncated episode would have continued.
     """
     after = batch["next"]
     pick = lambda values, action: jnp.take_along_axis(values, action[:, None], axis=1)[:, 0]
     best = jnp.argmax(action_values(network, after["observation"]), axis=1)
     value = pick(action_values(target, after["observation"]), best)
     goal = after["reward"] + discount * jnp.where(after["terminated"], 0.0, value)
-    error = jax.lax.stop_gradient(goal) - pick(
-        action_values(network, batch["observation"]), batch["action"]
-    )
+    values = pick(action_values(network, batch["observation"]), batch["action"])
+    error = jax.lax.stop_gradient(goal) - values
     return jnp.mean(weights * optax.losses.huber_loss(error)), jnp.abs(error)
 
 
 class Agent:
     """The parts of one training, and its two functions `init` and `chunk`."""
 
-    env: Environment
-    mesh: jax.sharding.Mesh | None
-    buffer: ReplayBuffer | Sharded
-    optimizer: Any
-
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.env = Environment(config.env, config.num_envs)
-        self.mesh = devices.mesh(config.devices)
-        buffer = ReplayBuffer(
+        self.env: Environment = Environment(config.env, config.num_envs)
+        self.mesh: Mesh | None = None
+        self.buffer: ReplayBuffer | Sharded = ReplayBuffer(
             capacity=max(1, config.capacity // config.num_envs) * config.num_envs,
             num_envs=config.num_envs,
             batch_size=config.updates * config.batch_size,
             sampler=Prioritized(alpha=config.alpha, beta=config.beta, eps=config.eps),
         )
-        self.buffer = buffer
-        if self.mesh is not None:
-            self.buffer = Sharded(buffer, config.devices, self.mesh, devices.AXIS)
-        total = config.iterations * config.chunks * config.updates
-        peak = config.learning_rate
+        if config.devices > 1:
+            # The CPU's devices, if there are fewer of the others.
+            enough = jax.device_count() >= config.devices
+            devices = jax.devices() if enough else jax.devices("cpu")
+            if len(devices) < config.devices:
+                raise ValueError(
+                    f"devices: expected at most {len(devices)}, as many as there are, got "
+                    f"{config.devices}. Call jrb.demo.prepare_devices before JAX starts, and the "
+                    "CPU counts as more."
+                )
+            self.mesh = Mesh(np.array(devices[: config.devices]), (AXIS,))
+            self.buffer = Sharded(self.buffer, config.devices, self.mesh, AXIS)
+        total, peak = config.iterations * config.chunks * config.updates, config.learning_rate
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, total // 50 + 1, total, peak / 10)
-        self.optimizer = optax.chain(
-            optax.clip_by_global_norm(10.0), optax.adam(schedule, eps=1e-5)
-        )
+        clip = optax.clip_by_global_norm(10.0)
+        self.optimizer: Any = optax.chain(clip, optax.adam(schedule, eps=1e-5))
 
     def init(self, key: jax.Array) -> Carry:
-        """The first carry."""
+        """Returns the first carry."""
         key, for_network, for_env = jax.random.split(key, 3)
         observation, env_state = self.env.reset(for_env)
-        network = new_network(for_network, (self.env.width, *self.config.hidden, self.env.actions))
+        observation = self.env.flat(observation)
+        # A multilayer perceptron, initialized as He et al., 2015.
+        widths = (self.env.width, *self.config.hidden, self.env.env.num_actions)
+        keys = jax.random.split(for_network, len(widths) - 1)
+        network = [
+            (jax.random.normal(k, (m, n)) * math.sqrt(2 / m), jnp.zeros(n))
+            for k, m, n in zip(keys, widths, widths[1:], strict=False)
+        ]
+        action = jnp.zeros(self.config.num_envs, jnp.int32)
+        step = lambda: self.env.step(key, env_state, action)[1]
+        rows = {"observation": observation, "action": action, "next": jax.eval_shape(step)}
+        example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
         carry = Carry(
             key=key,
             network=network,
             target=jax.tree.map(jnp.copy, network),
             optimizer=self.optimizer.init(network),
-            replay=self.buffer.init(self._example()),
+            replay=self.buffer.init(example),
             env_state=env_state,
-            observation=self.env.flat(observation),
+            observation=observation,
             running_return=jnp.zeros(self.config.num_envs),
             iteration=jnp.int32(0),
         )
-        return self._placed(carry)
+        return self._constrain(carry)
 
-    def chunk(self, carry: Carry) -> tuple[Carry, Finished]:
-        """Many iterations."""
-        carry, finished = jax.lax.scan(self._iterate, carry, None, self.config.iterations)
-        return carry, jax.tree.map(lambda x: jnp.sum(x, axis=0), finished)
+    def chunk(self, carry: Carry) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
+        """Runs many iterations; returns the sum of returns that ended, and their number."""
+        carry, ended = jax.lax.scan(self._iterate, carry, None, self.config.iterations)
+        return carry, jax.tree.map(lambda x: jnp.sum(x, axis=0), ended)
 
-    def _example(self) -> Any:
-        observation = jax.ShapeDtypeStruct((self.env.width,), self.env.dtype)
-        flag, number = jax.ShapeDtypeStruct((), jnp.bool_), jax.ShapeDtypeStruct((), jnp.float32)
-        after = {"observation": observation, "reward": number, "terminated": flag}
-        after |= {"truncated": flag, "done": flag}
-        action = jax.ShapeDtypeStruct((), jnp.int32)
-        return {"observation": observation, "action": action, "next": after}
-
-    def _iterate(self, carry: Carry, _: None) -> tuple[Carry, Finished]:
-        key, for_act, for_reset, for_draw = jax.random.split(carry.key, 4)
-        carry, transition, running_return = self._act(carry._replace(key=key), for_act)
-        replay = self.buffer.add(carry.replay, transition)
-        sample = self.buffer.sample(replay, for_draw)
-        carry, priorities = self._learn(carry, sample)
-        replay = self.buffer.update_priority(replay, sample, priorities)
-        done = transition["next"]["done"]
-        carry = self._reset(carry._replace(replay=replay), done, for_reset)
-        finished = Finished(jnp.sum(jnp.where(done, running_return, 0.0)), jnp.sum(done))
-        return self._placed(carry._replace(iteration=carry.iteration + 1)), finished
-
-    def _placed(self, carry: Carry) -> Carry:
-        """What belongs to environments cut over the devices, the rest whole on each."""
+    def _constrain(self, carry: Carry) -> Carry:
+        """Cuts what belongs to environments over the devices; the rest is whole on each."""
         mesh = self.mesh
         if mesh is None:
             return carry
-        whole, cut = PartitionSpec(), PartitionSpec(devices.AXIS)
-        cuts = dict.fromkeys(Carry._fields, whole)
-        cuts |= dict.fromkeys(("replay", "env_state", "observation", "running_return"), cut)
+        cuts = dict.fromkeys(Carry._fields, PartitionSpec())
+        names = ("replay", "env_state", "observation", "running_return")
+        cuts |= dict.fromkeys(names, PartitionSpec(AXIS))
         place = lambda tree, spec: jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
         return Carry(**{name: place(getattr(carry, name), cuts[name]) for name in cuts})
 
-    def _act(self, carry: Carry, key: jax.Array) -> tuple[Carry, Any, jax.Array]:
-        """One epsilon-greedy step: the carry, the transitions, the returns so far."""
+    def _iterate(self, carry: Carry, _: None) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
+        key, for_act, for_reset, for_draw = jax.random.split(carry.key, 4)
+        for_coin, for_action, for_step = jax.random.split(for_act, 3)
+        # One epsilon-greedy step of all environments.
         config, shape = self.config, (self.config.num_envs,)
-        for_coin, for_action, for_step = jax.random.split(key, 3)
         explored = config.exploration * config.iterations * config.chunks
         epsilon = jnp.maximum(config.epsilon, 1 - carry.iteration.astype(jnp.float32) / explored)
         greedy = jnp.argmax(action_values(carry.network, carry.observation), axis=1)
         action = jnp.where(
             jax.random.uniform(for_coin, shape) < epsilon,
-            jax.random.randint(for_action, shape, 0, self.env.actions),
+            jax.random.randint(for_action, shape, 0, self.env.env.num_actions),
             greedy.astype(jnp.int32),
         )
-        step = self.env.step(for_step, carry.env_state, action)
-        observation, env_state, reward, terminated, truncated = step
-        observation, reward = self.env.flat(observation), reward.astype(jnp.float32)
-        after = {"observation": observation, "reward": reward, "terminated": terminated}
-        after |= {"truncated": truncated, "done": terminated | truncated}
+        env_state, after = self.env.step(for_step, carry.env_state, action)
         transition = {"observation": carry.observation, "action": action, "next": after}
-        running_return = carry.running_return + reward
-        carry = carry._replace(
-            env_state=env_state, observation=observation, running_return=running_return
-        )
-        return carry, transition, running_return
-
-    def _reset(self, carry: Carry, done: jax.Array, key: jax.Array) -> Carry:
-        """New episodes where the old ones ended."""
-        observation, env_state = self.env.reset(key)
+        # The draw comes after the write, and depends on it: nothing of the buffer is copied.
+        replay = self.buffer.add(carry.replay, transition)
+        sample = self.buffer.sample(replay, for_draw)
+        network, target, optimizer, priorities = self._learn(carry, sample)
+        replay = self.buffer.update_priority(replay, sample, priorities)
+        # New episodes where the old ones ended.
+        first, fresh_state = self.env.reset(for_reset)
+        done, returns = after["done"], carry.running_return + after["reward"]
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:
             ended = done.reshape(-1, *(1,) * (old.ndim - 1))
             return jnp.where(ended, new.astype(old.dtype), old)
 
-        return carry._replace(
-            observation=choose(self.env.flat(observation), carry.observation),
-            env_state=jax.tree.map(choose, env_state, carry.env_state),
-            running_return=jnp.where(done, 0.0, carry.running_return),
+        carry = Carry(
+            key=key,
+            network=network,
+            target=target,
+            optimizer=optimizer,
+            replay=replay,
+            env_state=jax.tree.map(choose, fresh_state, env_state),
+            observation=choose(self.env.flat(first), after["observation"]),
+            running_return=jnp.where(done, 0.0, returns),
+            iteration=carry.iteration + 1,
         )
+        return self._constrain(carry), (jnp.sum(jnp.where(done, returns, 0.0)), jnp.sum(done))
 
-    def _learn(self, carry: Carry, sample: Sample) -> tuple[Carry, jax.Array]:
-        """U gradient steps on U batches; the errors become priorities, `[U * B]`.
+    def _learn(self, carry: Carry, sample: Sample) -> tuple[Network, Network, Any, jax.Array]:
+        """Takes U gradient steps on U batches; the errors become priorities, `[U * B]`.
 
         The draw is stratified, so each batch takes every U-th of the strata.
         """
+
+        def descend(parts: tuple, batch: tuple) -> tuple[tuple, jax.Array]:
+            network, target, optimizer = parts
+            gradient, errors = jax.grad(loss, has_aux=True)(
+                network, target, self.config.discount, *batch
+            )
+            change, optimizer = self.optimizer.update(gradient, optimizer, network)
+            network = optax.apply_updates(network, change)
+            target = optax.incremental_update(network, target, self.config.target_rate)
+            return (network, target, optimizer), errors
+
         split = lambda x: jnp.swapaxes(x.reshape(-1, self.config.updates, *x.shape[1:]), 0, 1)
         batches = jax.tree.map(split, (sample.data, sample.weights))
-        start = (carry.network, carry.target, carry.optimizer)
-        (network, target, optimizer), errors = jax.lax.scan(self._descend, start, batches)
-        carry = carry._replace(network=network, target=target, optimizer=optimizer)
-        return carry, jnp.swapaxes(errors, 0, 1).reshape(-1)
-
-    def _descend(self, carry: tuple, batch: tuple) -> tuple[tuple, jax.Array]:
-        """One gradient step."""
-        network, target, optimizer = carry
-        gradient, errors = jax.grad(loss, has_aux=True)(
-            network, target, self.config.discount, *batch
+        parts, errors = jax.lax.scan(
+            descend, (carry.network, carry.target, carry.optimizer), batches
         )
-        change, optimizer = self.optimizer.update(gradient, optimizer, network)
-        network = optax.apply_updates(network, change)
-        target = optax.incremental_update(network, target, self.config.target_rate)
-        return (network, target, optimizer), errors
+        return *parts, jnp.swapaxes(errors, 0, 1).reshape(-1)
 
 
 def train(
@@ -372,26 +352,27 @@ def train(
     """Trains `config.seeds` agents.
 
     Args:
-        config: what is trained.
+        config: the training.
         report: called after every chunk with the number of chunks done and the mean return of the
             episodes that ended in it (NaN for none).
     """
     start = time.perf_counter()
     agent, many = Agent(config), config.seeds > 1
-    side_by_side = jax.vmap if many else lambda function: function
+    vmapped = jax.vmap if many else lambda function: function
     seeds = config.seed + jnp.arange(config.seeds) if many else config.seed
-    carry = jax.jit(side_by_side(agent.init))(side_by_side(jax.random.key)(seeds))
-    run = jax.jit(side_by_side(agent.chunk), donate_argnums=0)
-    done: list[Finished] = []
+    carry = jax.jit(vmapped(agent.init))(vmapped(jax.random.key)(seeds))
+    run = jax.jit(vmapped(agent.chunk), donate_argnums=0)
+    sums: list[tuple[np.ndarray, np.ndarray]] = []
     for chunk in range(config.chunks):
-        carry, finished = run(carry)
-        done.append(jax.tree.map(np.atleast_1d, jax.device_get(finished)))
-        episodes = done[-1].episodes.sum()
-        report(chunk + 1, float(done[-1].returns.sum() / episodes) if episodes else math.nan)
+        carry, ended = run(carry)
+        returns, episodes = map(np.atleast_1d, jax.device_get(ended))
+        sums.append((returns, episodes))
+        mean = float(returns.sum() / episodes.sum()) if episodes.sum() else math.nan
+        report(chunk + 1, mean)
     raw = np.asarray(carry.replay.sampler.raw).reshape(config.seeds, -1)[0]
     return Result(
-        returns=np.stack([chunk.returns for chunk in done]),
-        episodes=np.stack([chunk.episodes for chunk in done]),
+        returns=np.stack([returns for returns, _ in sums]),
+        episodes=np.stack([episodes for _, episodes in sums]),
         priorities=raw[raw >= 0],
         seconds=time.perf_counter() - start,
     )

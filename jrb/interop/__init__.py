@@ -1,4 +1,4 @@
-"""What other libraries have stored: TorchRL's dumps, flashbax's states and vaults."""
+"""Readers and writers of other libraries' buffers: TorchRL's dumps, flashbax's states, vaults."""
 
 from jrb.interop.dump import Dump
 from jrb.interop.flashbax import read_flashbax, read_vault

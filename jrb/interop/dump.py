@@ -1,4 +1,4 @@
-"""What another library had stored, and how it becomes a state."""
+"""The items of another library, and how they become a state."""
 
 import operator
 from typing import Any, NamedTuple
@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrb import jitted
-from jrb._util import pytree
-from jrb._util.pytree import PyTree
+from jrb.authoring import tree_nbytes
 from jrb.buffer import ReplayBuffer
 from jrb.migrate import pieces, writable
 from jrb.state import BufferState
@@ -17,7 +16,7 @@ from jrb.types import PrioritizedSampler
 
 
 class Dump(NamedTuple):
-    """What another library had stored.
+    """The items that another library had stored.
 
     Attributes:
         items: a pytree of arrays `[T, ...]` or `[T, E, ...]`, mostly a nested dict, in the order of
@@ -27,15 +26,15 @@ class Dump(NamedTuple):
             `[T, E]`, p as an agent reported it, with `alpha`, `eps` and `max_priority`.
     """
 
-    items: PyTree
+    items: Any
     info: dict[str, Any]
 
     def into(self, buffer: ReplayBuffer) -> BufferState:
-        """The state of a buffer that holds these items.
+        """Returns the state of a buffer that holds these items.
 
-        Where the buffer has room for exactly these rows, every item has the place it had, and the
-        cursor too. Otherwise rows are written in order of time from place 0 on; of more than there
-        is room for, the newest ones.
+        If the buffer has room for exactly these rows, every item keeps its slot, and the cursor its
+        place. Otherwise rows are written in order of time from slot 0 on; of more than there is
+        room for, the newest ones.
 
         Args:
             buffer: with the `num_envs` of the items; priorities go to a `Prioritized` sampler.
@@ -55,54 +54,37 @@ class Dump(NamedTuple):
         lengths = {leaf.shape[0] for leaf in jax.tree.leaves(self.items)}
         if len(lengths) != 1:
             raise ValueError(f"into: expected leaves of one length, got {sorted(lengths)}.")
-        rows, ring = lengths.pop(), buffer.ring
-        spec = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), self.items
-        )
+        rows, ring, writer = lengths.pop(), buffer.ring, buffer.writer
+        item = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
+        spec = jax.tree.map(item, self.items)
         state = buffer.init(spec)
         first = self.info["cursor"] % rows if self.info["full"] and rows else 0
         order = (first + np.arange(rows)) % max(rows, 1)  # oldest first
-        is_chronological = buffer.writer.is_chronological
-        order = order[max(0, rows - ring.rows) :] if is_chronological else order
-        start = first if rows == ring.rows and is_chronological else 0
-        state, verbs = self._begun(buffer, state, start, rows), jitted(writable(buffer))
-        for piece in pieces(order, pytree.nbytes(spec) * ring.envs):
-            rows_ = jax.tree.map(operator.itemgetter(piece), self.items)
-            state = verbs.extend(state, rows_)
-        return self._with_priorities(buffer, state, order, start)
-
-    def _begun(
-        self, buffer: ReplayBuffer, state: BufferState, start: int, rows: int
-    ) -> BufferState:
-        """An empty state whose next row is `start`; what came before that, nobody knows."""
-        if start:
-            writer = state.writer.replace(cursor=jnp.full_like(state.writer.cursor, start))
-            state = state.replace(writer=writer)
-        if self.info["full"] or rows > buffer.ring.rows:
-            before = jnp.full(buffer.ring.envs, jnp.iinfo(jnp.int32).max)
-            unit = buffer.unit.init_mid_episode(state.unit, before)
-            state = state.replace(unit=unit)
-        return state
-
-    def _with_priorities(
-        self, buffer: ReplayBuffer, state: BufferState, order: np.ndarray, start: int
-    ) -> BufferState:
-        """The same, with the priorities of the rows in `order`, which begin at row `start`."""
+        order = order[max(0, rows - ring.rows) :] if writer.is_chronological else order
+        start = first if rows == ring.rows and writer.is_chronological else 0
+        if start:  # the state is empty, and its next row is `start`
+            cursor = jnp.full_like(state.writer.cursor, start)
+            state = state.replace(writer=state.writer.replace(cursor=cursor))
+        if self.info["full"] or rows > ring.rows:  # episodes may have begun before these rows
+            before = jnp.full(ring.envs, jnp.iinfo(jnp.int32).max)
+            state = state.replace(unit=buffer.unit.init_mid_episode(state.unit, before))
+        verbs = jitted(writable(buffer))
+        for piece in pieces(order, tree_nbytes(spec) * ring.envs):
+            state = verbs.extend(state, jax.tree.map(operator.itemgetter(piece), self.items))
         sampler = buffer.sampler
         if "priorities" not in self.info or not isinstance(sampler, PrioritizedSampler):
             return state
-        if not buffer.writer.is_chronological:
+        if not writer.is_chronological:
             raise ValueError(
                 f"into: expected a writer that keeps the order of time, got "
-                f"{type(buffer.writer).__name__}: nobody knows to which places the priorities "
-                "belong. Leave them out of info."
+                f"{type(writer).__name__}: no slot is known for each of the priorities. Leave them "
+                "out of info."
             )
-        ring = buffer.ring
-        rows = (start + np.arange(len(order))) % ring.rows
-        slots = rows[:, None] * ring.envs + np.arange(ring.envs)
-        values = np.asarray(self.info["priorities"], np.float32)[order].reshape(slots.shape)
+        places = (start + np.arange(len(order))) % ring.rows
+        slots = places[:, None] * ring.envs + np.arange(ring.envs)
+        values = np.asarray(self.info["priorities"], np.float32)[order].reshape(-1)
         most = self.info.get("max_priority")
         assigned = sampler.assign(
-            state.sampler, jnp.asarray(slots.reshape(-1)), jnp.asarray(values.reshape(-1)), most
+            state.sampler, jnp.asarray(slots.reshape(-1)), jnp.asarray(values), most
         )
         return state.replace(sampler=assigned)

@@ -1,4 +1,4 @@
-"""What flashbax had stored, as items by the row.
+"""Items of flashbax, by the row.
 
 flashbax keeps leaves `[A, T, ...]`: A rows that are added together, T places in time, a ring along
 the time axis. Its flat, item and trajectory buffers, prioritised or not, all have this state.
@@ -13,10 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._store import files
-from jrb._util import wording
-from jrb._util.pytree import Leaf
-from jrb._util.wording import escaped_errors
+from jrb.authoring import absolute_path, escaped_errors, require
 from jrb.interop.dump import Dump
 from jrb.mix import AnyState
 from jrb.types import Item
@@ -34,7 +31,7 @@ def read_flashbax(
     sequence_length: int | None = None,
     squeeze: bool = False,
 ) -> Dump:
-    """The items of a live flashbax state.
+    """Returns the items of a live flashbax state.
 
     A of flashbax (`add_batch_size`) is E here. The items are timesteps, as they were added:
     flashbax makes pairs and sequences when it samples. For these, take
@@ -62,7 +59,7 @@ def read_flashbax(
 
     Raises:
         TypeError: it is no such state; the message names what it lacks.
-        ValueError: states side by side under `vmap`, or an argument that does not fit.
+        ValueError: states under `vmap`, or an argument that does not fit.
 
     Example:
         >>> import types, jax.numpy as jnp, jrb, jrb.checkpoint
@@ -76,24 +73,6 @@ def read_flashbax(
         >>> int(buffer.size(dump.into(buffer)))
         6
     """
-    _check_state(state)
-    _check_arguments(priority_exponent, sequence_length)
-    envs, length = jax.tree.leaves(state.experience)[0].shape[:2]
-    cursor, full = int(state.current_index), bool(state.is_full)
-    rows = length if full else cursor
-    items = jax.tree.map(lambda leaf: _time_first(leaf)[:rows], state.experience)
-    info = {"cursor": cursor, "full": full, "num_envs": envs, "capacity": envs * length}
-    if hasattr(state, "sum_tree_state"):
-        steps = _by_step(state.sum_tree_state, envs, length)
-        whole = _whole(steps, cursor, sequence_length)
-        most = float(state.sum_tree_state.max_recorded_priority)
-        priorities = _roots(steps, whole, priority_exponent)[:rows]
-        info |= {"priorities": priorities, "alpha": priority_exponent, "eps": 0.0}
-        info["max_priority"] = most if priority_exponent == 0 else most ** (1 / priority_exponent)
-    return _squeezed(Dump(items, info)) if squeeze else Dump(items, info)
-
-
-def _check_state(state: AnyState) -> None:
     missing = [name for name in _NEEDED if not hasattr(state, name)]
     if missing:
         raise TypeError(
@@ -106,23 +85,39 @@ def _check_state(state: AnyState) -> None:
             f"{jnp.shape(state.current_index)}. Take them one by one: "
             "jax.tree.map(lambda leaf: leaf[number], state)."
         )
-
-
-def _check_arguments(exponent: float, sequence_length: int | None) -> None:
+    exponent = priority_exponent
     if not 0 <= exponent <= 1:
         raise ValueError(f"priority_exponent: expected a number in [0, 1], got {exponent!r}.")
     if sequence_length is not None and sequence_length < 1:
         raise ValueError(f"sequence_length: expected at least 1, got {sequence_length!r}.")
+    envs, length = jax.tree.leaves(state.experience)[0].shape[:2]
+    cursor, full = int(state.current_index), bool(state.is_full)
+    rows = length if full else cursor
+    items = jax.tree.map(lambda leaf: _time_first(leaf)[:rows], state.experience)
+    info = {"cursor": cursor, "full": full, "num_envs": envs, "capacity": envs * length}
+    if hasattr(state, "sum_tree_state"):
+        steps = _by_step(state.sum_tree_state, envs, length)
+        # A sequence is whole if nothing of it was overwritten; what was never written is oldest.
+        whole = steps > 0
+        if sequence_length is not None:
+            age = (np.arange(length) - cursor) % length
+            whole = (steps >= 0) & (age + sequence_length <= length)[:, None]
+        raised = np.where(whole, steps, 0.0).astype(np.float64)
+        root = lambda value: value if exponent == 0 else value ** (1 / exponent)
+        priorities = np.where(whole, root(raised), _NO_ITEM).astype(np.float32)[:rows]
+        most = root(float(state.sum_tree_state.max_recorded_priority))
+        info |= {"priorities": priorities, "alpha": exponent, "eps": 0.0, "max_priority": most}
+    return _squeezed(Dump(items, info)) if squeeze else Dump(items, info)
 
 
-def _time_first(leaf: Leaf) -> Any:
-    """A leaf `[A, T, ...]` as `[T, A, ...]`, on the host; keys stay where they are."""
+def _time_first(leaf: Any) -> Any:
+    """Returns a leaf `[A, T, ...]` as `[T, A, ...]`, on the host; keys stay where they are."""
     keys = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return (leaf if keys else np.asarray(leaf)).swapaxes(0, 1)
 
 
 def _by_step(tree: Item, envs: int, length: int) -> np.ndarray:
-    """The leaves of a sum-tree, float32 `[T, A]`; NaN at steps where no sequence can start.
+    """Returns the leaves of a sum-tree, float32 `[T, A]`; NaN at steps where no sequence can start.
 
     There is a leaf for every `period` steps of time, all those of a row beside each other.
     """
@@ -139,26 +134,8 @@ def _by_step(tree: Item, envs: int, length: int) -> np.ndarray:
     return steps
 
 
-def _whole(steps: np.ndarray, cursor: int, sequence_length: int | None) -> np.ndarray:
-    """Where a sequence starts that has not been overwritten, bool `[T, A]`.
-
-    Places that were never written count as the oldest.
-    """
-    if sequence_length is None:
-        return steps > 0
-    age = (np.arange(len(steps)) - cursor) % len(steps)
-    return (steps >= 0) & (age + sequence_length <= len(steps))[:, None]
-
-
-def _roots(steps: np.ndarray, whole: np.ndarray, exponent: float) -> np.ndarray:
-    """The priorities p of leaves p^exponent, float32 `[T, A]`; -1 where there is none."""
-    raised = np.where(whole, steps, 0.0).astype(np.float64)
-    priorities = raised if exponent == 0 else raised ** (1 / exponent)
-    return np.where(whole, priorities, _NO_ITEM).astype(np.float32)
-
-
 def _squeezed(dump: Dump) -> Dump:
-    """The same without the environment axis."""
+    """Returns a dump without the environment axis."""
     envs, info = dump.info["num_envs"], dict(dump.info, num_envs=None)
     if envs != 1:
         raise ValueError(f"squeeze: expected a single row of experience (A = 1), got A = {envs}.")
@@ -175,7 +152,7 @@ def read_vault(
     newest: int | None = None,
     squeeze: bool = False,
 ) -> Dump:
-    """The items of a flashbax Vault, in order of time.
+    """Returns the items of a flashbax Vault, in order of time.
 
     A vault has neither capacity nor priorities, and lacks whatever its writer missed.
 
@@ -194,23 +171,18 @@ def read_vault(
         FileNotFoundError: there is no vault.
         ModuleNotFoundError: flashbax or tensorstore is not installed.
     """
-    library = wording.require("flashbax.vault", "flashbax")
-    vault = _opened(library, files.absolute(path), example)
+    library, path = require("flashbax.vault", "flashbax"), absolute_path(path)
+    if not os.path.isfile(os.path.join(path, _METADATA)):
+        names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+        raise FileNotFoundError(
+            f"{path}: expected a vault, a folder with {_METADATA}, found {names[:5] or 'nothing'}."
+        )
+    parent, uid = os.path.split(path)
+    folder, name = os.path.split(parent)
+    with contextlib.redirect_stdout(io.StringIO()):  # flashbax prints
+        vault = library.Vault(name, example, rel_dir=folder, vault_uid=uid)
     rows = vault.vault_index if newest is None else min(newest, vault.vault_index)
     items = jax.tree.map(_time_first, vault.read(timesteps=rows).experience)
     envs = jax.tree.leaves(items)[0].shape[1]
     info = {"cursor": rows, "full": False, "num_envs": envs, "capacity": rows * envs}
     return _squeezed(Dump(items, info)) if squeeze else Dump(items, info)
-
-
-def _opened(library: Any, path: str, example: Item) -> Any:
-    """The vault, without what it says on the screen."""
-    if not os.path.isfile(os.path.join(path, _METADATA)):
-        inside = sorted(os.listdir(path)) if os.path.isdir(path) else []
-        raise FileNotFoundError(
-            f"{path}: expected a vault, a folder with {_METADATA}, found {inside[:5] or 'nothing'}."
-        )
-    parent, uid = os.path.split(path)
-    folder, name = os.path.split(parent)
-    with contextlib.redirect_stdout(io.StringIO()):
-        return library.Vault(name, example, rel_dir=folder, vault_uid=uid)

@@ -6,35 +6,33 @@ of time, environment after environment; the nested one the same bytes with the l
 trajectories; and the one of HDF5 a group for each trajectory.
 """
 
-import importlib
 import math
 import os
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrb._util.checks import MAX_EXPANSION
-from jrb._util.wording import escaped_errors
-from jrb.interop import torchrl_files as dump
+from jrb.authoring import MAX_EXPANSION, escaped_errors
+from jrb.interop import torchrl_files as files
 from jrb.interop.dump import Dump
-from jrb.interop.torchrl_files import Folder, Key, Leaves
+from jrb.interop.torchrl_files import DumpFolder, Leaves, damaged
 from jrb.interop.torchrl_write import write_torchrl
 from jrb.layouts import flat
 
 __all__ = ["read_torchrl", "write_torchrl"]
 
 _H5 = ("storage", "checkpoint.h5")
-_ONCE = tuple((name,) for name in ("reward", *dump.FLAGS))
+_ONCE = tuple((name,) for name in ("reward", *files.FLAGS))
 
 
-class Stored(NamedTuple):
-    """What lies in a storage, as it lies there.
+class StoredDump(NamedTuple):
+    """The arrays of a dump, as its layout has them.
 
     Attributes:
         layout: its name.
         leaves: arrays `[T, ...]` or `[T, E, ...]`; in compact layouts `[N, ...]` or `[N + K, ...]`.
         shape: T and the axes of the environments.
-        length: the items held.
+        length: the number of items.
         shift: in compact layouts, the row behind the newest one.
         full: in compact layouts, whether the rows were turned so that the oldest comes first.
     """
@@ -74,225 +72,167 @@ def read_torchrl(
         DamagedError: a file is shorter or longer than it should be, or not what it should be.
         ValueError: the dump holds something that has no arrays, or another dtype.
     """
-    folder = Folder(path)
-    stored = _read_h5(folder, max_expansion) if folder.has(*_H5) else _read_memmaps(folder)
-    _check_some(folder, stored)
+    folder = DumpFolder(path)
+    stored = _read_storage(folder, max_expansion)
+    storage, where = folder.path("storage"), folder.path("writer", "metadata.json")
+    if not any(leaf.size for leaf in stored.leaves.values()) or not all(stored.shape[:1] or (0,)):
+        # No file would say how many rows there are.
+        got = f"shape {stored.shape} and {['/'.join(key) for key in stored.leaves]}"
+        raise damaged(storage, "a row and a tensor with entries", got)
     writer = folder.json("writer", "metadata.json")
-    where = folder.path("writer", "metadata.json")
-    cursor = dump.whole(writer.get("cursor"), where, "cursor")
-    count = dump.whole(writer.get("write_count", cursor), where, "write_count")
-    rows, envs = _rows(folder, stored, count), math.prod(stored.shape[1:])
-    if cursor > stored.shape[0]:
-        raise dump.damaged(where, f"a cursor of at most {stored.shape[0]}", cursor)
-    if stored.layout == "default":
-        leaves = {key: _cut(leaf, stored, rows) for key, leaf in stored.leaves.items()}
-    else:
-        leaves = _unfolded(folder, stored, rows)
+    cursor = files.whole(writer.get("cursor"), where, "cursor")
+    count = files.whole(writer.get("write_count", cursor), where, "write_count")
+    time, envs, length = stored.shape[0], math.prod(stored.shape[1:]), stored.length
+    # The length counts items of all environments, but rows where the storage has but one axis, and
+    # what are taken for environments are axes of the items: then no fewer were written.
+    each = envs if length > time or count * envs == length else 1
+    rows = length // each
+    if length % each or rows > time or (stored.full and rows != time):
+        expected = f"a length for {time} rows of {envs} items{', all full' * stored.full}"
+        raise damaged(storage, expected, length)
+    if cursor > time:
+        raise damaged(where, f"a cursor of at most {time}", cursor)
     lead = (rows,) if len(stored.shape) == 1 else (rows, envs)
-    _check_bits(folder, leaves)
-    if squeeze:
-        leaves = {key: _squeezed(key, leaf, len(lead)) for key, leaf in leaves.items()}
+    if stored.layout == "default":
+        axes = len(stored.shape)
+        leaves = {
+            key: (leaf if axes < 3 else leaf.reshape(time, envs, *leaf.shape[axes:]))[:rows]
+            for key, leaf in stored.leaves.items()
+        }
+    else:
+        leaves = _unfolded(storage, stored, rows)
+    items: dict[str, Any] = {}
+    for key, leaf in leaves.items():
+        # No file says that bools are bools, and rows that were never written may hold anything.
+        if leaf.dtype == np.bool_ and (leaf.view(np.uint8) > 1).any():
+            expected = f"leaf '{'/'.join(key)}' with bytes that are 0 or 1"
+            raise damaged(storage, expected, "others")
+        is_one = key[key[:1] == ("next",) :] in _ONCE and leaf.shape[len(lead) :] == (1,)
+        inner = items
+        for name in key[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[key[-1]] = leaf[..., 0] if squeeze and is_one else leaf
     info: dict[str, Any] = {
-        "cursor": cursor % stored.shape[0],
-        "full": rows == stored.shape[0],
+        "cursor": cursor % time,
+        "full": rows == time,
         "num_envs": None if len(stored.shape) == 1 else envs,
         "capacity": math.prod(stored.shape),
         "layout": stored.layout,
         "write_count": count,
     }
-    return Dump(_nest(leaves), info | _read_priorities(folder, lead))
+    return Dump(items, info | _read_priorities(folder, lead))
 
 
-def _rows(folder: Folder, stored: Stored, count: int) -> int:
-    """The rows of time that hold items.
+def _read_storage(folder: DumpFolder, max_expansion: float) -> StoredDump:
+    """Reads the arrays, in whatever layout they are."""
+    if folder.has(*_H5):
+        layout, where = "h5", folder.file(*_H5)
+        about, leaves = files.read_h5(where, max_expansion)
+        length = files.whole(about["_len"], where, "_len")
+    else:
+        where = folder.path("storage", "storage_metadata.json")
+        metadata = folder.json("storage", "storage_metadata.json")
+        if metadata.get("is_pytree"):
+            raise ValueError(
+                f"{where}: expected a storage of TensorDicts, got one of other pytrees."
+            )
+        meta = folder.json("storage", "meta.json")
+        length = files.whole(metadata.get("len"), where, "len")
+        if any(files.kind_of(meta.get(name)) != "NonTensorData" for name in files.ABOUT):
+            shape = files.shape_of(meta.get("shape"), folder.path("storage", "meta.json"))
+            tensors = folder.tensors(("storage",), shape)
+            return StoredDump("default", {key: leaf for key, leaf, _ in tensors}, shape, length)
+        about = {
+            name: folder.json("storage", name, "meta.json").get("data") for name in files.ABOUT
+        }
+        where, tensors = folder.path("storage"), list(folder.tensors(("storage",), ()))
+        leaves = {key: leaf for key, leaf, _ in tensors}
+        layout = "nested" if any(ragged for _, _, ragged in tensors) else "flat"
+    shift: Any = about["shift"]
+    full, _, shape = (about[name] for name in files.ABOUT)
+    if not isinstance(full, bool):
+        raise damaged(where, "is_full to be true or false", full)
+    shape = files.shape_of([shape] if isinstance(shape, int) else shape, where)
+    sign = -1 if isinstance(shift, int) and shift < 0 else 1
+    shift = sign * files.whole(-shift if sign < 0 else shift, where, "shift")
+    return StoredDump(layout, leaves, shape, length, shift, full)
 
-    The length counts items of all environments, but rows where the storage has but one axis, and
-    what are taken for environments are axes of the items: then no fewer were written.
-    """
-    time, envs, length = stored.shape[0], math.prod(stored.shape[1:]), stored.length
-    every = envs if length > time or count * envs == length else 1
-    rows = length // every
-    if length % every or rows > time or (stored.full and rows != time):
-        expected = f"a length for {time} rows of {envs} items{', all full' * stored.full}"
-        raise dump.damaged(folder.path("storage"), expected, length)
-    return rows
 
-
-def _cut(leaf: np.ndarray, stored: Stored, rows: int) -> np.ndarray:
-    """The rows that hold items, all axes of environments as one."""
-    axes = len(stored.shape)
-    if axes > 2:
-        leaf = leaf.reshape(len(leaf), math.prod(leaf.shape[1:axes]), *leaf.shape[axes:])
-    return leaf[:rows]
-
-
-def _check_bits(folder: Folder, leaves: Leaves) -> None:
-    """Raises unless bools are: no file says so, and rows that were never written may hold any."""
+def _unfolded(where: str, stored: StoredDump, rows: int) -> Leaves:
+    """Returns the items `[T, ...]` or `[T, E, ...]` of a compact layout."""
+    leaves, shift = stored.leaves, stored.shift
+    time, envs, total = stored.shape[0], math.prod(stored.shape[1:]), math.prod(stored.shape)
+    done = leaves.get(("done",))
+    if done is None or done.size != total:
+        got = "none" if done is None else f"shape {done.shape}"
+        raise damaged(where, f"a leaf 'done' with {total} flags", got)
+    least = -time if stored.full else 1
+    if not least <= shift <= time:
+        raise damaged(where, f"a shift from {least} to {time}", shift)
+    # Behind the last row of each trajectory, and the newest row, an observation was added.
+    ends = (done.view(np.uint8) != 0 if done.dtype == np.bool_ else done != 0).reshape(-1, time)
+    ends[:, time - 1 if stored.full else shift - 1] = True
+    ends = ends.reshape(-1)
+    order = (np.arange(rows) - shift) % time if stored.full else np.arange(rows)
+    index = order[:, None] + time * np.arange(envs) if len(stored.shape) > 1 else order
+    place, items, more = flat.places(ends)[index], {}, total + int(ends.sum())
     for key, leaf in leaves.items():
-        if leaf.dtype == np.bool_ and (leaf.view(np.uint8) > 1).any():
-            expected = f"leaf '{'/'.join(key)}' with bytes that are 0 or 1"
-            raise dump.damaged(folder.path("storage"), expected, "others")
-
-
-def _squeezed(key: Key, leaf: np.ndarray, axes: int) -> np.ndarray:
-    one = key[key[:1] == ("next",) :] in _ONCE and leaf.shape[axes:] == (1,)
-    return leaf[..., 0] if one else leaf
-
-
-def _nest(leaves: Leaves) -> dict[str, Any]:
-    items: dict[str, Any] = {}
-    for key, leaf in leaves.items():
-        inner = items
-        for name in key[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[key[-1]] = leaf
+        has_next = len(leaf) == more
+        if not stored.full and not has_next:
+            # Rows that were never written may hold any flags. With one environment they are behind
+            # all that is read. With several, HDF5 lacks as many rows at the very end as
+            # environments end in one.
+            enough = len(leaf) > max(total, place.max(initial=-1) + 1)
+            last = ends[time - 1 :: time]
+            has_next = enough and (last.size == 1 or len(leaf) == more - last.sum())
+        if has_next:
+            items[key] = _rows(leaf, place)
+            items["next", *key] = _rows(leaf, np.minimum(place + 1, len(leaf) - 1))
+        elif len(leaf) != total:
+            expected = f"leaf '{'/'.join(key)}' with {total} rows, or {more} of an observation"
+            raise damaged(where, expected, len(leaf))
+        elif key not in _ONCE:
+            items[key] = _rows(leaf, index)
+        else:
+            items["next", *key] = _rows(leaf, index)
+            if key != ("reward",):
+                items[key] = np.zeros_like(items["next", *key])
     return items
 
 
-def _unfolded(folder: Folder, stored: Stored, rows: int) -> Leaves:
-    """The items `[T, ...]` or `[T, E, ...]` of a compact layout."""
-    where, leaves = folder.path("storage"), stored.leaves
-    time, envs, total = stored.shape[0], math.prod(stored.shape[1:]), math.prod(stored.shape)
-    ends = _ends(where, stored)
-    order = (np.arange(rows) - stored.shift) % time if stored.full else np.arange(rows)
-    index = order[:, None] + time * np.arange(envs) if len(stored.shape) > 1 else order
-    place, out = flat.places(ends)[index], {}
-    for key, leaf in leaves.items():
-        if _has_next(leaf, stored, ends, place):
-            out[key] = _taken(leaf, place)
-            out["next", *key] = _taken(leaf, np.minimum(place + 1, len(leaf) - 1))
-        elif len(leaf) != total:
-            more = f"{total + ends.sum()} of an observation"
-            expected = f"leaf '{'/'.join(key)}' with {total} rows, or {more}"
-            raise dump.damaged(where, expected, len(leaf))
-        elif key not in _ONCE:
-            out[key] = _taken(leaf, index)
-        else:
-            out["next", *key] = _taken(leaf, index)
-            if key != ("reward",):
-                out[key] = np.zeros_like(out["next", *key])
-    return out
-
-
-def _has_next(leaf: np.ndarray, stored: Stored, ends: np.ndarray, place: np.ndarray) -> bool:
-    """Whether a leaf has a row more behind every end.
-
-    Rows that were never written may hold any flags. With one environment they lie behind all that
-    is read. With several, HDF5 lacks as many rows at the very end as environments end in one.
-    """
-    rows, more = len(leaf), len(ends) + int(ends.sum())
-    if stored.full or rows == more:
-        return rows == more
-    enough = rows > max(len(ends), place.max(initial=-1) + 1)
-    last = ends[stored.shape[0] - 1 :: stored.shape[0]]
-    return enough and (last.size == 1 or rows == more - last.sum())
-
-
-def _ends(where: str, stored: Stored) -> np.ndarray:
-    """The rows behind which an observation was added, bool `[N]`."""
-    time, total = stored.shape[0], math.prod(stored.shape)
-    done = stored.leaves.get(("done",))
-    if done is None or done.size != total:
-        found = "none" if done is None else f"shape {done.shape}"
-        raise dump.damaged(where, f"a leaf 'done' with {total} flags", found)
-    least = -time if stored.full else 1
-    if not least <= stored.shift <= time:
-        raise dump.damaged(where, f"a shift from {least} to {time}", stored.shift)
-    ends = (done.view(np.uint8) != 0 if done.dtype == np.bool_ else done != 0).reshape(-1, time)
-    ends[:, time - 1 if stored.full else stored.shift - 1] = True
-    return ends.reshape(-1)
-
-
-def _taken(leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The rows of an index, without a copy where they lie in one piece."""
+def _rows(leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Returns rows, without a copy if they are consecutive."""
     if index.ndim == 1 and len(index) and (np.diff(index) == 1).all():
         return leaf[index[0] : index[0] + len(index)]
     return leaf[index]
 
 
-def _read_priorities(folder: Folder, lead: tuple[int, ...]) -> dict[str, Any]:
-    """What a prioritized sampler left, for the rows that hold items."""
-    name = ("sampler", "sampler_metadata.json")
+def _read_priorities(folder: DumpFolder, lead: tuple[int, ...]) -> dict[str, Any]:
+    """Reads what a prioritized sampler left, for the rows that hold items."""
+    name, size = ("sampler", "sampler_metadata.json"), math.prod(lead)
     about = folder.json(*name) if folder.has(*name) else {}
     if "_alpha" not in about:
         return {}
-    where = folder.path(*name)
-    capacity = dump.whole(about.get("_max_capacity"), where, "_max_capacity")
-    leaves = folder.array(("sampler", "sumtree.memmap"), (capacity,), np.dtype(np.float64))
-    if capacity < math.prod(lead):
-        raise dump.damaged(where, f"a _max_capacity of at least {math.prod(lead)}", capacity)
-    leaves = leaves[: math.prod(lead)].reshape(lead)
+    where, tree = folder.path(*name), ("sampler", "sumtree.memmap")
+    capacity = files.whole(about.get("_max_capacity"), where, "_max_capacity")
+    leaves = folder.array(tree, (capacity,), np.dtype(np.float64))
+    if capacity < size:
+        raise damaged(where, f"a _max_capacity of at least {size}", capacity)
+    leaves = leaves[:size].reshape(lead)
     if not (np.isfinite(leaves) & (leaves >= 0)).all():
-        where = folder.path("sampler", "sumtree.memmap")
-        raise dump.damaged(where, "finite leaves of at least 0", "others")
+        raise damaged(folder.path(*tree), "finite leaves of at least 0", "others")
     alpha, beta, eps = (
-        dump.number(about.get(key), where, key) for key in ("_alpha", "_beta", "_eps")
+        files.number(about.get(key), where, key) for key in ("_alpha", "_beta", "_eps")
     )
     highest = about.get("_max_priority")
     highest = highest[0] if isinstance(highest, list) and highest else highest
+    with np.errstate(over="ignore", under="ignore"):
+        raw = np.maximum(leaves ** (1 / alpha) - eps, 0.0) if alpha else np.ones(leaves.shape)
     return {
-        "priorities": _priorities(leaves, alpha, eps),
+        "priorities": raw,
         "leaves": leaves,
         "alpha": alpha,
         "beta": beta,
         "eps": eps,
-        "max_priority": 1.0 if highest is None else dump.number(highest, where, "_max_priority"),
+        "max_priority": 1.0 if highest is None else files.number(highest, where, "_max_priority"),
     }
-
-
-def _priorities(leaves: np.ndarray, alpha: float, eps: float) -> np.ndarray:
-    """The p of (p + eps)^alpha."""
-    if not alpha:
-        return np.ones(leaves.shape)
-    with np.errstate(over="ignore", under="ignore"):
-        return np.maximum(leaves ** (1 / alpha) - eps, 0.0)
-
-
-def _read_memmaps(folder: Folder) -> Stored:
-    """The layouts that are a file for each leaf."""
-    where = folder.path("storage", "storage_metadata.json")
-    about = folder.json("storage", "storage_metadata.json")
-    if about.get("is_pytree"):
-        raise ValueError(f"{where}: expected a storage of TensorDicts, got one of other pytrees.")
-    meta = folder.json("storage", "meta.json")
-    length = dump.whole(about.get("len"), where, "len")
-    if all(dump.kind(meta.get(name)) == "NonTensorData" for name in dump.ABOUT):
-        value = lambda name: folder.json("storage", name, "meta.json").get("data")
-        return _read_compact(folder, {name: value(name) for name in dump.ABOUT}, length)
-    shape = dump.shape_of(meta.get("shape"), folder.path("storage", "meta.json"))
-    found = dump.tensors(folder, ("storage",), shape)
-    return Stored("default", {key: leaf for key, leaf, _ in found}, shape, length)
-
-
-def _read_compact(folder: Folder, about: dict[str, Any], length: int) -> Stored:
-    """The flat layout, and the nested one."""
-    leaves, nested = {}, False
-    for key, leaf, ragged in dump.tensors(folder, ("storage",), ()):
-        leaves[key], nested = leaf, nested or ragged
-    layout = "nested" if nested else "flat"
-    return _compact(layout, leaves, folder.path("storage"), about, length)
-
-
-def _read_h5(folder: Folder, max_expansion: float) -> Stored:
-    """The layout of HDF5."""
-    where = folder.file(*_H5)
-    about, leaves = importlib.import_module("jrb.interop.torchrl_h5").read_h5(where, max_expansion)
-    return _compact("h5", leaves, where, about, dump.whole(about["_len"], where, "_len"))
-
-
-def _compact(layout: str, leaves: Leaves, where: str, about: dict[str, Any], length: int) -> Stored:
-    full, shift, shape = (about[name] for name in dump.ABOUT)
-    sign = -1 if isinstance(shift, int) and shift < 0 else 1
-    if not isinstance(full, bool):
-        raise dump.damaged(where, "is_full to be true or false", full)
-    shape = dump.shape_of([shape] if isinstance(shape, int) else shape, where)
-    whole = dump.whole(sign * shift if sign < 0 else shift, where, "shift")
-    return Stored(layout, leaves, shape, length, sign * whole, full)
-
-
-def _check_some(folder: Folder, stored: Stored) -> None:
-    """Raises where no file would say how many rows there are."""
-    some = any(leaf.size for leaf in stored.leaves.values())
-    if not some or not stored.shape or not stored.shape[0]:
-        got = f"shape {stored.shape} and {['/'.join(key) for key in stored.leaves]}"
-        raise dump.damaged(folder.path("storage"), "a row and a tensor with entries", got)

@@ -1,43 +1,33 @@
-"""The files of TorchRL's dumps: their names, and arrays out of them by name.
+"""The files of TorchRL's dumps, and arrays out of them by name; HDF5 too.
 
 N rows, K trajectories. Nothing is unpickled, no file outside the dump is opened, and no size is
 believed before the file is as long as that.
 """
 
+import importlib
 import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._store import files
 from jrb._store.errors import DamagedError
+from jrb.authoring import ExpansionLimit, absolute_path
 
 Key = tuple[str, ...]
 Leaves = dict[Key, np.ndarray]
 
-DTYPES = {
-    "bool": jnp.bool_,
-    "uint8": jnp.uint8,
-    "uint16": jnp.uint16,
-    "uint32": jnp.uint32,
-    "uint64": jnp.uint64,
-    "int8": jnp.int8,
-    "int16": jnp.int16,
-    "int32": jnp.int32,
-    "int64": jnp.int64,
-    "float16": jnp.float16,
-    "bfloat16": jnp.bfloat16,
-    "float32": jnp.float32,
-    "float64": jnp.float64,
-    "float8_e4m3fn": jnp.float8_e4m3fn,
-    "float8_e5m2": jnp.float8_e5m2,
-    "complex64": jnp.complex64,
-    "complex128": jnp.complex128,
+DTYPES: dict[str, Any] = {
+    name: getattr(jnp, "bool_" if name == "bool" else name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+        *("complex64", "complex128"),
+    )
 }
 """The dtypes that both sides have, by the names of both."""
 
@@ -49,30 +39,55 @@ ABOUT = ("is_full", "shift", "_storage_shape")
 
 _UNSAFE = frozenset('/<>:"|?*\\ %\x7f') | frozenset(map(chr, range(32)))
 _MOST_JSON = 64 << 20
+_MOST_RATIO = 1032  # that a filter of HDF5 can pack
 
 
 def file_name(key: str) -> str:
-    """The name of a file for a key, without its ending."""
+    """Returns the name of a file for a key, without its ending."""
     if key in ("", ".", ".."):
         return "%2E" * len(key) or "%"
     return "".join(f"%{ord(char):02X}" if char in _UNSAFE else char for char in key)
 
 
-class Folder:
+def damaged(where: str, expected: str, got: object) -> DamagedError:
+    """Returns the error for a file that is not what it should be."""
+    return DamagedError(f"{where}: expected {expected}, found {got}.")
+
+
+def whole(value: Any, where: str, name: str) -> int:
+    """Returns a whole number of at least 0 out of a file."""
+    if number(value, where, name) != int(value) or value >= 2**63:
+        raise damaged(where, f"{name} to be a whole number", value)
+    return int(value)
+
+
+def number(value: object, where: str, name: str) -> float:
+    """Returns a number of at least 0 out of a file."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**128:
+        raise damaged(where, f"{name} to be a finite number of at least 0", value)
+    return float(value)
+
+
+def shape_of(value: object, where: str) -> tuple[int, ...]:
+    """Returns a shape out of a file."""
+    if not isinstance(value, list) or len(value) > 32:
+        raise damaged(where, "a shape of at most 32 axes", value)
+    return tuple(whole(size, where, "a size") for size in value)
+
+
+class DumpFolder:
     """A dump, out of which no name leads."""
 
-    root: str
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.root = os.path.realpath(files.absolute(path))
+        self.root: str = os.path.realpath(absolute_path(path))
         if not os.path.isdir(self.root):
             raise FileNotFoundError(f"{self.root}: expected a dump, found no folder there.")
 
     def path(self, *names: str) -> str:
-        """The path of a file, which need not be there.
+        """Returns the path of a file, which need not exist.
 
         Raises:
-            ValueError: a name leads elsewhere, by itself or by a link.
+            ValueError: a name leads out of the dump, itself or by a link.
         """
         path = os.path.join(self.root, *names)
         plain = all(name not in ("", ".", "..") and not {"/", "\0"} & {*name} for name in names)
@@ -81,11 +96,11 @@ class Folder:
         return path
 
     def has(self, *names: str) -> bool:
-        """Whether there is such a file."""
+        """Returns whether there is such a file."""
         return os.path.lexists(self.path(*names))
 
     def name(self, names: Key, key: str, ending: str = "") -> str:
-        """The name of a key's file or folder; earlier versions did not encode it."""
+        """Returns the name of a key's file or folder, which earlier versions did not encode."""
         name = file_name(key) + ending
         plain = key not in ("", ".", "..") and not {"/", "\\", "\0"} & {*key}
         if plain and not self.has(*names, name) and self.has(*names, key + ending):
@@ -93,7 +108,7 @@ class Folder:
         return name
 
     def file(self, *names: str) -> str:
-        """The path of a plain file, which is there."""
+        """Returns the path of a plain file, which exists."""
         path = self.path(*names)
         if not os.path.lexists(path):
             raise FileNotFoundError(f"{path}: expected a file of the dump, found none.")
@@ -102,20 +117,21 @@ class Folder:
         return path
 
     def json(self, *names: str) -> dict[str, Any]:
-        """What a file of JSON holds."""
+        """Reads a JSON object."""
         path = self.file(*names)
         if os.path.getsize(path) > _MOST_JSON:
             raise damaged(path, f"at most {_MOST_JSON} bytes of JSON", os.path.getsize(path))
         try:
-            found = json.loads(files.read_all(path))
+            with open(path, "rb") as file:
+                value = json.load(file)
         except (ValueError, RecursionError) as error:
             raise damaged(path, "JSON", error) from error
-        if not isinstance(found, dict):
-            raise damaged(path, "a JSON object", type(found).__name__)
-        return found
+        if not isinstance(value, dict):
+            raise damaged(path, "a JSON object", type(value).__name__)
+        return value
 
     def array(self, names: Key, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """A file as an array that is only read; without entries it has none."""
+        """Maps a file as a read-only array; an array without entries has no file."""
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return np.zeros(shape, dtype)
@@ -125,103 +141,131 @@ class Folder:
             raise damaged(path, what, f"{os.path.getsize(path)} bytes")
         return np.asarray(np.memmap(path, dtype, "r", shape=shape))
 
+    def tensors(self, names: Key, lead: tuple[int, ...]) -> Iterator[tuple[Key, np.ndarray, bool]]:
+        """Yields key, array, and whether it is one of trajectories, of all tensors of a folder.
 
-def tensors(
-    folder: Folder, names: Key, lead: tuple[int, ...]
-) -> Iterator[tuple[Key, np.ndarray, bool]]:
-    """Key, array, and whether it is one of trajectories, of all tensors under a folder.
+        Args:
+            names: the folder within the dump.
+            lead: the leading axes that all must have, or () for `[N]` of any length; then those of
+                trajectories are joined.
 
-    Args:
-        folder: the dump.
-        names: the folder within it.
-        lead: the leading axes that all must have, or () for `[N]` of any length; then those of
-            trajectories are joined.
+        Raises:
+            ValueError: something that has no array.
+        """
+        where = self.path(*names, "meta.json")
+        for key, entry in self.json(*names, "meta.json").items():
+            kind = kind_of(entry)
+            if kind == "TensorDict":
+                for inner, leaf, ragged in self.tensors((*names, self.name(names, key)), lead):
+                    yield (key, *inner), leaf, ragged
+            elif kind == "tensor":
+                leaf, ragged = self._tensor(names, key, entry, where)
+                if leaf.shape[: len(lead)] != lead or not leaf.ndim or (ragged and lead):
+                    expected = f"leaf '{key}' with leading axes {lead or '[N]'}"
+                    raise damaged(where, expected, f"shape {leaf.shape}")
+                yield (key,), leaf, ragged
+            elif kind not in (None, "NonTensorData", "NonTensorStack"):
+                raise ValueError(
+                    f"{where}: expected tensors and TensorDicts, got '{key}', a {kind}."
+                )
 
-    Raises:
-        ValueError: something that has no array.
-    """
-    where = folder.path(*names, "meta.json")
-    for key, entry in folder.json(*names, "meta.json").items():
-        what = kind(entry)
-        if what == "TensorDict":
-            for inner, leaf, ragged in tensors(folder, (*names, folder.name(names, key)), lead):
-                yield (key, *inner), leaf, ragged
-        elif what == "tensor":
-            leaf, ragged = _tensor(folder, names, key, entry)
-            if leaf.shape[: len(lead)] != lead or not leaf.ndim or (ragged and lead):
-                expected = f"leaf '{key}' with leading axes {lead or '[N]'}"
-                raise damaged(where, expected, f"shape {leaf.shape}")
-            yield (key,), leaf, ragged
-        elif what not in (None, "NonTensorData", "NonTensorStack"):
-            raise ValueError(f"{where}: expected tensors and TensorDicts, got '{key}', a {what}.")
+    def _tensor(
+        self, names: Key, key: str, entry: dict[str, Any], where: str
+    ) -> tuple[np.ndarray, bool]:
+        shape, name = shape_of(entry.get("shape"), where), str(entry.get("dtype"))
+        if name.removeprefix("torch.") not in DTYPES:
+            raise ValueError(
+                f"{where}: leaf '{key}': expected a dtype out of {list(DTYPES)}, got {name}."
+            )
+        dtype, ragged = np.dtype(DTYPES[name.removeprefix("torch.")]), bool(entry.get("is_nested"))
+        place = (*names, self.name(names, key, ".memmap"))
+        if ragged:
+            # Trajectories one after the other, whose shapes another file has.
+            if len(shape) != 2 or 0 in shape:
+                raise damaged(where, f"'{key}': the shape of shapes", shape)
+            at = (*names, self.name(names, key, ".shape.memmap"))
+            shapes = self.array(at, shape, np.dtype(np.int64))
+            if (shapes < 0).any() or (shapes[:, 1:] != shapes[0, 1:]).any():
+                raise damaged(self.path(*at), "shapes that differ in time alone", "others")
+            rows, inner = sum(shapes[:, 0].tolist()), shapes[0, 1:].tolist()
+            path, width = self.path(*place), math.prod(inner) * dtype.itemsize
+            more = os.path.getsize(path) // width - rows if width and os.path.isfile(path) else 0
+            # TorchRL counts a row too few of those that end in the last row without being written.
+            shape = (rows + more if 0 < more <= len(shapes) else rows, *inner)
+        return self.array(place, shape, dtype), ragged
 
 
-def kind(entry: Any) -> str | None:
-    """What an entry of a `meta.json` stands for; None for what is no entry."""
-    if not isinstance(entry, Mapping):
+def kind_of(entry: Any) -> str | None:
+    """Returns the kind of an entry of a `meta.json`; None if it is no entry."""
+    if not isinstance(entry, dict):
         return None
-    what = entry.get("type")
-    return str(what) if what is not None else "tensor" if "dtype" in entry else None
+    kind = entry.get("type")
+    return str(kind) if kind is not None else "tensor" if "dtype" in entry else None
 
 
-def _tensor(
-    folder: Folder, names: Key, key: str, entry: Mapping[str, Any]
-) -> tuple[np.ndarray, bool]:
-    where = folder.path(*names, "meta.json")
-    shape, dtype = shape_of(entry.get("shape"), where), str(entry.get("dtype"))
-    known = DTYPES.get(dtype.removeprefix("torch."))
-    if known is None:
-        raise ValueError(
-            f"{where}: leaf '{key}': expected a dtype out of {list(DTYPES)}, got {dtype}."
-        )
-    ragged = bool(entry.get("is_nested"))
-    if ragged:
-        shape = _joint_shape(folder, names, key, shape, np.dtype(known))
-    place = (*names, folder.name(names, key, ".memmap"))
-    return folder.array(place, shape, np.dtype(known)), ragged
+# Dumps in HDF5.
 
 
-def _joint_shape(
-    folder: Folder, names: Key, key: str, shape: tuple[int, ...], dtype: np.dtype
-) -> tuple[int, ...]:
-    """The shape of all trajectories one after the other, whose shapes a file tells.
+def read_h5(path: str, max_expansion: float) -> tuple[dict[str, Any], Leaves]:
+    """Reads what a dump says about itself, and its leaves `[N, ...]` or `[N + K, ...]`."""
+    h5py = importlib.import_module("h5py")  # which is slow to import
+    limit = ExpansionLimit(path, [path], max_expansion)
 
-    TorchRL counts a row too few of those that end in the last row of time without being written.
-    """
-    place = (*names, folder.name(names, key, ".shape.memmap"))
-    if len(shape) != 2 or 0 in shape:
-        raise damaged(folder.path(*names, "meta.json"), f"'{key}': the shape of shapes", shape)
-    shapes = folder.array(place, shape, np.dtype(np.int64))
-    if (shapes < 0).any() or (shapes[:, 1:] != shapes[0, 1:]).any():
-        raise damaged(folder.path(*place), "shapes that differ in time alone", "others")
-    rows, inner = sum(shapes[:, 0].tolist()), shapes[0, 1:].tolist()
-    path = folder.path(*names, folder.name(names, key, ".memmap"))
-    width = math.prod(inner) * dtype.itemsize
-    more = os.path.getsize(path) // width - rows if width and os.path.isfile(path) else 0
-    return (rows + more if 0 < more <= len(shapes) else rows, *inner)
+    def member(group: Any, name: str) -> Any:
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise damaged(path, f"'{name}' in {group.name} itself", "nothing, or a link")
+        return group[name]
 
+    def array(dataset: Any) -> np.ndarray:
+        """Reads a dataset, if its file can hold as much."""
+        size = math.prod(dataset.shape) * dataset.dtype.itemsize
+        if dataset.external or dataset.is_virtual:
+            raise damaged(path, f"the data of {dataset.name} in this file", "them elsewhere")
+        stored = dataset.id.get_storage_size()
+        filters = dataset.id.get_create_plist().get_nfilters()
+        end = (dataset.id.get_offset() or 0) + stored
+        if size > stored * _MOST_RATIO**filters or end > os.path.getsize(path):
+            raise damaged(path, f"{size} bytes of {dataset.name}", f"{stored} bytes")
+        limit.add(size)
+        return np.asarray(dataset[()])
 
-def damaged(where: str, expected: str, found: object) -> DamagedError:
-    """The error for a file that is not what it should be."""
-    return DamagedError(f"{where}: expected {expected}, found {found}.")
+    seen: set[Any] = set()
 
+    def datasets(group: Any) -> Iterator[tuple[Key, np.ndarray]]:
+        """Yields all datasets under a group; those that hold no numbers are passed over."""
+        if group in seen or not isinstance(group, h5py.Group):
+            raise damaged(path, f"{group.name} to be a group of its own", group)
+        seen.add(group)
+        for name in map(str, group):
+            entry = member(group, name)
+            if not isinstance(entry, h5py.Dataset):
+                yield from (((name, *key), leaf) for key, leaf in datasets(entry))
+            elif entry.dtype.kind in "biufc" and entry.shape is not None:
+                yield (name,), array(entry)
 
-def whole(value: Any, where: str, name: str) -> int:
-    """A whole number of at least 0 out of a file."""
-    if number(value, where, name) != int(value) or value >= 2**63:
-        raise damaged(where, f"{name} to be a whole number", value)
-    return int(value)
-
-
-def number(value: object, where: str, name: str) -> float:
-    """A number of at least 0 out of a file."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**128:
-        raise damaged(where, f"{name} to be a finite number of at least 0", value)
-    return float(value)
-
-
-def shape_of(value: object, where: str) -> tuple[int, ...]:
-    """A shape out of a file."""
-    if not isinstance(value, list) or len(value) > 32:
-        raise damaged(where, "a shape of at most 32 axes", value)
-    return tuple(whole(size, where, "a size") for size in value)
+    about: dict[str, Any] = {}
+    leaves: dict[Key, list[np.ndarray]] = {}
+    try:
+        with h5py.File(path, "r") as file:
+            for name in (*ABOUT, "_len"):
+                value = member(file, name)
+                shape = value.shape if isinstance(value, h5py.Dataset) else None
+                if shape is None or math.prod(shape) > 32:
+                    raise damaged(path, f"'{name}': a number or a few", value)
+                about[name] = array(value).tolist()
+            groups = [name for name in map(str, file) if name.startswith("traj_")]
+            groups = [name for name in groups if name[5:].isdecimal()]
+            groups.sort(key=lambda name: int(name[5:]))
+            if [int(name[5:]) for name in groups] != list(range(len(groups))):
+                raise damaged(path, "trajectories from 0 on, each once", groups[:8])
+            for place, name in enumerate(groups):
+                for key, leaf in datasets(member(file, name)):
+                    parts = leaves.setdefault(key, [])
+                    parts.append(leaf)
+                    same = leaf.ndim and leaf.shape[1:] == parts[0].shape[1:]
+                    if len(parts) != place + 1 or not same:
+                        expected = f"'{'/'.join(key)}' in every trajectory, with rows of one shape"
+                        raise damaged(path, expected, f"{leaf.shape} in {name}")
+            return about, {key: np.concatenate(parts) for key, parts in leaves.items()}
+    except (OSError, RuntimeError, KeyError, TypeError) as error:
+        raise damaged(path, "a dump in HDF5", error) from error

@@ -1,40 +1,35 @@
 """Dumps that TorchRL's replay buffers load, written without TorchRL.
 
 N capacity, E environments, T rows of time, K ends of trajectories. A dump is a folder with the
-tensors of the storage, one headerless file each, beside JSON that tells their names, shapes and
-dtypes.
+tensors of the storage, one headerless file each, and JSON with their names, shapes and dtypes.
 """
 
 import json
 import os
 import tempfile
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import memory
-from jrb._store import files
-from jrb._util import checks, pytree
-from jrb._util.pytree import Leaf
-from jrb._util.wording import escaped_errors
+from jrb.authoring import Folder, absolute_path, checks, escaped_errors, tree_nbytes
 from jrb.buffer import ReplayBuffer
-from jrb.interop import torchrl_files as dump
+from jrb.interop.torchrl_files import ABOUT, DTYPES, FLAGS, file_name
 from jrb.layouts import chain, flat, names
 from jrb.layouts.names import Leaves
 from jrb.migrate import pieces
 from jrb.samplers import Prioritized
 from jrb.state import BufferState
 
-_RESERVED = ("shape", "device", "_type", *dump.ABOUT)
+_RESERVED = ("shape", "device", "_type", *ABOUT)
 _TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 _NON_TENSOR = "<class 'tensordict.tensorclass.NonTensorData'>"
 _NOTHING = float(np.finfo(np.float32).max)  # the leaf of an empty slot in the tree of minima
 
 
-class Rows(NamedTuple):
-    """Which rows of the ring are written, and where they go.
+class DumpRows(NamedTuple):
+    """The rows of the ring that are written, and where they go.
 
     Attributes:
         order: int64, the rows of the ring in the order of the dump's storage.
@@ -58,15 +53,15 @@ def write_torchrl(
     The items are written as they are. TorchRL's collectors give rewards and flags a trailing axis
     of size 1, and flags at the root too: where a TorchRL buffer is to go on with such data, store
     them so. With E environments the storage has the axes (T, E), for `ndim=2`. The priorities of a
-    `Prioritized` sampler go along; other samplers leave nothing.
+    `Prioritized` sampler are written too; other samplers leave nothing.
 
     Args:
-        path: of a folder, which is not there yet or is empty.
+        path: of a folder, which does not exist yet or is empty.
         buffer: the description; its items are nested dicts.
         state: its state. It is only read.
-        layout: "default" for what TorchRL's tensor storages load unless told otherwise, or "flat"
-            for its `FlatStorageCheckpointer`, which has each observation once, and which gives
-            flags at the root back as zeros.
+        layout: "default" for what TorchRL's tensor storages load by default, or "flat" for its
+            `FlatStorageCheckpointer`, which has each observation once, and which gives flags at
+            the root back as zeros.
 
     Raises:
         TypeError: the items are no nested dicts.
@@ -80,26 +75,36 @@ def write_torchrl(
             f"write_torchrl: expected a ReplayBuffer, got {type(buffer).__name__}. The order is "
             "write_torchrl(path, buffer, state)."
         )
-    target = os.path.realpath(files.absolute(path))
-    _check_target(target)
-    rows = _rows(buffer, state)
-    leaves = _gathered(buffer, state, rows)
-    files.make_folder(os.path.dirname(target))
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(target), prefix=".jrb-") as beside:
-        folder = os.path.join(beside, "dump")
-        _write(folder, buffer, state, leaves, rows, layout)
-        files.replace(folder, target)
-
-
-def _check_target(target: str) -> None:
+    target = os.path.realpath(absolute_path(path))
     if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
         raise ValueError(
             f"{target}: expected nothing there, or an empty folder, found something else. Write to "
             "another path."
         )
+    rows, ring = _rows(buffer, state), buffer.ring
+    leaves = _gather(buffer, state, rows)
+    shape = (ring.rows,) if buffer.num_envs is None else (ring.rows, ring.envs)
+    about: dict[str, Any] = {}
+    if layout == "flat":
+        (leaves, about), shape = _flat(leaves, shape, rows), ()
+    parent = os.path.dirname(target)
+    os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".jrb-") as temporary:
+        folder = Folder(temporary)
+        _write_tensors(folder, "dump/storage", names.nest(leaves), shape, about)
+        storage = {"metadata": {}, "is_pytree": False, "len": len(rows.order) * ring.envs}
+        _write_json(folder, "dump/storage/storage_metadata.json", storage)
+        writer = {"cursor": rows.cursor, "write_count": rows.written}
+        _write_json(folder, "dump/writer/metadata.json", writer)
+        metadata = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
+        _write_json(folder, "dump/buffer_metadata.json", metadata)
+        if isinstance(buffer.sampler, Prioritized):
+            _write_priorities(folder, buffer, state, rows)
+        os.replace(os.path.join(temporary, "dump"), target)
+        Folder(parent).sync()
 
 
-def _rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
+def _rows(buffer: ReplayBuffer, state: BufferState) -> DumpRows:
     """In a full ring every row keeps its place; others begin with the oldest one."""
     ring = buffer.ring
     checks.together("write_torchrl", buffer.writer)
@@ -112,110 +117,83 @@ def _rows(buffer: ReplayBuffer, state: BufferState) -> Rows:
         )
     if count == ring.rows:
         lap = int(getattr(state.writer, "lap", 1))
-        return Rows(np.arange(count), first, max(lap, 1) * count + first, True)
-    return Rows((first + np.arange(count)) % ring.rows, count, count, False)
-
-
-def _gathered(buffer: ReplayBuffer, state: BufferState, rows: Rows) -> Leaves:
-    """The items `[T, ...]` or `[T, E, ...]` of the whole capacity, zeros where nothing is."""
-    ring, spec = buffer.ring, buffer.stored(state)
-    lead = (ring.rows,) if buffer.num_envs is None else (ring.rows, ring.envs)
-    out = {}
-    for name, leaf in names.flatten(spec, "write_torchrl").items():
-        _check_leaf(name, leaf)
-        out[name] = np.zeros((*lead, *leaf.shape), leaf.dtype)
-    start = 0
-    for piece in pieces(rows.order, pytree.nbytes(spec) * ring.envs):
-        slots = _slots(buffer, piece).astype(np.int32).reshape(len(piece), *lead[1:])
-        items = buffer.take(state, jnp.asarray(slots))
-        for name, leaf in names.flatten(items, "write_torchrl").items():
-            out[name][start : start + len(piece)] = jax.device_get(leaf)
-        start += len(piece)
-    return out
+        return DumpRows(np.arange(count), first, max(lap, 1) * count + first, True)
+    return DumpRows((first + np.arange(count)) % ring.rows, count, count, False)
 
 
 def _slots(buffer: ReplayBuffer, rows: np.ndarray) -> np.ndarray:
-    """The slots of rows of the ring, `[T, E]`."""
+    """Returns the slots of rows of the ring, `[T, E]`."""
     return rows[:, None] * buffer.ring.envs + np.arange(buffer.ring.envs)
 
 
-def _check_leaf(name: str, leaf: Leaf) -> None:
-    if str(leaf.dtype) not in dump.DTYPES:
-        raise ValueError(
-            f"leaf '{name}': expected a dtype that TorchRL has, got {leaf.dtype}. Store it as "
-            "another one, keys as jax.random.key_data."
-        )
-    for key in name.split("/"):
-        if key in _RESERVED:
-            raise ValueError(f"leaf '{name}': TorchRL's files use the name '{key}'. Rename yours.")
-
-
-def _write(
-    folder: str,
-    buffer: ReplayBuffer,
-    state: BufferState,
-    leaves: Leaves,
-    rows: Rows,
-    layout: str,
-) -> None:
-    ring = buffer.ring
-    shape = (ring.rows,) if buffer.num_envs is None else (ring.rows, ring.envs)
-    storage = os.path.join(folder, "storage")
-    if layout == "flat":
-        leaves, about = _flat(leaves, shape, rows)
-        _write_tensors(storage, names.nest(leaves), (), about)
-    else:
-        _write_tensors(storage, names.nest(leaves), shape, {})
-    about = {"metadata": {}, "is_pytree": False, "len": len(rows.order) * ring.envs}
-    _write_json(about, storage, "storage_metadata.json")
-    about = {"cursor": rows.cursor, "write_count": rows.written}
-    _write_json(about, folder, "writer", "metadata.json")
-    about = {"batch_size": buffer.batch_size, "consume_after_n_samples": None}
-    _write_json(about, folder, "buffer_metadata.json")
-    if isinstance(buffer.sampler, Prioritized):
-        _write_priorities(os.path.join(folder, "sampler"), buffer, state, rows)
+def _gather(buffer: ReplayBuffer, state: BufferState, rows: DumpRows) -> Leaves:
+    """Reads items `[T, ...]` or `[T, E, ...]` of the whole capacity, zeros where nothing is."""
+    ring, spec = buffer.ring, buffer.stored(state)
+    lead = (ring.rows,) if buffer.num_envs is None else (ring.rows, ring.envs)
+    leaves: Leaves = {}
+    for name, leaf in names.flatten(spec, "write_torchrl").items():
+        if str(leaf.dtype) not in DTYPES:
+            raise ValueError(
+                f"leaf '{name}': expected a dtype that TorchRL has, got {leaf.dtype}. Store it as "
+                "another one, keys as jax.random.key_data."
+            )
+        for key in name.split("/"):
+            if key in _RESERVED:
+                raise ValueError(
+                    f"leaf '{name}': TorchRL's files use the name '{key}'. Rename yours."
+                )
+        leaves[name] = np.zeros((*lead, *leaf.shape), leaf.dtype)
+    start = 0
+    for piece in pieces(rows.order, tree_nbytes(spec) * ring.envs):
+        slots = _slots(buffer, piece).astype(np.int32).reshape(len(piece), *lead[1:])
+        items = buffer.take(state, jnp.asarray(slots))
+        for name, leaf in names.flatten(items, "write_torchrl").items():
+            leaves[name][start : start + len(piece)] = jax.device_get(leaf)
+        start += len(piece)
+    return leaves
 
 
 def _write_tensors(
-    folder: str, items: dict[str, Any], shape: tuple[int, ...], about: dict[str, Any]
+    folder: Folder, name: str, items: dict[str, Any], shape: tuple[int, ...], about: dict[str, Any]
 ) -> None:
-    """A dict of arrays as a folder; `about` holds further entries that are no tensors."""
-    files.make_folder(folder)
-    meta: dict[str, Any] = {name: {"type": "NonTensorData"} for name in about}
-    for name, value in about.items():
+    """Writes a dict of arrays as a folder; `about` has further entries that are no tensors."""
+    folder.make(name)
+    meta: dict[str, Any] = {key: {"type": "NonTensorData"} for key in about}
+    for key, value in about.items():
         entry = {"_type": _NON_TENSOR, "data": value, "_is_non_tensor": True, "_metadata": None}
-        _write_json(entry, folder, name, "meta.json")
+        _write_json(folder, f"{name}/{key}/meta.json", entry)
     for key, entry in items.items():
+        file = f"{name}/{file_name(key)}"
         if isinstance(entry, dict):
-            _write_tensors(os.path.join(folder, dump.file_name(key)), entry, shape, {})
+            _write_tensors(folder, file, entry, shape, {})
             meta[key] = {"type": "TensorDict"}
             continue
-        dtype = f"torch.{entry.dtype}"
-        meta[key] = {
-            "device": "cpu",
-            "shape": list(entry.shape),
-            "dtype": dtype,
-            "is_nested": False,
-        }
+        dtype, size = f"torch.{entry.dtype}", list(entry.shape)
+        meta[key] = {"device": "cpu", "shape": size, "dtype": dtype, "is_nested": False}
         if entry.size:
-            path = os.path.join(folder, f"{dump.file_name(key)}.memmap")
-            files.write_new(path, [memory.view(entry)])
-    _write_json({**meta, "shape": list(shape), "device": "cpu", "_type": _TENSORDICT}, folder)
+            folder.write_new(f"{file}.memmap", [_bytes(entry)])
+    meta |= {"shape": list(shape), "device": "cpu", "_type": _TENSORDICT}
+    _write_json(folder, f"{name}/meta.json", meta)
 
 
-def _write_json(about: dict[str, Any], *path: str) -> None:
-    """JSON at a path, by default as `meta.json` in a folder."""
-    path = path if len(path) > 1 else (*path, "meta.json")
-    files.make_folder(os.path.join(*path[:-1]))
-    files.write_new(os.path.join(*path), [json.dumps(about).encode()])
+def _bytes(array: np.ndarray) -> memoryview:
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(flat)
 
 
-def _write_priorities(folder: str, buffer: ReplayBuffer, state: BufferState, rows: Rows) -> None:
-    """The leaves of both trees in the order of the storage, float64 `[N]`."""
+def _write_json(folder: Folder, name: str, value: dict[str, Any]) -> None:
+    folder.make(os.path.dirname(name))
+    folder.write_new(name, [json.dumps(value).encode()])
+
+
+def _write_priorities(
+    folder: Folder, buffer: ReplayBuffer, state: BufferState, rows: DumpRows
+) -> None:
+    """Writes the leaves of both trees in the order of the storage, float64 `[N]`."""
+    sampler: Any = buffer.sampler
     slots = _slots(buffer, rows.order).reshape(-1)
     raw = np.full(buffer.capacity, -1.0)
-    raw[: len(slots)] = np.asarray(state.sampler.raw, np.float64)[slots]
-    sampler = cast(Prioritized, buffer.sampler)
+    raw[: len(slots)] = np.asarray(buffer.priorities(state), np.float64)[slots]
     alpha, eps = float(state.sampler.alpha), sampler.eps
     masses = np.where(raw < 0, 0.0, (np.maximum(raw, 0.0) + eps) ** alpha)
     about = {
@@ -226,39 +204,21 @@ def _write_priorities(folder: str, buffer: ReplayBuffer, state: BufferState, row
         "_max_capacity": float(buffer.capacity),
         "_schema_version": 1,
     }
-    _write_json(about, folder, "sampler_metadata.json")
-    for name, tree in (("sumtree", masses), ("mintree", np.where(raw < 0, _NOTHING, masses))):
-        files.write_new(os.path.join(folder, f"{name}.memmap"), [memory.view(tree)])
+    _write_json(folder, "dump/sampler/sampler_metadata.json", about)
+    minima = np.where(raw < 0, _NOTHING, masses)
+    folder.write_new("dump/sampler/sumtree.memmap", [_bytes(masses)])
+    folder.write_new("dump/sampler/mintree.memmap", [_bytes(minima)])
 
 
-def _flat(leaves: Leaves, shape: tuple[int, ...], rows: Rows) -> tuple[Leaves, dict[str, Any]]:
-    """Every observation once: leaves `[N, ...]`, those of the next row `[N + K, ...]`.
+def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leaves, dict[str, Any]]:
+    """Returns every observation once: leaves `[N, ...]`, those of the next row `[N + K, ...]`.
 
     Args:
         leaves: `[T, ...]` or `[T, E, ...]`.
         shape: (T,) or (T, E).
         rows: which of them hold items.
     """
-    _check_flags(leaves)
-    turn = rows.cursor if rows.full else 0
-    leaves = {name: _by_env(leaf, len(shape), turn) for name, leaf in leaves.items()}
-    ends = _ends(leaves["next/done"], rows)
-    out = {}
-    for name, leaf in leaves.items():
-        if not name.startswith("next/"):
-            after = leaves.get("next/" + name)
-            out[name] = _joined(leaf) if after is None else _shared(name, leaf, after, ends, rows)
-    for name in ("reward", *dump.FLAGS):
-        if f"next/{name}" in leaves:
-            out[name] = _joined(leaves[f"next/{name}"])
-    shift = rows.cursor or -shape[0]  # TorchRL cannot turn by 0, nor by T, but by -T
-    about = {"is_full": rows.full, "shift": shift, "_storage_shape": list(shape)}
-    return out, about
-
-
-def _check_flags(leaves: Leaves) -> None:
-    """Raises unless the layout can tell what the leaves are."""
-    once = ("next/reward", *(f"next/{flag}" for flag in dump.FLAGS))
+    once = [f"next/{name}" for name in ("reward", *FLAGS)]
     if "next/done" not in leaves:
         raise _refusal("next/done", "the ends of trajectories there", f"only {list(leaves)}")
     for name in leaves:
@@ -266,9 +226,31 @@ def _check_flags(leaves: Leaves) -> None:
             raise _refusal(name, f"an observation '{name[5:]}' that it continues", "none")
     if "reward" in leaves:
         raise _refusal("reward", "rewards at 'next/reward' alone", "some at the root")
-    for flag in dump.FLAGS:
+    for flag in FLAGS:
         if flag in leaves and (f"next/{flag}" not in leaves or leaves[flag].any()):
             raise _refusal(flag, "zeros that go with those of 'next'", "others")
+    turn, count = rows.cursor if rows.full else 0, len(rows.order)
+    by_env: Leaves = {}
+    for name, leaf in leaves.items():  # to [E, T, ...], row `turn` first
+        leaf = leaf[None] if len(shape) == 1 else leaf.swapaxes(0, 1)
+        by_env[name] = np.roll(leaf, -turn, axis=1) if turn else leaf
+    done = by_env["next/done"]
+    if done.size != done.shape[0] * done.shape[1] or not count:
+        got = f"{done.size} in {count} rows"
+        raise _refusal("next/done", "one flag for each item, and at least one item", got)
+    ends = done.reshape(done.shape[:2]).astype(bool)
+    ends[:, count - 1] = True  # the newest row ends one too
+    flatten = lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
+    out: Leaves = {}
+    for name, leaf in by_env.items():
+        after = by_env.get("next/" + name)
+        if not name.startswith("next/") and name not in FLAGS:
+            out[name] = flatten(leaf) if after is None else _share(name, leaf, after, ends, count)
+    for name in once:
+        if name in by_env:
+            out[name[5:]] = flatten(by_env[name])
+    shift = rows.cursor or -shape[0]  # TorchRL cannot turn by 0, nor by T, but by -T
+    return out, {"is_full": rows.full, "shift": shift, "_storage_shape": list(shape)}
 
 
 def _refusal(name: str, expected: str, got: str) -> ValueError:
@@ -278,44 +260,21 @@ def _refusal(name: str, expected: str, got: str) -> ValueError:
     )
 
 
-def _by_env(leaf: np.ndarray, axes: int, turn: int) -> np.ndarray:
-    """From `[T, ...]` or `[T, E, ...]` to `[E, T, ...]`, row `turn` first."""
-    leaf = leaf[None] if axes == 1 else leaf.swapaxes(0, 1)
-    return np.roll(leaf, -turn, axis=1) if turn else leaf
-
-
-def _joined(leaf: np.ndarray) -> np.ndarray:
-    """From `[E, T, ...]` to `[N, ...]`."""
-    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
-
-
-def _ends(done: np.ndarray, rows: Rows) -> np.ndarray:
-    """The last rows of trajectories, bool `[E, T]`, with the newest row."""
-    if done.size != done.shape[0] * done.shape[1] or not len(rows.order):
-        what = f"{done.size} in {len(rows.order)} rows"
-        raise _refusal("next/done", "one flag for each item, and at least one item", what)
-    ends = done.reshape(done.shape[:2]).astype(bool)
-    ends[:, len(rows.order) - 1] = True
-    return ends
-
-
-def _shared(
-    name: str, before: np.ndarray, after: np.ndarray, ends: np.ndarray, rows: Rows
+def _share(
+    name: str, before: np.ndarray, after: np.ndarray, ends: np.ndarray, count: int
 ) -> np.ndarray:
-    """Observations `[E, T, ...]` as `[N + K, ...]`, behind an end's its next one."""
-    if name in dump.FLAGS:
-        return _joined(after)
+    """Returns observations `[E, T, ...]` as `[N + K, ...]`: behind an end its next observation."""
     if (before.shape, before.dtype) != (after.shape, after.dtype):
-        what = f"{before.dtype}{before.shape[2:]} and {after.dtype}{after.shape[2:]}"
-        raise _refusal("next/" + name, f"the dtype and shape of '{name}'", what)
-    held = len(rows.order)
-    breaks = chain.differ(before[:, :held], after[:, :held]) & ~ends[:, :held]
+        got = f"{before.dtype}{before.shape[2:]} and {after.dtype}{after.shape[2:]}"
+        raise _refusal("next/" + name, f"the dtype and shape of '{name}'", got)
+    breaks = chain.differ(before[:, :count], after[:, :count]) & ~ends[:, :count]
     if breaks.any():
         env, row = np.argwhere(breaks)[0]
-        what = f"another after row {row} (oldest first) of environment {env}, which is not done"
-        raise _refusal("next/" + name, f"the next row's '{name}'", what)
+        got = f"another after row {row} (oldest first) of environment {env}, which is not done"
+        raise _refusal("next/" + name, f"the next row's '{name}'", got)
     ends = ends.reshape(-1)
-    place = flat.places(ends)
-    out = np.zeros((len(ends) + ends.sum(), *before.shape[2:]), before.dtype)
-    out[place], out[place[ends] + 1] = _joined(before), _joined(after)[ends]
+    place, shape = flat.places(ends), before.shape[2:]
+    out = np.zeros((len(ends) + ends.sum(), *shape), before.dtype)
+    out[place] = before.reshape(-1, *shape)
+    out[place[ends] + 1] = after.reshape(-1, *shape)[ends]
     return out

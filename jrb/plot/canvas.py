@@ -185,7 +185,7 @@ def scale(axes: Axes, tone: Tone, colors: Any, name: str, ticks: int = 3) -> Non
 
 
 def legend(axes: Axes, tone: Tone, place: str = "upper right", columns: int = 1) -> None:
-    """Names what is drawn; "beside" puts the names to the right of a panel that is full."""
+    """Names the lines and bars; "beside" puts the names to the right of a panel that is full."""
     look: dict[str, Any] = {"fontsize": 8, "labelcolor": tone.faint, "frameon": False}
     if place == "beside":
         look |= {"bbox_to_anchor": (1.005, 1), "handlelength": 1.2}
@@ -243,7 +243,7 @@ def span(values: np.ndarray) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns `34 %` for 0.34; one digit more below 10 %; `below 0.1 %` for what is not zero."""
+    """Returns `34 %` for 0.34; one digit more below 10 %; `below 0.1 %` above zero."""
     if 0 < share < 0.001:
         return "below 0.1 %"
     if 0.999 < share < 1:

@@ -93,14 +93,6 @@ def tiles(pictures: np.ndarray, opacity: np.ndarray) -> np.ndarray:
     return sheet.reshape(rows * (high + gap), columns * (wide + gap), 4)[:-gap, :-gap]
 
 
-def hstack(sheets: list[np.ndarray]) -> np.ndarray:
-    """Returns sheets `[height, width, 4]` beside each other, of which the first is the highest."""
-    high = len(sheets[0])
-    wide = max(2, high // 24)
-    pad = lambda sheet: np.pad(sheet, ((0, high - len(sheet)), (0, wide), (0, 0)))
-    return np.concatenate([pad(sheet) for sheet in sheets], axis=1)[:, :-wide]
-
-
 def row(sheet: np.ndarray, title: str, more: str) -> Row:
     """Returns a row with one panel, as high as the picture needs."""
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from jrb.authoring import checks
 from jrb.buffer import ReplayBuffer
-from jrb.plot import binned, canvas, facts
+from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.samplers import Prioritized, Uniform
 from jrb.state import Buffer, BufferState
@@ -77,12 +77,8 @@ def draws(
         _, counts = _drawn(buffer, light, sampler, counts, keys[-1:], n % size)
     seen, reported = np.asarray(counts[0], np.int64), np.asarray(counts[1], np.float64)
     chances, source = _expected(buffer, state, reported)
-    panels = [Row(2.7, [lambda *at: _by_slot(buffer, seen, chances, source, *at)])]
-    if chances is not None:
-        likely = chances[chances > 0]
-        if likely.max() > 1.0001 * likely.min():
-            panels.append(Row(2.6, [lambda *at: _by_chance(seen, chances, *at)]))
-    return canvas.drawn(panels, ax, "plot.draws")
+    row = Row(2.7, [lambda *at: _by_slot(buffer, seen, chances, source, *at)])
+    return canvas.drawn([row], ax, "plot.draws")
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -139,7 +135,7 @@ def _by_slot(
     tone: Tone,
 ) -> None:
     """Draws counts around the ring as bars, and the expectation as a line and a band."""
-    borders, total = binned.even(len(seen), _BARS), int(seen.sum())
+    borders, total = facts.even(len(seen), _BARS), int(seen.sum())
     bars = np.add.reduceat(seen, borders[:-1])
     canvas.bars(axes, borders, bars, canvas.SKY, label="observed")
     axes.set(xlim=(0, borders[-1]), xlabel="slot of the ring", ylabel="draws")
@@ -151,7 +147,8 @@ def _by_slot(
         title = f"{canvas.count(total, 'draw')} of {anchors}, none more than {most}"
         canvas.say(axes, tone, title, source)
         return
-    want, spread = _expectation(chances, borders, total)
+    share = np.add.reduceat(chances, borders[:-1])
+    want, spread = share * total, np.sqrt(total * share * np.clip(1 - share, 0, 1))
     axes.stairs(want, borders, baseline=None, color=canvas.ORANGE, linewidth=1.4, label="expected")
     low, high = np.maximum(want - 2 * spread, 0), want + 2 * spread
     look = {"color": canvas.ORANGE, "alpha": 0.25, "linewidth": 0}
@@ -164,40 +161,6 @@ def _by_slot(
     canvas.say(axes, tone, title, "; ".join(filter(None, [reason, source])))
 
 
-def _expectation(
-    chances: np.ndarray, borders: np.ndarray, total: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the expected draws in each part, and the deviation of independent draws."""
-    share = np.add.reduceat(chances, borders[:-1])
-    return share * total, np.sqrt(total * share * np.clip(1 - share, 0, 1))
-
-
-def _by_chance(seen: np.ndarray, chances: np.ndarray, axes: Axes, tone: Tone) -> None:
-    """Draws observed over expected, from the least likely anchors to the likeliest."""
-    order, total = np.argsort(chances, kind="stable"), int(seen.sum())
-    order = order[chances[order] > 0]
-    borders = _equal_parts(chances[order] * total, 30)
-    seen = np.add.reduceat(seen[order], borders[:-1])
-    want, spread = _expectation(chances[order], borders, total)
-    each, look = want / np.diff(borders), {"color": canvas.BLUE, "markersize": 4, "elinewidth": 1}
-    axes.errorbar(each, seen / want, 2 * spread / want, fmt="o", **look)
-    axes.axhline(1, color=canvas.ORANGE, linewidth=1.2)
-    if each.max() / each.min() > 30:
-        canvas.few_ticks(axes.xaxis, is_log=True)
-    axes.set(xlabel="draws expected of an anchor", ylabel="observed / expected")
-    worst = canvas.percent(float(np.abs(seen / want - 1).max()))
-    more = f"{canvas.count(len(want), 'group')}; bars: two standard deviations"
-    canvas.say(axes, tone, f"Likely and unlikely anchors: at most {worst} off", more)
-
-
-def _equal_parts(want: np.ndarray, most: int) -> np.ndarray:
-    """Returns borders of at most `most` parts of about equal sums, large enough for a test."""
-    total = float(want.sum())
-    parts = int(max(1, min(most, total // _ENOUGH, len(want))))
-    at = np.searchsorted(np.cumsum(want), total * np.arange(1, parts) / parts)
-    return np.unique(np.concatenate([[0], at + 1, [len(want)]]).clip(0, len(want)))
-
-
 def judge(buffer: ReplayBuffer, seen: np.ndarray, chances: np.ndarray) -> tuple[str, str]:
     """Returns whether chance explains the difference of counts and chances `[N]`, and the test."""
     odd = int(seen[chances <= 0].sum())
@@ -205,7 +168,10 @@ def judge(buffer: ReplayBuffer, seen: np.ndarray, chances: np.ndarray) -> tuple[
         return f"{odd:,} of what was not expected at all", ""
     likely = np.flatnonzero(chances > 0)
     want = chances[likely] * seen.sum()
-    borders = _equal_parts(want, _GROUPS)
+    # Groups of about equal expectation, large enough for the test.
+    groups = int(max(1, min(_GROUPS, want.sum() // _ENOUGH, len(want))))
+    at = np.searchsorted(np.cumsum(want), want.sum() * np.arange(1, groups) / groups)
+    borders = np.unique(np.concatenate([[0], at + 1, [len(want)]]).clip(0, len(want)))
     if len(borders) < 3:
         return "too few to tell", f"at least {2 * _ENOUGH:,} draws and two anchors are needed"
     want, seen = (np.add.reduceat(part, borders[:-1]) for part in (want, seen[likely]))
@@ -227,7 +193,7 @@ def judge(buffer: ReplayBuffer, seen: np.ndarray, chances: np.ndarray) -> tuple[
 
 
 def chi_square_above(value: float, freedom: int) -> float:
-    """Returns the probability that chi-square of so many degrees of freedom is above a value.
+    """Returns the probability that chi-square of some degrees of freedom is above a value.
 
     Reference: Wilson and Hilferty, 1931, "The distribution of chi-square".
     """

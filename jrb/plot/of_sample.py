@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jrb.authoring import leaf_name
-from jrb.plot import binned, canvas, facts, images
+from jrb.plot import canvas, facts, images
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.state import Sample
 
@@ -71,9 +71,9 @@ def _slots(batch: Sample, drawn: np.ndarray, axes: Axes, tone: Tone) -> None:
     slots = np.asarray(batch.indices)[drawn]
     source = np.asarray(batch.info.get("source", np.zeros(len(drawn), np.int64)))[drawn]
     most, buffers = int(slots.max()) + 1, np.unique(source)
-    borders, base = binned.even(most, 60).astype(np.float64), np.zeros(1)
+    borders, base = facts.even(most, 60).astype(np.float64), np.zeros(1)
     for number in buffers:
-        counts = binned.histogram(slots[source == number], borders)
+        counts = facts.histogram(slots[source == number], borders)
         color = canvas.CYCLE[int(number) % len(canvas.CYCLE)]
         canvas.bars(axes, borders, counts, color, bottom=base, label=f"buffer {number}")
         base = base + counts
@@ -147,14 +147,14 @@ def _images(batch: Sample, real: np.ndarray) -> list[Row]:
     if real.ndim > 1:
         length = real.shape[1]
         at = np.unique(np.linspace(0, length - 1, min(length, _LONG)).astype(int))
-        few = min(len(real), _across(len(at)) * _STRIPS)
+        few = min(len(real), _STRIPS)
         frames = images.frames(np.asarray(leaves[name][:few][:, at]), order, 2)[:, :, -1]
         shown = real[:few][:, at]
         rows = "" if len(at) == length else f"{len(at)} of {length} rows, "
         notes = [f"{rows}oldest first", *["masked ones are pale"] * (not shown.all())]
     else:
         frames = images.frames(np.asarray(leaves[name][:_IMAGES]), order, 1)
-        few = min(len(frames), _across(frames.shape[1]) * _STRIPS)
+        few = min(len(frames), _STRIPS)
         if frames.shape[1] == 1:
             few = len(frames) - len(frames) % min(_ACROSS, len(frames))
         else:
@@ -162,20 +162,11 @@ def _images(batch: Sample, real: np.ndarray) -> list[Row]:
         frames, shown = frames[:few], np.broadcast_to(real[:few, None], (few, frames.shape[1]))
     pictures, more = images.colored(frames)
     opacity = np.where(shown, 1.0, images.PALE)
-    if frames.shape[1] == 1:
-        grid = (-1, min(_ACROSS, few))
-        sheet = images.tiles(pictures.reshape(*grid, *pictures.shape[2:]), opacity.reshape(grid))
-    else:
-        # Strips below each other, and again beside these where there is room.
-        lines = -(-few // min(_across(frames.shape[1]), few))
-        parts = [slice(start, start + lines) for start in range(0, few, lines)]
-        sheet = images.hstack([images.tiles(pictures[part], opacity[part]) for part in parts])
+    # Single images are a contact sheet, and strips of frames are below each other.
+    grid = (-1, min(_ACROSS, few)) if frames.shape[1] == 1 else opacity.shape
+    pictures = pictures.reshape(*grid, *pictures.shape[2:])
+    sheet = images.tiles(pictures, opacity.reshape(grid))
     whole = len(real)
     number = canvas.count(whole, "draw") if few == whole else f"{few} of {whole:,} draws"
     title = f"{canvas.leaf_label(name)}: {number}"
     return [images.row(sheet, title, "; ".join(filter(None, [*notes, more])))]
-
-
-def _across(length: int) -> int:
-    """Returns how many strips of so many frames fit beside each other."""
-    return max(1, (_ACROSS + 1) // (length + 1))

@@ -11,7 +11,7 @@ import numpy as np
 
 from jrb.authoring import require
 from jrb.buffer import ReplayBuffer
-from jrb.plot import binned, canvas, facts
+from jrb.plot import canvas, facts
 from jrb.plot.canvas import Axes, Row, Tone
 from jrb.read import has_episodes
 from jrb.state import BufferState
@@ -105,9 +105,9 @@ def _ring(
     steps = np.broadcast_to(np.arange(len(slots))[::-1, None], slots.shape)
     ages[slots[stored]] = steps[stored]
     grid = ages.reshape(ring.rows, ring.envs) if in_time else ages[:, None]
-    lines = binned.edges(ring.envs, _RING_LINES) if per_env else np.arange(2)
-    columns = binned.edges(len(grid), _RING_COLUMNS)
-    means = binned.block_means(grid.T[: lines[-1]], columns, lines)
+    lines = facts.edges(ring.envs, _RING_LINES) if per_env else np.arange(2)
+    columns = facts.edges(len(grid), _RING_COLUMNS)
+    means = facts.block_means(grid.T[: lines[-1]], columns, lines)
     axes.set_facecolor(tone.line + "55")
     look = {"cmap": canvas.AGES, "vmin": 0, "vmax": max(np.nanmax(means), 1)}
     borders = np.arange(len(lines)) - 0.5
@@ -160,12 +160,12 @@ def _episode_table(
     `stop` and `start` count rows, up to 0 behind the newest one; `value` is the return if that is
     one number, else the length.
     """
-    found = sorted(facts.stored_episodes(buffer, state), key=lambda episode: episode.environment)
-    env = np.array([episode.environment for episode in found])
-    length = np.array([len(episode) for episode in found])
+    every = sorted(facts.stored_episodes(buffer, state), key=lambda episode: episode.environment)
+    env = np.array([episode.environment for episode in every])
+    length = np.array([len(episode) for episode in every])
     counts = stored.sum(axis=0)
     stop = np.cumsum(length) - np.cumsum(counts)[env]
-    returns = [jax.tree.leaves(episode.return_) for episode in found]
+    returns = [jax.tree.leaves(episode.return_) for episode in every]
     has_return = all(len(parts) == 1 and np.size(parts[0]) == 1 for parts in returns)
     value = np.array([parts[0] for parts in returns]) if has_return else length
     return {
@@ -174,8 +174,8 @@ def _episode_table(
         "stop": stop,
         "value": value.reshape(-1).astype(np.float64),
         "has_return": np.array(has_return),
-        "ended": np.array([episode.ended for episode in found]),
-        "complete": np.array([episode.complete for episode in found]),
+        "ended": np.array([episode.ended for episode in every]),
+        "complete": np.array([episode.complete for episode in every]),
     }
 
 
@@ -201,8 +201,8 @@ def _episodes(table: dict[str, np.ndarray], stored: np.ndarray, axes: Axes, tone
         dense = np.full((envs, most), np.nan, np.float32)
         with np.errstate(over="ignore"):
             dense[stored.T] = np.repeat(value.astype(np.float32), stop - start)
-        columns, lines = binned.edges(most, _EPISODE_COLUMNS), binned.edges(envs, _EPISODE_LINES)
-        means = np.ma.masked_invalid(binned.block_means(dense, columns, lines))
+        columns, lines = facts.edges(most, _EPISODE_COLUMNS), facts.edges(envs, _EPISODE_LINES)
+        means = np.ma.masked_invalid(facts.block_means(dense, columns, lines))
         norm = canvas.color_scale(means.compressed()).norm
         borders = np.arange(len(lines)) - 0.5
         colors = axes.pcolormesh(columns - most, borders, means, norm=norm, cmap=canvas.VALUES)
@@ -243,14 +243,14 @@ def _rewards(
         tone: of the panel.
     """
     rows, envs, parts = rewards.shape
-    borders = binned.edges(rows, _REWARD_BINS)
+    borders = facts.edges(rows, _REWARD_BINS)
     x = borders - rows if in_time else borders
     each = envs * rows / (len(borders) - 1)
     few = each <= _FEW_ROWS
     for part in range(min(parts, _REWARD_LINES)):
         values = rewards[..., part]
         values = values if stored.all() else np.where(stored, values, np.nan)
-        mean, low, high = binned.mean_and_bounds(values.reshape(-1), borders * envs)
+        mean, low, high = facts.mean_and_bounds(values.reshape(-1), borders * envs)
         color = canvas.CYCLE[part]
         if parts == 1 and few and (low < high).any():
             axes.stairs(high, x, baseline=low, fill=True, color=color, alpha=0.22, linewidth=0)
@@ -286,9 +286,9 @@ def _rewards(
 
 def _priorities(raw: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Draws the mean and the greatest priority of the slots of a bin."""
-    borders, anchors = binned.edges(len(raw), _PRIORITY_BINS), raw[raw >= 0]
+    borders, anchors = facts.edges(len(raw), _PRIORITY_BINS), raw[raw >= 0]
     mean, _, high = map(
-        np.nan_to_num, binned.mean_and_bounds(np.where(raw < 0, np.nan, raw), borders)
+        np.nan_to_num, facts.mean_and_bounds(np.where(raw < 0, np.nan, raw), borders)
     )
     single = len(mean) == len(raw)
     if not single:
@@ -314,8 +314,8 @@ def _priorities(raw: np.ndarray, axes: Axes, tone: Tone) -> None:
 
 def priority_spread(raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Draws a histogram of priorities of anchors `[K]`, and the largest ones' share of the mass."""
-    borders, is_log = binned.bins(raw)
-    canvas.bars(axes, borders, binned.histogram(raw, borders), canvas.BLUE)
+    borders, is_log = facts.bins(raw)
+    canvas.bars(axes, borders, facts.histogram(raw, borders), canvas.BLUE)
     axes.set(xlim=(borders[0], borders[-1]), xlabel="priority", ylabel="anchors")
     axes.set_yscale("log", nonpositive="clip")
     canvas.few_ticks(axes.xaxis, is_log)
@@ -338,10 +338,10 @@ def priority_spread(raw: np.ndarray, masses: np.ndarray, axes: Axes, tone: Tone)
 
 def _draw_counts(counts: np.ndarray, axes: Axes, tone: Tone) -> None:
     """Draws how often each item was drawn, integers `[K]`."""
-    borders, _ = binned.bins(counts)
+    borders, _ = facts.bins(counts)
     if counts.max() - counts.min() < 60:
         borders = np.arange(counts.min(), counts.max() + 2) - 0.5
-    canvas.bars(axes, borders, binned.histogram(counts, borders), canvas.GREEN)
+    canvas.bars(axes, borders, facts.histogram(counts, borders), canvas.GREEN)
     axes.set(xlim=(borders[0], borders[-1]), xlabel="times drawn", ylabel="items")
     canvas.whole_numbers(axes.xaxis)
     canvas.whole_numbers(axes.yaxis, 4)

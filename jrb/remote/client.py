@@ -13,8 +13,7 @@ from jrb.authoring import checks
 from jrb.buffer import ReplayBuffer
 from jrb.limits import SampleToInsert
 from jrb.remote import setup as setups
-from jrb.remote import shards as shards_
-from jrb.remote.draws import Ahead, Drawing
+from jrb.remote.draws import Ahead, Drawing, ready
 from jrb.remote.gate import Permits, RemoteGate, granted, ray
 from jrb.remote.server import Server
 from jrb.remote.setup import Setup
@@ -42,9 +41,9 @@ def serve(
     Every stream, the work of one actor, has a ring of its own, of capacity / streams items: no
     window or n-step return crosses from one into another. Draws are over all of them.
 
-    A server that dies is started again by Ray and goes on from its last save; calls that were under
-    way are made again. What came after that save is lost except for these calls, and `stats` says
-    how much it was. Without a path the server begins empty.
+    A server that dies is started again by Ray and continues from its last save; calls that were
+    under way are made again. What came after that save is lost except for these calls, and `stats`
+    says how much it was. Without a path the server begins empty.
 
     Args:
         buffer: as one stream sees it: `num_envs=None` for streams of single timesteps, E for
@@ -53,18 +52,18 @@ def serve(
             `writer=jrb.PerEnvironment()`; with as many shards as streams, any at all.
         example: one transition, as for `ReplayBuffer.init`.
         streams: the number of streams, one for each actor.
-        path: of a folder where servers save. They go on from what is there. A storage in files has
-            its files there, and then a save costs what changed. None for the path of the storage;
-            without one nothing is saved.
+        path: of a folder where servers save, and from whose last save they continue. A storage in
+            files has its files there, and then a save costs what changed. None for the path of the
+            storage; without one nothing is saved.
         limits: holds back those who add, or those who sample, over all shards. An item counts as
             one, when it is written; a batch as B samples, when it is drawn.
         shards: the number of servers over which the streams are dealt, stream s to shard
             s % shards.
         seed: of all draws; see `Server`.
-        save_every: the number of items after which each server saves by itself, between two calls;
+        save_every: the number of items after which each server saves, between two calls;
             None for only when `Remote.save` is called.
         in_flight: how many calls each process that holds the `Remote` may have under way before
-            `extend` waits; so many chunks of each may be in the object store.
+            `extend` waits; as many chunks may be in the object store.
         ray_options: of the servers, as for `ray.remote`, such as `num_cpus`, `resources` or
             `max_restarts`. Servers keep to the CPU unless `num_gpus` or `resources` are asked for.
 
@@ -105,7 +104,7 @@ def serve(
 
 
 class Flight:
-    """Calls of Ray that are under way, at most so many.
+    """Calls of Ray that are under way, at most `most`.
 
     What one of them raised comes out of a later call here.
     """
@@ -316,7 +315,7 @@ class Remote:
             batch_size = self._setup.buffer.batch_size if batch_size is None else batch_size
             return ray().get(self._servers[0].can_sample.remote(batch_size))
         each = ray().get([server.facts.remote() for server in self._servers])
-        return shards_.ready(each, self._setup.buffer.min_size)
+        return ready(each, self._setup.buffer.min_size)
 
     def wait(self) -> None:
         """Waits until all that was sent from here is written: at the end of an actor's work.

@@ -108,7 +108,7 @@ class RemoteGate:
     async def wait(
         self, side: str, count: int, ticket: int, shards: list[int], caller: int
     ) -> None:
-        """Waits until so many items may be added, or samples taken, by these shards.
+        """Waits until `count` items may be added, or samples taken, by these shards.
 
         Args:
             side: "insert" or "sample".
@@ -118,7 +118,7 @@ class RemoteGate:
             caller: who asks.
 
         Raises:
-            ValueError: so many at once, with what others ask for, could be held back for ever.
+            ValueError: with what others ask for, the count could be held back for ever.
         """
         largest = self._largest | {side: max(count, self._largest[side])}
         ratio, tolerance = self._limits.ratio, self._limits.tolerance
@@ -172,8 +172,8 @@ class RemoteGate:
     async def begin(self, shard: int, size: int) -> tuple[int, int]:
         """Returns to a server that begins with `size` items the totals to go on from.
 
-        If it has lost so many that the shards hold fewer than `min_size`, those that are missing do
-        not count any more: actors that are held back may add as many again.
+        If the shards hold fewer than `min_size` as it has lost items, those that are missing do not
+        count any more: actors that are held back may add as many again.
         """
         async with self._changed:
             items, samples = self._totals.get(shard, (0, 0))
@@ -208,7 +208,7 @@ class Permits:
         return gate.leave.remote(caller) if ray().is_initialized() else None
 
     def request(self, side: str, count: int, shard: int | None = None) -> tuple[int, Any]:
-        """Asks for so many items of a shard, or samples of all shards.
+        """Asks for `count` items of a shard, or samples of all shards.
 
         Returns:
             The number of the permit, and a reference that is ready when it is granted.

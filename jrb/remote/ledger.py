@@ -13,7 +13,7 @@ _SENDERS, _GAPS = 4, 8  # of each stream, and of each sender, that are remembere
 
 
 class Arrival(NamedTuple):
-    """What a call brings.
+    """The place of a call among those of its sender.
 
     Attributes:
         again: whether all of it came before.
@@ -31,7 +31,7 @@ class Ledger:
     """Numbers of timesteps by stream and sender. L streams.
 
     Attributes:
-        senders: uint64 `[L, 4]`, who sent to a stream, the last one first; 0 for nobody.
+        senders: uint64 `[L, 4]`, who sent to a stream, the last one first; 0 for none.
         following: int64 `[L, 4]`, one more than the highest number that came of each.
         gaps: int64 `[L, 4, 8, 2]`, the first missing number and the one after the last; (0, 0) for
             no gap.
@@ -56,7 +56,7 @@ class Ledger:
         self.held: int = 0
 
     def note(self, lane: int, sender: int, first: int, count: int) -> Arrival:
-        """Notes that so many timesteps come, of which the first has this number."""
+        """Notes that `count` timesteps come, of which the first has this number."""
         goes_on = bool(self.senders[lane, 0] == np.uint64(sender) and self.ends[lane] == first)
         # The sender becomes the first one; a new one takes the place of the last.
         same = np.flatnonzero(self.senders[lane] == np.uint64(sender))
@@ -95,7 +95,7 @@ class Ledger:
         self.gaps[lane, 0, : len(kept)] = np.array(kept).reshape(-1, 2)
 
     def saved(self) -> dict[str, Any]:
-        """Returns what is saved with the buffer, which is also the example to load it by."""
+        """Returns the arrays to save with the buffer, which are also the example to load them."""
         counts = np.array([getattr(self, name) for name in self._COUNTS], np.int64)
         return {name: getattr(self, name) for name in self._ARRAYS} | {"counts": counts}
 

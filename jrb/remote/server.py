@@ -13,11 +13,11 @@ import numpy as np
 from jrb import LostWarning, checkpoint
 from jrb.authoring import require
 from jrb.loops import jitted
-from jrb.remote import shards, streams
+from jrb.remote import draws, streams
+from jrb.remote.draws import ShardFacts
 from jrb.remote.gate import ray
 from jrb.remote.ledger import Ledger
 from jrb.remote.setup import Setup
-from jrb.remote.shards import ShardFacts
 from jrb.state import BufferState, Sample
 from jrb.storages import MemmapStorage, SpillStorage
 from jrb.types import HostStorage
@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
     """Lets the process keep 256 MB that it has freed, where its library is glibc.
 
     A server makes and frees batches of megabytes, again and again. By default glibc gives such
-    memory back to the system each time, and to have its pages zeroed anew takes as long as to
+    memory back to the system each time, and to have its pages zeroed again takes as long as to
     gather a batch.
     """
     tune = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -41,8 +41,8 @@ def keep_freed_memory() -> None:
 class Server:
     """A shard; an actor of one thread, which does what each caller asks in the caller's order.
 
-    Its n-th draw has the key `fold_in(fold_in(key(seed), shard), n)`, and n goes on after a restart
-    from where it was saved.
+    Its n-th draw has the key `fold_in(fold_in(key(seed), shard), n)`, and n continues after a
+    restart from where it was saved.
     """
 
     def __init__(self, setup: Setup, shard: int) -> None:
@@ -221,8 +221,8 @@ class Server:
         parts = [(batch_size, [0])] * len(betas)
         if each:
             seeds = [[self._setup.seed, number + step] for step in range(len(betas))]
-            enough = shards.ready(list(each), self._setup.buffer.min_size)
-            shares = [shards.shares(list(each), batch_size, s) if enough else None for s in seeds]
+            enough = draws.ready(list(each), self._setup.buffer.min_size)
+            shares = [draws.shares(list(each), batch_size, s) if enough else None for s in seeds]
             parts = [
                 (share[self._shard] if share else 0, [*seed, self._shard])
                 for share, seed in zip(shares, seeds, strict=True)
@@ -230,11 +230,11 @@ class Server:
         # A multiple of B / 8 is drawn and some of it chosen, so that few sizes are compiled.
         step = max(1, batch_size // 8)
         try:
-            asked = [
+            batches = [
                 self._ask(-(-count // step) * step, beta)
                 for (count, _), beta in zip(parts, betas, strict=True)
             ]
-            for sample, (count, seed) in zip(asked, parts, strict=True):
+            for sample, (count, seed) in zip(batches, parts, strict=True):
                 yield None if sample is None else self._prepare(sample, count, seed)
         finally:
             self._report(ticket)
@@ -273,7 +273,7 @@ class Server:
 
     def facts(self) -> ShardFacts:
         """Returns what others must know to draw in proportion."""
-        return shards.facts(self._buffer, self._state)
+        return draws.facts(self._buffer, self._state)
 
     def size(self) -> int:
         """Returns the number of items stored."""

@@ -1,4 +1,4 @@
-"""What servers and those who call them agree on, and the checks that need no server."""
+"""The description that servers and callers share, and the checks that need no server."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from jrb.writers import PerEnvironment, RoundRobin
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How a buffer is served. It is sent to every process that takes part.
+    """The description of a served buffer, sent to every process that takes part.
 
     Attributes:
         buffer: as one stream sees it; its capacity is that of all streams together.
@@ -28,7 +28,7 @@ class Setup:
         shards: the number of servers over which they are dealt.
         path: where servers save, in folders of their own if there are several; None for nowhere.
         seed: of all draws.
-        save_every: the number of items after which a server saves by itself; None for never.
+        save_every: the number of items after which a server saves; None for never.
         in_flight: how many calls of one caller may be under way.
         on_cpu: whether servers keep to the CPU.
         wide: whether JAX has numbers of 64 bits.
@@ -63,7 +63,7 @@ class Setup:
         return len(range(shard, self.streams, self.shards))
 
     def path_of(self, shard: int) -> str | None:
-        """Where a shard saves."""
+        """Returns the folder in which a shard saves."""
         if self.path is None or self.shards == 1:
             return self.path
         return os.path.join(self.path, f"shard-{shard}")

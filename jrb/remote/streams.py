@@ -1,4 +1,4 @@
-"""How a server writes what one stream has sent: into the lanes of that stream.
+"""Writes the timesteps of one stream into its lanes of a server's ring.
 
 L streams, W environments in each, E = L W, T time.
 """
@@ -33,11 +33,11 @@ class OneStream(Storage):
     width: int
 
     def init(self, context: Context, spec: Item) -> Any:
-        """As the storage inside."""
+        """Calls the storage inside."""
         return self.inner.init(context, spec)
 
     def spec(self, state: Any) -> Item:
-        """As the storage inside."""
+        """Calls the storage inside."""
         return self.inner.spec(state)
 
     def write(
@@ -53,7 +53,7 @@ class OneStream(Storage):
         return state, write
 
     def read(self, context: Context, state: Any, where: SlotsForLeaf) -> Item:
-        """As the storage inside."""
+        """Calls the storage inside."""
         return self.inner.read(context, state, where)
 
 

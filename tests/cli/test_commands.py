@@ -13,7 +13,7 @@ import pytest
 
 import jrb
 from jrb import authoring, cli
-from jrb.cli import found, inspect, stats
+from jrb.cli import sources, stats
 from tests.cli import paths
 from tests.cli.paths import LENGTHS, OTHERS, OURS, call, make
 
@@ -418,8 +418,7 @@ def test_unreadable_paths_are_told_in_a_line(command, tmp_path, capsys, monkeypa
         raise PermissionError(13, "Permission denied", str(path))
 
     path = make("native", tmp_path)
-    monkeypatch.setattr(found.Folder, "names", refused)
-    monkeypatch.setattr(found, "Folder", refused)
+    monkeypatch.setattr(os, "listdir", refused)
     status, out, err = call(capsys, *command, path)
     assert (status, out) == (1, "")
     assert err == f"jrb: {path}: permission denied.\n"
@@ -466,7 +465,7 @@ def test_interrupts_and_broken_pipes_are_quiet(error, capsys, monkeypatch):
     def fails(path):
         raise error
 
-    monkeypatch.setattr(found, "kind_of", fails)
+    monkeypatch.setattr(sources, "kind_of", fails)
     monkeypatch.setattr("sys.stderr.close", lambda: None, raising=False)
     status, out, err = call(capsys, "verify", CARTPOLE)
     assert out == ""
@@ -480,7 +479,7 @@ def test_errors_that_nobody_thought_of_are_named(capsys, monkeypatch):
     def fails(path):
         raise KeyError("x")
 
-    monkeypatch.setattr(found, "kind_of", fails)
+    monkeypatch.setattr(sources, "kind_of", fails)
     status, _, err = call(capsys, "verify", CARTPOLE)
     assert (status, err) == (1, "jrb: KeyError: 'x' (--traceback shows where.)\n")
 
@@ -637,33 +636,11 @@ def test_items_of_64_bits_are_counted_and_drawn(layout, tmp_path, capsys):
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 
-def box(low, high, shape, dtype):
-    """A space as Minari writes it."""
-    full = lambda value: np.full(shape, value).tolist()
-    return {"type": "Box", "dtype": dtype, "shape": shape, "low": full(low), "high": full(high)}
-
-
-@pytest.mark.parametrize(
-    ("fact", "text"),
-    [
-        (box(0, 255, [84, 84, 3], "uint8"), "Box(0, 255, (84, 84, 3), uint8)"),
-        (json.dumps(box(-1.5, float("inf"), [2], "float32")), "Box(-1.5, inf, (2,), float32)"),
-        (box("-inf", "inf", [2], "float32"), "Box(-inf, inf, (2,), float32)"),
-        ({**box(0, 1, [2], "int8"), "low": [0, -3]}, "Box(-3..0, 1, (2,), int8)"),
-        (
-            {"type": "Dict", "subspaces": {"a": {"type": "Discrete", "n": 4}}},
-            "Dict({'a': Discrete(4)})",
-        ),
-        ({"spaces": [box(0, 1, [9, 9], "bool")]}, "{'spaces': [Box(0, 1, (9, 9), bool)]}"),
-        ({"type": "Box", "low": "x", "high": 0, "shape": [], "dtype": "f"}, None),
-        ("[" * 5000, "[" * 196 + " ..."),
-        ("x" * 200, "x" * 200),
-        ("7e5", "700000.0"),
-    ],
-)
-def test_spaces_are_told_in_short(fact, text):
-    shown = inspect._shortened(fact)
-    assert shown == (text or str(fact)) and len(shown) <= 200
+def test_long_metadata_is_cut(tmp_path, capsys):
+    with jrb.datasets.Recorder(tmp_path / "a", metadata={"about": "x" * 500}) as recorder:
+        recorder.add(jax.tree.map(lambda leaf: leaf[0], paths.stream()))
+    text = call(capsys, "inspect", tmp_path / "a")[1]
+    assert "x" * 196 + " ..." in text and "x" * 197 not in text
 
 
 def test_calls_that_go_wrong_tell_what_there_is(tmp_path, capsys):

@@ -18,7 +18,7 @@ UNITS = {
     "rows": (jrb.Transition(), buffers.IMAGE, "observation: 16 of 20"),
     "colour": (jrb.NStep(3, 0.9), COLOR, "observation: 16 of 20"),
     "windows": (jrb.Sequence(6, burn_in=2, partial="pad"), buffers.IMAGE, "observation: 6 of 20"),
-    "stacks": (jrb.FrameStack(4), GREY, "observation: 18 of 20"),
+    "stacks": (jrb.FrameStack(4), GREY, "observation: 6 of 20"),
     "stacks of windows": (jrb.FrameStack(2, unit=jrb.Sequence(3)), buffers.IMAGE, "observation: "),
 }
 

@@ -12,7 +12,7 @@ import pytest
 
 import jrb
 from jrb import authoring
-from jrb.plot import binned
+from jrb.plot import facts
 from jrb.storages import memmap
 from tests.plot import buffers, pictures
 
@@ -138,7 +138,7 @@ def test_the_share_of_the_top_is_that_of_the_masses():
     assert sum(bar.get_height() for bar in spread.patches) == 700
     over = next(axes for axes in figure.axes if axes.get_title(loc="left").startswith("Priorities"))
     means = over.patches[-1].get_data().values
-    borders = binned.edges(1000, 400)
+    borders = facts.edges(1000, 400)
     first = raw[borders[0] : borders[1]].mean()
     assert means[0] == pytest.approx(first, rel=1e-5)
 
@@ -169,11 +169,11 @@ def test_a_large_state_is_binned_exactly():
     value = np.empty((rows, envs))
     for each in jrb.episodes(buffer, state):
         value[each.slots // envs, each.environment] = each.return_
-    columns, lines = binned.edges(rows, 400), binned.edges(envs, 64)
+    columns, lines = facts.edges(rows, 400), facts.edges(envs, 64)
     part = value[columns[7] : columns[8], lines[5] : lines[6]]
     assert cells[5, 7] == pytest.approx(part.mean(), rel=1e-4)
     means = figure.axes[2].patches[0].get_data().values
-    borders = binned.edges(rows, len(means))
+    borders = facts.edges(rows, len(means))
     assert means[3] == pytest.approx(reward[borders[3] : borders[4]].mean(), rel=1e-4)
 
 
@@ -249,9 +249,9 @@ def test_bins_hold_every_number(seed):
         np.append(np.zeros(9), 1e6),
     ]
     for each in values:
-        borders, _ = binned.bins(each)
+        borders, _ = facts.bins(each)
         assert (np.diff(borders) > 0).all()
-        assert binned.histogram(each, borders).sum() == len(each)
+        assert facts.histogram(each, borders).sum() == len(each)
 
 
 ODD = {

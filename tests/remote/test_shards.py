@@ -10,11 +10,11 @@ from scipy import stats
 
 import jrb
 from jrb.remote import draws as drawing
-from jrb.remote import serve, shards
+from jrb.remote import serve
 from jrb.remote import setup as setups
+from jrb.remote.draws import ShardFacts
 from jrb.remote.server import Server
 from jrb.remote.setup import Setup
-from jrb.remote.shards import ShardFacts
 from tests.remote.rows import EXAMPLE, buffer, rows
 
 GIVEN = {0: np.arange(1.0, 9), 1: np.full(5, 0.5), 2: np.arange(3.0, 15)}
@@ -23,7 +23,7 @@ TOTAL, COUNT = sum(map(np.sum, GIVEN.values())), sum(map(len, GIVEN.values()))
 
 def test_shares_are_the_masses_in_the_mean():
     each = [ShardFacts(mass, 1.0, 5, 5) for mass in (0.5, 0.0, 3.0, 1.2)]
-    given = np.array([shards.shares(each, 16, [0, number]) for number in range(3000)])
+    given = np.array([drawing.shares(each, 16, [0, number]) for number in range(3000)])
     assert (given.sum(axis=1) == 16).all() and not given[:, 1].any()
     exact = np.array([0.5, 0.0, 3.0, 1.2]) / 4.7 * 16
     assert (np.abs(given - exact) < 1).all()
@@ -32,9 +32,9 @@ def test_shares_are_the_masses_in_the_mean():
 
 def test_without_masses_the_numbers_of_anchors_count():
     each = [ShardFacts(0.0, np.inf, 3, 3), ShardFacts(0.0, np.inf, 5, 6)]
-    assert shards.masses(each).tolist() == [3, 5]
-    assert shards.ready(each, 9) and not shards.ready(each, 10)
-    assert not shards.ready([ShardFacts(0.0, np.inf, 0, 2)], None)
+    assert drawing.masses(each).tolist() == [3, 5]
+    assert drawing.ready(each, 9) and not drawing.ready(each, 10)
+    assert not drawing.ready([ShardFacts(0.0, np.inf, 0, 2)], None)
 
 
 def part(slots, likely):
@@ -56,7 +56,7 @@ def test_weights_are_those_of_one_buffer(normalize):
     sampler = jrb.Prioritized(beta=0.7, normalize=normalize)
     each = [ShardFacts(4.0, 0.5, 3, 3), ShardFacts(1.0, 0.25, 2, 2)]
     parts = [part([0, 2, 1], [0.5, 0.25, 0.0]), part([7], [0.75])]
-    whole = shards.combine(buffer(sampler=sampler), parts, each, None)
+    whole = drawing.combine(buffer(sampler=sampler), parts, each, None)
     likely = np.array([0.4, 0.2, 0.0, 0.15])
     np.testing.assert_allclose(whole.probabilities, likely, rtol=1e-6)
     drawn = likely[[0, 1, 3]]

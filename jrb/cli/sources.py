@@ -1,0 +1,122 @@
+"""Finds out whether a path is a checkpoint, a store or a dataset, and verifies it."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from jrb._util.wording import printable, require
+from jrb.checkpoint import manifest
+from jrb.cli import console
+
+typer: Any = require("typer", "cli")
+
+FOLDER, FILE, OTHER = "folder", "file", "other"
+"""A checkpoint or a store in a folder; one in HDF5; anything else, perhaps a dataset."""
+
+SOURCE: Any = typer.Argument(
+    help="A checkpoint, a store, or a dataset of any kind.", callback=os.path.expanduser
+)
+"""The argument of commands that read."""
+
+_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
+"""What reading raises where files are not what they should be."""
+
+
+class NotOursError(ValueError):
+    """There is something at the path, but nothing that jrb can read."""
+
+
+NOT_THERE = (FileNotFoundError, NotADirectoryError, NotOursError)
+"""What is raised for a path with nothing to read."""
+
+
+def kind_of(path: str) -> str:
+    """Returns which of the three it is, without JAX.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        PermissionError: it cannot be read.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: no such file or directory.")
+    if os.path.isdir(path):
+        os.listdir(path)  # raises what a check would take for no checkpoint
+        return FOLDER if manifest.is_checkpoint(path) else OTHER
+    if not os.path.isfile(path):
+        return OTHER
+    with open(path, "rb") as file:
+        if file.read(8) != b"\x89HDF\r\n\x1a\n":
+            return OTHER
+    h5py = importlib.import_module("h5py")  # which is slow to import
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return FILE if file.attrs.get("format") == manifest.HDF5 else OTHER
+    except OSError:
+        return OTHER
+
+
+def dataset(path: str) -> Any:
+    """Returns the dataset at a path, of any format.
+
+    Raises:
+        NotOursError: no format matches it.
+    """
+    if kind_of(path) == FOLDER:
+        manifest.metadata(path)  # raises of a damaged one, which no format matches
+    datasets = importlib.import_module("jrb.datasets")
+    try:
+        return datasets.open(path)
+    except datasets.library.UnknownFormatError as error:
+        raise NotOursError(
+            f"{path}: expected a checkpoint, a store, or a dataset of a format that jrb knows, "
+            "found something else."
+        ) from error
+
+
+def buffer(path: str) -> tuple[Any, Any]:
+    """Returns the description and the state of what was saved at a path."""
+    return importlib.import_module("jrb.checkpoint").load(path)
+
+
+def verify(path: Annotated[str, SOURCE]) -> None:
+    """Read everything at PATH and report damage.
+
+    Prints a line for each damage, and exits with status 1 if there is any.
+    """
+    kind = kind_of(path)
+    with console.bar("verifying") as progress:
+        if kind == FOLDER:
+            lines = manifest.damages(path, progress)
+        elif kind == FILE:
+            lines = importlib.import_module("jrb.checkpoint").verify(path, progress)
+        else:
+            lines = _damages(path, progress)
+    for line in lines:
+        sys.stdout.write(f"{printable(' '.join(line.split()))}\n")
+    if lines:
+        raise typer.Exit(1)
+    what = "is whole" if kind != OTHER else "can be read from end to end"
+    sys.stdout.write(f"{printable(path)} {what}.\n")
+
+
+def _damages(path: str, progress: Callable[[float], None]) -> list[str]:
+    """Reads a dataset block by block; once something is wrong, episode by episode."""
+    source = dataset(path)
+    steps, done = max(source.transitions, 1), 0
+    rows_of = importlib.import_module("jrb.datasets.format").rows_of
+    try:
+        for block in source.blocks():
+            done += rows_of(block)
+            progress(done / steps)
+        return []
+    except _ERRORS as error:
+        lines: dict[str, None] = {}
+        for number in range(len(source)):
+            try:
+                source[number]
+            except _ERRORS as damage:
+                lines[str(damage)] = None
+            progress((number + 1) / len(source))
+        return list(lines) or [str(error)]
