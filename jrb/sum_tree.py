@@ -45,16 +45,10 @@ _BRANCHING = {"cpu": 8}  # the fastest by backend, where it was measured
 _OTHER_BRANCHING = 32  # elsewhere: three levels fewer to launch at a million leaves
 
 _REDRAW = 2048  # among so many nodes, float32 is too coarse to go on with the rest of a mass
-_MANY = 1024  # if so many leaves are set at once, ...
-_WHOLE = 2  # ... a level of so many nodes for each of them is reduced as a whole
 _SHORT = 8  # the ancestors of at most so many neighbours are reduced one by one
 
-_REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "sum": lax.add,
-    "min": lax.min,
-    "max": lax.max,
-}
-_NEUTRAL = {"sum": 0.0, "min": LARGEST, "max": -LARGEST}
+_REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"sum": lax.add, "min": lax.min}
+_NEUTRAL = {"sum": 0.0, "min": LARGEST}
 
 
 @functools.partial(
@@ -70,7 +64,7 @@ class Tree:
         nodes: float32 `[M]`, all levels, top first, the leaves last.
         capacity: N.
         branching: b, the children of a node.
-        reduction: "sum", "min" or "max".
+        reduction: "sum" or "min".
     """
 
     nodes: jax.Array
@@ -97,9 +91,17 @@ class Tree:
         return self.branching.bit_length() - 1
 
     @property
-    def shift(self) -> int:
-        """B - 1 - T: how far a node lies before the number of the row of its children."""
-        return self.branching - 1 - self.width(0)
+    def above_top(self) -> int:
+        """The number, uint32, of a node whose children would be the top: b - 1 - T."""
+        return (self.branching - 1 - self.width(0)) & 0xFFFFFFFF
+
+    def parent(self, node: jax.Array) -> jax.Array:
+        """Returns the parent of each node (uint32) below the top."""
+        return (node >> np.uint32(self.bits)) + np.uint32(self.above_top)
+
+    def children(self, node: jax.Array) -> jax.Array:
+        """Returns the first child of each node (uint32) above the leaves."""
+        return (node - np.uint32(self.above_top)) << np.uint32(self.bits)
 
     def start(self, level: int) -> int:
         """Returns the first node of a level; level 0 is the top."""
@@ -157,12 +159,6 @@ def get(tree: Tree, indices: jax.Array) -> jax.Array:
     """
     indices = checks.indices("sum_tree.get", indices)
     checks.in_range("sum_tree.get", indices, tree.capacity)
-    return _get(tree, indices)
-
-
-@jax.jit
-@entry
-def _get(tree: Tree, indices: jax.Array) -> jax.Array:
     node = (indices.reshape(-1) + tree.leaf).astype(jnp.uint32)
     return gather.read_at(tree.nodes, node).reshape(indices.shape)
 
@@ -201,7 +197,7 @@ def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
     node = jnp.where(good, node, np.uint32(tree.nodes.size))
     nodes, _ = gather.put_last(tree.nodes, node, bounded(tree, masses))
-    return _reduce_above(tree.replace(nodes), node)
+    return _reduce_paths(tree.replace(nodes), node)
 
 
 def find(tree: Tree, mass: jax.Array) -> jax.Array:
@@ -277,7 +273,7 @@ def draw(
     words, mass = dependencies.evaluate_once(
         lambda: (
             random_bits.bits(key, (2, batch_size)),
-            lax.optimization_barrier(reduce_rows(tree, _top_row(tree))),
+            lax.optimization_barrier(reduce_rows(tree, tree.nodes[: tree.branching])),
         )
     )
     first, again = random_bits.unit_interval(words)
@@ -310,7 +306,7 @@ def is_positive(numbers: jax.Array) -> jax.Array:
 
 
 def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree:
-    """Returns a tree whose leaves are all neutral: 0, `LARGEST` or minus `LARGEST`."""
+    """Returns a tree whose leaves are all neutral: 0, or `LARGEST` of minima."""
     if branching is None:
         branching = _BRANCHING.get(jax.default_backend(), _OTHER_BRANCHING)
     if capacity < 1:
@@ -320,7 +316,8 @@ def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree
             f"branching: expected a power of two from 2 to 128, got {branching}. "
             "Leave it out for the default of this backend."
         )
-    most = _most_leaves(branching)
+    # A tree has b / (b - 1) nodes a leaf, and at most b more on each level.
+    most = (2**31 - 2**11) // branching * (branching - 1)
     if capacity > most:
         raise ValueError(
             f"capacity: expected at most {most}, as a tree of branching {branching} has no more "
@@ -329,17 +326,6 @@ def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree
     shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
     padded = -(-capacity // branching) * branching if shape.depth else capacity
     return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
-
-
-@functools.cache
-def _most_leaves(branching: int) -> int:
-    """Returns the most leaves whose nodes, a little over b / (b - 1) a leaf, int32 can number."""
-    nodes = lambda capacity: Tree(jnp.zeros(0), capacity, branching, "sum").leaf + capacity
-    few, many = 1, 2**31 - 1
-    while few < many:
-        middle = (few + many + 1) // 2
-        few, many = (middle, many) if nodes(middle) < 2**31 - branching else (few, middle - 1)
-    return few
 
 
 def cleared(tree: Tree, token: jax.Array) -> Tree:
@@ -363,7 +349,7 @@ def is_tree(thing: PyTree) -> bool:
 
 def root(tree: Tree) -> jax.Array:
     """Returns the reduction of all leaves, float32 `[]`."""
-    return dependencies.materialize(lambda: reduce_rows(tree, _top_row(tree)))
+    return dependencies.materialize(lambda: reduce_rows(tree, tree.nodes[: tree.branching]))
 
 
 def leaf_values(tree: Tree) -> jax.Array:
@@ -374,11 +360,11 @@ def leaf_values(tree: Tree) -> jax.Array:
 def lowest(tree: Tree) -> tuple[jax.Array, jax.Array]:
     """Returns the least leaf of a "min" tree, float32 `[]`, and the first index of it, int32."""
     least = root(tree)
-    row = dependencies.materialize(lambda: _top_row(tree))
+    row = dependencies.materialize(lambda: tree.nodes[: tree.branching])
     node = jnp.argmin(row).astype(jnp.int32)
 
     def descend(_: jax.Array, node: jax.Array) -> jax.Array:
-        first = (node - tree.shift) << tree.bits
+        first = tree.children(node.astype(jnp.uint32)).astype(jnp.int32)
         row = dependencies.materialize(
             lambda: lax.dynamic_slice_in_dim(tree.nodes, first, tree.branching)
         )
@@ -395,14 +381,14 @@ def set_leaves(
     Args:
         tree: N leaves.
         index: integers `[B]`; those outside [0, N) are left out.
-        values: float32 `[B]`, equal where indices are, or from `scatter.put_last`.
+        values: float32 `[B]`, equal where indices are, or from `gather.put_last`.
         counts: the first so many are set before the next so many, and so on; None for all at once.
     """
     index = index.astype(jnp.uint32)  # a negative one is a large number here
     beyond = np.uint32(tree.nodes.size)
     node = jnp.where(index < tree.capacity, index + np.uint32(tree.leaf), beyond)
     nodes = gather.put_in_turns(tree.nodes, node, values, counts or (node.size,))
-    return _reduce_above(tree.replace(nodes), node)
+    return _reduce_paths(tree.replace(nodes), node)
 
 
 def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
@@ -411,14 +397,14 @@ def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     tree = tree.replace(lax.dynamic_update_slice_in_dim(tree.nodes, values, start, axis=0))
     if count <= _SHORT:
         node = (start + jnp.arange(count, dtype=jnp.int32)).astype(jnp.uint32)
-        return _reduce_paths(tree, node, tree.depth)
+        return _reduce_paths(tree, node)
     for level in reversed(range(tree.depth)):  # a slice of each level, which needs no scatter
         count = min((count + tree.branching - 2) // tree.branching + 1, tree.width(level))
         first = jnp.minimum(first >> tree.bits, tree.width(level) - count)
         begin = first + tree.start(level)
-        rows = lax.dynamic_slice_in_dim(
-            tree.nodes, (begin - tree.shift) * tree.branching, count * tree.branching
-        ).reshape(count, tree.branching)
+        below = tree.children(begin.astype(jnp.uint32)).astype(jnp.int32)
+        rows = lax.dynamic_slice_in_dim(tree.nodes, below, count * tree.branching)
+        rows = rows.reshape(count, tree.branching)
         nodes = lax.dynamic_update_slice_in_dim(tree.nodes, reduce_rows(tree, rows), begin, axis=0)
         tree = tree.replace(nodes)
     return tree
@@ -427,29 +413,6 @@ def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
 def set_all(tree: Tree, values: jax.Array) -> Tree:
     """Sets all N leaves."""
     return set_run(tree, jnp.int32(0), values)
-
-
-# Nodes, rows of children, and the way between them.
-
-
-def _top_row(tree: Tree) -> jax.Array:
-    """Returns the top, behind neutral nodes, float32 `[b]`."""
-    return tree.nodes[: tree.branching]
-
-
-def _above_top(tree: Tree) -> int:
-    """Returns the number, uint32, of a node whose children would be the top."""
-    return tree.shift & 0xFFFFFFFF
-
-
-def _parent(tree: Tree, node: jax.Array) -> jax.Array:
-    """Returns the parent of each node (uint32) below the top."""
-    return (node >> np.uint32(tree.bits)) + np.uint32(_above_top(tree))
-
-
-def _children(tree: Tree, node: jax.Array) -> jax.Array:
-    """Returns the first child of each node (uint32) above the leaves."""
-    return (node - np.uint32(_above_top(tree))) << np.uint32(tree.bits)
 
 
 def _columns(rows: jax.Array) -> list[jax.Array]:
@@ -472,40 +435,20 @@ def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:
     return _running(tree, rows)[-1]
 
 
-def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
-    """Reduces what stands over leaves, given by their nodes, uint32 `[B]`; others are ignored.
-
-    If there are many, levels near the top that are hardly longer are reduced whole. For few it
-    would gain less than it takes to compile.
-    """
-    longest = _WHOLE * node.size if node.size >= _MANY else 0
-    whole = sum(tree.width(level) <= longest for level in range(tree.depth))
-    tree = _reduce_paths(tree, node, tree.depth - whole)
-    for level in reversed(range(whole)):
-        begin, count = tree.start(level), tree.width(level)
-        first = (begin - tree.shift) * tree.branching
-        rows = lax.slice_in_dim(tree.nodes, first, first + count * tree.branching)
-        values = reduce_rows(tree, rows.reshape(count, tree.branching))
-        # Not a slice, which `vmap` would make a write to all nodes.
-        level_nodes = jnp.arange(begin, begin + count, dtype=jnp.uint32)
-        tree = tree.replace(gather.put(tree.nodes, level_nodes, values))
-    return tree
-
-
-def _reduce_paths(tree: Tree, node: jax.Array, levels: int) -> Tree:
-    """Reduces the ancestors of these nodes, uint32 `[B]`, as many levels up."""
+def _reduce_paths(tree: Tree, node: jax.Array) -> Tree:
+    """Reduces the ancestors of leaves, given by their nodes, uint32 `[B]`; others are ignored."""
     anywhere = np.uint32(tree.leaf)  # for nodes that do not exist
-    above = _parent(tree, jnp.where(node < tree.nodes.size, node, anywhere))
+    above = tree.parent(jnp.where(node < tree.nodes.size, node, anywhere))
 
     def climb(_: jax.Array, carry: tuple, rows_at: Callable) -> tuple:
         nodes, above = carry
-        rows = rows_at(nodes, _children(tree, above))
+        rows = rows_at(nodes, tree.children(above))
         nodes = gather.put(nodes, above, reduce_rows(tree, rows))
         # Without the zero, the indices of this write would be copied before they are overwritten.
-        return nodes, _parent(tree, above) + dependencies.zero_after(nodes, jnp.uint32)
+        return nodes, tree.parent(above) + dependencies.zero_after(nodes, jnp.uint32)
 
     start = (tree.nodes, gather.column(above))
-    (nodes, _), _ = gather.loop(levels, climb, start, tree.nodes, node.size, tree.branching)
+    (nodes, _), _ = gather.loop(tree.depth, climb, start, tree.nodes, node.size, tree.branching)
     return tree.replace(nodes)
 
 
@@ -525,22 +468,32 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     fresh = next((level for level in range(tree.depth) if tree.width(level) >= _REDRAW), None)
 
     def step(_: jax.Array, packed: jax.Array, rows_at: Callable) -> jax.Array:
-        mass, node = _unpack(packed)
-        first = _children(tree, node)
-        rows = rows_at(tree.nodes, first)
+        mass, node = lax.real(packed), lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)
+        first = tree.children(node)
+        sums = _running(tree, rows_at(tree.nodes, first))
         if again is not None and fresh is not None:
             # Not by the number of the step: XLA copies that at each one which uses it.
             start, end = tree.start(fresh), tree.start(fresh + 1)
             is_fresh = node - np.uint32(start) < end - start
-            mass = jnp.where(is_fresh, again * reduce_rows(tree, rows), mass)
-        child, mass = _pick(tree, rows, mass)
-        return _pack(mass, first + child)
+            mass = jnp.where(is_fresh, again * sums[-1], mass)
+        child, below = jnp.zeros(mass.shape, jnp.uint32), jnp.zeros_like(mass)
+        for upto in sums[:-1]:
+            # Rounding can leave a mass that reaches the sum of the row: it gets the last child that
+            # adds to the sum, so that a child of mass 0 is never picked. By `lax`, as so many
+            # operators take longer to trace than all else of a draw.
+            further = lax.bitwise_and(lax.ge(mass, upto), lax.lt(upto, sums[-1]))
+            child = lax.add(child, lax.convert_element_type(further, jnp.uint32))
+            below = lax.select(further, upto, below)
+        return pack(mass - below, first + child)
 
-    above = jnp.full(mass.shape, _above_top(tree), jnp.uint32)
+    # Mass and node as one complex64: XLA's CPU compiler computes two results in two passes, in each
+    # of which it sums the rows anew; the two halves of one result it computes in one.
+    pack = lambda mass, node: lax.complex(mass, lax.bitcast_convert_type(node, jnp.float32))
+    above = jnp.full(mass.shape, tree.above_top, jnp.uint32)
     packed, rows = gather.loop(
-        tree.depth + 1, step, _pack(mass, above), tree.nodes, mass.size, tree.branching
+        tree.depth + 1, step, pack(mass, above), tree.nodes, mass.size, tree.branching
     )
-    _, node = _unpack(packed)
+    node = lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)
     leaf = (node - np.uint32(tree.leaf)).astype(jnp.int32)
     child = node & np.uint32(tree.branching - 1)
     columns = _columns(rows)  # column by column, as XLA sums rows slowly
@@ -548,34 +501,3 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
     for number, column in enumerate(columns[1:], 1):
         leaf_mass = lax.select(child == number, column, leaf_mass)
     return lax.optimization_barrier((leaf, leaf_mass))  # read once, and before later writes
-
-
-def _pick(tree: Tree, rows: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the child that `mass` falls in, uint32 `[B]`, and the rest of the mass in it.
-
-    Rounding can leave a mass that reaches the sum of the row: it gets the last child that adds to
-    the sum, so that a child of mass 0 is never picked.
-    """
-    sums = _running(tree, rows)
-    child = jnp.zeros(mass.shape, jnp.uint32)
-    below = jnp.zeros_like(mass)
-    for upto in sums[:-1]:
-        # By `lax`, as so many operators take longer to trace than all else of a draw.
-        further = lax.bitwise_and(lax.ge(mass, upto), lax.lt(upto, sums[-1]))
-        child = lax.add(child, lax.convert_element_type(further, jnp.uint32))
-        below = lax.select(further, upto, below)
-    return child, mass - below
-
-
-def _pack(mass: jax.Array, node: jax.Array) -> jax.Array:
-    """Returns float32 and uint32 as one complex64.
-
-    XLA's CPU compiler computes two results in two passes, in each of which it sums the rows anew;
-    the two halves of one result it computes in one.
-    """
-    return lax.complex(mass, lax.bitcast_convert_type(node, jnp.float32))
-
-
-def _unpack(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the float32 and the uint32 that were packed, bit for bit."""
-    return lax.real(packed), lax.bitcast_convert_type(lax.imag(packed), jnp.uint32)

@@ -18,9 +18,9 @@ from jrb.types import (
     Context,
     Item,
     OrderedSampler,
+    PrioritizedSampler,
     ReadPlan,
     Sampler,
-    SlotsForLeaf,
     Unit,
     WritePlan,
     Writer,
@@ -36,7 +36,7 @@ _LONG = 1024
 
 
 class SequenceState(pytree.State):
-    """Facts that windows need before they read; None where a description does not need them.
+    """The facts that windows need before they read; None where a description needs none.
 
     Attributes:
         ended: bool `[N]`, which slots end an episode.
@@ -126,12 +126,9 @@ class Sequence(Unit):
 
     def __post_init__(self) -> None:
         if not isinstance(self.first_only, tuple):
-            paths = (
-                tuple(self.first_only) if isinstance(self.first_only, list) else (self.first_only,)
-            )
-            raise TypeError(
-                f"first_only: expected a tuple of paths, got {self.first_only!r}. Write {paths}."
-            )
+            one = self.first_only
+            paths = tuple(one) if isinstance(one, list) else (one,)
+            raise TypeError(f"first_only: expected a tuple of paths, got {one!r}. Write {paths}.")
         checks.count("length", self.length)
         if self.burn_in != 0:
             checks.count("burn_in", self.burn_in)
@@ -141,10 +138,6 @@ class Sequence(Unit):
         checks.count("stride", self.stride, _UNKNOWN)
         checks.flag("cross_episodes", self.cross_episodes)
         checks.flag("slots", self.slots)
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Raises where two options exclude each other."""
         if self.sample_by != "windows" and (self.stride > 1 or self.cross_episodes):
             what = "cross_episodes=True" if self.cross_episodes else f"stride={self.stride}"
             raise ValueError(
@@ -168,15 +161,6 @@ class Sequence(Unit):
         return 1 if self._is_padded else self.length
 
     @property
-    def _is_queued(self) -> bool:
-        """True if the anchors are rows, but not all of them."""
-        return self.sample_by == "windows" and (self.partial == "drop" or self.stride > 1)
-
-    @property
-    def _crosses_in_strides(self) -> bool:
-        return self.cross_episodes and self.stride > 1
-
-    @property
     def max_entry_delay(self) -> int | None:
         """0: windows enter in the order of their first rows. Episodes are no rows."""
         return 0 if self.sample_by == "windows" else None
@@ -198,14 +182,14 @@ class Sequence(Unit):
 
     @property
     def row_steps(self) -> np.ndarray:
-        """Burn-in comes before the anchor."""
+        """From burn-in, before the anchor, on."""
         return np.arange(-self.burn_in, self.length, dtype=np.int32)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """The ring holds a window, in order of time; episodes are drawn by a fitting sampler."""
+        """Raises unless the ring holds a window, in order of time; and for samplers that do not fit."""
         checks.window("Sequence: burn_in + length", self.burn_in + self.length, ring.rows)
         checks.chronological("Sequence", writer)
-        if self.sample_by == "episodes" and sampler.prioritized:
+        if self.sample_by == "episodes" and isinstance(sampler, PrioritizedSampler):
             raise ValueError(
                 f"Sequence: sample_by='episodes': expected a sampler without priorities, got "
                 f"{type(sampler).__name__}. It would say two things about how likely a row is: "
@@ -218,8 +202,8 @@ class Sequence(Unit):
                 "order of their own. Use sample_by='windows'."
             )
         if self.stride > 1 and writer.blocks_when_full:
-            rows = self.burn_in + self._enough + self.stride - 1
-            checks.window("Sequence: burn_in + length + stride - 1", rows, ring.rows)
+            num_rows = self.burn_in + self._enough + self.stride - 1
+            checks.window("Sequence: burn_in + length + stride - 1", num_rows, ring.rows)
 
     def init(self, context: Context, spec: Item) -> SequenceState:
         """Returns a state without rows.
@@ -231,22 +215,24 @@ class Sequence(Unit):
         episode_ends.check(spec, context.keys, is_needed=not self.cross_episodes)
         for path in self.first_only:
             find(spec, path, "Sequence: first_only")
-        table = None if self.sample_by == "windows" else episodes.init(ring, self._enough)
+        is_row = self.sample_by == "windows"
+        is_queued = is_row and (self.partial == "drop" or self.stride > 1)  # not all rows
+        crosses = self.cross_episodes and self.stride > 1
         rule = self.sample_by, self._enough, self.stride, self.cross_episodes
         return SequenceState(
             ended=jnp.zeros(ring.capacity, jnp.bool_),
             before=jnp.zeros(ring.capacity, jnp.uint8 if self.stride == 1 else jnp.int32),
             length=jnp.zeros(ring.envs, jnp.int32),
-            phase=jnp.zeros(ring.envs, jnp.int32) if self._crosses_in_strides else None,
-            queue=anchor_queue.init(context) if self._is_queued else None,
-            episodes=table,
-            rule=rule if self._is_queued or table is not None else None,
+            phase=jnp.zeros(ring.envs, jnp.int32) if crosses else None,
+            queue=anchor_queue.init(context) if is_queued else None,
+            episodes=None if is_row else episodes.init(ring, self._enough),
+            rule=rule if is_queued or not is_row else None,
         )
 
     def on_write(
         self, context: Context, state: SequenceState, write: WritePlan, items: Item
     ) -> tuple[SequenceState, AnchorUpdate]:
-        """A row enters when written; windows and episodes do with the last row they wait for."""
+        """Lets a row enter when written; windows and episodes with the last row they wait for."""
         done = episode_ends.ending(context, write, items)
         if self.stride > 1:
             most = 2**31 - 1
@@ -254,15 +240,20 @@ class Sequence(Unit):
             most = context.ring.rows + 1
         else:
             most = max(self._enough, 2)
+        # `length`: rows of its episode up to each row; `steps`: those that count for the stride.
         length, running = episodes.lengths(state.length, done, write, most)
-        steps, state = self._steps(state, write, length)
+        steps = jnp.minimum(length - 1, 1) if self.stride == 1 else length - 1
+        if state.phase is not None:
+            _, passed = write.times
+            to_next = -(state.phase + passed - 1) % self.stride  # rows until it is complete
+            steps = jnp.where(length == 1, 0, self.stride) - to_next
+            state = state.replace(phase=(state.phase + passed[-1]) % self.stride)
         ended = rows.put(state.ended, write, done)
         if self.stride > 1:  # the counts stay below 2^31, and the same modulo the stride
             surplus = _UNKNOWN // self.stride * self.stride
             running = jnp.where(running >= _MANY, running - surplus, running)
-        before = rows.put(
-            state.before, rows.in_line(write, ended), steps.astype(state.before.dtype)
-        )
+        later = rows.in_line(write, ended)
+        before = rows.put(state.before, later, steps.astype(state.before.dtype))
         state = state.replace(ended=ended, before=before, length=running)
         if state.queue is not None:
             entered = self._entering(context, write, length, steps)
@@ -276,28 +267,10 @@ class Sequence(Unit):
         )
         return state.replace(episodes=table), update
 
-    def _steps(
-        self, state: SequenceState, write: WritePlan, length: jax.Array
-    ) -> tuple[jax.Array, SequenceState]:
-        """What `before` gets for each row, int32 `[T, E]`; and the state with the next phase.
-
-        `length`, int32 `[T, E]`, are the rows of its episode up to each row.
-        """
-        if state.phase is None:
-            return jnp.minimum(length - 1, 1) if self.stride == 1 else length - 1, state
-        _, passed = write.times
-        to_next = -(state.phase + passed - 1) % self.stride  # rows until the stride is complete
-        phase = (state.phase + passed[-1]) % self.stride
-        return jnp.where(length == 1, 0, self.stride) - to_next, state.replace(phase=phase)
-
     def _entering(
         self, context: Context, write: WritePlan, length: jax.Array, steps: jax.Array
     ) -> jax.Array:
-        """The anchors that each row completes, int32 `[T * E]`; N where it does not.
-
-        `length` and `steps`, int32 `[T, E]`: the rows of its episode up to each row, and those that
-        count for the stride before it, modulo the stride.
-        """
+        """Returns the anchors that each row completes, int32 `[T * E]`; N where it does not."""
         back = self._enough - 1
         enters = jnp.ones_like(length, jnp.bool_) if self.cross_episodes else length > back
         if self.stride > 1:
@@ -310,24 +283,21 @@ class Sequence(Unit):
     def truncate(
         self, context: Context, state: SequenceState, which: jax.Array
     ) -> tuple[SequenceState, AnchorUpdate | None]:
-        """The newest rows end their episodes."""
+        """Ends episodes at the newest rows."""
         table, change = state.episodes, None
         if table is not None:
             whole = state.length if self.sample_by == "whole_episodes" else None
             table, change = episodes.truncate(context, table, which, self._enough, whole)
-        truncated = state.replace(
-            ended=episodes.mark_newest(context, state.ended, which),
-            length=jnp.where(which, 0, state.length),
-            episodes=table,
-        )
-        return truncated, change
+        ended = episodes.mark_newest(context, state.ended, which)
+        length = jnp.where(which, 0, state.length)
+        return state.replace(ended=ended, length=length, episodes=table), change
 
     def is_episode_end(self, context: Context, state: SequenceState, slots: jax.Array) -> jax.Array:
-        """True of rows that were written or truncated as ends."""
+        """Returns True of rows that were written or truncated as ends."""
         return gather.items_at(state.ended, slots)
 
     def episode_step(self, state: SequenceState, slots: jax.Array) -> jax.Array:
-        """The rows of its episode before each slot, int32; up to 1 without a stride.
+        """Returns the rows of its episode before each slot, int32; up to 1 without a stride.
 
         If a stride crosses episodes: 0 or less of first rows; equal to the phase modulo the stride.
         """
@@ -351,14 +321,13 @@ class Sequence(Unit):
         return state.replace(length=jnp.maximum(before, 0), episodes=table)
 
     def anchors(self, context: Context, state: SequenceState) -> Anchors:
-        """The first rows of windows."""
+        """Returns the first rows of windows."""
         if state.queue is not None:
             return anchor_queue.anchors(context.ring, state.queue)
         if state.episodes is None:
             return all_held(context)
-        return episodes.anchors(
-            context, state.episodes, self._enough, self.sample_by == "whole_episodes"
-        )
+        whole = self.sample_by == "whole_episodes"
+        return episodes.anchors(context, state.episodes, self._enough, whole)
 
     def plan_read(
         self,
@@ -368,11 +337,11 @@ class Sequence(Unit):
         mask: jax.Array,
         key: jax.Array,
     ) -> ReadPlan:
-        """Every leaf at every row of the window."""
+        """Reads every leaf at every row of the window."""
         ring, ended = context.ring, None if self.cross_episodes else state.ended
-        cut = self._is_padded or self.burn_in > 0
+        is_cut = self._is_padded or self.burn_in > 0
         # Of whole windows all is known while they are traced; long ones would be large constants.
-        of: Any = jnp if cut or self.length > _LONG else np
+        of: Any = jnp if is_cut or self.length > _LONG else np
         before, after = of.int32(0), of.int32(self.length)
         if self._is_padded:
             after = episodes.steps_ahead(context, ended, slots, self.length)[:, None]
@@ -383,8 +352,7 @@ class Sequence(Unit):
         near = of.clip(step, -before, after - 1)
         ahead = of.where(near < 0, near + ring.rows, near) * ring.envs
         window = ring.slot_after(slots[:, None], ahead)
-        start = window[:, :1] if cut else slots[:, None]
-        where: SlotsForLeaf = lambda name: start if self._is_single(name) else window
+        start = window[:, :1] if is_cut else slots[:, None]
         # Only the outermost real rows of a window can be an episode's first and last.
         first, last, oldest, newest = start, window[:, -1:], step == -before, step == after - 1
         if self.cross_episodes:
@@ -395,32 +363,30 @@ class Sequence(Unit):
         }
         if self.slots:
             info["slots"] = window
+        where = lambda name: start if self._is_single(name) else window
         return ReadPlan(where=where, mask=real, info=info)
 
     def _is_single(self, name: str) -> bool:
-        """Whether a leaf is read for the first row only."""
+        """Returns True for leaves that are read for the first row only."""
         return any(within(name, path_name(path)) for path in self.first_only)
 
     def reduce(self, raw: Item, plan: ReadPlan, keys: Keys) -> tuple[Item, dict[str, jax.Array]]:
-        """The windows as they are; of leaves that are read once, that one."""
+        """Returns the windows as they are, and one row of leaves that are read once."""
         if not self.first_only:
             return raw, plan.info
-
-        def single(path: tuple, leaf: jax.Array) -> jax.Array:
-            return leaf[:, 0] if self._is_single(pytree.leaf_name(path)) else leaf
-
+        single = lambda path, leaf: leaf[:, 0] if self._is_single(pytree.leaf_name(path)) else leaf
         return jax.tree_util.tree_map_with_path(single, raw), plan.info
 
     def reset(self, ring: Ring, state: SequenceState, token: jax.Array) -> SequenceState:
-        """No rows; flags of slots that hold nothing are not looked at."""
+        """Returns the state without rows; flags of slots that hold nothing are not looked at."""
         return dependencies.emptied(state, token)
 
     def priority_shapes(self, mask: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Shapes that `reduce_priorities` takes, for a mask of this shape."""
+        """Returns `[B, L]`, and that with rows of burn-in."""
         return [(mask[0], self.length), mask]
 
     def reduce_priorities(self, priorities: jax.Array, mask: jax.Array) -> jax.Array:
-        """One priority for each window, float32 `[B]`.
+        """Returns one priority for each window, float32 `[B]`.
 
         Args:
             priorities: float32 `[B, L]`, or `[B, burn_in + L]`, of which burn-in is left out.
@@ -430,10 +396,8 @@ class Sequence(Unit):
         priorities = jnp.where(priorities < 0, jnp.nan, priorities)  # refused as a whole
         count = jnp.maximum(jnp.sum(real, axis=1), 1).astype(jnp.float32)
         mean = jnp.sum(jnp.where(real, priorities, 0.0), axis=1) / count
-        most = jnp.max(jnp.where(real, priorities, 0.0), axis=1)
-        if self.priority_max_weight in (
-            0,
-            1,
-        ):  # a share of 0 is not read: the other one may be infinite
-            return most if self.priority_max_weight else mean
-        return self.priority_max_weight * most + (1 - self.priority_max_weight) * mean
+        greatest = jnp.max(jnp.where(real, priorities, 0.0), axis=1)
+        share = self.priority_max_weight
+        if share in (0, 1):  # a share of 0 is not read: the other one may be infinite
+            return greatest if share else mean
+        return share * greatest + (1 - share) * mean
