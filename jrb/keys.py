@@ -1,4 +1,4 @@
-"""How the items of a buffer are keyed."""
+"""Keys say where the parts of a transition are in an item, and find them there."""
 
 import dataclasses
 import functools
@@ -17,12 +17,12 @@ Path = str | tuple[str, ...]
 
 @pytree.component
 class Keys:
-    """Where the parts of a transition lie in an item; by default where TED puts them.
+    """The paths of the parts of a transition in an item; by default those of TED.
 
-    Name all that the items have: what came after the action (reward, done flags, next observation)
-    is told from the rest by these names, and by lying beside a nested next observation. A flag or a
-    next observation that items have under its usual name, but that is not named here, is an error
-    where it matters; None says that a leaf of that name is something else.
+    Name all that the items have: these names, and being next to a nested next observation, tell
+    what came after the action (reward, done flags, next observation). A flag or a next observation
+    that items have under its usual name, but that is not named here, is an error where it matters;
+    None says that a leaf of that name is something else.
 
     A reward or a flag may be a leaf for each agent, at one path. The episode of an environment ends
     where all its agents are done; of flags with an entry `__all__`, where that one says so.
@@ -44,7 +44,7 @@ class Keys:
         episode: an integer, the number of the item's episode, such as TorchRL's `traj_ids`; None if
             the items have none. An episode ends before a row of the same environment that has
             another number than the one before it, besides where a flag says so. Then no flag is
-            needed. How it goes on is known with the next row.
+            needed. Whether a row ends its episode is known with the next row.
     """
 
     observation: Path = "observation"
@@ -62,67 +62,62 @@ class Keys:
                 checks.path(name, path)
 
     def get(self, item: PyTree, name: str) -> Any:
-        """The entry of `item` that plays the role `name` ("reward", "done", ...).
+        """Returns the entry of `item` that plays the role `name` ("reward", "done", ...).
 
         Raises:
             ValueError: the item has nothing there; the message lists the paths that exist.
         """
         path = getattr(self, name)
-        found = lookup(item, path)
-        if found is None:
+        entry = lookup(item, path)
+        if entry is None:
             raise ValueError(
                 f"{name}: expected a leaf at '{path_name(path)}', got an item with the leaves "
                 f"{pytree.leaf_names(item)}. Name the right one with "
                 f"keys=jrb.Keys({self.guesses(item, name)})."
             )
-        return found
+        return entry
 
-    def guesses(self, item: PyTree, asked: str) -> str:
-        """Arguments for all roles that have no leaf, as far as a leaf has a usual name."""
-        guesses = {asked: "..."}
-        for role, usual in _USUAL.items():
-            if lookup(item, getattr(self, role)) is None:
-                paths = [tuple(name.split("/")) for name in pytree.leaf_names(item)]
-                near = [path for path in paths if path[-1].lower() in usual.split()]
-                if near:
-                    guesses[role] = repr(near[0] if near[0][1:] else near[0][0])
-        return ", ".join(f"{role}={path}" for role, path in guesses.items())
+    def guesses(self, item: PyTree, role: str) -> str:
+        """Returns arguments for all roles without a leaf, if a leaf has a usual name of theirs."""
+        guesses = {role: "..."}
+        paths = [tuple(name.split("/")) for name in pytree.leaf_names(item)]
+        for each, usual in _USUAL.items():
+            near = [path for path in paths if path[-1].lower() in usual.split()]
+            if near and lookup(item, getattr(self, each)) is None:
+                guesses[each] = repr(near[0] if near[0][1:] else near[0][0])
+        return ", ".join(f"{each}={path}" for each, path in guesses.items())
 
     def flags(self, item: PyTree) -> dict[str, Any]:
-        """Returns the flags that end episodes: done, terminated and truncated, if present.
-
-        Returns:
-            From names of leaves to the leaves of `item`.
-        """
-        found = [leaves_at(item, path) for path in (self.done, self.terminated, self.truncated)]
-        return {name: leaf for leaves in found for name, leaf in leaves.items()}
+        """Returns the flags that end episodes (done, terminated, truncated), by names of leaves."""
+        paths = (self.done, self.terminated, self.truncated)
+        return {name: leaf for path in paths for name, leaf in leaves_at(item, path).items()}
 
     def ends(self, item: PyTree, is_set: Callable[[Any], Any]) -> Any:
         """Combines the flags of `item`, at least one: does an episode end? `is_set` gives bools.
 
-        Any flag ends it. Where agents have flags of their own, each of them needs one, unless an
-        entry `__all__` stands beside them.
+        Any flag ends it. Where agents have flags of their own, each of them needs one, unless there
+        is an entry `__all__`.
         """
         agents: dict[str, Any] = {}  # by their names below a flag; "" for the environment's own
         for path in (self.done, self.terminated, self.truncated):
             prefix, leaves = path_name(path), leaves_at(item, path)
             every = leaves.get(f"{prefix}/__all__")
             for name, flag in (leaves if every is None else {prefix: every}).items():
-                agent, found = name[len(prefix) :], is_set(flag)
-                agents[agent] = agents[agent] | found if agent in agents else found
+                agent, is_end = name[len(prefix) :], is_set(flag)
+                agents[agent] = agents[agent] | is_end if agent in agents else is_end
         own = [agents.pop("")] if "" in agents else []
         all_agents = [functools.reduce(operator.and_, agents.values())] if agents else []
         return functools.reduce(operator.or_, own + all_agents)
 
     def unnamed(self, item: PyTree) -> dict[str, str]:
-        """Entries with the usual name of a role that nothing in the item plays, by their roles.
+        """Returns entries with the usual name of a role that nothing in the item plays, by role.
 
-        Looked at is what lies beside something that is named here, or in no container.
+        Only entries in a container of something that is named here, or in none, are considered.
         """
         paths = [getattr(self, field.name) for field in dataclasses.fields(self)]
         containers = {"", *(path_name(path).rpartition("/")[0] for path in paths)}
         played = [path_name(path) for path in paths if lookup(item, path) is not None]
-        seen, found = path_name(self.observation).rpartition("/")[2], {}
+        seen, unnamed = path_name(self.observation).rpartition("/")[2], {}
         for role in ("done", "terminated", "truncated", "next_observation"):
             path = getattr(self, role)
             if path is None or path_name(path) in played:
@@ -133,25 +128,25 @@ class Keys:
                 parts = name.split("/")
                 for depth, part in enumerate(() if is_played else parts):
                     if part in usual and "/".join(parts[:depth]) in containers:
-                        found.setdefault(role, "/".join(parts[: depth + 1]))
-        return found
+                        unnamed.setdefault(role, "/".join(parts[: depth + 1]))
+        return unnamed
 
     def is_next(self, name: str) -> bool:
         """Returns True if the leaf of this name tells what came after the action.
 
-        That is what `Keys` names so, and all that lies beside a nested next observation, unless the
-        observation or the action lies there too.
+        That is what `Keys` names so, and all in the container of a nested next observation, unless
+        the observation or the action is there too.
         """
         roles = (self.reward, self.done, self.terminated, self.truncated, self.next_observation)
         names = [path_name(role).removesuffix("/__all__") for role in roles]
         if isinstance(self.next_observation, tuple) and len(self.next_observation) > 1:
-            beside = path_name(self.next_observation[:-1])
+            container = path_name(self.next_observation[:-1])
             before = (path_name(self.observation), path_name(self.action))
-            names += [beside] * (not any(within(role, beside) for role in before))
+            names += [container] * (not any(within(role, container) for role in before))
         return any(map(functools.partial(within, name), names))
 
     def twin(self, name: str) -> str | None:
-        """The leaf of the observation that a leaf of the next one continues; None for others."""
+        """Returns the leaf of the observation that one of the next continues; None for others."""
         after = path_name(self.next_observation)
         if not within(name, after):
             return None
@@ -175,18 +170,18 @@ def within(name: str, prefix: str) -> bool:
 
 
 def find(item: PyTree, path: Path, what: str) -> Any:
-    """The entry of `item` at `path`.
+    """Returns the entry of `item` at `path`.
 
     Raises:
         ValueError: there is nothing; the message begins with `what` and lists the paths that exist.
     """
-    found = lookup(item, path)
-    if found is None:
+    entry = lookup(item, path)
+    if entry is None:
         raise ValueError(
             f"{what}: expected something at '{path_name(path)}', got an item with the leaves "
             f"{pytree.leaf_names(item)}."
         )
-    return found
+    return entry
 
 
 TED = Keys()
@@ -194,31 +189,27 @@ TED = Keys()
 
 
 def path_name(path: Path | None) -> str:
-    """`next/reward` for `("next", "reward")`; for None "", which is the name of no leaf."""
+    """Returns `next/reward` for `("next", "reward")`; for None "", which is the name of no leaf."""
     return path if isinstance(path, str) else "/".join(path or ())
 
 
 def leaves_at(item: PyTree, path: Path | None) -> dict[str, Any]:
-    """The leaves of `item` at or below `path`, by their names in the item."""
+    """Returns the leaves of `item` at or below `path`, by their names in the item."""
     leaves = jax.tree_util.tree_leaves_with_path(lookup(item, path))
     below = lambda inner: "".join("/" + pytree.part_name(part) for part in inner)
     return {path_name(path) + below(inner): leaf for inner, leaf in leaves}
 
 
 def lookup(item: PyTree, path: Path | None) -> Any:
-    """The entry of `item` at `path`, or None where there is none."""
+    """Returns the entry of `item` at `path`, or None where there is none."""
     if path is None:
         return None
     for name in (path,) if isinstance(path, str) else path:
-        item = _entry(item, name)
+        if pytree.is_mapping(item):
+            item = item.get(name)
+        elif hasattr(item, "_fields"):  # a named tuple has methods too
+            item = getattr(item, name) if name in item._fields else None
+        else:
+            item = None if hasattr(item, "dtype") else getattr(item, name, None)
+            item = None if callable(item) else item
     return item
-
-
-def _entry(item: PyTree, name: str) -> Any:
-    """Returns the entry of a container under a name; None if there is none."""
-    if pytree.is_mapping(item):
-        return item.get(name)
-    if hasattr(item, "_fields"):  # a named tuple has methods too
-        return getattr(item, name) if name in item._fields else None
-    entry = None if hasattr(item, "dtype") else getattr(item, name, None)
-    return None if callable(entry) else entry

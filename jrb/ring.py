@@ -16,6 +16,9 @@ from jax import lax
 
 from jrb._util import display, pytree
 
+_FEW = 4096
+"""Constants of so many elements are NumPy arrays: XLA folds what is computed of them."""
+
 
 class Clock(pytree.State):
     """Where a ring stands, in rows of time: all environments, `[]`, or each of them, `[E]`.
@@ -31,7 +34,7 @@ class Clock(pytree.State):
     lap: jax.Array
 
     def summary(self, ring: "Ring") -> dict[str, str]:
-        """How many items are held."""
+        """Returns how many items are held."""
         rows = display.known(self.count)
         if rows is None:
             return {}
@@ -51,12 +54,12 @@ class Ring:
         return self.rows * self.envs
 
     def start(self, *shape: int) -> Clock:
-        """The clock of a ring that was never written; with E for `shape`, one for each lane."""
+        """Returns the clock of a ring that was never written; with E for `shape`, one for each."""
         zero = jnp.zeros(shape, jnp.int32)
         return Clock(cursor=zero, count=jnp.zeros_like(zero), lap=jnp.zeros(shape, jnp.uint32))
 
     def advance(self, clock: Clock, rows: jax.Array) -> Clock:
-        """The clock after `rows` more rows were written, int32 like its fields, at least 0."""
+        """Returns the clock after so many more rows, int32 like its fields, at least 0."""
         reached = clock.cursor.astype(jnp.uint32) + rows.astype(jnp.uint32)
         kept = jnp.minimum(rows, self.rows)
         return Clock(
@@ -65,15 +68,8 @@ class Ring:
             lap=clock.lap + lax.div(reached, np.uint32(self.rows)),
         )
 
-    def shrunk(self, clock: Clock, rows: jax.Array) -> Clock:
-        """The clock without its oldest `rows` (int32 like its fields) rows."""
-        return clock.replace(count=jnp.maximum(clock.count - rows, 0))
-
     def emptied(self, clock: Clock) -> Clock:
-        """The clock of the emptied ring; no older generation is ever current again.
-
-        What the cursor waited for, it waits for still (see `jrb._xla.dependencies`).
-        """
+        """Returns the clock of the emptied ring; no older generation is ever current again."""
         return Clock(
             # Zero, which XLA does not know to be one: a plain zero would wait for nothing.
             cursor=jnp.minimum(clock.cursor, 0),
@@ -82,9 +78,9 @@ class Ring:
         )
 
     def has_lost(self, clock: Clock) -> jax.Array:
-        """Whether rows older than those held were written, bool like the clock's fields.
+        """Returns True if rows older than those held were written, bool like the clock's fields.
 
-        Of a ring that was emptied and is full, nobody knows: it counts as one that lost some.
+        A ring that was emptied and is full counts as one that lost some: nobody knows.
         """
         is_full = clock.count == self.rows
         never_came_round = ~is_full & (clock.cursor == clock.count) & (clock.lap != 1)
@@ -92,37 +88,40 @@ class Ring:
         return ~(never_came_round | just_full)
 
     def row_after(self, row: jax.Array, steps: jax.Array) -> jax.Array:
-        """The row (int32) that lies `steps` rows, at least 0, further around the ring."""
+        """Returns the row (int32) that is `steps` rows, at least 0, further around the ring."""
         reached = row.astype(jnp.uint32) + steps.astype(jnp.uint32)
         return lax.rem(reached, np.uint32(self.rows)).astype(jnp.int32)
 
     def row_of(self, slots: jax.Array) -> jax.Array:
-        """The row (int32) of each slot; or how many rows so many slots are. None is negative."""
+        """Returns the row (int32) of each slot; or how many rows so many slots are."""
         return lax.div(slots, np.int32(self.envs))
 
     def env_of(self, slots: jax.Array) -> jax.Array:
-        """The environment (int32) of each slot; none is negative."""
+        """Returns the environment (int32) of each slot."""
         return lax.rem(slots, np.int32(self.envs))
 
     def row_slots(self, starts: jax.Array) -> jax.Array:
-        """The slots (int32 `[T, E]`) of rows that start at `starts`, `[T]` or `[T, E]`; N for N."""
+        """Returns the slots, int32 `[T, E]`, of rows that begin at `starts`, `[T]` or `[T, E]`.
+
+        N for rows that begin at N.
+        """
         starts = starts.reshape(starts.shape[0], -1)
         slots = starts + jnp.arange(self.envs, dtype=jnp.int32)[None, :]
         return jnp.where(starts < self.capacity, slots, self.capacity)
 
     def slot_after(self, slot: jax.Array, steps: jax.Array | np.ndarray | int) -> jax.Array:
-        """The slot (int32) that lies `steps` slots, 0 to N, further around the ring."""
+        """Returns the slot (int32) that is `steps` slots, 0 to N, further around the ring."""
         steps = steps if isinstance(steps, jax.Array) else np.asarray(steps)
         reached = slot.astype(jnp.uint32) + steps.astype(np.uint32)
         # What would be negative is a large number here, so that the smaller one is in range.
         return lax.min(reached, lax.sub(reached, np.uint32(self.capacity))).astype(jnp.int32)
 
     def slot_before(self, slot: jax.Array, steps: jax.Array | int) -> jax.Array:
-        """The slot (int32) that lies `steps` slots, 0 to N, back around the ring."""
+        """Returns the slot (int32) that is `steps` slots, 0 to N, back around the ring."""
         return self.slot_after(slot, self.capacity - steps)
 
     def rows_near(self, slots: jax.Array, steps: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """The slots that lie some rows of time from others, and in which lap they are written.
+        """Returns the slots that are some rows of time from others, and when they are written.
 
         Args:
             slots: int32 `[B]`.
@@ -138,20 +137,20 @@ class Ring:
         return near, is_round.astype(jnp.uint32) * np.where(later, 1, 2**32 - 1).astype(np.uint32)
 
     def oldest_slot(self, clock: Clock) -> jax.Array:
-        """The first slot (int32) of the oldest row held."""
+        """Returns the first slot (int32) of the oldest row held."""
         row = (clock.cursor - clock.count).astype(jnp.uint32)
         return jnp.minimum(row, lax.add(row, np.uint32(self.rows))).astype(jnp.int32) * self.envs
 
     def generation(self, clock: Clock, slots: jax.Array) -> jax.Array:
-        """The lap (uint32) in which each slot was last written.
+        """Returns the lap (uint32) in which each slot was last written.
 
         It changes with every overwrite, without an array to keep it: rows before the cursor were
         written in this lap, the others in the one before.
         """
         cursor, lap = clock.cursor, clock.lap
         if cursor.ndim:
-            lane = self.env_of(slots)
-            cursor, lap = cursor[lane], lap[lane]
+            env = self.env_of(slots)
+            cursor, lap = cursor[env], lap[env]
         ahead = slots >= cursor * self.envs
         return lap - ahead.astype(jnp.uint32)
 
@@ -191,66 +190,65 @@ class Occupancy:
         return self.count[0] if self.streams == 1 else jnp.sum(self.count, dtype=jnp.int32)
 
     def rows(self, ring: Ring) -> jax.Array:
-        """The rows of each environment, int32 `[S]`."""
+        """Returns the rows of each environment, int32 `[S]`."""
         return lax.div(self.count, np.int32(ring.envs // self.streams))
 
     def next_row(self, ring: Ring) -> jax.Array:
-        """The row behind the newest one, int32 `[S]`."""
+        """Returns the row behind the newest one, int32 `[S]`."""
         return ring.row_of(ring.slot_after(self.first, self.count * self.streams))
 
     def newest(self, ring: Ring) -> jax.Array:
-        """The newest slot of each environment, int32 `[E]`; any slot where there is none."""
+        """Returns the newest slot of each environment, int32 `[E]`; any where there is none."""
         width, env = ring.envs // self.streams, np.arange(ring.envs, dtype=np.int32)
         offset = jnp.maximum(self.count - width, 0) + env // self.streams
         return ring.slot_after(self.first, offset * self.streams)
 
     def oldest(self, ring: Ring, most: int) -> jax.Array:
-        """The slots of the first `most` rows, int32 `[most, E]`; N beyond the end."""
-        offset = self._offsets(ring, most)
-        slots = ring.slot_after(
-            self.first, offset.clip(max=ring.capacity // self.streams) * self.streams
-        )
-        return jnp.where(offset < self.count, slots, ring.capacity)
+        """Returns the slots of the first `most` rows, int32 `[most, E]`; N beyond the end."""
+        offset = self._offsets_of_rows(ring, most)
+        steps = offset.clip(max=ring.capacity // self.streams) * self.streams
+        return jnp.where(offset < self.count, ring.slot_after(self.first, steps), ring.capacity)
 
     def from_oldest(self, ring: Ring) -> jax.Array:
-        """All slots of the ring from the oldest row on, int32 `[R, E]`, empty ones included."""
-        return ring.slot_after(self.first, self._offsets(ring, ring.rows) * self.streams)
+        """Returns all slots of the ring from the oldest row on, int32 `[R, E]`, also empty ones."""
+        return ring.slot_after(self.first, self._offsets_of_rows(ring, ring.rows) * self.streams)
 
-    def _offsets(self, ring: Ring, most: int) -> Any:
-        """How far behind the first slot of its stream each slot of `most` rows is, `[most, E]`."""
+    def _offsets_of_rows(self, ring: Ring, most: int) -> Any:
+        """Returns how far behind its run's first each slot of `most` rows is, `[most, E]`."""
         width, env = ring.envs // self.streams, np.arange(ring.envs, dtype=np.int32)
         return first_places(most)[:, None] * width + env // self.streams
 
     def run(self, ring: Ring, most: int) -> jax.Array:
-        """The first `most` slots of the only stream, int32 `[most]`; N beyond the end."""
+        """Returns the first `most` slots of the only stream, int32 `[most]`; N beyond the end."""
         step = first_places(most)
         slots = ring.slot_after(self.first, step.clip(max=ring.capacity))
         return jnp.where(step < self.count, slots, ring.capacity)
 
     def holds(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """Which of these slots (all in range) are in a run, bool."""
-        return self._offset(ring, slots) < self._of_stream(self.count, slots)
+        """Returns which of these slots (all in range) are in a run, bool."""
+        return self._offset(ring, slots, self.first) < self._of_stream(self.count, slots)
 
     def before(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """The number of rows of its environment before each slot, int32."""
-        return lax.div(self._offset(ring, slots), np.int32(ring.envs // self.streams))
+        """Returns the number of rows of its environment before each slot, int32."""
+        offset = self._offset(ring, slots, self.first)
+        return lax.div(offset, np.int32(ring.envs // self.streams))
 
     def after(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """The number of rows of its environment after each slot, int32; negative beyond the end."""
-        behind = self._of_stream(self.count, slots) - 1 - self._offset(ring, slots)
+        """Returns the rows of its environment after each slot, int32; negative beyond the end."""
+        behind = self._of_stream(self.count, slots) - 1 - self._offset(ring, slots, self.first)
         width, length = ring.envs // self.streams, ring.capacity // self.streams
         return lax.div(behind + length, np.int32(width)) - ring.rows  # `div` rounds towards 0
 
     def rank(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """The ranks of slots, int32."""
+        """Returns the ranks of slots, int32."""
         if self.streams == 1:
-            return self._offset(ring, slots)
+            return self._offset(ring, slots, self.first)
         stream, counts = lax.rem(slots, np.int32(self.streams)), self.count
-        offset = self._offset_from(ring, self._order_start(ring), slots)
+        offset = self._offset(ring, slots, self._order_start(ring))
         return (jnp.cumsum(counts, dtype=jnp.int32) - counts)[stream] + offset
 
     def nth(self, ring: Ring, ranks: jax.Array) -> jax.Array:
-        """The slots (int32) of these ranks (int32)."""
+        """Returns the slots (int32) of these ranks (int32)."""
         if self.streams == 1:
             return ring.slot_after(self.first, ranks)
         stream, offset = locate(self.count, ranks)
@@ -258,25 +256,21 @@ class Occupancy:
         return ring.slot_after(self._order_start(ring)[stream], offset * self.streams)
 
     def _order_start(self, ring: Ring) -> jax.Array:
-        """The slot of each stream that has its lowest rank, int32 `[S]`."""
+        """Returns the slot of each stream that has its lowest rank, int32 `[S]`."""
         is_full = self.count >= ring.capacity // self.streams
         return jnp.where(is_full, lax.rem(self.first, np.int32(self.streams)), self.first)
 
     def _of_stream(self, values: jax.Array, slots: jax.Array) -> jax.Array:
-        """Of values `[S]`, the one for the stream of each slot."""
+        """Returns of values `[S]` the one for the stream of each slot."""
         return values[0] if self.streams == 1 else values[lax.rem(slots, np.int32(self.streams))]
 
-    def _offset(self, ring: Ring, slots: jax.Array) -> jax.Array:
-        """How far each slot is behind the first one of its stream, in slots of that stream."""
-        return self._offset_from(ring, self.first, slots)
-
-    def _offset_from(self, ring: Ring, starts: jax.Array, slots: jax.Array) -> jax.Array:
-        """How far each slot is behind that of its stream in `starts`, int32 `[S]`."""
+    def _offset(self, ring: Ring, slots: jax.Array, starts: jax.Array) -> jax.Array:
+        """Returns how many slots of its stream each is behind that in `starts`, int32 `[S]`."""
         steps = ring.slot_after(slots, ring.capacity - self._of_stream(starts, slots))
         return steps if self.streams == 1 else lax.div(steps, np.int32(self.streams))
 
     def moved(self, ring: Ring, expired: jax.Array, passed: jax.Array) -> "Occupancy":
-        """The occupancy after `expired` rows left at the front and `passed` came, int32 `[S]`."""
+        """Returns the runs after `expired` rows left and `passed` came, int32 `[S]`."""
         row = ring.row_after(ring.row_of(self.first), expired)
         return Occupancy(
             first=row * ring.envs + ring.env_of(self.first),
@@ -284,7 +278,7 @@ class Occupancy:
         )
 
     def emptied(self) -> "Occupancy":
-        """Empty runs at the same places."""
+        """Returns empty runs that begin at the same slots."""
         return dataclasses.replace(self, count=jnp.zeros_like(self.count))
 
 
@@ -306,9 +300,6 @@ def locate(counts: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def first_places(count: int) -> jax.Array | np.ndarray:
-    """0 to `count` - 1, int32; a NumPy array if small, so that XLA folds what is computed of it."""
+    """Returns 0 to `count` - 1, int32; a NumPy array if small."""
     numbers: Any = np if count <= _FEW else jnp
     return numbers.arange(count, dtype=np.int32)
-
-
-_FEW = 4096

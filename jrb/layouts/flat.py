@@ -1,5 +1,6 @@
 """Flat: every observation once."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,16 +10,16 @@ import numpy as np
 
 from jrb._util.pytree import Leaf, PyTree
 from jrb.keys import TED, Keys, path_name
-from jrb.layouts.chain import Chain, chain
 from jrb.layouts.names import Leaves, flatten, nest
 
 _ENDS = "ends"
+_ROWS = 1024  # that are compared at once
 
 
 def ted_to_flat(
     items: PyTree, keys: Keys = TED, num_envs: int | None = None, cuts: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Observations once: those of each trajectory in a row, and behind them its last next one.
+    """Returns observations once: those of each trajectory in a row, then its last next one.
 
     Args:
         items: a nested dict of NumPy or JAX arrays, `[T, ...]`, or `[T, E, ...]` with `num_envs`.
@@ -55,22 +56,130 @@ def flat_to_ted(flat: Any, keys: Keys = TED) -> dict[str, Any]:
     return nest(from_flat(leaves, ends, keys))
 
 
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """How transitions hang together.
+
+    Attributes:
+        ends: bool `[E, T]`, the last rows of trajectories.
+        shared: from leaves of the next observation to those of the observation that hold all their
+            rows but the last ones of trajectories.
+    """
+
+    ends: np.ndarray
+    shared: dict[str, str]
+
+
+def chain(leaves: Leaves, keys: Keys, cuts: np.ndarray) -> Chain:
+    """Finds where trajectories end, and which leaves hold others.
+
+    A trajectory ends where a flag says so (done, terminated or truncated, whichever there are),
+    where the environment's rows end, where it is cut, and where a next observation is not the next
+    row's observation. If that is so in most rows, as for returns of n steps, then the leaf is not
+    shared, and tells nothing about ends.
+
+    Args:
+        leaves: arrays `[E, T, ...]`.
+        keys: how they are keyed.
+        cuts: bool `[E, T]`, further last rows.
+    """
+    ends = cuts.copy()
+    ends[:, -1:] = True
+    for flag in (keys.done, keys.terminated, keys.truncated):
+        if path_name(flag) in leaves:
+            array = np.asarray(leaves[path_name(flag)])
+            ends |= array.astype(bool).any(axis=tuple(range(2, array.ndim)))
+    flagged, shared = ends.copy(), {}
+    kind = lambda name: (leaves[name].shape, leaves[name].dtype)
+    for name in leaves:
+        twin = keys.twin(name)
+        if twin is None or twin not in leaves or kind(name) != kind(twin):
+            continue
+        breaks = differ(leaves[twin], leaves[name]) & ~flagged
+        if 2 * breaks.sum() <= (~flagged).sum() and ends.size:
+            shared[name] = twin
+            ends |= breaks
+    return Chain(ends=ends, shared=shared)
+
+
+def differ(before: Any, after: Any) -> np.ndarray:
+    """Finds the next observations that differ, in any bit, from the observation of the next row.
+
+    Args:
+        before: the observations, `[E, T, ...]`.
+        after: the next observations, likewise.
+
+    Returns:
+        Bool `[E, T]`, False for the last row.
+    """
+    envs, length = before.shape[:2]
+    is_other = np.zeros((envs, length), bool)
+
+    def row_bytes(leaf: Leaf) -> np.ndarray:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.ascontiguousarray(leaf)
+        width = array.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+        rows = array.view(np.uint8) if width else np.zeros(0, np.uint8)
+        return rows.reshape(len(array), width)
+
+    for env in range(envs):
+        for start in range(0, length - 1, _ROWS):
+            stop = min(start + _ROWS, length - 1)
+            rows = row_bytes(after[env, start:stop]) != row_bytes(before[env, start + 1 : stop + 1])
+            is_other[env, start:stop] = rows.any(axis=1)
+    return is_other
+
+
 def to_flat(
     leaves: Leaves, keys: Keys, num_envs: int | None, cuts: Sequence[int]
 ) -> tuple[Leaves, Chain]:
     """Returns the flat layout of arrays by name, and where trajectories end."""
-    leaves = {name: _by_env(name, leaf, num_envs) for name, leaf in leaves.items()}
-    shape = _lead(leaves)
-    links = chain(leaves, keys, _cuts(cuts, shape))
+    if not leaves:
+        raise ValueError("expected at least one leaf, got an empty dict.")
+    axes, by_env = 1 if num_envs is None else 2, {}
+    for name, leaf in leaves.items():  # to `[E, T, ...]`
+        if len(leaf.shape) < axes or (num_envs is not None and leaf.shape[1] != num_envs):
+            shape = "[T, ...]" if num_envs is None else f"[T, {num_envs}, ...]"
+            raise ValueError(
+                f"leaf '{name}': expected shape {shape}, got {tuple(leaf.shape)}. Time comes "
+                "first, then the environments, whose number num_envs says."
+            )
+        by_env[name] = leaf[None] if num_envs is None else leaf.swapaxes(0, 1)
+    first = next(iter(by_env))
+    shape = by_env[first].shape[:2]
+    for name, leaf in by_env.items():
+        if leaf.shape[:2] != shape:
+            raise ValueError(
+                f"leaf '{name}': expected {shape[1]} rows of time as in '{first}', got "
+                f"{leaf.shape[1]}."
+            )
+    is_cut = np.zeros(shape, bool)
+    for row in cuts:
+        if not 0 <= row < shape[1]:
+            raise ValueError(f"cuts: expected rows in [0, {shape[1]}), got {row}.")
+        is_cut[:, row] = True
+    links = chain(by_env, keys, is_cut)
     join = lambda leaf: leaf.reshape(links.ends.size, *leaf.shape[2:])
-    ends = links.ends.reshape(-1)
-    flat = {}
-    for name, leaf in leaves.items():
+    ends, flat = links.ends.reshape(-1), {}
+    last, place = np.flatnonzero(ends), places(ends)
+    for name, leaf in by_env.items():
         if name in links.shared:
             continue
+        flat[name] = leaf = join(leaf)
         after = [other for other, twin in links.shared.items() if twin == name]
-        leaf = join(leaf)
-        flat[name] = _interleaved(leaf, join(leaves[after[0]]), ends) if after else leaf
+        if not after:
+            continue
+        # `[N + K, ...]`: each row's, and behind the last of a trajectory its next one.
+        next_leaf, rows = join(by_env[after[0]]), len(ends) + len(last)
+        if isinstance(leaf, jax.Array):
+            index = np.empty(rows, np.int64)
+            index[place] = np.arange(len(ends))
+            index[place[last] + 1] = len(ends) + np.arange(len(last))
+            flat[name] = jnp.concatenate([leaf, next_leaf[last]])[index]
+        else:
+            flat[name] = np.empty((rows, *leaf.shape[1:]), leaf.dtype)
+            flat[name][place], flat[name][place[last] + 1] = leaf, next_leaf[last]
     return flat, links
 
 
@@ -78,13 +187,20 @@ def from_flat(leaves: Leaves, ends: np.ndarray, keys: Keys) -> Leaves:
     """Returns the transitions of flat arrays by name; `ends` is bool `[T]` or `[E, T]`."""
     place = places(ends.reshape(-1))
     after, before = path_name(keys.next_observation), path_name(keys.observation)
-    out = {}
+
+    def by_time(leaf: Leaf) -> Any:
+        """From `[N, ...]` to `[T, ...]` or `[T, E, ...]`."""
+        if ends.ndim == 1:
+            return leaf
+        return leaf.reshape(*ends.shape, *leaf.shape[1:]).swapaxes(0, 1)
+
+    out: Leaves = {}
     for name, leaf in leaves.items():
+        next_name = after + name[len(before) :]
         if len(leaf) == ends.size:
-            out[name] = _by_time(leaf, ends.shape)
-        elif len(leaf) == ends.size + ends.sum() and keys.twin(after + name[len(before) :]) == name:
-            out[name] = _by_time(leaf[place], ends.shape)
-            out[after + name[len(before) :]] = _by_time(leaf[place + 1], ends.shape)
+            out[name] = by_time(leaf)
+        elif len(leaf) == ends.size + ends.sum() and keys.twin(next_name) == name:
+            out[name], out[next_name] = by_time(leaf[place]), by_time(leaf[place + 1])
         else:
             raise ValueError(
                 f"leaf '{name}': expected {ends.size} rows, one for each entry of 'ends', or for "
@@ -94,61 +210,5 @@ def from_flat(leaves: Leaves, ends: np.ndarray, keys: Keys) -> Leaves:
 
 
 def places(ends: np.ndarray) -> np.ndarray:
-    """Where each row's observation stands among those of N rows and K ends, int `[N]`."""
+    """Returns where each row's observation is among those of N rows and K ends, int `[N]`."""
     return np.arange(ends.size) + np.cumsum(ends) - ends
-
-
-def _interleaved(before: Any, after: Any, ends: np.ndarray) -> Any:
-    """Observations `[N + K, ...]`: each row's, and behind the last of a trajectory its next one."""
-    last = np.flatnonzero(ends)
-    index = np.empty(len(ends) + len(last), np.int64)
-    place = places(ends)
-    index[place] = np.arange(len(ends))
-    index[place[last] + 1] = len(ends) + np.arange(len(last))
-    if isinstance(before, jax.Array):
-        return jnp.concatenate([before, after[last]])[index]
-    out = np.empty((len(index), *before.shape[1:]), before.dtype)
-    out[place], out[place[last] + 1] = before, after[last]
-    return out
-
-
-def _by_env(name: str, leaf: Leaf, num_envs: int | None) -> Any:
-    """From `[T, ...]` or `[T, E, ...]` to `[E, T, ...]`."""
-    axes = 1 if num_envs is None else 2
-    if len(leaf.shape) < axes or (num_envs is not None and leaf.shape[1] != num_envs):
-        wanted = "[T, ...]" if num_envs is None else f"[T, {num_envs}, ...]"
-        raise ValueError(
-            f"leaf '{name}': expected shape {wanted}, got {tuple(leaf.shape)}. Time comes first, "
-            "then the environments, whose number num_envs says."
-        )
-    return leaf[None] if num_envs is None else leaf.swapaxes(0, 1)
-
-
-def _by_time(leaf: Leaf, shape: tuple[int, ...]) -> Any:
-    """From `[N, ...]` to `[T, ...]` or, for a shape (E, T), to `[T, E, ...]`."""
-    if len(shape) == 1:
-        return leaf
-    return leaf.reshape(*shape, *leaf.shape[1:]).swapaxes(0, 1)
-
-
-def _lead(leaves: Leaves) -> tuple[int, int]:
-    if not leaves:
-        raise ValueError("expected at least one leaf, got an empty dict.")
-    first = next(iter(leaves))
-    shape = leaves[first].shape[:2]
-    for name, leaf in leaves.items():
-        if leaf.shape[:2] != shape:
-            raise ValueError(
-                f"leaf '{name}': expected {shape[1]} rows of time as in '{first}', got "
-                f"{leaf.shape[1]}."
-            )
-    return shape
-
-
-def _cuts(rows: Sequence[int], shape: tuple[int, int]) -> np.ndarray:
-    cuts = np.zeros(shape, bool)
-    for row in rows:
-        if not 0 <= row < shape[1]:
-            raise ValueError(f"cuts: expected rows in [0, {shape[1]}), got {row}.")
-        cuts[:, row] = True
-    return cuts

@@ -1,4 +1,4 @@
-"""What the parts of a buffer are, and what they say to each other.
+"""The contracts of the parts of a buffer, and the messages between them.
 
 N capacity, E environments, B batch, L window, T time. A *slot* (int32) is the place of an item, an
 *anchor* a slot that a sampler may draw; slots are all that parts exchange.

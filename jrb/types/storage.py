@@ -17,8 +17,8 @@ class Storage(abc.ABC):
     """Puts rows at slots, gets rows at slots.
 
     Attributes:
-        of_objects: whether items are no arrays, but Python objects.
-        unbound: names of fields that say where items lie, and not what the buffer does: a
+        of_objects: True if items are no arrays, but Python objects.
+        unbound: names of fields that say where items are, and not what the buffer does: a
             description may be loaded with others.
     """
 
@@ -27,16 +27,16 @@ class Storage(abc.ABC):
 
     @property
     def requires_chronological(self) -> bool:
-        """Whether rows must come in the order of time."""
+        """True if rows must come in the order of time."""
         return False
 
     @abc.abstractmethod
     def init(self, context: Context, spec: Item) -> Any:
-        """Room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
+        """Returns room for N items of this spec (`jax.ShapeDtypeStruct` leaves)."""
 
     @abc.abstractmethod
     def spec(self, state: PartState) -> Item:
-        """The spec of one item."""
+        """Returns the spec of one item."""
 
     @abc.abstractmethod
     def write(
@@ -50,12 +50,12 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, context: Context, state: PartState, where: SlotsForLeaf) -> Item:
-        """Few gathers; in `jrb.authoring.materialize`, so that later writes wait for it."""
+        """Reads items by few gathers, in `jrb.authoring.materialize`: later writes wait for it."""
 
     def read_with(
         self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]] | None:
-        """The same together with what is looked up beside it, in one `dependencies.materialize`.
+        """Reads items and further arrays together, in one `dependencies.materialize`.
 
         Returns:
             The items, and what is in each array at its slots; None from a storage that cannot, of
@@ -64,11 +64,11 @@ class Storage(abc.ABC):
         return None
 
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """The state when nothing is held any more; the items may stay where they are."""
+        """Returns the state without items; their arrays may keep what they hold."""
         return dependencies.emptied(state, token)
 
     def shares(self, context: Context, state: PartState, names: frozenset[str]) -> bool:
-        """Whether some leaves hold what other rows hold too: then `edit` is not asked for them."""
+        """Returns True if rows share some of these leaves: then `edit` is not called for them."""
         return False
 
     def edit(
@@ -92,7 +92,7 @@ class Storage(abc.ABC):
         )
 
     def slotted(self, state: PartState) -> Item:
-        """The arrays `[N or more, ...]` whose row s is changed only when slot s is written, s < N.
+        """Returns arrays `[N or more, ...]` whose row s changes only when slot s is written, s < N.
 
         A checkpoint looks only there for what is new; it writes all others each time.
         """
@@ -120,30 +120,30 @@ class HostStorage(Storage):
     @property
     @abc.abstractmethod
     def device_part(self) -> Any:
-        """What stands for this storage in jitted parts, such as `HostStorageProxy()`."""
+        """The storage in jitted parts that takes the place of this one, as `HostStorageProxy()`."""
 
     @abc.abstractmethod
     def device_state(self, state: PartState) -> Any:
-        """The state of `device_part`."""
+        """Returns the state of `device_part`."""
 
     @abc.abstractmethod
     def make(self, ring: Ring, spec: Item, device_state: PartState, is_chronological: bool) -> Any:
-        """The state of an empty storage, to which rows come in the order of time or not."""
+        """Returns the state of an empty storage, to which rows come in the order of time or not."""
 
     @abc.abstractmethod
     def put(self, state: PartState, planned: Any, items: Item) -> Any:
         """Puts items, leaves `[T, E, ...]` or `[T, ...]`, where the device part has `planned`."""
 
     def moved(self, state: PartState, planned: Any) -> Any:
-        """The same state with that of the device part which `planned` has; by default it has none.
+        """Returns the state with that of the device part in `planned`; by default there is none.
 
-        Asked where `put` was called with a plan that had none yet.
+        Called where `put` was called with a plan that had none yet.
         """
         return state
 
     @abc.abstractmethod
     def fetch(self, state: PartState, slots: jax.Array, places: Any) -> Item:
-        """The items at slots `[B]`; or each leaf where the device part has located it.
+        """Returns the items at slots `[B]`; or each leaf where the device part has located it.
 
         Args:
             state: the storage's state.
@@ -153,12 +153,12 @@ class HostStorage(Storage):
 
     @abc.abstractmethod
     def take(self, state: PartState, slots: np.ndarray) -> Item:
-        """The items at slots of any shape, without unit and transforms."""
+        """Returns the items at slots of any shape, without unit and transforms."""
 
     def put_values(
         self, state: PartState, device_state: PartState, slots: np.ndarray, values: Item
     ) -> Any:
-        """The same as `edit`, outside `jit`.
+        """Edits as `edit` does, outside `jit`.
 
         Args:
             state: the storage's state.
@@ -172,21 +172,21 @@ class HostStorage(Storage):
         )
 
     def spec_key(self, state: PartState) -> SpecKey:
-        """What one slot holds, to be looked up by; made anew each time by default."""
+        """Returns what one slot holds, as a key of dicts; by default it is made at each call."""
         return _NO_ARRAYS if self.of_objects else SpecKey(self.spec(state))
 
     def names(self, state: PartState) -> tuple[str, ...] | None:
-        """The names of the leaves; None where items are looked at as a whole."""
+        """Returns the names of the leaves; None where items are read as a whole."""
         return None
 
     def nbytes(self, ring: Ring, spec: Item, is_chronological: bool) -> int:
-        """The bytes that `make` allocates, beside those of the device part."""
+        """Returns the bytes that `make` allocates, without those of the device part."""
         return 0
 
     def drawing(self, state: PartState) -> AbstractContextManager[None]:
-        """A time during which nothing is overwritten."""
+        """Returns a context in which nothing is overwritten."""
         return nullcontext()
 
     def writing(self, state: PartState) -> AbstractContextManager[None]:
-        """A time after which, if something interrupts it, this state is the newest again."""
+        """Returns a context after which, if interrupted, this state is the newest again."""
         return nullcontext()

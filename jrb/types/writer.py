@@ -10,11 +10,11 @@ from jrb.types.messages import Item, MissingMethodError, PartState, WritePlan
 
 
 class Writer(abc.ABC):
-    """Which slots do these rows go to?
+    """Decides to which slots rows go.
 
     Attributes:
-        is_chronological: True if rows lie around the ring in the order in which they came. Units
-            that read more than one row require it.
+        is_chronological: True if rows follow one another around the ring in the order of time.
+            Units that read more than one row require it.
         writes: False if the writer refuses every write.
         blocks_when_full: if True, the buffer masks out rows that would overwrite an item that was
             not drawn yet.
@@ -31,13 +31,13 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def init(self, ring: Ring, spec: Item) -> Any:
-        """The state of a writer that wrote nothing. `spec`: of one item, to be checked."""
+        """Returns the state before any write; `spec` is of one item, to be checked."""
 
     @abc.abstractmethod
     def plan(
         self, ring: Ring, state: PartState, items: Item, mask: jax.Array | None
     ) -> tuple[Any, WritePlan]:
-        """Slots for rows of time.
+        """Plans the slots of rows of time.
 
         Args:
             ring: the ring's shape.
@@ -49,43 +49,37 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def held(self, ring: Ring, state: PartState) -> Occupancy:
-        """The slots that hold items."""
+        """Returns the slots that hold items."""
 
     @abc.abstractmethod
     def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
-        """uint32 like `slots`: another number as soon as a slot holds another item."""
+        """Returns uint32 like `slots`: another number as soon as a slot holds another item."""
 
     @abc.abstractmethod
     def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
-        """Forgets all slots; no stamp from before is ever current again.
+        """Returns the state without items; no stamp from before is ever current again.
 
-        Args:
-            ring: the ring's shape.
-            state: the writer's state.
-            token: an int32 zero, after which arrays are overwritten (see `jrb._xla.dependencies`).
+        Arrays are overwritten after the token, an int32 zero (see `jrb._xla.dependencies`).
         """
 
     def has_lost(self, ring: Ring, state: PartState) -> jax.Array:
-        """Whether rows older than those held may be lost, bool `[1]` or `[E]`.
+        """Returns True where rows older than those held may be lost, bool `[1]` or `[E]`.
 
-        The oldest row held may then lie within an episode. The default is for writers whose rows
+        The oldest row held may then be within an episode. The default is for writers whose rows
         leave by being overwritten only.
         """
         return self.held(ring, state).rows(ring) == ring.rows
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
-        """All slots, int32 `[N]`, those that hold items first, oldest first; and their number."""
+        """Returns all slots, int32 `[N]`, those with items first, oldest first; and how many."""
         held = self.held(ring, state)
-        place = jax.numpy.arange(ring.capacity, dtype=jax.numpy.int32)
-        return held.nth(ring, place), held.size
+        ranks = jax.numpy.arange(ring.capacity, dtype=jax.numpy.int32)
+        return held.nth(ring, ranks), held.size
 
     def evict_oldest(self, ring: Ring, state: PartState, rows: jax.Array) -> Any:
-        """The same without so many of the oldest rows, int32 `[]` or `[E]`.
+        """Returns the state without `rows` of the oldest rows, int32 `[]` or `[E]`.
 
-        Asked where a storage had no room for them.
-
-        Raises:
-            MissingMethodError: by default.
+        Called where a storage had no room for them. By default raises MissingMethodError.
         """
         raise MissingMethodError(
             "expected a writer with a method evict_oldest, as the storage may give up its oldest "
@@ -93,7 +87,7 @@ class Writer(abc.ABC):
         )
 
     def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:
-        """The slots of the `count` items to keep, or of all, int32 `[K]` in the order of slots.
+        """Returns the slots of the `count` items to keep, or of all, int32 `[K]`, ascending.
 
         For writers that keep no order of time; of the others, the newest rows are kept.
         """
@@ -103,26 +97,20 @@ class Writer(abc.ABC):
         )
 
     def import_state(self, ring: Ring, state: PartState, old: PartState) -> Any:
-        """Takes over what another buffer's writer of this kind knew, after its items were written.
-
-        Args:
-            ring: the ring's shape.
-            state: the writer's state.
-            old: the other writer's state.
-        """
+        """Returns the state with what another writer of this kind knew of the items."""
         return state
 
     def in_shard(self, state: PartState, number: jax.Array) -> Any:
-        """The state, empty, in the shard of this number, int32 `[]`, of several.
+        """Returns the state, empty, in the shard of this number, int32 `[]`, of several.
 
-        The default is that all are alike; random choices should not be.
+        By default all are alike; random choices should not be.
         """
         return state
 
     def check_edit(self, verb: str, names: frozenset[str]) -> None:
-        """Raises if leaves of these names may not be edited; the default is that all may."""
+        """Raises if leaves of these names may not be edited; by default all may."""
         return
 
     def writable(self) -> "Writer":
-        """A writer with the same states that does not refuse to write."""
+        """Returns a writer with the same states that does not refuse to write."""
         return self

@@ -1,7 +1,6 @@
 """Writers decide to which slots rows go."""
 
 from jrb.writers.ranked import MaxValue, Reservoir
-from jrb.writers.read_only import ReadOnly
-from jrb.writers.ring import BlockWhenFull, PerEnvironment, RoundRobin
+from jrb.writers.ring import BlockWhenFull, PerEnvironment, ReadOnly, RoundRobin
 
 __all__ = ["BlockWhenFull", "MaxValue", "PerEnvironment", "ReadOnly", "Reservoir", "RoundRobin"]

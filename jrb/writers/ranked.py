@@ -20,29 +20,37 @@ _MOST = np.uint32(2**32 - 2)
 
 
 class OneByOne(Writer):
-    """What all writers do that choose a slot for each item, and number items as they come.
+    """Chooses a slot for each item, and numbers items as they come.
 
-    Their states have `stamps`, uint32 `[N]`, the number of the item in each slot; `count`, int32
-    `[]`, how many slots, from 0 on, hold items; and `number`, uint32 `[]`, of the next item.
+    States have `stamps`, uint32 `[N]`, the number of the item in each slot; `count`, int32 `[]`,
+    how many slots, from 0 on, hold items; and `number`, uint32 `[]`, of the next item.
     """
 
     is_chronological: ClassVar[bool] = False
 
     def held(self, ring: Ring, state: PartState) -> Occupancy:
-        """The first slots."""
+        """Returns the first slots."""
         return Occupancy(first=jnp.zeros(1, jnp.int32), count=state.count[None])
 
     def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
-        """The number of the item."""
+        """Returns the number of the item."""
         return dependencies.materialize(lambda: state.stamps.at[slots].get(mode="clip"))
 
     def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
-        """By the numbers of the items."""
+        """Returns all slots by the numbers of their items."""
         return rows.by_number(state.stamps, state.number, state.count), state.count
+
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> Any:
+        """Returns the state without items; no slot has the number of one."""
+        return state.replace(
+            stamps=dependencies.overwrite(state.stamps, state.number, token),
+            count=jnp.minimum(state.count, 0) + token,
+            number=state.number + np.uint32(1),
+        )
 
 
 def write_of(ring: Ring, slots: jax.Array, written: jax.Array) -> WritePlan:
-    """The write of items at slots, int32 `[T * E]`, distinct but for N; rows bool `[T]` pass."""
+    """Returns the write of items at slots, int32 `[T * E]`, distinct but for N."""
     return WritePlan(
         starts=slots,
         slots=slots.reshape(written.size, ring.envs),
@@ -54,7 +62,7 @@ def write_of(ring: Ring, slots: jax.Array, written: jax.Array) -> WritePlan:
 
 
 class MaxValueState(pytree.State):
-    """What is held, and how good it is.
+    """The items that are held, and their ranks.
 
     Attributes:
         ranks: a tree of the least rank, over float32 leaves `[N]`.
@@ -71,7 +79,7 @@ class MaxValueState(pytree.State):
     key: Path = pytree.static(default="")
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """How many items are held."""
+        """Returns how many items are held."""
         return {"held": display.share(self.count, ring.capacity)}
 
 
@@ -98,8 +106,19 @@ class MaxValue(OneByOne):
     key: Path
 
     def init(self, ring: Ring, spec: Item) -> MaxValueState:
-        """Nothing is held. Raises if the items have no such rank."""
-        self._check(spec)
+        """Returns a state without items. Raises if the items have no such rank."""
+        for leaf in jax.tree.leaves(find(spec, self.key, "MaxValue: key")):
+            dtype = pytree.dtype_of(leaf)
+            is_exact = dtype is not None and (
+                (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4)
+                or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 2)
+                or dtype == jnp.bool_
+            )
+            if not is_exact:
+                raise TypeError(
+                    f"MaxValue: key {self.key!r}: expected leaves of numbers that float32 holds "
+                    f"exactly, got {dtype}. Store the rank as float32."
+                )
         return MaxValueState(
             ranks=sum_tree.neutral(ring.capacity, "min"),
             stamps=jnp.zeros(ring.capacity, jnp.uint32),
@@ -108,54 +127,50 @@ class MaxValue(OneByOne):
             key=self.key,
         )
 
-    def _check(self, spec: Item) -> None:
-        for leaf in jax.tree.leaves(find(spec, self.key, "MaxValue: key")):
-            dtype = pytree.dtype_of(leaf)
-            exact = dtype is not None and (
-                (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4)
-                or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 2)
-                or dtype == jnp.bool_
-            )
-            if not exact:
-                raise TypeError(
-                    f"MaxValue: key {self.key!r}: expected leaves of numbers that float32 holds "
-                    f"exactly, got {dtype}. Store the rank as float32."
-                )
-
     def plan(
         self, ring: Ring, state: MaxValueState, items: Item, mask: jax.Array | None
     ) -> tuple[MaxValueState, WritePlan]:
-        """One item after the other; of those that want one slot in a call, the last has it."""
+        """Plans one item after the other; of those for one slot in a call, the last has it."""
         leaves = jax.tree.leaves(find(items, self.key, "MaxValue: key"))
         length = leaves[0].shape[0]
         flat = [leaf.astype(jnp.float32).reshape(length * ring.envs, -1) for leaf in leaves]
         ranks = jnp.sum(flat[0] if len(flat) == 1 else jnp.concatenate(flat, axis=1), axis=1)
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
-        wanted = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
-        place = lambda i, carry: _place(ring, ranks[i], wanted[i], i, carry)
+        ranked = jnp.repeat(written, ring.envs) & ~jnp.isnan(ranks)
+
+        def place(i: jax.Array, carry: Any) -> Any:
+            state, slots = carry
+            lowest, worst = sum_tree.lowest(state.ranks)
+            is_full = state.count >= ring.capacity
+            is_taken = ranked[i] & (~is_full | (ranks[i] > lowest))
+            slot = jnp.where(is_full, worst + jnp.minimum(state.count, 0), state.count)
+            at = jnp.where(is_taken, slot, ring.capacity)
+            number = state.number + i.astype(jnp.uint32)
+            state = state.replace(
+                ranks=sum_tree.set_leaves(state.ranks, at[None], ranks[i][None]),
+                stamps=state.stamps.at[at].set(number, mode="drop"),
+                count=state.count + (is_taken & ~is_full).astype(jnp.int32),
+            )
+            return state, slots.at[i].set(at)
+
         slots = jnp.full(ranks.size, ring.capacity, jnp.int32)
         state, slots = dependencies.loop(ranks.size, place, (state, slots))
+        # An item whose slot another one of the call got after it has another number there.
         number = state.number + jnp.arange(ranks.size, dtype=jnp.uint32)
-        here = dependencies.materialize(
-            lambda: state.stamps.at[slots].get(mode="fill", fill_value=0)
-        )
-        slots = jnp.where(here == number, slots, ring.capacity)
-        waited = jnp.minimum(jnp.min(slots), 0)
-        state = dependencies.delay_writes_until(state, waited)  # later writes wait for `here`
+        read = lambda: state.stamps.at[slots].get(mode="fill", fill_value=0)
+        slots = jnp.where(dependencies.materialize(read) == number, slots, ring.capacity)
+        # Later writes wait for that read.
+        state = dependencies.delay_writes_until(state, jnp.minimum(jnp.min(slots), 0))
         state = state.replace(number=state.number + np.uint32(ranks.size))
         return state, write_of(ring, slots, written)
 
     def reset(self, ring: Ring, state: MaxValueState, token: jax.Array) -> MaxValueState:
-        """Nothing is held; items are counted on, and no slot has the number of an item."""
-        return state.replace(
-            ranks=sum_tree.cleared(state.ranks, token),
-            stamps=dependencies.overwrite(state.stamps, state.number, token),
-            count=jnp.minimum(state.count, 0) + token,
-            number=state.number + np.uint32(1),
-        )
+        """Returns the state without items; no slot has the number of one."""
+        ranks = sum_tree.cleared(state.ranks, token)
+        return super().reset(ring, state, token).replace(ranks=ranks)
 
     def check_edit(self, verb: str, names: frozenset[str]) -> None:
-        """The rank decided which items are held. Raises where it would change."""
+        """Raises where the rank would change: it decided which items are held."""
         rank = path_name(self.key)
         for name in names:
             if within(name, rank):
@@ -165,38 +180,21 @@ class MaxValue(OneByOne):
                 )
 
     def best(self, ring: Ring, state: MaxValueState, count: int) -> jax.Array:
-        """The slots of the `count` best items, or of all, in the order of slots."""
-        held = int(state.count)
-        ranks = sum_tree.leaf_values(state.ranks)[:held]
+        """Returns the slots of the `count` best items, or of all, in the order of slots."""
+        ranks = sum_tree.leaf_values(state.ranks)[: int(state.count)]
         chosen = jnp.argsort(-ranks, stable=True)[:count]
         return jnp.sort(chosen).astype(jnp.int32)
 
 
-def _place(ring: Ring, rank: jax.Array, wanted: jax.Array, i: jax.Array, carry: Any) -> Any:
-    """Takes item i, or leaves it."""
-    state, slots = carry
-    lowest, worst = sum_tree.lowest(state.ranks)
-    full = state.count >= ring.capacity
-    taken = wanted & (~full | (rank > lowest))
-    slot = jnp.where(full, worst + jnp.minimum(state.count, 0), state.count)
-    at = jnp.where(taken, slot, ring.capacity)
-    state = state.replace(
-        ranks=sum_tree.set_leaves(state.ranks, at[None], rank[None]),
-        stamps=state.stamps.at[at].set(state.number + i.astype(jnp.uint32), mode="drop"),
-        count=state.count + (taken & ~full).astype(jnp.int32),
-    )
-    return state, slots.at[i].set(at)
-
-
 class ReservoirState(pytree.State):
-    """What is held of all that came.
+    """The items that are held, of all that came.
 
     Attributes:
         seed: uint32 `[2]`, of the random numbers.
         stamps: uint32 `[N]`, the number of the item in each slot.
         count: int32 `[]`, the slots that hold items.
         number: uint32 `[]`, the items that came so far, modulo 2^32.
-        came: uint32 `[]`, the same, but no more than 2^32 - 2.
+        came: uint32 `[]`, the items that came so far, but no more than 2^32 - 2.
     """
 
     seed: jax.Array
@@ -206,10 +204,10 @@ class ReservoirState(pytree.State):
     came: jax.Array
 
     def summary(self, ring: Ring) -> dict[str, str]:
-        """How many items are held, and of how many."""
-        came = display.known(self.came)
-        told = "" if came is None else f"{int(came):,}"
-        return {"held": display.share(self.count, ring.capacity), "that ever came": told}
+        """Returns how many items are held, and of how many."""
+        total = display.known(self.came)
+        of_all = "" if total is None else f"{int(total):,}"
+        return {"held": display.share(self.count, ring.capacity), "that ever came": of_all}
 
 
 @pytree.component
@@ -243,13 +241,12 @@ class Reservoir(OneByOne):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        if isinstance(self.key, int) and not isinstance(self.key, bool):
-            return
-        if not (isinstance(self.key, tuple) and all(type(word) is int for word in self.key)):
+        is_words = isinstance(self.key, tuple) and all(type(word) is int for word in self.key)
+        if not is_words and (isinstance(self.key, bool) or not isinstance(self.key, int)):
             raise TypeError(f"Reservoir: key: expected a PRNG key or an integer, got {self.key!r}.")
 
     def init(self, ring: Ring, spec: Item) -> ReservoirState:
-        """Nothing is held."""
+        """Returns a state without items."""
         if isinstance(self.key, int):
             seed = random_bits.seed(jax.random.key(self.key))
         else:
@@ -263,27 +260,27 @@ class Reservoir(OneByOne):
         )
 
     def in_shard(self, state: ReservoirState, number: jax.Array) -> ReservoirState:
-        """Choices of its own."""
+        """Returns the state with random numbers of the shard's own."""
         return state.replace(seed=random_bits.fold_in(state.seed, number))
 
     def plan(
         self, ring: Ring, state: ReservoirState, items: Item, mask: jax.Array | None
     ) -> tuple[ReservoirState, WritePlan]:
-        """A slot for each item, or none; of those that want one slot in a call, the last has it."""
+        """Plans a slot for each item, or none; of those for one slot in a call, the last has it."""
         length, capacity = jax.tree.leaves(items)[0].shape[0], ring.capacity
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
-        comes = jnp.repeat(written, ring.envs)
-        place = jnp.cumsum(comes, dtype=jnp.uint32) - comes.astype(jnp.uint32)
-        bound = jnp.minimum(place, _MOST - state.came) + state.came + np.uint32(1)
-        words = random_bits.counted(state.seed, state.number + place)
+        is_written = jnp.repeat(written, ring.envs)
+        rank = jnp.cumsum(is_written, dtype=jnp.uint32) - is_written.astype(jnp.uint32)
+        bound = jnp.minimum(rank, _MOST - state.came) + state.came + np.uint32(1)
+        words = random_bits.counted(state.seed, state.number + rank)
         chosen = random_bits.below(bound, *words).astype(jnp.uint32)
         slots = jnp.where(bound <= capacity, bound - np.uint32(1), chosen)
-        slots = jnp.where(comes & (slots < capacity), slots, np.uint32(capacity))
+        slots = jnp.where(is_written & (slots < capacity), slots, np.uint32(capacity))
         slots = rows.distinct(ring, slots.astype(jnp.int32)) + jnp.minimum(state.count, 0)
-        total = jnp.sum(comes, dtype=jnp.uint32)
+        total = jnp.sum(is_written, dtype=jnp.uint32)
         came = jnp.minimum(total, _MOST - state.came) + state.came
         after = state.replace(
-            stamps=state.stamps.at[slots].set(state.number + place, mode="drop"),
+            stamps=state.stamps.at[slots].set(state.number + rank, mode="drop"),
             count=jnp.minimum(came, capacity).astype(jnp.int32),
             number=state.number + total,
             came=came,
@@ -291,21 +288,16 @@ class Reservoir(OneByOne):
         return after, write_of(ring, slots, written)
 
     def reset(self, ring: Ring, state: ReservoirState, token: jax.Array) -> ReservoirState:
-        """Nothing is held, and nothing came; no slot has the number of an item."""
-        return state.replace(
-            stamps=dependencies.overwrite(state.stamps, state.number, token),
-            count=jnp.minimum(state.count, 0) + token,
-            number=state.number + np.uint32(1),
-            came=jnp.zeros_like(state.came),
-        )
+        """Returns the state without items, as if none came; no slot has the number of one."""
+        return super().reset(ring, state, token).replace(came=jnp.zeros_like(state.came))
 
     def import_state(
         self, ring: Ring, state: ReservoirState, old: ReservoirState
     ) -> ReservoirState:
-        """Items are counted on; but a larger one that is not full counts what it holds only."""
-        full = state.count >= ring.capacity
-        return state.replace(came=jnp.where(full, jnp.maximum(state.came, old.came), state.came))
+        """Counts items on; but a larger buffer that is not full counts what it holds only."""
+        is_full = state.count >= ring.capacity
+        return state.replace(came=jnp.where(is_full, jnp.maximum(state.came, old.came), state.came))
 
     def best(self, ring: Ring, state: ReservoirState, count: int) -> jax.Array:
-        """Any `count` of them are as good: the first."""
+        """Returns the first `count` slots: any are as good."""
         return jnp.arange(min(count, int(state.count)), dtype=jnp.int32)

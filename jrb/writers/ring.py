@@ -1,14 +1,17 @@
-"""Writers that write rows of time around the ring, each in place of the oldest one."""
+"""Writers that write rows of time around the ring, and one that only reads what others wrote."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from jrb._core import rows
 from jrb._util import pytree
+from jrb._util.pytree import ArrayLike
 from jrb.ring import Clock, Occupancy, Ring
 from jrb.types import Item, WritePlan, Writer
+from jrb.types.messages import PartState
+from jrb.types.parts import check_part
 
 
 class RingWriter(Writer):
@@ -27,22 +30,22 @@ class RingWriter(Writer):
         return rows.plan_rows(ring, state, jax.tree.leaves(items)[0].shape[0], mask)
 
     def held(self, ring: Ring, state: Clock) -> Occupancy:
-        """The last rows, oldest first."""
+        """Returns the last rows, oldest first."""
         return Occupancy.of_clock(ring, state)
 
     def has_lost(self, ring: Ring, state: Clock) -> jax.Array:
-        """True where the clock passed more rows than are held, bool `[1]` or `[E]`."""
+        """Returns True where the clock passed more rows than are held, bool `[1]` or `[E]`."""
         return ring.has_lost(state).reshape(-1)
 
     def generation_of(self, ring: Ring, state: Clock, slots: jax.Array) -> jax.Array:
-        """The lap in which each slot was written."""
+        """Returns the lap in which each slot was written."""
         return ring.generation(state, slots)
 
-    def evict_oldest(self, ring: Ring, state: Clock, rows: jax.Array) -> Any:
+    def evict_oldest(self, ring: Ring, state: Clock, rows: jax.Array) -> Clock:
         """Returns the clock with `rows` fewer rows."""
-        return ring.shrunk(state, rows)
+        return state.replace(count=jnp.maximum(state.count - rows, 0))
 
-    def reset(self, ring: Ring, state: Clock, token: jax.Array) -> Any:
+    def reset(self, ring: Ring, state: Clock, token: jax.Array) -> Clock:
         """Returns a clock at row 0 of a later lap."""
         return ring.emptied(state)
 
@@ -71,7 +74,7 @@ class BlockWhenFull(RingWriter):
     blocks_when_full: ClassVar[bool] = True
 
     def writable(self) -> RoundRobin:
-        """The writer that fills a buffer with the newest rows of another."""
+        """Returns the writer that fills a buffer with the newest rows of another."""
         return RoundRobin()
 
 
@@ -99,7 +102,82 @@ class PerEnvironment(RingWriter):
     per_env: ClassVar[bool] = True
 
     def in_order(self, ring: Ring, state: Clock) -> tuple[jax.Array, jax.Array]:
-        """All slots, by the rows of their environment written since; and the number of items."""
+        """Returns all slots, by the rows of their environment written since; and how many hold."""
         held, slots = self.held(ring, state), jnp.arange(ring.capacity, dtype=jnp.int32)
         later = jnp.where(held.holds(ring, slots), held.after(ring, slots), -1)
         return jnp.argsort(-later, stable=True).astype(jnp.int32), held.size
+
+
+@pytree.component
+class ReadOnly(Writer):
+    """Refuses writes: for a dataset that was loaded. In all else it is the writer that filled it.
+
+    Fill a buffer, then draw from its state with a description that has this writer:
+
+        buffer = dataclasses.replace(buffer, writer=jrb.ReadOnly())
+
+    Attributes:
+        writer: the writer that filled the buffer.
+    """
+
+    writes: ClassVar[bool] = False
+
+    writer: Writer = RoundRobin()
+
+    def __post_init__(self) -> None:
+        check_part("writer", self.writer)
+        for name in ("is_chronological", "per_env"):
+            object.__setattr__(self, name, getattr(self.writer, name))
+
+    def init(self, ring: Ring, spec: Item) -> Any:
+        """Returns the state of the inner writer."""
+        return self.writer.init(ring, spec)
+
+    def held(self, ring: Ring, state: PartState) -> Occupancy:
+        """Returns what the inner writer wrote."""
+        return self.writer.held(ring, state)
+
+    def has_lost(self, ring: Ring, state: PartState) -> jax.Array:
+        """Returns what the inner writer does."""
+        return self.writer.has_lost(ring, state)
+
+    def generation_of(self, ring: Ring, state: PartState, slots: jax.Array) -> jax.Array:
+        """Returns what the inner writer does."""
+        return self.writer.generation_of(ring, state, slots)
+
+    def in_order(self, ring: Ring, state: PartState) -> tuple[jax.Array, jax.Array]:
+        """Returns what the inner writer does."""
+        return self.writer.in_order(ring, state)
+
+    def best(self, ring: Ring, state: PartState, count: int) -> jax.Array:
+        """Returns what the inner writer does."""
+        return self.writer.best(ring, state, count)
+
+    def import_state(self, ring: Ring, state: PartState, old: PartState) -> Any:
+        """Returns what the inner writer does."""
+        return self.writer.import_state(ring, state, old)
+
+    def plan(
+        self, ring: Ring, state: PartState, items: Item, mask: ArrayLike | None
+    ) -> tuple[Any, WritePlan]:
+        """Raises."""
+        self.check_edit("add", frozenset())
+
+    def evict_oldest(self, ring: Ring, state: PartState, rows: jax.Array) -> NoReturn:
+        """Raises."""
+        self.check_edit("add", frozenset())
+
+    def reset(self, ring: Ring, state: PartState, token: jax.Array) -> NoReturn:
+        """Raises."""
+        self.check_edit("empty", frozenset())
+
+    def check_edit(self, verb: str, names: frozenset[str]) -> NoReturn:
+        """Raises."""
+        raise TypeError(
+            f"{verb}: expected a buffer that can be written, got one with writer=ReadOnly(). "
+            "Write with a description that has the writer that filled it, jrb.RoundRobin() mostly."
+        )
+
+    def writable(self) -> Writer:
+        """Returns the inner writer."""
+        return self.writer
