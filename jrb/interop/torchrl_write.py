@@ -16,7 +16,7 @@ import numpy as np
 from jrb.authoring import Folder, absolute_path, checks, escaped_errors, tree_nbytes
 from jrb.buffer import ReplayBuffer
 from jrb.interop.torchrl_files import ABOUT, DTYPES, FLAGS, file_name
-from jrb.layouts import chain, flat, names
+from jrb.layouts import flat, names
 from jrb.layouts.names import Leaves
 from jrb.migrate import pieces
 from jrb.samplers import Prioritized
@@ -267,7 +267,7 @@ def _share(
     if (before.shape, before.dtype) != (after.shape, after.dtype):
         got = f"{before.dtype}{before.shape[2:]} and {after.dtype}{after.shape[2:]}"
         raise _refusal("next/" + name, f"the dtype and shape of '{name}'", got)
-    breaks = chain.differ(before[:, :count], after[:, :count]) & ~ends[:, :count]
+    breaks = flat.differ(before[:, :count], after[:, :count]) & ~ends[:, :count]
     if breaks.any():
         env, row = np.argwhere(breaks)[0]
         got = f"another after row {row} (oldest first) of environment {env}, which is not done"

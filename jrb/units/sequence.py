@@ -186,7 +186,7 @@ class Sequence(Unit):
         return np.arange(-self.burn_in, self.length, dtype=np.int32)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
-        """Raises unless the ring holds a window, in order of time; and for samplers that do not fit."""
+        """Raises where the ring holds no window, or writer or sampler do not fit."""
         checks.window("Sequence: burn_in + length", self.burn_in + self.length, ring.rows)
         checks.chronological("Sequence", writer)
         if self.sample_by == "episodes" and isinstance(sampler, PrioritizedSampler):
