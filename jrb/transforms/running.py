@@ -1,5 +1,6 @@
-"""Normalization by running statistics of what is written. E environments, T time."""
+"""Normalization by running statistics of items, as they are written. E environments, T time."""
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -9,10 +10,105 @@ from jrb._core import episode_ends, transforming, validate
 from jrb._util import checks, pytree
 from jrb.keys import Keys, find, path_name, within
 from jrb.state import Buffer, BufferState
-from jrb.transforms import moments
 from jrb.transforms.leaves import Paths, check_paths, rewritten
-from jrb.transforms.moments import Moments
 from jrb.types import Context, Item, StatefulTransform, TransformContext
+
+_MOST = 2**31  # numbers; from there on the oldest weigh less and less
+
+
+class Moments(pytree.State):
+    """The mean and the variance of all that came so far.
+
+    A single number among very many moves them by less than their own precision. They are therefore
+    kept as sums of two numbers, of which `mean_rest` and `var_rest` are what the first cannot hold.
+
+    Rows with an entry that is not finite, or too large for its squared distance from any other one
+    to be a number of this dtype, are left out: from 2^62 (4.6e18) on in float32.
+
+    Attributes:
+        count: uint32 `[]`, how many came, up to 2^31.
+        left_out: uint32 `[]`, how many rows were left out, modulo 2^32.
+        mean: `[...]`, float32, or float64 for leaves of that dtype.
+        mean_rest: `[...]`.
+        var: `[...]`, the mean squared distance from the mean.
+        var_rest: `[...]`.
+    """
+
+    count: jax.Array
+    left_out: jax.Array
+    mean: jax.Array
+    mean_rest: jax.Array
+    var: jax.Array
+    var_rest: jax.Array
+
+    @classmethod
+    def start(cls, shape: tuple[int, ...], dtype: pytree.DType) -> "Moments":
+        """Returns the moments of no numbers."""
+        zeros = {name: jnp.zeros(shape, dtype) for name in ("mean", "mean_rest", "var", "var_rest")}
+        return cls(count=jnp.zeros((), jnp.uint32), left_out=jnp.zeros((), jnp.uint32), **zeros)
+
+    def extended(self, numbers: jax.Array, real: jax.Array) -> "Moments":
+        """Returns the moments of the earlier numbers and some of these.
+
+        Args:
+            numbers: `[K, ...]`. One entry that cannot be counted leaves out its row.
+            real: bool `[K]`, which of them count.
+
+        Reference: Chan et al., 1979, "Updating formulae and a pairwise algorithm for computing
+        sample variances".
+        """
+        numbers = numbers.astype(self.mean.dtype)
+        fits = _can_count(numbers).reshape(len(numbers), -1).all(axis=1)
+        left_out = self.left_out + jnp.sum(real & ~fits, dtype=jnp.uint32)
+        real &= fits
+        count = jnp.sum(real, dtype=jnp.uint32)
+        # The moments of the new numbers. Sums of large ones that are close together, as 3e7 +- 20,
+        # lose what tells them apart: so these are sums of distances, first from one of the numbers,
+        # then from the mean so far.
+        one = jnp.where(real.any(), numbers[jnp.argmax(real)], 0)[None]
+        real = real.reshape(-1, *(1,) * (numbers.ndim - 1))
+        many = jnp.maximum(count, 1).astype(numbers.dtype)
+        sum_rows = functools.partial(jnp.sum, axis=0, keepdims=True)
+        mean = one + sum_rows(jnp.where(real, numbers - one, 0)) / many
+        mean_rest = sum_rows(jnp.where(real, numbers - mean, 0)) / many
+        distance = jnp.where(real, (numbers - mean) - mean_rest, 0)
+        # Each square is divided before they are added up: their sum may be no number.
+        var = sum_rows(distance * (distance / many))[0]
+        # Both together.
+        total = self.count + count
+        share = count.astype(mean.dtype) / jnp.maximum(total, 1).astype(mean.dtype)
+        shift, finer_shift = mean[0] - self.mean, mean_rest[0] - self.mean_rest
+        wider = (var - self.var) - self.var_rest
+        var_shift = wider * share + (shift + finer_shift) ** 2 * share * (1 - share)
+        mean, mean_rest = _sum(self.mean, shift * share)
+        mean, mean_rest = _sum(mean, self.mean_rest + (mean_rest + finer_shift * share))
+        var, var_rest = _sum(self.var, self.var_rest + var_shift)
+        return Moments(
+            count=jnp.minimum(total, jnp.uint32(_MOST)),
+            left_out=left_out,
+            mean=mean,
+            mean_rest=mean_rest,
+            var=var,
+            var_rest=var_rest,
+        )
+
+    def scaled(self, leaf: jax.Array, center: bool, clip: float | None, eps: float) -> jax.Array:
+        """Returns (leaf - mean) / sqrt(var + eps), between -clip and clip.
+
+        Finite for what is finite, also without a bound; before anything came, the leaf as it is.
+        The last axes of `leaf` are those of the moments.
+        """
+        wide = leaf.astype(self.mean.dtype)
+        lift = lambda array: array.reshape((1,) * (leaf.ndim - array.ndim) + array.shape)
+        least = jnp.finfo(wide.dtype).tiny  # a smaller `eps` is 0 in this dtype
+        spread = jnp.sqrt(jnp.maximum(jnp.maximum(self.var, 0) + eps, least))
+        spread = lift(jnp.where(self.count > 0, spread, 1))
+        centered = wide - lift(self.mean) - lift(self.mean_rest) if center else wide
+        result = centered / spread
+        if clip is None:
+            largest = jnp.finfo(wide.dtype).max
+            return jnp.where(jnp.isfinite(wide), jnp.clip(result, -largest, largest), result)
+        return jnp.clip(result, -clip, clip)
 
 
 class _Running(StatefulTransform):
@@ -46,7 +142,7 @@ class _Running(StatefulTransform):
                 "keys=."
             )
         is_wide = jnp.issubdtype(kind, jnp.floating) and jnp.dtype(kind).itemsize > 4
-        return moments.start(leaf.shape, kind if is_wide else jnp.float32)
+        return Moments.start(leaf.shape, kind if is_wide else jnp.float32)
 
 
 @pytree.component
@@ -106,8 +202,7 @@ class RunningNormalize(_Running):
         flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
         leaves = self._leaves(items, context.keys)
         return {
-            name: moments.joined(before, flat(leaves[name]), flat(mask))
-            for name, before in state.items()
+            name: before.extended(flat(leaves[name]), flat(mask)) for name, before in state.items()
         }
 
     def _leaves(self, items: Item, keys: Keys) -> dict[str, Any]:
@@ -195,7 +290,7 @@ class RunningRewardScale(_Running):
             rewards = rewards.astype(state.running.dtype)
             lift = lambda flags: flags.reshape(*flags.shape, *(1,) * (rewards.ndim - 2))
             flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])
-            fits = moments.can_count(rewards).reshape(*mask.shape, -1).all(axis=2)
+            fits = _can_count(rewards).reshape(*mask.shape, -1).all(axis=2)
 
             def step(running: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
                 reward, is_real, is_end = row
@@ -207,7 +302,7 @@ class RunningRewardScale(_Running):
             start = jnp.where(rows[1][0] | rows[2][0], state.running, state.running)
             running, returns = jax.lax.scan(step, start, rows)
             returns = jnp.where(lift(fits), returns, jnp.nan)  # which are left out, and counted
-            known = moments.joined(state.moments, flat(returns), flat(mask))
+            known = state.moments.extended(flat(returns), flat(mask))
             return Returns(moments=known, running=running)
 
         return jax.tree.map(learned, context.keys.get(items, "reward"), state)
@@ -285,3 +380,16 @@ def normalized(buffer: Buffer, state: BufferState, observation: Item) -> Any:
         return leaf
 
     return jax.tree_util.tree_map_with_path(change, observation)
+
+
+def _can_count(numbers: jax.Array) -> jax.Array:
+    """Returns True for numbers so small that squares of their distances are finite."""
+    largest = float(jnp.finfo(numbers.dtype).max) ** 0.5 / 4
+    return jnp.abs(numbers) < jnp.asarray(largest, numbers.dtype)  # False for NaN
+
+
+def _sum(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the rounded sum of two numbers, and exactly what it lacks (Knuth's two-sum)."""
+    total = one + other
+    second = total - one
+    return total, (one - (total - second)) + (other - second)

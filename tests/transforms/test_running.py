@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import jrb
 from jrb import testing
 from jrb import transforms as tr
-from jrb.transforms import moments
+from jrb.transforms.running import Moments
 
 pytestmark = pytest.mark.slow
 
@@ -157,10 +157,10 @@ def test_many_rows_in_calls_of_all_sizes_are_as_exact_as_their_numbers():
 
 
 def test_a_hundred_million_rows_are_still_moved_by_single_ones():
-    known = moments.start((), jnp.float32).replace(
+    known = Moments.start((), jnp.float32).replace(
         count=jnp.uint32(10**8), mean=jnp.float32(100), var=jnp.float32(4)
     )
-    one = lambda known, x: (moments.joined(known, x[None], jnp.ones(1, jnp.bool_)), None)
+    one = lambda known, x: (known.extended(x[None], jnp.ones(1, jnp.bool_)), None)
     new = np.random.default_rng(2).normal(200, 10, 200_000).astype(np.float32)
     found, _ = jax.jit(lambda known, new: jax.lax.scan(one, known, new))(known, new)
     count, wide = 10**8 + len(new), new.astype(np.float64)
@@ -171,8 +171,8 @@ def test_a_hundred_million_rows_are_still_moved_by_single_ones():
 
 
 def test_the_count_ends_somewhere_and_the_mean_goes_on():
-    known = moments.start((), jnp.float32).replace(count=jnp.uint32(2**31), mean=jnp.float32(1))
-    found = moments.joined(known, jnp.full(1000, 5.0), jnp.ones(1000, jnp.bool_))
+    known = Moments.start((), jnp.float32).replace(count=jnp.uint32(2**31), mean=jnp.float32(1))
+    found = known.extended(jnp.full(1000, 5.0), jnp.ones(1000, jnp.bool_))
     assert int(found.count) == 2**31
     assert found.mean > 1
 

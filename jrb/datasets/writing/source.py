@@ -19,7 +19,7 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.reading.names import check_names, ted_names
 from jrb.datasets.reading.tabular import combined_flags
 from jrb.keys import TED, within
-from jrb.layouts import chain
+from jrb.layouts import flat
 from jrb.layouts.names import Leaves
 from jrb.state import BufferState
 
@@ -188,5 +188,5 @@ def first_break(where: str, name: str, before: np.ndarray, after: np.ndarray) ->
             f"{where}: leaf 'next/{name}': expected rows like those before the action, "
             f"{before.dtype} of shape {before.shape[1:]}, got {after.dtype} of {after.shape[1:]}."
         )
-    breaks = np.flatnonzero(chain.differ(before[None], after[None])[0])
+    breaks = np.flatnonzero(flat.differ(before[None], after[None])[0])
     return int(breaks[0]) if len(breaks) else None
