@@ -33,7 +33,7 @@ _CHUNK = 256  # slots that are cleared at once, if many depart
 _RUN = 4096  # slots whose masses are computed at once, if all are
 
 
-class Priorities(DrawCounts):
+class PrioritizedState(DrawCounts):
     """The priorities of all slots.
 
     Attributes:
@@ -120,10 +120,10 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             _check_number("new_priority", self.new_priority, "'max' or ")
         checks.flag("count_draws", self.count_draws)
 
-    def init(self, ring: Ring) -> Priorities:
+    def init(self, ring: Ring) -> PrioritizedState:
         """Returns the state of no anchors."""
         is_buffer = self.normalize == "buffer"
-        return Priorities(
+        return PrioritizedState(
             raw=jnp.full(ring.capacity, _NO_ANCHOR, jnp.float32),
             masses=sum_tree.neutral(ring.capacity, "sum"),
             smallest=sum_tree.neutral(ring.capacity, "min") if is_buffer else None,
@@ -133,15 +133,15 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             dropped=jnp.zeros((), jnp.bool_),
         )
 
-    def attach(self, state: Priorities, has_delayed_anchors: bool) -> Priorities:
+    def attach(self, state: PrioritizedState, has_delayed_anchors: bool) -> PrioritizedState:
         """Makes room for the priorities of rows that become anchors later."""
         if not has_delayed_anchors:
             return state
         return state.replace(waiting=jnp.full_like(state.raw, _NO_ANCHOR))
 
     def on_write(
-        self, ring: Ring, state: Priorities, change: AnchorUpdate, anchors: Anchors
-    ) -> Priorities:
+        self, ring: Ring, state: PrioritizedState, change: AnchorUpdate, anchors: Anchors
+    ) -> PrioritizedState:
         """Removes the masses of anchors that departed, then sets those of anchors that entered."""
         state, new = self._entering(state, change)
         if change.expired is not None and change.most is None:
@@ -158,7 +158,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         put = lambda tree, leaves: sum_tree.set_run(tree, first, leaves)
         return self._put(state.replace(raw=raw), new, put)
 
-    def _entering(self, state: Priorities, change: AnchorUpdate) -> tuple[Priorities, jax.Array]:
+    def _entering(
+        self, state: PrioritizedState, change: AnchorUpdate
+    ) -> tuple[PrioritizedState, jax.Array]:
         """Returns the state, and the priorities of anchors that enter, float32 `[K]`."""
         incoming, waiting, own = change.incoming, state.waiting, None
         default = state.highest if self.new_priority == "max" else self._fixed_priority()
@@ -202,12 +204,12 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
     def draw(
         self,
         ring: Ring,
-        state: Priorities,
+        state: PrioritizedState,
         anchors: Anchors,
         key: jax.Array,
         batch_size: int,
         beta: jax.Array | float | None = None,
-    ) -> tuple[Priorities, Draw]:
+    ) -> tuple[PrioritizedState, Draw]:
         """Descends the sum-tree; if no anchor has mass, all are equally likely.
 
         Unless some were dropped: then nothing is drawn.
@@ -244,17 +246,22 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         """Returns beta, float32 `[]`."""
         return jnp.asarray(self.beta if beta is None else beta, jnp.float32)
 
-    def ready(self, state: Priorities, anchors: Anchors, batch_size: int | None) -> jax.Array:
+    def ready(self, state: PrioritizedState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if there is an anchor that was not dropped."""
         return (anchors.count > 0) & (~state.dropped | (sum_tree.root(state.masses) > 0))
 
-    def priorities(self, state: Priorities) -> jax.Array:
+    def priorities(self, state: PrioritizedState) -> jax.Array:
         """Returns the priorities p."""
         return state.raw
 
     def update(
-        self, ring: Ring, state: Priorities, slots: jax.Array, priorities: jax.Array, ok: jax.Array
-    ) -> Priorities:
+        self,
+        ring: Ring,
+        state: PrioritizedState,
+        slots: jax.Array,
+        priorities: jax.Array,
+        ok: jax.Array,
+    ) -> PrioritizedState:
         """Sets new priorities of anchors; the last one wins where a slot stands twice.
 
         One that is NaN, infinite or negative is refused and counted: the old one stays. All others
@@ -273,7 +280,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         )
         return self._put(state, last, lambda tree, leaf: sum_tree.set_leaves(tree, index, leaf))
 
-    def drop(self, ring: Ring, state: Priorities, slots: jax.Array, ok: jax.Array) -> Priorities:
+    def drop(
+        self, ring: Ring, state: PrioritizedState, slots: jax.Array, ok: jax.Array
+    ) -> PrioritizedState:
         """Removes the mass of anchors until their slots are overwritten.
 
         The number of anchors, by which `normalize=None` scales weights, still counts them.
@@ -284,7 +293,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         dropped = jnp.full(slots.shape, DROPPED, jnp.float32)
         return self._set(state, (jnp.where(is_anchor, slots, ring.capacity), dropped))
 
-    def set_alpha(self, state: Priorities, alpha: jax.Array | float) -> Priorities:
+    def set_alpha(self, state: PrioritizedState, alpha: jax.Array | float) -> PrioritizedState:
         """Sets alpha, and computes all masses anew from the priorities; costs O(N).
 
         On the CPU, the alpha that it has already costs nothing, unless under `vmap`. A traced alpha
@@ -299,11 +308,11 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
 
     def assign(
         self,
-        state: Priorities,
+        state: PrioritizedState,
         slots: jax.Array,
         priorities: jax.Array,
         highest: jax.Array | float | None = None,
-    ) -> Priorities:
+    ) -> PrioritizedState:
         """Sets priorities that come from elsewhere, as `PrioritizedSampler.assign`; costs O(N)."""
         new = jnp.asarray(checks.real_numbers("assign: priorities", priorities))
         valid = (state.raw[slots] >= 0) & _is_priority(new)
@@ -314,8 +323,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return self._put(state.replace(raw=raw, highest=highest), raw, sum_tree.set_all)
 
     def import_state(
-        self, state: Priorities, old: Priorities, slots: jax.Array, new_slots: jax.Array
-    ) -> Priorities:
+        self, state: PrioritizedState, old: PrioritizedState, slots: jax.Array, new_slots: jax.Array
+    ) -> PrioritizedState:
         """Takes over priorities, those that wait, drops, alpha, and the count of refusals."""
         priorities, waiting = old.raw[slots], state.waiting
         if waiting is not None and old.waiting is not None:
@@ -328,8 +337,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return self._put(state.replace(raw=raw, dropped=is_dropped.any()), raw, sum_tree.set_all)
 
     def rebuild_index(
-        self, ring: Ring, state: Priorities, entered: jax.Array, old: Anchors, new: Anchors
-    ) -> Priorities:
+        self, ring: Ring, state: PrioritizedState, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> PrioritizedState:
         """Keeps the priorities of anchors that stay; others get that of new items. Costs O(N)."""
         none, waiting = jnp.full_like(state.raw, _NO_ANCHOR), state.waiting
         is_anchor = jnp.zeros(none.shape, jnp.bool_).at[entered].set(True, mode="drop")
@@ -340,7 +349,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         raw = jnp.where(is_anchor, jnp.where(state.raw == _NO_ANCHOR, fresh, state.raw), none)
         return self._put(state.replace(raw=raw, waiting=waiting), raw, sum_tree.set_all)
 
-    def reset(self, ring: Ring, state: Priorities, token: jax.Array) -> Priorities:
+    def reset(self, ring: Ring, state: PrioritizedState, token: jax.Array) -> PrioritizedState:
         """Returns the state of no anchors; only alpha stays."""
         clear = lambda raw: dependencies.overwrite(raw, _NO_ANCHOR, token)
         smallest = state.smallest
@@ -354,7 +363,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             dropped=jnp.zeros_like(state.dropped),
         )
 
-    def stats(self, ring: Ring, state: Priorities, anchors: Anchors) -> ShardStats:
+    def stats(self, ring: Ring, state: PrioritizedState, anchors: Anchors) -> ShardStats:
         """Returns the roots of the trees, and the greatest priority so far."""
         smallest = state.smallest
         return ShardStats(
@@ -365,11 +374,11 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             max_priority=state.highest,
         )
 
-    def sync_shards(self, state: Priorities, stats: ShardStats) -> Priorities:
+    def sync_shards(self, state: PrioritizedState, stats: ShardStats) -> PrioritizedState:
         """Gives new items the greatest priority that any shard has seen."""
         return state.replace(highest=jnp.max(stats.max_priority))
 
-    def concat_shard_states(self, states: list[Priorities]) -> Priorities:
+    def concat_shard_states(self, states: list[PrioritizedState]) -> PrioritizedState:
         """Returns all priorities one after the other, the greatest, and the sum of refusals."""
         concat = lambda leaves: jnp.concatenate(list(map(jnp.asarray, leaves)))
         waiting = [one.waiting for one in states if one.waiting is not None]
@@ -380,7 +389,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             refused=jnp.sum(jnp.stack([jnp.asarray(one.refused) for one in states])),
         )
 
-    def _set(self, state: Priorities, *sets: tuple[jax.Array, jax.Array]) -> Priorities:
+    def _set(self, state: PrioritizedState, *sets: tuple[jax.Array, jax.Array]) -> PrioritizedState:
         """Sets priorities at slots, one set after the other.
 
         Args:
@@ -399,8 +408,8 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return self._put(state, new, put)
 
     def _put(
-        self, state: Priorities, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
-    ) -> Priorities:
+        self, state: PrioritizedState, raw: jax.Array, put: Callable[[Tree, jax.Array], Tree]
+    ) -> PrioritizedState:
         """Puts the leaves of each tree for the priorities `raw` into it."""
         if self.eps:
             has_mass, power = raw >= 0, (jnp.maximum(raw, 0.0) + self.eps) ** state.alpha
@@ -420,7 +429,9 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
 
 
 @by_description()
-def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Priorities:
+def _with_alpha(
+    sampler: Prioritized, state: PrioritizedState, alpha: jax.Array
+) -> PrioritizedState:
     """Computes all masses anew: on the CPU in place, a run at a time, and only if alpha changed."""
     alpha = jnp.where(jnp.isfinite(alpha) & (alpha >= 0), alpha, state.alpha)
     changed = (alpha != state.alpha).astype(jnp.int32)
@@ -428,15 +439,15 @@ def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Pr
     size = min(_RUN, capacity)
 
     def set_masses(
-        trip: jax.Array, carry: tuple[Priorities, jax.Array]
-    ) -> tuple[Priorities, jax.Array]:
+        trip: jax.Array, carry: tuple[PrioritizedState, jax.Array]
+    ) -> tuple[PrioritizedState, jax.Array]:
         state, token = carry
         first = jnp.minimum(trip * size, capacity - size)
         raw = dependencies.materialize(lambda: lax.dynamic_slice_in_dim(state.raw, first, size))
         state = sampler._put(state, raw, lambda tree, leaf: sum_tree.set_run(tree, first, leaf))
         return state, token + dependencies.zero_depending_on(raw)
 
-    def in_runs() -> Priorities:
+    def in_runs() -> PrioritizedState:
         trips = -(-capacity // size) * dependencies.unbatched_flag(changed)
         after, token = dependencies.loop(trips, set_masses, (state, jnp.zeros_like(changed)))
         # Nothing is put there: it is for later writes, which have to wait for these reads.
@@ -448,21 +459,21 @@ def _with_alpha(sampler: Prioritized, state: Priorities, alpha: jax.Array) -> Pr
 
 
 def _without_run(
-    sampler: Prioritized, ring: Ring, state: Priorities, expired: Occupancy
-) -> Priorities:
+    sampler: Prioritized, ring: Ring, state: PrioritizedState, expired: Occupancy
+) -> PrioritizedState:
     """Removes anchors in a run of any length: on the CPU in chunks, elsewhere all at once.
 
     A loop of unknown length would not be compiled for a GPU without asking the host at each trip.
     """
     chunk = min(ring.capacity, _CHUNK)
 
-    def clear(trip: jax.Array, state: Priorities) -> Priorities:
+    def clear(trip: jax.Array, state: PrioritizedState) -> PrioritizedState:
         done = jnp.minimum(trip * chunk, expired.count)
         following = ring.slot_after(expired.first, done)
         slots = Occupancy(first=following, count=expired.count - done).run(ring, chunk)
         return sampler._set(state, (slots, jnp.minimum(slots.astype(jnp.float32), _NO_ANCHOR)))
 
-    def clear_at_once() -> Priorities:
+    def clear_at_once() -> PrioritizedState:
         slots = jnp.arange(ring.capacity, dtype=jnp.int32)
         raw = jnp.where(expired.holds(ring, slots), _NO_ANCHOR, state.raw)
         return sampler._put(state.replace(raw=raw), raw, sum_tree.set_all)

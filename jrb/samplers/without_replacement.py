@@ -11,7 +11,7 @@ from jrb.ring import Ring
 from jrb.types import Anchors, AnchorUpdate, Draw, DrawCounts, Sampler
 
 
-class Epoch(DrawCounts):
+class EpochState(DrawCounts):
     """The progress of an epoch.
 
     Attributes:
@@ -74,21 +74,24 @@ class WithoutReplacement(Sampler):
             checks.flag(name, getattr(self, name))
         checks.count("uses", self.uses, 2**31 - 1)
 
-    def init(self, ring: Ring) -> Epoch:
+    def init(self, ring: Ring) -> EpochState:
         """Returns the end of an epoch without anchors."""
-        zeros = {name: jnp.zeros((), jnp.int32) for name in _TALLIES}
-        return Epoch(seed=jnp.zeros(2, jnp.uint32), **zeros)
+        tallies = ("length", "position", "passes", "left")
+        zeros = {name: jnp.zeros((), jnp.int32) for name in tallies}
+        return EpochState(seed=jnp.zeros(2, jnp.uint32), **zeros)
 
-    def on_write(self, ring: Ring, state: Epoch, change: AnchorUpdate, anchors: Anchors) -> Epoch:
+    def on_write(
+        self, ring: Ring, state: EpochState, change: AnchorUpdate, anchors: Anchors
+    ) -> EpochState:
         """Shifts ranks by the anchors that departed, or ends the epoch where others move too."""
-        turn = _turn(ring, state, anchors)
-        left = (state.left.astype(jnp.uint32) + change.departed_count.astype(jnp.uint32)) % turn
+        departed = state.left.astype(jnp.uint32) + change.departed_count.astype(jnp.uint32)
+        left = (departed % _turn(ring, state, anchors)).astype(jnp.int32)
         length = jnp.where(change.reordered, 0, state.length)
-        return state.replace(left=left.astype(jnp.int32), length=length)
+        return state.replace(left=left, length=length)
 
     def rebuild_index(
-        self, ring: Ring, state: Epoch, entered: jax.Array, old: Anchors, new: Anchors
-    ) -> Epoch:
+        self, ring: Ring, state: EpochState, entered: jax.Array, old: Anchors, new: Anchors
+    ) -> EpochState:
         """Continues the epoch if all rows that are held are anchors still, else ends it."""
         same = (old.count == new.count) & (old.all_held and new.all_held)
         return state.replace(length=jnp.where(same, state.length, 0))
@@ -96,14 +99,24 @@ class WithoutReplacement(Sampler):
     def draw(
         self,
         ring: Ring,
-        state: Epoch,
+        state: EpochState,
         anchors: Anchors,
         key: jax.Array,
         batch_size: int,
         beta: jax.Array | float | None = None,
-    ) -> tuple[Epoch, Draw]:
+    ) -> tuple[EpochState, Draw]:
         """Draws the next B of the pass, or the first B of the next one."""
-        epoch = self._continued(state, anchors, key, batch_size)
+        # This pass goes on; if fewer than needed remain, the next one begins, or a new epoch.
+        needed = batch_size if self.drop_last else 1
+        over = state.position + needed > state.length
+        ends = over & ((state.passes >= self.uses) | (state.length < needed))
+        epoch = state.replace(
+            seed=jnp.where(over, random_bits.seed(key), state.seed),
+            position=jnp.where(over, 0, state.position),
+            passes=jnp.where(ends, 0, state.passes) + over.astype(jnp.int32),
+            length=jnp.where(ends, anchors.count, state.length),
+            left=jnp.where(ends, 0, state.left),
+        )
         offset = epoch.position + jnp.arange(batch_size, dtype=jnp.int32)
         inside = offset < epoch.length
         if self.drop_last:
@@ -118,34 +131,18 @@ class WithoutReplacement(Sampler):
         epoch = epoch.replace(position=epoch.position + jnp.sum(inside, dtype=jnp.int32))
         return epoch, anchors.uniform_draw(jnp.where(mask, ranks, 0), mask, key)
 
-    def _continued(self, state: Epoch, anchors: Anchors, key: jax.Array, batch_size: int) -> Epoch:
-        """Returns this pass, or the next one, or a new epoch, if fewer than needed remain."""
-        needed = batch_size if self.drop_last else 1
-        over = state.position + needed > state.length
-        ends = over & ((state.passes >= self.uses) | (state.length < needed))
-        return state.replace(
-            seed=jnp.where(over, random_bits.seed(key), state.seed),
-            position=jnp.where(over, 0, state.position),
-            passes=jnp.where(ends, 0, state.passes) + over.astype(jnp.int32),
-            length=jnp.where(ends, anchors.count, state.length),
-            left=jnp.where(ends, 0, state.left),
-        )
-
-    def ready(self, state: Epoch, anchors: Anchors, batch_size: int | None) -> jax.Array:
+    def ready(self, state: EpochState, anchors: Anchors, batch_size: int | None) -> jax.Array:
         """Returns True if there is an anchor; with `drop_last`, if there is a full batch."""
         return anchors.count >= (batch_size if self.drop_last and batch_size else 1)
 
     def import_state(
-        self, state: Epoch, old: Epoch, slots: jax.Array, new_slots: jax.Array
-    ) -> Epoch:
+        self, state: EpochState, old: EpochState, slots: jax.Array, new_slots: jax.Array
+    ) -> EpochState:
         """Begins an epoch with the next draw, as items are in other slots."""
         return state
 
 
-_TALLIES = ("length", "position", "passes", "left")
-
-
-def _turn(ring: Ring, state: Epoch, anchors: Anchors) -> jax.Array:
+def _turn(ring: Ring, state: EpochState, anchors: Anchors) -> jax.Array:
     """Returns after how many departures a rank of the epoch is another anchor's, uint32 `[]`.
 
     If all slots are anchors, after N, so that a rank stays with its slot; else after as many as the
