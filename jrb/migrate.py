@@ -5,7 +5,7 @@ N capacity, E environments, T rows of time, K items.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jrb.types.sampler import missing_method
 _PIECE = 8 << 20
 """Bytes of items that are copied at a time."""
 _UNKNOWN = 2**30
-"""Rows since the beginning of an episode, where nobody knows: more than any unit looks back."""
+"""Rows since the beginning of an episode, if unknown: more than any unit looks back."""
 
 
 def rebuild(
@@ -46,7 +46,7 @@ def rebuild(
 
     Not carried over: the number of items that a reservoir has seen, if it becomes larger; the
     position in an epoch (the next draw begins one); priorities where the old sampler had none;
-    `set_alpha`, where the samplers differ. A queue goes on if both are queues, else every item is
+    `set_alpha`, where the samplers differ. A queue continues if both are queues, else every item is
     pending. Stacks of frames whose first frames may be lost are not drawn.
 
     A `jrb.Sharded` buffer can get another number of shards, or become a single buffer, or the other
@@ -113,49 +113,28 @@ def pieces(order: np.ndarray, row_bytes: int) -> Iterator[np.ndarray]:
         yield order[start : start + step]
 
 
-def _iter_rows(buffer: Buffer, state: BufferState) -> Iterator[tuple[Any, jax.Array]]:
-    """Yields all rows of a storage on the host that was filled once, from slot 0 on.
-
-    Items are `[T, ...]` or `[T, E, ...]` as they are stored. A mask, bool `[T]`, or `[T, E]` where
-    each environment has its own clock, says which are real.
-    """
-    ring, envs = buffer.ring, buffer.ring.envs
-    counts = np.broadcast_to(buffer.writer.held(ring, state.writer).rows(ring), envs)
-    row_bytes = pytree.nbytes(buffer.storage.spec(state.storage)) * envs
-    # All pieces have one length, so that the write of them is compiled once.
-    size = min(max(1, 2 * _PIECE // max(1, row_bytes)), max(1, int(counts.max())))
-    for start in range(0, int(counts.max()), size):
-        row = np.arange(start, start + size)
-        slots = np.minimum(row, ring.rows - 1)[:, None] * envs + np.arange(envs)
-        slots = slots[:, 0] if buffer.num_envs is None else slots
-        mask = row[:, None] < counts
-        mask = mask if buffer.writer.per_env else mask[:, 0]
-        yield buffer.storage.take(state.storage, slots), jnp.asarray(mask)
-
-
 def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
     """Returns the state of other parts over the same rows on the host, which are not copied.
 
-    Sampler, unit and transforms with a state learn from all rows (see `_iter_rows`). Capacity,
-    environments and storage are those of the old description, and its writer has the same states.
+    Sampler, unit and transforms with a state learn from all rows, which were written once, from
+    slot 0 on. Capacity, environments and storage are those of the old description, and its writer
+    has the same states.
     """
-    target = replay_target(new)
-    half = eager.half(target, old.storage.spec(state.storage))
-    for items, mask in _iter_rows(old, state):
+    ring, envs, target = old.ring, old.ring.envs, replay_target(new)
+    spec = old.storage.spec(state.storage)
+    half = eager.half(target, spec)
+    counts = np.broadcast_to(old.writer.held(ring, state.writer).rows(ring), envs)
+    # All pieces have one length, so that the write of them is compiled once.
+    size = max(1, min(2 * _PIECE // max(1, pytree.nbytes(spec) * envs), int(counts.max())))
+    for start in range(0, int(counts.max()), size):
+        row = np.arange(start, start + size)
+        slots = np.minimum(row, ring.rows - 1)[:, None] * envs + np.arange(envs)
+        slots = slots[:, 0] if old.num_envs is None else slots
+        mask = row[:, None] < counts  # of each environment, where it has its own clock
+        mask = jnp.asarray(mask if old.writer.per_env else mask[:, 0])
+        items = old.storage.take(state.storage, slots)
         half = eager.write_index_only(target, half, items, mask)
     return half.replace(storage=state.storage)
-
-
-def with_storage(old: Buffer, state: BufferState, new: Buffer) -> Any:
-    """Returns the state of a description with another storage, with a copy of the rows.
-
-    Capacity and environments are those of the old description (see `_iter_rows`).
-    """
-    target = replay_target(new)
-    copied = eager.init(target, old.storage.spec(state.storage), None)
-    for items, mask in _iter_rows(old, state):
-        copied = eager.fill(target, copied, items, None, mask)
-    return copied
 
 
 # The items that are kept.
@@ -200,7 +179,13 @@ def _select(buffer: ReplayBuffer, state: BufferState, target: ReplayBuffer) -> _
                 slots, cuts = _redeal(slots, cuts, mask, new.envs)
                 mask = None
     if is_redealt:
-        _check_redealt(buffer, state, target)
+        what = "num_envs: expected that of the old buffer"
+        if target.unit.requires_contiguous_history:
+            raise ValueError(
+                f"{what} with {type(target.unit).__name__}, which would need rows from behind the "
+                "seams. Keep it, or use another unit."
+            )
+        _check_order(what, buffer, [state], target)
     mask = np.ones(slots.shape, bool) if mask is None else mask
     return _Selection(slots.astype(np.int32), mask, cuts)
 
@@ -261,7 +246,7 @@ def _read(
     read: Callable[[BufferState, jax.Array], Any],
     axis: int,
 ) -> Any:
-    """Reads slots `[..., E]`; each environment lies in one state. Results have E at `axis`."""
+    """Reads slots `[..., E]`; each environment is in one state. Results have E at `axis`."""
     number = slots.reshape(-1, slots.shape[-1])[0] // buffer.capacity
     parts = [
         read(states[k], jnp.asarray(slots[..., number == k] - k * buffer.capacity))
@@ -278,25 +263,27 @@ def _refill(
     old: ReplayBuffer, states: Sequence[BufferState], new: ReplayBuffer, kept: _Selection
 ) -> BufferState:
     """Returns a state of the new description that holds a selection of the old items."""
-    made, state, transforms = _write_items(old, states, new, kept), states[0], ()
+    result, state, transforms = _write_items(old, states, new, kept), states[0], ()
     if transforming.learning(new.transforms):  # their state is the old one, or learned from items
         none = jnp.zeros(1, jnp.int32)
         context = Context(new.ring, new.keys, Occupancy(none, none))
         blank = transforming.init(new.transforms, context, old.stored(state))
-        learned = transforming.adopted((new.transforms, made.transforms), (new.transforms, blank))
+        learned = transforming.adopted((new.transforms, result.transforms), (new.transforms, blank))
         before = old.transforms, state.transforms
         transforms = transforming.adopted(before, (new.transforms, learned))
-    made = made.replace(transforms=transforms)
+    result = result.replace(transforms=transforms)
     if not kept.mask.any():
-        return made
+        return result
     if type(old.writer.writable()) is type(new.writer.writable()):
-        made = made.replace(writer=new.writer.import_state(new.ring, made.writer, state.writer))
+        result = result.replace(
+            writer=new.writer.import_state(new.ring, result.writer, state.writer)
+        )
     row, env = np.cumsum(kept.mask, axis=0) - 1, np.arange(kept.mask.shape[1])
     new_slots = jnp.asarray((row * len(env) + env)[kept.mask].astype(np.int32))
     slots = jnp.asarray(kept.slots[kept.mask])
     samplers = [each.sampler for each in states]
-    sampler = _sampler_state(old, samplers, new, made, slots, new_slots)
-    return made.replace(sampler=steps.import_counts(sampler, samplers, slots, new_slots))
+    sampler = _sampler_state(old, samplers, new, result, slots, new_slots)
+    return result.replace(sampler=steps.import_counts(sampler, samplers, slots, new_slots))
 
 
 def _write_items(
@@ -312,7 +299,7 @@ def _write_items(
             objects = [objects[start : start + envs] for start in range(0, len(objects), envs)]
         return target.extend(target.init(None), objects, mask).replace(ring=new.ring)
     spec = old.stored(states[0])
-    made = eager.init(target, spec, None)
+    result = eager.init(target, spec, None)
     if len(slots) and cuts is not None and old.writer.is_chronological:
         # The rows of its episode before the first row of each environment, int32 `[E]`.
         first = np.take_along_axis(slots, kept.mask.argmax(axis=0)[None], axis=0)[0]
@@ -323,27 +310,27 @@ def _write_items(
         elif old.unit != new.unit:
             before = np.where(before > 0, _UNKNOWN, 0)  # each unit counts up to a limit of its own
         before = jnp.asarray(np.where(kept.mask.any(axis=0), before, 0), jnp.int32)
-        made = made.replace(unit=target.unit.init_mid_episode(made.unit, before))
+        result = result.replace(unit=target.unit.init_mid_episode(result.unit, before))
     for piece in pieces(np.arange(len(slots)), pytree.nbytes(spec) * slots.shape[1]):
         items = _read(old, states, slots[piece], old.take, 1)
         seams = None if cuts is None else jnp.asarray(cuts[piece])
         if target.num_envs is None:
             items = jax.tree.map(lambda leaf: leaf[:, 0], items)
-        made = eager.fill(target, made, items, seams, None if mask is None else mask[piece])
-    refused = slots.size - int(target.size(made))
+        result = eager.fill(target, result, items, seams, None if mask is None else mask[piece])
+    refused = slots.size - int(target.size(result))
     if not target.writer.is_chronological and refused > 0:
         raise ValueError(
             f"rebuild: expected items that {type(new.writer).__name__} takes, got {refused} that "
             "it refuses, such as those with a rank of NaN."
         )
-    return made.replace(ring=new.ring)
+    return result.replace(ring=new.ring)
 
 
 def _sampler_state(
     buffer: ReplayBuffer,
     states: list[PartState],
     new: ReplayBuffer,
-    made: BufferState,
+    result: BufferState,
     slots: jax.Array,
     new_slots: jax.Array,
 ) -> Any:
@@ -356,11 +343,11 @@ def _sampler_state(
         elif len(states) > 1 and not old.consumes:  # a queue of which nothing is pending is any
             raise missing_method(old, "concat_shard_states", "rebuild", "ShardedSampler")
         import_state = type(sampler).import_state
-        return _call(import_state, sampler, made.sampler, state, slots, new_slots)
+        return _call(import_state, sampler, result.sampler, state, slots, new_slots)
     if not (isinstance(old, PrioritizedSampler) and isinstance(sampler, PrioritizedSampler)):
-        return made.sampler
+        return result.sampler
     raw = jnp.concatenate([old.priorities(state) for state in states])[slots]
-    assigned = _call(type(sampler).assign, sampler, made.sampler, new_slots, raw, None)
+    assigned = _call(type(sampler).assign, sampler, result.sampler, new_slots, raw, None)
     dropped = new_slots[np.asarray(raw == DROPPED)]
     if not dropped.size:
         return assigned
@@ -436,18 +423,15 @@ def _check_single(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> N
         )
 
 
-def _check_redealt(old: ReplayBuffer, state: BufferState, new: ReplayBuffer) -> None:
-    """Raises for parts that need rows from before a seam, or an order that would be lost."""
-    if new.unit.requires_contiguous_history:
-        raise ValueError(
-            f"num_envs: expected that of the old buffer with {type(new.unit).__name__}, which "
-            "would need rows from behind the seams. Keep it, or use another unit."
-        )
+def _check_order(
+    what: str, old: ReplayBuffer, states: Iterable[BufferState], new: ReplayBuffer
+) -> None:
+    """Raises if the order of a queue would be lost."""
     is_ordered = isinstance(new.sampler, OrderedSampler)
-    if is_ordered and bool(steps.has_pending(old, state)):
+    if is_ordered and any(bool(steps.has_pending(old, state)) for state in states):
         raise ValueError(
-            f"num_envs: expected that of the old buffer with {type(old.sampler).__name__}, whose "
-            "order would be lost. Draw what is left first."
+            f"{what} with {type(new.sampler).__name__}, whose order would be lost. Draw what is "
+            "left first."
         )
 
 
@@ -467,9 +451,4 @@ def _check_shards(
             f"num_envs: expected {before.ring.envs}, as before, for another number of shards, got "
             f"{after.ring.envs}."
         )
-    is_ordered = isinstance(after.sampler, OrderedSampler)
-    if is_ordered and any(bool(steps.has_pending(before, one)) for one in states.values()):
-        raise ValueError(
-            f"shards: expected as many as before with {type(after.sampler).__name__}, whose order "
-            "would be lost. Draw what is left first."
-        )
+    _check_order("shards: expected as many as before", before, states.values(), after)

@@ -19,11 +19,11 @@ import pytest
 import jrb
 from jrb import checkpoint, iterate
 from jrb._store import files, threads
-from jrb.checkpoint import background
+from jrb.checkpoint import api
 from tests import interrupts
 
 SCRIPT = interrupts.__file__
-OURS = [module.__file__ for module in (background, iterate, threads)]
+OURS = [module.__file__ for module in (api, iterate, threads)]
 THEIRS = [threading.__file__, os.path.join(os.path.dirname(threading.__file__), "queue.py")]
 MEMORY = "/dev/shm"
 AT_MOST = 60  # seconds, where what is waited for never comes
@@ -214,12 +214,12 @@ def test_a_failure_in_the_background_is_raised_once_whatever_is_interrupted(
 
     def settle():
         try:
-            background.settle(str(path))
+            api.settle(str(path))
         except OSError as error:
             raised.append(error)
 
     fail()
-    for _ in at_each_instruction(settle, 1, [background.__file__]):
+    for _ in at_each_instruction(settle, 1, [api.__file__]):
         settle()
         assert len(raised) == 1
         raised.clear()

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     import jrb
     from jrb._store.errors import DamagedError, LockedError
     from jrb.checkpoint.api import (
+        Save,
         generations,
         is_checkpoint,
         load,
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
         save_async,
         verify,
     )
-    from jrb.checkpoint.background import Save
 
     Dump = jrb.interop.Dump
     read_flashbax, read_vault = jrb.interop.read_flashbax, jrb.interop.read_vault
@@ -43,7 +43,6 @@ _MODULES = {
     "DamagedError": "jrb._store.errors",
     "Dump": "jrb.interop.dump",
     "LockedError": "jrb._store.errors",
-    "Save": "jrb.checkpoint.background",
     "read_flashbax": "jrb.interop.flashbax",
     "read_torchrl": "jrb.interop.torchrl",
     "read_vault": "jrb.interop.flashbax",

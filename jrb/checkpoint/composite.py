@@ -14,23 +14,23 @@ that it has; the first one writes the generation of the whole, when all have.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jrb._store import generation, opening
 from jrb._store.errors import DamagedError
-from jrb._store.store import Store
 from jrb._store.threads import share
+from jrb._xla import compat
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import descriptions, loading, manifest, process_group, schema
-from jrb.checkpoint.extra import ExtraData
-from jrb.checkpoint.hooks import Inward, Outward
+from jrb.checkpoint import descriptions, loading, manifest, schema
+from jrb.checkpoint.external_items import Inward, Outward
 from jrb.checkpoint.loading import OpenedCheckpoint
-from jrb.checkpoint.saving import CommitJob, SaveJob
+from jrb.checkpoint.saving import CommitJob, ExtraData, Job, SaveJob
 from jrb.checkpoint.schema import Snapshot
 from jrb.mix import AnyState, Mix
 from jrb.sharding import Sharded
-from jrb.state import Device
 from jrb.storages.host_rows import HostView
 from jrb.types import Item
 
@@ -74,34 +74,26 @@ def each(buffer: Several) -> dict[str, Any]:
     """Returns the buffers of a Mix, a dict or a tuple, or the shards of a Sharded, by name."""
     if isinstance(buffer, Sharded):
         return dict.fromkeys(buffer.names(), buffer.part)
-    return _entries(buffer.buffers if isinstance(buffer, Mix) else buffer)
+    entries = buffer.buffers if isinstance(buffer, Mix) else buffer
+    if isinstance(entries, dict):
+        return entries
+    return {str(number): entry for number, entry in enumerate(entries)}
 
 
-def _entries(thing: dict[str, Any] | tuple[Any, ...]) -> dict[str, Any]:
-    """Returns the entries of a dict or a tuple, by name."""
-    if isinstance(thing, dict):
-        return thing
-    names = descriptions.fields_of(type(thing)) or map(str, range(len(thing)))
-    return dict(zip(names, thing, strict=True))
-
-
-def for_each(buffer: Any, thing: Any, what: str) -> dict[str, Any]:
+def for_each(buffer: Several, thing: Any, what: str) -> dict[str, Any]:
     """Returns what belongs to each of some buffers, by its name.
 
     Args:
-        buffer: a Mix, a dict or a tuple of buffers.
+        buffer: a Mix, a dict or a tuple of buffers; of a Sharded, one thing is for all shards.
         thing: a tuple for a Mix; else a dict with the same names, or a tuple of that length.
         what: what it is, for the error.
-
-    Raises:
-        ValueError: it is of another form, or has other names.
     """
     if isinstance(buffer, Sharded):
         return dict.fromkeys(each(buffer), thing)
     names, form = list(each(buffer)), dict if isinstance(buffer, dict) else tuple
     text = type(thing).__name__
     if isinstance(thing, form):
-        entries = _entries(tuple(thing) if isinstance(buffer, Mix) else thing)
+        entries = each(thing)
         if entries.keys() == set(names):
             return {name: entries[name] for name in names}
         text = f"those of {list(entries)}"
@@ -116,21 +108,6 @@ def _hook_for_each(buffer: Several, hook: Any, what: str) -> dict[str, Any]:
     if isinstance(hook, dict):
         return for_each(each(buffer), hook, what)
     return dict.fromkeys(each(buffer), hook)
-
-
-def _outward_for_each(buffer: Several, out: Outward) -> dict[str, Outward]:
-    encodes = _hook_for_each(buffer, out.encode, "save: encode functions")
-    return {name: Outward(encode, out.items) for name, encode in encodes.items()}
-
-
-def _inward_for_each(buffer: Several, back: Inward) -> dict[str, Inward]:
-    decodes = _hook_for_each(buffer, back.decode, "load: decode functions")
-    items: dict[str, Any] = dict.fromkeys(decodes)
-    if back.items is not None:
-        items = for_each(buffer, back.items, "load: items")
-    return {
-        name: dataclasses.replace(back, decode=decodes[name], items=items[name]) for name in decodes
-    }
 
 
 # States that are saved.
@@ -165,11 +142,7 @@ AnySnapshot = Snapshot | SnapshotGroup
 
 
 def snapshot(buffer: Several, state: AnyState, verb: str = "save") -> AnySnapshot:
-    """Returns what is to be saved, after all checks.
-
-    Raises:
-        ValueError, TypeError: it is no description, or no state of it; the message names a leaf.
-    """
+    """Returns a state for saving, after all checks."""
     check(buffer, verb)
     if isinstance(buffer, ReplayBuffer):
         return schema.snapshot(buffer, state)
@@ -185,11 +158,7 @@ def snapshot(buffer: Several, state: AnyState, verb: str = "save") -> AnySnapsho
 
 @contextlib.contextmanager
 def reading(saved: AnySnapshot) -> Iterator[None]:
-    """A time during which no other thread overwrites rows.
-
-    Raises:
-        StaleError: a state is not the newest one of its store.
-    """
+    """A time during which no other thread overwrites rows."""
     with contextlib.ExitStack() as stack:
         for view in saved.views:
             stack.enter_context(view.rows.drawing())
@@ -197,52 +166,111 @@ def reading(saved: AnySnapshot) -> Iterator[None]:
         yield
 
 
+# Processes of a program that save one state together.
+
+
+@dataclasses.dataclass
+class ProcessGroup:
+    """Processes that leave messages for each other, and all do the same in the same order.
+
+    The messages go through JAX's own coordination service, not through devices: so processes may
+    do it in a thread, beside a training, and hear when one of them has died.
+
+    Attributes:
+        number: of this one.
+        count: how many there are.
+        leave: leaves a message under a name, once.
+        fetch: waits for the message of a name.
+        name: of what they do together; the same in all of them, and used once.
+    """
+
+    number: int = 0
+    count: int = 1
+    leave: Callable[[str, str], Any] | None = None
+    fetch: Callable[[str], str] | None = None
+    name: str = ""
+    _step: int = 0
+
+    def all_gather_json(self, work: Callable[[], Any]) -> list[Any]:
+        """Returns what the work of each process gave, for JSON, when all have done it."""
+        if self.leave is None or self.fetch is None:
+            return [work()]
+        self._step += 1
+        place = f"{self.name}/{self._step}"
+        try:
+            result = work()
+        except BaseException as error:
+            self.leave(f"{place}/{self.number}", json.dumps({"error": repr(error)}))
+            raise
+        self.leave(f"{place}/{self.number}", json.dumps({"result": result}))
+        messages = [json.loads(self.fetch(f"{place}/{number}")) for number in range(self.count)]
+        for number, message in enumerate(messages):
+            if "error" in message:
+                raise OSError(
+                    f"save: process {number} of {self.count} failed: {message['error']}. What was "
+                    "saved before is still there."
+                )
+        return [message["result"] for message in messages]
+
+
+_saves = itertools.count()
+
+
+def processes() -> ProcessGroup:
+    """Returns all processes of this program, for one save."""
+    service = compat.coordination()
+    return ProcessGroup() if service is None else ProcessGroup(*service, f"jrb/save/{next(_saves)}")
+
+
 # Saving.
 
 
-def job(path: str, saved: AnySnapshot, extra: ExtraData, out: Outward) -> "AnyJob":
+def job(path: str, saved: AnySnapshot, extra: ExtraData, out: Outward) -> Job:
     """Returns a save of one buffer or of several, after all checks."""
     if not isinstance(saved, Snapshot):
         return GroupJob(path, saved, extra, out)
     return CommitJob(saved, extra) if saved.lies_at(path) else SaveJob(path, saved, extra, out)
 
 
-class GroupJob:
-    """As `SaveJob`, for several buffers, or the shards of one."""
+class GroupJob(Job):
+    """A save of several buffers, or of the shards of one.
 
-    parts: "dict[str, AnyJob]"
+    Its own store is that of the generations that name those of the parts.
+    """
+
+    parts: dict[str, Job]
     path: str
     extra: ExtraData
     meta: dict[str, Any]
 
     def __init__(self, path: str, saved: SnapshotGroup, extra: ExtraData, out: Outward) -> None:
-        outward = _outward_for_each(saved.buffer, out)
-        self.parts = {
-            name: job(manifest.path_of(path, name), part, ExtraData(), outward[name])
-            for name, part in saved.parts.items()
-        }
+        buffer, facts = saved.buffer, schema.facts_of_any()
+        encodes = _hook_for_each(buffer, out.encode, "save: encode functions")
+        self.parts = {}
+        for name, part in saved.parts.items():
+            outward = Outward(encodes[name], out.items)
+            self.parts[name] = job(manifest.path_of(path, name), part, ExtraData(), outward)
+        names = list(self.parts)
+        self._group = ProcessGroup()
+        if isinstance(buffer, Sharded):  # also over other processes
+            names, self._group = buffer.names(), processes()
+        if isinstance(buffer, Mix | Sharded):
+            kind = manifest.MIX if isinstance(buffer, Mix) else manifest.SHARDED
+            facts |= {"description": schema.text_of(buffer)}
+            about = {"kind": kind, "buffer": descriptions.encode(_without_mesh(buffer))}
+        else:
+            form = lambda cls: {"dict": names} if issubclass(cls, dict) else {"tuple": len(names)}
+            forms = {"buffer": form(type(buffer)), "state": form(saved.kind)}
+            about = {"kind": manifest.SEVERAL, "forms": forms}
         self.path, self.extra = path, extra
-        self.meta = _about(saved) | extra.meta
-        is_sharded = isinstance(saved.buffer, Sharded)  # also over other processes
-        self._group: process_group.ProcessGroup = (
-            process_group.of_program() if is_sharded else process_group.SingleProcess()
-        )
-        names = saved.buffer.names() if is_sharded else self.parts
+        self.meta = {**about, "facts": facts, **extra.meta}
         self._folders = list(map(manifest.folder_name, names))
-        self._store: Store | None = None
-
-    @property
-    def store(self) -> Store:
-        """The store of the generations that name those of the parts."""
-        if self._store is None:
-            raise ValueError("expected a save that was opened.")
-        return self._store
 
     def open(self, copy: bool) -> None:
-        """See `SaveJob.open`."""
+        """See `Job.open`."""
 
         def work() -> None:
-            if self._group.is_leader:
+            if self._group.number == 0:
                 self._store = opening.to_save(self.path, (), 0, self._folders)
             share(lambda part: part.open(copy), self.parts.values(), most=_AT_ONCE)
 
@@ -259,7 +287,7 @@ class GroupJob:
             numbers |= of_process
 
         def write_whole() -> int:
-            if not self._group.is_leader:
+            if self._group.number != 0:
                 return 0
             meta = {**self.meta, "parts": dict(sorted(numbers.items()))}
             store, extra = self.store, self.extra
@@ -290,7 +318,7 @@ class GroupJob:
 
     def expire(self, kept: set[int]) -> None:
         """Removes the generations that need not stay."""
-        expire = lambda: self.store.expire(kept) if self._group.is_leader else None
+        expire = lambda: self.store.expire(kept) if self._group.number == 0 else None
         self._group.all_gather_json(expire)
         self._expire_parts()
 
@@ -298,7 +326,7 @@ class GroupJob:
         folder = opening.folder_at(self.path)
         kept: dict[str, set[int]] = {name: set() for name in self.parts}
         for number in generation.numbers(folder):
-            for name, one in manifest.known(folder, number).items():
+            for name, one in manifest.readable_generations(folder, number).items():
                 kept.setdefault(name, set()).add(one)
         share(lambda name: self.parts[name].expire(kept[name]), self.parts, most=_AT_ONCE)
 
@@ -306,25 +334,7 @@ class GroupJob:
         """Gives the locks back."""
         for part in self.parts.values():
             part.close()
-        if self._store is not None:
-            self._store.close()
-
-
-AnyJob = SaveJob | CommitJob | GroupJob
-"""A save that is to be finished."""
-
-
-def _about(saved: SnapshotGroup) -> dict[str, Any]:
-    """Returns what a generation says of several buffers."""
-    buffer, facts = saved.buffer, schema.facts_of_any()
-    if isinstance(buffer, Mix | Sharded):
-        kind = manifest.MIX if isinstance(buffer, Mix) else manifest.SHARDED
-        described = descriptions.encode(_without_mesh(buffer))
-        facts |= {"description": schema.text_of(buffer)}
-        return {"kind": kind, "buffer": described, "facts": facts}
-    kinds, names = {"buffer": type(buffer), "state": saved.kind}, list(saved.parts)
-    forms = {what: _form_of(kind, names) for what, kind in kinds.items()}
-    return {"kind": manifest.SEVERAL, "forms": forms, "facts": facts}
+        super().close()
 
 
 def _without_mesh(buffer: Any) -> Any:
@@ -336,132 +346,66 @@ def _without_mesh(buffer: Any) -> Any:
     return dataclasses.replace(buffer, buffers=tuple(map(_without_mesh, buffer.buffers)))
 
 
-def _form_of(kind: type, names: list[str]) -> descriptions.Json:
-    """Returns what a dict or tuple with these names is, for JSON."""
-    if issubclass(kind, dict):
-        return {"dict": names}
-    fields = descriptions.fields_of(kind)
-    if fields is None:
-        return {"tuple": len(names)}
-    return {"class": descriptions.name_of(kind), "fields": list(fields)}
-
-
-def _names_of(form: Any, most: int) -> set[str]:
-    """Returns the names in what `_form_of` described; of a tuple at most one more than `most`."""
-    if "tuple" in form:
-        return set(map(str, range(min(form["tuple"], most + 1))))
-    return set(form["dict"] if "dict" in form else form["fields"])
-
-
-def _formed(form: Any, parts: dict[str, Any], given: Any) -> Any:
-    """Returns the dict or tuple that `_form_of` described, of these entries.
-
-    Args:
-        form: what it was.
-        parts: by name.
-        given: one of the same kind, or None.
-
-    Raises:
-        UnknownError: a class that the program has not defined.
-    """
-    if "dict" in form:
-        return {name: parts[name] for name in form["dict"]}
-    if "tuple" in form:
-        return tuple(parts[str(number)] for number in range(form["tuple"]))
-    fields = form["fields"]
-    is_like = lambda cls: list(descriptions.fields_of(cls) or ()) == fields
-    cls: Any = descriptions.find_class(form["class"])
-    cls = cls if is_like(cls) else type(given)
-    if not is_like(cls):
-        raise descriptions.UnknownError(
-            f"load: expected the class {form['class']} with the fields {fields}, in which the "
-            "buffers were. Import its module first, or pass load(path, buffer=...)."
-        )
-    return cls(**{name: parts[name] for name in fields})
-
-
 # Loading.
 
 
 def load(
-    opened: OpenedCheckpoint, given: Several, example: Item, device: Device, back: Inward
+    checkpoint: OpenedCheckpoint, given: Several, example: Item, device: Any, back: Inward
 ) -> tuple[Any, Any]:
     """Returns the descriptions and the states of a generation."""
     if given is not None:
         check(given, "load")
-    kinds = {manifest.MIX: _load_mix, manifest.SHARDED: _load_shards, manifest.SEVERAL: _load_dict}
-    load_kind = kinds.get(str(opened.meta.get("kind")), loading.load)
-    return load_kind(opened, given, example, device, back)
+    path, meta, kind = checkpoint.path, checkpoint.meta, str(checkpoint.meta.get("kind"))
+    if kind not in (manifest.MIX, manifest.SHARDED, manifest.SEVERAL):
+        return loading.load(checkpoint, given, example, device, back)
+    names = list(manifest.generations(checkpoint.generation))
+    buffers = examples = dict.fromkeys(names)
+    if kind == manifest.SEVERAL:
+        whole = _shaped(path, meta["forms"]["buffer"], dict.fromkeys(names))
+        _shaped(path, meta["forms"]["state"], dict.fromkeys(names))
+        buffers = buffers if given is None else for_each(whole, given, "load: buffers")
+        examples = examples if example is None else for_each(whole, example, "load: examples")
+    else:
+        cls = Mix if kind == manifest.MIX else Sharded
+        plain = None if given is None else _without_mesh(given)
+        saved = descriptions.matched(path, meta["buffer"], plain, cls)
+        whole = saved if given is None else given
+        if names != list(each(whole)):
+            raise DamagedError(f"{path}: expected the parts {list(each(whole))}, got {names}.")
+        buffers = buffers if given is None else each(given)
+        examples = dict.fromkeys(names, example)
+    decodes = _hook_for_each(whole, back.decode, "load: decode functions")
+    items: dict[str, Any] = dict.fromkeys(decodes)
+    if back.items is not None:
+        items = for_each(whole, back.items, "load: items")
+
+    def load_part(name: str, device: Any) -> tuple[Any, Any]:
+        inward = dataclasses.replace(back, decode=decodes[name], items=items[name])
+        return load(checkpoint.part(name), buffers[name], examples[name], device, inward)
+
+    if isinstance(whole, Sharded):
+        whole, states = whole.on_mesh(device), {}
+        for place, numbers in whole.layout.groups().items():  # the shards of this process
+            for number in numbers:
+                buffer, states[number] = load_part(names[number], place)
+                if buffer.storage != whole.buffer.storage:
+                    raise DamagedError(
+                        f"{path}: part '{names[number]}': expected the whole's storage."
+                    )
+        return whole, whole.join(states)
+    parts = {name: load_part(name, device) for name in each(whole)}
+    loaded = {name: part[0] for name, part in parts.items()}
+    states = {name: part[1] for name, part in parts.items()}
+    if isinstance(whole, Mix):
+        return dataclasses.replace(whole, buffers=tuple(loaded.values())), tuple(states.values())
+    forms = meta["forms"]
+    return _shaped(path, forms["buffer"], loaded), _shaped(path, forms["state"], states)
 
 
-def _described(opened: OpenedCheckpoint, given: Several, kind: type) -> Any:
-    """Returns the description that was saved, or the one that was given if it is the same."""
-    plain = None if given is None else _without_mesh(given)
-    saved = schema.matched(opened.path, opened.meta["buffer"], plain, kind)
-    return saved if given is None else given
-
-
-def _load_mix(
-    opened: OpenedCheckpoint, given: Several, example: Item, device: Device, back: Inward
-) -> tuple[Any, Any]:
-    mix, names = _described(opened, given, Mix), list(manifest.generations(opened.generation))
-    if names != list(each(mix)):
-        raise DamagedError(f"{opened.path}: expected {len(mix.buffers)} parts, got {names}.")
-    buffers = dict.fromkeys(names) if given is None else each(mix)
-    examples, inward = dict.fromkeys(names, example), _inward_for_each(mix, back)
-    parts = _load_parts(opened, names, buffers, examples, device, inward)
-    buffers, states = zip(*parts.values(), strict=True)
-    return dataclasses.replace(mix, buffers=buffers), states
-
-
-def _load_shards(
-    opened: OpenedCheckpoint, given: Several, example: Item, device: Any, back: Inward
-) -> tuple[Any, Any]:
-    """Loads the shards that belong to this process, each by itself."""
-    sharded = _described(opened, given, Sharded)
-    names, known = list(manifest.generations(opened.generation)), sharded.names()
-    if names != known:
-        raise DamagedError(f"{opened.path}: expected {len(known)} shards, got {names}.")
-    sharded = sharded.on_mesh(device)
-    inward, states = _inward_for_each(sharded, back), {}
-    part = None if given is None else given.part
-    for place, group in sharded.layout.groups().items():
-        for number in group:
-            name = known[number]
-            buffer, states[number] = load(opened.part(name), part, example, place, inward[name])
-            if buffer.storage != sharded.buffer.storage:
-                raise DamagedError(f"{opened.path}: part '{name}': expected the whole's storage.")
-    return sharded, sharded.join(states)
-
-
-def _load_dict(
-    opened: OpenedCheckpoint, given: Several, example: Item, device: Device, back: Inward
-) -> tuple[Any, Any]:
-    numbers, forms = manifest.generations(opened.generation), opened.meta["forms"]
-    for form in forms.values():
-        if _names_of(form, len(numbers)) != set(numbers):
-            raise DamagedError(f"{opened.path}: expected the parts {list(numbers)}, got {form}.")
-    like = _formed(forms["buffer"], dict.fromkeys(numbers), given)
-    names = list(each(like))
-    none = dict.fromkeys(names)
-    buffers = none if given is None else for_each(like, given, "load: buffers")
-    examples = none if example is None else for_each(like, example, "load: examples")
-    inward = _inward_for_each(like, back)
-    parts = _load_parts(opened, names, buffers, examples, device, inward)
-    whole = _formed(forms["buffer"], {name: parts[name][0] for name in names}, given)
-    return whole, _formed(forms["state"], {name: parts[name][1] for name in names}, given)
-
-
-def _load_parts(
-    opened: OpenedCheckpoint,
-    names: list[str],
-    buffers: dict[str, Any],
-    examples: dict[str, Item],
-    device: Device,
-    back: dict[str, Inward],
-) -> dict[str, tuple[Any, Any]]:
-    """Returns each buffer and its state."""
-    return {
-        name: load(opened.part(name), buffers[name], examples[name], device, back[name])
-        for name in names
-    }
+def _shaped(path: str, form: Any, parts: dict[str, Any]) -> Any:
+    """Returns the dict or tuple that a generation says, of these entries."""
+    numbered = map(str, range(min(form.get("tuple", 0), len(parts) + 1)))
+    names = form.get("dict") or form.get("fields") or list(numbered)
+    if set(names) != parts.keys():
+        raise DamagedError(f"{path}: expected the parts {list(parts)}, got {form}.")
+    return {n: parts[n] for n in names} if "dict" in form else tuple(parts[n] for n in names)

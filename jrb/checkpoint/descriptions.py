@@ -19,7 +19,7 @@ from jrb import buffer, keys, mix, samplers, sharding, storages, transforms, uni
 from jrb._store.errors import DamagedError
 from jrb._util import casting, pytree
 from jrb._util.pytree import DType, PyTree
-from jrb.types import Item
+from jrb.types import Item, StatefulTransform, Storage
 
 OWN = samplers, storages, transforms, units, writers, buffer, keys, mix, sharding
 """The modules of the parts that come with jrb: once they are imported, `find_class` knows these."""
@@ -31,8 +31,12 @@ class UnknownError(ValueError):
     """A file names something that the program does not have, or that no file can hold."""
 
 
+class OtherError(ValueError):
+    """Another description was given than was saved."""
+
+
 def encode(value: Any) -> Json:
-    """A description as JSON."""
+    """Returns a description as JSON."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -47,7 +51,7 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json, where: str = "buffer") -> Any:
-    """The description that was encoded.
+    """Returns the description that was encoded.
 
     Raises:
         UnknownError: it has a function, or a part whose class the program has not defined.
@@ -77,10 +81,10 @@ def decode(node: Json, where: str = "buffer") -> Any:
             f"{where}: {node['part']} has other fields than it had when it was saved, "
             f"{sorted(fields)}. Pass load(path, buffer=...)."
         )
-    return _made(cls, fields, where)
+    return _construct(cls, fields, where)
 
 
-def _made(cls: Any, fields: dict[str, Any], where: str) -> Any:
+def _construct(cls: Any, fields: dict[str, Any], where: str) -> Any:
     try:
         return cls(**fields)
     except Exception as error:  # whatever the constructors of somebody's classes raise
@@ -98,39 +102,75 @@ def read_from(path: str) -> Iterator[None]:
         raise DamagedError(f"{path}: expected what fits together: {error}") from error
 
 
-def decoded(path: str, node: Json, kind: type) -> Any:
-    """The description of a kind that a file has.
+# Is it the same description?
+
+
+def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
+    """Returns the description that was saved, of a kind, or the given one if it is the same.
+
+    Batch size, `min_size`, `cast` and transforms may differ: no state depends on them, but for
+    transforms that have a state.
 
     Raises:
         UnknownError: as `decode`.
         DamagedError: the parts do not fit together, or it is of another kind.
+        OtherError: another one was given.
     """
-    with read_from(path):
-        found = decode(upgraded(node))
-        if isinstance(found, kind):
-            return found
-        raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(node)}")
+    if given is None:
+        with read_from(path):
+            description = decode(upgraded(saved))
+            if not isinstance(description, kind):
+                raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(saved)}")
+            return description
+    lines = _differences(binding(upgraded(saved)), binding(encode(given)), "buffer")
+    if lines:
+        raise OtherError(
+            f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
+            "capacity and num_envs by load(..., capacity=, num_envs=)."
+        )
+    return given
 
 
-def differences(saved: Json, given: Json, where: str = "buffer") -> list[str]:
-    """Where two encoded descriptions differ, a line each; what is only named is not compared."""
+def binding(node: Json) -> Json:
+    """Returns an encoded description without what no state depends on."""
+    if isinstance(node, list):
+        return [binding(entry) for entry in node]
+    if not isinstance(node, dict):
+        return node
+    free = {"batch_size", "transforms", "min_size", "cast"}
+    cls = find_class(node.get("part", ""))
+    if cls is not None and issubclass(cls, Storage | StatefulTransform):
+        free |= set(cls.unbound)
+    bound = {key: binding(entry) for key, entry in node.items() if key not in {*free, "fields"}}
+    if "fields" in node:
+        fields = node["fields"]
+        bound["fields"] = {name: binding(it) for name, it in fields.items() if name not in free}
+        # Transforms up to the last one that has a state.
+        transforms = fields.get("transforms")
+        parts = transforms.get("tuple", []) if isinstance(transforms, dict) else []
+        classes = [find_class(it.get("part", "") if isinstance(it, dict) else "") for it in parts]
+        stateful = [cls is not None and issubclass(cls, StatefulTransform) for cls in classes]
+        if any(stateful):
+            count = len(stateful) - stateful[::-1].index(True)
+            bound["fields"]["transforms"] = binding(parts[:count])
+    return bound
+
+
+def _differences(saved: Json, given: Json, where: str) -> list[str]:
+    """Returns where two encoded descriptions differ; functions are not compared."""
     if isinstance(saved, dict) and isinstance(given, dict):
         if "named" in saved and "named" in given:
             return []
+        pairs = []
         if "fields" in saved and saved.get("part") == given.get("part"):
             old, new = saved["fields"], given["fields"]
-            return [
-                line
-                for key in sorted(old.keys() | new.keys())
-                for line in differences(old.get(key), new.get(key), f"{where}.{key}")
-            ]
-        if "tuple" in saved and len(saved["tuple"]) == len(given.get("tuple", ())):
-            pairs = zip(saved["tuple"], given["tuple"], strict=True)
-            return [
-                line
-                for number, pair in enumerate(pairs)
-                for line in differences(*pair, f"{where}[{number}]")
-            ]
+            names = sorted(old.keys() | new.keys())
+            pairs = [(old.get(key), new.get(key), f"{where}.{key}") for key in names]
+        elif "tuple" in saved and len(saved["tuple"]) == len(given.get("tuple", ())):
+            entries = enumerate(zip(saved["tuple"], given["tuple"], strict=True))
+            pairs = [(*pair, f"{where}[{number}]") for number, pair in entries]
+        if pairs:
+            return [line for pair in pairs for line in _differences(*pair)]
     if saved == given:
         return []
     return [f"{where}: expected {_short(saved)} as it was saved, got {_short(given)}"]
@@ -205,14 +245,17 @@ def _short(node: Json) -> str:
     return repr(node)
 
 
+# Names of classes and functions.
+
+
 def name_of(thing: PyTree) -> str:
-    """`module:name` of a class or function; of another thing, of its class."""
+    """Returns `module:name` of a class or function; of another thing, that of its class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def fields_of(cls: object) -> tuple[str, ...] | None:
-    """The fields of a class of named tuples; None of anything else."""
+    """Returns the fields of a class of named tuples; None for anything else."""
     return getattr(cls, "_fields", None)
 
 
@@ -222,23 +265,26 @@ def find_class(name: str) -> type | None:
     Parts of jrb may have another name now, or be in another module.
     """
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    cls: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if found is None and module.startswith("jrb."):
-        now = _RENAMED_PARTS.get(path, path)
-        found = next((getattr(room, now) for room in OWN if hasattr(room, now)), None)
-    return found if isinstance(found, type) else None
+        cls = getattr(cls, part, None)
+    if cls is None and module.startswith("jrb."):
+        path = _RENAMED_PARTS.get(path, path)
+        cls = next((getattr(room, path) for room in OWN if hasattr(room, path)), None)
+    return cls if isinstance(cls, type) else None
+
+
+# Structures of items.
 
 
 def encode_structure(tree: Item) -> Json:
-    """The structure, shapes and dtypes of a pytree of `jax.ShapeDtypeStruct`s."""
+    """Returns the structure, shapes and dtypes of a pytree of `jax.ShapeDtypeStruct`s as JSON."""
     node = _encode_node(tree)
     try:
-        same = jax.tree.structure(decode_structure(node)) == jax.tree.structure(tree)
+        is_same = jax.tree.structure(decode_structure(node)) == jax.tree.structure(tree)
     except Exception:  # whatever the constructors of somebody's classes raise
-        same = False
-    if same:
+        is_same = False
+    if is_same:
         return node
     leaves = [_encode_node(leaf) for leaf in jax.tree.leaves(tree)]
     return {"unknown": str(jax.tree.structure(tree)), "leaves": leaves}
@@ -260,7 +306,7 @@ def _encode_node(tree: Item) -> Json:
 
 
 def decode_structure(node: Json) -> Any:
-    """The pytree of `jax.ShapeDtypeStruct`s that was encoded.
+    """Returns the pytree of `jax.ShapeDtypeStruct`s that was encoded.
 
     Raises:
         UnknownError: it has containers whose classes the program has not defined.
@@ -289,27 +335,26 @@ def decode_structure(node: Json) -> Any:
             f"expected the class {node['class']} with the fields {list(fields)}, which the items "
             "were of. Import its module first, or pass one transition: load(path, example=...)."
         )
-    return _made(cls, fields, "items")
+    return _construct(cls, fields, "items")
 
 
 def _field_names(cls: Any) -> list[str]:
-    named = fields_of(cls)
-    return [field.name for field in dataclasses.fields(cls)] if named is None else list(named)
+    return list(fields_of(cls) or (field.name for field in dataclasses.fields(cls)))
 
 
 def dtype_name(dtype: DType) -> str:
-    """`bfloat16`, or `key:threefry2x32` for keys.
+    """Returns a name such as `bfloat16`, or `key:threefry2x32` for keys.
 
     Raises:
         TypeError: keys of an implementation that JAX does not bring.
     """
-    return (
-        f"key:{casting.implementation(dtype)}" if casting.is_keys(dtype) else str(np.dtype(dtype))
-    )
+    if casting.is_keys(dtype):
+        return f"key:{casting.implementation(dtype)}"
+    return str(np.dtype(dtype))
 
 
 def dtype_of(name: str) -> Any:
-    """The dtype of a name.
+    """Returns the dtype of a name.
 
     Raises:
         UnknownError: there is none.

@@ -1,6 +1,6 @@
-"""The items of a state, apart from all else in it: taken out on the host, and put back.
+"""Items that are not in rows of the state's own leaves: encoded by a function, or kept by the user.
 
-K items, N capacity, V the buffers that `vmap` has put side by side. Slot s of buffer v is row
+K items, N capacity, V the buffers of a state under `vmap`. Slot s of buffer v is row
 v * N + s. Items are NumPy arrays `[K, ...]` in their own structure and dtypes, keys as their words,
 wherever and however the storage keeps them.
 """
@@ -8,40 +8,110 @@ wherever and however the storage keeps them.
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrb._core import eager, memory, packed, steps
-from jrb._core.packed import RowOrder
-from jrb._core.steps import context_of
+from jrb._core import eager, memory, steps
 from jrb._store import table
+from jrb._store.errors import DamagedError
+from jrb._store.generation import Generation
+from jrb._store.store import Store
 from jrb._store.table import Column
 from jrb._util import casting, pytree
-from jrb._util.pytree import Leaf
-from jrb.checkpoint import rows, schema
-from jrb.checkpoint.rows import StateRows
-from jrb.checkpoint.schema import PackedLeaf, Snapshot
+from jrb.checkpoint import descriptions, schema
+from jrb.checkpoint.schema import Snapshot, StateRows
 from jrb.state import Buffer, BufferState, Device
 from jrb.storages import DeviceStorage
 from jrb.storages.device import next_observation_rows, shared_leaves
-from jrb.storages.host_rows import HostView
+from jrb.storages.host_rows import bytes_of
 from jrb.types import Item
 from jrb.types.messages import PartState
 
-KIND = "apart"
+KEPT = "apart"
 """The kind of items that were left out of a checkpoint."""
+ENCODED = "encoded"
+"""The kind of items that a function was called for."""
 
 MEND = "Pass what jrb.items(buffer, state) gave when it was saved."
 
-_BY_SLOT = RowOrder()
-_WITNESSES = 64  # items that are compared to tell them from others
-
+Hook = Callable[[Any], Any]
 Pieces = Iterable[tuple[np.ndarray, list[np.ndarray]]]
 """Numbers of rows, and leaves of their items."""
+
+_BLANK, _COLUMN = ".blank", "items/"
+_NOWHERE = 2**31 - 1  # a slot that is in no array
+
+
+@dataclasses.dataclass(frozen=True)
+class Outward:
+    """The options of a save about items.
+
+    Attributes:
+        encode: a function from K items to written arrays; None to write the items themselves.
+            Of several buffers also a dict, by name.
+        items: whether they are written at all.
+    """
+
+    encode: Any = None
+    items: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """True if items are written as they are."""
+        return self.encode is None and self.items
+
+
+@dataclasses.dataclass(frozen=True)
+class Inward:
+    """The options of a load about items.
+
+    Attributes:
+        decode: the inverse of the function that encoded them. Of several buffers also a dict.
+        items: the items, where they were not saved. Of several buffers a dict or a tuple.
+        verify: whether rows that stay where they are, in files, are all looked at.
+    """
+
+    decode: Any = None
+    items: Item = None
+    verify: bool = True
+
+    def check(self, path: str, form: dict[str, Any]) -> None:
+        """Raises unless a checkpoint whose items are of this form needs these arguments."""
+        name = form.get("encode")
+        if name is not None and self.decode is None:
+            raise ValueError(
+                f"{path}: expected decode=, as the items were encoded by {name}. Pass its inverse: "
+                "load(path, decode=...)."
+            )
+        if name is None and self.decode is not None:
+            raise ValueError(
+                f"{path}: decode: expected None, as the items were saved without encode=, got "
+                f"{_name_of(self.decode)}. Leave it out."
+            )
+        if name is not None and not callable(self.decode):
+            raise TypeError(f"{path}: decode: expected a function, got {self.decode!r}.")
+        is_needed = form.get("kind") == KEPT
+        if is_needed and self.items is None:
+            raise ValueError(
+                f"{path}: expected items=, as it was saved with items=False. Pass what "
+                "jrb.items(buffer, state) gave then: load(path, items=...)."
+            )
+        if not is_needed and self.items is not None:
+            raise ValueError(f"{path}: items: expected None, as the items are there. Leave it out.")
+
+
+def _name_of(hook: Any) -> str:
+    """Returns the name of a function; of a partial one, that of the function inside."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return descriptions.name_of(hook)
+
+
+# Out of a state.
 
 
 def host_spec(spec: Item) -> Any:
@@ -56,211 +126,301 @@ def without(buffer: Buffer, state: Any) -> Any:
     return state.replace(storage=storage)
 
 
-@dataclasses.dataclass(frozen=True)
 class Items:
     """The items of a state.
 
     Attributes:
         spec: of one, on the host.
-        rows: in which they are.
-        leaves: for each leaf the number of its column, and its bytes in a row of that.
-        shared: for each leaf, whether it is not in the row of its slot, but in that of `source`.
-        source: int `[V, N]`, the rows of next observations that are stored once; None without any.
     """
 
     spec: Any
-    rows: StateRows
-    leaves: tuple[tuple[int, slice], ...]
-    shared: tuple[bool, ...]
-    source: np.ndarray | None
 
-    def take(self, which: np.ndarray) -> Any:
-        """Returns the items of rows `[K]`."""
-        buffer, slot = np.divmod(which, self.rows.capacity)
-        columns: dict[tuple[int, bool], np.ndarray] = {}  # each is read once
-        leaves, specs = [], jax.tree.leaves(self.spec)
-        for spec, (number, part), shared in zip(specs, self.leaves, self.shared, strict=True):
-            if (number, shared) not in columns:
-                at = slot if not shared or self.source is None else self.source[buffer, slot]
-                columns[number, shared] = self.rows.take_column(number, buffer, at)
-            raw = np.ascontiguousarray(columns[number, shared][:, part])
-            leaves.append(raw.view(spec.dtype).reshape(len(which), *spec.shape))
-        return jax.tree.unflatten(jax.tree.structure(self.spec), leaves)
+    def __init__(self, saved: Snapshot) -> None:
+        self.spec = host_spec(saved.spec)
+        self._saved = saved
+        self._state: tuple[int, Any] = -1, None
+
+    def take(self, rows: np.ndarray) -> Any:
+        """Returns the items of rows `[K]`; those of several buffers ascend."""
+        buffers, slots = np.divmod(rows, self._saved.buffer.capacity)
+        numbers = np.unique(buffers) if len(rows) else [0]
+        parts = [self._leaves(int(number), slots[buffers == number]) for number in numbers]
+        leaves = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(self.spec), list(leaves))
+
+    def _leaves(self, number: int, slots: np.ndarray) -> list[np.ndarray]:
+        """Returns the leaves of the items of one buffer."""
+        for view in self._saved.views:
+            return view.rows.take(view.version, [slots] * len(view.rows.raw))
+        state = self._state  # other threads may replace it
+        if state[0] != number:
+            state = number, jax.tree.map(self._of_buffer(number), self._saved.state)
+            self._state = state
+        # The read is compiled for each length: take powers of two.
+        padded = np.zeros(1 << max(len(slots) - 1, 0).bit_length(), np.int32)
+        padded[: len(slots)] = slots
+        items = steps.take(self._saved.plain, state[1], jnp.asarray(padded))
+        return [np.asarray(casting.raw(leaf))[: len(slots)] for leaf in jax.tree.leaves(items)]
+
+    def _of_buffer(self, number: int) -> Callable[[Any], Any]:
+        axes = len(self._saved.batch)
+
+        def of_buffer(leaf: Any) -> Any:
+            leaf = leaf.array[leaf.index] if isinstance(leaf, memory.Part) else jnp.asarray(leaf)
+            return leaf.reshape(-1, *leaf.shape[axes:])[number] if axes else leaf
+
+        return of_buffer
 
 
-def of(saved: Snapshot, what: str) -> Items:
-    """Returns the items of a state.
+@dataclasses.dataclass(frozen=True)
+class EncodedRows(StateRows):
+    """Rows that are made of those of items by a function.
 
-    Raises:
-        TypeError: nobody knows where they are.
+    They are written as what distinguishes them from the row that an item of zeros gives, by
+    exclusive or: so rows that were never written are zeros, here as elsewhere.
+
+    Attributes:
+        items: of which they are made.
+        encode: the function.
+        blank: what it makes of an item of zeros, uint8 `[1, width]` of each column.
+        structure: of what it gives.
     """
-    buffer, batch, spec = saved.plain, saved.batch, saved.spec
-    storage = buffer.storage.slotted(saved.state.storage)
-    leaves = jax.tree.leaves(schema.named_storage(storage))
-    names, twins = pytree.leaf_names(spec), _twins(buffer, spec)
-    _check(buffer, leaves, spec, batch, what)
-    columns_of, sources, places, packed = [], [], [], {}
-    for name, leaf in zip(names, leaves, strict=True):
-        if not isinstance(leaf, PackedLeaf):
-            column, source = rows.column_of(name, leaf, batch)
-            part = slice(0, column.width)
-        elif leaf.array in packed:
-            places.append((packed[leaf.array], leaf.part))
-            continue
-        else:
-            array, part = storage.arrays[leaf.array], leaf.part
-            packed[leaf.array] = len(columns_of)
-            column = Column.of(name, (), array.shape[-1] * array.dtype.itemsize)
-            source = rows.packed_source(storage, leaf.array, saved.count)
-        places.append((len(columns_of), part))
-        columns_of.append(column)
-        sources.append(source)
-    of_names = dict(zip(names, places, strict=True))
-    state_rows = StateRows(tuple(columns_of), tuple(sources), saved.count, buffer.capacity)
-    return Items(
-        host_spec(spec),
-        state_rows,
-        tuple(of_names[twins.get(name, name)] for name in names),
-        tuple(name in twins for name in names),
-        _source(buffer, batch, saved.state) if twins else None,
-    )
+
+    items: Items = dataclasses.field(kw_only=True)
+    encode: Hook = dataclasses.field(kw_only=True)
+    blank: list[np.ndarray] = dataclasses.field(kw_only=True)
+    structure: Any = dataclasses.field(kw_only=True)
+
+    def take(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Returns the bytes of rows `[B]` of each column, uint8 `[B, width]`."""
+        items = self.items.take(rows)
+        if all(table.is_zero(leaf) for leaf in _bytes(jax.tree.leaves(items))):
+            return [np.zeros((len(rows), column.width), np.uint8) for column in self.columns]
+        leaves = _bytes(_checked(self.encode(items), self.structure, len(rows), "encode"))
+        return _changed(leaves, self.blank)
+
+    def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Returns the bytes of the items `[B]`, which the function is not called for."""
+        return _bytes(jax.tree.leaves(self.items.take(rows)))
+
+    def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
+        """Returns the newest rows and some others.
+
+        Another function of the same name changes most of them.
+        """
+        newest = rows[np.argsort(store.numbers(rows), kind="stable")[-256:]]
+        return np.union1d(newest, rows[:: max(1, len(rows) // 256)])
+
+    @property
+    def width(self) -> int:
+        """The bytes of a row, or of the item that it is made of, whichever are more."""
+        return max(super().width, pytree.nbytes(self.items.spec))
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The metadata of the items."""
+        return {
+            "kind": ENCODED,
+            "encode": _name_of(self.encode),
+            "structure": descriptions.encode_structure(self.structure),
+            "blank": zlib.crc32(self.arrays[_BLANK]),
+        }
+
+    @property
+    def arrays(self) -> dict[str, bytes]:
+        """The arrays that are written with the rows."""
+        return {_BLANK: b"".join(leaf.tobytes() for leaf in self.blank)}
 
 
-def _twins(buffer: Buffer, spec: Item) -> dict[str, str]:
-    """Returns which leaves are stored in the rows of which others, by their names."""
-    storage = buffer.storage
-    is_once = isinstance(storage, DeviceStorage) and storage.share_next_observations
-    return shared_leaves(spec, buffer.keys) if is_once else {}
-
-
-def _check(
-    buffer: Buffer, leaves: list[Any], spec: Item, batch: tuple[int, ...], what: str
-) -> None:
-    """Raises unless the storage keeps each leaf of items row by row."""
-    names, twins = pytree.leaf_names(spec), _twins(buffer, spec)
-    fits = len(leaves) == len(names)
-    for name, leaf, one in zip(names, leaves, jax.tree.leaves(spec), strict=False):
-        raw, inner = casting.raw_spec(leaf), casting.raw_spec(one)
-        fits &= raw.shape[len(batch) + 1 :] == inner.shape
-        fits &= name in twins or leaf.shape[len(batch)] >= buffer.capacity
-        fits &= raw.dtype.itemsize == inner.dtype.itemsize
-    if not fits:
-        raise TypeError(
-            f"{what}: expected a storage that keeps every leaf of the items in an array `[N, ...]`,"
-            f" which its method `slotted` tells, got {type(buffer.storage).__name__}. Save without."
+def encoded(saved: Snapshot, encode: Hook) -> EncodedRows:
+    """Returns the items of a state as a function gives them."""
+    if not callable(encode):
+        raise TypeError(f"encode: expected a function, got {encode!r}.")
+    items, capacity = Items(saved), saved.plain.capacity
+    one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), items.spec)
+    output = jax.tree.map(np.asarray, encode(one))
+    if not jax.tree.leaves(output):
+        raise ValueError("encode: expected arrays, got none. To leave items out, pass items=False.")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(output):
+        where = f"encode: leaf '{pytree.leaf_name(path)}'"
+        if leaf.dtype.kind in "OSUMm" or leaf.dtype.fields is not None or not leaf.dtype.isnative:
+            raise TypeError(f"{where}: expected an array of numbers, got dtype {leaf.dtype}.")
+        if leaf.shape[:1] != (1,):
+            raise ValueError(
+                f"{where}: expected one row for each of K items, got shape {leaf.shape} for one."
+            )
+    structure = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), output)
+    if "unknown" in descriptions.encode_structure(structure):
+        raise ValueError(
+            "encode: expected arrays in dicts, lists, tuples, or classes that this program has "
+            f"defined, got {jax.tree.structure(structure)}."
         )
+    blank = _bytes(_checked(output, structure, 1, "encode"))
+    parts = {"items": items, "encode": encode, "blank": blank, "structure": structure}
+    columns = _columns(structure, saved.count * capacity)
+    return EncodedRows(columns, (), (), saved.count, capacity, **parts)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sources(buffer: Buffer, axes: int, writer: PartState, storage: Any) -> jax.Array:
-    slots = jnp.arange(buffer.capacity, dtype=jnp.int32)
-    source = lambda writer, storage: next_observation_rows(
-        context_of(buffer, writer), storage, slots
+def _columns(structure: Any, count: int) -> tuple[Column, ...]:
+    """Returns the columns of `count` encoded rows."""
+    return tuple(
+        Column.of(
+            _COLUMN + name,
+            (descriptions.dtype_name(leaf.dtype), str([count, *leaf.shape])),
+            leaf.size * leaf.dtype.itemsize,
+        )
+        for name, leaf in schema.by_name(structure).items()
     )
-    for _ in range(axes):
-        source = jax.vmap(source)
-    return source(writer, storage)
 
 
-def _source(buffer: Buffer, batch: tuple[int, ...], state: Any) -> np.ndarray:
-    """Returns in which row the next observations of every slot are, int `[V, N]`."""
-    storage = state.storage.replace(items=None)
-    source = np.asarray(_sources(buffer, len(batch), state.writer, storage))
-    return source.reshape(-1, buffer.capacity)
+def _checked(output: Any, specs: Any, count: int, who: str) -> list[np.ndarray]:
+    """Returns the leaves of what a function gave, if they are rows like these for `count` items."""
+    mend = "It has to give a row for each item, in the same structure each time."
+    pytree.check_structure(specs, output, who, mend)
+    arrays = list(map(np.asarray, jax.tree.leaves(output)))
+    for (path, spec), array in zip(jax.tree_util.tree_leaves_with_path(specs), arrays, strict=True):
+        where, shape = f"{who}: leaf '{pytree.leaf_name(path)}'", (count, *spec.shape)
+        if array.shape != shape:
+            raise ValueError(f"{where}: expected shape {shape}, got {array.shape}. {mend}")
+        if array.dtype != spec.dtype:
+            raise TypeError(f"{where}: expected dtype {spec.dtype}, got {array.dtype}. {mend}")
+    return arrays
 
 
-def bytes_of(leaf: Leaf) -> np.ndarray:
-    """Returns rows as bytes, uint8 `[K, width]`."""
-    array = np.ascontiguousarray(leaf)
-    if not array.size:
-        return np.zeros((len(array), 0), np.uint8)
-    return array.reshape(len(array), -1).view(np.uint8)
+def _bytes(leaves: list[np.ndarray]) -> list[np.ndarray]:
+    return [bytes_of(leaf, len(leaf)) for leaf in leaves]
 
 
-def _words(leaf: Leaf) -> Any:
-    """Returns rows as they lie in the state's memory."""
-    return np.asarray(packed.to_words(leaf)) if packed.is_small(leaf.dtype) else leaf
+def _changed(leaves: list[np.ndarray], blank: list[np.ndarray]) -> list[np.ndarray]:
+    """Returns rows as they are written, from rows as they are, and back."""
+    pairs = zip(leaves, blank, strict=True)
+    return [leaf if table.is_zero(zero) else leaf ^ zero for leaf, zero in pairs]
+
+
+def decoded(
+    path: str,
+    store: Store,
+    generation: Generation,
+    form: dict[str, Any],
+    spec: Item,
+    decode: Hook,
+) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    """Yields numbers of rows, and their items as leaves on the host; none for items of zeros."""
+    structure, item_spec = descriptions.decode_structure(form["structure"]), host_spec(spec)
+    columns, specs = _columns(structure, store.slots), jax.tree.leaves(structure)
+    if [column.leaves for column in columns] != [column.leaves for column in generation.columns]:
+        raise DamagedError(f"{path}: expected encoded items like {structure}, found other columns.")
+    edges = np.cumsum([column.width for column in columns])[:-1]
+    blank = np.split(generation.array(_BLANK, np.uint8)[None], edges, axis=1)
+
+    def back(leaves: list[np.ndarray], count: int) -> list[np.ndarray]:
+        rows = [
+            np.ascontiguousarray(leaf).view(one.dtype).reshape(count, *one.shape)
+            for leaf, one in zip(leaves, specs, strict=True)
+        ]
+        output = decode(jax.tree.unflatten(jax.tree.structure(structure), rows))
+        return _checked(output, item_spec, count, "decode")
+
+    zero = back(blank, 1)
+    is_zero = all(map(table.is_zero, _bytes(zero)))
+    width = max(pytree.nbytes(item_spec), pytree.nbytes(structure))
+    for piece in schema.in_parts(np.arange(store.slots), width):
+        if not store.is_blank(piece):
+            rows = store.take(store.version, [piece] * len(columns))
+            yield piece, back(_changed(rows, blank), len(piece))
+        elif not is_zero:
+            yield piece, [np.repeat(leaf, len(piece), axis=0) for leaf in zero]
 
 
 # Back into a state.
 
 
-def filled(buffer: Buffer, spec: Item, pieces: Pieces) -> HostView:
-    """Returns new rows on the host, of items that come piece by piece."""
-    view = buffer.storage.view(eager.init(buffer, spec, None).storage)
-    host_rows, version = view.rows, view.version
-    for slots, leaves in pieces:
-        if not all(table.is_zero(np.frombuffer(memory.view(leaf), np.uint8)) for leaf in leaves):
-            words = [leaf.view(raw.dtype) for leaf, raw in zip(leaves, host_rows.raw, strict=True)]
-            version = host_rows.put(version, slots, *words)
-    return view.after(version)
-
-
-def attach(buffer: Buffer, state: BufferState, view: HostView) -> Any:
-    """Returns the state with rows on the host that are there already."""
-    held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
-    return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))
-
-
-def joined(
+def restored(
     buffer: Buffer, want: Any, state: Any, spec: Item, pieces: Pieces, device: Device
 ) -> Any:
     """Returns the state with its items.
 
     Args:
-        buffer: whose states have their items on the device.
-        want: the specs of the whole state.
+        buffer: the description.
+        want: the specs of the whole state; not used for items on the host.
         state: without the items.
         spec: of an item.
         pieces: the items; rows that do not come are zeros.
         device: for the arrays.
     """
-    batch = want.edits.shape
-    slotted = buffer.storage.slotted(want.storage)
-    named = jax.tree.leaves(schema.named_storage(slotted))
-    _check(buffer, named, spec, batch, "load")
-    arrays = {id(leaf): rows.host_array(leaf, np.zeros) for leaf in jax.tree.leaves(slotted)}
-    count = int(np.prod(batch, dtype=int))
-    targets = []
-    for leaf in named:
-        if isinstance(leaf, PackedLeaf):
-            array = arrays[id(slotted.arrays[leaf.array])]
-            data = array.reshape(count, -1, array.shape[-1]).view(np.uint8)
-            targets.append((data[..., leaf.part], slotted.order))
-        else:
-            targets.append((rows.rows_of(arrays[id(leaf)], batch), _BY_SLOT))
-    _put(buffer, batch, state, spec, targets, pieces)
+    if schema.is_on_host(buffer):
+        view = buffer.storage.view(eager.init(buffer, spec, None).storage)
+        host_rows, version = view.rows, view.version
+        for slots, leaves in pieces:
+            if not all(map(table.is_zero, _bytes(leaves))):
+                raws = zip(leaves, host_rows.raw, strict=True)
+                version = host_rows.put(
+                    version, slots, *(leaf.view(raw.dtype) for leaf, raw in raws)
+                )
+        return attach(buffer, state, view.after(version))
+    items = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
     own = iter(jax.tree.leaves(state.storage))
-    place = lambda leaf: (
-        rows.placed(leaf, arrays.pop(id(leaf)), device) if id(leaf) in arrays else next(own)
+    storage = jax.tree.map(
+        lambda leaf: _zeros(leaf) if id(leaf) in items else next(own), want.storage
     )
-    return state.replace(storage=jax.tree.map(place, want.storage))
+    names, specs = pytree.leaf_names(spec), jax.tree.leaves(spec)
+    for rows, leaves in pieces:
+        buffers, slots = np.divmod(rows, buffer.capacity)
+        for number in np.unique(buffers):
+            which = buffers == number
+            count = np.count_nonzero(which)
+            size = 1 << int(count - 1).bit_length()  # for each of which the write is compiled
+            padded = np.full(size, _NOWHERE, np.int32)
+            padded[:count] = slots[which]
+            values = {}
+            for name, leaf, one in zip(names, leaves, specs, strict=True):
+                array = np.zeros((size, *leaf.shape[1:]), leaf.dtype)
+                array[:count] = leaf[which]
+                values[name] = casting.wrapped(jnp.asarray(array), one.dtype)
+            index = tuple(np.unravel_index(number, want.edits.shape)) if want.edits.ndim else ()
+            storage = _put(buffer, storage, state.writer, index, jnp.asarray(padded), values)
+    storage = storage if device is None else jax.device_put(storage, device)
+    return state.replace(storage=storage)
 
 
+def attach(buffer: Buffer, state: BufferState, view: Any) -> Any:
+    """Returns the state with rows on the host that are there already."""
+    held = functools.partial(buffer.writer.held, buffer.ring, state.writer)
+    return state.replace(storage=buffer.storage.attach(buffer.ring, view, held))
+
+
+def _zeros(spec: Any) -> jax.Array:
+    raw = casting.raw_spec(spec)
+    return casting.wrapped(jnp.zeros(raw.shape, raw.dtype), spec.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _put(
     buffer: Buffer,
-    batch: tuple[int, ...],
-    state: Any,
-    spec: Item,
-    targets: list[tuple[np.ndarray, RowOrder]],
-    pieces: Pieces,
-) -> None:
-    """Puts items into the bytes of the storage's arrays, uint8 `[V, N or more, width]`."""
-    names, twins = pytree.leaf_names(spec), _twins(buffer, spec)
-    source = _source(buffer, batch, state) if twins else None
-    capacity = buffer.capacity
-    for which, leaves in pieces:
-        at = np.divmod(which, capacity)
-        for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            data = bytes_of(_words(leaf))
-            if name not in twins:
-                target, order = targets[number]
-                target[np.divmod(order.places(which, capacity), capacity)] = data
-            elif source is not None:
-                rows_of = source[at]
-                is_own = rows_of >= capacity  # else it is the next row's observation
-                target, _ = targets[names.index(twins[name])]
-                target[at[0][is_own], rows_of[is_own]] = data[is_own]
+    storage: Any,
+    writer: PartState,
+    index: tuple[Any, ...],
+    slots: jax.Array,
+    values: dict[str, jax.Array],
+) -> Any:
+    """Puts items into the storage of one buffer, or of one of those under `vmap`."""
+    if index:
+        part, writer = jax.tree.map(lambda leaf: leaf[index], (storage, writer))
+        part = _put(buffer, part, writer, (), slots, values)
+        return jax.tree.map(lambda whole, leaf: whole.at[index].set(leaf), storage, part)
+    context, put = steps.context_of(buffer, writer), buffer.storage.edit
+    twins: dict[str, str] = {}
+    if isinstance(buffer.storage, DeviceStorage) and buffer.storage.share_next_observations:
+        twins = shared_leaves(buffer.storage.spec(storage), buffer.keys)
+    own = {name: leaf for name, leaf in values.items() if name not in twins}
+    if twins:
+        # Most next observations are the next row's. The others have rows of their own behind N.
+        source = next_observation_rows(context, storage, jnp.minimum(slots, buffer.capacity - 1))
+        has_row = (slots < buffer.capacity) & (source >= buffer.capacity)
+        rows = jnp.where(has_row, source, _NOWHERE)
+        shared = {observation: values[name] for name, observation in twins.items()}
+        storage = put(context, storage, rows, shared)
+    return put(context, storage, slots, own)
 
 
 # Items that the user keeps.
@@ -272,7 +432,7 @@ def in_order(buffer: Buffer, writer: PartState) -> np.ndarray:
     return np.asarray(slots)[: int(count)]
 
 
-def form_of(saved: Snapshot) -> dict[str, Any]:
+def kept_form(saved: Snapshot) -> dict[str, Any]:
     """Returns what a generation says of items that it lacks: how many, and checksums of some."""
     if saved.batch:
         raise TypeError(
@@ -280,51 +440,39 @@ def form_of(saved: Snapshot) -> dict[str, Any]:
             "by one, or with their items."
         )
     slots = in_order(saved.plain, saved.state.writer)
-    if saved.plain.storage.of_objects:
-        return {"kind": KIND, "count": len(slots)}
-    items = of(saved, "items").take(slots[_witnesses(len(slots))])
-    return {"kind": KIND, "count": len(slots), "sums": _sums(jax.tree.leaves(items))}
+    form: dict[str, Any] = {"kind": KEPT, "count": len(slots)}
+    if not saved.plain.storage.of_objects:
+        items = Items(saved).take(slots[_witnesses(len(slots))])
+        form["sums"] = _sums(jax.tree.leaves(items))
+    return form
 
 
 def _witnesses(count: int) -> np.ndarray:
-    """Returns which of K items are compared."""
-    return np.unique(np.linspace(0, max(count - 1, 0), min(count, _WITNESSES)).astype(np.int64))
+    """Returns which of K items are compared, to tell them from others."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(count, 64)).astype(np.int64))
 
 
-def _sums(leaves: list[Any]) -> list[int]:
-    return [zlib.crc32(bytes_of(_words(leaf)).tobytes()) for leaf in leaves]
+def _sums(leaves: list[np.ndarray]) -> list[int]:
+    return [zlib.crc32(leaf.tobytes()) for leaf in _bytes(leaves)]
 
 
-def given(
+def kept_pieces(
     path: str, form: dict[str, Any], slots: np.ndarray, spec: Item, items: Item
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Returns slots, and the items of a user for them.
-
-    Raises:
-        TypeError, ValueError: they are not those that were held.
-    """
+    """Returns slots, and the items of a user for them, some megabytes at a time."""
     count = form["count"]
     want = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), host_spec(spec)
     )
     pytree.check_like(want, items, f"{path}: items", MEND)
     leaves = list(map(np.asarray, jax.tree.leaves(items)))
-    few = _witnesses(len(slots))
-    sums = _sums([leaf[few] for leaf in leaves])
-    for name, got, saved in zip(pytree.leaf_names(spec), sums, form["sums"], strict=True):
-        if got != saved:
+    witnesses = _witnesses(len(slots))
+    sums = _sums([leaf[witnesses] for leaf in leaves])
+    for name, got, expected in zip(pytree.leaf_names(spec), sums, form["sums"], strict=True):
+        if got != expected:
             raise ValueError(
                 f"{path}: items: leaf '{name}': expected the items that were held, oldest first, "
                 f"got others. {MEND}"
             )
-    return pieces_of(slots, leaves, spec)
-
-
-def pieces_of(
-    slots: np.ndarray, leaves: list[Any], spec: Item
-) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    """Returns slots and items `[K, ...]` for them, some megabytes at a time."""
-    return (
-        (slots[part], [leaf[part] for leaf in leaves])
-        for part in rows.in_parts(np.arange(len(slots)), pytree.nbytes(spec))
-    )
+    parts = schema.in_parts(np.arange(len(slots)), pytree.nbytes(spec))
+    return ((slots[part], [leaf[part] for leaf in leaves]) for part in parts)

@@ -16,7 +16,6 @@ the old one, synced, read back, and renamed.
 
 import contextlib
 import errno
-import io
 import json
 import os
 import struct
@@ -38,7 +37,7 @@ from jrb._store.lock import Lock
 from jrb._store.opening import Progress, no_progress
 from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import composite, descriptions, loading, manifest, saving, schema
+from jrb.checkpoint import composite, descriptions, manifest, saving, schema
 from jrb.checkpoint.composite import AnySnapshot
 from jrb.checkpoint.schema import Snapshot
 from jrb.layouts.flat import from_flat, to_flat
@@ -80,20 +79,23 @@ def save(path: str, saved: AnySnapshot, compression: str | None) -> None:
             f"{path}: expected nothing, or a checkpoint with layout='h5', found another file, "
             "which would be lost. Move it away, or choose another path."
         )
+    # HDF5 writes to memory: where a write to a disk fails, it may crash.
+    with h5py.File(path, "w", driver="core", backing_store=False) as file:
+        _write(file, saved, {} if compression is None else {"compression": compression})
+        file.flush()
+        image = file.id.get_file_image()
     files.make_folder(os.path.dirname(path))
     with locked(path) as (folder, temporary):
         new = folder.path_of(temporary)
-        opened = folder.open(temporary, os.O_RDWR)
+        descriptor = folder.open(temporary, os.O_RDWR)
         try:
-            files.resize(opened, new, 0, reserve=False)
-            safe = _SafeFile(opened, new)
-            with h5py.File(safe, "w") as file:
-                _write(file, saved, {} if compression is None else {"compression": compression})
-            safe.check()
-            put_seal(opened, new)
-            files.sync(opened, new)
+            files.resize(descriptor, new, 0, reserve=False)
+            files.write_at(descriptor, new, 0, image)
+            seal = _SEAL.pack(_MARK, zlib.crc32(image), len(image))
+            files.write_at(descriptor, new, len(image), seal)
+            files.sync(descriptor, new)
         finally:
-            os.close(opened)
+            os.close(descriptor)
         for damage in verify(new):
             raise OSError(errno.EIO, f"what was written is not what is there: {damage}", path)
         folder.replace(temporary, os.path.basename(path))
@@ -159,7 +161,7 @@ def _write(file: h5py.File, saved: Snapshot, options: dict[str, Any]) -> None:
 
 
 def _parts(state: BufferState) -> dict[str, Any]:
-    """Returns what is written as it is."""
+    """Returns the parts of a state that are written as they are."""
     parts = {"writer": state.writer, "sampler": state.sampler, "unit": state.unit}
     return parts | {"transforms": state.transforms}
 
@@ -188,22 +190,16 @@ def _put(group: h5py.Group, name: str, leaf: Any, dtype: Any, options: dict[str,
 # Loading.
 
 
-def load(
-    path: str, buffer: Description | None, example: Item, device: Device, cast: bool = False
-) -> tuple[Any, Any]:
+def load(path: str, buffer: Description | None, example: Item, device: Device) -> tuple[Any, Any]:
     """Loads; see `jrb.checkpoint.load`."""
     if buffer is not None:
         composite.check(buffer, "load")
     _check_seal(path)
-
-    def load_to(device: Device) -> tuple[Any, Any]:
-        try:
-            with h5py.File(path, "r", locking=False) as file:
-                return _read(file, buffer, example, device)
-        except (OSError, KeyError, RuntimeError, IndexError) as error:
-            raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
-
-    return loading.narrowed(load_to, path, buffer is not None, device, cast)
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            return _read(file, buffer, example, device)
+    except (OSError, KeyError, RuntimeError, IndexError) as error:
+        raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
 
 
 def _read(
@@ -212,12 +208,12 @@ def _read(
     about = _about(file)
     saved, spec = schema.fitting(file.filename, about, given, example)
     buffer = schema.loadable(saved, given is not None)
-    wanted = _parts(schema.blank(buffer, spec))
-    specs = schema.with_tree_leaves(wanted)
+    want = _parts(schema.blank(buffer, spec))
+    specs = schema.with_tree_leaves(want)
     arrays = [
         _restored(file, f"state/{name}", leaf) for name, leaf in schema.by_name(specs).items()
     ]
-    parts = schema.with_trees(wanted, jax.tree.unflatten(jax.tree.structure(specs), arrays))
+    parts = schema.with_trees(want, jax.tree.unflatten(jax.tree.structure(specs), arrays))
     state = _replayed(file, buffer, spec, about).replace(**parts, ring=buffer.ring)
     return buffer, state if device is None else jax.device_put(state, device)
 
@@ -230,12 +226,7 @@ def _not_ours(path: str) -> ValueError:
 
 
 def _about(file: h5py.File) -> dict[str, Any]:
-    """Returns what the file says of its buffer, checked.
-
-    Raises:
-        DamagedError: it is not what was written.
-        ValueError: it is no checkpoint, or one of a newer version.
-    """
+    """Returns the metadata of the file, checked."""
     kind, version = file.attrs.get("format"), file.attrs.get("version")
     if not isinstance(kind, str) or kind != FORMAT:
         raise _not_ours(file.filename)
@@ -353,34 +344,21 @@ def verify(path: str, progress: Progress = no_progress) -> list[str]:
     return []
 
 
-# The seal. HDF5 ignores what is behind the end of a file, and cuts it off when it writes to the
+# The seal. HDF5 ignores bytes behind the end of its file, and cuts them off when it writes to the
 # file: one that another program has changed has no seal.
 
 
-def put_seal(file: int, path: str) -> None:
-    """Puts a seal behind a file that is open to be read and written."""
-    size = os.fstat(file).st_size
-    files.write_at(
-        file, path, size, _SEAL.pack(_MARK, _sum_of(file, path, size, no_progress), size)
-    )
-
-
 def _check_seal(path: str, progress: Progress = no_progress) -> None:
-    """Raises unless a file is what was sealed.
-
-    Raises:
-        DamagedError: it is a checkpoint, but not as it was written.
-        ValueError: it is none.
-    """
-    file = os.open(path, os.O_RDONLY)
+    """Raises unless a file is what was sealed."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        whole = os.fstat(file).st_size
-        tail = os.pread(file, _SEAL.size, max(0, whole - _SEAL.size))
+        whole = os.fstat(descriptor).st_size
+        tail = os.pread(descriptor, _SEAL.size, max(0, whole - _SEAL.size))
         if _MARK not in tail:
-            is_hdf5 = _SIGNATURE.startswith(os.pread(file, len(_SIGNATURE), 0))
+            is_hdf5 = _SIGNATURE.startswith(os.pread(descriptor, len(_SIGNATURE), 0))
             try:
-                with h5py.File(path if is_hdf5 else os.devnull, "r", locking=False) as opened:
-                    is_hdf5 = opened.attrs.get("format") == FORMAT
+                with h5py.File(path if is_hdf5 else os.devnull, "r", locking=False) as file:
+                    is_hdf5 = file.attrs.get("format") == FORMAT
             except (OSError, RuntimeError):
                 pass  # it was cut short
             if not is_hdf5:
@@ -392,66 +370,16 @@ def _check_seal(path: str, progress: Progress = no_progress) -> None:
         mark, expected, size = _SEAL.unpack(tail.rjust(_SEAL.size))
         if mark != _MARK or size != whole - _SEAL.size:
             raise DamagedError(f"{path}: found {whole} bytes, of which the last ones are missing.")
-        computed = _sum_of(file, path, size, progress)
+        buffer, computed = bytearray(min(_PIECE, size)), 0
+        for start in range(0, size, _PIECE):
+            piece = memoryview(buffer)[: size - start]
+            files.read_at(descriptor, path, start, piece)
+            computed = zlib.crc32(piece, computed)
+            progress(min(start + _PIECE, size) / size)
         if computed != expected:
             raise DamagedError(
                 f"{path}: expected the checksum {expected:08x}, found {computed:08x}: its bytes "
                 "were damaged."
             )
     finally:
-        os.close(file)
-
-
-def _sum_of(file: int, path: str, size: int, progress: Progress) -> int:
-    """Returns the CRC-32 of the first bytes of a file."""
-    buffer, checksum = bytearray(min(_PIECE, size)), 0
-    for start in range(0, size, _PIECE):
-        piece = memoryview(buffer)[: size - start]
-        files.read_at(file, path, start, piece)
-        checksum = zlib.crc32(piece, checksum)
-        progress(min(start + _PIECE, size) / size)
-    return checksum
-
-
-class _SafeFile(io.FileIO):
-    """An open file whose writes never fail, as HDF5 may crash where one does.
-
-    `check` raises what went wrong.
-    """
-
-    def __init__(self, file: int, path: str) -> None:
-        super().__init__(file, "r+", closefd=False)
-        self._path, self._error = path, None
-
-    def check(self) -> None:
-        """Raises what went wrong first."""
-        if self._error is not None:
-            raise self._error
-
-    def write(self, data: Any) -> int:
-        """Writes all, where nothing has gone wrong yet."""
-        view = memoryview(data).cast("B")
-        start = self.tell()
-        try:
-            if self._error is None:
-                files.write_at(self.fileno(), self._path, start, view)
-        except OSError as error:
-            self._error = error
-        self.seek(start + len(view))
-        return len(view)
-
-    def readinto(self, target: Any) -> int:
-        """Reads; zeros where nothing is, as after a write that failed."""
-        view = memoryview(target).cast("B")
-        view[:] = bytes(len(view))
-        super().readinto(view)
-        return len(view)
-
-    def truncate(self, size: int | None = None) -> int:
-        """Gives the file a size."""
-        size = self.tell() if size is None else size
-        try:
-            files.resize(self.fileno(), self._path, size, reserve=False)
-        except OSError as error:
-            self._error = self._error or error
-        return size
+        os.close(descriptor)

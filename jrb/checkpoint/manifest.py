@@ -1,10 +1,9 @@
-"""What checkpoints and stores say of themselves, and what is wrong with them; without JAX.
+"""The metadata of checkpoints and stores, and the damage that they have; without JAX.
 
 Several buffers in one folder are parts: a checkpoint each, in a folder of its own name.
 """
 
 import os
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -25,25 +24,21 @@ EXTRA = ".extra/"
 
 
 def folder_name(name: str) -> str:
-    """A name that no file of a store has, without what has a meaning on a file system."""
+    """Returns a name that no file of a store has, and that means nothing to a file system."""
     safe = quote(name, safe=" !#$&'()+,;=@[]^`{}~", errors="surrogatepass")
-    taken = safe.startswith((".", "rows", "generation", "lock"))
-    return f"%{ord(safe[0]):02X}{safe[1:]}" if taken else safe or "%"
+    is_taken = safe.startswith((".", "rows", "generation", "lock"))
+    return f"%{ord(safe[0]):02X}{safe[1:]}" if is_taken else safe or "%"
 
 
 def path_of(path: str, name: str) -> str:
-    """The path of one of several buffers."""
+    """Returns the path of one of several buffers."""
     return os.path.join(path, folder_name(name))
 
 
-def meta_of(opened: Generation) -> dict[str, Any]:
-    """Returns what a generation says of its buffers.
-
-    Raises:
-        DamagedError: an entry is not what it has to be.
-    """
-    meta = opened.body["meta"] or {}
-    check(opened.path, meta, _META | _OF_KIND.get(str(meta.get("kind")), {}))
+def meta_of(saved: Generation) -> dict[str, Any]:
+    """Returns what a generation says of its buffers."""
+    meta = saved.body["meta"] or {}
+    check(saved.path, meta, _META | _OF_KIND.get(str(meta.get("kind")), {}))
     return meta
 
 
@@ -66,8 +61,8 @@ def _description(value: Any) -> Schema:
 
 def _structure(value: Any) -> Schema:
     """The schema of the encoded structure of items."""
-    known = [name for name in _STRUCTURES if isinstance(value, dict) and name in value]
-    return _STRUCTURES[known[0]] if known else {"leaf": list}
+    names = [name for name in _STRUCTURES if isinstance(value, dict) and name in value]
+    return _STRUCTURES[names[0]] if names else {"leaf": list}
 
 
 _LENGTH = range(1 << 40)
@@ -88,7 +83,7 @@ def _size(value: Any) -> Schema:
 
 
 def _form(value: Any) -> Schema:
-    """The schema of what is said of items that are not in rows of the state's own leaves."""
+    """The schema of metadata of items that are not in rows of the state's own leaves."""
     if value is None:
         return type(None)
     encoded = {"encode": str, "structure": _structure, "blank": NATURAL}
@@ -99,8 +94,8 @@ def _form(value: Any) -> Schema:
 def _container(value: Any) -> Schema:
     """The schema of the dict or tuple that several buffers were in."""
     kinds: dict[str, Schema] = {"dict": {"dict": [str]}, "tuple": {"tuple": NATURAL}}
-    known = [kinds[name] for name in kinds if isinstance(value, dict) and name in value]
-    return known[0] if known else {"class": str, "fields": [str]}
+    schemas = [kinds[name] for name in kinds if isinstance(value, dict) and name in value]
+    return schemas[0] if schemas else {"class": str, "fields": [str]}
 
 
 _COUNT = range(1, 1 << 62), type(None)
@@ -127,18 +122,14 @@ _OF_KIND: dict[str, dict[str, Any]] = {
 }
 
 
-def generations(opened: Generation) -> dict[str, int]:
-    """Which generation of each buffer belongs to one of all; nothing if it is of another kind.
-
-    Raises:
-        DamagedError: it does not say so.
-    """
-    return {name: number for name, (number, _) in _parts(opened).items()}
+def generations(saved: Generation) -> dict[str, int]:
+    """Returns which generation of each buffer belongs to one of all; nothing of another kind."""
+    return {name: number for name, (number, _) in _parts(saved).items()}
 
 
-def _parts(opened: Generation) -> dict[str, Any]:
-    """Number and identity of the generation of each part; an older jrb wrote the number alone."""
-    meta = meta_of(opened)
+def _parts(saved: Generation) -> dict[str, Any]:
+    """Returns number and identity of the generation of each part; no identity in old files."""
+    meta = meta_of(saved)
     entries = meta["parts"] if meta.get("kind") in (MIX, SEVERAL, SHARDED) else {}
     return {name: it if isinstance(it, list) else (it, None) for name, it in entries.items()}
 
@@ -150,23 +141,19 @@ def part(path: str, whole: Generation, name: str) -> Generation:
         path: of the whole.
         whole: its generation.
         name: of the part.
-
-    Raises:
-        FileNotFoundError: there is no such generation.
-        DamagedError: it is not what was written, or is one of another save.
     """
     number, identity = _parts(whole)[name]
-    found = opened(path_of(path, name), number)
-    if identity not in (None, found.identity):
+    one = open_generation(path_of(path, name), number)
+    if identity not in (None, one.identity):
         raise DamagedError(
-            f"{found.path}: expected part '{name}' as {whole.path} names it, found one of another "
+            f"{one.path}: expected part '{name}' as {whole.path} names it, found one of another "
             "save. Put back the folder that belongs there; copy a checkpoint only as a whole."
         )
-    return found
+    return one
 
 
-def known(folder: Folder, number: int) -> dict[str, int]:
-    """The same as `generations` of one that may be damaged, or gone: then nothing."""
+def readable_generations(folder: Folder, number: int) -> dict[str, int]:
+    """Returns `generations` of one that may be damaged, or gone: then nothing."""
     try:
         return generations(Generation(folder, number))
     except (DamagedError, FileNotFoundError):
@@ -186,35 +173,22 @@ def is_checkpoint(path: str) -> bool:
 def is_own(path: str, name: str) -> bool:
     """Returns whether a file in the folder of a checkpoint was written by jrb.
 
-    Other checkpoints that lie in the folder are not its own.
+    Other checkpoints in the folder are not its own.
 
     Args:
         path: of the folder.
         name: of the file, below the folder.
     """
-    part, _, rest = name.partition("/")
-    if not rest or removal.is_of_store(path, name):
+    part, _, inner = name.partition("/")
+    if not inner or removal.is_of_store(path, name):
         return removal.is_of_store(path, name)
     folder = Folder(path)
-    parts = {folder_name(one) for n in generation.numbers(folder) for one in known(folder, n)}
-    return part in parts and is_own(os.path.join(path, part), rest)
-
-
-def extra_names(meta: dict[str, Any]) -> list[str] | None:
-    """The names of the leaves that were saved besides; None if there is nothing."""
-    found = meta.get("extra")
-    return None if found is None else [name.removeprefix(EXTRA) for name in found]
-
-
-def opened(path: str, number: int | None = None) -> Generation:
-    """A generation, the newest if none is named.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint, or no such generation.
-        DamagedError: it is not what was written.
-    """
-    folder = opening.folder_at(path)
-    return generation.newest(folder) if number is None else opening.at(folder, number)
+    parts = {
+        folder_name(one)
+        for n in generation.numbers(folder)
+        for one in readable_generations(folder, n)
+    }
+    return part in parts and is_own(os.path.join(path, part), inner)
 
 
 def numbers(path: str) -> list[int]:
@@ -222,70 +196,66 @@ def numbers(path: str) -> list[int]:
     return [number for number in generation.numbers(opening.folder_at(path)) if number]
 
 
+def open_generation(path: str, number: int | None = None) -> Generation:
+    """Returns a generation, the newest if none is named."""
+    folder = opening.folder_at(path)
+    return generation.newest(folder) if number is None else opening.at(folder, number)
+
+
 def metadata(path: str, number: int | None = None) -> dict[str, Any]:
     """See `jrb.checkpoint.metadata`."""
-    return _metadata(path, opened(path, number))
+    return _metadata(path, open_generation(path, number))
 
 
-def _metadata(path: str, found: Generation) -> dict[str, Any]:
-    meta, parts = meta_of(found), generations(found)
-    form = meta.get("form") or {}
-    leaves = {name: "".join(location.leaf.kind) for name, location in sorted(found.leaves.items())}
-    widths = sum(column.width for column in found.columns)
-    arrays = sum(entry["size"] for entry in found.body["arrays"])
+def _metadata(path: str, saved: Generation) -> dict[str, Any]:
+    meta, parts = meta_of(saved), generations(saved)
+    form, extra = meta.get("form") or {}, meta.get("extra")
+    leaves = {name: "".join(location.leaf.kind) for name, location in sorted(saved.leaves.items())}
+    widths = sum(column.width for column in saved.columns)
+    arrays = sum(entry["size"] for entry in saved.body["arrays"])
     return {
-        "generation": found.number,
+        "generation": saved.number,
         "kind": meta.get("kind"),
         "leaves": leaves,
-        "nbytes": widths * found.body["table"]["slots"] + arrays,
+        "nbytes": widths * saved.body["table"]["slots"] + arrays,
         **meta.get("facts", {}),
         "items": form.get("kind", "rows"),
         "encode": form.get("encode"),
-        "extra": extra_names(meta),
-        "parts": {one: _metadata(path_of(path, one), part(path, found, one)) for one in parts},
+        "extra": None if extra is None else [name.removeprefix(EXTRA) for name in extra],
+        "parts": {one: _metadata(path_of(path, one), part(path, saved, one)) for one in parts},
     }
 
 
 def damages(path: str, progress: Progress = no_progress) -> list[str]:
-    """All that is wrong, also with the parts and theirs, a line each.
+    """Returns all that is wrong, also with the parts and theirs, a line each.
 
     Args:
         path: of the folder.
         progress: called now and then with the share of the work that is done, from 0 to 1.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
     """
     folder = opening.folder_at(path)
     lines: list[str] = []
-    there: dict[str, None] = {}
+    folders: dict[str, None] = {}  # of the parts that are there
     for number in filter(None, reversed(generation.numbers(folder))):
-        for where, line in _wrong_parts(path, folder, number):
-            lines += [line] if line else []
-            there |= {where: None} if where else {}
-    first, *others = opening.steps(progress, 1 + len(there))
-    found = opening.damages(path, first) + lines
-    for where, step in zip(there, others, strict=True):
-        found += damages(where, step)
-    return list(dict.fromkeys(found))
-
-
-def _wrong_parts(path: str, folder: Folder, number: int) -> Iterator[tuple[str, str]]:
-    """The folder of each part that a generation names, if it is there; what is wrong with it."""
-    try:
-        whole = Generation(folder, number)
-        names = generations(whole)
-    except FileNotFoundError:
-        return  # it was removed meanwhile
-    except DamagedError as error:
-        yield "", str(error)
-        return
-    for name in names:
-        where, line = path_of(path, name), ""
         try:
-            part(path, whole, name)
-        except FileNotFoundError as error:
-            where, line = "", str(error)
-        except ValueError as error:
-            line = str(error)
-        yield where, line
+            whole = Generation(folder, number)
+            names = generations(whole)
+        except FileNotFoundError:
+            continue  # it was removed meanwhile
+        except DamagedError as error:
+            lines.append(str(error))
+            continue
+        for name in names:
+            try:
+                part(path, whole, name)
+                folders[path_of(path, name)] = None
+            except FileNotFoundError as error:
+                lines.append(str(error))
+            except ValueError as error:
+                lines.append(str(error))
+                folders[path_of(path, name)] = None
+    first, *others = opening.steps(progress, 1 + len(folders))
+    lines = opening.damages(path, first) + lines
+    for inner, step in zip(folders, others, strict=True):
+        lines += damages(inner, step)
+    return list(dict.fromkeys(lines))

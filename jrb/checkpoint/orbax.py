@@ -39,7 +39,8 @@ from jrb._core import memory
 from jrb._util import wording
 from jrb._util.pytree import Leaf
 from jrb.checkpoint import api, composite
-from jrb.checkpoint.composite import AnySnapshot
+from jrb.checkpoint.external_items import Outward
+from jrb.checkpoint.saving import ExtraData
 
 ocp: Any = wording.require("orbax.checkpoint", "orbax")
 
@@ -48,15 +49,12 @@ FOLDER = "jrb"
 
 
 class BufferHandler(ocp.AsyncCheckpointHandler):
-    """Writes and reads one buffer; in programs of one process, on a file system of this machine.
-
-    Orbax names the checkpoint when all its items are written, so that a crash leaves the older ones
-    as they were. Every step is written in full. `ocp.args` finds the handler by its arguments.
-    """
+    """Writes and reads one buffer, in programs of one process. Every step is written in full."""
 
     def save(self, directory: Any, args: "BufferSave") -> None:
         """Writes the state, and returns when that is done."""
-        api.save_snapshot(_path(directory), composite.snapshot(args.buffer, args.state), 0)
+        path = os.path.join(os.fspath(directory), FOLDER)
+        api.save_snapshot(path, composite.snapshot(args.buffer, args.state), 0)
 
     async def async_save(self, directory: Any, args: "BufferSave") -> list[Any]:
         """Copies the state to host memory; then it may be donated.
@@ -65,8 +63,12 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
             What waits until the folder is there, and then writes the copy.
         """
         copy = composite.snapshot(args.buffer, jax.tree.map(_copied, args.state))
-        write = _write(_path(directory), copy)
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write, name="jrb-save")]
+        path = os.path.join(os.fspath(directory), FOLDER)
+
+        async def write() -> None:
+            api.save_snapshot(path, copy, 0)
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="jrb-save")]
 
     def restore(self, directory: Any, args: "BufferRestore | None" = None) -> tuple[Any, Any]:
         """The description and the state.
@@ -77,13 +79,14 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
             ValueError: another version, dtype, shape, structure or description.
         """
         how: Any = BufferRestore() if args is None else args
-        return api.load_generation(_path(directory), how.buffer, how.example, how.device)
+        path = os.path.join(os.fspath(directory), FOLDER)
+        return api.load_generation(path, how.buffer, how.example, how.device)
 
 
 @ocp.args.register_with_handler(BufferHandler, for_save=True)
 @dataclasses.dataclass
 class BufferSave(ocp.args.CheckpointArgs):
-    """What to save. What cannot be saved is refused here, before Orbax begins anything.
+    """The arguments of a save. A state that cannot be saved is refused here.
 
     If a handler refused it, the threads in which Orbax writes the other items would go on waiting
     for minutes.
@@ -103,7 +106,9 @@ class BufferSave(ocp.args.CheckpointArgs):
     state: Any
 
     def __post_init__(self) -> None:
-        api.check_snapshot(composite.snapshot(self.buffer, self.state))
+        saved = composite.snapshot(self.buffer, self.state)
+        with composite.reading(saved):
+            composite.job("", saved, ExtraData(), Outward())
         if jax.process_count() > 1:
             raise NotImplementedError(
                 f"save: expected a program of one process, got {jax.process_count()}. Save the "
@@ -114,7 +119,7 @@ class BufferSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(BufferHandler, for_restore=True)
 @dataclasses.dataclass
 class BufferRestore(ocp.args.CheckpointArgs):
-    """How to restore it; see `jrb.checkpoint.load`. What comes back is `(buffer, state)`.
+    """The arguments of a restore, which gives `(buffer, state)`; see `jrb.checkpoint.load`.
 
     Attributes:
         buffer: the description as it was saved; needed if that holds functions.
@@ -128,16 +133,8 @@ class BufferRestore(ocp.args.CheckpointArgs):
     device: Any = None
 
 
-def _path(directory: Any) -> str:
-    return os.path.join(os.fspath(directory), FOLDER)
-
-
 def _copied(leaf: Leaf) -> Any:
     """A copy that no donation reaches, on the host unless it is an array of keys."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.array(leaf, copy=True)
     return np.array(leaf) if memory.on_host(leaf) else np.asarray(leaf)
-
-
-async def _write(path: str, saved: AnySnapshot) -> None:
-    api.save_snapshot(path, saved, 0)

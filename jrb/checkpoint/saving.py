@@ -1,15 +1,18 @@
-"""Writes a state into a store: the rows that are new or changed, and the arrays beside them."""
+"""Writes a state into a store: the rows that are new or changed, and all other arrays."""
 
+import abc
 import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jrb._core import memory
 from jrb._store import generation, opening, table
@@ -17,14 +20,16 @@ from jrb._store.errors import DamagedError
 from jrb._store.generation import Generation
 from jrb._store.store import Store
 from jrb._store.threads import share
-from jrb.checkpoint import descriptions, external_items, hooks, objects, rows, schema
-from jrb.checkpoint.extra import ExtraData
-from jrb.checkpoint.hooks import Outward
-from jrb.checkpoint.rows import StateRows
-from jrb.checkpoint.schema import Snapshot
+from jrb._util import casting, pytree
+from jrb._util.pytree import Leaf
+from jrb.checkpoint import descriptions, external_items, objects, schema
+from jrb.checkpoint.external_items import EncodedRows, Outward
+from jrb.checkpoint.manifest import EXTRA
+from jrb.checkpoint.schema import Snapshot, StateRows
 from jrb.state import Buffer
 from jrb.storages import host_rows
 from jrb.storages.memmap import StoreRows
+from jrb.types import Item
 from jrb.types.messages import PartState
 
 BUFFER, STORE = "buffer", "store"
@@ -33,36 +38,66 @@ BUFFER, STORE = "buffer", "store"
 DIGEST = ".digest"
 """The name of the array with a checksum of each block of rows, by which hand edits are found."""
 
-_Items = Callable[[Generation | None], tuple[StateRows | None, dict[str, Any]]]
-"""Returns the rows of items, None for those of the state, and the arrays beside them."""
+
+# What a user saves in one generation with a buffer: parameters, keys, the number of a step.
 
 
-class SaveJob:
-    """A save of one buffer, after all checks.
+@dataclasses.dataclass(frozen=True)
+class ExtraData:
+    """Data of the user in a generation.
 
-    Args:
-        path: of the checkpoint.
-        saved: the state.
-        extra: what is saved besides.
-        out: what becomes of its items.
+    Attributes:
+        meta: for JSON.
+        kinds: of its arrays, by name.
+        arrays: their bytes.
     """
 
-    path: str
-    extra: ExtraData
-    meta: dict[str, Any]
-    kinds: dict[str, Any]
-    arrays: dict[str, Any]
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kinds: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    arrays: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __init__(self, path: str, saved: Snapshot, extra: ExtraData, out: Outward) -> None:
-        form, self._items = _form(saved, out)
-        if form is not None:  # the items are not in rows of the state's own leaves
-            saved = dataclasses.replace(
-                saved, state=external_items.without(saved.plain, saved.state)
-            )
-        self.path, self.extra, self._saved = path, extra, saved
-        self.meta = {**schema.about(BUFFER, saved), "form": form, **extra.meta}
-        self._pieces: Any = []
-        self._store: Store | None = None
+
+def extra_data(extra: Item, copy: bool) -> ExtraData:
+    """Returns a pytree of arrays and numbers, None for nothing, to be saved.
+
+    Args:
+        extra: the pytree.
+        copy: whether its bytes are copied now, so that it may change.
+    """
+    if extra is None:
+        return ExtraData()
+    kinds, arrays = {}, {}
+    for name, leaf in schema.by_name(extra).items():
+        array = extra_array(name, leaf)
+        kinds[EXTRA + name] = list(schema.kind_of(array))
+        raw = casting.raw(array)
+        if isinstance(raw, jax.Array) and not (raw.is_fully_addressable or raw.is_fully_replicated):
+            raw = multihost_utils.process_allgather(raw, tiled=True)  # which all processes call
+        data = schema.array_bytes(raw)
+        arrays[EXTRA + name] = bytes(data) if copy else data
+    return ExtraData({"extra": list(kinds)}, kinds, arrays)
+
+
+def extra_array(name: str, leaf: Leaf) -> Any:
+    """Returns a leaf as an array; raises if it is neither an array of numbers nor a number."""
+    array: Any = np.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf
+    if isinstance(array, jax.core.Tracer) or not pytree.is_array(array):
+        raise TypeError(
+            f"save: extra: leaf '{name}': expected an array or a number, got "
+            f"{type(leaf).__name__}. Encode it, or leave it out."
+        )
+    if not casting.is_keys(array.dtype) and np.dtype(array.dtype).kind in "OSUMm":
+        raise TypeError(f"save: extra: leaf '{name}': expected numbers, got dtype {array.dtype}.")
+    return array
+
+
+# Saves of one buffer.
+
+
+class Job(abc.ABC):
+    """A save, after all checks."""
+
+    _store: Store | None = None
 
     @property
     def store(self) -> Store:
@@ -71,49 +106,17 @@ class SaveJob:
             raise ValueError("expected a save that was opened.")
         return self._store
 
+    @abc.abstractmethod
     def open(self, copy: bool) -> None:
         """Takes the lock, and finds out what will be written.
 
         Args:
             copy: whether that is copied now, so that the state may change.
         """
-        last = self._last()
-        item_rows, beside = self._items(last)
-        own, arrays, kinds = rows.split(self._saved)
-        of = own if item_rows is None else item_rows
-        self.kinds = kinds | {name: [] for name in (*beside, DIGEST)} | self.extra.kinds
-        self._store = store = opening.to_save(self.path, of.columns, of.count)
-        try:
-            if last is not None and (store.is_new_table() or store.generation != last.number):
-                last = None
-            sums = _digest(of, store.sums.block, _reach(store, of, self._saved))
-            pieces = _pieces(store, of, _changed(store, of, last, self._saved, sums))
-            if copy:
-                pieces = [(slots, list(map(np.array, columns))) for slots, columns in pieces]
-                arrays = {name: bytes(array) for name, array in arrays.items()}
-            beside = {**beside, DIGEST: sums.tobytes(), **self.extra.arrays}
-            self._pieces, self.arrays = pieces, {**arrays, **beside}
-        except BaseException:
-            self.close()
-            raise
 
-    def _last(self) -> Generation | None:
-        """Returns the generation that this save may go on from."""
-        try:
-            last = generation.newest(opening.folder_at(self.path))
-        except (DamagedError, FileNotFoundError):
-            return None
-        meta = last.body["meta"] or {}
-        before = schema.binding(descriptions.upgraded(meta.get("buffer")))
-        same = before == schema.binding(self.meta["buffer"])
-        return last if same and meta.get("form") == self.meta["form"] else None
-
+    @abc.abstractmethod
     def write(self, keep: int | None = None) -> int:
         """Writes, and returns the number of the generation."""
-        store = self.store
-        for slots, columns in self._pieces:
-            store.put(store.version, slots, columns, expiring=False)
-        return store.commit(store.version, self.meta, self.kinds, self.arrays, keep)
 
     def finish(self, keep: int) -> int:
         """Writes, gives the lock back, and returns the number of the generation."""
@@ -130,16 +133,89 @@ class SaveJob:
         """Gives the lock back."""
         if self._store is not None:
             self._store.close()
+
+
+class SaveJob(Job):
+    """A save of one buffer to a store of its own.
+
+    Args:
+        path: of the checkpoint.
+        saved: the state.
+        extra: other data of the user.
+        out: what becomes of its items.
+    """
+
+    path: str
+    extra: ExtraData
+    meta: dict[str, Any]
+    kinds: dict[str, Any]
+    arrays: dict[str, Any]
+
+    def __init__(self, path: str, saved: Snapshot, extra: ExtraData, out: Outward) -> None:
+        form, self._item_rows, self._item_arrays = _external(saved, out)
+        if form is not None:  # the items are not in rows of the state's own leaves
+            state = external_items.without(saved.plain, saved.state)
+            saved = dataclasses.replace(saved, state=state)
+        self.path, self.extra, self._saved = path, extra, saved
+        self.meta = {**schema.about(BUFFER, saved), "form": form, **extra.meta}
+        self._pieces: Any = []
+
+    def open(self, copy: bool) -> None:
+        """See `Job.open`."""
+        last = self._last()
+        rows, arrays, kinds = schema.split(self._saved)
+        rows = rows if self._item_rows is None else self._item_rows
+        self._store = store = opening.to_save(self.path, rows.columns, rows.count)
+        try:
+            if last is not None and (store.is_new_table() or store.generation != last.number):
+                last = None
+            reach = rows.count  # no row from there on was ever written, in memory or in the store
+            if rows.count and self._saved.views:
+                reach = min(reach, max(store.reach, *(v.rows.reach for v in self._saved.views)))
+            sums = _digest(rows, store.sums.block, reach)
+            changed = _changed(store, rows, last, self._saved, sums, reach)
+            pieces = _pieces(store, rows, changed)
+            if copy:
+                pieces = [(slots, list(map(np.array, columns))) for slots, columns in pieces]
+                arrays = {name: bytes(array) for name, array in arrays.items()}
+            own = {**self._item_arrays, DIGEST: sums.tobytes()}
+            self.kinds = kinds | {name: [] for name in own} | self.extra.kinds
+            self._pieces, self.arrays = pieces, {**arrays, **own, **self.extra.arrays}
+        except BaseException:
+            self.close()
+            raise
+
+    def _last(self) -> Generation | None:
+        """Returns the generation that this save may go on from."""
+        try:
+            last = generation.newest(opening.folder_at(self.path))
+        except (DamagedError, FileNotFoundError):
+            return None
+        meta = last.body["meta"] or {}
+        before = descriptions.binding(descriptions.upgraded(meta.get("buffer")))
+        is_same = before == descriptions.binding(self.meta["buffer"])
+        return last if is_same and meta.get("form") == self.meta["form"] else None
+
+    def write(self, keep: int | None = None) -> int:
+        """See `Job.write`."""
+        store = self.store
+        for slots, columns in self._pieces:
+            store.put(store.version, slots, columns, expiring=False)
+        return store.commit(store.version, self.meta, self.kinds, self.arrays, keep)
+
+    def close(self) -> None:
+        """Gives the lock back, and lets go of what was to be written."""
+        super().close()
         self._pieces, self.arrays = [], {}
 
 
-class CommitJob:
+class CommitJob(Job):
     """A save to the path of the state's own storage: its rows are there, and are only promised."""
 
     def __init__(self, saved: Snapshot, extra: ExtraData) -> None:
         (view,) = saved.views
         self._saved, self._extra, self._version = saved, extra, host_rows.number(view.version)
-        self.store: Store = cast(StoreRows, view.rows).store  # no other rows are at a path
+        self._store = cast(StoreRows, view.rows).store  # no other rows are at a path
 
     def open(self, copy: bool) -> None:
         """Takes the lock, if the state was only loaded until now."""
@@ -147,127 +223,104 @@ class CommitJob:
 
     def write(self, keep: int | None = None) -> int:
         """Makes what was written the newest generation, and returns its number."""
-        _, arrays, kinds = rows.split(self._saved)
+        _, arrays, kinds = schema.split(self._saved)
         meta, extra = schema.about(STORE, self._saved), self._extra
         parts = meta | extra.meta, kinds | extra.kinds, arrays | extra.arrays
         return self.store.commit(self._version, *parts, keep)
-
-    def finish(self, keep: int) -> int:
-        """As `write`."""
-        return self.write(keep)
-
-    def expire(self, kept: set[int]) -> None:
-        """Removes the generations that need not stay."""
-        self.store.expire(kept)
 
     def close(self) -> None:
         """Does nothing: the state keeps the lock."""
 
 
-def check_commit(keep: int, out: Outward) -> None:
-    """Raises where something is asked for that a commit cannot do."""
-    if not out.is_plain:
-        raise ValueError(
-            "encode, items: expected none for the path of the storage itself, whose rows are "
-            "there already, as they are. Save to another path."
-        )
-    if keep:
-        raise ValueError(
-            "keep: expected 0 for the path of the storage itself, where there is room for one "
-            f"generation, got {keep}. Save to another path to keep older ones."
-        )
+def _external(
+    saved: Snapshot, out: Outward
+) -> tuple[dict[str, Any] | None, StateRows | None, dict[str, Any]]:
+    """Returns what a generation says of items that are not in the state's own rows.
 
-
-def _form(saved: Snapshot, out: Outward) -> tuple[dict[str, Any] | None, _Items]:
-    """Returns what a generation says of items that are not in the state's own rows; and these."""
+    Also the rows of such items, and their other arrays. None and None for all other items.
+    """
+    nothing = StateRows((), (), (), 0, 1)
     if not out.items:
-        nothing = StateRows((), (), 0, 1, in_slots=False)
-        return external_items.form_of(saved), lambda last: (nothing, {})
+        return external_items.kept_form(saved), nothing, {}
     if saved.buffer.storage.of_objects:
         if out.encode is not None:
             raise TypeError(
                 "encode: expected items of arrays, got a ListStorage, whose objects are written as "
                 "they are. Leave it out."
             )
-        return objects.FORM, functools.partial(objects.paged, objects.blobs(saved))
+        return objects.FORM, nothing, objects.arrays_of(saved)
     if out.encode is None:
-        return None, lambda last: (None, {})
-    encoded = hooks.encoded(saved, out.encode)
-    return hooks.form_of(encoded), lambda last: (encoded, hooks.arrays_of(encoded))
+        return None, None, {}
+    rows = external_items.encoded(saved, out.encode)
+    return rows.form, rows, rows.arrays
 
 
 # Which rows are written.
 
 
-def _reach(store: Store, of: StateRows, saved: Snapshot) -> int:
-    """Returns the number of rows behind which none was ever written, in memory or in the store."""
-    if not of.in_slots or not saved.views:
-        return of.count
-    return min(of.count, max(store.reach, *(view.rows.reach for view in saved.views)))
-
-
-def _digest(of: StateRows, block: int, count: int) -> np.ndarray:
+def _digest(rows: StateRows, block: int, count: int) -> np.ndarray:
     """Returns checksums of blocks of the first `count` rows in memory, uint32; 0 behind them.
 
-    They are made anew for each save: hand edits leave no other trace. Arrays of a device are hashed
+    They are computed for each save: hand edits leave no other trace. Arrays of a device are hashed
     there, since to bring 10 GB to the host takes seconds.
     """
-    sums = np.zeros(-(-of.count // block), np.uint32)
+    sums = np.zeros(-(-rows.count // block), np.uint32)
 
     def add(number: int) -> None:
         which = np.arange(number * block, min((number + 1) * block, count))
-        for column in of.fingerprints(which):
+        for column in rows.fingerprints(which):
             sums[number] = zlib.crc32(memory.view(column), int(sums[number]))
 
-    share(add, range(-(-count // block)))
+    numbers = range(-(-count // block))
+    if isinstance(rows, EncodedRows):  # which JAX takes out, with the settings of this thread
+        for number in numbers:
+            add(number)
+    else:
+        share(add, numbers)
     return sums
 
 
 def _changed(
-    store: Store, of: StateRows, last: Generation | None, saved: Snapshot, sums: np.ndarray
+    store: Store,
+    rows: StateRows,
+    last: Generation | None,
+    saved: Snapshot,
+    sums: np.ndarray,
+    reach: int,
 ) -> np.ndarray:
-    """Returns the rows that the last generation lacks or has otherwise, int64, in order.
-
-    The writer's stamps tell which are new, if the state goes on from the one that was saved. All
-    others are compared with the store where the digest of their block is another, and everywhere if
-    items were edited by a verb, or are not in slots.
-    """
-    every, state = np.arange(_reach(store, of, saved)), saved.state
-    if not of.in_slots:
-        return every if last is None else every[_differ(store, of, every)]
+    """Returns the rows that the last generation lacks or has otherwise, int64, in order."""
+    every, state = np.arange(reach), saved.state
     before = None if last is None else _as_saved(last, state)
-    if last is None or before is None:
+    if not reach or last is None or before is None:
         return every
     count, axes = saved.plain.capacity, len(saved.batch)
     if saved.views:  # a power of two, so that little is compiled while it grows
         count = min(count, 1 << len(every).bit_length())
     stamps = lambda writer: np.asarray(_stamps(saved.plain, axes, count, writer)).reshape(-1)
+    # The writer's stamps tell which are new, if the state continues the one that was saved. All
+    # others are compared with the store where the digest of their block is another, or everywhere
+    # if a verb has edited items.
     is_new = (stamps(before["writer"]) != stamps(state.writer))[: len(every)]
     suspects = ~is_new
     if (before["edits"] == np.asarray(state.edits)).all():
-        suspects &= (_digest_of(last, sums) != sums)[every // store.sums.block]
+        is_like = np.zeros(len(sums), np.bool_)
+        with contextlib.suppress(DamagedError):
+            old = last.array(DIGEST, np.uint32)
+            is_like = old == sums if len(old) == len(sums) else is_like
+        suspects &= ~is_like[every // store.sums.block]
     which = np.flatnonzero(suspects)
-    if _differ(store, of, of.witnesses(store, np.flatnonzero(~is_new & ~suspects))).any():
+    if _differ(store, rows, rows.witnesses(store, np.flatnonzero(~is_new & ~suspects))).any():
         return every
-    return np.union1d(every[is_new], which[_differ(store, of, which)])
+    return np.union1d(every[is_new], which[_differ(store, rows, which)])
 
 
-def _digest_of(last: Generation, like: np.ndarray) -> np.ndarray:
-    """Returns the digest of a generation; where it has none, one that differs everywhere."""
-    with contextlib.suppress(DamagedError):
-        sums = last.array(DIGEST, np.uint32)
-        if len(sums) == len(like):
-            return sums
-    return ~like
-
-
-def _differ(store: Store, of: StateRows, which: np.ndarray) -> np.ndarray:
+def _differ(store: Store, rows: StateRows, which: np.ndarray) -> np.ndarray:
     """Returns which of some rows are not what the store has, bool like `which`."""
     flags = [np.zeros(0, np.bool_)]
-    for piece in of.pieces(which):
-        stored = store.take(store.version, [piece] * len(of.columns))
+    for piece in schema.in_parts(which, rows.width):
+        stored = store.take(store.version, [piece] * len(rows.columns))
         differs = np.zeros(len(piece), np.bool_)
-        for one, other in zip(of.take(piece), stored, strict=True):
+        for one, other in zip(rows.take(piece), stored, strict=True):
             differs |= (one != other).any(axis=1)
         flags.append(differs)
     return np.concatenate(flags)
@@ -298,10 +351,10 @@ def _stamps(buffer: Buffer, axes: int, count: int, writer: PartState) -> jax.Arr
 
 
 def _pieces(
-    store: Store, of: StateRows, which: np.ndarray
+    store: Store, rows: StateRows, which: np.ndarray
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     """Yields rows and their bytes; zeros that were never written are left out."""
-    for piece in of.pieces(which):
-        columns = of.take(piece)
+    for piece in schema.in_parts(which, rows.width):
+        columns = rows.take(piece)
         if not store.is_blank(piece) or not all(map(table.is_zero, columns)):
             yield piece, columns

@@ -1,10 +1,12 @@
-"""States as checkpoints see them: their leaves by name, their specs, and what is said of them.
+"""States as checkpoints see them: their leaves by name, their specs, and their rows.
 
-N capacity, V the buffers that `vmap` has put side by side. A state that is saved, and the specs of
-one that is loaded, are seen leaf by leaf: packed arrays by the leaves of items that lie in them,
-trees by their leaves, items on the host by `HostLeaf`s. Files have the names of these leaves.
+N capacity, V the buffers of a state under `vmap`. A state that is saved, and the specs of
+one that is loaded, are seen leaf by leaf: packed arrays by the leaves of items in them,
+trees by their leaves, items on the host by `HostLeaf`s. Files have the names of these leaves. Slot
+s of buffer v is row v * N + s of a checkpoint.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -12,6 +14,7 @@ import importlib
 import os
 import platform
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar, TypeGuard
 
 import jax
@@ -23,7 +26,10 @@ from jax.typing import DTypeLike
 from jrb import sum_tree
 from jrb._core import eager, memory, packed, validate
 from jrb._core.host_proxy import HostStorageProxy
-from jrb._core.packed import LeafSlice, PackedLeaves
+from jrb._core.packed import LeafSlice, PackedLeaves, RowOrder
+from jrb._store import table
+from jrb._store.store import Store
+from jrb._store.table import Column
 from jrb._util import casting, display, pytree
 from jrb._util.pytree import Leaf, PyTree
 from jrb._xla import compat
@@ -34,16 +40,14 @@ from jrb.state import Buffer, BufferState
 from jrb.storages import DeviceStorage, HostArrays
 from jrb.storages.host_rows import HostView
 from jrb.storages.memmap import StoreArrays
-from jrb.types import Context, Item, StatefulTransform, Storage
+from jrb.types import Context, Item
 from jrb.types.messages import PartState
 
+PIECE = 16 << 20
+"""Bytes of the rows that are in memory twice at a time."""
 
-class OtherError(ValueError):
-    """Another description was given than was saved."""
-
-
-class WideError(TypeError):
-    """Items have leaves of 64 bits, and JAX keeps 32."""
+BEYOND = "#beyond"
+"""Stands behind the name of an array that holds what a leaf has besides its N rows."""
 
 
 # Leaves.
@@ -82,48 +86,18 @@ class HostLeaf:
     shape: tuple[int, ...]
     dtype: DTypeLike
 
-    @property
-    def width(self) -> int:
-        """Bytes of a row."""
-        raw = self.view.rows.raw[self.number]
-        return raw.size * raw.dtype.itemsize
-
     def rows(self, slots: np.ndarray) -> np.ndarray:
         """Returns the bytes of some rows, uint8 `[B, width]`."""
         return self.view.rows.read_leaf(self.view.version, self.number, slots)
 
 
-@pytree.component
-class UnpackedStorage(DeviceStorage):
-    """Stands for a storage on the host: its states have an array for every leaf."""
-
-    def init(self, context: Context, spec: Item) -> Any:
-        """Zeros."""
-        return jax.tree.map(lambda leaf: packed.zeros_column(context.ring.capacity, leaf), spec)
-
-
-@pytree.component
-class NoItems(HostStorageProxy):
-    """Stands for a storage of objects, which are written by themselves."""
-
-    of_objects: ClassVar[bool] = True
-
-    def spec(self, state: None) -> Item:
-        """Objects have no shapes."""
-        return {}
-
-
 def named(state: Any) -> Any:
     """Returns a state, or its specs, with a `PackedLeaf` for each leaf of items that is packed."""
-    return state.replace(storage=named_storage(state.storage))
-
-
-def named_storage(storage: Any) -> Any:
-    """As `named`, of a storage's state."""
+    storage = state.storage
     if not isinstance(storage, PackedLeaves):
-        return storage
+        return state
     if any(array is None for array in storage.arrays.values()):
-        return storage  # its items were left out
+        return state  # the items were left out
 
     def leaf(it: Any) -> Any:
         if not isinstance(it, LeafSlice):
@@ -132,18 +106,7 @@ def named_storage(storage: Any) -> Any:
         part = slice(it.start * size, it.stop * size)
         return _column(lambda dtype: PackedLeaf(it.words, part, shape, dtype), it.dtype)
 
-    return jax.tree.map(leaf, storage.places, is_leaf=packed.is_column)
-
-
-def _host_leaves(view: HostView) -> Any:
-    """Returns all items of a view, as a pytree of `HostLeaf`s."""
-    specs, structure = jax.tree.flatten(view.rows.spec)
-
-    def leaf(number: int, spec: jax.ShapeDtypeStruct) -> Any:
-        shape = (view.capacity, *spec.shape)
-        return _column(lambda dtype: HostLeaf(view, number, shape, dtype), spec.dtype)
-
-    return jax.tree.unflatten(structure, [leaf(*pair) for pair in enumerate(specs)])
+    return state.replace(storage=jax.tree.map(leaf, storage.places, is_leaf=packed.is_column))
 
 
 def _column(make: Any, dtype: Any) -> Any:
@@ -196,6 +159,26 @@ def with_trees(want: PyTree, state: PyTree) -> Any:
 # Buffers whose items are on the host.
 
 
+@pytree.component
+class UnpackedStorage(DeviceStorage):
+    """Stands for a storage on the host: its states have an array for every leaf."""
+
+    def init(self, context: Context, spec: Item) -> Any:
+        """Zeros."""
+        return jax.tree.map(lambda leaf: packed.zeros_column(context.ring.capacity, leaf), spec)
+
+
+@pytree.component
+class NoItems(HostStorageProxy):
+    """Stands for a storage of objects, which are written by themselves."""
+
+    of_objects: ClassVar[bool] = True
+
+    def spec(self, state: None) -> Item:
+        """Objects have no shapes."""
+        return {}
+
+
 def is_on_host(buffer: Description) -> TypeGuard[Buffer]:
     """Returns whether a buffer keeps arrays on the host."""
     return isinstance(buffer, ReplayBuffer) and isinstance(buffer.storage, HostArrays)
@@ -214,8 +197,8 @@ def is_at(path: str, buffer: Description) -> bool:
     """Returns whether a description names this path as that of its store."""
     if not isinstance(buffer, ReplayBuffer) or not isinstance(buffer.storage, StoreArrays):
         return False
-    named = buffer.storage.path
-    return named is not None and os.path.realpath(named) == os.path.realpath(path)
+    own = buffer.storage.path
+    return own is not None and os.path.realpath(own) == os.path.realpath(path)
 
 
 def loadable(buffer: Description, given: bool) -> Any:
@@ -271,30 +254,13 @@ class Snapshot:
 
 
 def snapshot(buffer: Buffer, state: BufferState) -> Snapshot:
-    """Returns what is to be saved of a state, after all checks.
-
-    Raises:
-        ValueError, TypeError: it is no state of this buffer; the message names a leaf.
-    """
+    """Returns a state for saving, after all checks."""
     kept = buffer.storage.state_type if eager.on_host(buffer) else object
     if not isinstance(state, BufferState) or not isinstance(state.storage, kept):
         raise ValueError(
             f"save: expected a state of this buffer, got {type(state).__name__}. The order is "
             "save(path, buffer, state)."
         )
-    _check_arrays(state)
-    stored, seen = state.storage, state
-    if buffer.storage.of_objects:
-        seen = state.replace(storage=None)
-    elif is_on_host(buffer):
-        seen = state.replace(storage=_host_leaves(buffer.storage.view(stored)))
-    leaves, structure = jax.tree.flatten(pytree.spec_of(seen, "save"))
-    spec, batch = _fitted(on_device(buffer), structure, tuple(leaves), compat.is_x64())
-    return Snapshot(buffer, seen, spec, batch, stored)
-
-
-def _check_arrays(state: BufferState) -> None:
-    """Raises unless all leaves of a state that is to be saved are arrays that are there."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         where = f"save: leaf '{pytree.leaf_name(path)}'"
         if isinstance(leaf, jax.core.Tracer):
@@ -306,6 +272,25 @@ def _check_arrays(state: BufferState) -> None:
                 f"{where}: expected an array that is there, got one that was donated. Save the "
                 "state that came back."
             )
+    stored, seen = state.storage, state
+    if buffer.storage.of_objects:
+        seen = state.replace(storage=None)
+    elif is_on_host(buffer):
+        view = buffer.storage.view(stored)
+        specs, structure = jax.tree.flatten(view.rows.spec)
+        leaves = [
+            _column(
+                lambda dtype, number=number, shape=(view.capacity, *spec.shape): HostLeaf(
+                    view, number, shape, dtype
+                ),
+                spec.dtype,
+            )
+            for number, spec in enumerate(specs)
+        ]
+        seen = state.replace(storage=jax.tree.unflatten(structure, leaves))
+    leaves, structure = jax.tree.flatten(pytree.spec_of(seen, "save"))
+    spec, batch = _fitted(on_device(buffer), structure, tuple(leaves), compat.is_x64())
+    return Snapshot(buffer, seen, spec, batch, stored)
 
 
 def blank(buffer: Buffer, spec: Item) -> Any:
@@ -327,11 +312,7 @@ def _blank(buffer: Buffer, structure: Any, leaves: tuple, x64: bool) -> Any:
 def _fitted(
     buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], x64: bool
 ) -> tuple[Item, tuple[int, ...]]:
-    """Returns the spec of an item in a state of these specs, and the axes that `vmap` put before.
-
-    Raises:
-        ValueError, TypeError: it is no state of this buffer; the message names a leaf.
-    """
+    """Returns the spec of an item in a state of these specs, and the axes that `vmap` has put."""
     specs = jax.tree.unflatten(structure, leaves)
     for axes in range(4):
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
@@ -343,28 +324,20 @@ def _fitted(
         batch = leaves[0].shape[:axes]
         if pytree.alike(batched(want, batch), specs):
             return spec, batch
-    raise _misfit(buffer, specs)
-
-
-def _misfit(buffer: Buffer, specs: BufferState) -> Exception:
-    """Returns why these are not the specs of a state of this buffer."""
     other = ValueError("save: expected a state of this buffer, got another.")
     try:
         spec = buffer.storage.spec(specs.storage)
     except (AttributeError, IndexError, TypeError, KeyError):
-        return other  # as a storage may raise of what is not its own
+        raise other from None  # as a storage may raise of another's state
     try:
         want = blank(buffer, spec)
         mend = "Save the state that this very buffer made."
-        pairs = (named(want), named(specs)), (want, specs)  # leaves of items are named first
-        for one, two in pairs:
+        for one, two in ((named(want), named(specs)), (want, specs)):  # leaves of items come first
             pytree.check_like(by_name(one), by_name(two), "save", mend)
         validate.check(buffer, specs)
-    except (ValueError, TypeError) as error:
-        return error
     except (AttributeError, IndexError, KeyError):
-        pass  # parts too may raise these of what is not their own
-    return other
+        pass  # parts too may raise these of another's state
+    raise other
 
 
 def batched(tree: Item, batch: tuple[int, ...]) -> Any:
@@ -372,27 +345,14 @@ def batched(tree: Item, batch: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*batch, *leaf.shape), leaf.dtype), tree)
 
 
-# Metadata.
-
-
 def about(kind: str, saved: Snapshot) -> dict[str, Any]:
     """Returns what a checkpoint says of a state, for JSON."""
-    return {
-        "kind": kind,
-        "buffer": descriptions.encode(saved.buffer),
-        "items": descriptions.encode_structure(saved.spec),
-        "batch": list(saved.batch),
-        "facts": _facts(saved),
-    }
-
-
-def _facts(saved: Snapshot) -> dict[str, Any]:
-    buffer, batch, state = saved.buffer, saved.batch, saved.state
+    buffer, state = saved.buffer, saved.state
     count = lambda writer: buffer.writer.held(buffer.ring, writer).size
-    for _ in batch:
+    for _ in saved.batch:
         count = jax.vmap(count)
     leaves = jax.tree_util.tree_leaves_with_path(state.writer)
-    return facts_of_any() | {
+    facts = {
         "description": text_of(buffer),
         "capacity": buffer.capacity,
         "num_envs": buffer.num_envs,
@@ -400,13 +360,20 @@ def _facts(saved: Snapshot) -> dict[str, Any]:
         "writer": {
             jax.tree_util.keystr(path).lstrip("."): np.asarray(leaf).tolist()
             for path, leaf in leaves
-            if leaf.ndim == len(batch)
+            if leaf.ndim == len(saved.batch)
         },
+    }
+    return {
+        "kind": kind,
+        "buffer": descriptions.encode(buffer),
+        "items": descriptions.encode_structure(saved.spec),
+        "batch": list(saved.batch),
+        "facts": facts_of_any() | facts,
     }
 
 
 def facts_of_any() -> dict[str, Any]:
-    """Returns what is written down of any save: its time, and the versions of libraries."""
+    """Returns the time of a save, and the versions of libraries."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     versions = {
         "jrb": importlib.import_module("jrb").__version__,  # which imports this
@@ -423,110 +390,178 @@ def text_of(buffer: Any) -> str:
     return re.sub(r"<(?:function|bound method) (\S+).*?>", r"\1", display.laid_out(buffer))
 
 
+# Rows that are saved.
+
+
+@dataclasses.dataclass(frozen=True)
+class StateRows:
+    """The leaves of a state that are in rows.
+
+    Attributes:
+        columns: one for each packed array, and one for each leaf with an array of its own.
+        sources: of each column on the host `[V, N or more, width]` of uint8, or a `HostLeaf`, or an
+            array of another device.
+        orders: of the rows of each source.
+        buffers: V.
+        capacity: N.
+    """
+
+    columns: tuple[Column, ...]
+    sources: tuple[Any, ...]
+    orders: tuple[RowOrder, ...]
+    buffers: int
+    capacity: int
+
+    @property
+    def count(self) -> int:
+        """V * N."""
+        return self.buffers * self.capacity
+
+    @property
+    def width(self) -> int:
+        """The bytes of a row in all columns."""
+        return max(sum(column.width for column in self.columns), 1)
+
+    def take(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Returns the bytes of rows `[B]` of each column, uint8 `[B, width]`."""
+        buffer, slot = np.divmod(rows, self.capacity)
+        return [self._take_column(number, buffer, slot) for number in range(len(self.columns))]
+
+    def _take_column(self, number: int, buffer: np.ndarray, slot: np.ndarray) -> np.ndarray:
+        source, width = self.sources[number], self.columns[number].width
+        order = self.orders[number]
+        if order.envs is not None:  # not copied into the order of slots: it may be large
+            places = order.places(buffer * self.capacity + slot, self.capacity)
+            buffer, slot = np.divmod(places, self.capacity)
+        if isinstance(source, HostLeaf):
+            return source.rows(slot)
+        if isinstance(source, np.ndarray):
+            if len(buffer) and buffer[0] == buffer[-1] and len(table.runs(slot)) == 1:
+                return source[buffer[0], slot[0] : slot[-1] + 1]  # no copy
+            return source[buffer, slot]
+        read, length = memory.reader(source), source.size * source.dtype.itemsize // self.buffers
+        place = buffer * (length // max(width, 1)) + slot
+        ascending = np.argsort(place, kind="stable")
+        rows = np.empty((len(slot), width), np.uint8)
+        for a, b in table.runs(place[ascending]):  # each run is one transfer
+            first, last = int(place[ascending[a]]), int(place[ascending[b - 1]])
+            piece = np.frombuffer(read(first * width, (last + 1) * width), np.uint8)
+            rows[ascending[a:b]] = piece.reshape(-1, width)
+        return rows
+
+    def fingerprints(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Returns bytes that differ if rows do: of rows on the host all, of others a hash."""
+        return self._hashed.take(rows)
+
+    @functools.cached_property
+    def _hashed(self) -> "StateRows":
+        """These rows, with four bytes in place of each row that is on another device."""
+        sources = list(self.sources)
+        for number, source in enumerate(sources):
+            if not isinstance(source, np.ndarray | HostLeaf):
+                hashes = memory.row_hashes(source, self.columns[number].width)
+                sources[number] = hashes.reshape(self.buffers, -1, 4)
+        return dataclasses.replace(self, sources=tuple(sources))
+
+    def witnesses(self, store: Store, rows: np.ndarray) -> np.ndarray:
+        """Returns those of rows with equal fingerprints that might differ all the same: none."""
+        return rows[:0]
+
+
+def in_parts(rows: np.ndarray, width: int, size: int | None = None) -> Iterator[np.ndarray]:
+    """Yields rows of `width` bytes each, as many at a time as take about `size` bytes."""
+    step = max(1, (PIECE if size is None else size) // max(width, 1))
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
+
+
+def split(saved: Snapshot) -> tuple[StateRows, dict[str, Any], dict[str, list[str]]]:
+    """Returns the rows of a state; its other arrays as bytes; and the kinds of these, by name."""
+    buffer, axes = saved.plain, len(saved.batch)
+    state = with_tree_leaves(saved.state)
+    by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
+    entries: list[tuple[Column, Any, RowOrder]] = []
+    arrays, kinds = {}, {}
+    by_array: dict[str, dict[str, PackedLeaf]] = {}  # by the arrays that they are in
+    for name, leaf in by_name(named(state)).items():
+        kind = kind_of(leaf)
+        if isinstance(leaf, PackedLeaf):
+            by_array.setdefault(leaf.array, {})[name] = leaf
+        elif id(leaf) not in by_slot or leaf.shape[axes] < buffer.capacity:
+            arrays[name], kinds[name] = array_bytes(leaf), list(kind)
+        elif isinstance(leaf, HostLeaf):
+            raw = leaf.view.rows.raw[leaf.number]
+            entries.append((Column.of(name, kind, raw.size * raw.dtype.itemsize), leaf, RowOrder()))
+        else:
+            words = casting.raw(leaf)
+            length = int(np.prod(words.shape[: axes + 1], dtype=int))
+            width = words.size // max(length, 1) * words.dtype.itemsize
+            entries.append((Column.of(name, kind, width), _source(words, saved, width), RowOrder()))
+            if leaf.shape[axes] > buffer.capacity:
+                behind = (slice(None),) * axes + (slice(buffer.capacity, None),)
+                arrays[name + BEYOND] = memory.view(np.asarray(words[behind]))
+                kinds[name + BEYOND] = list(kind)
+    for name, leaves in by_array.items():
+        array = state.storage.arrays[name]
+        source = _source(array, saved, array.shape[-1] * array.dtype.itemsize)
+        entries.append((packed_column(leaves), source, state.storage.order))
+    state_columns, sources, orders = zip(*entries, strict=True) if entries else ((), (), ())
+    return StateRows(state_columns, sources, orders, saved.count, buffer.capacity), arrays, kinds
+
+
+def _source(array: Any, saved: Snapshot, width: int) -> Any:
+    """Returns an array on the host as bytes, uint8 `[V, N or more, width]`; any other as it is."""
+    if not memory.on_host(array):
+        return array
+    data = np.frombuffer(memory.view(np.asarray(array)), np.uint8)
+    if not data.size:  # rows of no bytes
+        return np.zeros((saved.count, array.shape[len(saved.batch)], 0), np.uint8)
+    return data.reshape(saved.count, -1, width)
+
+
+def packed_column(leaves: dict[str, PackedLeaf]) -> Column:
+    """Returns the column of a packed array, whose rows are like those of the array."""
+    in_order = sorted(leaves.items(), key=lambda pair: pair[1].part.start)
+    width = lambda leaf: leaf.part.stop - leaf.part.start
+    return Column(tuple(table.Leaf(name, kind_of(it), width(it)) for name, it in in_order))
+
+
+def array_bytes(leaf: Leaf) -> Any:
+    """Returns the bytes of an array, keys as their words."""
+    return memory.view(np.asarray(casting.raw(leaf)))
+
+
+# What a file says of a buffer, and the items that it holds.
+
+
 def fitting(
     path: str, meta: dict[str, Any], given: Description | None, example: Item
 ) -> tuple[Any, Any]:
-    """Returns the description and the specs of the items that a file has, or the given ones.
-
-    Raises:
-        DamagedError: those of the file do not go together.
-    """
-    buffer = matched(path, meta["buffer"], given, ReplayBuffer)
-    _check_widths(path, meta["items"])
-    if given is not None or example is not None:
-        return buffer, stored_spec(meta["items"], buffer, example)
+    """Returns the description and the specs of the items that a file has, or the given ones."""
+    buffer, node = descriptions.matched(path, meta["buffer"], given, ReplayBuffer), meta["items"]
     with descriptions.read_from(path):
-        spec = stored_spec(meta["items"], buffer, None)
-        blank(buffer, spec)
-    return buffer, spec
-
-
-def _check_widths(path: str, node: descriptions.Json) -> None:
-    """Raises `WideError` where items have leaves of 64 bits, which JAX would change."""
-    with descriptions.read_from(path):
-        spec = _leaf_specs(node) if "unknown" in node else descriptions.decode_structure(node)
+        is_unknown = "unknown" in node
+        parts = node["leaves"] if is_unknown else [node]
+        specs = [descriptions.decode_structure(part) for part in parts]
+        spec = specs if is_unknown else specs[0]
     for name, leaf in zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True):
-        if leaf != narrow(leaf):
-            raise WideError(
-                f"{path}: leaf '{name}': expected a dtype that JAX keeps, got {leaf.dtype}. Pass "
-                "load(path, cast=True), which converts it, or set jax_enable_x64."
+        is_key = casting.is_keys(leaf.dtype)
+        if not is_key and leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
+            raise TypeError(
+                f"{path}: leaf '{name}': expected a dtype that JAX keeps, got {leaf.dtype}. Set "
+                "jax_enable_x64."
             )
-
-
-def narrow(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the spec of a leaf in the dtype that JAX keeps."""
-    if casting.is_keys(leaf.dtype):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
-def _leaf_specs(node: descriptions.Json) -> list[Any]:
-    """Returns the specs of items whose structure no file can hold."""
-    return list(map(descriptions.decode_structure, node["leaves"]))
-
-
-def stored_spec(node: descriptions.Json, buffer: Buffer, example: Item) -> Any:
-    """Returns the specs of the stored items; those of an example must be the same."""
     if example is None:
-        return pytree.spec_of(descriptions.decode_structure(node), "load")
-    given = {}
+        with contextlib.nullcontext() if given is not None else descriptions.read_from(path):
+            spec = pytree.spec_of(descriptions.decode_structure(node), "load")
+            if given is None:
+                blank(buffer, spec)
+        return buffer, spec
+    stored = {}
     if not buffer.storage.of_objects:
         plain = on_device(buffer)
-        given = plain.stored(jax.eval_shape(lambda: plain.init(example)))
+        stored = plain.stored(jax.eval_shape(lambda: plain.init(example)))
     mend = "Pass a transition like those that were saved, or leave example= out."
-    if "unknown" in node:
-        pytree.check_like(_leaf_specs(node), jax.tree.leaves(given), "load: example", mend)
-    else:
-        pytree.check_like(descriptions.decode_structure(node), given, "load: example", mend)
-    return given
-
-
-def matched(path: str, saved: descriptions.Json, given: Description | None, kind: type) -> Any:
-    """Returns the description that was saved, of a kind, or the given one if it is the same.
-
-    Batch size, `min_size`, `cast` and transforms may differ: no state depends on them, but for
-    transforms that have a state.
-    """
-    if given is None:
-        return descriptions.decoded(path, saved, kind)
-    before, now = descriptions.upgraded(saved), descriptions.encode(given)
-    lines = descriptions.differences(binding(before), binding(now))
-    if lines:
-        raise OtherError(
-            f"load: {lines[0]}. Build the buffer as it was saved, leave buffer= out, or change "
-            "capacity and num_envs by load(..., capacity=, num_envs=)."
-        )
-    return given
-
-
-def binding(node: descriptions.Json) -> descriptions.Json:
-    """Returns an encoded description without what no state depends on."""
-    if isinstance(node, list):
-        return [binding(entry) for entry in node]
-    if not isinstance(node, dict):
-        return node
-    free = {"batch_size", "transforms", "min_size", "cast"}
-    if "part" in node:
-        part = descriptions.find_class(node["part"])
-        if isinstance(part, type) and issubclass(part, Storage | StatefulTransform):
-            free |= set(part.unbound)
-    kept: dict[str, Any] = {}
-    for key, entry in node.items():
-        if key == "fields":
-            fields = {name: binding(field) for name, field in entry.items() if name not in free}
-            kept[key] = fields | _learning(entry)
-        elif key not in free:
-            kept[key] = binding(entry)
-    return kept
-
-
-def _learning(fields: dict[str, descriptions.Json]) -> descriptions.Json:
-    """Returns the encoded transforms up to the last one that has a state, if any has."""
-    transforms = fields.get("transforms")
-    parts = transforms.get("tuple", []) if isinstance(transforms, dict) else []
-    count = 0
-    for number, part in enumerate(parts, 1):
-        cls = descriptions.find_class(part.get("part", "") if isinstance(part, dict) else "")
-        if cls is not None and issubclass(cls, StatefulTransform):
-            count = number
-    return {"transforms": binding(parts[:count])} if count else {}
+    other = jax.tree.leaves(stored) if is_unknown else stored
+    pytree.check_like(spec, other, "load: example", mend)
+    return buffer, stored

@@ -43,7 +43,7 @@ def inspect(
     """Show the contents of PATH."""
     kind = sources.kind_of(path)
     if kind == sources.FOLDER:
-        report = _of_folder(path, manifest.opened(path))
+        report = _of_folder(path, manifest.open_generation(path))
     else:
         report = _of_file(path) if kind == sources.FILE else _of_dataset(path)
     if plot is not None:

@@ -32,7 +32,7 @@ from jrb.authoring import Folder, Lock, absolute_path, checks, leaf_name, requir
 from jrb.buffer import ReplayBuffer
 from jrb.checkpoint import LockedError
 from jrb.datasets.filling import Streams, streams, written
-from jrb.migrate import with_parts, with_storage, writable
+from jrb.migrate import rebuild, with_parts, writable
 from jrb.samplers import Uniform
 from jrb.state import BufferState
 from jrb.storages import DeviceStorage, MemmapStorage
@@ -114,7 +114,7 @@ def fill_buffer(
         if state is None:
             with locked(path, wait=True):
                 state = _made(flow, copied, path, digest, show)
-        return (copied, state) if storage is None else (buffer, with_storage(copied, state, buffer))
+        return (copied, state) if storage is None else (buffer, rebuild(copied, state, buffer))
     if isinstance(storage, MemmapStorage) and storage.path is not None:
         path = os.fspath(storage.path)
         return buffer, _made(flow, buffer, path, _digest(dataset, num_envs), show)

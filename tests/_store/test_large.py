@@ -46,7 +46,7 @@ def test_many_slots_cost_what_is_written(path, slots):
         version = one.put(0, slots, numbered(slots))
         assert one.commit(version, {}, {}, {}) == 1
         one.close()
-        there = opening.store_of(manifest.opened(path))
+        there = opening.store_of(manifest.open_generation(path))
         assert there.slots == HUGE and there.is_blank(np.array([HUGE - 1]))
         np.testing.assert_array_equal(there.take(version, [slots])[0], numbered(slots)[0])
         assert not there.take(version, [np.array([HUGE - 1, 4321])])[0].any()
@@ -93,7 +93,7 @@ def test_a_table_that_grows_is_as_one_that_was_large(path, order, first, monkeyp
             one.commit(one.version, {}, {}, {})
         if step % 14 == 0:
             one.close()
-            one = opening.store_of(manifest.opened(path))
+            one = opening.store_of(manifest.open_generation(path))
     assert one.table.room == 75 or order == "random"
 
 
@@ -147,7 +147,7 @@ store = opening.create(path, columns, 10, 12, reserve=False)
 store.put(0, np.arange(4), rows)
 assert store.commit(4, {}, {}, {}) == 1
 store.close()
-store = opening.store_of(manifest.opened(path))
+store = opening.store_of(manifest.open_generation(path))
 assert all(map(np.array_equal, store.take(4, [np.arange(4)] * leaves), rows))
 assert store.put(4, np.arange(4), rows) == 8 and store.commit(8, {}, {}, {}) == 2
 assert opening.damages(path) == []

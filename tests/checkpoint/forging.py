@@ -1,12 +1,11 @@
 """Metadata of checkpoints, changed by somebody who knows the format: checksums are right."""
 
 import json
+import struct
 import zlib
 
 import h5py
 import numpy as np
-
-from jrb.checkpoint import hdf5
 
 VALUES = [
     *(None, True, False, -1, 0, 1, -5, 2**31, 2**63, 10**30, 0.5, float("nan"), float("inf")),
@@ -71,8 +70,8 @@ def forge_h5(path, about=None, attributes=None):
             text = np.frombuffer(json.dumps(about).encode(), np.uint8)
             file["jrb"] = text
             file["jrb"].attrs["dtype"] = "uint8"
-    with open(path, "r+b") as file:
-        hdf5.put_seal(file.fileno(), str(path))
+    data = path.read_bytes()  # HDF5 has cut the seal off
+    path.write_bytes(data + struct.pack("<8sIQ", b"jrb-crc1", zlib.crc32(data), len(data)))
 
 
 def generation_at(path):

@@ -16,7 +16,6 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb.checkpoint import schema
 from tests.storages.test_on_host import EXAMPLE, KEY, numbered, same, steps
 
 pytestmark = pytest.mark.slow
@@ -155,16 +154,6 @@ def test_a_mix_with_a_store(tmp_path):
     jrb.save(tmp_path / "checkpoint", mix, states)
     again, restored = jrb.load(tmp_path / "checkpoint")
     same(again.sample(restored, KEY), mix.sample(states, KEY))
-
-
-def test_a_save_elsewhere_notices_what_is_overwritten_meanwhile():
-    buffer = jrb.ReplayBuffer(4, storage=jrb.MemmapStorage())
-    state = buffer.extend(buffer.init({"x": jnp.zeros(2)}), numbered(1, 2, 3, 4))
-    leaf = schema.snapshot(buffer, state).state.storage["x"]
-    np.testing.assert_array_equal(leaf.rows(np.arange(2)).view(np.float32), [[1, -1], [2, -2]])
-    jax.block_until_ready(jax.jit(buffer.add)(state, {"x": jnp.zeros(2)}))
-    with pytest.raises(jrb.StaleError):
-        leaf.rows(np.arange(2))
 
 
 def test_nothing_was_saved_yet(tmp_path):

@@ -1,6 +1,7 @@
 """An interrupt at any line of a write or a save: nothing hangs, no lock stays, all goes on."""
 
 import gc
+import inspect
 import os
 import shutil
 import sys
@@ -11,7 +12,6 @@ import pytest
 
 import jrb
 from jrb import checkpoint
-from jrb.checkpoint import background
 from tests._store import faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
@@ -76,7 +76,10 @@ def test_an_interrupt_where_a_save_in_the_background_begins_or_ends_hangs_nothin
     state, number, over = buffer.extend(buffer.init({"x": jnp.zeros(())}), numbered(0, 3)), 0, False
     while not over:
         number += 1
-        path, trace = tmp_path / str(number), faults.Interrupt(background.__file__, number)
+        path, trace = (
+            tmp_path / str(number),
+            faults.Interrupt(inspect.getfile(checkpoint.Save), number),
+        )
         for _ in range(2):
             attempted(trace, lambda: checkpoint.save_async(path, buffer, state).wait())  # noqa: B023
         over = trace.lines < number

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb._core import memory
 from jrb._store import generation, opening
 from jrb._store.files import Folder
 from jrb._store.table import Column
-from jrb.checkpoint import composite, manifest, rows
+from jrb.checkpoint import manifest
 
 pytestmark = pytest.mark.slow
 
@@ -24,33 +23,9 @@ UNITS = {"time": jrb.Transition(), "environments": jrb.Sequence(1, cross_episode
 LAYOUTS = list(UNITS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_rows_of_a_packed_array_are_the_bytes_of_its_leaves(elsewhere, layout):
-    buffer = jrb.ReplayBuffer(9, num_envs=3, unit=UNITS[layout])
-    rng = np.random.default_rng(0)
-    items = jax.tree.map(lambda leaf: rng.random((3, 3, *leaf.shape)).astype(leaf.dtype), ITEM)
-    state = buffer.extend(buffer.init(ITEM), items)
-    items = jax.tree.map(lambda leaf: leaf.reshape(9, *leaf.shape[2:]), items)
-    saved = composite.snapshot(buffer, state)
-    if elsewhere:  # as the shards of another device are taken
-        part = lambda array: memory.Part(jnp.stack([array + 1, array]), 1)
-        arrays = {name: part(array) for name, array in state.storage.arrays.items()}
-        state = state.replace(storage=state.storage.replace(arrays=arrays))
-        saved = dataclasses.replace(saved, state=state)
-    of, _, _ = rows.split(saved)
-    (column,) = of.columns
-    for slots in (np.arange(2, 7), np.array([8, 0, 1, 5]), np.arange(0)):
-        (found,) = of.take(slots)
-        for leaf, part in zip(column.leaves, column.parts, strict=True):
-            of_leaf = items[leaf.name.removeprefix("storage/")][slots]
-            want = of_leaf.reshape(len(slots), leaf.width // 4).view(np.uint8)
-            np.testing.assert_array_equal(found[:, part], want)
-
-
 def apart(path, other):
     """A checkpoint like one at a path, but that every leaf has a file of its own."""
-    store = opening.store_of(manifest.opened(path))
+    store = opening.store_of(manifest.open_generation(path))
     opened = generation.newest(store.folder)
     slots, leaves = np.arange(store.slots), opened.leaves.values()
     columns = [Column((location.leaf,)) for location in leaves]

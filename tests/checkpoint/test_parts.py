@@ -1,6 +1,5 @@
 """Several buffers in one folder, saved in one generation."""
 
-import collections
 import json
 import os
 import shutil
@@ -18,14 +17,6 @@ from tests.checkpoint.test_hooks import negated, restored
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::jrb.CopyWarning")]
 
 
-class Both(collections.namedtuple("Both", ["train", "demo"])):
-    """Buffers of a class of the program."""
-
-
-class Others(collections.namedtuple("Others", ["demo", "train"])):
-    """The same in another order."""
-
-
 ONE, ITS = filled()
 OTHER, OWN = filled(**BUFFERS["prioritized"])
 
@@ -40,14 +31,12 @@ def grown(state):
     [
         ({"train": ONE, "demo": OTHER}, {"demo": OWN, "train": ITS}),
         ((ONE, OTHER, ONE), (ITS, OWN, ITS)),
-        (Both(ONE, OTHER), Both(ITS, OWN)),
-        (Both(ONE, OTHER), Others(train=ITS, demo=OWN)),
         (
             {"mix": jrb.Mix((ONE, OTHER), (0.5, 0.5)), "in": {"a": ONE}},
             {"mix": (ITS, OWN), "in": {"a": ITS}},
         ),
     ],
-    ids=["dict", "tuple", "named", "renamed", "nested"],
+    ids=["dict", "tuple", "nested"],
 )
 def test_what_comes_back_is_what_was_there(buffer, state, tmp_path):
     assert jrb.save(tmp_path, buffer, state, extra={"step": 3}) == 1
@@ -187,15 +176,6 @@ def test_wrong_input_is_refused_and_nothing_is_written(tmp_path):
     assert_same(
         jrb.load(path, example={"a": jax.tree.map(lambda x: x[0], ITS.storage.leaves)})[1]["a"], ITS
     )
-
-
-def test_a_class_that_is_not_there_is_named(tmp_path, monkeypatch):
-    pair = Both(ONE, OTHER), Both(ITS, OWN)
-    jrb.save(tmp_path, *pair)
-    monkeypatch.delitem(globals(), "Both")
-    with pytest.raises(ValueError, match=r"test_parts:Both.*buffer="):
-        jrb.load(tmp_path)
-    assert_same(jrb.load(tmp_path, pair[0])[1], pair[1])
 
 
 def test_damage_to_a_part_and_a_lost_one_are_found(tmp_path):

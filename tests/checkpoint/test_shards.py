@@ -15,9 +15,8 @@ import jrb
 from jrb import checkpoint
 from jrb._core import memory
 from jrb._store import files, threads
-from jrb.checkpoint import api, composite, descriptions, process_group
-from jrb.checkpoint import extra as extra_data
-from jrb.checkpoint.extra import ExtraData
+from jrb.checkpoint import api, composite, descriptions, saving
+from jrb.checkpoint.saving import ExtraData
 
 pytestmark = [
     pytest.mark.slow,
@@ -209,7 +208,7 @@ class Board:
             return self.told[name]
 
 
-class Process(process_group.DistributedProcesses):
+class Process(composite.ProcessGroup):
     """One that works when no other does."""
 
     board: Board
@@ -236,7 +235,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
         each = whole(sharded, state)
         return {name: one for name, one in each.items() if name % count == local.number}
 
-    monkeypatch.setattr(process_group, "of_program", of_this_process)
+    monkeypatch.setattr(composite, "processes", of_this_process)
     monkeypatch.setattr(jrb.Sharded, "split", mine)
 
     def in_turn(verb):
@@ -270,7 +269,7 @@ def saved_by(count, path, sharded, state, monkeypatch, **options):
 
 
 def step(number):
-    return extra_data.of({"step": number}, copy=False)
+    return saving.extra_data({"step": number}, copy=False)
 
 
 def there(path, sharded, states):
@@ -344,7 +343,7 @@ def test_one_that_fails_before_it_writes_says_so_to_the_others():
     told = []
 
     def run(number, work):
-        one = process_group.DistributedProcesses(number, 2, board.leave, board.fetch, "save")
+        one = composite.ProcessGroup(number, 2, board.leave, board.fetch, "save")
         try:
             told.append(one.all_gather_json(work))
         except Exception as error:
