@@ -24,7 +24,7 @@ ROOMS = [
     {"authoring", "buffer"},
     {"sharding", "mix", "read", "migrate", "environments", "testing"},
     {"loops", "tables", "iterate", "interop", "checkpoint", "plot"},
-    {"datasets", "remote", "demo", "cli"},
+    {"datasets", "remote", "demo", "cli", "compat"},
     {"__main__"},
 ]
 """The files and folders of the package, from those that import nothing else of it upwards."""
