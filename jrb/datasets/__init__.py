@@ -6,9 +6,8 @@ from jrb.datasets.joining import concatenate, mix
 from jrb.datasets.library import delete, formats, list, open
 from jrb.datasets.recording.recorder import Recorder
 from jrb.datasets.trajectories import join_trajectories, lengths, returns, split_trajectories
-from jrb.datasets.writing.d4rl import write_d4rl
-from jrb.datasets.writing.minari import write_minari
-from jrb.datasets.writing.rlds import write_rlds
+from jrb.datasets.writing import write_d4rl, write_rlds
+from jrb.datasets.writing_minari import write_minari
 
 __all__ = [
     "Dataset",

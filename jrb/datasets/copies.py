@@ -48,7 +48,7 @@ _log = logging.getLogger("jrb.datasets")
 
 
 def select(dataset: Any, fraction: float | None, episodes: Any) -> Any:
-    """Returns the first part of the episodes, the first so many, or those of a slice or numbers."""
+    """Returns a fraction of the episodes, the first ones, or those of a slice or numbers."""
     if fraction is not None and episodes is not None:
         raise ValueError(
             "buffer: expected fraction= or episodes=, got both. Leave one of them out."
@@ -110,14 +110,14 @@ def fill_buffer(
                 )
         path, digest = copy_of(dataset, num_envs, root_of(root))
         copied = dataclasses.replace(buffer, storage=MemmapStorage(path, spare_fraction=0))
-        state = _opened(copied, path, digest)
+        state = _open_copy(copied, path, digest)
         if state is None:
             with locked(path, wait=True):
-                state = _made(flow, copied, path, digest, show)
+                state = _make_copy(flow, copied, path, digest, show)
         return (copied, state) if storage is None else (buffer, rebuild(copied, state, buffer))
     if isinstance(storage, MemmapStorage) and storage.path is not None:
         path = os.fspath(storage.path)
-        return buffer, _made(flow, buffer, path, _digest(dataset, num_envs), show)
+        return buffer, _make_copy(flow, buffer, path, _digest(dataset, num_envs), show)
     plain = writable(buffer)
     state = plain.init(dataset.spec)
     for state, _, _ in written(flow, plain, state, 0, show):  # noqa: B007, B020
@@ -125,23 +125,15 @@ def fill_buffer(
     return buffer, state
 
 
-def _made(
+def _make_copy(
     flow: Streams, buffer: ReplayBuffer, path: str, digest: bytes, show: bool | None
 ) -> BufferState:
-    """Returns the state of a buffer whose rows are, or will be, in files at a path.
+    """Returns the state of a buffer whose rows are, or will be, in files at the path.
 
-    Args:
-        flow: the dataset as rows of time.
-        buffer: a description that is only read, with a storage at this path.
-        path: of the storage.
-        digest: 32 bytes that tell the dataset from others.
-        show: True for a bar; None where stderr is a terminal.
-
-    Raises:
-        ValueError: there is something else.
+    The digest is written down with the rows, so that a copy of another dataset is refused.
     """
     try:
-        state = _opened(buffer, path, digest)
+        state = _open_copy(buffer, path, digest)
         if state is not None:
             return state
         plain, rows = _plain(buffer), 0
@@ -165,7 +157,7 @@ def _made(
         raise
 
 
-def _opened(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | None:
+def _open_copy(buffer: ReplayBuffer, path: str, digest: bytes) -> BufferState | None:
     """Returns the state of a copy that is complete; None if it is not."""
     if not _is_begun(path):
         return None
@@ -212,11 +204,7 @@ def _load(path: str, buffer: ReplayBuffer, digest: bytes) -> tuple[Any, BufferSt
 
 
 def root_of(root: str | os.PathLike[str] | None) -> str:
-    """Returns the absolute path of a folder of datasets; None for the system's cache of the user.
-
-    Raises:
-        ModuleNotFoundError: platformdirs is not installed, and there is no root.
-    """
+    """Returns the absolute path of a folder of datasets; None for the cache of the user."""
     if root is not None:
         return absolute_path(root, "root")
     return require("platformdirs", "datasets").user_cache_dir("jrb", appauthor=False)
@@ -241,11 +229,7 @@ def copy_of(dataset: Any, num_envs: int | None, root: str) -> tuple[str, bytes]:
 
 @contextlib.contextmanager
 def locked(path: str, wait: bool) -> Iterator[None]:
-    """Holds the right to make or remove a copy; with `wait`, waits for another process that has it.
-
-    Raises:
-        LockedError: another has it, and `wait` is False.
-    """
+    """Holds the right to make or remove a copy; waits for a process that has it, or raises."""
     root, name = os.path.split(path)
     os.makedirs(os.path.join(root, ".locks"), exist_ok=True)
     folder, is_warned = Folder(os.path.join(root, ".locks")), False
@@ -269,11 +253,7 @@ def locked(path: str, wait: bool) -> Iterator[None]:
 def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
     """Returns 32 bytes that are others for other datasets, or after the files were written to.
 
-    Args:
-        dataset: in files.
-        num_envs: E.
-        reads: True to tell files by what is in them, wherever they are, and read all of them; False
-            to tell them by path, size and time of change.
+    With `reads`, files are compared by their content, else by path, size and time of change.
     """
     source = dataset.source
     if isinstance(source, tuple):
@@ -297,10 +277,8 @@ def _digest(dataset: Any, num_envs: int | None, reads: bool = False) -> bytes:
     spec = [(leaf_name(path), str(leaf.dtype), leaf.shape) for path, leaf in leaves]
     is_x64 = jax.dtypes.canonicalize_dtype(float).itemsize == 8
     options = repr(dataset.format), dataset.final, num_envs, is_x64
-    digest = hashlib.sha256(json.dumps([spec, options, files]).encode())
-    for array in (dataset.numbers, dataset.lengths):
-        digest.update(array.astype("<i8").tobytes())
-    return digest.digest()
+    numbers = dataset.numbers.tolist(), dataset.lengths.tolist()
+    return hashlib.sha256(json.dumps([spec, options, files, numbers]).encode()).digest()
 
 
 def _files(source: str) -> Iterator[str]:

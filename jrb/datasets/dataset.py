@@ -1,4 +1,4 @@
-"""A dataset: episodes that lie in files, in the way that some library wrote them.
+"""A dataset: episodes in files, in the way that some library wrote them.
 
 K episodes, T steps of one.
 """
@@ -13,22 +13,21 @@ from typing import Any, Self, overload
 import jax
 import numpy as np
 
-from jrb.authoring import (
-    absolute_path,
-    bytes_text,
-    checks,
-    escaped_errors,
-    leaf_name,
-    leaf_names,
-    printable,
-    table_html,
-    table_text,
-    tree_nbytes,
-)
+from jrb import authoring
+from jrb.authoring import checks, escaped_errors
 from jrb.buffer import ReplayBuffer
 from jrb.datasets import copies
 from jrb.datasets import preprocess as preprocessing
-from jrb.datasets.format import Description, Episode, Format, Source, native, regrouped, rows_of
+from jrb.datasets.format import (
+    Description,
+    Episode,
+    Format,
+    Source,
+    native,
+    regrouped,
+    rows_of,
+    sliced,
+)
 from jrb.datasets.formats.recorded import Recorded
 from jrb.samplers import Uniform
 from jrb.state import BufferState
@@ -40,7 +39,7 @@ _UNIFORM, _TRANSITION = Uniform(), Transition()
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset(Sequence[Episode]):
-    """Episodes that lie in files; opened by `jrb.datasets.open`, and read when they are asked for.
+    """Episodes in files; opened by `jrb.datasets.open`, and read when they are asked for.
 
     A sequence of episodes: `len`, iteration, `dataset[3]`, and slices, which are datasets too. An
     episode is in TED, a nested dict of NumPy arrays `[T, ...]` in the files' dtypes, in this
@@ -48,16 +47,15 @@ class Dataset(Sequence[Episode]):
     truncated, done}`, and under their own names what else the files have for each step. The last
     step of an episode is always `done`.
 
-    A file may lack the observation after the last step of an episode that did not terminate. Then
-    zeros stand there, and in such a set every episode has a leaf `next/valid`, bool `[T]`: False
-    where a value of the next observation would be a value of nothing.
+    If the observation after the last step of an episode that did not terminate is in no file, it
+    is zeros, and every episode has a leaf `next/valid`, bool `[T]`, False for such steps.
 
     Attributes:
-        source: where it lies.
-        format: in which layout.
-        description: what is known of it.
+        source: the path, or what the format takes in place of one.
+        format: of the files.
+        description: facts that are there before steps are read.
         numbers: int64 `[K]`, which of the source's episodes these are.
-        final: "keep" or "drop", what happens to a last step whose next observation lacks.
+        final: "keep" or "drop", what happens to a last step without its next observation.
     """
 
     source: Source
@@ -67,7 +65,7 @@ class Dataset(Sequence[Episode]):
     final: str = "keep"
 
     def __len__(self) -> int:
-        """K, how many episodes there are."""
+        """K, the number of episodes."""
         return len(self.numbers)
 
     @property
@@ -77,7 +75,7 @@ class Dataset(Sequence[Episode]):
 
     @property
     def transitions(self) -> int:
-        """How many steps there are, over all episodes."""
+        """The number of steps of all episodes."""
         return int(self.lengths.sum())
 
     @property
@@ -88,13 +86,13 @@ class Dataset(Sequence[Episode]):
 
     @property
     def cut(self) -> np.ndarray:
-        """Bool `[K]`: True if the next observation of the last step is needed and in no file."""
+        """Bool `[K]`, True if the next observation of the last step is needed and in no file."""
         cut = self.description.cut
         return np.zeros(len(self), bool) if cut is None else cut[self.numbers]
 
     @property
     def complete(self) -> np.ndarray:
-        """Bool `[K]`: True if an episode has ended and is there from its first step on.
+        """Bool `[K]`, True if an episode has ended and is there from its first step on.
 
         False only for episodes of a buffer that was saved: see `jrb.read.Episode`. In other files
         an episode ends where its rows do.
@@ -104,26 +102,25 @@ class Dataset(Sequence[Episode]):
     @functools.cached_property
     def spec(self) -> Any:
         """One step: a nested dict of `jax.ShapeDtypeStruct`."""
-        flag = jax.ShapeDtypeStruct((), np.dtype(bool))
-        flags = dict.fromkeys(("terminated", "truncated", "done"), flag)
-        marks = {"valid": flag} if self._is_marked else {}
+        names = ["terminated", "truncated", "done", *["valid"] * self._is_marked]
+        flags = dict.fromkeys(names, jax.ShapeDtypeStruct((), np.dtype(bool)))
         spec = self.description.spec
-        return {**spec, "next": {**spec["next"], **flags, **marks}}
+        return {**spec, "next": {**spec["next"], **flags}}
 
     @property
     def nbytes(self) -> int:
-        """How many bytes all steps take as arrays."""
-        return self.transitions * tree_nbytes(self.spec)
+        """The bytes of all steps as arrays."""
+        return self.transitions * authoring.tree_nbytes(self.spec)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the files say of themselves: environment, author, spaces, where they do."""
+        """The metadata of the files, such as environment, author, and spaces."""
         return self.description.metadata
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader has to know: what was lost, left out, or taken for something."""
-        notes = tuple(map(printable, self.description.notes))
+        """Sentences for readers: what was lost, left out, or assumed."""
+        notes = tuple(map(authoring.printable, self.description.notes))
         if count := int(self.cut.sum()):
             kept = "left out" if self.final == "drop" else "kept, with zeros and next/valid=False"
             notes += (
@@ -134,7 +131,7 @@ class Dataset(Sequence[Episode]):
 
     @property
     def facts(self) -> dict[str, np.ndarray]:
-        """What is known of each episode, arrays `[K]` by name, such as `seed`."""
+        """Arrays `[K]` by name, such as `seed`: what the files say of each episode."""
         return {name: fact[self.numbers] for name, fact in self.description.facts.items()}
 
     @overload
@@ -142,28 +139,28 @@ class Dataset(Sequence[Episode]):
     @overload
     def __getitem__(self, index: slice) -> "Dataset": ...
     def __getitem__(self, index: int | slice) -> Any:
-        """An episode; or the dataset of a slice of them."""
+        """Returns an episode; or the dataset of a slice of them."""
         if isinstance(index, slice):
             return self.only(self.numbers[index])
-        place = operator.index(index)
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"expected an episode of {len(self)}, got number {place}.")
-        (episode,) = self.only(self.numbers[place : place + 1 or None])
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"expected an episode of {len(self)}, got number {number}.")
+        (episode,) = self.only(self.numbers[number : number + 1 or None])
         return episode
 
     def __iter__(self) -> Iterator[Episode]:
-        return self._marked(self.format.pick, each=True)
+        return self._read(self.format.pick, each=True)
 
     def blocks(self) -> Iterator[Episode]:
-        """All steps in order, in blocks `[T, ...]` as the files are best read; see `steps`."""
-        return self._marked(self.format.blocks, each=False)
+        """Yields all steps in order, in blocks `[T, ...]` as the files are best read."""
+        return self._read(self.format.blocks, each=False)
 
     def steps(self, rows: int | None = None) -> Iterator[Episode]:
-        """All steps in order.
+        """Yields all steps in order.
 
         Args:
-            rows: how many at a time, `[rows, ...]`, the last time perhaps fewer; None for single
-                ones, `[...]`.
+            rows: the number of steps at a time, `[rows, ...]`; the last block may have fewer. None
+                for single steps, `[...]`.
         """
         if rows is not None:
             checks.count("rows", rows)
@@ -171,11 +168,11 @@ class Dataset(Sequence[Episode]):
             return
         for block in self.blocks():
             for row in range(rows_of(block)):
-                yield jax.tree.map(operator.itemgetter(row), block)
+                yield sliced(block, row)
 
     @escaped_errors()
     def returns(self) -> np.ndarray:
-        """float64 `[K]`, the sum of the rewards of each episode; reads nothing else of it.
+        """Returns float64 `[K]`, the sum of the rewards of each episode; reads only these.
 
         Raises:
             ValueError: there are no rewards in the files.
@@ -183,24 +180,23 @@ class Dataset(Sequence[Episode]):
         if "reward" not in self.spec["next"]:
             raise ValueError(
                 f"returns: expected a leaf 'next/reward', got a set of format '{self.format.name}' "
-                f"without rewards, with the leaves {leaf_names(self.spec)}."
+                f"without rewards, with the leaves {authoring.leaf_names(self.spec)}."
             )
         rewards = self.format.rewards(self.source, self.numbers.tolist())
-        lengths = self.lengths.tolist()
-        pairs = zip(rewards, lengths, strict=True)
+        pairs = zip(rewards, self.lengths.tolist(), strict=True)
         return np.array([np.sum(r[:n], dtype=np.float64, axis=0) for r, n in pairs], np.float64)
 
     def filter(self, test: Callable[[Episode], Any]) -> "Dataset":
-        """The episodes for which a function is true; reads them all."""
+        """Returns the episodes for which a function is true; reads them all."""
         return self.only(self.numbers[[bool(test(episode)) for episode in self]])
 
     def at_least(self, steps: int) -> "Dataset":
-        """The episodes that have so many steps or more."""
+        """Returns the episodes that have at least this number of steps."""
         checks.count("steps", steps)
         return self.only(self.numbers[self.lengths >= steps])
 
     def best(self, fraction: float) -> "Dataset":
-        """The episodes with the highest returns, as a fraction of their number, in their order.
+        """Returns the episodes with the highest returns, as a fraction of K, in their order.
 
         At least one, if there is one; of equal returns the earlier ones.
         """
@@ -225,17 +221,15 @@ class Dataset(Sequence[Episode]):
         progress: bool | None = None,
         **parts: Any,
     ) -> tuple[ReplayBuffer, BufferState]:
-        """A buffer that holds all steps, and is only read; and its state.
+        """Returns a buffer that holds all steps, and is only read; and its state.
 
         Steps are read and written in pieces of some megabytes, however many there are. In a
-        `jrb.MemmapStorage` with a path, what is there is kept now and then: after a crash the same
-        call goes on where it was, which a warning of the logger `jrb.datasets` tells, and once all
-        is there it opens that, at once for the parts that it was made with.
+        `jrb.MemmapStorage` with a path, they are committed now and then: after a crash the same
+        call continues, with a warning of the logger `jrb.datasets`. Once all steps are there, it
+        opens them, without any work for the parts that the copy was made with.
 
-        Rewards that are no finite numbers are kept; while the steps are read they are counted, and
-        a warning of the same logger tells how many there are, and the first episode that has some.
-
-        N capacity, E environments, K episodes, B batch.
+        Rewards that are NaN or infinite are kept; a warning of the same logger has their number,
+        and the first episode that has some.
 
         Args:
             storage: where the items go; None for the device, or with `cache` for files.
@@ -243,23 +237,23 @@ class Dataset(Sequence[Episode]):
             unit: of the buffer.
             num_envs: E; each episode then goes to the environment that has the fewest steps so far.
                 None for one stream, the episodes one after the other.
-            fraction: so much of the episodes, the first of them.
+            fraction: of the episodes, the first of them.
             episodes: how many, the first ones; or a slice, or numbers of episodes.
             transforms: of the buffer.
-            cache: whether a copy of the dataset in files is made once, and opened the next time; it
-                is told by the content of its files, wherever these lie.
+            cache: True to make a copy of the dataset in files once, and to open that the next
+                time. It is found by the content of the dataset's files, wherever these are.
             root: the folder of such copies; None for the user's cache of the system.
-            progress: whether a bar shows how far it is; None where stderr is a terminal.
+            progress: True for a bar; None for one where stderr is a terminal.
             parts: what else `jrb.ReplayBuffer` takes, such as `batch_size`. Unless `cast=False`,
                 dtypes that JAX would change are converted as it would: float64 to float32, and
                 int64 to int32 if all numbers fit.
 
         Returns:
-            The description, with N as many slots as are needed and `writer=jrb.ReadOnly(...)`, and
+            The description, with as many slots as are needed and `writer=jrb.ReadOnly(...)`, and
             the state.
 
         Raises:
-            ValueError: there are no steps; something else lies at the path of the storage; or the
+            ValueError: there are no steps; something else is at the path of the storage; or the
                 files have other episodes than when they were opened.
             TypeError: a writer or a capacity, which a dataset chooses itself.
             ModuleNotFoundError: platformdirs is not installed, and `cache` has no `root`.
@@ -299,66 +293,65 @@ class Dataset(Sequence[Episode]):
                 dtypes of its own, the same for all steps. `next/reward`, `next/terminated` and
                 `next/truncated` must be among them.
             dest: the path of a folder, where nothing is yet, and nothing will be if this fails.
-            workers: how many processes call it, each of which imports the module in which it
-                stands; 0 for this one.
-            num_frames: at most so many steps, the first ones; None for all.
+            workers: the number of processes that call it, each of which imports the module in which
+                it is; 0 for this one.
+            num_frames: the number of steps to map at most, the first ones; None for all.
             by: "step", or "episode": the function maps an episode, leaves `[T, ...]`, to another
                 of any length, or to None, which leaves it out.
-            jit: whether the function is one of JAX. It is compiled once, and mapped by `vmap` over
-                blocks of steps.
-            cast: with `jit`, whether numbers of 64 bits come to it as ones of 32, if JAX has no
-                others; an integer that does not fit is an error. If not, they are errors.
-            progress: whether a bar is shown; None for yes if stderr is a terminal.
+            jit: True for a function of JAX. It is compiled once, and mapped by `vmap` over blocks
+                of steps.
+            cast: with `jit`, True to convert numbers of 64 bits to 32, if JAX has no others; an
+                integer that does not fit is an error. If False, they are errors.
+            progress: True for a bar; None for one where stderr is a terminal.
 
         Returns:
             The new dataset.
 
         Raises:
-            RuntimeError: the function failed, or gave something else than before; the message names
-                the episode and the step, and the cause is what went wrong.
+            RuntimeError: the function failed, or returned something else than before, or cannot be
+                sent to a process; the message names the episode and the step, and the cause is the
+                error.
             ValueError: there is something at `dest`; or no step was left.
             TypeError: with `jit`, numbers of 64 bits.
         """
         preprocessing.preprocess(self, function, dest, workers, num_frames, by, jit, cast, progress)
-        path = absolute_path(dest, "dest")
+        path = authoring.absolute_path(dest, "dest")
         format = Recorded().snapshot(path)
         description = format.describe(path)
         return Dataset(path, format, description, np.arange(len(description.lengths)))
 
     def only(self, numbers: np.ndarray) -> Self:
-        """The dataset of these of the source's episodes."""
+        """Returns the dataset of these of the source's episodes."""
         return dataclasses.replace(self, numbers=np.asarray(numbers, np.int64))
 
     def __repr__(self) -> str:
-        return table_text(*self._table())
+        return authoring.table_text(*self._table())
 
     def _repr_html_(self) -> str:
-        return table_html(*self._table())
+        return authoring.table_html(*self._table())
 
     def _table(self) -> tuple[Any, ...]:
-        leaves = jax.tree_util.tree_leaves_with_path(self.spec)
-        cells = [(leaf_name(path), str(leaf.dtype), str(list(leaf.shape))) for path, leaf in leaves]
+        leaves = [
+            (authoring.leaf_name(path), str(leaf.dtype), str(list(leaf.shape)))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.spec)
+        ]
         where = self.source if isinstance(self.source, str) else type(self.source).__name__
         title = (
             f"Dataset ({self.format.name}): {self.episodes} episodes, {self.transitions} "
-            f"transitions, {bytes_text(self.nbytes)}, {where}"
+            f"transitions, {authoring.bytes_text(self.nbytes)}, {where}"
         )
-        return title, ("leaf", "dtype", "shape"), cells, self.notes
+        return title, ("leaf", "dtype", "shape"), leaves, self.notes
 
     @property
     def _is_marked(self) -> bool:
-        """True if episodes have `next/valid`: for all slices of a set, of one structure then."""
+        """True if episodes have `next/valid`: the same for all slices of a set."""
         cut = self.description.cut
         return self.final == "keep" and cut is not None and bool(cut.any())
 
-    def _marked(
+    def _read(
         self, read: Callable[[Source, list[int]], Iterator[Episode]], each: bool
     ) -> Iterator[Episode]:
-        """Yields blocks of steps with `next/done`, and `next/valid` or without steps that lack it.
-
-        Args:
-            read: returns the blocks as the files have them.
-            each: True if each of them is one episode.
+        """Yields blocks of steps with all flags; with `each`, one is an episode.
 
         Raises:
             ValueError: there are other steps than when the dataset was opened.
@@ -366,6 +359,7 @@ class Dataset(Sequence[Episode]):
         lengths = self.description.lengths[self.numbers]
         stops, total, stop, number = np.cumsum(lengths), int(lengths.sum()), 0, -1
         last, cut = (stops - 1)[lengths > 0], self.cut[lengths > 0]
+        # Where the last step is dropped, the one before it ends the episode.
         ends, lacking = np.unique(last - cut if self.final == "drop" else last), last[cut]
         with escaped_errors():
             try:
@@ -386,7 +380,7 @@ class Dataset(Sequence[Episode]):
     def _with_flags(
         self, block: Episode, ends: np.ndarray, lacking: np.ndarray, start: int, stop: int
     ) -> Episode:
-        """Returns a block, which holds the steps from `start` to `stop`, with all flags."""
+        """Returns a block of the steps from `start` to `stop` with all flags."""
         ends, lacking = (
             steps[slice(*np.searchsorted(steps, [start, stop]))] - start
             for steps in (ends, lacking)
@@ -401,6 +395,4 @@ class Dataset(Sequence[Episode]):
         if self._is_marked:
             flags["valid"] = valid
         block = {**block, "next": {**block["next"], **flags}}
-        if self.final == "drop" and len(lacking):
-            return jax.tree.map(lambda leaf: leaf[valid], block)
-        return block
+        return sliced(block, valid) if self.final == "drop" and len(lacking) else block

@@ -6,7 +6,6 @@ E environments, T rows of time.
 import dataclasses
 import itertools
 import logging
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from jrb.authoring import tree_nbytes
 from jrb.buffer import ReplayBuffer
-from jrb.datasets.format import Episode, regrouped, rows_of
+from jrb.datasets.format import Episode, regrouped, rows_of, sliced
 from jrb.datasets.output import track
 from jrb.loops import jitted
 from jrb.state import BufferState
@@ -120,17 +119,17 @@ def _pieces(flow: Streams, start: int) -> Iterator[tuple[Episode, Any, int]]:
         if flow.is_even:
             mask = None if mask.all() else mask[:, 0]
         if flow.num_envs is None:
-            items = jax.tree.map(operator.itemgetter((slice(None), 0)), items)
+            items = sliced(items, (slice(None), 0))
         yield items, mask, max(counts)
 
 
 def _after(dataset: Any, skip: int) -> Iterator[Episode]:
-    """Returns the blocks of a dataset without so many of its first steps."""
+    """Returns the blocks of a dataset without its first `skip` steps."""
     ends = np.cumsum(dataset.lengths)
     first = int(np.searchsorted(ends, skip, side="right"))
     skip -= int(ends[first - 1]) if first else 0
     for block in dataset.only(dataset.numbers[first:]).blocks():
         steps = rows_of(block)
         if steps > skip:
-            yield jax.tree.map(operator.itemgetter(slice(skip, None)), block) if skip else block
+            yield sliced(block, slice(skip, None))
         skip = max(0, skip - steps)

@@ -1,4 +1,4 @@
-"""What a layout of files is to the rest: the base class of all formats.
+"""The base class of all formats, and functions on blocks of steps.
 
 K episodes, T steps of one.
 """
@@ -29,18 +29,16 @@ Source = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Description:
-    """What is known of a dataset before its steps are read.
+    """The facts about a dataset before its steps are read.
 
     Attributes:
         spec: of one step, in TED: a nested dict of `jax.ShapeDtypeStruct`, in the files' dtypes.
         lengths: int64 `[K]`, the steps of each episode.
-        cut: bool `[K]`: whether the observation after the last step is wanted and not there, as
-            the episode goes on after it, or was truncated. Then zeros stand in its place. None if
-            the files have all of them.
-        facts: what is known of each episode, arrays `[K]` by name, such as `seed` and `id`.
+        cut: bool `[K]`, True if the observation after the last step is needed and in no file, as
+            the episode did not terminate. Then it is zeros. None if the files have all of them.
+        facts: about each episode, arrays `[K]` by name, such as `seed` and `id`.
         metadata: what the files say of themselves: environment, author, spaces.
-        notes: what a reader of the data has to know, one sentence each: what was lost, left out or
-            taken for something.
+        notes: sentences for readers of the data: what was lost, left out or assumed.
     """
 
     spec: Any
@@ -79,10 +77,10 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def matches(self, source: Source) -> bool:
-        """Whether this is of the format, by what is in it; looks at names and shapes only."""
+        """Returns True if this is of the format; looks at names and shapes only."""
 
     def snapshot(self, source: Source) -> "Format":
-        """The format for what is there now, where that may change later; here, as it is.
+        """Returns the format for the files of now, where they may change; by default, itself.
 
         Raises:
             ValueError: it is damaged.
@@ -91,29 +89,29 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, source: Source) -> Description:
-        """What there is; does not read what is large."""
+        """Returns the facts about the source; reads nothing large."""
 
     @abc.abstractmethod
     def episodes(self, source: Source) -> Iterator[Episode]:
-        """All episodes, one after the other, as many as `describe` says."""
+        """Yields all episodes, as many as `describe` says."""
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """The episodes of these numbers, in their order; here, by going through all."""
-        place, found = 0, iter(())
+        """Yields the episodes of these numbers, in their order; by default, reads all."""
+        place, episodes = 0, iter(())
         for number in numbers:
             if number < place or place == 0:
-                place, found = 0, self.episodes(source)
+                place, episodes = 0, self.episodes(source)
             for _ in range(number - place):
-                next(found)
+                next(episodes)
             place = number + 1
-            yield next(found)
+            yield next(episodes)
 
     def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """The steps of these episodes, one after the other, in blocks that may hold several."""
+        """Yields the steps of these episodes in blocks that may hold several."""
         return self.pick(source, numbers)
 
     def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """The rewards `[T]` of these episodes."""
+        """Yields the rewards `[T]` of these episodes."""
         for episode in self.pick(source, numbers):
             yield episode["next"]["reward"]
 
@@ -122,38 +120,44 @@ class Indexed(Format):
     """A format whose files say where each episode is: `pick` in place of `episodes`."""
 
     def episodes(self, source: Source) -> Iterator[Episode]:
-        """All episodes."""
+        """Yields all episodes."""
         return self.pick(source, range(len(self.describe(source).lengths)))
 
     @abc.abstractmethod
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """The episodes of these numbers, in their order."""
+        """Yields the episodes of these numbers, in their order."""
 
 
 def rows_of(block: Episode) -> int:
-    """How many steps an episode, or a block of steps, has."""
+    """Returns the number of steps of an episode, or of a block of steps."""
     return len(jax.tree.leaves(block)[0])
 
 
+def sliced(block: Episode, part: Any) -> Episode:
+    """Returns some steps of a block: those of a slice, a mask or an index."""
+    return jax.tree.map(operator.itemgetter(part), block)
+
+
 def regrouped(blocks: Iterator[Episode], rows: int) -> Iterator[Episode]:
-    """Returns the same steps in blocks of `rows`; the last may be shorter."""
+    """Yields the same steps in blocks of `rows`; the last may be shorter."""
+    join = lambda parts: jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     parts: list[Episode] = []
     count = 0
     for block in blocks:
         steps, start = rows_of(block), 0
         while start < steps:
             stop = min(steps, start + rows - count)
-            parts.append(jax.tree.map(operator.itemgetter(slice(start, stop)), block))
+            parts.append(sliced(block, slice(start, stop)))
             count, start = count + stop - start, stop
             if count == rows:
-                yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+                yield join(parts)
                 parts, count = [], 0
     if parts:
-        yield jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        yield join(parts)
 
 
 def spec_of(arrays: Any) -> Any:
-    """The spec of one step, from arrays `[T, ...]`, or from what has a shape and a dtype."""
+    """Returns the spec of one step, from arrays `[T, ...]` or what has shapes and dtypes."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), native(leaf.dtype)),
         arrays,
@@ -162,7 +166,7 @@ def spec_of(arrays: Any) -> Any:
 
 
 def native(dtype: DTypeLike) -> np.dtype:
-    """A dtype in this machine's order of bytes."""
+    """Returns a dtype in this machine's order of bytes."""
     return np.dtype(np.dtype(dtype).type)
 
 
@@ -173,39 +177,34 @@ def ted(
     terminated: np.ndarray,
     truncated: np.ndarray,
     after: Any = None,
-    **rest: Any,
+    **others: Any,
 ) -> Episode:
-    """An episode in TED.
+    """Returns an episode in TED.
 
     Args:
-        observation: arrays `[T + 1, ...]`, the last of them seen after the last action; or
-            `[T, ...]`.
+        observation: arrays `[T, ...]`; or `[T + 1, ...]` with the one after the last action.
         action: arrays `[T, ...]`.
         reward: `[T]`.
         terminated: bool `[T]`.
         truncated: bool `[T]`.
         after: the next observations `[T, ...]`, if the files have them. Else they are those of the
             next step, and zeros after the last one where nothing is there.
-        rest: more leaves `[T, ...]` by name.
+        others: more leaves `[T, ...]` by name.
     """
     steps = len(reward)
     if after is None:
         after = jax.tree.map(lambda leaf: shifted(leaf, steps), observation)
+    flags = {"terminated": terminated, "truncated": truncated}
     return {
         "observation": jax.tree.map(lambda leaf: leaf[:steps], observation),
         "action": action,
-        "next": {
-            "observation": after,
-            "reward": reward,
-            "terminated": terminated,
-            "truncated": truncated,
-        },
-        **rest,
+        "next": {"observation": after, "reward": reward, **flags},
+        **others,
     }
 
 
 def shifted(leaf: np.ndarray, steps: int) -> np.ndarray:
-    """What came after each of so many steps; zeros after the last one if nothing is there."""
+    """Returns the value after each of `steps` steps; zeros after the last one if it is missing."""
     if len(leaf) > steps:
         return leaf[1 : steps + 1]
     return np.concatenate([leaf[1:], np.zeros_like(leaf[:1])])

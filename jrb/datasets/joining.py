@@ -15,43 +15,43 @@ from jrb.mix import Mix, States
 
 
 @dataclasses.dataclass(frozen=True)
-class Joined(Indexed):
+class Concatenation(Indexed):
     """Datasets one after the other. The source is a tuple of them."""
 
     name: ClassVar[str] = "joined"
     looks_for: ClassVar[str] = "a tuple of datasets, as jrb.datasets.concatenate makes it"
 
     def matches(self, source: Source) -> bool:
-        """Whether it is such a tuple."""
+        """Returns True for such a tuple."""
         return isinstance(source, tuple) and all(isinstance(part, Dataset) for part in source)
 
     def describe(self, source: Source) -> Description:
-        """What is known of all of them; `dataset` among the facts says which one."""
-        joined = np.concatenate
+        """Returns the facts about all; `dataset` among them is the number of the dataset."""
+        concat = np.concatenate
         names = set.intersection(*(set(part.facts) for part in source))
-        facts = {name: joined([part.facts[name] for part in source]) for name in sorted(names)}
-        facts["complete"] = joined([part.complete for part in source])
+        facts = {name: concat([part.facts[name] for part in source]) for name in sorted(names)}
+        facts["complete"] = concat([part.complete for part in source])
         cuts = [part.cut if part.final == "keep" else np.zeros(len(part), bool) for part in source]
         notes = itertools.chain.from_iterable(part.description.notes for part in source)
         return Description(
             _without_marks(source[0].spec),
-            joined([part.lengths for part in source]).astype(np.int64),
-            joined(cuts) if any(map(np.any, cuts)) else None,
+            concat([part.lengths for part in source]).astype(np.int64),
+            concat(cuts) if any(map(np.any, cuts)) else None,
             {**facts, "dataset": np.repeat(np.arange(len(source)), [*map(len, source)])},
             {"datasets": [dict(part.metadata) for part in source]},
             tuple(dict.fromkeys(notes)),
         )
 
     def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """The episodes of these numbers."""
+        """Yields the episodes of these numbers."""
         return map(_without_marks, _through(source, numbers, iter))
 
     def blocks(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """The same, as each of the datasets is best read."""
+        """Yields their steps in blocks, as each of the datasets is best read."""
         return map(_without_marks, _through(source, numbers, Dataset.blocks))
 
     def rewards(self, source: Source, numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """The rewards of these episodes, without the rest of them."""
+        """Yields the rewards of these episodes only."""
         read = lambda part: part.format.rewards(part.source, part.numbers.tolist())
         return _through(source, numbers, read)
 
@@ -59,7 +59,7 @@ class Joined(Indexed):
 def _through(
     source: tuple[Dataset, ...], numbers: Sequence[int], read: Callable[[Dataset], Iterator[Any]]
 ) -> Iterator[Any]:
-    """What is read of these episodes, those of one dataset that follow each other together."""
+    """Reads these episodes; those of one dataset in a row are read together."""
     first = np.cumsum([0, *map(len, source)])
     which = np.searchsorted(first, numbers, side="right") - 1
     for part, group in itertools.groupby(zip(which.tolist(), numbers, strict=True), lambda x: x[0]):
@@ -68,13 +68,13 @@ def _through(
 
 
 def _without_marks(step: Any) -> Any:
-    """A step, or a spec, without what datasets add for themselves."""
+    """Returns a step, or a spec, without the flags that datasets add."""
     after = {name: leaf for name, leaf in step["next"].items() if name not in ("valid", "done")}
     return {**step, "next": after}
 
 
 def concatenate(*datasets: Dataset) -> Dataset:
-    """Several datasets as one: the episodes of the first, then those of the second, and so on.
+    """Returns several datasets as one: the episodes of the first, then of the second, and so on.
 
     `facts["dataset"]`, int64 `[K]`, says where an episode is from; other facts are those that all
     have. Where one of them lacks next observations, all have a leaf `next/valid`.
@@ -85,8 +85,8 @@ def concatenate(*datasets: Dataset) -> Dataset:
         TypeError: something else than datasets.
     """
     _check_alike(_numbered(datasets))
-    description = Joined().describe(datasets)
-    return Dataset(datasets, Joined(), description, np.arange(len(description.lengths)))
+    description = Concatenation().describe(datasets)
+    return Dataset(datasets, Concatenation(), description, np.arange(len(description.lengths)))
 
 
 def _check_alike(datasets: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ def mix(
     batch_size: int | None = None,
     **parts: Any,
 ) -> tuple[Mix, States]:
-    """Batches from several datasets, exact parts of each batch from each of them.
+    """Returns a mix of several datasets, which have exact parts of each batch.
 
     Args:
         datasets: by name, or in a sequence.
@@ -147,10 +147,10 @@ def mix(
         raise ValueError(
             f"weights: expected finite numbers of at least 0, not all 0, got {numbers.tolist()}."
         )
-    joined = concatenate(*named.values())
-    if "valid" in joined.spec["next"]:  # then all have that leaf
+    whole = concatenate(*named.values())
+    if "valid" in whole.spec["next"]:  # then all have that leaf
         stops = np.cumsum([0, *map(len, named.values())]).tolist()
-        sources = [joined[start:stop] for start, stop in itertools.pairwise(stops)]
+        sources = [whole[start:stop] for start, stop in itertools.pairwise(stops)]
     else:
         sources = list(named.values())
     pairs = [source.buffer(batch_size=batch_size, **parts) for source in sources]

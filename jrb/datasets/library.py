@@ -23,14 +23,14 @@ _DEPTH = 3  # folders, as Minari has them
 
 
 class UnknownFormatError(ValueError):
-    """No format matches what lies at a path."""
+    """No format matches the files at a path."""
 
 
 @escaped_errors()
 def open(
     source: Source, *, format: str | Format | None = None, final: str = "keep", **options: Any
 ) -> Dataset:
-    """Opens a dataset, whatever library wrote it; reads no more than tells what is there.
+    """Opens a dataset, whatever library wrote it; reads no more than it needs to describe it.
 
     Args:
         source: the path of a file, or of a folder. For RLDS episodes: a sequence of them, anything
@@ -145,7 +145,7 @@ def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
 
     Raises:
         FileNotFoundError: there is none of this name.
-        ValueError: what is there is no dataset, or does not lie in the folder; or there are other
+        ValueError: it is no dataset, or not in the folder; or there are other
             files in its folder, which the message names.
         LockedError: it is being made, or written to.
     """
@@ -156,7 +156,7 @@ def delete(name: str, root: str | os.PathLike[str] | None = None) -> None:
         raise ValueError(f"delete: expected the name of a dataset in {folder}, got {name!r}.")
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
-    with copies.locked(path, wait=False):  # what is being made may be no dataset yet
+    with copies.locked(path, wait=False):  # an unfinished copy may be no dataset yet
         open(path)
         with locked(path) as is_own:
             discard(path, is_own)

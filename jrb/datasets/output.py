@@ -1,4 +1,4 @@
-"""Files and folders that appear once they are whole, and a bar that shows how far something is."""
+"""Files and folders that appear once they are whole, and a bar that shows progress."""
 
 import contextlib
 import os
@@ -67,11 +67,11 @@ def track(total: int, text: str, show: bool | None = None) -> Iterator[Callable[
 
     Args:
         total: the number of steps.
-        text: what is done with them.
+        text: shown beside the bar.
         show: None for a bar where stderr is a terminal, and rich is installed.
 
     Yields:
-        What is called with the number of steps that were done since the last call.
+        A function to call with the number of steps done since the last call.
 
     Raises:
         ModuleNotFoundError: rich is not installed, and `show` is True.

@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import multiprocessing
-import operator
 import os
 import traceback
 from collections.abc import Callable, Generator, Iterator
@@ -20,7 +19,7 @@ import jax
 import numpy as np
 
 from jrb.authoring import Folder, checks, leaf_name, tree_nbytes
-from jrb.datasets.format import Episode, native, rows_of
+from jrb.datasets.format import Episode, native, rows_of, sliced
 from jrb.datasets.output import new_path, track
 from jrb.datasets.reading.tabular import is_set
 from jrb.datasets.recording import parts
@@ -45,6 +44,9 @@ class Failure(NamedTuple):
     place: int | None
     error: Exception
 
+
+Forms = dict[str, tuple[np.dtype, tuple[int, ...]]]
+"""Dtypes and shapes of one step by name."""
 
 Result = Leaves | Failure | None
 """The leaves of a block by name; None for an episode that is left out."""
@@ -78,11 +80,6 @@ def preprocess(
         raise ValueError(
             f"jit: expected workers=0 and by='step', got workers={workers} and by={by!r}: a "
             "function of JAX is mapped over blocks of steps, in this process."
-        )
-    if workers and not _can_be_sent(function):
-        raise TypeError(
-            f"function: expected one that other processes can import, got {function!r}. Put it at "
-            "the top of a module, or leave workers= out."
         )
     rows = max(1, min(_MOST, _BLOCK // max(tree_nbytes(dataset.spec), 1)))
     if jit:
@@ -162,18 +159,19 @@ def _by_step(
     """Maps steps, `rows` at a time."""
     bounds, total = np.cumsum(dataset.lengths), int(dataset.lengths.sum())
     total = min(total, num_frames or total)
-    kept = np.flatnonzero((dataset.lengths > 0) & (bounds - dataset.lengths < total))
-    ends = np.minimum(bounds[kept], total)
-    start, first = 0, None
+    is_end = np.zeros(total, bool)
+    is_end[bounds[(bounds <= total) & (dataset.lengths > 0)] - 1] = is_end[-1:] = True
+    episode_of = functools.partial(np.searchsorted, bounds, side="right")
+    start, first = 0, {}
 
-    def where(place: int) -> str:
-        episode = int(np.searchsorted(bounds, start + place, side="right"))
-        return f"episode {episode}, step {start + place - ([0, *bounds.tolist()][episode])}"
+    def where(step: int) -> str:
+        episode = int(episode_of(start + step))
+        return f"episode {episode}, step {start + step - [0, *bounds.tolist()][episode]}"
 
     def tasks() -> Iterator[Episode]:
         stop = 0
-        for block in dataset.steps(rows) if total else ():
-            block = jax.tree.map(operator.itemgetter(slice(total - stop)), block)
+        for block in dataset.steps(rows):
+            block = sliced(block, slice(total - stop))
             stop += rows_of(block)
             yield block
             if stop == total:
@@ -181,14 +179,12 @@ def _by_step(
 
     with track(total, "preprocessing", progress) as advance:
         for block, result in run(tasks()):
-            leaves = _checked(result, first, where) or {}
-            first, stop = first or leaves, start + rows_of(block)
-            inside = (ends > start) & (ends <= stop)
-            is_last = np.zeros(stop - start, bool)
-            is_last[ends[inside] - 1 - start] = True
+            leaves, first = _checked(result, first, where)
+            stop = start + rows_of(block)
+            is_last = is_end[start:stop]
             if "valid" in block["next"]:
                 leaves = {**leaves, _VALID: block["next"]["valid"]}
-            yield leaves, is_last, kept[inside]
+            yield leaves, is_last, episode_of(start + np.flatnonzero(is_last))
             advance(stop - start)
             start = stop
 
@@ -198,15 +194,15 @@ def _by_episode(
 ) -> Generator[Mapped, None, None]:
     """Maps episodes, one by one."""
     numbers = np.flatnonzero(dataset.lengths > 0)
-    steps, first = 0, None
+    steps, first = 0, {}
     with track(len(numbers), "preprocessing", progress) as advance:
         tasks = (episode for episode in dataset if rows_of(episode))
         for number, (episode, result) in zip(numbers, run(tasks), strict=False):
-            leaves = _checked(result, first, lambda place, number=number: f"episode {number}")
+            where = lambda place, number=number: f"episode {number}"
+            leaves, first = _checked(result, first, where)
             advance(1)
-            if leaves is None:
+            if not leaves:
                 continue
-            first = first or leaves
             if "valid" in episode["next"] and _VALID not in leaves:
                 valid = np.ones(len(leaves[_REWARD]), bool)
                 valid[-1] = episode["next"]["valid"][-1]
@@ -225,10 +221,11 @@ def _by_episode(
 def _map_steps(function: Function, block: Episode) -> Result:
     """Maps a block of steps, one by one."""
     steps: list[Leaves] = []
+    first: Forms = {}
     for row in range(rows_of(block)):
         try:
-            steps.append(_flat(function(jax.tree.map(operator.itemgetter(row), block))))
-            _check_alike(_forms(steps[0]), _forms(steps[-1]))
+            steps.append(_flat(function(sliced(block, row))))
+            first = _same_forms(first, steps[-1], 0)
         except Exception as error:
             return Failure(row, error)
     return {name: np.stack([step[name] for step in steps]) for name in steps[0]}
@@ -269,15 +266,10 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
     def narrow(path: Any, leaf: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
             narrowed = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-        fits = (
-            narrowed == leaf
-            if leaf.dtype.kind in "iu"
-            else np.isfinite(narrowed) | ~np.isfinite(leaf)
-        )
-        if not np.all(fits):
+        if leaf.dtype.kind in "iu" and not np.array_equal(narrowed, leaf):
             raise ValueError(
-                f"leaf '{leaf_name(path)}': expected numbers that {narrowed.dtype} holds, got some "
-                f"such as {leaf[~fits].flat[0]}. Set jax_enable_x64, or encode them."
+                f"leaf '{leaf_name(path)}': expected integers that {narrowed.dtype} holds, got "
+                f"{leaf[narrowed != leaf][0]}. Set jax_enable_x64, or encode them."
             )
         return narrowed
 
@@ -306,8 +298,8 @@ def _flat(item: Any) -> Leaves:
     return leaves
 
 
-def _checked(result: Result, first: Leaves | None, where: Callable[[int], str]) -> Leaves | None:
-    """Returns the leaves of a result.
+def _checked(result: Result, first: Forms, where: Callable[[int], str]) -> tuple[Leaves, Forms]:
+    """Returns the leaves of a result, none if it is left out, and the forms of the first result.
 
     Raises:
         RuntimeError: the function failed, or returned something else than it did first.
@@ -325,11 +317,11 @@ def _checked(result: Result, first: Leaves | None, where: Callable[[int], str]) 
                         f"leaf '{name}': expected shape () for a step, got "
                         f"{result[name].shape[1:]}."
                     )
-            _check_alike(_forms(first or result, 1), _forms(result, 1))
+            first = _same_forms(first, result, 1)
         except ValueError as error:
             result = Failure(0, error)
     if not isinstance(result, Failure):
-        return result
+        return result or {}, first
     text = f"{type(result.error).__name__}: {result.error}"
     if result.place is None:
         text = (
@@ -341,17 +333,19 @@ def _checked(result: Result, first: Leaves | None, where: Callable[[int], str]) 
     raise RuntimeError(f"preprocess: {text}") from result.error
 
 
-def _forms(leaves: Leaves, lead: int = 0) -> dict[str, str]:
-    """Returns dtypes and shapes of leaves, without so many of their first axes."""
-    return {name: f"{leaf.dtype}{list(leaf.shape[lead:])}" for name, leaf in leaves.items()}
+def _same_forms(first: Forms, leaves: Leaves, lead: int) -> Forms:
+    """Returns the dtypes and shapes of steps; raises unless they are those of the first, if any.
 
-
-def _check_alike(first: dict[str, str], forms: dict[str, str]) -> None:
-    """Raises unless two steps have the same leaves, shapes and dtypes."""
-    for name in sorted(first.keys() | forms.keys()):
-        want, got = first.get(name, "no such leaf"), forms.get(name, "no such leaf")
-        if want != got:
-            raise ValueError(f"leaf '{name}': expected {want}, as before, got {got}.")
+    Shapes are those without the first `lead` axes.
+    """
+    forms = {name: (leaf.dtype, leaf.shape[lead:]) for name, leaf in leaves.items()}
+    if first and forms != first:
+        text = lambda form: f"{form[0]}{list(form[1])}" if form else "no such leaf"
+        for name in sorted(first.keys() | forms.keys()):
+            want, got = text(first.get(name)), text(forms.get(name))
+            if want != got:
+                raise ValueError(f"leaf '{name}': expected {want}, as before, got {got}.")
+    return first or forms
 
 
 def _in_order(
@@ -378,16 +372,11 @@ def _call_elsewhere(call: Callable[[Episode], Result], task: Episode) -> Result:
     result = call(task)
     if not isinstance(result, Failure):
         return result
-    error = result.error if _can_be_sent(result.error) else RuntimeError(repr(result.error))
-    error.add_note("".join(traceback.format_exception(result.error)))
-    return Failure(result.place, error)
-
-
-def _can_be_sent(thing: object) -> bool:
-    """Returns True if another process can receive something, which it imports by its name."""
+    error = result.error
     try:
         pickler: Any = reduction.ForkingPickler
-        pickler.loads(pickler.dumps(thing))
-    except Exception:  # whatever its classes raise
-        return False
-    return True
+        pickler.loads(pickler.dumps(error))
+    except Exception:  # whatever its class raises
+        error = RuntimeError(repr(error))
+    error.add_note("".join(traceback.format_exception(result.error)))
+    return Failure(result.place, error)

@@ -16,22 +16,21 @@ from jrb.keys import TED, Keys
 def split_trajectories(
     items: Any, *, keys: Keys = TED, length: int | None = None
 ) -> tuple[Any, Any, Any]:
-    """The trajectories in some items, each in a row of its own.
+    """Returns the trajectories in some items, each padded in a row of its own.
 
-    One ends where a flag says so (done, terminated or truncated, whichever there are), before
-    another number of `keys.episode` if that is named, and with the last item. `join_trajectories`
-    undoes this.
+    A trajectory ends at a flag (done, terminated or truncated), before another number of
+    `keys.episode` if that is named, and with the last item. `join_trajectories` undoes this.
 
     Args:
         items: a pytree of NumPy or JAX arrays `[T, ...]`, in the order of time; outside `jit`, as
-            what they hold tells the shapes.
-        keys: where the flags lie.
+            the shapes depend on the flags.
+        keys: where the flags are.
         length: L; None for that of the longest trajectory.
 
     Returns:
-        A pytree of arrays `[K, L, ...]`, zeros behind the end of each trajectory; the mask, bool
-        `[K, L]`, True for items; and bool `[K]`, which of them go on after the last item, as none
-        of its flags says that it is over. JAX arrays, if the items are, else NumPy's.
+        A pytree of arrays `[K, L, ...]`, zeros after the end of each trajectory; the mask, bool
+        `[K, L]`, True for items; and bool `[K]`, True for the last one if no flag ends it. JAX
+        arrays, if the items are, else NumPy's.
 
     Raises:
         ValueError: no flags, leaves of unequal length, or trajectories longer than `length`.
@@ -70,14 +69,11 @@ def split_trajectories(
 
 
 def join_trajectories(padded: Any, mask: Any) -> Any:
-    """Padded trajectories one after the other: what `split_trajectories` was given.
+    """Returns padded trajectories one after the other, as `split_trajectories` was given them.
 
     Args:
         padded: a pytree of arrays `[K, L, ...]`.
         mask: bool `[K, L]`, True for items.
-
-    Returns:
-        Arrays `[T, ...]`, T of which the mask is True.
 
     Raises:
         ValueError: a leaf that does not begin with `[K, L]`.
@@ -97,12 +93,12 @@ def join_trajectories(padded: Any, mask: Any) -> Any:
 
 
 def lengths(items: Any, *, keys: Keys = TED) -> np.ndarray:
-    """int64 `[K]`, the steps of each trajectory in some items `[T, ...]`; see the split."""
+    """Returns int64 `[K]`, the steps of each trajectory in items `[T, ...]`; see the split."""
     return np.diff(_ends(items, keys, "lengths")[1], prepend=0)
 
 
 def returns(items: Any, *, keys: Keys = TED) -> Any:
-    """float64 `[K, ...]`, the sum of the rewards of each trajectory in some items `[T, ...]`.
+    """Returns float64 `[K, ...]`, the sum of the rewards of each trajectory in items `[T, ...]`.
 
     A pytree of them where the reward has several leaves, such as one for each agent.
 

@@ -29,23 +29,14 @@ def is_keys(dtype: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ItemSpec:
-    """The structure, shapes and dtypes of items, and the roles of their leaves.
-
-    Attributes:
-        structure: of an item.
-        specs: of its leaves, `jax.ShapeDtypeStruct`s in NumPy's dtypes or those of keys.
-        names: of its leaves.
-        arrays: the leaves as they are recorded, under their names in TED.
-        flags: the position of each flag that there is, by its field of `jrb.Keys`.
-        episode: the position of the number of the episode; None if there is none.
-    """
+    """The structure, shapes and dtypes of items, and the roles of their leaves."""
 
     structure: Any
-    specs: list[Any]
+    specs: list[Any]  # of leaves, in NumPy's dtypes or those of keys
     names: list[str]
-    arrays: list[RecordedLeaf]
-    flags: dict[str, int]
-    episode: int | None
+    arrays: list[RecordedLeaf]  # the leaves as they are recorded, under their names in TED
+    flags: dict[str, int]  # the positions of flags, by their fields of `jrb.Keys`
+    episode: int | None  # the position of the number of the episode
 
     @property
     def leaves(self) -> tuple[RecordedLeaf, ...]:
@@ -72,12 +63,7 @@ class ItemSpec:
         return tuple(notes)
 
     def check(self, items: Any, lead: tuple[int, ...], verb: str) -> list[Any]:
-        """Returns the leaves `[*lead, ...]` of items, with Python's numbers as arrays.
-
-        Raises:
-            ValueError: another structure or shape; the message names a leaf.
-            TypeError: another dtype, or no array.
-        """
+        """Returns the checked leaves `[*lead, ...]` of items, with Python's numbers as arrays."""
         leaves, structure = jax.tree.flatten(items)
         if structure != self.structure:
             ours, names = set(self.names), leaf_names(items)
@@ -117,10 +103,8 @@ def _number(leaf: object, spec: Any, where: str) -> np.ndarray:
 def item_spec(example: Any, lead: int, keys: Keys, verb: str) -> ItemSpec:
     """Returns the spec of items such as `example`, whose leaves have `lead` axes before their own.
 
-    Raises:
-        ValueError: leaves with names that files cannot tell apart, without a reward, or with
-            flags that are not one number an item.
-        TypeError: a leaf that is no array of numbers.
+    Raises `ValueError` or `TypeError` for items that cannot be recorded: without a reward, with
+    names that files cannot tell apart, or with leaves that are no arrays of numbers.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(example)
     names = [leaf_name(path) for path, _ in leaves]

@@ -49,19 +49,12 @@ HIDDEN = re.compile(rf"\.({_WRITER})(-\d{{6,}}\.parquet\.new|\.lock)")
 
 @dataclasses.dataclass(frozen=True)
 class RecordedLeaf:
-    """A leaf of the items of a recording.
+    """A leaf of the items of a recording."""
 
-    Attributes:
-        name: in TED, such as `next/reward`.
-        dtype: the name of NumPy's dtype.
-        shape: of one item.
-        key_impl: the implementation of PRNG keys, whose words the numbers are; else None.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    key_impl: str | None = None
+    name: str  # in TED, such as `next/reward`
+    dtype: str  # of NumPy
+    shape: tuple[int, ...]  # of one item
+    key_impl: str | None = None  # the implementation of PRNG keys, whose words the numbers are
 
     @functools.cached_property
     def numpy(self) -> np.dtype:
@@ -120,21 +113,14 @@ class RecordedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class RecordingSchema:
-    """All that the parts of a writer have in common.
+    """All that the parts of a writer have in common."""
 
-    Attributes:
-        num_envs: E; None for one stream without an axis of environments.
-        leaves: of an item, in TED, without flags.
-        notes: sentences for readers of the dataset.
-        metadata: of the user.
-        facts: arrays of one number per episode, by name, of a dataset that was written as a whole;
-            None if recorders write it, and may add to it.
-    """
-
-    num_envs: int | None
-    leaves: tuple[RecordedLeaf, ...]
-    notes: tuple[str, ...]
-    metadata: Mapping[str, Any]
+    num_envs: int | None  # E; None for one stream without an axis of environments
+    leaves: tuple[RecordedLeaf, ...]  # of an item, in TED, without flags
+    notes: tuple[str, ...]  # sentences for readers
+    metadata: Mapping[str, Any]  # of the user
+    # Arrays of one number per episode, by name, of a dataset that was written as a whole; None if
+    # recorders write it, and may add to it.
     facts: Mapping[str, np.ndarray] | None = None
 
     @functools.cached_property
@@ -150,12 +136,7 @@ class RecordingSchema:
         return pa.schema(fields, metadata={_KEY: json.dumps(body)})
 
     def encode(self, own: Mapping[str, np.ndarray], leaves: Mapping[str, np.ndarray]) -> Any:
-        """Returns the bytes of a part.
-
-        Args:
-            own: arrays `[n]` by the names in `TYPES`.
-            leaves: arrays `[n, ...]` by the names of leaves; others are ignored.
-        """
+        """Returns the bytes of a part: arrays `[n]` of `TYPES`, and `[n, ...]` of leaves."""
         pa, parquet = require("pyarrow", "datasets"), require("pyarrow.parquet", "datasets")
         columns = {name: pa.array(array) for name, array in own.items()}
         columns |= {it.column: it.encode(leaves[it.name]) for it in self.leaves if it.width}
@@ -181,11 +162,7 @@ class RecordingSchema:
 
 
 def schema_of(path: str) -> RecordingSchema:
-    """Returns the schema of the part at `path`.
-
-    Raises:
-        ValueError: the file is damaged, no part of a recording, or written by a newer version.
-    """
+    """Returns the schema of the part at `path`; raises `ValueError` if it is damaged or newer."""
     with refused(path):
         arrow = require("pyarrow.parquet", "datasets").read_schema(path)
     try:
@@ -234,8 +211,7 @@ def is_own(name: str) -> bool:
 def part_counts(path: str) -> dict[str, int]:
     """Returns the number of parts of each writer, in the order in which the writers began.
 
-    Raises:
-        DamagedError: a part is missing before another one.
+    Raises `DamagedError` if a part is missing before another one.
     """
     numbers: dict[str, set[int]] = {}
     for match in filter(None, map(_PART.fullmatch, sorted(os.listdir(path)))):

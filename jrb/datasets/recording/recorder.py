@@ -1,10 +1,5 @@
 """A recorder: keeps what a buffer is given on the disk, while the ring forgets.
 
-Items are taken into memory, an array for each leaf, and written as parts (see `parts`): a call
-costs microseconds, a part a write and two syncs. A crash, of the program or of the machine, costs
-what was not sealed: the newest items, at most as many as a part holds, or those of one call if they
-are more. `flush` seals them at once.
-
 T time, E environments.
 """
 
@@ -35,20 +30,17 @@ class Recorder:
     The dataset is a folder of Parquet files with one row per step, which other programs read too.
     It needs the extra `datasets`.
 
+    Call `add` where the buffer's `add` is called, `append` where `extend` is, and `record` for both
+    inside `jit` and `scan`. A call happens as a whole, or raises and has not happened. It costs
+    microseconds: items stay in memory until there are `chunk` of them, and are then sealed, that
+    is, written as a file and synced. A crash of the program or of the machine loses no more than
+    the items in memory. `flush` and `close` seal them, as do the end of a `with` block and that of
+    the program.
+
     Each environment of each recorder is a stream of its own, in which episodes end by the flags of
     the items, by `Keys.episode`, and by `truncate`. Several recorders may write to one path at
-    once, from as many processes, and a new recorder for the same path continues the dataset: each
-    writes files of its own, and all of them are one dataset.
-
-    Call it beside the methods of a buffer: `add` where the buffer's `add` is called, `append` where
-    `extend` is, and `record` for both inside `jit` and `scan`. A call happens as a whole, or raises
-    and has not happened. A forked process cannot write.
-
-    Observations that are also stored as the next observation of the step before take their room
-    twice. Leave the next observation out of the items to store them once.
-
-    Items in memory are sealed when the recorder is closed, at the end of a `with` block, and, if
-    nothing goes wrong, when the program ends.
+    once, from as many processes, and a new one continues the dataset: each writes files of its own.
+    A forked process cannot write. To store observations once, leave the next observation out.
 
     Args:
         path: of a folder, made if there is none.
@@ -168,7 +160,7 @@ class Recorder:
             mask: bool `[T]`, or `[T, E]` for each environment: those that are False are left out.
 
         Raises:
-            ValueError, TypeError, OSError, LockedError: as `add`.
+            ValueError: as `add`, which also raises `TypeError`, `OSError` and `LockedError`.
         """
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(items)]
         if not shapes or not shapes[0]:
@@ -237,7 +229,6 @@ class Recorder:
 
         Raises:
             OSError: the disk is full or broken. All is still in memory.
-            ValueError, LockedError: as `add`.
         """
         self._writer.check()
         jax.effects_barrier()

@@ -24,30 +24,18 @@ _STREAM = np.dtype([("is_over", "?"), ("episode", "i8"), ("step", "i8"), ("own_n
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Progress:
-    """How far a writer is; replaced as a whole, so that an interrupt finds the old or the new.
+    """The progress of a writer; replaced as a whole, so that an interrupt finds old or new."""
 
-    Attributes:
-        number: of the part that is open.
-        held: the number of items in it.
-        is_due: True once it was tried to seal the part. Then no item is added to it: readers may
-            have seen the part, though the writer got an error.
-        sealed: the number of items in sealed parts.
-        next_episode: the number of the next episode that begins.
-        streams: `[E]`, the last sealed item of each environment: True if it ended its episode, or
-            there is none; the number of its episode, its position in it, and the number that the
-            items themselves have. None before the first part.
-        begins: positions of items that begin an episode because `truncate` was called.
-        restarts: bool `[E]`, the environments whose next item does so; None for none.
-    """
-
-    next_episode: int
-    number: int = 1
-    held: int = 0
+    next_episode: int  # the number of the next episode that begins
+    number: int = 1  # of the part that is open
+    held: int = 0  # items in it
+    # It was tried to seal the part. No item is added to it any more: readers may have seen the
+    # part, though the writer got an error.
     is_due: bool = False
-    sealed: int = 0
-    streams: np.ndarray | None = None
-    begins: tuple[int, ...] = ()
-    restarts: np.ndarray | None = None
+    sealed: int = 0  # items in sealed parts
+    streams: np.ndarray | None = None  # [E], the last sealed items; None before the first part
+    begins: tuple[int, ...] = ()  # positions of items that begin an episode, after `truncate`
+    restarts: np.ndarray | None = None  # bool [E], environments whose next item does so
 
 
 class RecordWriter:
@@ -57,14 +45,8 @@ class RecordWriter:
 
     Args:
         path: of the recording.
-        name: a part of the writer's own.
+        name: a part of the writer's own name, with which its files begin.
         chunk: the number of items of a part; None for as many as 16 MiB hold.
-
-    Attributes:
-        name: of the writer, with which its files begin.
-        spec: of the items; None before the first.
-        progress: how far the writer is.
-        is_closed: True if it takes nothing any more.
     """
 
     def __init__(self, path: str, name: str, chunk: int | None) -> None:
@@ -87,12 +69,7 @@ class RecordWriter:
         self.is_closed: bool = False
 
     def check(self) -> None:
-        """Raises where nothing may be written any more.
-
-        Raises:
-            ValueError: the writer is closed.
-            LockedError: this process was forked off from the one that writes.
-        """
+        """Raises `ValueError` if the writer is closed, `LockedError` in a forked process."""
         if os.getpid() != self._process:
             self._lock.check()
         if self.is_closed:
@@ -104,8 +81,7 @@ class RecordWriter:
     def begin(self, spec: ItemSpec, schema: RecordingSchema) -> None:
         """Writes a part without rows, from which readers and other writers know the items.
 
-        Raises:
-            ValueError: other items were given before, here or to another writer.
+        Raises `ValueError` if other items were given before, here or to another writer.
         """
         with self._mutex:
             self.check()
@@ -126,16 +102,10 @@ class RecordWriter:
             self.spec = spec  # last: an interrupt before leaves all to be done again
 
     def put(self, arrays: list[np.ndarray], count: int, envs: np.ndarray | None) -> None:
-        """Takes items.
+        """Takes `count` items, of the environments int32 `[count]`; None if there is one only.
 
-        Args:
-            arrays: `[m, ...]`, of every leaf; of a single item also `[...]`.
-            count: m.
-            envs: int32 `[m]`, the environment of each; None if there is one only.
-
-        Raises:
-            OSError: there was no room in memory, and the disk is full or broken. These items were
-                not taken; all that were taken before are still in memory.
+        Arrays are those of all leaves, `[count, ...]`; of a single item also `[...]`. If the disk
+        is full, raises `OSError`: these items were not taken; those before are still in memory.
         """
         with self._mutex:
             self.check()
@@ -175,10 +145,9 @@ class RecordWriter:
             )
 
     def seal(self) -> None:
-        """Writes what is in memory as a part, which is on the disk when this returns.
+        """Writes the items in memory as a part, which is on the disk when this returns.
 
-        Raises:
-            OSError: the disk is full or broken. All is still in memory, and may be sealed later.
+        If that raises `OSError`, all is still in memory, and may be sealed later.
         """
         with self._mutex:
             self.check()
@@ -249,7 +218,7 @@ class RecordWriter:
         return schema.encode(own, named), next_episode, streams
 
     def close(self) -> None:
-        """Seals what is in memory, and gives the right to write back."""
+        """Seals the items in memory, and gives the right to write back."""
         if os.getpid() != self._process:
             return  # a mutex that another thread had at the fork stays taken
         with self._mutex:
@@ -275,13 +244,9 @@ def _flags(spec: ItemSpec, columns: list[np.ndarray]) -> tuple[np.ndarray, np.nd
 
 
 def _recording_folder(path: str) -> Folder:
-    """Returns the folder of a recording, made if there is none.
+    """Returns the folder of a recording, made if there is none, without leftovers.
 
-    Removes the unfinished parts and the locks of writers whose processes have died.
-
-    Raises:
-        ValueError: there is something else at the path.
-        OSError: it cannot be written to.
+    These are the unfinished parts and the locks of writers whose processes have died.
     """
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ValueError(f"{path}: expected a folder, or nothing, found a file.")

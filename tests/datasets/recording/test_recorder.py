@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jrb
-from jrb._store.errors import LockedError
+from jrb.checkpoint import LockedError
 from jrb.datasets import Recorder
 from jrb.datasets.format import native
 from tests.datasets.recording.recordings import KINDS, Stream, assert_same, check, item, stacked

@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 import jrb
-from jrb.datasets.writing import source
+from jrb.datasets import writing
 from tests.datasets.access import assert_same, check_access
-from tests.datasets.writing.streams import cut_off, episodes_of, filled
+from tests.datasets.streams import cut_off, episodes_of, filled
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +123,6 @@ def test_episodes_are_read_in_groups(monkeypatch):
     episodes = episodes_of(6, 7)
     wanted = list(jrb.datasets.write_rlds(*filled(episodes)))
     for size in (1, 100, 1000):
-        monkeypatch.setattr(source, "_PIECE", size)
+        monkeypatch.setattr(writing, "_PIECE", size)
         for one, other in zip(jrb.datasets.write_rlds(*filled(episodes)), wanted, strict=True):
             assert_same(one, other)

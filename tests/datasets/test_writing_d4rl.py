@@ -8,7 +8,7 @@ import pytest
 
 import jrb
 from tests.datasets.access import assert_same, check_access
-from tests.datasets.writing.streams import cut_off, episodes_of, filled
+from tests.datasets.streams import cut_off, episodes_of, filled
 
 pytestmark = pytest.mark.slow
 

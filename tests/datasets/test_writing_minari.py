@@ -25,7 +25,7 @@ from tests.datasets.formats import minari_sets as sets
 
 pytestmark = [pytest.mark.slow, pytest.mark.interop]
 
-CARTPOLE = pathlib.Path(__file__).parents[2] / "data" / "minari" / "cartpole-v0"
+CARTPOLE = pathlib.Path(__file__).parents[1] / "data" / "minari" / "cartpole-v0"
 
 
 def steps(count, envs, seed=0, ends=0.2):

@@ -19,7 +19,7 @@ from jrb.datasets.dataset import Dataset
 from jrb.datasets.formats.minari import METADATA
 from jrb.datasets.output import absent, new_path
 from jrb.datasets.reading.names import check_names
-from jrb.datasets.writing.source import VALID, Source, first_break
+from jrb.datasets.writing import VALID, Source, first_break
 from jrb.keys import within
 from jrb.layouts.names import Leaves, nest
 from jrb.state import BufferState
@@ -59,14 +59,10 @@ def write_minari(
 
     `minari.load_dataset(dataset_id)` finds it at `<MINARI_DATASETS_PATH>/<dataset_id>`, and
     `minari.MinariDataset(path + "/data")` anywhere. Arrays are written as they are stored, images
-    without JPEG, whatever dtype the spaces have. An episode that had not ended is written too; its
-    last step is truncated, as Minari's own collector does it, and its attribute `complete` False;
-    of one whose beginning may be overwritten, `cut` is True. A last step whose next observation is
-    not known (`next/valid`) is left out. How often that was so is told under `notes` in the
-    metadata. What items have besides (but for `done`) goes into `infos`, `info` and `next/info`
-    together, as they are read.
-
-    The set is written beside, synced and renamed: whatever goes wrong, it is whole or not there.
+    without JPEG. The last step of an episode that had not ended is truncated, as Minari's own
+    collector does it. A last step whose next observation is not known (`next/valid`) is left out.
+    The facts `complete` and `cut`, and `notes` in the metadata, say where. Other leaves (but
+    `done`) go into `infos`, `info` and `next/info` together. The set is whole or not there.
 
     Args:
         path: the folder of the set, which is not there yet.
@@ -74,9 +70,9 @@ def write_minari(
             terminated and truncated; or a dataset, without a state.
         state: its state. It is only read.
         dataset_id: `<namespace>/<name>-v<number>`; by default the name of the folder.
-        observation_space: one of Gymnasium, or its JSON as Minari writes it; by default told from
-            the arrays: a `Box` as wide as the dtype, `Discrete` for single integers as far as they
-            go, `MultiBinary` for flags, in dicts and tuples.
+        observation_space: one of Gymnasium, or its JSON as Minari writes it; by default derived
+            from the arrays: a `Box` as wide as the dtype, `Discrete` for single integers,
+            `MultiBinary` for flags, in dicts and tuples.
         action_space: as `observation_space`.
         env_spec: Gymnasium's spec of the environment, or its JSON.
         author: of the data, one or several.
@@ -147,22 +143,14 @@ def write_minari(
                     ends = [int(array.min()), int(array.max()), *bounds.get(name, ())]
                     bounds[name] = (min(ends), max(ends))
             rewards = arrays["rewards"].astype(np.float64)
-            plain = {
-                name: fact.item() if isinstance(fact, np.generic) else fact
-                for name, fact in episode.facts.items()
-            }
-            facts.append(
-                {
-                    **{n: fact for n, fact in plain.items() if isinstance(fact, str | int | float)},
-                    "id": len(facts),
-                    "total_steps": len(rewards),
-                    "rewards_sum": rewards.sum(),
-                    "rewards_mean": rewards.mean(),
-                    "rewards_std": rewards.std(),
-                    "rewards_max": rewards.max(),
-                    "rewards_min": rewards.min(),
-                }
-            )
+            about_it: dict[str, Any] = {}
+            for name, fact in episode.facts.items():
+                fact = fact.item() if isinstance(fact, np.generic) else fact
+                if isinstance(fact, str | int | float):
+                    about_it[name] = fact
+            for name in ("sum", "mean", "std", "max", "min"):
+                about_it[f"rewards_{name}"] = getattr(rewards, name)()
+            facts.append({**about_it, "id": len(facts), "total_steps": len(rewards)})
             notes[_RUNNING] += episode.is_running
             notes[_CUT] += episode.is_cut
             yield episode_buffer(**{"infos": {}, **nest(arrays)})
@@ -229,12 +217,7 @@ def _names(source: Source) -> list[str]:
 
 
 def _arrays(where: str, leaves: Leaves) -> Leaves:
-    """Returns the arrays of an episode by Minari's names, from leaves `[T, ...]` by those in TED.
-
-    Raises:
-        ValueError: flags are no bools, there are dtypes that HDF5 lacks, or a next observation is
-            not what stands before the action of the next step.
-    """
+    """Returns the arrays of an episode by Minari's names, from leaves by those in TED."""
     for name, leaf in leaves.items():
         kinds = _KINDS.get(name)
         if kinds and (leaf.ndim != 1 or leaf.dtype.kind not in kinds):

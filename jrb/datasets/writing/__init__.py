@@ -1,1 +1,0 @@
-"""Datasets in other libraries' layouts, written from buffers and from datasets."""
