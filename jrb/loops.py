@@ -142,20 +142,7 @@ class Jitted(_BufferMethods):
 
     def __init__(self, buffer: ReplayBuffer | Sharded) -> None:
         self.buffer: Any = buffer
-        one = buffer.buffer if isinstance(buffer, Sharded) else buffer
-        methods = {name: getattr(buffer, name) for name in _METHODS}
-        # `...` for all slots is no argument of `jit`: `_without_data` makes None of it.
-        methods["set"] = lambda state, where, values: buffer.set(
-            state, ... if where is None else where, values
-        )
-        if on_host(one) and isinstance(buffer, ReplayBuffer):
-            # Host code around compiled parts, which can donate arrays of the state.
-            methods["add"] = functools.partial(buffer._write, "add", donate=True)
-            methods["extend"] = functools.partial(buffer._write, "extend", donate=True)
-            methods["update_priority"] = functools.partial(buffer._update_priority, donate=True)
-            methods["drop"] = functools.partial(buffer._drop, donate=True)
-        _bind(self, buffer, methods, _METHODS, on_host(one))
-        vars(self).update(init=buffer.init, nbytes=buffer.nbytes, take=buffer.take)
+        _bind(self, buffer, _METHODS)
 
 
 class JittedMix(_MixMethods):
@@ -167,10 +154,7 @@ class JittedMix(_MixMethods):
 
     def __init__(self, mix: Mix) -> None:
         self.mix: Mix = mix
-        parts = [part.buffer if isinstance(part, Sharded) else part for part in mix.buffers]
-        methods = {name: getattr(mix, name) for name in _MIX_METHODS}
-        _bind(self, mix, methods, _MIX_METHODS, any(map(on_host, parts)))
-        vars(self).update(init=mix.init, nbytes=mix.nbytes)
+        _bind(self, mix, _MIX_METHODS)
 
 
 _METHODS = {
@@ -202,19 +186,29 @@ _MIX_METHODS = {
 _STATIC = ("batch_size", "function", "n")  # the names of arguments that are no arrays
 
 
-def _bind(
-    self: Any,
-    buffer: Any,
-    methods: dict[str, Callable[..., Any]],
-    compilers: dict[str, Callable[..., Any]],
-    is_on_host: bool,
-) -> None:
+def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> None:
     """Puts compiled methods of a buffer in the place of those of a class."""
+    parts = buffer.buffers if isinstance(buffer, Mix) else (buffer,)
+    is_on_host = any(on_host(it.buffer if isinstance(it, Sharded) else it) for it in parts)
+    methods = {name: getattr(buffer, name) for name in compilers}
+    if not isinstance(buffer, Mix):
+        # `...` for all slots is no argument of `jit`: `_without_data` makes None of it.
+        methods["set"] = lambda state, where, values: buffer.set(
+            state, ... if where is None else where, values
+        )
+    if is_on_host and isinstance(buffer, ReplayBuffer):
+        # Host code around compiled parts, which can donate arrays of the state.
+        methods["add"] = functools.partial(buffer._write, "add", donate=True)
+        methods["extend"] = functools.partial(buffer._write, "extend", donate=True)
+        methods["update_priority"] = functools.partial(buffer._update_priority, donate=True)
+        methods["drop"] = functools.partial(buffer._drop, donate=True)
     for name, method in methods.items():
         parameters = list(inspect.signature(getattr(type(buffer), name)).parameters.values())[2:]
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
         run = explained(method if is_on_host else compilers[name](method, static))
-        vars(self)[name] = _caller(self, buffer, name, run, parameters)
+        vars(self)[name] = _caller(self, buffer, name, run, parameters) if parameters else run
+    for name in {"init", "nbytes", "take"} & set(dir(type(buffer))):
+        vars(self)[name] = getattr(buffer, name)
 
 
 def _caller(

@@ -188,12 +188,12 @@ class Mix:
             after[number], sample = draw(state, keys[number], count, beta, quiet)
             info = {**sample.info, "source": jnp.full(count, number, jnp.int32)}
             parts.append(sample.replace(info=info, origin=self._origin))
-        first = parts[0]
+        first, one = parts[0], lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         mend = "Give the buffers units and transforms with the same result, and let all or none "
         for other in parts[1:]:
             for name in ("data", "mask", "info"):
-                expected, got = (_item_spec({name: vars(it)[name]}) for it in (first, other))
-                pytree.check_like(expected, got, "Mix", mend + "count.")
+                want, got = (jax.tree.map(one, {name: vars(it)[name]}) for it in (first, other))
+                pytree.check_like(want, got, "Mix", mend + "count.")
         if shares is None:
             return tuple(after), self._within(_concatenated, (), (parts,), merges=True)
         chosen: Any = shares, keys[-1]
@@ -318,10 +318,6 @@ def _shares(xp: Any, proportions: Any, batch_size: int, slack: float) -> Any:
     rank = xp.argsort(xp.lexsort((whole - exact,)))  # a stable order, in both libraries
     missing = batch_size - xp.sum(whole.astype(np.int32))
     return xp.where(rank < missing, whole + 1, whole).astype(np.int32)
-
-
-def _item_spec(batch: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
 def _concatenated(parts: list[Sample]) -> Sample:
