@@ -3,7 +3,7 @@
 N is the capacity, E the number of environments, R = N / E the number of rows. Row r, environment e
 is slot r * E + e, so the successor of a slot is E further on. The ring consists of S streams, and
 slot s belongs to stream s % S: S = 1 if all environments advance together, S = E if each advances
-by itself, around R slots of its own. Arrays `[S]` broadcast against arrays `[E]` in both cases.
+alone, around R slots of its own. Arrays `[S]` broadcast against arrays `[E]` in both cases.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _FEW = 4096
 
 
 class Clock(pytree.State):
-    """Where a ring stands, in rows of time: all environments, `[]`, or each of them, `[E]`.
+    """The position of a ring in rows of time: of all environments, `[]`, or of each, `[E]`.
 
     Attributes:
         cursor: int32, the row to be written next.
@@ -59,7 +59,7 @@ class Ring:
         return Clock(cursor=zero, count=jnp.zeros_like(zero), lap=jnp.zeros(shape, jnp.uint32))
 
     def advance(self, clock: Clock, rows: jax.Array) -> Clock:
-        """Returns the clock after so many more rows, int32 like its fields, at least 0."""
+        """Returns the clock after `rows` more rows, int32 like its fields, at least 0."""
         reached = clock.cursor.astype(jnp.uint32) + rows.astype(jnp.uint32)
         kept = jnp.minimum(rows, self.rows)
         return Clock(
@@ -80,7 +80,7 @@ class Ring:
     def has_lost(self, clock: Clock) -> jax.Array:
         """Returns True if rows older than those held were written, bool like the clock's fields.
 
-        A ring that was emptied and is full counts as one that lost some: nobody knows.
+        A ring that was emptied and is full counts as one that lost some: that is not known.
         """
         is_full = clock.count == self.rows
         never_came_round = ~is_full & (clock.cursor == clock.count) & (clock.lap != 1)
@@ -93,7 +93,7 @@ class Ring:
         return lax.rem(reached, np.uint32(self.rows)).astype(jnp.int32)
 
     def row_of(self, slots: jax.Array) -> jax.Array:
-        """Returns the row (int32) of each slot; or how many rows so many slots are."""
+        """Returns the row (int32) of each slot; or the rows of a number of slots."""
         return lax.div(slots, np.int32(self.envs))
 
     def env_of(self, slots: jax.Array) -> jax.Array:

@@ -44,8 +44,8 @@ LARGEST = float(np.finfo(np.float32).max)
 _BRANCHING = {"cpu": 8}  # the fastest by backend, where it was measured
 _OTHER_BRANCHING = 32  # elsewhere: three levels fewer to launch at a million leaves
 
-_REDRAW = 2048  # among so many nodes, float32 is too coarse to go on with the rest of a mass
-_SHORT = 8  # the ancestors of at most so many neighbours are reduced one by one
+_REDRAW = 2048  # nodes of a level: float32 is too coarse to follow a mass any further
+_SHORT = 8  # the ancestors of up to that many neighbours are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"sum": lax.add, "min": lax.min}
 _NEUTRAL = {"sum": 0.0, "min": LARGEST}
@@ -382,7 +382,7 @@ def set_leaves(
         tree: N leaves.
         index: integers `[B]`; those outside [0, N) are left out.
         values: float32 `[B]`, equal where indices are, or from `gather.put_last`.
-        counts: the first so many are set before the next so many, and so on; None for all at once.
+        counts: of elements that are set before those that follow; None for all at once.
     """
     index = index.astype(jnp.uint32)  # a negative one is a large number here
     beyond = np.uint32(tree.nodes.size)
@@ -459,7 +459,7 @@ def _descend(tree: Tree, mass: jax.Array, again: jax.Array | None) -> tuple[jax.
         tree: N leaves.
         mass: float32 `[B]`.
         again: float32 `[B]` in [0, 1), fresh random numbers. A float32 cannot address 10^7 leaves,
-            so one level draws its position inside the node anew, which leaves every probability as
+            so one level draws its position inside the node again, which leaves every probability as
             it is. None to follow `mass` to the end.
 
     Returns:

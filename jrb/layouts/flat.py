@@ -58,7 +58,7 @@ def flat_to_ted(flat: Any, keys: Keys = TED) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """How transitions hang together.
+    """The trajectories of transitions, and the leaves that hold others.
 
     Attributes:
         ends: bool `[E, T]`, the last rows of trajectories.

@@ -94,7 +94,7 @@ class Queue(OnceInOrder):
     def rebuild_index(
         self, ring: Ring, state: QueueState, entered: jax.Array, old: Anchors, new: Anchors
     ) -> QueueState:
-        """Keeps the length of the queue, if there are so many anchors: the newest ones."""
+        """Keeps the length of the queue, up to the number of anchors: the newest ones."""
         return state.replace(count=jnp.minimum(state.count, new.count))
 
     def import_state(
@@ -266,7 +266,7 @@ class Lifo(OnceInOrder):
 
 
 def _without_departed(ring: Ring, state: LifoState, num_anchors: jax.Array) -> LifoState:
-    """Removes from the bottom what is none of the newest so many anchors, int32 `[]`."""
+    """Removes from the bottom all but the newest `num_anchors` anchors, int32 `[]`."""
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds

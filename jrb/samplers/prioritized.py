@@ -194,7 +194,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
             return state, jnp.broadcast_to(default, change.entered.shape)
         if default.ndim:  # one for each row of time; as many anchors enter with each
             default = jnp.repeat(default, own.size // default.size)
-        # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes what is below 2^-126.
+        # Of `own < 0` and a default of 0 XLA makes a maximum, which flushes numbers below 2^-126.
         return state, jnp.where(own == _NO_ANCHOR, default, own)
 
     def _fixed_priority(self) -> jax.Array:
@@ -294,7 +294,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
         return self._set(state, (jnp.where(is_anchor, slots, ring.capacity), dropped))
 
     def set_alpha(self, state: PrioritizedState, alpha: jax.Array | float) -> PrioritizedState:
-        """Sets alpha, and computes all masses anew from the priorities; costs O(N).
+        """Sets alpha, and recomputes all masses from the priorities; costs O(N).
 
         On the CPU, the alpha that it has already costs nothing, unless under `vmap`. A traced alpha
         that is negative or not finite leaves the old one.
@@ -432,7 +432,7 @@ class Prioritized(PrioritizedSampler, ShardedSampler):
 def _with_alpha(
     sampler: Prioritized, state: PrioritizedState, alpha: jax.Array
 ) -> PrioritizedState:
-    """Computes all masses anew: on the CPU in place, a run at a time, and only if alpha changed."""
+    """Recomputes all masses: on the CPU in place, a run at a time, and only if alpha changed."""
     alpha = jnp.where(jnp.isfinite(alpha) & (alpha >= 0), alpha, state.alpha)
     changed = (alpha != state.alpha).astype(jnp.int32)
     state, capacity = state.replace(alpha=alpha), state.raw.size

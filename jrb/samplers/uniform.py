@@ -13,7 +13,7 @@ from jrb.ring import Ring
 from jrb.types import Anchors, Draw, OrderedSampler, ShardedSampler, ShardStats
 from jrb.types.messages import PartState
 
-_PARTS = 2**16 - 1  # a whole of so many parts can be multiplied in 32 bits
+_PARTS = 2**16 - 1  # the most parts of a whole that are multiplied in 32 bits
 
 
 @pytree.component

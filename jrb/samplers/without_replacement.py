@@ -106,7 +106,7 @@ class WithoutReplacement(Sampler):
         beta: jax.Array | float | None = None,
     ) -> tuple[EpochState, Draw]:
         """Draws the next B of the pass, or the first B of the next one."""
-        # This pass goes on; if fewer than needed remain, the next one begins, or a new epoch.
+        # This pass continues; if fewer than needed remain, the next one begins, or a new epoch.
         needed = batch_size if self.drop_last else 1
         over = state.position + needed > state.length
         ends = over & ((state.passes >= self.uses) | (state.length < needed))

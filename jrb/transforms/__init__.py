@@ -1,7 +1,7 @@
 """Transforms: what happens to data on the way out.
 
-Each takes paths, names or tuples of names into nested data, changes what lies there, and leaves the
-rest alone. Leaves are `[B, ...]`, or `[B, L, ...]` for windows.
+Each takes paths, names or tuples of names into nested data, and changes the entries there alone.
+Leaves are `[B, ...]`, or `[B, L, ...]` for windows.
 """
 
 from jrb.transforms.images import CenterCrop, Grayscale, RandomCrop, RandomShift, Resize, ToFloat

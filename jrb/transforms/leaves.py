@@ -52,7 +52,7 @@ def rewritten(
         change: from the name of a leaf and the leaf to the new leaf.
 
     Raises:
-        ValueError: nothing lies at a path.
+        ValueError: there is nothing at a path.
     """
     for path in paths:
         find(data, path, what)

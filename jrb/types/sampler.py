@@ -1,6 +1,6 @@
 """The contracts of samplers: every sampler's, and more for an order, for priorities, for shards.
 
-A sampler of one's own is below `Sampler` and has at least `draw`. One for which the order of
+Your own sampler is below `Sampler` and has at least `draw`. One for which the order of
 anchors matters is below `OrderedSampler`, one with priorities below `PrioritizedSampler`, and one
 that draws from shards with exact probabilities below `ShardedSampler` too. A call that needs a
 method which only the sampler's author can write raises `MissingMethodError` and names it.
@@ -275,7 +275,7 @@ class PrioritizedSampler(Sampler):
 class ShardedSampler(Sampler):
     """Draws from shards, so that all together draw as one buffer would.
 
-    Each shard draws its part of a batch by itself. From what all shards report, `ShardStats`, the
+    Each shard draws its part of a batch alone. From what all shards report, `ShardStats`, the
     engine computes probabilities and importance weights over all of them. Samplers that consume
     anchors need none of this: each shard draws for itself, and weights mean nothing.
 
@@ -302,7 +302,7 @@ class ShardedSampler(Sampler):
         """
 
     def for_shard(self, num_shards: int) -> "ShardedSampler":
-        """Returns the sampler of one of so many shards, which together do what this one would."""
+        """Returns the sampler of one of `num_shards` shards, which together draw as this one."""
         return self
 
     def sync_shards(self, state: PartState, stats: ShardStats) -> Any:

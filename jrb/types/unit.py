@@ -28,7 +28,7 @@ class Unit(abc.ABC):
     """Decides what one anchor stands for. A template is `examples/parts/previous_action.py`.
 
     Attributes:
-        one_row: True if what is drawn are items as they are stored, all leaves at the anchor.
+        one_row: True if items are drawn as they are stored, all leaves at the anchor.
     """
 
     one_row: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class Unit(abc.ABC):
 
     @property
     def row_steps(self) -> np.ndarray | None:
-        """How many rows after its anchor each row of a window is, int `[L]`; None without windows.
+        """The rows from the anchor to each row of a window, int `[L]`; None without windows.
 
         The rows are those of `Sample.mask`, `[B, L]`; one that is not real may be another.
         """
@@ -110,7 +110,7 @@ class Unit(abc.ABC):
                 `Sample.info` by an `AuxRead`.
             slots: int32 `[B]`, the anchors.
             mask: bool `[B]`, False where nothing was drawn.
-            key: the draw's key, for `random_bits.fold` with a number of one's own.
+            key: the draw's key, for `random_bits.fold` with a number of its own.
         """
 
     @abc.abstractmethod

@@ -99,7 +99,7 @@ class AnchorQueue(pytree.State):
         return ring.row_after(self.head, offset) + part
 
     def without_first(self, ring: Ring, number: jax.Array) -> "AnchorQueue":
-        """Returns the queue without so many of the oldest anchors of each stream."""
+        """Returns the queue without `number` of the oldest anchors of each stream."""
         after = ring.row_after if self.head.ndim else ring.slot_after
         return self.replace(head=after(self.head, number), count=self.count - number)
 

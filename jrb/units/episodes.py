@@ -1,4 +1,4 @@
-"""Where a unit is within episodes, and a table of episodes whose anchors are drawn by episode.
+"""Positions within episodes, and a table of episodes whose anchors are drawn by episode.
 
 N capacity, E environments, R = N / E rows, T time, B batch.
 """
@@ -234,7 +234,7 @@ def _first_rows(
 def _update(
     ring: Ring, before: EpisodeTable, after: EpisodeTable, arrived: jax.Array, whole: bool
 ) -> AnchorUpdate:
-    """Returns the update if so many episodes, int32 `[E]`, became anchors, without their slots."""
+    """Returns the update if `arrived` episodes, int32 `[E]`, became anchors, without slots."""
     departed = before.num_anchors(whole) + arrived - after.num_anchors(whole)
     count, arrived = (jnp.sum(number, dtype=jnp.int32) for number in (departed, arrived))
     return AnchorUpdate(

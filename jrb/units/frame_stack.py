@@ -107,7 +107,7 @@ class FrameStack(WrappingUnit):
 
     @property
     def max_entry_delay(self) -> int:
-        """That of the inner unit, and k - 1 as stacks leave early."""
+        """The delay of the inner unit, and k - 1 rows, as stacks leave early."""
         return self.k - 1 + (self.unit.max_entry_delay or 0)
 
     def check(self, ring: Ring, sampler: Sampler, writer: Writer) -> None:
@@ -131,7 +131,7 @@ class FrameStack(WrappingUnit):
         episode_ends.check(spec, keys)
         names = pytree.leaf_names(spec)
         named = dict(zip(names, jax.tree.leaves(spec), strict=True))
-        # Not every item has a next observation; what is named must be there.
+        # Not every item has a next observation; paths that are given must be there.
         for path in (keys.observation,) if self.paths is None else self.paths:
             if not any(within(name, path_name(path)) for name in names):
                 raise ValueError(
@@ -247,7 +247,7 @@ class FrameStack(WrappingUnit):
         return own if inner is None else jnp.where(own < self.k - 1, own, jnp.maximum(own, inner))
 
     def init_mid_episode(self, state: FrameStackState, before: jax.Array) -> FrameStackState:
-        """Returns an empty state whose next rows have so many rows of their episodes before them.
+        """Returns an empty state whose next rows have `before` rows of their episodes before them.
 
         Args:
             state: without rows.

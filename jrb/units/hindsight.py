@@ -42,11 +42,11 @@ class Hindsight(WrappingUnit):
     """Transitions, some of them as if their goal had been one that was reached.
 
     In a share `ratio` of each batch the goal becomes what was achieved after a row g, in the
-    observation and in the next one, and the reward is computed anew; done flags too, where
+    observation and in the next one, and the reward is recomputed; done flags too, where
     `terminated` is given, else they stay. `Sample.info` has `relabeled`, bool `[B]`.
 
     Over another unit, a return or a window has one goal for all its rows: all their rewards are
-    computed anew, of a return before they are summed, and so are done flags. Which rows it has
+    recomputed, of a return before they are summed, and so are done flags. Which rows it has
     stays as it is, also where the new goal is reached before its last row.
 
     Attributes:
@@ -129,7 +129,7 @@ class Hindsight(WrappingUnit):
         ring, keys = context.ring, context.keys
         episode_ends.check(spec, keys)
         keys.get(spec, "reward")
-        for path in (keys.done, keys.terminated):  # flags of several agents are not computed anew
+        for path in (keys.done, keys.terminated):  # flags of several agents are not recomputed
             names = list(leaves_at(spec, path))
             if self.terminated is not None and names not in ([], [path_name(path)]):
                 raise ValueError(

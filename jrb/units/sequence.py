@@ -304,7 +304,7 @@ class Sequence(Unit):
         return state.before[slots].astype(jnp.int32)
 
     def init_mid_episode(self, state: SequenceState, before: jax.Array) -> SequenceState:
-        """Returns an empty state whose next rows have so many rows of their episodes before them.
+        """Returns an empty state whose next rows have `before` rows of their episodes before them.
 
         Args:
             state: without rows.

@@ -59,7 +59,7 @@ class Transition(Unit):
     def on_write(
         self, context: Context, state: PartState, write: WritePlan, items: Item
     ) -> tuple[Any, AnchorUpdate]:
-        """Lets what is written enter, and what it overwrites depart."""
+        """Lets new items enter, and those that they overwrite depart."""
         return state, every_slot(context, write)
 
     def anchors(self, context: Context, state: PartState) -> Anchors:
@@ -96,27 +96,27 @@ class WrappingUnit(Unit):
 
     @property
     def max_entry_delay(self) -> int | None:
-        """That of the inner unit."""
+        """The value of the inner unit."""
         return self.unit.max_entry_delay
 
     @property
     def has_delayed_anchors(self) -> bool:
-        """That of the inner unit."""
+        """The value of the inner unit."""
         return self.unit.has_delayed_anchors
 
     @property
     def lookback(self) -> int:
-        """That of the inner unit."""
+        """The value of the inner unit."""
         return self.unit.lookback
 
     @property
     def requires_contiguous_history(self) -> bool:
-        """That of the inner unit."""
+        """The value of the inner unit."""
         return self.unit.requires_contiguous_history
 
     @property
     def row_steps(self) -> np.ndarray | None:
-        """Those of the inner unit."""
+        """The rows of the inner unit."""
         return self.unit.row_steps
 
     def anchors(self, context: Context, state: PartState) -> Anchors:
