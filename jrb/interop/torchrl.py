@@ -26,23 +26,14 @@ _ONCE = tuple((name,) for name in ("reward", *files.FLAGS))
 
 
 class StoredDump(NamedTuple):
-    """The arrays of a dump, as its layout has them.
-
-    Attributes:
-        layout: its name.
-        leaves: arrays `[T, ...]` or `[T, E, ...]`; in compact layouts `[N, ...]` or `[N + K, ...]`.
-        shape: T and the axes of the environments.
-        length: the number of items.
-        shift: in compact layouts, the row behind the newest one.
-        full: in compact layouts, whether the rows were turned so that the oldest comes first.
-    """
+    """The arrays of a dump, as its layout has them."""
 
     layout: str
-    leaves: Leaves
-    shape: tuple[int, ...]
-    length: int
-    shift: int = 0
-    full: bool = False
+    leaves: Leaves  # `[T, ...]` or `[T, E, ...]`; in compact layouts `[N, ...]` or `[N + K, ...]`
+    shape: tuple[int, ...]  # T and the axes of the environments
+    length: int  # the number of items
+    shift: int = 0  # in compact layouts, the row behind the newest one
+    full: bool = False  # in compact layouts, rows were turned so that the oldest comes first
 
 
 @escaped_errors()

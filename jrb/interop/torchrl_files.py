@@ -144,13 +144,8 @@ class DumpFolder:
     def tensors(self, names: Key, lead: tuple[int, ...]) -> Iterator[tuple[Key, np.ndarray, bool]]:
         """Yields key, array, and whether it is one of trajectories, of all tensors of a folder.
 
-        Args:
-            names: the folder within the dump.
-            lead: the leading axes that all must have, or () for `[N]` of any length; then those of
-                trajectories are joined.
-
-        Raises:
-            ValueError: something that has no array.
+        `lead` has the leading axes that all must have, or is () for `[N]` of any length; then those
+        of trajectories are joined.
         """
         where = self.path(*names, "meta.json")
         for key, entry in self.json(*names, "meta.json").items():

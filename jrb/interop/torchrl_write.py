@@ -29,19 +29,12 @@ _NOTHING = float(np.finfo(np.float32).max)  # the leaf of an empty slot in the t
 
 
 class DumpRows(NamedTuple):
-    """The rows of the ring that are written, and where they go.
+    """The rows of the ring that are written, and where they go."""
 
-    Attributes:
-        order: int64, the rows of the ring in the order of the dump's storage.
-        cursor: the row of the storage that would be written next.
-        written: how many rows were ever written.
-        full: whether all rows hold items.
-    """
-
-    order: np.ndarray
-    cursor: int
-    written: int
-    full: bool
+    order: np.ndarray  # the rows of the ring in the order of the dump's storage
+    cursor: int  # the row of the storage that would be written next
+    written: int  # rows that were ever written
+    full: bool  # all rows hold items
 
 
 @escaped_errors()
@@ -211,13 +204,7 @@ def _write_priorities(
 
 
 def _flat(leaves: Leaves, shape: tuple[int, ...], rows: DumpRows) -> tuple[Leaves, dict[str, Any]]:
-    """Returns every observation once: leaves `[N, ...]`, those of the next row `[N + K, ...]`.
-
-    Args:
-        leaves: `[T, ...]` or `[T, E, ...]`.
-        shape: (T,) or (T, E).
-        rows: which of them hold items.
-    """
+    """Returns every observation once: leaves `[N, ...]`, those of the next row `[N + K, ...]`."""
     once = [f"next/{name}" for name in ("reward", *FLAGS)]
     if "next/done" not in leaves:
         raise _refusal("next/done", "the ends of trajectories there", f"only {list(leaves)}")

@@ -29,11 +29,11 @@ WIDTH = 9.0
 
 
 class Tone(NamedTuple):
-    """The colours of titles (ink), of labels and numbers (faint), of axes, and of the ground."""
+    """Colours that belong together."""
 
-    ink: str
-    faint: str
-    line: str
+    ink: str  # of titles
+    faint: str  # of labels and numbers
+    line: str  # of axes
     ground: str
 
 
@@ -45,19 +45,12 @@ Axes = Any
 
 
 class Row(NamedTuple):
-    """Panels beside each other.
+    """Panels beside each other, each a function that draws into axes."""
 
-    Attributes:
-        height: inches, with titles and labels.
-        panels: from left to right; each draws into its axes.
-        widths: of the panels, relative to each other; None for equal ones.
-        around: inches of the height for title and labels.
-    """
-
-    height: float
+    height: float  # inches, with titles and labels
     panels: Sequence[Callable[[Axes, Tone], None]]
-    widths: Sequence[float] | None = None
-    around: float = 0.85
+    widths: Sequence[float] | None = None  # relative to each other
+    around: float = 0.85  # inches of the height for title and labels
 
 
 def _png(figure: Any) -> bytes:

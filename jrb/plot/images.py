@@ -47,12 +47,7 @@ def frames(values: np.ndarray, order: Order, lead: int) -> np.ndarray:
 
 
 def first(leaves: dict[str, Any], lead: int) -> tuple[str, Order] | None:
-    """Returns the first leaf that is an image, preferably of the observation before an action.
-
-    Args:
-        leaves: leaves by name, or what has their shapes and dtypes, `[*lead, ...]`.
-        lead: the number of axes before those of an item.
-    """
+    """Returns the first leaf `[*lead, ...]` that is an image, preferably an observation."""
     for name in sorted(leaves, key=lambda name: name.startswith("next")):
         # Items of any Python type are in a `ListStorage`: not every leaf has a shape.
         dtype, shape = (getattr(leaves[name], part, None) for part in ("dtype", "shape"))

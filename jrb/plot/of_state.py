@@ -231,16 +231,9 @@ def _episodes(table: dict[str, np.ndarray], stored: np.ndarray, axes: Axes, tone
 def _rewards(
     rewards: np.ndarray, stored: np.ndarray, in_time: bool, axes: Axes, tone: Tone
 ) -> None:
-    """Draws means, and a band from the least to the greatest of the rows of a bin.
+    """Draws means, and a band from the least to the greatest, of rewards `[K, E, parts]`.
 
-    NaN and infinite rewards are counted, and left out of everything else.
-
-    Args:
-        rewards: real `[K, E, parts]`, by time; by slot if not `in_time`.
-        stored: bool `[K, E]`.
-        in_time: whether rows are in the order of time.
-        axes: of matplotlib.
-        tone: of the panel.
+    They are by time, or by slot. NaN and infinite ones are counted, and otherwise left out.
     """
     rows, envs, parts = rewards.shape
     borders = facts.edges(rows, _REWARD_BINS)

@@ -22,17 +22,10 @@ PAUSE = 0.02
 
 
 class ShardFacts(NamedTuple):
-    """The statistics of a shard, which its server reports.
+    """The statistics of a shard, which its server reports."""
 
-    Attributes:
-        mass: of all anchors, (p + eps)^alpha each; their number where there are no priorities.
-        least: the least mass of an anchor; infinite if that is not known.
-        anchors: the number of anchors.
-        size: the number of items.
-    """
-
-    mass: float
-    least: float
+    mass: float  # of all anchors, (p + eps)^alpha each; their number without priorities
+    least: float  # the least mass of an anchor; infinite if that is not known
     anchors: int
     size: int
 
@@ -109,17 +102,10 @@ def combine(
 
 
 class RemoteDraw(NamedTuple):
-    """A batch that is under way.
+    """A batch that is under way."""
 
-    Attributes:
-        parts: what each shard will give, references of Ray.
-        each: the facts of each shard; nothing if there is but one.
-        batch_size: B.
-        beta: of the weights, or None.
-    """
-
-    parts: list[Any]
-    each: list[Any]
+    parts: list[Any]  # of each shard, references of Ray
+    each: list[Any]  # the facts of each shard, references; nothing if there is but one
     batch_size: int
     beta: float | None
 

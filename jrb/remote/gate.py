@@ -25,20 +25,12 @@ def ray() -> Any:
 
 @dataclasses.dataclass
 class Permit:
-    """The request of a caller, from its arrival until servers have reported that it is done.
+    """The request of a caller, from its arrival until servers have reported that it is done."""
 
-    Attributes:
-        side: "insert" or "sample".
-        count: of items, or of samples.
-        caller: the number of who asked.
-        shards: those that have not reported yet.
-        granted: whether the caller may go on.
-    """
-
-    side: str
-    count: int
+    side: str  # "insert" or "sample"
+    count: int  # of items, or of samples
     caller: int
-    shards: set[int]
+    shards: set[int]  # those that have not reported yet
     granted: bool = False
 
 
@@ -75,13 +67,9 @@ class RemoteGate:
     async def watch(self, caller: int, stay: list[Any]) -> None:
         """Forgets the permits of a caller when it leaves or dies.
 
-        One call per caller, not an argument of `wait`: Ray keeps about 20 kB of memory for each
-        reference that a call brings.
-
-        Args:
-            caller: the number of the caller.
-            stay: the reference of the caller's `stay`, in a list so that Ray does not wait for it.
-                It fails when the caller's process dies.
+        `stay` is the reference of the caller's `stay`, which fails when its process dies, in a list
+        so that Ray does not wait for it. It is brought once per caller, not with each `wait`: Ray
+        keeps about 20 kB of memory for each reference that a call brings.
         """
         await asyncio.wait([asyncio.ensure_future(stay[0])])
         # What the caller sent before may still be written: servers get to this call after that.
@@ -110,15 +98,7 @@ class RemoteGate:
     ) -> None:
         """Waits until `count` items may be added, or samples taken, by these shards.
 
-        Args:
-            side: "insert" or "sample".
-            count: of items, or of samples.
-            ticket: the number of the permit.
-            shards: that will report when they have done it.
-            caller: who asks.
-
-        Raises:
-            ValueError: with what others ask for, the count could be held back for ever.
+        Raises `ValueError` if, with what others ask for, the count could be held back for ever.
         """
         largest = self._largest | {side: max(count, self._largest[side])}
         ratio, tolerance = self._limits.ratio, self._limits.tolerance
@@ -208,10 +188,9 @@ class Permits:
         return gate.leave.remote(caller) if ray().is_initialized() else None
 
     def request(self, side: str, count: int, shard: int | None = None) -> tuple[int, Any]:
-        """Asks for `count` items of a shard, or samples of all shards.
+        """Asks for items of a shard, or samples of all shards.
 
-        Returns:
-            The number of the permit, and a reference that is ready when it is granted.
+        Returns the number of the permit, and a reference that is ready when it is granted.
         """
         ticket, shards = secrets.randbits(63), self._shards if shard is None else [shard]
         return ticket, self._gate.wait.remote(side, count, ticket, shards, self._caller)

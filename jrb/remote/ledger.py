@@ -13,47 +13,32 @@ _SENDERS, _GAPS = 4, 8  # of each stream, and of each sender, that are remembere
 
 
 class Arrival(NamedTuple):
-    """The place of a call among those of its sender.
+    """The place of a call among those of its sender."""
 
-    Attributes:
-        again: whether all of it came before.
-        goes_on: whether it follows what came last of the stream.
-        missing: how many timesteps before it did not come; less than 0 for those that were missing
-            and come now.
-    """
-
-    again: bool
-    goes_on: bool
-    missing: int
+    again: bool  # all of it came before
+    goes_on: bool  # it follows what came last of the stream
+    missing: int  # timesteps before it that did not come; negative for those that come late
 
 
 class Ledger:
-    """Numbers of timesteps by stream and sender. L streams.
-
-    Attributes:
-        senders: uint64 `[L, 4]`, who sent to a stream, the last one first; 0 for none.
-        following: int64 `[L, 4]`, one more than the highest number that came of each.
-        gaps: int64 `[L, 4, 8, 2]`, the first missing number and the one after the last; (0, 0) for
-            no gap.
-        ends: int64 `[L]`, the number after those that came last, of the last sender.
-        received: items that came.
-        lost: items that are missing, as far as is known.
-        drawn: the number of batches drawn.
-        held: items that were stored when it was saved.
-    """
+    """Numbers of timesteps by stream and sender. L streams."""
 
     _ARRAYS = ("senders", "following", "gaps", "ends")
     _COUNTS = ("received", "lost", "drawn", "held")
 
     def __init__(self, lanes: int) -> None:
+        # The senders of a stream, the last one first, 0 for none; and one more than the highest
+        # number that came of each.
         self.senders: np.ndarray = np.zeros((lanes, _SENDERS), np.uint64)
         self.following: np.ndarray = np.zeros((lanes, _SENDERS), np.int64)
+        # The first missing number and the one after the last; (0, 0) for no gap.
         self.gaps: np.ndarray = np.zeros((lanes, _SENDERS, _GAPS, 2), np.int64)
+        # The number after those that came last, of the last sender.
         self.ends: np.ndarray = np.zeros(lanes, np.int64)
-        self.received: int = 0
-        self.lost: int = 0
-        self.drawn: int = 0
-        self.held: int = 0
+        self.received: int = 0  # items
+        self.lost: int = 0  # items that are missing, as far as is known
+        self.drawn: int = 0  # batches
+        self.held: int = 0  # items that were stored when it was saved
 
     def note(self, lane: int, sender: int, first: int, count: int) -> Arrival:
         """Notes that `count` timesteps come, of which the first has this number."""

@@ -206,17 +206,10 @@ class Server:
     ) -> Iterator[Sample | None]:
         """Draws batches; or this shard's parts of them, by the facts of each shard.
 
-        Ray stores one while the next is computed: all are asked for before the first is given.
-
-        Args:
-            batch_size: B.
-            betas: of the weights, one for each batch.
-            number: of the first batch, by which all shards agree on their parts.
-            ticket: under which the samples that are given are reported, once, at the end.
-            each: the facts of all shards; nothing where there is but one.
-
-        Yields:
-            Samples of NumPy arrays, None where there is nothing to draw.
+        Ray stores one while the next is computed: all are asked for before the first is given. By
+        the number of the first batch all shards agree on their parts. With one shard, `each` is
+        empty. The samples that are given are reported under the ticket, once, at the end. Yields
+        samples of NumPy arrays, None where there is nothing to draw.
         """
         parts = [(batch_size, [0])] * len(betas)
         if each:

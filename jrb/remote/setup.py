@@ -19,33 +19,19 @@ from jrb.writers import PerEnvironment, RoundRobin
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The description of a served buffer, sent to every process that takes part.
+    """The description of a served buffer, sent to every process that takes part."""
 
-    Attributes:
-        buffer: as one stream sees it; its capacity is that of all streams together.
-        spec: one item as streams send it, `jax.ShapeDtypeStruct`s.
-        streams: the number of streams.
-        shards: the number of servers over which they are dealt.
-        path: where servers save, in folders of their own if there are several; None for nowhere.
-        seed: of all draws.
-        save_every: the number of items after which a server saves; None for never.
-        in_flight: how many calls of one caller may be under way.
-        on_cpu: whether servers keep to the CPU.
-        wide: whether JAX has numbers of 64 bits.
-        gate: the name of the actor that compares what servers count; None without limits.
-    """
-
-    buffer: ReplayBuffer
-    spec: Item
+    buffer: ReplayBuffer  # as one stream sees it, with the capacity of all streams together
+    spec: Item  # of one item as streams send it
     streams: int
-    shards: int
-    path: str | None
+    shards: int  # servers over which streams are dealt
+    path: str | None  # where servers save, in folders of their own if there are several
     seed: int
-    save_every: int | None
-    in_flight: int
-    on_cpu: bool
-    wide: bool
-    gate: str | None = None
+    save_every: int | None  # items after which a server saves
+    in_flight: int  # calls of one caller that may be under way
+    on_cpu: bool  # servers keep to the CPU
+    wide: bool  # JAX has numbers of 64 bits
+    gate: str | None = None  # the name of the actor that compares what servers count
 
     @property
     def lead(self) -> tuple[int, ...]:

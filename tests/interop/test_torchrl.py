@@ -335,11 +335,10 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     buffer, state = filled(4, None, 2, sampler=jrb.Prioritized())
 
-    def fail(operation, path, *rest):
-        if operation == "replace":
-            raise OSError("full")
+    def fail(source, target):
+        raise OSError("full")
 
-    monkeypatch.setattr(jrb._store.files, "hook", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="full"):
         write_torchrl(tmp_path / "dump", buffer, state)
     assert os.listdir(tmp_path) == []
