@@ -40,48 +40,29 @@ AXIS = "data"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A training and its hyperparameters.
+    """A training and its hyperparameters."""
 
-    Attributes:
-        env: a gymnax environment with discrete actions.
-        steps: environment steps of each training, over all its environments.
-        seeds: K, trainings that run together.
-        seed: of the first training; the others count on.
-        num_envs: E.
-        updates: U, gradient steps an iteration.
-        batch_size: B, transitions a gradient step.
-        capacity: N, transitions held, rounded down to a multiple of E.
-        hidden: widths of the hidden layers.
-        learning_rate: at its peak, after a linear rise over the first 2 % of updates; it falls to a
-            tenth along a cosine.
-        discount: gamma.
-        target_rate: part of the network that the target network takes over at each update.
-        exploration: part of the training in which epsilon falls from 1 to `epsilon`.
-        epsilon: probability of a random action at the end.
-        alpha, beta, eps: of the prioritized sampler.
-        chunks: how often the progress bar moves.
-        devices: D, which divides E and B.
-    """
-
-    env: str = "Breakout-MinAtar"
-    steps: int = 400_000
-    seeds: int = 1
-    seed: int = 0
-    num_envs: int = 64
-    updates: int = 8
-    batch_size: int = 128
-    capacity: int = 100_000
+    env: str = "Breakout-MinAtar"  # a gymnax environment with discrete actions
+    steps: int = 400_000  # of each training, over all its environments
+    seeds: int = 1  # K, trainings that run together
+    seed: int = 0  # of the first training; the others count on
+    num_envs: int = 64  # E
+    updates: int = 8  # U, gradient steps an iteration
+    batch_size: int = 128  # B, transitions a gradient step
+    capacity: int = 100_000  # transitions, rounded down to a multiple of E
     hidden: tuple[int, ...] = (128, 128)
+    # At its peak, after a linear rise over the first 2 % of updates; it falls to a tenth of that
+    # along a cosine.
     learning_rate: float = 1e-3
     discount: float = 0.99
-    target_rate: float = 0.005
-    exploration: float = 0.1
-    epsilon: float = 0.01
-    alpha: float = 0.6
+    target_rate: float = 0.005  # part of the network that the target takes over at each update
+    exploration: float = 0.1  # part of the training in which epsilon falls from 1 to `epsilon`
+    epsilon: float = 0.01  # probability of a random action at the end
+    alpha: float = 0.6  # of the prioritized sampler, as beta and eps
     beta: float = 0.4
     eps: float = 1e-3
-    chunks: int = 40
-    devices: int = 1
+    chunks: int = 40  # how often the progress bar moves
+    devices: int = 1  # D, which divides E and B
 
     def __post_init__(self) -> None:
         names = gymnax.registered_envs
@@ -115,19 +96,12 @@ class Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of a training. C chunks, K seeds.
+    """The outcome of a training. C chunks, K seeds."""
 
-    Attributes:
-        returns: sums of the returns of the episodes that ended, float `[C, K]`.
-        episodes: how many ended, `[C, K]`.
-        priorities: of the transitions held at the end, float, of the first seed.
-        seconds: how long it took, compiling included.
-    """
-
-    returns: np.ndarray
-    episodes: np.ndarray
-    priorities: np.ndarray
-    seconds: float
+    returns: np.ndarray  # sums of the returns of the episodes that ended, float `[C, K]`
+    episodes: np.ndarray  # how many ended, `[C, K]`
+    priorities: np.ndarray  # of the transitions stored at the end, float, of the first seed
+    seconds: float  # compiling included
 
     def mean_return(self, parts: int) -> np.ndarray:
         """Returns the mean return of each of `parts` equal parts of the training, `[parts, K]`.
@@ -351,10 +325,8 @@ def train(
 ) -> Result:
     """Trains `config.seeds` agents.
 
-    Args:
-        config: the training.
-        report: called after every chunk with the number of chunks done and the mean return of the
-            episodes that ended in it (NaN for none).
+    `report` is called after every chunk with the number of chunks done and the mean return of the
+    episodes that ended in it, NaN for none.
     """
     start = time.perf_counter()
     agent, many = Agent(config), config.seeds > 1
