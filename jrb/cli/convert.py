@@ -18,6 +18,7 @@ _WHOLE = ("native", "h5", "torchrl", "torchrl-flat")
 _EPISODES = ("minari", "d4rl")
 _TABLES = ("parquet", "arrow")
 FORMATS = (*_WHOLE, *_EPISODES, *_TABLES)
+_PIECE = 8 << 20  # bytes of a table that are written at a time
 
 _LOST = {
     "torchrl": "batch size, unit, transforms, and the state of samplers but priorities",
@@ -161,8 +162,8 @@ def _write(path: str, dest: str, to: str, buffer: Any, state: Any, compression: 
         jrb.datasets.write_minari(path, buffer, state, dataset_id=name)
     else:
         # A table of all items, some megabytes at a time.
-        tables = importlib.import_module("jrb.tables")
-        reader = tables.to_arrow(buffer, state, chunks=tables.rows_of_a_batch(buffer, state))
+        nbytes = importlib.import_module("jrb.authoring").tree_nbytes(buffer.stored(state))
+        reader = jrb.to_arrow(buffer, state, chunks=max(1, _PIECE // max(nbytes, 1)))
         empty = [field.name for field in reader.schema if 0 in getattr(field.type, "shape", ())]
         if empty and to == "parquet":
             raise ValueError(
