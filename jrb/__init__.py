@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same names as below, `as` themselves, so that checkers 
     from jrb.buffer import from_items as from_items
     from jrb.checkpoint import load as load
     from jrb.checkpoint import save as save
+    from jrb.compat.torch import to_torch as to_torch
     from jrb.environments import from_brax as from_brax
     from jrb.environments import from_gymnasium as from_gymnasium
     from jrb.environments import from_gymnax as from_gymnax
@@ -77,6 +78,7 @@ _HOMES = {
     "buffer": "ReplayBuffer from_items",
     "checkpoint": "checkpoint load save",
     "datasets": "datasets",
+    "compat.torch": "to_torch",
     "environments": "from_brax from_gymnasium from_gymnax from_jaxmarl transition",
     "interop": "interop",
     "iterate": "epochs prefetch steps",

@@ -37,6 +37,10 @@ def jitted(buffer: Description) -> "Jitted | JittedMix":
     and sampling from them raises as outside `jit`; arrays of their state that are on the device
     are donated too.
 
+    `sample` and `draw` also take an integer in place of a key, such as the number of the step:
+    `verbs.sample(state, 7)` gives what `jax.random.key(7)` gives, and the key is made inside the
+    compiled call.
+
     Args:
         buffer: a `ReplayBuffer`, a `Mix` or a `Sharded`.
 
@@ -128,7 +132,31 @@ def _is_traced(state: Any) -> bool:
 
 
 if TYPE_CHECKING:  # the methods, which are generated, have the signatures of the buffer's own
-    _BufferMethods, _MixMethods = ReplayBuffer, Mix
+
+    class _BufferMethods(ReplayBuffer):
+        """The methods of a buffer that take a seed too."""
+
+        def sample(
+            self,
+            state: BufferState,
+            key: jax.Array | int,
+            batch_size: int | None = None,
+            beta: jax.Array | float | None = None,
+        ) -> Sample:
+            """Calls `ReplayBuffer.sample`."""
+            ...
+
+        def draw(
+            self,
+            state: BufferState,
+            key: jax.Array | int,
+            batch_size: int | None = None,
+            beta: jax.Array | float | None = None,
+        ) -> tuple[BufferState, Sample]:
+            """Calls `ReplayBuffer.draw`."""
+            ...
+
+    _MixMethods = Mix
 else:
     _BufferMethods = _MixMethods = object
 
@@ -205,6 +233,7 @@ def _bind(self: Any, buffer: Any, compilers: dict[str, Callable[..., Any]]) -> N
     for name, method in methods.items():
         parameters = list(inspect.signature(getattr(type(buffer), name)).parameters.values())[2:]
         static = tuple(1 + i for i, each in enumerate(parameters) if each.name in _STATIC)
+        method = _seeded(method) if any(each.name == "key" for each in parameters) else method
         run = explained(method if is_on_host else compilers[name](method, static))
         vars(self)[name] = _caller(self, buffer, name, run, parameters) if parameters else run
     for name in {"init", "nbytes", "take"} & set(dir(type(buffer))):
@@ -224,6 +253,7 @@ def _caller(
     """
     preparers: dict[str, Callable[[Any], Any]] = {
         "batch_size": _size,
+        "key": _key_or_seed,
         "sample": functools.partial(_without_data, name),
         "sample_or_indices": functools.partial(_without_data, name),
         "where": functools.partial(_without_data, name),
@@ -281,6 +311,28 @@ def _without_data(name: str, where: Any) -> Any:
         return checks.indices(name, where)
     where = where.replace(data=None)
     return copy_arrays(where) if isinstance(where.stamp, np.ndarray) else where
+
+
+def _key_or_seed(key: Any) -> Any:
+    """Returns a key as it is, and an integer as uint32, for `_seeded`."""
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        if not 0 <= key < 2**32:
+            raise ValueError(f"key: expected a key, or a seed from 0 to 2**32 - 1, got {key}.")
+        return np.uint32(key)
+    return copy_array(key)
+
+
+def _seeded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that also takes a seed, of which it makes the key where it is compiled.
+
+    In a loop in Python, `jax.random.key` and `fold_in` take as long as sampling itself.
+    """
+
+    def called(state: Any, key: Any, *args: Any) -> Any:
+        is_seed = getattr(key, "shape", None) == () and key.dtype == np.uint32
+        return method(state, jax.random.key(key) if is_seed else key, *args)
+
+    return called
 
 
 def _size(batch_size: Any) -> int | None:

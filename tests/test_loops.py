@@ -465,3 +465,51 @@ def test_a_missing_argument_is_named_with_the_verb():
         verbs.sample(state)
     with pytest.raises(TypeError, match=r"Jitted\.newest\(\) missing .* 'n'"):
         verbs.newest(state)
+
+
+@pytest.mark.parametrize("verb", ["sample", "draw"])
+@pytest.mark.parametrize("storage", [None, "host"])
+def test_a_seed_gives_what_its_key_gives(verb, storage):
+    parts = {} if storage is None else {"storage": jrb.MemmapStorage()}
+    buffer = jrb.ReplayBuffer(64, batch_size=8, sampler=jrb.Prioritized(), **parts)
+    verbs = jrb.jitted(buffer)
+    batches = []
+    for key in (7, np.uint32(7), np.int64(7), jax.random.key(7)):
+        state = verbs.extend(verbs.init({"x": 0}), {"x": jnp.arange(50)})
+        result = getattr(verbs, verb)(state, key, beta=0.5)
+        batches.append(result[-1] if verb == "draw" else result)
+    for batch in batches[:-1]:
+        assert batch.indices.tolist() == batches[-1].indices.tolist()
+    state = verbs.extend(verbs.init({"x": 0}), {"x": jnp.arange(50)})
+    assert verbs.sample(state, 8).indices.tolist() != batches[0].indices.tolist()
+
+
+def test_a_seed_for_a_mix():
+    buffer = jrb.ReplayBuffer(64, batch_size=8)
+    mix = jrb.Mix((buffer, buffer), (0.5, 0.5), batch_size=8)
+    states = tuple(buffer.extend(buffer.init({"x": 0}), {"x": jnp.arange(50)}) for _ in range(2))
+    verbs = jrb.jitted(mix)
+    one, other = verbs.sample(states, 7), verbs.sample(states, jax.random.key(7))
+    assert one.data["x"].tolist() == other.data["x"].tolist()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_out_of_range_are_refused(seed):
+    buffer = jrb.ReplayBuffer(8, batch_size=2)
+    verbs = jrb.jitted(buffer)
+    state = verbs.add(verbs.init({"x": 0}), {"x": 1})
+    with pytest.raises(ValueError, match=r"key: expected a key, or a seed from 0 to 2\*\*32 - 1"):
+        verbs.sample(state, seed)
+
+
+def test_other_seeds_do_not_compile_anew():
+    buffer = jrb.ReplayBuffer(8, batch_size=2)
+    verbs = jrb.jitted(buffer)
+    state = verbs.add(verbs.init({"x": 0}), {"x": 1})
+    verbs.sample(state, 0)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        records = []
+        patch.setattr("logging.Logger.handle", lambda self, record: records.append(record))
+        for seed in range(5):
+            verbs.sample(state, seed)
+    assert not [record for record in records if "Compiling" in record.getMessage()]
