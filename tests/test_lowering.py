@@ -148,22 +148,6 @@ def test_items_are_read_once_and_not_where_they_are_used(unit):
         assert names == {"stablehlo.optimization_barrier"}
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("used", [False, True])
-def test_marks_that_nobody_uses_are_not_read(used):
-    buffer = devices.buffer_of("windows", "prioritized")
-
-    def step(state, key):
-        state, sample = buffer.draw(state, key)
-        state = buffer.update_priority(state, sample, jnp.ones(B))
-        return state, sample if used else sample.data
-
-    state = buffer.init(devices.EXAMPLE)
-    compiled = jax.jit(step, donate_argnums=0).lower(state, jax.random.key(0)).compile()
-    marks = re.findall(rf"= (?:pred|u8)\[{B},1\]\S* gather\(", compiled.as_text())
-    assert len(marks) == 2 * used
-
-
 def test_a_sum_tree():
     tree = jrb.sum_tree.init(100_000, branching=32)
 

@@ -1,1 +1,1 @@
-"""How the parts of a buffer work together: the verbs, and what several parts are made of."""
+"""The verbs, which let the parts of a buffer work together, and arrays of rows."""

@@ -224,7 +224,7 @@ def fill(
     cuts: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> Any:
-    """Writes to a state that nobody else has: outside `jit` too, in place."""
+    """Writes to a state that has no other user: outside `jit` too, in place."""
     check_state(buffer, state)
     if on_host(buffer):
         return write(buffer, state, items, mask, cuts)
@@ -241,7 +241,7 @@ def write_index_only(buffer: Buffer, half: BufferState, items: Item, mask: jax.A
 
 
 def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
-    """Removes so many of the oldest rows, `[]` or `[E]`, from a state without items."""
+    """Removes `num_rows` of the oldest rows, `[]` or `[E]`, from a state without items."""
     row = (1, buffer.ring.envs)
     blanks = jax.tree.map(lambda leaf: jnp.zeros((*row, *leaf.shape), leaf.dtype), spec)
     return steps.expire(without_items(buffer), state, blanks, jnp.asarray(num_rows, jnp.int32))

@@ -1,4 +1,4 @@
-"""Where episodes begin and end, from the done flags of what is written.
+"""Ends of episodes, from the done flags and the episode numbers of items.
 
 N capacity, E environments, R = N / E rows, T time, B batch.
 """

@@ -169,7 +169,7 @@ def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Device = None) 
 
 
 def placed(array: np.ndarray, device: Device = None) -> jax.Array:
-    """Makes an array of the device from an aligned one of the host that nobody else uses."""
+    """Makes an array of the device from an aligned one of the host that has no other user."""
     if array.nbytes <= PIECE or _goes_to_cpu(device):
         result = _taken_over(array)
     else:

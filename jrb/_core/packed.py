@@ -111,7 +111,7 @@ def from_words(words: Any, dtype: DType) -> jax.Array:
 
 
 def zeros_column(count: int, spec: Item) -> Column:
-    """Makes the column of so many items of a leaf."""
+    """Makes the column of `count` items of a leaf."""
     shape = (count, *spec.shape)
     if not is_small(spec.dtype):
         return jnp.zeros(shape, spec.dtype)
@@ -354,7 +354,7 @@ class PackedLeaves(pytree.State):
 
 
 def zeros(count: int, spec: Item, keys: Keys, order: RowOrder) -> Any:
-    """Makes room for so many items; a plain pytree of columns where no leaves can be packed."""
+    """Makes arrays for `count` items; a plain pytree of columns where no leaves can be packed."""
     leaves, names = jax.tree.leaves(spec), pytree.unique_names(spec)
     groups: dict[str, list[int]] = {}  # of the leaves by the dtype of their words
     roles = (keys.reward, keys.done, keys.terminated, keys.truncated, keys.episode)
@@ -468,7 +468,7 @@ def get(
     """Reads each leaf at its slots exactly once, many that have the same slots in one gather.
 
     Returns:
-        The items, and what is looked up beside them.
+        The items, and the values of the lookups.
     """
     slots = [*map(where, _entries(state)[0]), *(it.slots for it in lookups)]
     unique = {id(each): each for each in slots}
@@ -476,12 +476,12 @@ def get(
     arrays, structure = jax.tree.flatten((state, [it.array for it in lookups]))
 
     def read(times: int, *flat: jax.Array) -> tuple[Item, list[jax.Array]]:
-        state, beside = jax.tree.unflatten(structure, flat[: len(arrays)])
+        state, extra = jax.tree.unflatten(structure, flat[: len(arrays)])
         each = [flat[len(arrays) + index[id(it)]] for it in slots]
-        numbers, gathers = _gathers(state, beside, each, times)
+        numbers, gathers = _gathers(state, extra, each, times)
         results = dict(zip(numbers, itertools.chain(*gather.read_each(gathers)), strict=True))
         ordered = [results[number] for number in range(len(results))]
-        result = jax.tree.structure((_places(state), beside), is_leaf=is_column)
+        result = jax.tree.structure((_places(state), extra), is_leaf=is_column)
         return jax.tree.unflatten(result, ordered)
 
     _, gathers = _gathers(state, [it.array for it in lookups], slots, 1)
@@ -490,12 +490,12 @@ def get(
 
 
 def _gathers(
-    state: PartState, beside: list[jax.Array], slots: list[jax.Array], times: int
+    state: PartState, extra: list[jax.Array], slots: list[jax.Array], times: int
 ) -> tuple[list[int], list[gather.Gather]]:
     """Returns the numbers of all leaves, in the order in which these gathers read them."""
     # `times` is how many such reads are made at once.
     groups: dict[Any, tuple[jax.Array, jax.Array, bool, dict[int, Any]]] = {}
-    entries = [*_entries(state)[1], *beside]
+    entries = [*_entries(state)[1], *extra]
     for number, (it, at) in enumerate(zip(entries, slots, strict=True)):
         is_packed = isinstance(it, LeafSlice)
         array = state.arrays[it.words] if is_packed else stored_array(it)

@@ -23,7 +23,7 @@ def plan_rows(
 
     Args:
         ring: its shape.
-        clock: where it stands, `[]`, or `[E]` if each environment advances by itself.
+        clock: where it stands, `[]`, or `[E]` if each environment has its own.
         length: T.
         mask: bool `[T]`, the rows to write, or `[T, E]` with a clock `[E]`; None for all.
     """

@@ -383,8 +383,8 @@ def _after(state: BufferState, token: jax.Array) -> BufferState:
 
 def _zero_after_reads(sample: Sample, mask: jax.Array) -> jax.Array:
     """Returns zero, not known before what a later write must wait for."""
-    # Without probabilities and weights: nothing is to compute them where nobody uses them, and the
-    # indices wait for what a sampler reads.
+    # Without probabilities and weights: unused, they need not be computed then, and the indices
+    # wait for the reads of a sampler.
     reads = sample.data, sample.indices, sample.info, sample.stamp, mask
     return dependencies.zero_depending_on(reads)
 

@@ -85,7 +85,7 @@ def _until_last(transforms: tuple) -> tuple:
 
 
 def check(transforms: tuple, storage: Storage) -> None:
-    """Raises where a transform with a state could not learn from what is written."""
+    """Raises where a transform with a state could not learn from written items."""
     first = _until_last(transforms)
     if first and storage.of_objects:
         raise ValueError(
@@ -145,7 +145,7 @@ def _of_rows(context: Context, count: int) -> TransformContext:
 
 
 def truncated(transforms: tuple, states: tuple, which: jax.Array) -> tuple:
-    """Returns the states when some environments, bool `[E]`, begin anew."""
+    """Returns the states after some environments, bool `[E]`, were reset."""
     pairs = zip(learning(transforms), states, strict=True)
     return tuple(transform.truncate(state, which) for transform, state in pairs)
 

@@ -78,7 +78,7 @@ def _attached(buffer: Buffer, state: PartState) -> Any:
 
 
 def check_slots(slots: int) -> None:
-    """Raises unless int32 can tell so many slots of one state apart."""
+    """Raises unless int32 can tell this number of slots of one state apart."""
     if slots >= 2**31:
         raise ValueError(
             f"capacity: expected at most {2**31 - 1} slots in one state, got {slots}. Cut the "
@@ -270,7 +270,7 @@ def check_not_deleted(states: Any) -> None:
 
 
 class CopyWarning(UserWarning):
-    """A write outside `jit` copies the buffer, as nobody donated its state."""
+    """A write outside `jit` copies the buffer, as its state was not donated."""
 
 
 class PriorityWarning(UserWarning):
@@ -311,7 +311,7 @@ def warn_of_refused(
     if values.dtype != np.float32:
         with np.errstate(over="ignore", invalid="ignore"):
             values = values.astype(np.float32)
-    # Taken for integers, all that is refused is larger than what is not: one reduction tells. Two
+    # Taken for integers, refused numbers are larger than others: one reduction tells. Two
     # of them, or the hash of a description, are a pause after which XLA has to wake its thread.
     if not values.size or values.view(np.uint32).max() < _BITS_OF_INFINITY:
         return

@@ -1,1 +1,1 @@
-"""What everything stands on: descriptions and states, checks, random bits, trees, ordering."""
+"""Helpers for all rooms: descriptions and states, checks, casts, words for people."""

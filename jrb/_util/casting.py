@@ -85,7 +85,7 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
     """Returns items for `jit`, which would change some dtypes of NumPy; NumPy's arrays are copied.
 
     Raises:
-        TypeError: there is one of these, and nobody asked to cast them.
+        TypeError: there is one of these, without `cast`.
     """
     leaves, structure = jax.tree.flatten(items)
     if not all(map(_is_plain, leaves)):
@@ -101,7 +101,7 @@ def accepted(items: PyTree, what: str, cast: bool) -> Any:
 def to_spec(spec: PyTree, items: PyTree, what: str) -> Any:
     """Returns items in the dtypes of a spec of the same structure, those that are of a lesser kind.
 
-    Integers do not go into a smaller dtype: inside `jit` nobody knows whether they fit.
+    Integers do not go into a smaller dtype: inside `jit` it is not known whether they fit.
 
     Args:
         spec: a pytree of `jax.ShapeDtypeStruct`s.

@@ -48,18 +48,18 @@ def key(value: Leaf) -> None:
     """One PRNG key, typed or old-style."""
     dtype = getattr(value, "dtype", None)
     if getattr(dtype, "type", None) is jax.dtypes.prng_key:  # as `jnp.issubdtype`, which is slow
-        wanted = ()
+        shape = ()
     elif dtype == jnp.uint32:
         # JAX adds its options to this class as it is imported.
         default = jax.config.jax_default_prng_impl  # pyright: ignore[reportAttributeAccessIssue]
-        wanted = _old_style_shape(default)
+        shape = _old_style_shape(default)
     else:
         raise TypeError(
             f"key: expected a PRNG key, got {value!r}. Make one with jax.random.key(0)."
         )
-    if value.shape != wanted:
+    if value.shape != shape:
         raise ValueError(
-            f"key: expected a single key, of shape {wanted}, got shape {value.shape}. "
+            f"key: expected a single key, of shape {shape}, got shape {value.shape}. "
             "Take one of them, or vmap over them."
         )
 
@@ -250,7 +250,7 @@ def given_priorities(verb: str, value: object, shape: tuple[int, ...]) -> jax.Ar
 
 
 def objects(verb: str, value: object, count: int) -> list[Any]:
-    """A sequence of so many objects, as a list."""
+    """A sequence of `count` objects, as a list."""
     if isinstance(value, str | bytes | dict) or not isinstance(value, Sequence):
         raise TypeError(f"{verb}: expected a sequence of objects, got {type(value).__name__}.")
     if len(value) != count:
@@ -299,9 +299,10 @@ class ExpansionLimit:
     """
 
     def __init__(self, source: object, paths: Iterable[str], max_expansion: float) -> None:
-        self._source, self._max_expansion = source, max_expansion
-        self._stored = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
-        self._declared = 0
+        self._source: object = source
+        self._max_expansion: float = max_expansion
+        self._stored: int = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
+        self._declared: int = 0
 
     def add(self, declared: int) -> None:
         """Counts the bytes of further arrays, before any of them is read.

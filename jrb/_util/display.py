@@ -1,4 +1,4 @@
-"""How a state looks in a terminal and in a notebook."""
+"""Texts and HTML of states and descriptions, for terminals and notebooks."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ Row = tuple[str, ...]
 """Cells of a table."""
 
 
-def known(leaf: Leaf) -> np.ndarray | None:
-    """An array that can be looked at; None inside `jit`, after a donation, and for what is none."""
+def host_values(leaf: Leaf) -> np.ndarray | None:
+    """Returns the values of an array; None inside `jit`, after a donation, and for other things."""
     if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, jax.core.Tracer):
         return None
     if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
@@ -32,7 +32,7 @@ def known(leaf: Leaf) -> np.ndarray | None:
 
 def share(leaf: Leaf, whole: int) -> str:
     """`30 of 40 (75 %)` for counts that add up to 30; nothing if they are not known."""
-    counts = known(leaf)
+    counts = host_values(leaf)
     if counts is None:
         return ""
     count = int(counts.sum(dtype=np.int64))
@@ -40,13 +40,13 @@ def share(leaf: Leaf, whole: int) -> str:
 
 
 def count(leaf: Leaf) -> str:
-    flags = known(leaf)
+    flags = host_values(leaf)
     return "" if flags is None else f"{int(flags.sum(dtype=np.int64)):,}"
 
 
 def spread(leaf: Leaf) -> str:
     """`mean 0.5, from 0.1 to 2` for numbers; nothing if there are none, or they are not known."""
-    numbers = known(leaf)
+    numbers = host_values(leaf)
     if numbers is None or not numbers.size:
         return ""
     mean, least, most = numbers.mean(dtype=np.float64), numbers.min(), numbers.max()
@@ -130,7 +130,7 @@ def _rows(state: PyTree) -> list[tuple[str, str, str, str]]:
             rows.append((name, type(leaf).__name__, "", repr(leaf)))
             continue
         is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        number = None if leaf.shape else known(leaf)
+        number = None if leaf.shape else host_values(leaf)
         value = "" if number is None else str(number)
         kind = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         nbytes = wording.bytes_text(leaf.size * leaf.dtype.itemsize)
@@ -140,10 +140,10 @@ def _rows(state: PyTree) -> list[tuple[str, str, str, str]]:
 
 @functools.lru_cache(maxsize=1024)
 def identity(description: Any, *left_out: str) -> str:
-    """A text such as "ReplayBuffer(capacity=64, num_envs=4) 5f0a6c9d81e2".
+    """Returns a text such as "ReplayBuffer(capacity=64, num_envs=4) 5f0a6c9d81e2".
 
     Equal descriptions have the same one, in every process and after pickling. Functions count by
-    their names: a lambda that is made anew in each call of a function is the same one.
+    their names: a lambda that is made again in each call of a function is the same one.
 
     Args:
         description: a dataclass.
@@ -178,9 +178,9 @@ def _value_text(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         entries = (getattr(value, field.name) for field in dataclasses.fields(value))
         return _class_name(value) + _value_text(tuple(entries))
-    return _class_name(value)  # of no known fields; its repr may say where it lies in memory
+    return _class_name(value)  # its repr may have its address in memory
 
 
 def _class_name(value: Any) -> str:
-    """The name of its class; of a private one, that of the class below which it is."""
+    """Returns the name of its class; of a private class, that of its first public base."""
     return next(cls.__name__ for cls in type(value).__mro__ if not cls.__name__.startswith("_"))

@@ -58,8 +58,8 @@ def component(cls: type[T]) -> type[T]:
     if "__repr__" not in cls.__dict__:
         cls.__repr__ = representation
     _COMPONENTS.add(cls)
-    made = dataclasses.dataclass(frozen=True, repr=False)(cls)
-    init, compute_hash = made.__init__, made.__hash__
+    description = dataclasses.dataclass(frozen=True, repr=False)(cls)
+    init, compute_hash = description.__init__, description.__hash__
 
     @functools.wraps(init)
     def explained(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,9 +81,9 @@ def component(cls: type[T]) -> type[T]:
             _HASHES[id(self)] = entry
         return entry[1]
 
-    made.__init__ = explained
-    made.__hash__ = hashed_once  # pyright: ignore[reportAttributeAccessIssue]: the same
-    return jax.tree_util.register_static(made)
+    description.__init__ = explained
+    description.__hash__ = hashed_once  # pyright: ignore[reportAttributeAccessIssue]: the same
+    return jax.tree_util.register_static(description)
 
 
 def _check_static(owner: str, name: str, value: object) -> None:
@@ -166,14 +166,14 @@ class State:
         Raises:
             TypeError: it has no such field.
         """
-        made = object.__new__(type(self))  # `dataclasses.replace` costs ten times as much
-        fields = vars(made)
+        state = object.__new__(type(self))  # `dataclasses.replace` costs ten times as much
+        fields = vars(state)
         fields.update(vars(self))
         fields.update(changes)
         if len(fields) != len(vars(self)):
             odd, names = sorted(changes.keys() - vars(self).keys()), sorted(vars(self))
             raise TypeError(f"{type(self).__name__}: expected fields {names}, got {odd}.")
-        return made
+        return state
 
 
 class HostState:

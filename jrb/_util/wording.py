@@ -59,16 +59,16 @@ NAMES = {name: mend for mend, names in _GROUPS.items() for name in names.split()
 """From a name elsewhere to what does it here."""
 
 
-def hint(name: str, known: Iterable[str] = ()) -> str:
+def hint(name: str, names: Iterable[str] = ()) -> str:
     """Returns what to use instead of an unknown name, or nothing."""
     if name in NAMES:
         return f" {name} is {NAMES[name]} here."
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, names, 1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def takes_state(verb: Verb) -> Verb:
-    """A verb whose error says what is missing where only the key is given."""
+    """Wraps a verb whose error names the missing argument where only the key is given."""
 
     @functools.wraps(verb)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:

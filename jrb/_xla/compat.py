@@ -119,7 +119,7 @@ def is_of_explicit_mesh(error: Exception) -> bool:
     """Returns if JAX could not tell how a result lies on a mesh of explicit axes."""
     if type(error).__name__ == "ShardingTypeError":  # JAX does not export the class
         return True
-    # Under vmap it looks for the axis of what is cut in the empty mesh of what is not.
+    # Under vmap it looks for the axis of a sharded array in the empty mesh of the others.
     return isinstance(error, ValueError) and "is not found in mesh: ()" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""How functions of states are compiled: with arguments that JAX admits, once for each description.
+"""Compilation of functions of states: with arguments that JAX admits, once for each description.
 
 A state is data: no derivative goes into it or comes out. The loops and conditionals that work on it
 have none that JAX could form. Inside `jax.shard_map` a state may vary over an axis of the mesh over
@@ -28,7 +28,7 @@ class SerialLimits(NamedTuple):
 
     Attributes:
         nbytes: of any array.
-        rows: of an array that lies in no cache.
+        rows: of an array that is in no cache.
     """
 
     nbytes: int

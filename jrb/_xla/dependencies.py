@@ -1,4 +1,4 @@
-"""What keeps a buffer in place: reads that happen once, and writes that wait for them.
+"""Tools that keep a buffer in place: reads that happen once, and writes that wait for them.
 
 XLA may schedule a read of an array after a write to it, and then copies the whole array first.
 Three tools prevent that. `materialize` computes a read for real, where XLA would rather repeat a
@@ -142,7 +142,7 @@ def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
         pairs = zip(jax.tree.leaves(make()), leaves, strict=True)
         return [jnp.where(token == 0, new, old) for new, old in pairs]
 
-    # On the CPU the loop, of one turn, keeps the fill apart from what is computed beside it.
+    # On the CPU the loop, of one turn, keeps the fill apart from other computations.
     filled = lax.platform_dependent(
         cpu=lambda: loop(opaque(1), fill, leaves), default=lambda: fill(0, leaves)
     )
@@ -151,10 +151,10 @@ def restored(state: T, make: Callable[[], Any], token: jax.Array) -> T:
 
 def zero_depending_on(reads: Any) -> jax.Array:
     """Returns int32 zero, `[]`, that is not known before every leaf of the pytree `reads` is."""
-    # Add it to an index, and what is written there is written after the reads.
+    # A write at an index to which it is added happens after the reads.
     leaves = [leaf for leaf in jax.tree.leaves(reads) if leaf.size]
     # Whole leaves go into the conditional: of a leaf that was put together from two reads, the
-    # first element by itself would wait for one of them.
+    # first element would wait for one of them only.
     bits = lambda: functools.reduce(lax.bitwise_or, map(some_bits, leaves), jnp.int32(0))
     return materialize(lambda: hidden_zero(bits()))
 

@@ -29,7 +29,7 @@ from jrb._xla import compat, compiling, dependencies
 T = TypeVar("T")
 
 _LARGE = 1 << 19  # bytes of an array from which on XLA spreads a gather
-_OF_A_ROW = 8  # to find a row takes as long as to read so many bytes
+_OF_A_ROW = 8  # bytes that are read in the time that it takes to find a row
 _MAX_PAIRS = 4096  # indices of which all pairs are compared to find duplicates
 _HUGE = 1 << 26  # bytes of an array in no cache: from there on one thread waits for each row
 
@@ -54,7 +54,7 @@ def is_few(array: jax.Array, slots: jax.Array, width: int = 1, times: int = 1) -
 def scaled_by_vmap(is_few: bool, read: Callable[..., T], *arrays: jax.Array) -> T:
     """Returns `read(times, *arrays)`, with the number of such reads that are made at once."""
     # That is 1, and under `vmap` the size of its axis, or the product of all: rows that are few for
-    # one buffer are many for 64 of them. Where rows are not even few for one, nobody asks.
+    # one buffer are many for 64 of them. Where rows are not even few for one, vmap does not matter.
     return _read_times(read, 1)(*arrays) if is_few else read(1, *arrays)
 
 

@@ -158,12 +158,12 @@ def permute(seed: jax.Array, n: jax.Array, i: jax.Array) -> jax.Array:
     sums = _mulhi(_halves(words), _halves(jnp.broadcast_to(size, words.shape)))
 
     def swap_or_not(turn: jax.Array, x: jax.Array) -> jax.Array:
-        other = sums[turn] - x  # modulo 2^32: what is negative is at least 2^31, so above n
+        other = sums[turn] - x  # modulo 2^32: a negative number is at least 2^31, so above n
         other = jnp.where(other >= size, other + size, other)
         swaps = mix(jnp.maximum(x, other) ^ salts[turn]) & np.uint32(1)
         return jnp.where(swaps == 1, other, x)
 
     rounds = lambda unroll: dependencies.loop(_ROUNDS, swap_or_not, i.astype(jnp.uint32), unroll)
-    # Each turn of a loop is a kernel on a GPU; on the CPU, what is written out is slower.
+    # Each turn of a loop is a kernel on a GPU; on the CPU, an unrolled loop is slower.
     ranks = lax.platform_dependent(cpu=lambda: rounds(1), default=lambda: rounds(8))
     return ranks.astype(jnp.int32)

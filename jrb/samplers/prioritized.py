@@ -60,7 +60,7 @@ class PrioritizedState(DrawCounts):
 
     def summary(self, ring: Ring) -> dict[str, str]:
         """Returns the spread of the priorities of anchors, and how many were refused."""
-        raw, refused = display.known(self.raw), display.known(self.refused)
+        raw, refused = display.host_values(self.raw), display.host_values(self.refused)
         facts = {} if raw is None else {"priorities": display.spread(raw[raw > 0])}
         return facts | ({"refused": f"{int(refused):,}"} if refused else {})
 

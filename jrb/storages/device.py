@@ -34,9 +34,9 @@ from jrb.types.messages import PartState
 class DeviceStorage(Storage):
     """Keeps the leaves of the items in arrays `[N, ...]`, bit for bit.
 
-    Leaves of up to a kilobyte lie side by side, where their elements are of one size: then a draw
-    and an add cost little more for many leaves than for few. `state.storage["action"]` is then a
-    copy of that leaf, `[N, ...]`, and `state.storage.leaves` one of all, a pytree like the items.
+    Leaves of up to a kilobyte are packed into one array, if their elements are of one size: a draw
+    and an add then cost little more for many leaves than for few. `state.storage["action"]` is then
+    a copy of that leaf, `[N, ...]`, and `state.storage.leaves` one of all, a pytree like the items.
     Functions of `jax.tree` see the arrays themselves, `[N, W]` with W elements of all these leaves,
     and so do shardings of a state: cut over N, all is well; cut over W, it computes the same, but
     devices exchange more.
@@ -124,7 +124,7 @@ class DeviceStorage(Storage):
     def read_with(
         self, context: Context, state: PartState, where: SlotsForLeaf, lookups: list[AuxRead]
     ) -> tuple[Item, list[jax.Array]]:
-        """Reads items, and by one gather each what is looked up beside them."""
+        """Reads items, and by one gather each the lookups."""
         if self.share_next_observations:
             return _read_shared(context, state, where, lookups)
         return packed.get(state, where, lookups)
@@ -182,7 +182,7 @@ def shared_leaves(spec: Item, keys: Keys) -> dict[str, str]:
 
 
 def _init_shared(context: Context, spec: Item, room: int) -> SharedObservations:
-    """Makes a state without items, with room for so many last observations.
+    """Makes a state without items, with `room` for last observations.
 
     Raises:
         ValueError: there is nothing to share.
@@ -222,7 +222,7 @@ def _read_shared(
     """Reads leaves, one gather each: next observations from the array of the observations.
 
     Returns:
-        The items, and what is looked up beside them.
+        The items, and the values of the lookups.
     """
     shared = shared_leaves(packed.spec(state.items), context.keys)
     columns, slots_of = _columns(state.items), {}
@@ -240,8 +240,8 @@ def _read_shared(
         return packed.from_words(gather.items_at(words, slots_of[name]), column.dtype)
 
     every = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=packed.is_column)
-    beside = lambda: [gather.items_at(it.array, it.slots) for it in lookups]
-    return dependencies.materialize(lambda: (every(get, state.items), beside()))
+    extra = lambda: [gather.items_at(it.array, it.slots) for it in lookups]
+    return dependencies.materialize(lambda: (every(get, state.items), extra()))
 
 
 def next_observation_rows(

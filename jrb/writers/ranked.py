@@ -205,7 +205,7 @@ class ReservoirState(pytree.State):
 
     def summary(self, ring: Ring) -> dict[str, str]:
         """Returns how many items are held, and of how many."""
-        total = display.known(self.came)
+        total = display.host_values(self.came)
         of_all = "" if total is None else f"{int(total):,}"
         return {"held": display.share(self.count, ring.capacity), "that ever came": of_all}
 
