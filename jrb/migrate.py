@@ -14,6 +14,7 @@ import numpy as np
 
 from jrb import Sharded
 from jrb._core import eager, steps, transforming, validate
+from jrb._core.host_proxy import for_device
 from jrb._util import checks, pytree
 from jrb.buffer import ReplayBuffer
 from jrb.ring import Occupancy, Ring
@@ -133,7 +134,8 @@ def with_parts(old: Buffer, state: BufferState, new: Buffer) -> Any:
         mask = row[:, None] < counts  # of each environment, where it has its own clock
         mask = jnp.asarray(mask if old.writer.per_env else mask[:, 0])
         items = old.storage.take(state.storage, slots)
-        half = eager.write_index_only(target, half, items, mask)
+        after = steps.write(for_device(target), half, items, mask)
+        half = after.replace(storage=half.storage)  # the items are there already
     return half.replace(storage=state.storage)
 
 

@@ -234,12 +234,6 @@ def fill(
 _fill = jax.jit(steps.write, donate_argnums=1)
 
 
-def write_index_only(buffer: Buffer, half: BufferState, items: Item, mask: jax.Array | None) -> Any:
-    """Writes to a state whose items are on the host already, and stay as they are."""
-    after = steps.write(for_device(buffer), half, items, mask)
-    return after.replace(storage=half.storage)
-
-
 def expire(buffer: Buffer, state: BufferState, spec: Item, num_rows: jax.Array | np.ndarray) -> Any:
     """Removes `num_rows` of the oldest rows, `[]` or `[E]`, from a state without items."""
     row = (1, buffer.ring.envs)

@@ -111,11 +111,6 @@ def view(array: np.ndarray) -> memoryview:
     return memoryview(flat.view(np.uint8)) if flat.size else memoryview(b"")
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _cut(leaf: jax.Array, start: Any, length: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(leaf.reshape(-1), start, length)
-
-
 def row_hashes(leaf: Leaf, width: int) -> np.ndarray:
     """Returns hashes of the rows of an array, computed on its device, uint8 `[rows, 4]`.
 
@@ -201,11 +196,10 @@ def _filled(spec: Leaf, pieces: Iterator[tuple[int, Any]]) -> jax.Array:
         return _shaped(array, spec.shape)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _fill(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(array, block, start, axis=0)
+def _slice(leaf: jax.Array, start: Any, length: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(leaf.reshape(-1), start, length)
 
 
-@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _shaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return array.reshape(shape)
+_cut = jax.jit(_slice, static_argnums=2)
+_fill = jax.jit(functools.partial(lax.dynamic_update_slice_in_dim, axis=0), donate_argnums=0)
+_shaped = jax.jit(jnp.reshape, static_argnums=1, donate_argnums=0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jrb._xla import compiling, dependencies, gather
+from jrb._xla import compiling, dependencies
 from jrb.ring import Clock, Ring
 from jrb.types import SlotsForLeaf, WritePlan
 
@@ -66,13 +66,6 @@ def put_blocks(array: jax.Array, starts: jax.Array, blocks: jax.Array) -> jax.Ar
     # Tried on the CPU: a loop of slices, with a rule for vmap. No faster for frames of 84 x 84.
     at = starts[:, None] + jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
     return array.at[at].set(blocks, mode="drop")
-
-
-def move(array: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-    """Copies rows of an array to other places of it, int32 `[K]` to int32 `[K]`."""
-    # None where the target is beyond the end. No target may be a source.
-    moved = dependencies.materialize(lambda: gather.items_at(array, sources))
-    return array.at[targets].set(moved, mode="drop")
 
 
 def last_of_equals(ring: Ring, slots: jax.Array) -> jax.Array:

@@ -437,8 +437,8 @@ def _truncated(
     unit, change = buffer.unit.truncate(context, state.unit, which)
     state = state.replace(unit=unit)
     if state.transforms:
-        begun = transforming.truncated(buffer.transforms, state.transforms, which)
-        state = state.replace(transforms=begun)
+        pairs = zip(transforming.learning(buffer.transforms), state.transforms, strict=True)
+        state = state.replace(transforms=tuple(it.truncate(own, which) for it, own in pairs))
     if change is None:
         return state
     anchors = buffer.unit.anchors(context, unit)

@@ -144,12 +144,6 @@ def _of_rows(context: Context, count: int) -> TransformContext:
     return TransformContext(jax.random.key(0), jnp.ones(count, jnp.bool_), context.keys)
 
 
-def truncated(transforms: tuple, states: tuple, which: jax.Array) -> tuple:
-    """Returns the states after some environments, bool `[E]`, were reset."""
-    pairs = zip(learning(transforms), states, strict=True)
-    return tuple(transform.truncate(state, which) for transform, state in pairs)
-
-
 def adopted(old: tuple[tuple, tuple], new: tuple[tuple, tuple]) -> tuple:
     """Returns the new states, with what the old ones had learned."""
     # The n-th transform of a class takes over what the n-th one of that class had.

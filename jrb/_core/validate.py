@@ -6,6 +6,7 @@ look-up outside `jit`. N capacity, E environments.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
@@ -175,12 +176,27 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
                 f"{kinds[0][0][:axes]} of many. Call the verb under jax.vmap, or take one of them."
             )
     name, got = odd, getattr(state, odd)
-    leaves = [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in pytree.shown_leaves(got)]
-    listed = ", ".join(leaves[:4]) + (", ..." if len(leaves) > 4 else "")
+    part, owners = getattr(buffer, name, None), _owners(name, got)
+    maker = f"by a buffer with {' or '.join(owners)}"
+    if type(part).__name__ in owners or not owners:
+        leaves = pytree.shown_leaves(got)
+        shapes = [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves[:4]]
+        listed = ", ".join(shapes) + (", ..." if len(leaves) > 4 else "")
+        maker = f"for another, with {type(got).__name__}({listed})"
     raise TypeError(
-        f"expected a state of this buffer, whose {name} is {getattr(buffer, name, None)!r}, got "
-        f"one that was made for another, with {type(got).__name__}({listed}). {_MEND}"
+        f"expected a state of this buffer, whose {name} is {part!r}, got one that was "
+        f"made {maker}. {_MEND}"
     )
+
+
+def _owners(name: str, state: PartState) -> list[str]:
+    """Returns the names of the parts that make such a state: those of its module."""
+    if not isinstance(state, pytree.State):
+        without_state = {"sampler": ["Uniform"], "unit": ["Transition"]}
+        return [] if jax.tree.leaves(state) else without_state.get(name, [])
+    module = sys.modules[type(state).__module__]
+    parts = [it for it in vars(module).values() if isinstance(it, type) and pytree.is_component(it)]
+    return [it.__name__ for it in parts if it.__module__ == module.__name__]
 
 
 def _odd_part(buffer: Buffer, state: BufferState, spec: SpecKey | None) -> str | None:

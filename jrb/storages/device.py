@@ -328,7 +328,9 @@ def _write_row(context: Context, write: WritePlan, both: Any, t: Any, carry: Any
     to_tail = jnp.where(is_written, tail, end) + waited
     stop = lax.stop_gradient
     for name, (_, one, after) in both.items():
-        array = rows.move(arrays[name], tail + envs, to_pool)
+        array = arrays[name]
+        kept = lambda array=array: gather.items_at(array, tail + envs)
+        array = array.at[to_pool].set(dependencies.materialize(kept), mode="drop")
         array = rows.put_blocks(array, to_ring[None], stop(one[t])[None])
         arrays = {**arrays, name: rows.put_blocks(array, to_tail[None], stop(after[t])[None])}
     settled = jnp.where(has_before, before, ring.capacity) + waited
