@@ -60,12 +60,18 @@ def create(
                 f"{path}: expected nothing there, found a store that a state of this process is "
                 "in. Go on with that state, or let go of it first."
             )
-        _check_free(path)
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise ValueError(f"{path}: expected nothing there, found a file.")
         files.make_folder(path)
         folder = Folder(path)
+        _check_names(folder)
         lock = Lock(folder)
         try:
-            _check_free(path)  # another process may have made one meanwhile
+            if _check_names(folder):  # under the lock: another process may have saved meanwhile
+                raise ValueError(
+                    f"{path}: expected nothing there, found a store. Open it with jrb.load(path), "
+                    "or remove it."
+                )
             store = writing[path] = _with_table(folder, columns, slots, room, reserve, lock)
         except BaseException:
             writing.pop(path, None)
@@ -84,28 +90,6 @@ def _discard(path: str, process: int) -> None:
     if os.getpid() == process:
         with contextlib.suppress(OSError):
             removal.discard(path, removal.is_of_store)
-
-
-def _check_free(path: str) -> None:
-    """Raises unless there is nothing, or a store to which nothing was saved."""
-    if not os.path.lexists(path):
-        return
-    if not os.path.isdir(path):
-        raise ValueError(f"{path}: expected nothing there, found a file.")
-    folder = Folder(path)
-    generation.check_own(folder)
-    numbers, names = generation.numbers(folder), set(folder.names())
-    if numbers and numbers != [0]:
-        raise ValueError(
-            f"{path}: expected nothing there, found a store. Open it with jrb.load(path), or "
-            "remove it."
-        )
-    own = {"lock", "generation.new", generation.name_of(0)} | ({"rows"} if numbers else set())
-    if names - own:
-        raise ValueError(
-            f"{path}: expected an empty folder, found '{min(names - own)}' in it. Choose "
-            "another path."
-        )
 
 
 def _with_table(
@@ -151,8 +135,8 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
     _check_names(folder, parts)
     lock = Lock(folder)
     try:
-        numbers = generation.numbers(folder)
-        if numbers in ([], [0]):
+        number = generation.last(folder)
+        if not number:
             return _with_table(folder, columns, slots, slots, False, lock)
         # The rows of the last save are gone on from only if they are whole: a row that is lost or
         # damaged would else be promised again.
@@ -164,14 +148,14 @@ def to_save(path: str, columns: tuple[Column, ...], slots: int, parts: Iterable[
                 if not len(store.lost):
                     store.begin(lock)
                     return store
-        return _with_table(folder, columns, slots, slots, False, lock, numbers[-1])
+        return _with_table(folder, columns, slots, slots, False, lock, number)
     except BaseException:
         lock.release()
         raise
 
 
-def _check_names(folder: Folder, parts: Iterable[str]) -> None:
-    """Raises unless the folder has a checkpoint, or nothing; and if a name of ours is another's."""
+def _check_names(folder: Folder, parts: Iterable[str] = ()) -> int | None:
+    """Returns the newest generation; raises if a file of others would be in the way."""
     generation.check_own(folder)
     names, last = folder.names(), generation.last(folder)
     if last is None:
@@ -184,6 +168,7 @@ def _check_names(folder: Folder, parts: Iterable[str]) -> None:
             f"{folder.path}: expected a checkpoint, or an empty folder, found {foreign[0]!r}, "
             "which belongs to none. Choose another path."
         )
+    return last
 
 
 def folder_at(path: str) -> Folder:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import jax
 import numpy as np
 
-from jrb._store import files, table
+from jrb._store import files
 from jrb._store.errors import StaleError
 from jrb._store.opening import create
 from jrb._store.store import Store
@@ -94,9 +94,8 @@ _ATOMIC_BYTES = 8 << 20
 
 def columns(spec: Item) -> tuple[Column, ...]:
     """Returns the columns of a store for such items."""
-    leaves = jax.tree_util.tree_leaves_with_path(spec)
     every = []
-    for path, leaf in leaves:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(spec):
         raw, parts = casting.raw_spec(leaf), []
         for key in path:
             part = pytree.part_name(key).replace("%", "%25").replace("/", "%2F")
@@ -104,13 +103,6 @@ def columns(spec: Item) -> tuple[Column, ...]:
         kind = (str(leaf.dtype), str(list(leaf.shape)))
         name = "/".join(parts) if path else "."
         every.append(Column.of(name, kind, raw.size * raw.dtype.itemsize))
-    # A column whose file is called otherwise has a name that another one has, or that is too long.
-    for (path, _), column, file in zip(leaves, every, table.files_of(tuple(every)), strict=True):
-        if file != column.file:
-            raise ValueError(
-                f"init: leaf '{pytree.leaf_name(path)}': expected a name that no other leaf has, "
-                f"and that a file can have, got {column.file[:80]!r}. Rename it."
-            )
     return tuple(every)
 
 
