@@ -179,12 +179,7 @@ class Prefetch:
         return self
 
     def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            Exception: what was raised while it was drawn; after that, there are no more.
-            StopIteration: after `close`, or after an exception.
-        """
+        """Returns the next batch; raises, once, an error of its draw, and ends then."""
         return self._queue.take()
 
     def close(self) -> None:

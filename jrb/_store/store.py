@@ -318,7 +318,7 @@ class Store:
             self.folder.check()
             self._check_generation()
             # A store of this process that has the lock hands it over: the state that is written to
-            # first goes on, and the other one is stale.
+            # first stays the newest, and the other one is stale.
             rival = writing.get(self.path)
             if rival is not None and not rival.folder.is_same(self.folder):
                 rival = None

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jrb._core.host_proxy import HostStorageProxy
+from jrb._core.host_proxy import HostStorageProxy, UniqueSlots
 from jrb._store import table
 from jrb._store.errors import StaleError
 from jrb._util import casting, pytree
@@ -152,18 +152,17 @@ class HostRows(abc.ABC):
 
     def call(self, version: jax.Array, slots: list[jax.Array]) -> list[jax.Array]:
         """Returns the leaves as `take`, from jitted code."""
-        unique = {id(at): at for at in slots}
-        index = [list(unique).index(id(at)) for at in slots]
+        unique = UniqueSlots.of(slots, lambda at: at)
         shapes = [
             jax.ShapeDtypeStruct((*at.shape, *spec.shape), spec.dtype)
             for at, spec in zip(slots, self.raw, strict=True)
         ]
 
         def fetch(version: Version, *arrays: np.ndarray) -> list[np.ndarray]:
-            arrays = tuple(map(np.asarray, arrays))
-            return self.take(version, [arrays[number] for number in index])
+            located = UniqueSlots(list(map(np.asarray, arrays)), unique.index)
+            return self.take(version, located.each(lambda at: at))
 
-        return call(fetch, shapes, version, *unique.values())
+        return call(fetch, shapes, version, *unique.values)
 
     def items(self, leaves: list[Any]) -> Item:
         """Returns the items of these leaves, keys wrapped again."""

@@ -16,16 +16,11 @@ from jrb.types import Context, HostState, HostStorage, Item, SlotsForLeaf, Write
 
 
 class Shelf:
-    """The objects of one buffer, which all its states share.
-
-    Attributes:
-        objects: N of them; None where there is none.
-        written: the number of the write that put each there.
-        writes: how many there were.
-    """
+    """The objects of one buffer, which all its states share."""
 
     def __init__(self, capacity: int) -> None:
         self.objects: list[Any] = [None] * capacity
+        # The number of the write that put each there, and of writes.
         self.written: np.ndarray = np.zeros(capacity, np.int64)
         self.writes: int = 0
 
@@ -101,24 +96,19 @@ class ListStorage(HostStorage):
     def put(
         self, state: Objects, planned: jax.Array | np.ndarray, items: list[list[Any]]
     ) -> Objects:
-        """Puts rows of objects at the slots `[T, E]`, those of N or more left out.
-
-        Raises:
-            StaleError: the state is not the newest.
-        """
-        shelf = state.shelf
-        slots = np.asarray(planned)
+        """Puts rows of objects at the slots `[T, E]`, those of N or more left out."""
+        shelf, slots = state.shelf, np.asarray(planned)
         if state.version != shelf.writes:
             raise StaleError(
                 "ListStorage: expected the newest state, got one that has been written to before. "
                 "States share their objects: go on with the state that the last write returned."
             )
         shelf.writes += 1
-        for row, places in zip(items, slots.tolist(), strict=True):
-            for item, slot in zip(row, places, strict=True):
-                if slot < len(shelf.objects):
-                    shelf.written[slot] = shelf.writes  # first: a thread that reads checks it last
-                    shelf.objects[slot] = item
+        objects = [item for row in items for item in row]
+        for item, slot in zip(objects, slots.reshape(-1).tolist(), strict=True):
+            if slot < len(shelf.objects):
+                shelf.written[slot] = shelf.writes  # first: a thread that reads checks it last
+                shelf.objects[slot] = item
         return Objects(shelf=shelf, version=shelf.writes)
 
     def put_values(
@@ -132,11 +122,7 @@ class ListStorage(HostStorage):
         return self.take(state, np.asarray(slots))
 
     def take(self, state: Objects, slots: np.ndarray) -> list[Any]:
-        """Returns the objects at slots of any shape.
-
-        Raises:
-            StaleError: one of them was overwritten after this state was made.
-        """
+        """Returns the objects at slots of any shape."""
         shelf, slots = state.shelf, slots.reshape(-1)
         objects = list(map(shelf.objects.__getitem__, slots.tolist()))
         if shelf.writes > state.version and (shelf.written[slots] > state.version).any():
