@@ -66,12 +66,12 @@ def _curves(result: Row, rows: list[Row], name: str, axes: Any, tone: canvas.Ton
         )
         color, mark = _look(peer, peers)
         axes.plot(*zip(*points, strict=True), color=color, marker=mark, markersize=4, label=peer)
-    canvas.powers(axes.xaxis)
-    canvas.powers(axes.yaxis)
+    canvas.few_ticks(axes.xaxis, is_log=True)
+    canvas.few_ticks(axes.yaxis, is_log=True)
     axes.xaxis.set_major_formatter(lambda value, _: figures.power(round(value)))
-    canvas.label(axes, "N, items held", "µs a step")
+    axes.set(xlabel="N, items held", ylabel="µs a step")
     canvas.say(axes, tone, name, _common(mine))
-    canvas.legend_right(axes, tone)
+    canvas.legend(axes, tone, "beside")
 
 
 def _marks(result: Row, rows: list[Row]) -> list[canvas.Row]:
@@ -101,10 +101,10 @@ def _cases(
         range(len(cases)), 0, 1, transform=axes.get_yaxis_transform(), color=tone.line, lw=0.4
     )
     if unit == "s":
-        canvas.powers(axes.xaxis)
-    canvas.label(axes, word)
+        canvas.few_ticks(axes.xaxis, is_log=True)
+    axes.set_xlabel(word)
     canvas.say(axes, tone, result["group"], _common(rows))
-    canvas.legend_right(axes, tone)
+    canvas.legend(axes, tone, "beside")
 
 
 def _unit(unit: str, rows: list[Row]) -> tuple[Callable[[Row], float], str]:

@@ -98,10 +98,10 @@ def example(env: Any) -> Any:
 
 def played(env: Any, state: Any, seen: Any, action: Any, step: Any, reset: Any) -> tuple:
     """One step of all environments; new episodes where old ones end."""
-    after, state, reward, ended, cut = env.step(step, state, action)
-    after, done = env.flat(after), ended | cut
+    state, step_rows = env.step(step, state, action)
+    after, done = step_rows["observation"], step_rows["done"]
     begun, fresh = env.reset(reset)
-    row = {"obs": seen, "action": action.astype(jnp.float32), "reward": reward.astype(jnp.float32)}
+    row = {"obs": seen, "action": action.astype(jnp.float32), "reward": step_rows["reward"]}
     row |= {"done": done.astype(jnp.float32), "next_obs": after}
     pick = lambda new, old: jnp.where(done.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
     return jax.tree.map(pick, fresh, state), pick(env.flat(begun), after), row

@@ -71,11 +71,7 @@ def working(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bar(text: str) -> Iterator[Callable[[float], None]]:
-    """Shows a bar on a terminal, and removes it when the work is done.
-
-    Yields:
-        A function that takes the share of the work that is done.
-    """
+    """Shows a bar on a terminal; yields a function that takes the share of work that is done."""
     console, rich = rich_console.Console(stderr=True), require("rich.progress", "cli")
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn()
     columns += (rich.TimeRemainingColumn(),)

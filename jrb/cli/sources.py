@@ -33,12 +33,7 @@ NOT_THERE = (FileNotFoundError, NotADirectoryError, NotOursError)
 
 
 def kind_of(path: str) -> str:
-    """Returns which of the three it is, without JAX.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        PermissionError: it cannot be read.
-    """
+    """Returns which of the three it is, without JAX; raises if it cannot be read."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: no such file or directory.")
     if os.path.isdir(path):
@@ -58,11 +53,7 @@ def kind_of(path: str) -> str:
 
 
 def dataset(path: str) -> Any:
-    """Returns the dataset at a path, of any format.
-
-    Raises:
-        NotOursError: no format matches it.
-    """
+    """Returns the dataset at a path, of any format; raises `NotOursError` if none matches."""
     if kind_of(path) == FOLDER:
         manifest.metadata(path)  # raises of a damaged one, which no format matches
     datasets = importlib.import_module("jrb.datasets")

@@ -125,6 +125,7 @@ class Environment:
         # MinAtar's planes are zeros and ones: stored as bool, they take a quarter.
         self.dtype: Any = jnp.bool_ if len(example.shape) == 4 else jnp.float32
         self.width: int = math.prod(example.shape[1:])
+        self.actions: int = self.env.num_actions
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, Any]:
         """Begins episodes; returns observations and states."""
@@ -152,6 +153,15 @@ class Environment:
     def flat(self, observation: jax.Array) -> jax.Array:
         """Returns observations as they are stored, `[E, width]`."""
         return observation.reshape(self.num_envs, self.width).astype(self.dtype)
+
+
+def new_network(key: jax.Array, widths: tuple[int, ...]) -> Network:
+    """Returns a multilayer perceptron, initialized as He et al., 2015."""
+    keys = jax.random.split(key, len(widths) - 1)
+    return [
+        (jax.random.normal(k, (m, n)) * math.sqrt(2 / m), jnp.zeros(n))
+        for k, m, n in zip(keys, widths, widths[1:], strict=False)
+    ]
 
 
 def action_values(network: Network, observation: jax.Array) -> jax.Array:
@@ -215,13 +225,8 @@ class Agent:
         key, for_network, for_env = jax.random.split(key, 3)
         observation, env_state = self.env.reset(for_env)
         observation = self.env.flat(observation)
-        # A multilayer perceptron, initialized as He et al., 2015.
-        widths = (self.env.width, *self.config.hidden, self.env.env.num_actions)
-        keys = jax.random.split(for_network, len(widths) - 1)
-        network = [
-            (jax.random.normal(k, (m, n)) * math.sqrt(2 / m), jnp.zeros(n))
-            for k, m, n in zip(keys, widths, widths[1:], strict=False)
-        ]
+        widths = (self.env.width, *self.config.hidden, self.env.actions)
+        network = new_network(for_network, widths)
         action = jnp.zeros(self.config.num_envs, jnp.int32)
         step = lambda: self.env.step(key, env_state, action)[1]
         rows = {"observation": observation, "action": action, "next": jax.eval_shape(step)}
@@ -265,7 +270,7 @@ class Agent:
         greedy = jnp.argmax(action_values(carry.network, carry.observation), axis=1)
         action = jnp.where(
             jax.random.uniform(for_coin, shape) < epsilon,
-            jax.random.randint(for_action, shape, 0, self.env.env.num_actions),
+            jax.random.randint(for_action, shape, 0, self.env.actions),
             greedy.astype(jnp.int32),
         )
         env_state, after = self.env.step(for_step, carry.env_state, action)

@@ -65,11 +65,7 @@ Sheet: Any = type("Sheet", (_figure.Figure,), {"_repr_png_": _png, "__module__":
 
 
 def drawn(rows: Sequence[Row], ax: Axes | None, who: str) -> Any:
-    """Returns a new figure with these rows of panels, or that of `ax`, which they replace.
-
-    Raises:
-        TypeError: `ax` is no axes of a grid; the message begins with `who`.
-    """
+    """Returns a new figure with these rows of panels, or that of `ax`, which they replace."""
     # One panel alone is a cell of the grid, and its title and labels come on top of the cell's
     # height. Several have a grid of their own, which includes them.
     heights = [max(row.height - row.around * (len(row.panels) == 1), 0.1) for row in rows]

@@ -21,12 +21,7 @@ from jrb.types import Anchors, Item
 
 
 def check(buffer: ReplayBuffer, state: BufferState, who: str) -> None:
-    """Raises unless it is a single state of this buffer, outside `jit`.
-
-    Raises:
-        TypeError: no buffer, a state of another one, or one inside `jit`.
-        ValueError: states under `vmap`, or one that was donated.
-    """
+    """Raises unless it is a single state of this buffer, outside `jit`, and not donated."""
     check_single(buffer, who)
     if isinstance(state, BufferState):
         check_concrete(state, f"{who}: state")

@@ -55,11 +55,7 @@ class Setup:
         return os.path.join(self.path, f"shard-{shard}")
 
     def served(self, shard: int) -> ReplayBuffer:
-        """The buffer of a shard: every stream has lanes of its own there.
-
-        Raises:
-            ValueError: there are parts that do not go with several streams in one ring.
-        """
+        """Returns the buffer of a shard, in which every stream has lanes of its own."""
         buffer, lanes, width = self.buffer, self.lanes(shard), self.buffer.num_envs or 1
         parts: dict[str, Any] = {"capacity": buffer.capacity // self.streams * lanes}
         if self.shards > 1:
@@ -143,12 +139,7 @@ def path_of(buffer: ReplayBuffer, path: str | os.PathLike[str] | None) -> str | 
 
 
 def arrays(setup: Setup, items: Item) -> list[np.ndarray]:
-    """Returns the leaves of items as they are sent, without touching a device of JAX.
-
-    Raises:
-        ValueError: another structure or shape than the example's, or leaves of unequal T.
-        TypeError: another dtype than the example's.
-    """
+    """Returns the leaves of items as they are sent, without touching a device of JAX."""
     items, cast = casting.arrays(items, "extend"), setup.buffer.cast
     items = casting.kept(items, "extend") if cast else items
     lead = (checks.length(items), *setup.lead)
