@@ -141,16 +141,11 @@ def _write(folder: str, mapped: Iterator[Mapped], dataset: Any) -> None:
     write_part(num_parts + 1)
     kept = np.concatenate(kept)
     facts = {name: fact[kept] for name, fact in dataset.facts.items() if fact.dtype.kind in "biuf"}
-    metadata = {name: value for name, value in dataset.metadata.items() if _is_json(value)}
+    metadata: dict[str, Any] = {}
+    for name, value in dataset.metadata.items():  # entries that JSON lacks are left out
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            metadata[name] = json.loads(json.dumps(value))
     write_part(0, notes=dataset.notes, metadata=metadata, facts=facts)
-
-
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def _by_step(
