@@ -67,10 +67,15 @@ class ItemSpec:
         leaves, structure = jax.tree.flatten(items)
         if structure != self.structure:
             ours, names = set(self.names), leaf_names(items)
+            text = (
+                f"the leaves {self.names}, got {names}: missing {sorted(ours.difference(names))}, "
+                f"not expected {sorted({*names} - ours)}"
+            )
+            if ours == {*names}:
+                text = f"the structure {self.structure}, got {structure}"
             raise ValueError(
-                f"{verb}: expected an item with the leaves {self.names}, got {names}: missing "
-                f"{sorted(ours.difference(names))}, not expected {sorted({*names} - ours)}. All "
-                "items of a recorder look alike; record others to another path."
+                f"{verb}: expected an item with {text}. All items of a recorder look alike; record "
+                "others to another path."
             )
         for number, (leaf, spec) in enumerate(zip(leaves, self.specs, strict=True)):
             where = f"{verb}: leaf '{self.names[number]}'"

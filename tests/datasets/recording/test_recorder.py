@@ -1,5 +1,6 @@
 """The recorder: what it is given comes back, whatever the calls, chunks, environments, writers."""
 
+import collections
 import gc
 import os
 import subprocess
@@ -461,6 +462,8 @@ def wrong():
     yield "more", {**good, "more": np.zeros(1)}, ValueError, "not expected .*more"
     yield "text", {**good, "action": "left"}, TypeError, "'action': expected an array, got str"
     yield "none", {**good, "action": None}, ValueError, "missing .*action"
+    kind = {**good, "observation": collections.OrderedDict(good["observation"])}
+    yield "class", kind, ValueError, "expected an item with the structure"
 
 
 WRONG = {name: rest for name, *rest in wrong()}
