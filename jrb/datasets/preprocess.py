@@ -145,7 +145,9 @@ def _write(folder: str, mapped: Iterator[Mapped], dataset: Any) -> None:
     for name, value in dataset.metadata.items():  # entries that JSON lacks are left out
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             metadata[name] = json.loads(json.dumps(value))
-    write_part(0, notes=dataset.notes, metadata=metadata, facts=facts)
+    # What is said of next observations is derived again, unless their steps were left out.
+    notes = dataset.notes if dataset.final == "drop" else dataset.description.notes
+    write_part(0, notes=notes, metadata=metadata, facts=facts)
 
 
 def _by_step(

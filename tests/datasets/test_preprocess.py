@@ -161,6 +161,8 @@ def test_what_is_known_of_episodes_goes_along(tmp_path):
     found = found.preprocess(backwards, tmp_path / "c", by="episode")
     assert found.complete.tolist() == [True]
     assert any("is in no file for" in note for note in source.notes)
+    twice = source.preprocess(same, tmp_path / "d").preprocess(same, tmp_path / "e")
+    assert twice.notes == source.notes
 
 
 def on_device(step):
