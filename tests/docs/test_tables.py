@@ -1,5 +1,7 @@
 """The tables of the pages on performance and scale say what the results say."""
 
+import re
+
 import pytest
 from generate import drawings, tables
 
@@ -66,7 +68,7 @@ def test_what_was_not_measured_says_how(monkeypatch, tmp_path):
 def test_pages_are_filled(page):
     before = (tables.RESULTS.parents[1] / "docs" / f"{page}.md").read_text()
     text = tables.filled(before)
-    there = [name for name in GROUPS if f"<!-- table: {name} " in before]
+    there = [name for name in GROUPS if re.search(f"<!-- (table|folded): {name} ", before)]
     assert text.count("| :-- |") >= len(there) > 0
     assert "<!--" not in text
 
@@ -82,3 +84,9 @@ def test_drawings_are_whole_and_within_their_sheet(name):
         assert 0 <= at["x"] <= at["x"] + at["width"] <= width
         assert 0 <= at["y"] <= at["y"] + at["height"] <= height
     assert svg[0].tag.endswith("title")
+
+
+def test_the_summary_has_a_line_for_each_headline():
+    lines = tables.summary().splitlines()
+    assert len(lines) == 2 + len(tables.HEADLINES)
+    assert all(0 < float(line.split("|")[-2]) < 2 for line in lines[2:])
