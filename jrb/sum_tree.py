@@ -45,6 +45,7 @@ _BRANCHING = {"cpu": 8}  # the fastest by backend, where it was measured
 _OTHER_BRANCHING = 32  # elsewhere: three levels fewer to launch at a million leaves
 
 _REDRAW = 2048  # nodes of a level: float32 is too coarse to follow a mass any further
+_MANY = 1024  # of so large an update, short levels are reduced whole
 _SHORT = 8  # the ancestors of up to that many neighbours are reduced one by one
 
 _REDUCE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"sum": lax.add, "min": lax.min}
@@ -197,7 +198,7 @@ def _update(tree: Tree, indices: jax.Array, masses: jax.Array) -> Tree:
     node = indices.astype(jnp.uint32) + np.uint32(tree.leaf)
     node = jnp.where(good, node, np.uint32(tree.nodes.size))
     nodes, _ = gather.put_last(tree.nodes, node, bounded(tree, masses))
-    return _reduce_paths(tree.replace(nodes), node)
+    return _reduce_above(tree.replace(nodes), node)
 
 
 def find(tree: Tree, mass: jax.Array) -> jax.Array:
@@ -388,7 +389,7 @@ def set_leaves(
     beyond = np.uint32(tree.nodes.size)
     node = jnp.where(index < tree.capacity, index + np.uint32(tree.leaf), beyond)
     nodes = gather.put_in_turns(tree.nodes, node, values, counts or (node.size,))
-    return _reduce_paths(tree.replace(nodes), node)
+    return _reduce_above(tree.replace(nodes), node)
 
 
 def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
@@ -397,7 +398,7 @@ def set_run(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     tree = tree.replace(lax.dynamic_update_slice_in_dim(tree.nodes, values, start, axis=0))
     if count <= _SHORT:
         node = (start + jnp.arange(count, dtype=jnp.int32)).astype(jnp.uint32)
-        return _reduce_paths(tree, node)
+        return _reduce_above(tree, node)
     for level in reversed(range(tree.depth)):  # a slice of each level, which needs no scatter
         count = min((count + tree.branching - 2) // tree.branching + 1, tree.width(level))
         first = jnp.minimum(first >> tree.bits, tree.width(level) - count)
@@ -435,8 +436,12 @@ def reduce_rows(tree: Tree, rows: jax.Array) -> jax.Array:
     return _running(tree, rows)[-1]
 
 
-def _reduce_paths(tree: Tree, node: jax.Array) -> Tree:
+def _reduce_above(tree: Tree, node: jax.Array) -> Tree:
     """Reduces the ancestors of leaves, given by their nodes, uint32 `[B]`; others are ignored."""
+    # Of many leaves, levels near the top that are hardly longer are reduced whole: 1.6 times as
+    # fast for 4096 of a million. For few it would gain less than it takes to compile.
+    longest = 2 * node.size if node.size >= _MANY else 0
+    whole = sum(tree.width(level) <= longest for level in range(tree.depth))
     anywhere = np.uint32(tree.leaf)  # for nodes that do not exist
     above = tree.parent(jnp.where(node < tree.nodes.size, node, anywhere))
 
@@ -448,7 +453,16 @@ def _reduce_paths(tree: Tree, node: jax.Array) -> Tree:
         return nodes, tree.parent(above) + dependencies.zero_after(nodes, jnp.uint32)
 
     start = (tree.nodes, gather.column(above))
-    (nodes, _), _ = gather.loop(tree.depth, climb, start, tree.nodes, node.size, tree.branching)
+    (nodes, _), _ = gather.loop(
+        tree.depth - whole, climb, start, tree.nodes, node.size, tree.branching
+    )
+    for level in reversed(range(whole)):
+        begin, end = tree.start(level), tree.start(level) + tree.width(level)
+        below = (begin - tree.branching + 1 + tree.width(0)) * tree.branching
+        rows = lax.slice_in_dim(nodes, below, below + (end - begin) * tree.branching)
+        values = reduce_rows(tree, rows.reshape(end - begin, tree.branching))
+        # Not a slice, which `vmap` would make a write to all nodes.
+        nodes = gather.put(nodes, jnp.arange(begin, end, dtype=jnp.uint32), values)
     return tree.replace(nodes)
 
 
