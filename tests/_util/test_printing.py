@@ -29,6 +29,7 @@ def test_what_can_be_seen_stays():
     assert (printable("a\nb"), printable("a\nb", "")) == ("a\nb", "a\\nb")
 
 
+@pytest.mark.slow
 def test_no_character_that_is_left_is_a_control_or_a_format():
     kept = printable("".join(map(chr, range(sys.maxunicode + 1))))
     assert {unicodedata.category(it) for it in kept} & {"Cc", "Cf", "Cs", "Co"} == {"Cc"}

@@ -223,6 +223,7 @@ def random_items(draw):
     return items, envs, sorted(cuts)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(random_items())
 def test_there_and_back_is_the_identity(drawn):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jrb
 
@@ -46,6 +47,7 @@ def assert_same(one, other):
     jax.tree.map(same, one, other)
 
 
+@pytest.mark.slow
 def test_the_order_in_memory_changes_nothing_that_is_read():
     """Items are laid one environment after the other for windows, else in the order of slots."""
     parts = {"num_envs": 3, "batch_size": 5}

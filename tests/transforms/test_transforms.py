@@ -233,6 +233,7 @@ def test_they_work_on_other_containers():
         tr.Exclude(("reward",)).apply(item, batch())
 
 
+@pytest.mark.slow
 def test_in_a_buffer_inside_jit_and_in_order():
     example = jax.tree.map(lambda leaf: leaf[0], data())
     steps = (tr.RandomShift(2, IMAGES), tr.ToFloat(), lambda item: item | {"new": item["action"]})
