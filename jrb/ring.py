@@ -83,6 +83,7 @@ class Ring:
         A ring that was emptied and is full counts as one that lost some: that is not known.
         """
         is_full = clock.count == self.rows
+        # `emptied` adds two laps: lap 1 is reached only by a ring that was never emptied.
         never_came_round = ~is_full & (clock.cursor == clock.count) & (clock.lap != 1)
         just_full = is_full & (clock.cursor == 0) & (clock.lap == 1)
         return ~(never_came_round | just_full)

@@ -66,6 +66,7 @@ class Queue(OnceInOrder):
         self, ring: Ring, state: QueueState, change: AnchorUpdate, anchors: Anchors
     ) -> QueueState:
         """Appends the anchors that entered, and removes those that departed before their turn."""
+        # The queue is the end of the order before the write: count those of it that departed.
         before = anchors.count + change.departed_count - change.entered_count
         lost = change.departed_from(jnp.maximum(before - state.count, 0))
         pending = state.count + change.entered_count - lost
@@ -257,6 +258,7 @@ class Lifo(OnceInOrder):
         size, old_size = state.numbers.size, old.numbers.size
         depth = jnp.arange(min(size, old_size), dtype=jnp.int32)  # from the top
         at = (old.bottom + jnp.maximum(old.count - 1 - depth, 0)) % old_size
+        # An anchor is identified by its age in anchors, which is the same in both buffers.
         age = old.following - old.numbers[at]
         stays = (depth < old.count) & (age <= state.count.astype(jnp.uint32))
         count = jnp.sum(stays, dtype=jnp.int32)

@@ -84,6 +84,7 @@ class WithoutReplacement(Sampler):
         self, ring: Ring, state: EpochState, change: AnchorUpdate, anchors: Anchors
     ) -> EpochState:
         """Shifts ranks by the anchors that departed, or ends the epoch where others move too."""
+        # Survivors have moved up by the departures, modulo the turn of ranks.
         departed = state.left.astype(jnp.uint32) + change.departed_count.astype(jnp.uint32)
         left = (departed % _turn(ring, state, anchors)).astype(jnp.int32)
         length = jnp.where(change.reordered, 0, state.length)

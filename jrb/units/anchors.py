@@ -156,6 +156,7 @@ def rows_back(context: Context, write: WritePlan, back: jax.Array, which: jax.Ar
     ring, held, (expired, _) = context.ring, context.held, write.lengths
     written, passed = (array[:, :, None] for array in write.times)
     cursor, first = held.next_row(ring)[:, None], (expired - held.rows(ring))[:, None]
+    # The rows of this call follow the cursor; those before the first that stays are not held.
     row = ring.row_after(cursor, passed - back - 1 + ring.rows)
     slots = row * ring.envs + jnp.arange(ring.envs, dtype=jnp.int32)[:, None]
     is_held = which & written & (passed - back > first)

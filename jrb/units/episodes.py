@@ -36,6 +36,7 @@ def lengths(
     """
     written, passed = write.times
     start = jnp.broadcast_to(-before, done.shape[1:])
+    # Rows counted at the last end up to each row; negative where that was before the call.
     ends = lax.cummax(jnp.where(done & written, passed, start), axis=0)
     starts = jnp.concatenate([start[None], ends[:-1]]) if len(done) > 1 else start[None]
     return jnp.minimum(passed - starts, most), jnp.minimum(passed[-1] - ends[-1], most)
@@ -65,6 +66,7 @@ def steps_ahead(
     ring, newest = context.ring, context.held.after(context.ring, slots)
     if ended is None:
         return jnp.clip(newest + 1, 1, most)
+    # The flag of the last of `most` rows is not read: the count ends there in any case.
     step = jnp.arange(most - 1, dtype=jnp.int32)
     at = ring.slot_after(slots[:, None], jnp.minimum(step, ring.rows - 1) * ring.envs)
     is_last = gather.read(ended, at)
@@ -173,6 +175,7 @@ def after_write(
         lasting = which & (number > number[-1] - room)  # of more than there is room for, the last
         return array.at[jnp.where(lasting, position, room), env].set(value, mode="drop")
 
+    # A call may begin more episodes than the table has room for: the oldest ones leave it.
     count = table.count + number[-1]
     surplus = jnp.maximum(count - room, 0)
     after = EpisodeTable(

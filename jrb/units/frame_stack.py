@@ -241,6 +241,7 @@ class FrameStack(WrappingUnit):
         Where this unit counts to the end, the inner one knows nothing better: windows that cross
         episodes count their stride.
         """
+        # This unit counts up to k - 1 rows; beyond, the inner one may know more.
         own, inner = state.rows_before(slots), self.unit.episode_step(state.unit, slots)
         if self.k == 1:
             return inner

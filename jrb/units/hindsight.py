@@ -239,6 +239,7 @@ class Hindsight(WrappingUnit):
         age, part = episodes.extent(context, state.episodes, env, at, 1)
         own = held.after(ring, slots)
         choices = {"future": own - age + 1, "final": jnp.ones_like(age), "episode": part}
+        # Rows are counted from the newest back: `age` of them came after the episode.
         back = age + random_bits.below(jnp.maximum(choices[self.strategy], 1), *words)
         return ring.slot_before(held.newest(ring)[env], back * ring.envs)
 

@@ -201,6 +201,7 @@ class NStep(Unit):
         """Reads rewards at all rows of the return, `next` at its last, the rest at its first."""
         ring, keys = context.ring, context.keys
         steps = episodes.steps_ahead(context, state.ended, slots, self.n)
+        # Behind its last row a return repeats that one, which `reduce` leaves out.
         step = jnp.minimum(jnp.arange(self.n, dtype=jnp.int32), steps[:, None] - 1)
         window = ring.slot_after(slots[:, None], step * ring.envs)
         last = window[:, -1]

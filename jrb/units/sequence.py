@@ -234,6 +234,7 @@ class Sequence(Unit):
     ) -> tuple[SequenceState, AnchorUpdate]:
         """Lets a row enter when written; windows and episodes with the last row they wait for."""
         done = episode_ends.ending(context, write, items)
+        # Rows of an episode are counted as far as an anchor or a stride depends on them.
         if self.stride > 1:
             most = 2**31 - 1
         elif self.sample_by == "whole_episodes":

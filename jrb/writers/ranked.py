@@ -271,6 +271,7 @@ class Reservoir(OneByOne):
         written = jnp.ones(length, jnp.bool_) if mask is None else mask
         is_written = jnp.repeat(written, ring.envs)
         rank = jnp.cumsum(is_written, dtype=jnp.uint32) - is_written.astype(jnp.uint32)
+        # Item number n, `bound`, gets slot n - 1 until all are taken; then any of n, if it exists.
         bound = jnp.minimum(rank, _MOST - state.came) + state.came + np.uint32(1)
         words = random_bits.counted(state.seed, state.number + rank)
         chosen = random_bits.below(bound, *words).astype(jnp.uint32)
