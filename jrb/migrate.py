@@ -226,6 +226,7 @@ def _redeal(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Joins streams `[T, E]` end to end and cuts them into `envs` equal ones; also the seams."""
     surplus = int(mask.sum()) % envs  # items that do not fill a row: dropped from the oldest one
+    # From the oldest row, one item of each of the first streams.
     first = surplus if surplus <= slots.shape[1] else 0
     ends[-1:] = True
     line, seams = (
@@ -256,6 +257,7 @@ def _read(
     ]
     if len(parts) == 1:
         return parts[0]
+    # The parts are in the order of states; bring them to that of the environments.
     order = np.argsort(np.argsort(number, kind="stable"))
     join = lambda *leaves: jnp.concatenate(leaves, axis=axis).take(order, axis=axis)
     return jax.tree.map(join, *parts)
@@ -276,6 +278,7 @@ def _refill(
     result = result.replace(transforms=transforms)
     if not kept.mask.any():
         return result
+    # Writers that count, such as a reservoir, go on with their counts.
     if type(old.writer.writable()) is type(new.writer.writable()):
         result = result.replace(
             writer=new.writer.import_state(new.ring, result.writer, state.writer)
@@ -381,6 +384,7 @@ def regrouped(
     stop = first + target.ring.envs
     needed = list(range(first // part.ring.envs, -(-stop // part.ring.envs)))
     validate.check_slots(len(needed) * part.capacity)
+    # Slots of the needed shards are numbered one shard after the other.
     columns = slice(first - needed[0] * part.ring.envs, stop - needed[0] * part.ring.envs)
     selections = []
     for k, shard in enumerate(needed):

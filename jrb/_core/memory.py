@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jrb._store.table import aligned
-from jrb._util import casting
 from jrb._util.pytree import Leaf
 from jrb._xla import compat
 
@@ -137,30 +135,6 @@ def _row_hashes(leaf: jax.Array, count: int) -> jax.Array:
     position = jnp.arange(words.shape[1], dtype=jnp.uint32)[None]
     mixed = (words + position * _ODD[0]) * _ODD[1]
     return jnp.sum((mixed ^ (mixed >> 15)) * _ODD[2], axis=1, dtype=jnp.uint32)
-
-
-def restored(spec: jax.ShapeDtypeStruct, read: Callable, device: Device = None) -> jax.Array:
-    """Makes an array of the device from its bytes.
-
-    Large ones on a CPU stay in the memory that they were read into; JAX copies them when they are
-    first donated.
-
-    Args:
-        spec: shape and dtype.
-        read: fills a memoryview with the bytes; from None, gives an iterator over offsets and
-            bytes, in order, without gaps.
-        device: a device or a sharding; None for the default one.
-    """
-    inner = casting.raw_spec(spec)
-    size = inner.size * inner.dtype.itemsize
-    if size > PIECE and not _goes_to_cpu(device):
-        array = _filled(inner, read(None))
-    else:
-        host: Any = aligned((size,))
-        read(memoryview(host))
-        array = _taken_over(host.view(inner.dtype).reshape(inner.shape))
-    array = casting.wrapped(array, spec.dtype)
-    return array if device is None else jax.device_put(array, device)
 
 
 def placed(array: np.ndarray, device: Device = None) -> jax.Array:

@@ -173,6 +173,7 @@ def _open_job(
 
     With `copy`, what will be written is copied now, so that the state may change.
     """
+    # Rows of a storage at its own path are in their files already, and are only promised.
     is_commit = saved.lies_at(path)
     if is_commit and not out.is_plain:
         raise ValueError(
@@ -502,6 +503,7 @@ def load_generation(
     back: Inward = _AS_SAVED,
 ) -> Any:
     """Returns a description and its state; and what was saved besides, for an example of it."""
+    # Another process may commit and remove this generation while it is read: then try the next.
     folder = opening.folder_at(path)
     while True:
         newest = generation_files.last(folder)

@@ -283,6 +283,7 @@ class GroupJob(Job):
     def write(self, keep: int | None = None) -> int:
         """Writes, the parts first, and returns the number of the generation."""
         numbers: dict[str, list[Any]] = {}
+        # No process names a part in the whole before all parts are on the disk.
         for of_process in self._group.all_gather_json(self._write_parts):
             numbers |= of_process
 
@@ -290,6 +291,7 @@ class GroupJob(Job):
             if self._group.number != 0:
                 return 0
             meta = {**self.meta, "parts": dict(sorted(numbers.items()))}
+            # The identities tell a part of this save from one of another that was copied there.
             store, extra = self.store, self.extra
             return store.commit(store.version, meta, extra.kinds, extra.arrays, keep)
 
@@ -311,6 +313,7 @@ class GroupJob(Job):
         """Writes, gives the locks back, and returns the number of the generation."""
         try:
             number = self.write(keep)
+            # Only now: older generations of the whole name these of the parts.
             self._expire_parts()
             return number
         finally:
@@ -332,7 +335,7 @@ class GroupJob(Job):
 
     def close(self) -> None:
         """Gives the locks back."""
-        for part in self.parts.values():
+        for part in self.parts.values():  # also where only some were opened
             part.close()
         super().close()
 

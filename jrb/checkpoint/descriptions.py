@@ -122,6 +122,7 @@ def matched(path: str, saved: Json, given: Any, kind: type) -> Any:
             if not isinstance(description, kind):
                 raise ValueError(f"buffer: expected a {kind.__name__}, got {_short(saved)}")
             return description
+    # Old names first, so that a renamed option is no difference.
     lines = _differences(binding(upgraded(saved)), binding(encode(given)), "buffer")
     if lines:
         raise OtherError(
@@ -265,6 +266,7 @@ def find_class(name: str) -> type | None:
     Parts of jrb may have another name now, or be in another module.
     """
     module, _, path = name.partition(":")
+    # Never an import: a file could name any module.
     cls: Any = sys.modules.get(module)
     for part in path.split("."):
         cls = getattr(cls, part, None)
@@ -279,6 +281,7 @@ def find_class(name: str) -> type | None:
 
 def encode_structure(tree: Item) -> Json:
     """Returns the structure, shapes and dtypes of a pytree of `jax.ShapeDtypeStruct`s as JSON."""
+    # A class that cannot be built from its fields would be refused only at the load.
     node = _encode_node(tree)
     try:
         is_same = jax.tree.structure(decode_structure(node)) == jax.tree.structure(tree)

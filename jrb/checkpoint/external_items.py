@@ -194,6 +194,7 @@ class EncodedRows(StateRows):
     def take(self, rows: np.ndarray) -> list[np.ndarray]:
         """Returns the bytes of rows `[B]` of each column, uint8 `[B, width]`."""
         items = self.items.take(rows)
+        # Rows that were never written are not encoded: an empty buffer of 10^6 costs nothing.
         if all(table.is_zero(leaf) for leaf in _bytes(jax.tree.leaves(items))):
             return [np.zeros((len(rows), column.width), np.uint8) for column in self.columns]
         leaves = _bytes(_checked(self.encode(items), self.structure, len(rows), "encode"))
@@ -310,6 +311,7 @@ def decoded(
     columns, specs = _columns(structure, store.slots), jax.tree.leaves(structure)
     if [column.leaves for column in columns] != [column.leaves for column in generation.columns]:
         raise DamagedError(f"{path}: expected encoded items like {structure}, found other columns.")
+    # The encoded item of zeros is stored as one row of all columns.
     edges = np.cumsum([column.width for column in columns])[:-1]
     blank = np.split(generation.array(_BLANK, np.uint8)[None], edges, axis=1)
 
@@ -358,6 +360,7 @@ def restored(
                     version, slots, *(leaf.view(raw.dtype) for leaf, raw in raws)
                 )
         return attach(buffer, state, view.after(version))
+    # Arrays of items begin as zeros; all other arrays of the storage were saved, and are kept.
     items = set(map(id, jax.tree.leaves(buffer.storage.slotted(want.storage))))
     own = iter(jax.tree.leaves(state.storage))
     storage = jax.tree.map(

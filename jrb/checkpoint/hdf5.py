@@ -109,6 +109,7 @@ def locked(path: str) -> Iterator[tuple[Folder, str]]:
     The new file has a name that no file of a user has. Unless it is renamed, it is removed.
     """
     folder, temporary = Folder(os.path.dirname(path)), f".{os.path.basename(path)}.jrb-new"
+    # The new file is the lock too: a killed save leaves one file, which the next takes over.
     lock = Lock(folder, temporary)
     try:
         yield folder, temporary
@@ -277,6 +278,7 @@ def _replayed(file: h5py.File, buffer: ReplayBuffer, spec: Item, about: dict[str
     state = eager.init(target, spec, None)
     if not rows:
         return state
+    # Written from the slot of the oldest row on, so that each item gets its old slot.
     if buffer.writer.is_chronological:
         cursor = int(_array(file, "state/writer/cursor", np.int32))
         first = jnp.int32((cursor - rows) % buffer.ring.rows)
@@ -306,6 +308,7 @@ def _items(
         )
     if not len(lengths):
         return []
+    # Trajectories become the flat layout, of which observations are shared.
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
     raws = map(casting.raw_spec, jax.tree.leaves(spec))

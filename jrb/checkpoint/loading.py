@@ -159,6 +159,7 @@ def _restored(
         in_rows: whether some of its leaves are in rows; else it has only the arrays.
         with_rows: False to leave out the arrays of leaves that are in rows.
     """
+    # Files have leaves, not nodes of trees and packed arrays, which depend on backend and version.
     specs = schema.with_tree_leaves(want)
     leaves = schema.by_name(schema.named(specs))
     places = _places(checkpoint, leaves, in_rows)
@@ -255,6 +256,7 @@ def _reopened(
 ) -> tuple[Any, Any]:
     """Returns the buffer and its state as they were committed; the first write takes the lock."""
     store = checkpoint.store
+    # The folder may have been moved since.
     if not schema.is_at(checkpoint.path, buffer):
         buffer = dataclasses.replace(buffer, storage=buffer.storage.at(checkpoint.path))
     slots, want, stored = store.slots, columns(spec), checkpoint.generation.columns

@@ -25,6 +25,7 @@ EXTRA = ".extra/"
 
 def folder_name(name: str) -> str:
     """Returns a name that no file of a store has, and that means nothing to a file system."""
+    # Names are folders, so they must not meet files of the store, of any version.
     safe = quote(name, safe=" !#$&'()+,;=@[]^`{}~", errors="surrogatepass")
     is_taken = safe.startswith((".", "rows", "generation", "lock"))
     return f"%{ord(safe[0]):02X}{safe[1:]}" if is_taken else safe or "%"

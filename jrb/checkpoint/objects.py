@@ -82,6 +82,7 @@ def _packed_array(value: Any, where: str) -> Any:
         )
     kind = _JAX if isinstance(value, jax.Array) else _SCALAR
     kind = _NUMPY if isinstance(value, np.ndarray) else kind
+    # Times and strings have a unit or a length in their code, which their name lacks.
     by_code = not is_key and dtype.kind in "SUMm"
     name = dtype.str if by_code else descriptions.dtype_name(dtype)
     raw = np.asarray(casting.raw(value))
@@ -111,6 +112,7 @@ def restored(
         )
     try:
         blobs = _unpack(generation.array(_ARRAY, np.uint8).data, device)
+        # No object packs to an empty blob: None has a byte.
         slots = np.array([slot for slot, blob in enumerate(blobs) if blob], np.int64)
         objects = [_unpack(blobs[slot], device) for slot in slots]
     except (ValueError, IndexError) as error:  # all errors of msgpack are below ValueError

@@ -167,6 +167,7 @@ class SaveJob(Job):
         rows = rows if self._item_rows is None else self._item_rows
         self._store = store = opening.to_save(self.path, rows.columns, rows.count)
         try:
+            # Rows of another table, or of a generation that came in between, say nothing.
             if last is not None and (store.is_new_table() or store.generation != last.number):
                 last = None
             reach = rows.count  # no row from there on was ever written, in memory or in the store
@@ -174,6 +175,7 @@ class SaveJob(Job):
                 reach = min(reach, max(store.reach, *(v.rows.reach for v in self._saved.views)))
             sums = _digest(rows, store.sums.block, reach)
             changed = _changed(store, rows, last, self._saved, sums, reach)
+            # A generator: rows of the state are copied to the host while the save writes.
             pieces = _pieces(store, rows, changed)
             if copy:
                 pieces = [(slots, list(map(np.array, columns))) for slots, columns in pieces]
@@ -191,6 +193,7 @@ class SaveJob(Job):
             last = generation.newest(opening.folder_at(self.path))
         except (DamagedError, FileNotFoundError):
             return None
+        # Of another description or form, bytes could be equal by chance and mean something else.
         meta = last.body["meta"] or {}
         before = descriptions.binding(descriptions.upgraded(meta.get("buffer")))
         is_same = before == descriptions.binding(self.meta["buffer"])
@@ -198,6 +201,8 @@ class SaveJob(Job):
 
     def write(self, keep: int | None = None) -> int:
         """See `Job.write`."""
+        # Rows go to free places, so the last generation stays whole until the commit names the new
+        # ones: a crash before that leaves the old checkpoint.
         store = self.store
         for slots, columns in self._pieces:
             store.put(store.version, slots, columns, expiring=False)
@@ -309,6 +314,7 @@ def _changed(
             is_like = old == sums if len(old) == len(sums) else is_like
         suspects &= ~is_like[every // store.sums.block]
     which = np.flatnonzero(suspects)
+    # Equal digests of items do not tell whether a function over them has changed: try a few.
     if _differ(store, rows, rows.witnesses(store, np.flatnonzero(~is_new & ~suspects))).any():
         return every
     return np.union1d(every[is_new], which[_differ(store, rows, which)])

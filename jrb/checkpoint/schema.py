@@ -313,6 +313,8 @@ def _fitted(
     buffer: Buffer, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], x64: bool
 ) -> tuple[Item, tuple[int, ...]]:
     """Returns the spec of an item in a state of these specs, and the axes that `vmap` has put."""
+    # `vmap` may have put axes before all leaves. The storage knows the shape of an item only
+    # without them, so try none, one, two and three.
     specs = jax.tree.unflatten(structure, leaves)
     for axes in range(4):
         strip = lambda leaf, axes=axes: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype)
@@ -479,6 +481,7 @@ def split(saved: Snapshot) -> tuple[StateRows, dict[str, Any], dict[str, list[st
     """Returns the rows of a state; its other arrays as bytes; and the kinds of these, by name."""
     buffer, axes = saved.plain, len(saved.batch)
     state = with_tree_leaves(saved.state)
+    # Only arrays whose rows are slots are compared row by row; all others are written each time.
     by_slot = set(map(id, jax.tree.leaves(buffer.storage.slotted(state.storage))))
     entries: list[tuple[Column, Any, RowOrder]] = []
     arrays, kinds = {}, {}
