@@ -333,17 +333,18 @@ _SORTS = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.c
 
 def _extra_leaf(saved: Generation, name: str, example: Any) -> Any:
     """Returns a Python number, an array of NumPy, or one of JAX where the example lies."""
-    dtype, shape = saved.arrays[EXTRA + name]["kind"]
+    kind = saved.arrays[EXTRA + name]["kind"]
     is_spec = isinstance(example, jax.ShapeDtypeStruct)
     spec: Any = example if is_spec else saving.extra_array(name, example)
     sort = next((sort for type_, sort in _SORTS.items() if isinstance(example, type_)), None)
-    if sort is not None and shape == "[]":
+    if sort is not None and kind[1:] == ["[]"]:
         # A number of another width is taken: a count of steps that went through `jit` has 32 bits.
-        of_saved = descriptions.dtype_of(dtype)
+        with descriptions.read_from(saved.path):
+            of_saved = descriptions.dtype_of(kind[0])
         spec = np.zeros((), of_saved) if jnp.issubdtype(of_saved, sort) else spec
-    if (dtype, shape) != schema.kind_of(spec):
+    if kind != list(schema.kind_of(spec)):
         raise ValueError(
-            f"{saved.path}: extra: leaf '{name}': expected {[dtype, shape]} as it was saved, got "
+            f"{saved.path}: extra: leaf '{name}': expected {kind} as it was saved, got "
             f"an example of {list(schema.kind_of(spec))}."
         )
     raw = casting.raw_spec(spec)

@@ -112,13 +112,13 @@ def restored(
         )
     try:
         blobs = _unpack(generation.array(_ARRAY, np.uint8).data, device)
+        if not isinstance(blobs, list) or len(blobs) != buffer.capacity:
+            raise ValueError(f"no list of {buffer.capacity} blobs")
         # No object packs to an empty blob: None has a byte.
         slots = np.array([slot for slot, blob in enumerate(blobs) if blob], np.int64)
         objects = [_unpack(blobs[slot], device) for slot in slots]
     except (ValueError, IndexError) as error:  # all errors of msgpack are below ValueError
         raise DamagedError(f"{path}: expected objects, got {error!r}.") from error
-    if len(blobs) != buffer.capacity:
-        raise DamagedError(f"{path}: expected {buffer.capacity} objects, found {len(blobs)}.")
     return _filled(buffer, slots, objects)
 
 
