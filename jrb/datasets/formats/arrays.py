@@ -54,16 +54,10 @@ class Arrays(TableFormat):
         with _opened(source, self.max_expansion) as every:
             arrays, texts, left_out = tabular.by_content(every)
             names = episode_text(arrays, texts, self.mapping, source)
-            left_out |= texts.keys() - set(names)
-            arrays |= {name: texts[name] for name in names}
+            arrays |= {name: texts.pop(name) for name in names}
             tabular.check_lengths(source, arrays)
-            limit = ExpansionLimit(source, [source], self.max_expansion)
-            limit.add(declared_nbytes(arrays))
-            leaves = to_ted(arrays, self.mapping, source)
-            columns = {leaves[name]: column for name, column in arrays.items()}
-            tabular.check_roles_present(source, leaves, ("observation", "action"))
-            key = tuple(sorted(leaves.items()))
-            yield tabular.table_of(source, columns, files=[source], key=key, left_out=left_out)
+            roles, others = ("observation", "action"), left_out | texts.keys()
+            yield _table(self, source, [source], arrays, roles, left_out=others)
 
 
 @contextlib.contextmanager
@@ -113,16 +107,26 @@ class Tables(TableFormat):
         check(files.starts[-1], source, "rows", "none")
         numbers, texts, others = arrow.by_type(files.schema)
         texts = episode_text(numbers, texts, self.mapping, source)
-        leaves = to_ted([*numbers, *texts], self.mapping, source)
-        columns: dict[str, Column] = {
-            leaves[name]: arrow.ArrowColumn(files, path) for name, path in numbers.items()
-        }
-        columns |= {leaves[name]: arrow.TextColumn(files, (name,)) for name in texts}
-        tabular.check_roles_present(source, leaves, ("observation",))
-        ExpansionLimit(source, paths, self.max_expansion).add(declared_nbytes(columns))
+        columns = {name: arrow.ArrowColumn(files, path) for name, path in numbers.items()}
+        columns |= {name: arrow.TextColumn(files, (name,)) for name in texts}
         notes = arrow.left_out([(".".join(p), kind) for p, kind in others if p[0] not in texts])
-        key = tuple(sorted(leaves.items()))
-        yield tabular.table_of(source, columns, files=paths, key=key, notes=notes)
+        yield _table(self, source, paths, columns, ("observation",), notes=notes)
+
+
+def _table(
+    format: Arrays | Tables,
+    source: str,
+    files: list[str],
+    arrays: Mapping[str, Column],
+    roles: tuple[str, ...],
+    **about: Any,
+) -> Table:
+    """Returns the table of arrays by their names in the files."""
+    leaves = to_ted(arrays, format.mapping, source)
+    tabular.check_roles_present(source, leaves, roles)
+    ExpansionLimit(source, files, format.max_expansion).add(declared_nbytes(arrays))
+    columns, key = {leaves[name]: arrays[name] for name in arrays}, tuple(sorted(leaves.items()))
+    return tabular.table_of(source, columns, files=files, key=key, **about)
 
 
 def check_whole(path: str) -> str:

@@ -112,7 +112,10 @@ class CheckpointFile(Checkpoint):
 
 
 def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
-    """Loads one generation, or a file; refuses all but one buffer whose items are in episodes."""
+    """Loads one generation, or a file; refuses all but one buffer whose items are in episodes.
+
+    Items are read when they are asked for, from memory or from the files of a store.
+    """
     with enable_x64():
         options = {"generation": number, "verify": format.verify}
         buffer, state = jrb.load(path, format.buffer, **options)
@@ -139,20 +142,7 @@ def _load(path: str, format: Checkpoint, number: int | None) -> _Loaded:
     slots = [np.asarray(each.slots) for each in episodes]
     stat = os.stat(path)
     about = stat.st_mtime_ns if number is None else jrb.checkpoint.metadata(path, number)
-    stamp = repr((stat.st_ino, about, len(slots)))
     leaves = list(leaves_in_ted(path, names, keys).values())
-    return _table(path, buffer, state, slots, leaves, facts), number, stamp
-
-
-def _table(
-    path: str,
-    buffer: ReplayBuffer,
-    state: Any,
-    slots: list[np.ndarray],
-    leaves: list[str],
-    facts: dict[str, np.ndarray],
-) -> Table:
-    """Returns the steps of episodes, each at its slots, in memory or in the files of a store."""
     order = np.concatenate([np.zeros(0, np.int32), *slots])
     ends = np.cumsum([len(each) for each in slots], dtype=np.int64)
     is_last = np.isin(np.arange(len(order)), ends - 1)
@@ -173,11 +163,8 @@ def _table(
     @functools.lru_cache(maxsize=2)
     def read(start: int, stop: int) -> dict[str, np.ndarray]:
         steps = take(order[start:stop])
-        inside = (
-            tabular.is_set(steps[VALID]) | is_last[start:stop]
-            if VALID in steps
-            else np.ones(1, bool)
-        )
+        valid = tabular.is_set(steps.get(VALID, np.ones(stop - start)))
+        inside = valid | is_last[start:stop]
         got, where = f"{np.count_nonzero(~inside)} others", f"{path}: leaf '{VALID}'"
         check(inside.all(), where, "True but for last steps of episodes", got)
         return steps
@@ -185,16 +172,16 @@ def _table(
     last, columns = take(order[is_last]), dict[str, tabular.DerivedColumn]()
     for name, leaf in last.items():
         column = lambda start, stop, name=name: read(start, stop)[name].copy()
-        columns[name] = tabular.DerivedColumn(
-            (len(order), *leaf.shape[1:]), native(leaf.dtype), column
-        )
+        shape = (len(order), *leaf.shape[1:])
+        columns[name] = tabular.DerivedColumn(shape, native(leaf.dtype), column)
     cut = None
     if columns.pop(VALID, None) is not None:  # `Dataset` adds it again
         cut = ~tabular.is_set(last[VALID]) & ~last[TERMINATED]
     elif not any(name.split("/")[:2] == ["next", "observation"] for name in columns):
         cut = ~last[TERMINATED]
     notes = (tabular.DONE_NOTE,) * ({*FLAGS}.intersection(leaves) == {DONE})
-    return Table(columns, ends, facts, notes=notes, cut=cut)
+    table = Table(columns, ends, facts, notes=notes, cut=cut)
+    return table, number, repr((stat.st_ino, about, len(slots)))
 
 
 def _raw(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 from jrb.datasets.format import Source
 from jrb.datasets.reading import hdf5, tabular
 from jrb.datasets.reading.names import check, natural_order
-from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, About, Column, Table
+from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, Column, EpisodeTables, Table
 
 _DONE_NOTE = "The files have one flag, 'done': it is taken for a termination, not for a time-out."
 _DONES_NOTE = (
@@ -33,11 +33,12 @@ _DONES_NOTE = (
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeGroup:
-    """The group of one episode: its file, its name in there, and the number in that name."""
+    """The group of one episode: its file, its name in there, and the numbers of both."""
 
     path: str
     name: str
     number: int
+    file: int = 0
 
     def __str__(self) -> str:
         return f"{self.path}: {self.name}"
@@ -65,29 +66,37 @@ class GroupFormat(tabular.EpisodeFormat):
     def groups(self, source: Source) -> list[EpisodeGroup]:
         """Returns the groups of one file after the other, by their numbers, which may have gaps."""
         files = self.files(source)
-        inside = lambda: [group for path in files for group in self.groups_in(path)]
+        inside = lambda: [group for file in enumerate(files) for group in self.groups_in(*file)]
         groups = tabular.cached(files, self, inside)
         check(groups, source, self.looks_for, "none")
         return groups
 
-    def groups_in(self, path: str) -> list[EpisodeGroup]:
+    def groups_in(self, file_number: int, path: str) -> list[EpisodeGroup]:
         """Returns the groups of a file; refuses one without any, or with two of one number."""
         with hdf5.opened(path) as file:
             above = hdf5.own(file, self.parent)
             check(isinstance(above, h5py.Group), path, f"a group '{self.parent}'", list(file))
             prefix = str(above.name).rstrip("/")
             matches = [match for match in map(self.pattern.fullmatch, map(str, above)) if match]
-        groups = [EpisodeGroup(path, f"{prefix}/{match[0]}", int(match[1])) for match in matches]
+        numbers = {f"{prefix}/{match[0]}": int(match[1]) for match in matches}
+        groups = [EpisodeGroup(path, name, k, file_number) for name, k in numbers.items()]
         is_right = 0 < len(groups) == len({each.number for each in groups})
         expected = f"groups, each of a number of its own, that are named as {self.pattern.pattern}"
         check(is_right, path, expected, [each.name for each in groups])
         return sorted(groups, key=operator.attrgetter("number"))
 
-    def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
+    def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
         """Yields the tables of episodes, and where each is."""
         groups = self.groups(source)
-        for where, group in opened_groups([groups[number] for number in numbers]):
-            yield where, self.table(where, hdf5.below(group))
+        chosen = groups if numbers is None else [groups[number] for number in numbers]
+        for where, group in opened_groups(chosen):
+            table = self.table(where, hdf5.below(group))
+            facts = self.facts(source, where) if numbers is None else {}
+            yield where, dataclasses.replace(table, facts=facts)
+
+    def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
+        """Returns what is known of an episode."""
+        return {}
 
     def table(self, where: object, arrays: Mapping[str, Column]) -> Table:
         """Returns the steps of an episode; refuses one that lacks arrays, or rows of them."""
@@ -182,15 +191,14 @@ class RoboSet(GroupFormat):
         # A damaged file is kept, so that it is refused when it is opened.
         return [path for path in paths if hdf5.is_hdf5(path) or path.endswith((".h5", ".hdf5"))]
 
-    def about(self, source: Source) -> About:
-        """Returns the numbers of files and trials."""
-        groups, files = self.groups(source), self.files(source)
-        facts = {
-            "seed": np.array([files.index(group.path) for group in groups], np.int64),
-            "episode": np.array([group.number for group in groups], np.int64),
-        }
-        metadata = {"files": [os.path.basename(path) for path in files]}
-        return len(groups), facts, metadata, (_DONE_NOTE, *gap_notes(groups))
+    def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
+        """Returns the numbers of the file and of the trial."""
+        return {"seed": where.file, "episode": where.number}
+
+    def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Returns the names of the files, and notes."""
+        names = [os.path.basename(path) for path in self.files(source)]
+        return {"files": names}, (_DONE_NOTE, *gap_notes(self.groups(source)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,29 +234,38 @@ class Robomimic(GroupFormat):
         with hdf5.opened(source) as file:
             return any(map(self.pattern.fullmatch, map(str, hdf5.own(file, "data"))))
 
-    def about(self, source: Source) -> About:
-        """Returns the numbers, the masks, and the attributes of the file and of `data`."""
+    def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
+        """Returns the number, and in which lists a demonstration is."""
+        name = where.name.split("/")[-1]
+        masks = {f"mask/{key}": name in names for key, names in self._masks(source).items()}
+        return {"demo": where.number, **masks}
+
+    def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Returns the attributes of the file and of `data`, and notes."""
         groups, notes = self.groups(source), list[str]()
-        facts: dict[str, np.ndarray] = {
-            "demo": np.array([each.number for each in groups], np.int64)
-        }
-        names = [group.name.split("/")[-1] for group in groups]
         with hdf5.opened(source) as file:
             attributes = {**file.attrs, **hdf5.own(file, "data").attrs}
-            masks = hdf5.own(file, "mask")
-            for key, entry in hdf5.below(masks).items() if isinstance(masks, h5py.Group) else ():
-                listed = [str(hdf5.plain(text)) for text in np.reshape(entry[:], -1)]
-                missing = sorted({*listed} - {*names}, key=natural_order)
-                if missing:
-                    shown = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
-                    lists = (
-                        f"mask/{key} lists {len(missing)} demonstrations that are not in the file"
-                    )
-                    notes.append(f"{lists}: {shown}.")
-                facts[f"mask/{key}"] = np.isin(names, listed)
         metadata: dict[str, Any] = {name: hdf5.plain(value) for name, value in attributes.items()}
         for name, value in metadata.items():
             if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
                 with contextlib.suppress(ValueError):  # a text that is no JSON stays
                     metadata[name] = json.loads(value)
-        return len(groups), facts, metadata, (_DONES_NOTE, *notes, *gap_notes(groups))
+        for key, names in self._masks(source).items():
+            missing = names - {group.name.split("/")[-1] for group in groups}
+            if missing:
+                shown = sorted(missing, key=natural_order)[:3] + ["..."] * (len(missing) > 3)
+                lists = f"mask/{key} lists {len(missing)} demonstrations that are not in the file"
+                notes.append(f"{lists}: {', '.join(shown)}.")
+        return metadata, (_DONES_NOTE, *notes, *gap_notes(groups))
+
+    def _masks(self, source: Source) -> dict[str, set[str]]:
+        """Returns the names of demonstrations that are listed, by key."""
+
+        def read() -> dict[str, set[str]]:
+            with hdf5.opened(source) as file:
+                masks = hdf5.own(file, "mask")
+                lists = hdf5.below(masks) if isinstance(masks, h5py.Group) else {}
+                every = {key: np.reshape(entry[:], -1) for key, entry in lists.items()}
+            return {key: {str(hdf5.plain(text)) for text in texts} for key, texts in every.items()}
+
+        return tabular.cached([source], "masks", read)

@@ -18,27 +18,16 @@ from jrb.authoring import ExpansionLimit, checks, declared_nbytes
 from jrb.datasets.format import Source
 from jrb.datasets.formats import lerobot_meta
 from jrb.datasets.formats.lerobot_meta import LeRobotMeta
-from jrb.datasets.reading import arrow, images
+from jrb.datasets.reading import arrow, images, tabular
 from jrb.datasets.reading.names import check, to_ted
-from jrb.datasets.reading.tabular import (
-    DONE,
-    FLAGS,
-    TERMINATED,
-    TRUNCATED,
-    Column,
-    DerivedColumn,
-    Table,
-    TableFormat,
-    combined_flags,
-    flag_column,
-)
+from jrb.datasets.reading.tabular import DONE, FLAGS, TERMINATED, TRUNCATED, Column, Table
 
 # Columns that each dataset has: a number for each step, though LeRobot calls their shape [1].
 _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 @dataclasses.dataclass(frozen=True)
-class LeRobot(TableFormat):
+class LeRobot(tabular.TableFormat):
     """Datasets of LeRobot, versions 2 and 3.
 
     Images in tables are decoded; frames of videos too where `av` is installed. Many datasets have
@@ -84,19 +73,12 @@ class LeRobot(TableFormat):
             if reason is not None:
                 notes.append(f"The video {feature} is left out: {reason}.")
                 continue
-            columns[names[feature]] = images.VideoColumn(
-                paths,
-                begins,
-                ends,
-                columns["timestamp"],
-                _frame(features[feature]),
-                meta.info["fps"],
-            )
+            times, frame, fps = columns["timestamp"], _frame(features[feature]), meta.info["fps"]
+            columns[names[feature]] = images.VideoColumn(paths, begins, ends, times, frame, fps)
             how = "are decoded from a video, which keeps them inexactly"
             notes.append(f"The frames {feature} {how}.")
-        flags = {
-            name: flag_column(columns.pop(name), name, source) for name in FLAGS if name in columns
-        }
+        present = [name for name in FLAGS if name in columns]
+        flags = {n: tabular.flag_column(columns.pop(n), n, source) for n in present}
         columns |= self._ends(flags, int(ends[-1]))
         if not flags:
             notes.append("Nothing tells how episodes ended: all are taken for truncated.")
@@ -126,18 +108,17 @@ class LeRobot(TableFormat):
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _ends(self, flags: Mapping[str, DerivedColumn], steps: int) -> dict[str, Column]:
+    def _ends(self, flags: Mapping[str, tabular.DerivedColumn], steps: int) -> dict[str, Column]:
         """Returns columns of how episodes ended, computed from the flags when they are read."""
 
         def combined(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
             read = {name: flag[start:stop] for name, flag in flags.items()}
             if TERMINATED not in read and self.done == "truncated":
                 read[TERMINATED] = np.zeros(stop - start, bool)
-            return combined_flags(stop - start, *map(read.get, FLAGS))
+            return tabular.combined_flags(stop - start, *map(read.get, FLAGS))
 
-        column = lambda which: DerivedColumn(
-            (steps,), np.dtype(bool), lambda start, stop: combined(start, stop)[which]
-        )
+        read = lambda which: lambda start, stop: combined(start, stop)[which]
+        column = lambda which: tabular.DerivedColumn((steps,), np.dtype(bool), read(which))
         return {TERMINATED: column(0), TRUNCATED: column(1)}
 
 
@@ -178,13 +159,12 @@ def _number_column(files: arrow.ArrowFiles, meta: LeRobotMeta, name: str) -> Col
             rows = np.arange(start, stop)
             episodes = np.searchsorted(stops, rows, side="right")
             wrong = np.flatnonzero(values != episodes)
-            if len(wrong):
-                row = int(wrong[0])
+            for row in wrong[:1]:
                 expected = f"a step of episode {episodes[row]}, as lengths tell"
                 check(False, f"{path}: row {rows[row]}", expected, f"one of {values[row]}")
         return values
 
-    return DerivedColumn((len(column), *shape), column.dtype, read)
+    return tabular.DerivedColumn((len(column), *shape), column.dtype, read)
 
 
 def _frame(about: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -3,13 +3,12 @@
 K episodes.
 """
 
-import dataclasses
 import itertools
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,7 @@ _PATHS = {  # by version
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LeRobotMeta:
+class LeRobotMeta(NamedTuple):
     """The metadata of a dataset, read before its tables are opened.
 
     Attributes:
@@ -92,7 +90,22 @@ def _read(root: str) -> LeRobotMeta:
     for name, total in (("episodes", len(lengths)), ("frames", sum(lengths))):
         where, declared = f"{root}: {_INFO}: total_{name}", info.get(f"total_{name}", total)
         check(declared == total, where, f"{total}, as listed", repr(declared))
-    files = _files(root, path, lines, info, version, "data", "data")
+
+    def paths(kind: str, group: str, **fields: str) -> list[str]:
+        """Returns the paths of the tables or videos that episodes are in."""
+        template, files = info.get(f"{kind}_path") or _PATHS[version, kind], list[str]()
+        for number, line in enumerate(lines):
+            chunk = number // info.get("chunks_size", 1000)
+            numbers = {"episode_chunk": chunk, "episode_index": number}
+            if version == "3":
+                numbers = {n: line.get(f"{group}/{n}") for n in ("chunk_index", "file_index")}
+            are_right = all(type(each) is int and each >= 0 for each in numbers.values())
+            expected = f"numbers in '{group}/chunk_index' and '{group}/file_index'"
+            check(are_right, f"{path}: episode {number}", expected, [*numbers.values()])
+            files.append(_path_in(root, template, **numbers, **fields))
+        return files
+
+    files = paths("data", "data")
     counts = dict.fromkeys(files, 0)
     runs = 1 + sum(one != other for one, other in itertools.pairwise(files))
     check(runs == len(counts), path, "the episodes of a file side by side", "them apart")
@@ -104,8 +117,7 @@ def _read(root: str) -> LeRobotMeta:
         begins = [0.0 if version == "2" else line.get(name) for line in lines]
         are_numbers = all(isinstance(begin, float | int) for begin in begins)
         check(are_numbers, f"{path}: '{name}'", "numbers", begins)
-        files = _files(root, path, lines, info, version, "video", f"videos/{key}", video_key=key)
-        videos[key] = files, np.array(begins, np.float64)
+        videos[key] = paths("video", f"videos/{key}", video_key=key), np.array(begins, np.float64)
     tasks = dict[int, str]()
     for line in _rows(os.path.join(root, "meta", f"tasks.{kind}")):
         # pandas keeps texts in a column that has no name of its own.
@@ -147,30 +159,6 @@ def _is_feature(about: Any) -> bool:
     if not isinstance(shape, list) or not isinstance(about.get("dtype"), str):
         return False
     return all(type(size) is int and size >= 0 for size in shape)
-
-
-def _files(
-    root: str,
-    where: str,
-    lines: Sequence[Mapping[str, Any]],
-    info: Mapping[str, Any],
-    version: str,
-    kind: str,
-    group: str,
-    **fields: str,
-) -> list[str]:
-    """Returns the paths of the tables or videos that episodes are in."""
-    template, files = info.get(f"{kind}_path") or _PATHS[version, kind], list[str]()
-    for number, line in enumerate(lines):
-        chunk = number // info.get("chunks_size", 1000)
-        numbers = {"episode_chunk": chunk, "episode_index": number}
-        if version == "3":
-            numbers = {n: line.get(f"{group}/{n}") for n in ("chunk_index", "file_index")}
-        are_right = all(type(each) is int and each >= 0 for each in numbers.values())
-        expected = f"numbers in '{group}/chunk_index' and '{group}/file_index'"
-        check(are_right, f"{where}: episode {number}", expected, [*numbers.values()])
-        files.append(_path_in(root, template, **numbers, **fields))
-    return files
 
 
 def _path_in(root: str, template: Any, **fields: Any) -> str:

@@ -19,7 +19,7 @@ from jrb.datasets.formats.arrays import read_json
 from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, gap_notes, opened_groups
 from jrb.datasets.reading import arrow, hdf5, images, tabular
 from jrb.datasets.reading.names import check
-from jrb.datasets.reading.tabular import About, Column, DerivedColumn, Table
+from jrb.datasets.reading.tabular import Column, DerivedColumn, EpisodeTables
 
 METADATA = "metadata.json"
 HDF5_FILE = "main_data.hdf5"
@@ -90,7 +90,7 @@ class Minari(GroupFormat):
         folder, about, _ = _about(source)
         if _is_hdf5(about):
             path = os.path.join(folder, HDF5_FILE)
-            groups = tabular.cached([path], self, lambda: self.groups_in(path))
+            groups = tabular.cached([path], self, lambda: self.groups_in(0, path))
         else:
             numbers = sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
             path_of = lambda number: os.path.join(folder, str(number))
@@ -101,18 +101,19 @@ class Minari(GroupFormat):
         check(len(groups) == count, folder, f"{count} episodes as {METADATA} says", got)
         return groups
 
-    def about(self, source: Source) -> About:
-        """Returns the attributes of all episodes, the metadata, and the notes in them."""
-        groups, (_, about, _) = self.groups(source), _about(source)
-        if _is_hdf5(about):
-            every = [dict(group.attrs) for _, group in opened_groups(groups)]
+    def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
+        """Returns the attributes of an episode, by flat names (`options/a`)."""
+        if where.path.endswith(HDF5_FILE):
+            groups = self.groups(source)
+            read = lambda: {each.name: dict(group.attrs) for each, group in opened_groups(groups)}
+            facts = tabular.cached([where.path], "minari facts", read)[where.name]
         else:
-            every = [_flat(read_json(os.path.join(each.path, METADATA))) for each in groups]
-        facts = dict[str, np.ndarray]()
-        for name in dict.fromkeys(name for each in every for name in each if name != "total_steps"):
-            values = [hdf5.plain(each.get(name)) for each in every]
-            is_plain = {type(value) for value in values} in ({int}, {float}, {bool}, {str})
-            facts[name] = np.array(values) if is_plain else np.fromiter(values, object, len(values))
+            facts = _flat(read_json(os.path.join(where.path, METADATA)))
+        return {name: hdf5.plain(fact) for name, fact in facts.items() if name != "total_steps"}
+
+    def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Returns the metadata, and the notes in them."""
+        groups, (_, about, _) = self.groups(source), _about(source)
         ((_, arrays),) = self._arrays(source, groups[:1])
         is_jpeg = lambda column: isinstance(column, JpegColumn | images.ImageColumn)
         jpeg = [self.leaf_of(name) for name, column in arrays.items() if is_jpeg(column)]
@@ -123,18 +124,19 @@ class Minari(GroupFormat):
                 f"Images of {', '.join(jpeg)} are kept as JPEG, which loses detail: these are what "
                 "is decoded, not what was seen."
             )
-        return len(groups), facts, {**about, "jpeg": jpeg}, (*notes, *gap_notes(groups))
+        return {**about, "jpeg": jpeg}, (*notes, *gap_notes(groups))
 
-    def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
+    def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
         """Yields the tables of episodes, and where each is."""
-        groups = self.groups(source)
-        infos = tabular.cached(
-            self.files(source), (self, "infos"), lambda: self._infos(source, groups)
-        )
-        for where, arrays in self._arrays(source, [groups[number] for number in numbers]):
+        groups, files = self.groups(source), self.files(source)
+        infos = tabular.cached(files, (self, "infos"), lambda: self._infos(source, groups))
+        chosen = groups if numbers is None else [groups[number] for number in numbers]
+        for where, arrays in self._arrays(source, chosen):
             others = {name for name in arrays if name.startswith("infos/") and name not in infos}
             table = self.table(where, {n: array for n, array in arrays.items() if n not in others})
-            yield where, dataclasses.replace(table, left_out={*table.left_out, *others})
+            facts = self.facts(source, where) if numbers is None else {}
+            left_out = {*table.left_out, *others}
+            yield where, dataclasses.replace(table, left_out=left_out, facts=facts)
 
     def _infos(self, source: Source, groups: Sequence[EpisodeGroup]) -> set[str]:
         """Returns the names of infos that are alike in all episodes."""

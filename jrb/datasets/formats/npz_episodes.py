@@ -9,7 +9,7 @@ Reference: Hafner et al., Mastering Atari with Discrete World Models, 2021 (what
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from jrb.authoring import checks
 from jrb.datasets.format import Source
 from jrb.datasets.reading import npz, tabular
 from jrb.datasets.reading.names import check, natural_order, to_ted
-from jrb.datasets.reading.tabular import DONE, TERMINATED, About, Column, Table
+from jrb.datasets.reading.tabular import DONE, TERMINATED, Column, EpisodeTables, Table
 from jrb.keys import Keys, within
 
 _FLAGS = {"is_terminal": TERMINATED, "is_last": DONE, "is_first": None}
@@ -76,20 +76,14 @@ class NpzEpisodes(tabular.EpisodeFormat):
             arrives = is_zero and bool({"discount", "is_first"} & arrays.keys())
         return dataclasses.replace(self, arrives=arrives)
 
-    def about(self, source: Source) -> About:
-        """Returns the names of the files as a fact."""
-        paths = self.files(source)
-        check(paths, source, self.looks_for, "none")
-        return len(paths), {"file": np.array([os.path.basename(path) for path in paths])}, {}, ()
-
-    def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
+    def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
         """Yields the tables of episodes, and the file of each."""
         paths = self.files(source)
-        for number in numbers:
-            with npz.opened(paths[number], self.max_expansion) as arrays:
+        for path in paths if numbers is None else [paths[number] for number in numbers]:
+            with npz.opened(path, self.max_expansion) as arrays:
                 every, texts, others = tabular.by_content(arrays)
-                columns = self._columns(paths[number], every)
-                yield paths[number], self._table(paths[number], columns, others | texts.keys())
+                table = self._table(path, self._columns(path, every), others | texts.keys())
+                yield path, dataclasses.replace(table, facts={"file": os.path.basename(path)})
 
     def _columns(self, path: str, arrays: Mapping[str, Column]) -> dict[str, Column]:
         """Returns the arrays by their leaves in TED."""

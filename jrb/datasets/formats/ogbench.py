@@ -38,7 +38,7 @@ class OGBench(TableFormat):
 
     def matches(self, source: Source) -> bool:
         """Returns True if the arrays are there, and no rewards."""
-        names = npz.top(source).keys()
+        names = npz.top(source)
         return set(_NEEDED) <= names and not any(name.startswith("reward") for name in names)
 
     @contextlib.contextmanager

@@ -17,20 +17,13 @@ from jrb.checkpoint import DamagedError
 from jrb.datasets.format import Format, Source
 from jrb.datasets.reading import arrow, tabular
 from jrb.datasets.reading.names import check
-from jrb.datasets.reading.tabular import (
-    TERMINATED,
-    TRUNCATED,
-    VALID,
-    DerivedColumn,
-    Table,
-    TableFormat,
-)
+from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, VALID, DerivedColumn, Table
 from jrb.datasets.recording import parts
 from jrb.datasets.recording.parts import ENV, EPISODE, RecordedLeaf
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded(TableFormat):
+class Recorded(tabular.TableFormat):
     """Datasets of `jrb.datasets.Recorder`: episodes by writer, then by environment, then by time.
 
     Facts: `env`, the environment of each episode, and `writer`, the number of its writer in

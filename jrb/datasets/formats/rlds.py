@@ -8,18 +8,18 @@ Learning, 2021.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from jrb.authoring import checks
-from jrb.datasets.format import Description, Episode, Format, Source, shifted, spec_of
+from jrb.datasets.format import Source, shifted
 from jrb.datasets.reading import tabular
 from jrb.datasets.reading.names import check, check_names
-from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, is_seen
-from jrb.layouts.names import nest
+from jrb.datasets.reading.tabular import TERMINATED, TRUNCATED, EpisodeTables, Table, is_seen
 
 _FIRST, _LAST, _TERMINAL = _FLAGS = ("is_first", "is_last", "is_terminal")
 _NO_TERMINAL = "No step says 'is_terminal': all episodes are taken for truncated ones."
@@ -27,24 +27,8 @@ _NO_TERMINAL = "No step says 'is_terminal': all episodes are taken for truncated
 Leaves = dict[str, np.ndarray]
 
 
-class RLDSEpisode(NamedTuple):
-    """One episode that was read.
-
-    `is_cut` is as in `Description.cut`, `facts` are single numbers beside the steps, `left_out` are
-    the names of values that are no arrays of numbers, `dropped` those of leaves of a last step that
-    is not read, though they are not zero, and `has_terminal` is True for steps with `is_terminal`.
-    """
-
-    items: Episode
-    is_cut: bool
-    facts: Leaves
-    left_out: set[str]
-    dropped: set[str]
-    has_terminal: bool
-
-
 @dataclasses.dataclass(frozen=True)
-class RLDS(Format):
+class RLDS(tabular.EpisodeFormat):
     """Episodes of RLDS.
 
     To be described, all of them are read once. `discount` and other leaves of steps are kept under
@@ -90,58 +74,27 @@ class RLDS(Format):
             ]
         return snapshot
 
-    def describe(self, source: Source) -> Description:
-        """Describes the dataset; reads all of it."""
-        spec, every, lengths = None, list[RLDSEpisode](), list[int]()
-        for number, episode in enumerate(self._read(source)):
-            other = spec_of(episode.items)
-            spec = other if spec is None else spec
-            where, expected = f"episode {number}", f"the leaves of the others, {spec}"
-            check(other == spec, where, expected, other)
-            lengths.append(len(episode.items["next"]["terminated"]))
-            every.append(episode._replace(items={}))  # without what is large
-        check(every, "rlds", "one episode or more", "none")
-        vars(self)["_count"] = len(every)
-        common = set(every[0].facts).intersection(*(episode.facts for episode in every))
-        names = set().union(*(episode.left_out | episode.facts.keys() for episode in every))
-        notes = tabular.left_out_note(names - common)
-        notes += (_NO_TERMINAL,) * (not all(episode.has_terminal for episode in every))
-        if count := sum(bool(episode.dropped) for episode in every):
-            dropped = ", ".join(sorted(set().union(*(episode.dropped for episode in every))))
-            notes += (
-                f"The last steps of {count} of {len(every)} episodes are left out, though they are "
-                f"not zero in {dropped}. Open with last='keep' if these are steps of their own.",
-            )
-        is_cut = np.array([episode.is_cut for episode in every], bool)
-        facts = {name: np.array([each.facts[name] for each in every]) for name in sorted(common)}
-        cut = is_cut if is_cut.any() else None
-        return Description(spec, np.array(lengths, np.int64), cut, facts, notes=notes)
-
-    def episodes(self, source: Source) -> Iterator[Episode]:
-        """Yields all episodes."""
-        count = 0
-        for episode in self._read(source):
-            yield episode.items
-            count += 1
-        expected = vars(self).get("_count", count)
-        got = (
-            f"{count}. Let the source not shuffle, or give an iterator of it, which is taken into "
-        )
-        what = f"the same episodes each time, {expected} episodes"
-        check(count == expected, "rlds", what, got + "memory")
-
-    def pick(self, source: Source, numbers: Sequence[int]) -> Iterator[Episode]:
-        """Yields the episodes of these numbers; reads all, unless the source is a sequence."""
-        every = vars(self).get("_episodes", source)
-        if not isinstance(every, Sequence):
-            yield from super().pick(source, numbers)
+    def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
+        """Yields the tables of episodes; goes through all, unless the source is a sequence."""
+        every, keeps_last = vars(self).get("_episodes", source), self.last == "keep"
+        if numbers is None:
+            for number, episode in enumerate(_started(every)):
+                yield f"episode {number}", _table(f"episode {number}", episode, keeps_last)
             return
+        count, episodes = 0, iter(_started(every))
         for number in numbers:
-            yield _read(f"episode {number}", every[number], self.last == "keep").items
-
-    def _read(self, source: Source) -> Iterator[RLDSEpisode]:
-        for number, episode in enumerate(_started(vars(self).get("_episodes", source))):
-            yield _read(f"episode {number}", episode, self.last == "keep")
+            if isinstance(every, Sequence):
+                episodes, count = iter(every[number : number + 1]), number
+            elif number < count:
+                count, episodes = 0, iter(_started(every))
+            for episode in itertools.islice(episodes, number - count, None):
+                yield f"episode {number}", _table(f"episode {number}", episode, keeps_last)
+                break
+            else:
+                cure = "Let the source not shuffle, or give an iterator of it"
+                expected = f"the same episodes each time, with number {number}"
+                check(False, "rlds", expected, f"fewer. {cure}, which is taken into memory")
+            count = number + 1
 
 
 def _started(source: Any) -> Iterable[Any]:
@@ -152,7 +105,7 @@ def _is_episode(episode: Any) -> bool:
     return isinstance(episode, Mapping) and "steps" in episode
 
 
-def _read(where: str, episode: Any, keeps_last: bool) -> RLDSEpisode:
+def _table(where: str, episode: Any, keeps_last: bool) -> Table:
     """Reads an episode; refuses arrays of several lengths, and flags amid it."""
     names = f" with {list(episode)}" if isinstance(episode, Mapping) else ""
     check(_is_episode(episode), where, "a dict with 'steps'", type(episode).__name__ + names)
@@ -175,7 +128,13 @@ def _read(where: str, episode: Any, keeps_last: bool) -> RLDSEpisode:
     )
     drops = (is_last or is_terminal) and not keeps_last
     own = {name for name in leaves if name not in (*_FLAGS, "discount") and not is_seen(name)}
-    dropped = {name for name in own if drops and np.any(leaves[name][-1:])}
+    dropped = ", ".join(sorted(name for name in own if drops and np.any(leaves[name][-1:])))
+    notes = (_NO_TERMINAL,) * (_TERMINAL not in leaves)
+    if dropped:
+        notes += (
+            f"Last steps are left out, though they are not zero in {dropped}. Open with "
+            "last='keep' if these are steps of their own.",
+        )
     steps = len(leaves[_LAST]) - drops
     expected = "observations of one step or more, and one after the last"
     has_steps, got = steps > 0 and any(map(is_seen, leaves)), f"{steps} steps of {list(leaves)}"
@@ -188,7 +147,8 @@ def _read(where: str, episode: Any, keeps_last: bool) -> RLDSEpisode:
         if is_seen(name):
             items[f"next/{name}"] = shifted(leaf, steps)
     check_names(where, items)
-    return RLDSEpisode(nest(items), not drops, facts, left_out, dropped, _TERMINAL in leaves)
+    cut = np.array([not drops])
+    return Table(items, np.array([steps]), facts, notes=notes, left_out=left_out, cut=cut)
 
 
 def _arrays(where: str, steps: Any) -> Leaves:

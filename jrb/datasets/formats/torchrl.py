@@ -72,14 +72,11 @@ class TorchRL(TableFormat):
         items = jax.tree.map(lambda leaf: leaf.reshape(count * envs, *leaf.shape[axes:]), items)
         is_end, has_lost = self._is_end(path, items, rows), info["write_count"] > count
         # Episodes are in the order in which they began, and then of environments.
-        stops = [
-            {count, *(np.flatnonzero(is_end[:, env]) + 1).tolist()} - {0} for env in range(envs)
-        ]
-        ranges = sorted(
-            (start, env, stop)
-            for env, each in enumerate(map(sorted, stops))
-            for start, stop in zip([0, *each], each, strict=False)
-        )
+        ranges = list[tuple[int, int, int]]()
+        for env in range(envs):
+            stops = sorted({count, *(np.flatnonzero(is_end[:, env]) + 1).tolist()} - {0})
+            ranges += [(start, env, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+        ranges.sort()
         order = np.concatenate([np.zeros(0, np.int64), *(rows[a:b, env] for a, env, b in ranges)])
         ends = np.cumsum([stop - start for start, _, stop in ranges], dtype=np.int64)
         running = np.array([not is_end[stop - 1, env] for _, env, stop in ranges], bool)
@@ -91,18 +88,17 @@ class TorchRL(TableFormat):
             "cut": cut,
         }
         names = leaves_in_ted(path, leaf_names(items), self.keys)
-        columns: dict[str, Any] = {
-            leaf: _ordered(array, order.astype(np.int64))
-            for leaf, array in zip(names.values(), jax.tree.leaves(items), strict=True)
-        }
+        columns, order = dict[str, Any](), order.astype(np.int64)
+        for name, leaf in zip(names.values(), jax.tree.leaves(items), strict=True):
+            shape, read = (len(order), *leaf.shape[1:]), lambda a, b, leaf=leaf: leaf[order[a:b]]
+            columns[name] = tabular.DerivedColumn(shape, leaf.dtype, read)
         flags = {name: tabular.is_set(columns[name][:]) for name in FLAGS if name in columns}
         terminated, truncated = tabular.combined_flags(len(order), *map(flags.get, FLAGS))
         columns.pop(DONE, None)
         columns |= {TERMINATED: terminated, TRUNCATED: truncated}
         metadata = {name: info[name] for name in ("layout", "capacity", "num_envs", "write_count")}
-        return Table(
-            columns, ends, facts, metadata, (tabular.DONE_NOTE,) * (flags.keys() == {DONE})
-        )
+        notes = (tabular.DONE_NOTE,) * (flags.keys() == {DONE})
+        return Table(columns, ends, facts, metadata, notes)
 
     def _is_end(self, path: str, items: Any, rows: np.ndarray) -> np.ndarray:
         """Returns which rows `[R, E]`, oldest first, end an episode."""
@@ -117,8 +113,3 @@ class TorchRL(TableFormat):
             numbers = numbers.reshape(-1)[rows]
             is_end[:-1] |= numbers[1:] != numbers[:-1]
         return is_end
-
-
-def _ordered(leaf: np.ndarray, order: np.ndarray) -> tabular.DerivedColumn:
-    shape = (len(order), *leaf.shape[1:])
-    return tabular.DerivedColumn(shape, leaf.dtype, lambda start, stop: leaf[order[start:stop]])

@@ -6,6 +6,7 @@ T rows over all files.
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -138,11 +139,8 @@ class ArrowFiles:
             names, counts = sorted(self.schema.names), list[int]()
             for number, path in enumerate(self.paths):
                 file = self.file(number)
-                expected, others = (
-                    f"the columns {names}, as in {paths[0]}",
-                    sorted(file.schema.names),
-                )
-                check(others == names, path, expected, others)
+                expected = f"the columns {names}, as in {paths[0]}"
+                check(sorted(file.schema.names) == names, path, expected, sorted(file.schema.names))
                 counts.append(int(file.starts[-1]))
         self.starts: np.ndarray = starts_of(counts)
 
@@ -215,6 +213,7 @@ class ArrowColumn:
         self._files, self._path = files, path
         self._batches: Iterator[tuple[int, Any]] = iter(())
         self._batch: Any = None
+        self._lock = threading.Lock()  # tables of recordings are kept, and threads share them
         self._first, self._stop, self._file = 0, -1, 0  # the rows of the batch, and its file
 
     def __len__(self) -> int:
@@ -243,11 +242,12 @@ class ArrowColumn:
     def __getitem__(self, rows: slice) -> np.ndarray:
         start, stop, _ = rows.indices(len(self))
         values = np.empty((max(stop - start, 0), *self.shape[1:]), self.dtype)
-        for place, piece in self._pieces(start, stop):
-            part = self._values(piece)
-            about = [f"{each.dtype} {list(each.shape[1:])}" for each in (values, part)]
-            self._check(about[0] == about[1], *about)
-            values[place : place + len(part)] = part
+        with self._lock:
+            for place, piece in self._pieces(start, stop):
+                part = self._values(piece)
+                about = [f"{each.dtype} {list(each.shape[1:])}" for each in (values, part)]
+                self._check(about[0] == about[1], *about)
+                values[place : place + len(part)] = part
         return values
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
@@ -296,16 +296,16 @@ class ArrowColumn:
     def _values(self, piece: Any) -> np.ndarray:
         """Converts rows to NumPy, `[rows, ...]`."""
         array, shape = self._field(piece), [len(piece)]
-        length_of = require("pyarrow.compute", "datasets").list_value_length
+        pa, compute = require("pyarrow", "datasets"), require("pyarrow.compute", "datasets")
         while True:
             self._check(array.null_count == 0, "values everywhere", "a null")
-            if isinstance(array.type, require("pyarrow", "datasets").FixedShapeTensorType):
+            if isinstance(array.type, pa.FixedShapeTensorType):
                 shape += array.type.shape
                 array = array.storage.flatten()
             elif hasattr(array, "storage"):
                 array = array.storage
             elif _is_list(array.type):
-                lengths = sorted(set(length_of(array).to_pylist()))
+                lengths = sorted(compute.unique(compute.list_value_length(array)).to_pylist())
                 self._check(len(lengths) < 2, "lists of one length", f"some of {lengths}")
                 shape += lengths or [0]
                 array = array.flatten()

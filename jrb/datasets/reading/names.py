@@ -1,20 +1,13 @@
 """Names that files have for their arrays, and the leaves in TED that they stand for."""
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jrb.keys import TED, Keys, path_name, within
 
-FIELDS = (
-    "observation",
-    "action",
-    "reward",
-    "done",
-    "terminated",
-    "truncated",
-    "next_observation",
-)
+FIELDS = tuple(field.name for field in dataclasses.fields(Keys) if field.name != "episode")
 ROLES = {**{name: path_name(getattr(TED, name)) for name in FIELDS}, "episode": "episode"}
 """The fields of `jrb.Keys`, and the names that TED has for them."""
 

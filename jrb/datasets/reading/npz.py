@@ -58,16 +58,16 @@ def is_npz(path: object) -> bool:
         return file.read(len(_SIGNATURE)) == _SIGNATURE
 
 
-def top(path: Any) -> dict[str, Column]:
-    """Returns the arrays of numbers, which cannot be read; none if this is no whole archive."""
+def top(path: Any) -> set[str]:
+    """Returns the names of the arrays of numbers; none if this is no whole archive."""
     if not is_npz(path):
-        return {}
+        return set()
     try:
         with _archive(path) as archive:
             members = archive.infolist()
-            return by_content({_name(info): _array(path, archive, info) for info in members})[0]
+            return {*by_content({_name(info): _array(path, archive, info) for info in members})[0]}
     except (ValueError, OSError):
-        return {}
+        return set()
 
 
 def _name(info: zipfile.ZipInfo) -> str:

@@ -31,9 +31,6 @@ _TEXTS = (
 Column = Any
 """A leaf of all steps `[T, ...]`: an array, or data with its shape, dtype, length and slices."""
 
-About = tuple[int, Mapping[str, np.ndarray], Mapping[str, Any], tuple[str, ...]]
-"""The number of episodes, facts, metadata and notes; see `Description`."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DerivedColumn:
@@ -213,34 +210,48 @@ class TableFormat(Indexed):
                 yield table.columns["next/reward"][slice(*table.bounds(number))]
 
 
-class EpisodeFormat(Indexed):
-    """A format in which each episode is a table of its own."""
+EpisodeTables = Iterator[tuple[object, Table]]
+"""Tables of single episodes, and where each is, for messages."""
 
-    @abc.abstractmethod
+
+class EpisodeFormat(Indexed):
+    """A format in which each episode is a table of its own, with facts that are single values."""
+
     def files(self, source: Source) -> list[str]:
         """Returns the files of a dataset, in order."""
+        return []
 
     @abc.abstractmethod
-    def tables(self, source: Source, numbers: Sequence[int]) -> Iterator[tuple[object, Table]]:
-        """Yields the tables of episodes, and where each is."""
+    def tables(self, source: Source, numbers: Sequence[int] | None) -> EpisodeTables:
+        """Yields the tables of episodes, all for None, and where each is."""
 
-    @abc.abstractmethod
-    def about(self, source: Source) -> About:
-        """Returns what is known of the dataset without its arrays."""
+    def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Returns metadata and notes; see `Description`."""
+        return {}, ()
 
     def describe(self, source: Source) -> Description:
         """Describes the dataset, from the shapes and the flags of all episodes."""
-        count, facts, metadata, notes = self.about(source)
-        spec, lengths, is_cut, left_out = None, list[int](), list[bool](), set[str]()
-        limit, more = ExpansionLimit(source, self.files(source), self.max_expansion), set[str]()
-        for where, table in self.tables(source, range(count)):
-            own = {n: c for n, c in table.columns.items() if not getattr(c, "is_shared", False)}
-            limit.add(declared_nbytes(own))  # before anything is read
+        spec, lengths, is_cut = None, list[int](), list[bool]()
+        every, left_out, more = list[Mapping[str, Any]](), set[str](), set[str]()
+        limit = ExpansionLimit(source, self.files(source), self.max_expansion)
+        for where, table in self.tables(source, None):
+            # Before anything is read; each column of a file counts once.
+            own = {n: c for n, c in table.columns.items() if not getattr(c, "is_shared", True)}
+            limit.add(declared_nbytes(own))
             spec = table.spec if spec is None else spec
             check(table.spec == spec, where, f"the leaves of the first episode, {spec}", table.spec)
             lengths.append(int(table.ends[0]))
             is_cut.append(table.is_cut is not None and bool(table.is_cut[0]))
+            every.append(table.facts)
             left_out, more = left_out | {*table.left_out}, more | {*table.notes}
+        check(spec is not None, source, self.looks_for, "no episode")
+        facts = dict[str, np.ndarray]()
+        for name in dict.fromkeys(name for each in every for name in each):
+            values = [each.get(name) for each in every]
+            kinds = {type(value) for value in values}
+            is_plain = len(kinds) == 1 and kinds < {int, float, bool, str, np.ndarray}
+            facts[name] = np.array(values) if is_plain else np.fromiter(values, object, len(values))
+        metadata, notes = self.about(source)
         if spec is not None and "reward" not in spec["next"]:
             more.add("There are no rewards in the files.")
         notes = (*notes, *sorted(more), *left_out_note(left_out))

@@ -110,7 +110,7 @@ def test_episodes_of_every_source(source):
     assert dataset.facts["episode_metadata/score"].tolist() == list(range(12))
     assert len(dataset.notes) == 2
     assert dataset.notes[0].endswith(": 'episode_metadata/file_path', 'language'.")
-    assert "12 of 12 episodes are left out, though they are not zero in action," in dataset.notes[1]
+    assert "Last steps are left out, though they are not zero in action," in dataset.notes[1]
 
 
 def demonstration(steps, terminal, action=1.0, reward=1.0):
@@ -156,7 +156,7 @@ def test_what_is_left_out_is_told_unless_it_is_zero(padding, told):
     episodes = [demonstration(3, True, 0, 0), demonstration(4, True, *padding)]
     notes = jrb.datasets.open(episodes).notes
     assert len(notes) == (told is not None)
-    assert told is None or ("last steps of 1 of 2 episodes" in notes[0] and told in notes[0])
+    assert told is None or f"not zero {told}" in notes[0]
 
 
 def test_an_episode_without_its_last_observation_is_marked():
@@ -206,7 +206,7 @@ def test_a_source_that_changes_is_refused():
         with pytest.raises(ValueError, match=r"each time|as when the dataset was opened"):
             list(read())
     fewer = jrb.datasets.open(Again(lambda: iter(episodes[: 12 - (next(turns) > 6)])))
-    with pytest.raises(ValueError, match="12 episodes, got 11"):
+    with pytest.raises(ValueError, match=r"each time, with number 11, got fewer"):
         list(fewer)
 
 
@@ -248,7 +248,7 @@ BAD = {
     "last": (lambda: changed(0, mark("is_last", 0)), "'is_last': expected it of the last step"),
     "first": (lambda: changed(0, mark("is_first", 1)), "'is_first': expected it of the first"),
     "other": (lambda: [*episodes_of(0, 2), {"x": 1}], "episode 2: expected a dict with 'steps'"),
-    "empty": (list, "one episode or more"),
+    "empty": (list, "got no episode"),
     "steps": (lambda: [{"steps": []}], "episode 0: expected one step or more, got none"),
     "shapes": (
         lambda: [{"steps": [{"observation": np.zeros(1)}, {"observation": np.zeros(2)}]}],
