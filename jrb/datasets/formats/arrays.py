@@ -42,7 +42,7 @@ class Arrays(TableFormat):
     def matches(self, source: Source) -> bool:
         """Returns True if there are arrays, all of one length."""
         try:
-            with _opened(source, math.inf) as every:
+            with _open_arrays(source, math.inf) as every:
                 arrays, _, _ = tabular.by_content(every)
                 return len({len(array) for array in arrays.values()}) == 1
         except (ValueError, OSError):
@@ -51,7 +51,7 @@ class Arrays(TableFormat):
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file."""
-        with _opened(source, self.max_expansion) as every:
+        with _open_arrays(source, self.max_expansion) as every:
             arrays, texts, left_out = tabular.by_content(every)
             names = episode_text(arrays, texts, self.mapping, source)
             arrays |= {name: texts.pop(name) for name in names}
@@ -61,13 +61,13 @@ class Arrays(TableFormat):
 
 
 @contextlib.contextmanager
-def _opened(path: str, max_expansion: float) -> Iterator[Mapping[str, Column]]:
+def _open_arrays(path: str, max_expansion: float) -> Iterator[Mapping[str, Column]]:
     """Opens a file of arrays."""
     if hdf5.is_hdf5(path):
-        with hdf5.opened(path) as file:
+        with hdf5.open_file(path) as file:
             yield hdf5.below(file)
     elif npz.is_npz(path):
-        with npz.opened(path, max_expansion) as arrays:
+        with npz.open_file(path, max_expansion) as arrays:
             yield arrays
     else:
         check(False, path, "an .npz or HDF5 file", "another")
@@ -144,10 +144,10 @@ def check_whole(path: str) -> str:
         paths = [os.path.join(each, name) for each in names for name in names[each]]
     for each in filter(os.path.isfile, paths):
         if hdf5.is_hdf5(each):
-            with hdf5.opened(each) as file:
+            with hdf5.open_file(each) as file:
                 hdf5.below(file)
         elif npz.is_npz(each) or zipfile.is_zipfile(each):
-            with npz.opened(each, math.inf):
+            with npz.open_file(each, math.inf):
                 pass
         elif arrow.format_of(each):
             arrow.TableFile(each)

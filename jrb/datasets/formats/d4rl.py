@@ -54,7 +54,7 @@ class D4RL(TableFormat):
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file."""
-        with hdf5.opened(source) as file:
+        with hdf5.open_file(source) as file:
             every = hdf5.below(file)
             names = [name for name in every if name in _NAMES or name.startswith("infos/")]
             arrays, texts, others = tabular.by_content({name: every[name] for name in names})

@@ -73,7 +73,7 @@ class GroupFormat(tabular.EpisodeFormat):
 
     def groups_in(self, file_number: int, path: str) -> list[EpisodeGroup]:
         """Returns the groups of a file; refuses one without any, or with two of one number."""
-        with hdf5.opened(path) as file:
+        with hdf5.open_file(path) as file:
             above = hdf5.own(file, self.parent)
             check(isinstance(above, h5py.Group), path, f"a group '{self.parent}'", list(file))
             prefix = str(above.name).rstrip("/")
@@ -89,13 +89,13 @@ class GroupFormat(tabular.EpisodeFormat):
         """Yields the tables of episodes, and where each is."""
         groups = self.groups(source)
         chosen = groups if numbers is None else [groups[number] for number in numbers]
-        for where, group in opened_groups(chosen):
+        for where, group in open_groups(chosen):
             table = self.table(where, hdf5.below(group))
             facts = self.facts(source, where) if numbers is None else {}
             yield where, dataclasses.replace(table, facts=facts)
 
     def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
-        """Returns what is known of an episode."""
+        """Returns single facts of an episode by name."""
         return {}
 
     def table(self, where: object, arrays: Mapping[str, Column]) -> Table:
@@ -129,10 +129,10 @@ class GroupFormat(tabular.EpisodeFormat):
         return "/".join([self.names.get(first, first), *parts])
 
 
-def opened_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, h5py.Group]]:
+def open_groups(groups: Sequence[EpisodeGroup]) -> Iterator[tuple[EpisodeGroup, h5py.Group]]:
     """Yields open groups; neighbours in one file share its handle."""
     for path, neighbours in itertools.groupby(groups, operator.attrgetter("path")):
-        with hdf5.opened(path) as file:
+        with hdf5.open_file(path) as file:
             for where in neighbours:
                 group = hdf5.own(file, where.name)
                 check(isinstance(group, h5py.Group), where, "a group of this file", "none")
@@ -231,7 +231,7 @@ class Robomimic(GroupFormat):
         """Returns True if there are demonstrations."""
         if not hdf5.top(source).get("data"):
             return False
-        with hdf5.opened(source) as file:
+        with hdf5.open_file(source) as file:
             return any(map(self.pattern.fullmatch, map(str, hdf5.own(file, "data"))))
 
     def facts(self, source: Source, where: EpisodeGroup) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class Robomimic(GroupFormat):
     def about(self, source: Source) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         """Returns the attributes of the file and of `data`, and notes."""
         groups, notes = self.groups(source), list[str]()
-        with hdf5.opened(source) as file:
+        with hdf5.open_file(source) as file:
             attributes = {**file.attrs, **hdf5.own(file, "data").attrs}
         metadata: dict[str, Any] = {name: hdf5.plain(value) for name, value in attributes.items()}
         for name, value in metadata.items():
@@ -262,7 +262,7 @@ class Robomimic(GroupFormat):
         """Returns the names of demonstrations that are listed, by key."""
 
         def read() -> dict[str, set[str]]:
-            with hdf5.opened(source) as file:
+            with hdf5.open_file(source) as file:
                 masks = hdf5.own(file, "mask")
                 lists = hdf5.below(masks) if isinstance(masks, h5py.Group) else {}
                 every = {key: np.reshape(entry[:], -1) for key, entry in lists.items()}

@@ -16,7 +16,7 @@ import numpy as np
 from jrb.authoring import require
 from jrb.datasets.format import Source
 from jrb.datasets.formats.arrays import read_json
-from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, gap_notes, opened_groups
+from jrb.datasets.formats.hdf5_groups import EpisodeGroup, GroupFormat, gap_notes, open_groups
 from jrb.datasets.reading import arrow, hdf5, images, tabular
 from jrb.datasets.reading.names import check
 from jrb.datasets.reading.tabular import Column, DerivedColumn, EpisodeTables
@@ -45,7 +45,8 @@ class Minari(GroupFormat):
     Entries of a tuple become those of a dict, `_index_0` and so on. `infos` with T + 1 rows, the
     first of them from the reset, are read as observations are: `info[t]` was known before the
     action, `next/info[t]` came with the reward. Those with T rows are `info[t]`. JPEG images are
-    decoded. What is no array of numbers, and infos that are not alike in all episodes, is left out.
+    decoded. Values that are no arrays of numbers, and infos that are not alike in all episodes, are
+    left out.
     """
 
     name: ClassVar[str] = "minari"
@@ -70,7 +71,7 @@ class Minari(GroupFormat):
     carried: ClassVar[tuple[str, ...]] = ("observation", "info")
 
     def matches(self, source: Source) -> bool:
-        """Returns True if there are metadata of this format, and data beside them."""
+        """Returns True if there are metadata of this format, and data in the same folder."""
         try:
             folder, about, _ = _about(source)
         except (ValueError, OSError):
@@ -105,7 +106,7 @@ class Minari(GroupFormat):
         """Returns the attributes of an episode, by flat names (`options/a`)."""
         if where.path.endswith(HDF5_FILE):
             groups = self.groups(source)
-            read = lambda: {each.name: dict(group.attrs) for each, group in opened_groups(groups)}
+            read = lambda: {each.name: dict(group.attrs) for each, group in open_groups(groups)}
             facts = tabular.cached([where.path], "minari facts", read)[where.name]
         else:
             facts = _flat(read_json(os.path.join(where.path, METADATA)))
@@ -121,8 +122,8 @@ class Minari(GroupFormat):
         notes = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
         if jpeg:
             notes.append(
-                f"Images of {', '.join(jpeg)} are kept as JPEG, which loses detail: these are what "
-                "is decoded, not what was seen."
+                f"Images of {', '.join(jpeg)} are kept as JPEG, which loses detail: these are the "
+                "decoded images, not the ones that were seen."
             )
         return {**about, "jpeg": jpeg}, (*notes, *gap_notes(groups))
 
@@ -159,7 +160,7 @@ class Minari(GroupFormat):
         if not _is_hdf5(about):
             yield from ((where, _in_tables(where, spaces, self.names)) for where in groups)
             return
-        for where, group in opened_groups(groups):
+        for where, group in open_groups(groups):
             arrays = {n: a for n, a in hdf5.below(group).items() if n.split("/")[0] in self.names}
             for name in spaces.keys() & arrays.keys():
                 # Images of JPEG are rows of bytes, all of one length or not.

@@ -69,7 +69,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
         paths = self.files(source)
         if self.arrives is not None or not paths:
             return self
-        with npz.opened(paths[0], self.max_expansion) as arrays:
+        with npz.open_file(paths[0], self.max_expansion) as arrays:
             columns = self._columns(paths[0], tabular.by_content(arrays)[0])
             led = [name for name in columns if within(name, "action") or name == "next/reward"]
             is_zero = not any(columns[name][:1].any() for name in led)
@@ -80,7 +80,7 @@ class NpzEpisodes(tabular.EpisodeFormat):
         """Yields the tables of episodes, and the file of each."""
         paths = self.files(source)
         for path in paths if numbers is None else [paths[number] for number in numbers]:
-            with npz.opened(path, self.max_expansion) as arrays:
+            with npz.open_file(path, self.max_expansion) as arrays:
                 every, texts, others = tabular.by_content(arrays)
                 table = self._table(path, self._columns(path, every), others | texts.keys())
                 yield path, dataclasses.replace(table, facts={"file": os.path.basename(path)})

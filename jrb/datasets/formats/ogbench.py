@@ -3,7 +3,7 @@
 `observations, actions, terminals`, perhaps `qpos, qvel, button_states` of the same length. An
 episode of T steps has T + 1 rows. The last, at which `terminals` is 1, has the observation after
 the last action, and an action that led nowhere. No episode terminates: each ends as its time is
-over. The validation set is a file of its own beside it, `-val.npz`.
+over. The validation set is a file of its own in the same folder, `-val.npz`.
 
 Reference: Park et al., OGBench: Benchmarking Offline Goal-Conditioned RL, 2025.
 """
@@ -44,7 +44,7 @@ class OGBench(TableFormat):
     @contextlib.contextmanager
     def table(self, source: Source) -> Iterator[Table]:
         """Opens the file, without the last row of each episode."""
-        with npz.opened(source, self.max_expansion) as every:
+        with npz.open_file(source, self.max_expansion) as every:
             arrays, texts, others = tabular.by_content(every)
             tabular.check_present(source, arrays, _NEEDED)
             tabular.check_lengths(source, arrays)

@@ -1,1 +1,1 @@
-"""What formats are made of: formats of files, columns, the ends of episodes, names."""
+"""Readers of file formats, and the columns, ends of episodes and names that layouts share."""

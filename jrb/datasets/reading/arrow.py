@@ -66,7 +66,7 @@ def starts_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
 class TableFile:
     """A table in a file; `starts`, int64 `[G + 1]`, has the rows before each group, and all.
 
-    A group can be read by itself. A stream of Arrow is one, a file has one for each batch.
+    A group can be read without the others. A stream of Arrow is one, a file has one for each batch.
     """
 
     def __init__(self, path: str) -> None:
@@ -94,7 +94,7 @@ class TableFile:
         check(len({*names}) == len(names), path, "a name of its own for each column", names)
 
     def column(self, group: int, name: str, rows: int) -> Iterator[Any]:
-        """Yields a column from a group on, in arrays of Arrow of about so many rows."""
+        """Yields a column from a group on, in arrays of Arrow of about `rows` rows."""
         if self._form != "parquet":
             for batch in self._batches(group, self.schema.get_field_index(name)):
                 yield batch.column(0)
@@ -221,7 +221,7 @@ class ArrowColumn:
 
     @functools.cached_property
     def _example(self) -> np.ndarray:
-        """The first row, `[1, ...]`, read by itself."""
+        """The first row, `[1, ...]`."""
         _, batch = next(self._read(0, 1))
         return self._values(batch.slice(0, 1))
 
@@ -259,7 +259,7 @@ class ArrowColumn:
                 self._batches = self._read(row, self._rows_at_once)
                 self._first = self._stop = self._group_of(row)[2]
             while row >= self._stop:
-                self._stop = -1  # if reading fails, the next one begins anew
+                self._stop = -1  # after a failure, reading begins at a group again
                 self._first, self._batch = next(self._batches)
                 self._stop = self._first + len(self._batch)
             end = min(stop, self._stop)
@@ -274,7 +274,7 @@ class ArrowColumn:
         return number, group, begin + int(starts[group])
 
     def _read(self, row: int, count: int) -> Iterator[tuple[int, Any]]:
-        """Yields batches of about so many rows, from the group of a row on, and their first row."""
+        """Yields batches of about `count` rows from the group of a row on, and their first row."""
         while row < len(self):
             self._file, group, row = self._group_of(row)
             file = self._files.file(self._file)

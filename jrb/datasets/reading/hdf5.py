@@ -25,7 +25,7 @@ def is_hdf5(path: object) -> bool:
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[h5py.File]:
+def open_file(path: str) -> Iterator[h5py.File]:
     """Opens a file for reading; refuses one that is cut short or damaged."""
     with _refused(path), h5py.File(path, "r") as file:
         yield file
@@ -49,7 +49,7 @@ def top(path: Any) -> dict[str, bool]:
     if not is_hdf5(path):
         return {}
     try:
-        with opened(path) as file:
+        with open_file(path) as file:
             return {name: isinstance(own(file, name), h5py.Group) for name in map(str, file)}
     except (ValueError, OSError):
         return {}

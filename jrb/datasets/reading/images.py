@@ -1,4 +1,4 @@
-"""Columns of images: encoded in tables, and frames of videos beside them.
+"""Columns of images: encoded in tables, and frames of videos.
 
 K episodes, T steps over all of them. Images are `[height, width, channel]`.
 """
@@ -112,7 +112,7 @@ class VideoColumn:
         try:
             with av.open(path) as container:
                 stream = container.streams.video[0]
-                # Decoding begins at the last frame before the first time that is coded by itself.
+                # Decoding begins at the last frame before the first time that needs no other frame.
                 begin = max(0.0, times[0] - self._tolerance) / stream.time_base
                 container.seek(int(begin) + (stream.start_time or 0), stream=stream)
                 frames = container.decode(stream)

@@ -29,8 +29,8 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, Val
 
 
 @contextlib.contextmanager
-def opened(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[str, Column]]:
-    """Opens an archive for reading: its arrays by name (`a/b`), None for what is no array.
+def open_file(path: str, max_expansion: float = MAX_EXPANSION) -> Iterator[dict[str, Column]]:
+    """Opens an archive: its arrays by name (`a/b`), and None for members that are no arrays.
 
     Refuses one that is cut short, damaged or encrypted, or declares more bytes than `max_expansion`
     times those that it stores.

@@ -107,7 +107,7 @@ class Table:
             `[T, ...]`. Without `next/observation`, that is the observation of the next row.
         ends: int64 `[K]`, the number of steps up to the end of each episode.
         facts: as in `Description`, as are `metadata` and `notes`.
-        left_out: the names of what is not read.
+        left_out: the names of arrays that are not read.
         cut: as in `Description`; None to tell it from the flags.
     """
 
@@ -154,7 +154,7 @@ class Table:
         for name, column in self.columns.items():
             if has_next or not is_seen(name):
                 rows = column[start:stop]
-                # A column in memory is read again for other episodes, so nobody may write to it.
+                # A column in memory is read again for other episodes, so writes must not reach it.
                 leaves[name] = rows.copy() if isinstance(column, np.ndarray) else rows
                 continue
             rows = column[start:beyond]
@@ -276,7 +276,7 @@ def _results(key: Hashable) -> list[Any]:
 
 
 def cached(files: Iterable[str], key: Hashable, compute: Callable[[], Any]) -> Any:
-    """Returns the result of a costly look at files, computed anew when they have changed."""
+    """Returns the result of a costly look at files, computed again when they have changed."""
     stats = ((path, os.stat(path)) for path in files if os.path.exists(path))
     stamps = [(path, stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats]
     results = _results((key, *stamps))
@@ -335,8 +335,8 @@ def _read_ends(
     numbers = numbers.reshape(-1)
     changes = np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]
     values, counts = np.unique(numbers[changes], return_counts=True)
-    apart = f"those of {values[counts > 1][:5].tolist()} apart. Sort the rows by episode and time"
-    check((counts < 2).all(), where, "the steps of an episode side by side", apart)
+    got = f"those of {values[counts > 1][:5].tolist()} apart. Sort the rows by episode and time"
+    check((counts < 2).all(), where, "the steps of an episode side by side", got)
     ends = ends_of(is_end | changes)
     if numbers.dtype.kind not in "biufc":
         flags[EPISODE] = np.cumsum(changes, dtype=np.int64) - changes
