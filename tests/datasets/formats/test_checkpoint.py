@@ -354,9 +354,9 @@ def timeless(path):
     ("write", "message"),
     [
         (two, "got several. Open one of them: .*/demo"),
-        (packed, "items are of kind 'encoded'"),
-        (apart, "items are of kind 'apart'"),
-        (objects, "items are of kind 'objects'"),
+        (packed, "expected decode="),
+        (apart, "expected items="),
+        (objects, "got objects, whose flags"),
         (many, r"got one with the leading axes \(3,\)"),
         (unrewarded, "expected a leaf at 'next/reward', got items with the leaves"),
         (endless, "expected a leaf at 'next/done'"),
