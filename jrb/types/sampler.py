@@ -41,6 +41,15 @@ class Sampler(abc.ABC):
     prioritized: ClassVar[bool] = False
     count_draws: bool = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        ordered = {"check", "num_pending"} & vars(cls).keys()
+        if ordered and "OrderedSampler" not in [base.__name__ for base in cls.__mro__]:
+            raise TypeError(
+                f"{cls.__name__}.{min(ordered)}: expected a class below jrb.types.OrderedSampler, "
+                "as only the methods of those are called."
+            )
+
     def init(self, ring: Ring) -> Any:
         """Returns the state of a buffer without anchors; by default it keeps counts at most."""
         return DrawCounts() if self.count_draws else {}

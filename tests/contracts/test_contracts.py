@@ -360,3 +360,11 @@ def test_the_checks_of_a_base_are_those_of_parts_below_it():
 
     with pytest.raises(TypeError, match="count_draws: expected True or False"):
         Mine(count_draws=1)
+
+
+@pytest.mark.parametrize("name", ["check", "num_pending"])
+def test_methods_that_would_not_be_called_are_refused(name):
+    """A sampler with an order has to say so by its base, or its items would be overwritten."""
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: expected a class below .*OrderedSampler"):
+        type("Mine", (jrb.types.Sampler,), {name: lambda self, *_: None})
+    assert type("Mine", (jrb.types.OrderedSampler,), {name: lambda self, *_: None})

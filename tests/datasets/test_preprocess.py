@@ -200,6 +200,21 @@ def test_numbers_of_64_bits(tmp_path):
     assert_same_set(wide, source)
 
 
+@pytest.mark.parametrize(("number", "dtype"), [(1e40, np.float64), (2**40, np.int64)])
+def test_numbers_that_do_not_fit_are_refused(number, dtype, tmp_path):
+    rows = {"observation": np.zeros(4), "terminals": np.array([False, False, False, True])}
+    rows |= {"actions": np.zeros(4), "rewards": np.array([0, number, 0, 0], dtype)}
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        for name, leaf in (rows | {"observations": rows.pop("observation")}).items():
+            file[name] = leaf
+    source = jrb.datasets.open(tmp_path / "a.hdf5")
+    with pytest.raises(
+        ValueError, match=r"next/reward.*expected (integers|numbers) that (int|float)32 holds"
+    ):
+        source.preprocess(same, tmp_path / "b", jit=True, cast=True)
+    assert not (tmp_path / "b").exists()
+
+
 def test_facts_and_names_of_columns_stay(tmp_path):
     with jrb.datasets.Recorder(tmp_path / "a", num_envs=2, metadata={"env": "x"}) as recorder:
         for step in range(9):
