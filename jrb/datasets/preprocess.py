@@ -263,12 +263,14 @@ def _compiled(function: Function, cast: bool, spec: Any, rows: int) -> Callable[
     def narrow(path: Any, leaf: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
             narrowed = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-        is_integer = leaf.dtype.kind in "iu"
-        lost = (narrowed != leaf) if is_integer else np.isfinite(leaf) & ~np.isfinite(narrowed)
+        if leaf.dtype.kind in "iu":
+            lost = narrowed != leaf
+        else:
+            lost = np.isfinite(leaf) & ~np.isfinite(narrowed)
         if lost.any():
             raise ValueError(
-                f"leaf '{leaf_name(path)}': expected {'integers' if is_integer else 'numbers'} that "
-                f"{narrowed.dtype} holds, got {leaf[lost][0]}. Set jax_enable_x64, or encode them."
+                f"leaf '{leaf_name(path)}': expected numbers that {narrowed.dtype} holds, got "
+                f"{leaf[lost][0]}. Set jax_enable_x64, or encode them."
             )
         return narrowed
 
