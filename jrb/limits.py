@@ -88,7 +88,7 @@ class SampleToInsert:
         return int(self.tolerance * self._fraction.denominator)
 
     def balance(self, items: int, samples: int) -> fractions.Fraction:
-        """Returns the samples that are owed for so many items in all, less those taken; exact."""
+        """Returns the samples that are owed for these items in all, less those taken; exact."""
         return self._fraction * max(0, items - self.min_size) - samples
 
     def init(self) -> Counters:

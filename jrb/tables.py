@@ -1,4 +1,4 @@
-"""Tables of what a buffer holds, for Arrow and pandas: a row for each transition.
+"""Tables for Arrow and pandas of the items in a buffer: a row for each transition.
 
 K items, N capacity, E environments.
 
