@@ -208,7 +208,9 @@ def test_numbers_that_do_not_fit_are_refused(number, dtype, tmp_path):
         for name, leaf in (rows | {"observations": rows.pop("observation")}).items():
             file[name] = leaf
     source = jrb.datasets.open(tmp_path / "a.hdf5")
-    with pytest.raises(ValueError, match=r"next/reward.*expected numbers that (int|float)32 holds"):
+    with pytest.raises(
+        RuntimeError, match=r"next/reward.*expected numbers that (int|float)32 holds"
+    ):
         source.preprocess(same, tmp_path / "b", jit=True, cast=True)
     assert not (tmp_path / "b").exists()
 
