@@ -37,3 +37,14 @@ def test_the_documented_loop_has_types_and_wrong_names_are_found(tmp_path):
     assert len(errors) == 3, ran.stdout
     assert '"experience" for class "Sample"' in errors[0]
     assert {line.split(":")[1] for line in errors} == {"11", "12"}
+
+
+@pytest.mark.slow
+def test_every_public_symbol_has_a_type(tmp_path):
+    pyright = shutil.which("pyright", path=os.path.dirname(sys.executable))
+    if pyright is None:
+        pytest.skip("pyright is not installed")
+    call = [pyright, "--pythonpath", sys.executable, "--verifytypes", "jrb", "--ignoreexternal"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(call, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert "Type completeness score: 100%" in ran.stdout, ran.stdout

@@ -74,7 +74,7 @@ class Column:
     block: int = 0
 
     @classmethod
-    def of(cls, name: str, kind: tuple, width: int) -> "Column":
+    def of(cls, name: str, kind: tuple[Any, ...], width: int) -> "Column":
         """Returns the column of one leaf."""
         return cls((Leaf(name, kind, width),))
 

@@ -1,7 +1,7 @@
 """Checkpoints: a buffer and its state on a disk, exact, and whole after any crash."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import jrb
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     )
 
     Dump = jrb.interop.Dump
-    read_flashbax, read_vault = jrb.interop.read_flashbax, jrb.interop.read_vault
-    read_torchrl, write_torchrl = jrb.interop.read_torchrl, jrb.interop.write_torchrl
+    read_flashbax: Final = jrb.interop.read_flashbax
+    read_torchrl: Final = jrb.interop.read_torchrl
+    read_vault: Final = jrb.interop.read_vault
+    write_torchrl: Final = jrb.interop.write_torchrl
 
 __all__ = [
     "DamagedError",

@@ -109,10 +109,13 @@ _FACTS = {
 _META = {"kind?": str, "extra?": [str], "form?": _form, "facts?": _FACTS}
 _PARTS = {"parts": {...: lambda value: [NATURAL, str] if isinstance(value, list) else NATURAL}}
 
-ABOUT = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
+ABOUT: dict[str, Any] = _META | {"buffer": _description, "items": _structure, "batch": [_LENGTH]}
 """The schema of what a file says of one buffer; see `jrb.checkpoint.matching.about`."""
 
-ABOUT_HDF5 = ABOUT | {"rows": _LENGTH, "trajectories": [[_LENGTH, range(1, 1 << 40)]]}
+ABOUT_HDF5: dict[str, Any] = ABOUT | {
+    "rows": _LENGTH,
+    "trajectories": [[_LENGTH, range(1, 1 << 40)]],
+}
 
 _OF_KIND: dict[str, dict[str, Any]] = {
     "buffer": ABOUT,

@@ -29,7 +29,7 @@ Example:
 
 import dataclasses
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +43,16 @@ from jrb.checkpoint.external_items import Outward
 from jrb.checkpoint.saving import ExtraData
 
 ocp: Any = wording.require("orbax.checkpoint", "orbax")
+if TYPE_CHECKING:  # Orbax has no types
+    _Handler = _Args = object
+else:
+    _Handler, _Args = ocp.AsyncCheckpointHandler, ocp.args.CheckpointArgs
 
 FOLDER = "jrb"
 """The folder below that of the item; Orbax may put files of its own beside it."""
 
 
-class BufferHandler(ocp.AsyncCheckpointHandler):
+class BufferHandler(_Handler):
     """Writes and reads one buffer, in programs of one process. Every step is written in full."""
 
     def save(self, directory: Any, args: "BufferSave") -> None:
@@ -85,7 +89,7 @@ class BufferHandler(ocp.AsyncCheckpointHandler):
 
 @ocp.args.register_with_handler(BufferHandler, for_save=True)
 @dataclasses.dataclass
-class BufferSave(ocp.args.CheckpointArgs):
+class BufferSave(_Args):
     """The arguments of a save. A state that cannot be saved is refused here.
 
     If a handler refused it, the threads in which Orbax writes the other items would go on waiting
@@ -118,7 +122,7 @@ class BufferSave(ocp.args.CheckpointArgs):
 
 @ocp.args.register_with_handler(BufferHandler, for_restore=True)
 @dataclasses.dataclass
-class BufferRestore(ocp.args.CheckpointArgs):
+class BufferRestore(_Args):
     """The arguments of a restore, which gives `(buffer, state)`; see `jrb.checkpoint.load`.
 
     Attributes:

@@ -23,6 +23,7 @@ import jrb
 
 State = TypeVar("State", bound="TrajectoryBufferState")
 Experience = TypeVar("Experience")
+Maker = Callable[..., "PrioritisedTrajectoryBuffer"]
 
 # Items are whatever clients store. Windows cross the ends of episodes, so no leaf is a flag.
 _KEYS = jrb.Keys(next_observation=None, done=None, terminated=None, truncated=None)
@@ -345,7 +346,7 @@ def _missing(*present: bool) -> tuple[int, ...]:
     return tuple(axis for axis, is_present in enumerate(present) if not is_present)
 
 
-def _prioritised(maker: Callable[..., TrajectoryBuffer]) -> Callable[..., Any]:
+def _prioritised(maker: Callable[..., TrajectoryBuffer]) -> Maker:
     """Returns a maker with two more arguments, `priority_exponent` and `device`, at the end."""
     count = len(inspect.signature(maker).parameters)
 
@@ -364,9 +365,9 @@ def _prioritised(maker: Callable[..., TrajectoryBuffer]) -> Callable[..., Any]:
     return make
 
 
-make_prioritised_trajectory_buffer = _prioritised(make_trajectory_buffer)
-make_prioritised_flat_buffer = _prioritised(make_flat_buffer)
-make_prioritised_item_buffer = _prioritised(make_item_buffer)
+make_prioritised_trajectory_buffer: Maker = _prioritised(make_trajectory_buffer)
+make_prioritised_flat_buffer: Maker = _prioritised(make_flat_buffer)
+make_prioritised_item_buffer: Maker = _prioritised(make_item_buffer)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,7 +145,7 @@ def run(
     static: tuple[Any, ...],
     cuts: tuple[Cut, ...],
     out: Cuts,
-    arrays: tuple,
+    arrays: tuple[Any, ...],
 ) -> Any:
     """Calls a body for the shards of every device.
 
@@ -200,7 +200,7 @@ def _call(
 
 # A mesh without its devices, so that a description can be pickled.
 
-NamedMesh = tuple[str, list, tuple[str, ...], Any]
+NamedMesh = tuple[str, list[Any], tuple[str, ...], Any]
 """The platform of the devices of a mesh, their numbers, and the names and types of its axes."""
 
 

@@ -28,7 +28,7 @@ class StoreRows(HostRows):
     def __init__(self, store: Store, spec: Item, expiring: bool) -> None:
         super().__init__(store.slots, spec)
         self.store: Store = store
-        self.path = store.path
+        self.path: str | None = store.path
         # Whether rows that a commit has promised may go when the ring comes round to them.
         self._expiring = expiring
 
