@@ -358,6 +358,7 @@ class _Options(TypedDict, total=False):
     example: Item
     decode: Hooks
     items: Item
+    cast: bool
     capacity: int | None
     num_envs: int | EllipsisType | None
     generation: int | None
@@ -401,6 +402,7 @@ def load(
     extra: Item = None,
     decode: Hooks = None,
     items: Item = None,
+    cast: bool = False,
     capacity: int | None = None,
     num_envs: int | EllipsisType | None = ...,
     generation: int | None = None,
@@ -428,6 +430,9 @@ def load(
             gave then: arrays `[K, ...]`, oldest first, keys as their words; of a `ListStorage` a
             list. Some are compared with what was held. Of several, a dict or tuple. Rows that hold
             no items come back as zeros.
+        cast: whether items of float64, int64 and other 64 bits become what JAX keeps without
+            `jax_enable_x64`, as with `jrb.ReplayBuffer(cast=True)`. Rows that hold no items come
+            back as zeros.
         capacity: another N; the newest rows stay, with their priorities.
         num_envs: another E, or None; the rows of all environments are then dealt out again, each
             trajectory in one piece, and no window crosses a seam.
@@ -444,7 +449,7 @@ def load(
     Raises:
         FileNotFoundError: there is no checkpoint, or no such generation.
         DamagedError: a file is not what was written; the message names leaf, block and file.
-        TypeError: items of 64 bits, where JAX keeps 32.
+        TypeError: items of 64 bits, where JAX keeps 32, without `cast`.
         ValueError: another version, dtype, shape, structure or capacity, with the leaf's name; no
             `decode` or `items` where they are needed, or one where it is not.
     """
@@ -452,7 +457,8 @@ def load(
     if generation is not None:
         checks.count("generation", generation)
     checks.flag("verify", verify)
-    back = Inward(decode, items, verify)
+    checks.flag("cast", cast)
+    back = Inward(decode, items, verify, cast)
     read = functools.partial(load_generation, number=generation, extra=extra, back=back)
     if os.path.isfile(path):
         if any(given is not None for given in (generation, extra, decode, items)):
@@ -460,7 +466,7 @@ def load(
                 "generation, extra, decode, items: expected None for an HDF5 file, which holds but "
                 "one generation, and all of it as it is."
             )
-        read = _hdf5().load
+        read = functools.partial(_hdf5().load, cast=cast)
     try:
         loaded, state, *besides = read(path, buffer, example, device)
     except descriptions.OtherError as other:

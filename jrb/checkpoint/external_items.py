@@ -73,11 +73,13 @@ class Inward:
         decode: the inverse of the function that encoded them. Of several buffers also a dict.
         items: the items, where they were not saved. Of several buffers a dict or a tuple.
         verify: whether rows that stay where they are, in files, are all looked at.
+        cast: whether items of 64 bits are converted where JAX keeps 32.
     """
 
     decode: Any = None
     items: Item = None
     verify: bool = True
+    cast: bool = False
 
     def check(self, path: str, form: dict[str, Any]) -> None:
         """Raises unless a checkpoint whose items are of this form needs these arguments."""

@@ -37,7 +37,7 @@ from jrb._store.lock import Lock
 from jrb._store.opening import Progress, no_progress
 from jrb._util import casting, pytree
 from jrb.buffer import ReplayBuffer
-from jrb.checkpoint import composite, descriptions, manifest, saving, schema
+from jrb.checkpoint import composite, descriptions, loading, manifest, saving, schema
 from jrb.checkpoint.composite import AnySnapshot
 from jrb.checkpoint.schema import Snapshot
 from jrb.layouts.flat import from_flat, to_flat
@@ -191,14 +191,20 @@ def _put(group: h5py.Group, name: str, leaf: Any, dtype: Any, options: dict[str,
 # Loading.
 
 
-def load(path: str, buffer: Description | None, example: Item, device: Device) -> tuple[Any, Any]:
+def load(
+    path: str, buffer: Description | None, example: Item, device: Device, cast: bool = False
+) -> tuple[Any, Any]:
     """Loads; see `jrb.checkpoint.load`."""
     if buffer is not None:
         composite.check(buffer, "load")
     _check_seal(path)
-    try:
+
+    def load_to(device: Device) -> tuple[Any, Any]:
         with h5py.File(path, "r", locking=False) as file:
             return _read(file, buffer, example, device)
+
+    try:
+        return loading.narrowed(load_to, path, buffer is not None, device, cast)
     except (OSError, KeyError, RuntimeError, IndexError) as error:
         raise DamagedError(f"{path}: expected a checkpoint in HDF5, got {error!r}.") from error
 

@@ -17,7 +17,7 @@ from jrb._store import generation, opening, table
 from jrb._store.errors import DamagedError, LostWarning
 from jrb._store.generation import Generation, Location
 from jrb._store.store import Store
-from jrb._util import casting
+from jrb._util import casting, pytree
 from jrb._xla import compat
 from jrb.checkpoint import descriptions, external_items, manifest, objects, saving, schema
 from jrb.checkpoint.external_items import Inward
@@ -84,6 +84,54 @@ def load(
     back: Inward,
 ) -> tuple[Any, Any]:
     """Returns the description and the state of a generation of one buffer."""
+    load_to = lambda device: _load(checkpoint, given, example, device, back)
+    return narrowed(load_to, checkpoint.path, given is not None, device, back.cast)
+
+
+def narrowed(
+    load: Callable[[Device], tuple[Any, Any]], path: str, given: bool, device: Device, cast: bool
+) -> tuple[Any, Any]:
+    """Returns what is loaded; with `cast`, items are converted where JAX would not keep them.
+
+    Args:
+        load: loads a buffer and its state to a device.
+        path: where they are.
+        given: whether the description is one of the user.
+        device: where they go.
+        cast: whether items are converted, as by `jrb.ReplayBuffer(cast=True)`.
+    """
+    try:
+        return load(device)
+    except schema.WideError:
+        if not cast:
+            raise
+    # No other part of a state depends on the dtypes of items: those are loaded wide, and replaced.
+    with compat.enable_x64():
+        buffer, wide = load(None)
+        if not isinstance(wide, BufferState) or wide.edits.ndim:
+            raise TypeError(f"{path}: cast: expected a single state, got states under vmap.")
+        saved = schema.snapshot(buffer, wide)
+        slots = external_items.in_order(saved.plain, wide.writer)
+        items = external_items.Items(saved).take(slots)
+        state = external_items.without(saved.plain, saved.state)
+    narrow = lambda leaf: leaf if casting.is_keys(leaf.dtype) else casting.kept(leaf, "load")
+    spec = jax.tree.map(narrow, saved.spec)
+    leaves = jax.tree.leaves(casting.kept(items, "load"))
+    buffer = schema.loadable(buffer, given and not schema.is_at(path, buffer))
+    parts = schema.in_parts(np.arange(len(slots)), pytree.nbytes(spec))
+    pieces = ((slots[part], [leaf[part] for leaf in leaves]) for part in parts)
+    want = schema.blank(buffer, spec)
+    state = external_items.restored(buffer, want, state, spec, pieces, device)
+    return buffer, state if device is None else jax.device_put(state, device)
+
+
+def _load(
+    checkpoint: OpenedCheckpoint,
+    given: Description | None,
+    example: Item,
+    device: Device,
+    back: Inward,
+) -> tuple[Any, Any]:
     path, store, form, kind = (
         checkpoint.path,
         checkpoint.store,

@@ -537,6 +537,10 @@ def array_bytes(leaf: Leaf) -> Any:
 # What a file says of a buffer, and the items that it holds.
 
 
+class WideError(TypeError):
+    """Items of 64 bits, where JAX keeps 32."""
+
+
 def fitting(
     path: str, meta: dict[str, Any], given: Description | None, example: Item
 ) -> tuple[Any, Any]:
@@ -550,9 +554,9 @@ def fitting(
     for name, leaf in zip(pytree.leaf_names(spec), jax.tree.leaves(spec), strict=True):
         is_key = casting.is_keys(leaf.dtype)
         if not is_key and leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
-            raise TypeError(
-                f"{path}: leaf '{name}': expected a dtype that JAX keeps, got {leaf.dtype}. Set "
-                "jax_enable_x64."
+            raise WideError(
+                f"{path}: leaf '{name}': expected a dtype that JAX keeps, got {leaf.dtype}. Call "
+                "load(path, cast=True), which converts it, or set jax_enable_x64."
             )
     if example is None:
         with contextlib.nullcontext() if given is not None else descriptions.read_from(path):
