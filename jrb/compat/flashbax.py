@@ -9,6 +9,7 @@ Makers, samples and the fields of states are those of flashbax 0.1.3, which need
 
 import dataclasses
 import functools
+import importlib.machinery
 import importlib.util
 import inspect
 import sys
@@ -459,6 +460,7 @@ def install() -> None:
     kinds += [f"prioritised_{kind}" for kind in kinds[:3]]
     for name in ("flashbax", "flashbax.buffers", *(f"flashbax.buffers.{kind}" for kind in kinds)):
         module = sys.modules[name] = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         vars(module).update(public)
         parent, _, child = name.rpartition(".")
         if parent:

@@ -15,8 +15,6 @@ import jax
 import jrb
 import jrb.compat.flashbax as fbx
 
-jax.tree_map = jax.tree.map  # JAX has removed what flashbax's tests of mixtures call
-
 
 def functions(state, length=None, period=1):
     """The functions for windows of a state that was made without knowing of them."""
@@ -74,9 +72,13 @@ FUNCTIONS = {
     },
 }
 
-fbx.install()
-for module, names in FUNCTIONS.items():
-    vars(sys.modules[f"flashbax.buffers.{module}"]).update(names)
-tree = sys.modules["flashbax.buffers.sum_tree"] = types.ModuleType("flashbax.buffers.sum_tree")
-tree.get = lambda state, items: state.nodes[state.nodes.shape[0] // 2 + items]
-sys.modules["flashbax.buffers"].sum_tree = tree
+
+def pytest_configure():
+    """Called where this is a plugin, and not where it is looked at for examples."""
+    jax.tree_map = jax.tree.map  # JAX has removed what flashbax's tests of mixtures call
+    fbx.install()
+    for module, names in FUNCTIONS.items():
+        vars(sys.modules[f"flashbax.buffers.{module}"]).update(names)
+    tree = sys.modules["flashbax.buffers.sum_tree"] = types.ModuleType("flashbax.buffers.sum_tree")
+    tree.get = lambda state, items: state.nodes[state.nodes.shape[0] // 2 + items]
+    sys.modules["flashbax.buffers"].sum_tree = tree

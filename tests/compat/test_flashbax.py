@@ -29,6 +29,17 @@ KNOWN = {
 """Tests of flashbax that fail, and why."""
 
 
+@pytest.fixture(autouse=True)
+def promotion():
+    """flashbax adds integers to floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_flashbax_is_flashbax():
+    assert "compat" not in flashbax.make_flat_buffer.__module__
+
+
 def batch_of(seed, *axes):
     rng = np.random.default_rng(seed)
     return {
