@@ -38,6 +38,10 @@ class Mix:
         buffers: whose data have the same structure, shapes and dtypes.
         proportions: numbers that add up to 1; a draw may bring its own, which may be traced.
         batch_size: B, unless a draw names its own.
+        exact: if True, the parts are interleaved, so that every run of a batch has its share of
+            each buffer, to within one item: for batches that are cut into minibatches, as by
+            `reshape(UTD, B // UTD, ...)` in RLPD (Ball et al., 2023). Otherwise the part of one
+            buffer comes after that of another.
 
     Example:
         >>> import jax, jax.numpy as jnp, jrb
@@ -53,6 +57,7 @@ class Mix:
     buffers: tuple[ReplayBuffer | Sharded, ...]
     proportions: tuple[float, ...]
     batch_size: int | None = None
+    exact: bool = False
 
     def __repr__(self) -> str:
         return display.laid_out(self)
@@ -78,6 +83,7 @@ class Mix:
         _check_proportions(self.proportions, len(self.buffers))
         if self.batch_size is not None:
             checks.count("batch_size", self.batch_size)
+        checks.flag("exact", self.exact)
 
     def init(self, example: Item, device: Device = None) -> States:
         """Makes empty states, one for each buffer, on one device (see `ReplayBuffer.init`)."""
@@ -195,13 +201,15 @@ class Mix:
                 want, got = (jax.tree.map(one, {name: vars(it)[name]}) for it in (first, other))
                 pytree.check_like(want, got, "Mix", mend + "count.")
         if shares is None:
-            return tuple(after), self._within(_concatenated, (), (parts,), merges=True)
+            merge = _interleaved_parts if self.exact else _concatenated
+            return tuple(after), self._within(merge, (), (parts,), merges=True)
         chosen: Any = shares, keys[-1]
         if self._shards_of_first is not None:  # each shard has its own shares, and a key
             num_shards = self._shards
             each = jnp.broadcast_to(shares // num_shards, (num_shards, shares.size))
             chosen = each, jax.random.split(keys[-1], num_shards)
-        sample = self._within(_chosen, chosen, (parts,), merges=True)
+        merge = _interleaved_choice if self.exact else _chosen
+        sample = self._within(merge, chosen, (parts,), merges=True)
         drawn = sample.mask.reshape(sample.mask.shape[0], -1).any(axis=1)
         for number, sampler in enumerate(self._samplers):
             if sampler.count_draws:  # only items that are in the batch count
@@ -336,6 +344,27 @@ def _chosen(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
     mixed = jnp.stack([random_bits.permute(seed, jnp.int32(size), place) for seed in seeds])
     row = source * size + mixed[source, within]
     return jax.tree.map(lambda leaf: leaf[row], _concatenated(parts))
+
+
+def _interleaved(sample: Sample, num_buffers: int) -> Sample:
+    """Returns a batch whose sources alternate as evenly as their shares allow."""
+    is_from = sample.info["source"][:, None] == jnp.arange(num_buffers, dtype=jnp.int32)[None]
+    number = jnp.cumsum(is_from, axis=0, dtype=jnp.int32).astype(jnp.float32) - 0.5
+    counts = jnp.sum(is_from, axis=0, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+    # The n-th item of a source with c items belongs at (n - 1/2) / c of the batch.
+    position = jnp.sum(jnp.where(is_from, number / jnp.maximum(counts, 1.0), 0.0), axis=1)
+    order = jnp.argsort(position, stable=True)
+    return jax.tree.map(lambda leaf: leaf[order], sample)
+
+
+@jax.jit
+def _interleaved_parts(parts: list[Sample]) -> Sample:
+    return _interleaved(_concatenated(parts), len(parts))
+
+
+@jax.jit
+def _interleaved_choice(shares: jax.Array, key: jax.Array, parts: list[Any]) -> Sample:
+    return _interleaved(_chosen(shares, key, parts), len(parts))
 
 
 Description = Buffer | Mix | Sharded

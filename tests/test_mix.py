@@ -188,3 +188,46 @@ def test_wrong_samples_and_parts_are_refused():
         jrb.Mix((1, 2), (0.5, 0.5))
     with pytest.raises(TypeError, match="expected a tuple of numbers"):
         jrb.Mix((buffer(),), ("1",))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.25, 0.75), (0.75, 0.25), (0.0, 1.0)])
+def test_exact_parts_have_their_share_of_every_run(shares, traced):
+    given = (0.5, 0.5) if traced else shares
+    mix = jrb.Mix((buffer(), buffer(sampler=jrb.Prioritized())), given, batch_size=24, exact=True)
+    states = filled(mix, [20, 20])
+    sample = mix.sample(
+        states, jax.random.key(0), proportions=jnp.array(shares) if traced else None
+    )
+    source = np.asarray(sample.info["source"])
+    assert (np.asarray(sample.data["id"]) // 100 == source).all()
+    for size in (4, 8, 12):
+        runs = (source.reshape(-1, size) == 0).sum(axis=1)
+        assert (runs == shares[0] * size).all()
+    for start in range(24):
+        for stop in range(start + 1, 25):
+            assert abs((source[start:stop] == 0).sum() - shares[0] * (stop - start)) <= 1
+
+
+def test_exact_parts_are_the_same_items_and_take_priorities():
+    parts = buffer(), buffer(sampler=jrb.Prioritized())
+    plain, exact = (jrb.Mix(parts, (0.25, 0.75), 16, exact=it) for it in (False, True))
+    states = filled(exact, [20, 20])
+    one, other = (mix.sample(states, jax.random.key(3)) for mix in (plain, exact))
+    assert sorted(one.data["id"].tolist()) == sorted(other.data["id"].tolist())
+    after = exact.update_priority(states, other, other.data["id"].astype(jnp.float32))
+    for name, source in zip(other.data["id"].tolist(), other.info["source"].tolist(), strict=True):
+        if source == 1:
+            priority = parts[1].priorities(after[1], jnp.array([name - 100]))
+            assert float(priority[0]) == pytest.approx(name)
+
+
+def test_exact_parts_of_shards():
+    whole = jrb.ReplayBuffer(64, num_envs=4, batch_size=8)
+    parts = jrb.Sharded(whole, 2), jrb.Sharded(whole, 2)
+    mix = jrb.Mix(parts, (0.5, 0.5), batch_size=16, exact=True)
+    states = mix.init(EXAMPLE)
+    rows = {"id": jnp.zeros((8, 4), jnp.int32), "reward": jnp.zeros((8, 4))}
+    states = tuple(part.extend(state, rows) for part, state in zip(parts, states, strict=True))
+    source = np.asarray(mix.sample(states, jax.random.key(0)).info["source"])
+    assert (source.reshape(-1, 2).sum(axis=1) == 1).all()
