@@ -17,7 +17,7 @@ from jrb._store.generation import Generation
 from jrb._store.lock import Lock
 from jrb._store.places import Places
 from jrb._store.store import Store, folder_of, is_table, writing
-from jrb._store.table import Column, Table
+from jrb._store.table import Column, RowTable
 from jrb._store.threads import share
 
 Progress = Callable[[float], None]
@@ -116,7 +116,7 @@ def _with_table(
     # Files are made as large as they will be if room is set aside; memory always grows with rows.
     first = table.first_room(columns, room)
     table.make(folder, folder_of(table_folder), columns, room if reserve else first, reserve)
-    rows = Table(folder, folder_of(table_folder), columns, first, writable=True)
+    rows = RowTable(folder, folder_of(table_folder), columns, first, writable=True)
     places = Places(np.zeros((0, 3), np.int64), slots, first)
     store = Store(folder, rows, places, number or 0, table_folder, reserve, lock, room)
     store.keep_all()
@@ -201,7 +201,7 @@ def store_of(one: Generation) -> Store:
             f"{folder.path}: expected a store with something saved, found one to which nothing "
             "was. jrb.save(path, buffer, state) does that."
         )
-    rows = Table(folder, folder_of(about["folder"]), one.columns, about["room"], writable=False)
+    rows = RowTable(folder, folder_of(about["folder"]), one.columns, about["room"], writable=False)
     places = Places(one.runs(), about["slots"], about["room"], one.body["rows"])
     store = Store(folder, rows, places, one.number, about["folder"], most=about["most"])
     store.sums.columns, store.sums.named = one.sums(), places.named()

@@ -23,7 +23,7 @@ from jrb._store.generation import Generation
 from jrb._store.lock import Lock
 from jrb._store.places import LOST, NEVER, Places, named_by
 from jrb._store.sums import Sums, longer
-from jrb._store.table import NUMBERS, Table, checksum_of
+from jrb._store.table import NUMBERS, RowTable, checksum_of
 from jrb._store.threads import Gate, share
 
 writing: "weakref.WeakValueDictionary[str, Store]" = weakref.WeakValueDictionary()
@@ -58,7 +58,7 @@ class Store:
     def __init__(
         self,
         folder: Folder,
-        table: Table,
+        table: RowTable,
         places: Places,
         number: int,
         table_folder: int,
@@ -69,7 +69,7 @@ class Store:
         self.folder: Folder = folder
         self.path: str = folder.path
         self.slots: int = places.slots
-        self.table: Table = table
+        self.table: RowTable = table
         self.generation: int = number
         self.drawing: Gate = Gate()
         self.sums: Sums = Sums(table)
@@ -356,7 +356,7 @@ class Store:
     def begin(self, lock: Lock) -> None:
         """Opens the files to write, and finds out which places are free."""
         folder, old = folder_of(self._table_folder), self.table
-        self.table = Table(self.folder, folder, old.columns, old.room, writable=True)
+        self.table = RowTable(self.folder, folder, old.columns, old.room, writable=True)
         self.sums.table = self.table
         generations.check_own(self.folder)
         places = self._places

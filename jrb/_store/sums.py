@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jrb._store.table import Table, runs
+from jrb._store.table import RowTable, runs
 from jrb._store.threads import share
 
 _RUN = 8 << 20  # bytes that are read at once
@@ -23,8 +23,8 @@ class Sums:
         named: the places that the sums are over, bool `[P]`.
     """
 
-    def __init__(self, table: Table) -> None:
-        self.table: Table = table
+    def __init__(self, table: RowTable) -> None:
+        self.table: RowTable = table
         self.columns: list[np.ndarray] = [np.zeros(0, np.uint32) for _ in table.columns]
         self.named: np.ndarray = np.zeros(table.room, bool)
         self._touched = np.zeros(table.room, bool)  # written since

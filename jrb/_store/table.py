@@ -146,7 +146,7 @@ def _row_width(columns: tuple[Column, ...]) -> int:
     return max(sum(column.width for column in columns), 1)
 
 
-class Table:
+class RowTable:
     """The files of all columns, open as long as they are few.
 
     A process may open 256 or 1024 files, and items may have thousands of leaves. Of many columns

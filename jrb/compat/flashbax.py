@@ -79,7 +79,7 @@ class TrajectoryBufferState:
 
     @property
     def experience(self) -> Any:
-        """Returns what is stored, leaves `[E, T, ...]`, as a copy."""
+        """Returns the stored steps, leaves `[E, T, ...]`, as a copy."""
         return self._each(_experience)
 
     @property
@@ -222,7 +222,7 @@ class TrajectoryBuffer:
 
     Attributes:
         buffer: the buffer of jrb that does the work.
-        min_rows: `can_sample` waits for so many time steps.
+        min_rows: the number of time steps that `can_sample` waits for.
         pairs: whether a sample holds pairs of consecutive steps.
         missing: the axes that batches lack when they are added: 0 for E, 1 for time.
     """
@@ -270,8 +270,9 @@ class TrajectoryBuffer:
     def can_sample(self, state: TrajectoryBufferState) -> jax.Array:
         """Returns whether enough time steps are stored, bool."""
         enough = state.inner.writer.count >= self.min_rows
-        known = state.buffer == self.buffer
-        return enough & state._each(jrb.ReplayBuffer.can_sample) if known else enough
+        if state.buffer != self.buffer:
+            return enough  # a state that was made from arrays
+        return enough & state._each(jrb.ReplayBuffer.can_sample)
 
 
 class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
@@ -287,7 +288,7 @@ class PrioritisedTrajectoryBuffer(TrajectoryBuffer):
 def _make(
     rows: int | None, envs: int | None, batch: int, least: int, unit: jrb.types.Unit, **options: Any
 ) -> TrajectoryBuffer:
-    """Returns the functions of a buffer of so many rows; `can_sample` waits for `least`."""
+    """Returns the functions of a buffer of `rows` steps; `can_sample` waits for `least`."""
     least = max(least, getattr(unit, "length", 1))
     if rows is None or least > rows:
         raise ValueError(f"expected windows and a minimum of at most {rows} steps, got {least}.")

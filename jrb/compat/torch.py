@@ -35,15 +35,15 @@ def to_torch(batch: Any, *, copy: bool = False) -> Any:
             leaf = jax.random.key_data(leaf)
         try:
             if isinstance(leaf, jax.Array):
-                made = torch.from_dlpack(leaf)
+                result = torch.from_dlpack(leaf)
             else:
                 array = np.asarray(leaf)
-                made = torch.from_numpy(array if array.flags.writeable else array.copy())
+                result = torch.from_numpy(array if array.flags.writeable else array.copy())
         except (BufferError, RuntimeError, TypeError) as error:
             raise TypeError(
                 f"leaf {leaf_name(path)!r}: expected a dtype of PyTorch, got {leaf.dtype}. "
                 "Cast it first, such as with jrb.transforms.Cast."
             ) from error
-        return made.clone() if copy else made
+        return result.clone() if copy else result
 
     return jax.tree_util.tree_map_with_path(tensor, batch)

@@ -154,14 +154,16 @@ def test_a_place_without_a_number_has_no_check_either(path):
             words = np.zeros(80, np.uint64)
             words[place] = word
             file.write_bytes(words.tobytes())
-            rows = table.Table(Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False)
+            rows = table.RowTable(
+                Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False
+            )
             with pytest.raises(DamagedError, match=f"the number of place {place} was damaged"):
                 rows.check_numbers()
 
 
 def test_numbers_that_change_while_they_are_looked_at_are_not_damaged(path):
     opening.create(path, (Column.of("x", (), 1),), 40, 80, reserve=False).close()
-    rows = table.Table(Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False)
+    rows = table.RowTable(Folder(path), "rows", (Column.of("x", (), 1),), 80, writable=False)
     places = np.arange(80, dtype=np.uint64)
     sixteen = np.uint64(16)
     words = lambda numbers: numbers << sixteen | table._checks(places.copy(), numbers)
