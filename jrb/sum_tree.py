@@ -317,8 +317,7 @@ def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree
             f"branching: expected a power of two from 2 to 128, got {branching}. "
             "Leave it out for the default of this backend."
         )
-    # A tree has b / (b - 1) nodes a leaf, and at most b more on each level.
-    most = (2**31 - 2**11) // branching * (branching - 1)
+    most = _most_leaves(branching)
     if capacity > most:
         raise ValueError(
             f"capacity: expected at most {most}, as a tree of branching {branching} has no more "
@@ -327,6 +326,17 @@ def neutral(capacity: int, reduction: str, branching: int | None = None) -> Tree
     shape = Tree(jnp.zeros(0, jnp.float32), capacity, branching, reduction)
     padded = -(-capacity // branching) * branching if shape.depth else capacity
     return shape.replace(jnp.full(shape.leaf + padded, _NEUTRAL[reduction], jnp.float32))
+
+
+@functools.cache
+def _most_leaves(branching: int) -> int:
+    """Returns the most leaves whose nodes, more than b / (b - 1) a leaf, int32 can number."""
+    nodes = lambda capacity: Tree(jnp.zeros(0), capacity, branching, "sum").leaf + capacity
+    few, many = 1, 2**31 - 1
+    while few < many:
+        middle = (few + many + 1) // 2
+        few, many = (middle, many) if nodes(middle) < 2**31 - branching else (few, middle - 1)
+    return few
 
 
 def cleared(tree: Tree, token: jax.Array) -> Tree:

@@ -183,9 +183,13 @@ def _check(buffer: Buffer, structure: Any, kinds: tuple, spec: SpecKey | None) -
         shapes = [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves[:4]]
         listed = ", ".join(shapes) + (", ..." if len(leaves) > 4 else "")
         maker = f"for another, with {type(got).__name__}({listed})"
+    kind = repr(part)
+    if name == "transforms":
+        learning = transforming.learning(buffer.transforms)
+        kind = " and ".join(type(each).__name__ for each in learning) or "without a state"
     raise TypeError(
-        f"expected a state of this buffer, whose {name} is {part!r}, got one that was "
-        f"made {maker}. {_MEND}"
+        f"expected a state of this buffer, whose {name} is {kind}, got one that was made {maker}. "
+        f"{_MEND}"
     )
 
 
